@@ -1,0 +1,96 @@
+"""A turn: one message and its reply, from the queue to its last token.
+
+    QUEUED ──admit──> RUNNING ──finish──> FINISHED
+       ^                 │
+       └───resume── SUSPENDED   (no device page is held; nothing is forgotten)
+
+A turn's progress is one number, `frontier`: every position below it has its KV on the device or in
+a launched iteration.  `tokens` is the conversation's whole log followed by the new prompt and by
+what has been sampled; it lives as long as the turn does.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+from pensieve.core.sampling import Sampling
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-turn token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the context's limit
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    WARMED = "warmed"  # a warm turn has its whole context on the device
+
+
+class TurnState(Enum):
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUSPENDED = "suspended"
+    FINISHED = "finished"
+
+
+LEGAL_TRANSITIONS: dict[TurnState, frozenset[TurnState]] = {
+    TurnState.QUEUED: frozenset({TurnState.RUNNING, TurnState.FINISHED}),
+    TurnState.RUNNING: frozenset({TurnState.SUSPENDED, TurnState.FINISHED}),
+    TurnState.SUSPENDED: frozenset({TurnState.RUNNING, TurnState.FINISHED}),
+    TurnState.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class Usage:
+    """Where the tokens of a turn's context came from, and when what happened (engine seconds).
+
+    prompt_tokens = new_tokens + device_tokens + host_tokens + recomputed_tokens.
+    """
+
+    new_tokens: int = 0
+    device_tokens: int = 0
+    host_tokens: int = 0
+    recomputed_tokens: int = 0
+    output_tokens: int = 0
+    suspensions: int = 0
+    submitted_at: float = 0.0
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.new_tokens + self.device_tokens + self.host_tokens + self.recomputed_tokens
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    turn_id: int
+    conversation_id: str
+    tokens: array[int]  # 'I': history + prompt + sampled
+    history_tokens: int  # length of the log before this turn's prompt
+    prompt_end: int  # len(tokens) at submission; outputs begin here
+    length_max: int  # the turn ends with LENGTH when len(tokens) reaches this
+    sampling: Sampling
+    warm: bool = False  # fill the holes, sample nothing
+    # -- the scheduler's --
+    state: TurnState = TurnState.QUEUED
+    arrival: int = 0
+    frontier: int = 0
+    page_table: list[int] = field(default_factory=list)  # append-only while RUNNING
+    in_flight: int = 0  # launched, uncommitted iterations with a slice of this turn
+    pending_token: bool = False  # an uncommitted iteration samples a token of this turn
+    finish: FinishReason | None = None
+    keep_tokens: int | None = None  # after a cancel: the log's length
+    usage: Usage = field(default_factory=Usage)
+    # -- the executor's: detokeniser, stop matcher, penalty counts; dies with the turn --
+    decoding: object | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_end
+
+    def move_to(self, state: TurnState) -> None:
+        assert state in LEGAL_TRANSITIONS[self.state], (self.turn_id, self.state, state)
+        self.state = state

@@ -1,0 +1,150 @@
+"""One tree of errors. Every class names the gRPC status and the exit code it becomes at the edge.
+
+    PensieveError
+    ├── InvalidArgument           a field a client sent is wrong; `field` names it
+    ├── NotFound                  no such conversation, message or revision
+    ├── AlreadyExists             the id is taken
+    ├── TurnRunning               a turn of this conversation is running; `turn_id` names it
+    ├── StaleRevision             expected_revision is not the present one
+    ├── ContextFull               the conversation no longer fits; `tokens_max` is the limit
+    ├── QueueFull                 a bounded queue is full; try again later
+    ├── Unavailable               draining, loading, restarting, or the disk refuses
+    │   └── StoreUnavailable      the history could not be written (disk full, I/O error, locked)
+    ├── TurnFailed                the engine could not finish this turn (`reason`, e.g. NAN_LOGITS)
+    ├── ConfigError               a flag, variable or file says something that cannot be done
+    ├── ModelError                the model cannot be loaded, or cannot be served exactly
+    │   └── UnsupportedModel      it loads, but its attention cannot go through ours; says why
+    ├── StoreError                the history on disk is not usable as it is
+    │   ├── StoreTooNew           written by a newer version
+    │   ├── StoreCorrupt          a page or a record fails its check
+    │   └── StoreLocked           another process holds the data folder; says who
+    └── DeviceError               the device failed or lacks memory
+
+Whatever is not in this tree is a bug and leaves as INTERNAL.
+"""
+
+from __future__ import annotations
+
+
+class PensieveError(Exception):
+    """Root of the tree; never raised itself."""
+
+    grpc_status = "INTERNAL"
+    exit_code = 1
+    reason = "INTERNAL"
+
+
+class InvalidArgument(PensieveError):
+    grpc_status = "INVALID_ARGUMENT"
+    exit_code = 2
+    reason = "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class NotFound(PensieveError):
+    grpc_status = "NOT_FOUND"
+    reason = "NOT_FOUND"
+
+
+class AlreadyExists(PensieveError):
+    grpc_status = "ALREADY_EXISTS"
+    reason = "ALREADY_EXISTS"
+
+
+class TurnRunning(PensieveError):
+    grpc_status = "ABORTED"
+    reason = "TURN_RUNNING"
+
+    def __init__(self, conversation_id: str, turn_id: str) -> None:
+        super().__init__(f"conversation {conversation_id!r} already runs turn {turn_id}")
+        self.conversation_id = conversation_id
+        self.turn_id = turn_id
+
+
+class StaleRevision(PensieveError):
+    grpc_status = "FAILED_PRECONDITION"
+    reason = "STALE_REVISION"
+
+    def __init__(self, expected: int, actual: int) -> None:
+        super().__init__(f"expected revision {expected}, the conversation is at {actual}")
+        self.expected = expected
+        self.actual = actual
+
+
+class ContextFull(PensieveError):
+    grpc_status = "OUT_OF_RANGE"
+    reason = "CONTEXT_FULL"
+
+    def __init__(self, tokens: int, tokens_max: int) -> None:
+        super().__init__(
+            f"this turn needs a context of {tokens} tokens and the limit is {tokens_max}; "
+            "the conversation is unchanged"
+        )
+        self.tokens = tokens
+        self.tokens_max = tokens_max
+
+
+class QueueFull(PensieveError):
+    grpc_status = "RESOURCE_EXHAUSTED"
+    reason = "QUEUE_FULL"
+
+
+class Unavailable(PensieveError):
+    grpc_status = "UNAVAILABLE"
+    reason = "UNAVAILABLE"
+
+
+class StoreUnavailable(Unavailable):
+    reason = "STORE_UNAVAILABLE"
+
+
+class TurnFailed(PensieveError):
+    grpc_status = "INTERNAL"
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class ConfigError(PensieveError):
+    grpc_status = "FAILED_PRECONDITION"
+    exit_code = 3
+    reason = "CONFIG"
+
+
+class ModelError(PensieveError):
+    grpc_status = "FAILED_PRECONDITION"
+    exit_code = 4
+    reason = "MODEL"
+
+
+class UnsupportedModel(ModelError):
+    reason = "MODEL_UNSUPPORTED"
+
+
+class StoreError(PensieveError):
+    grpc_status = "FAILED_PRECONDITION"
+    exit_code = 3
+    reason = "STORE"
+
+
+class StoreTooNew(StoreError):
+    reason = "STORE_TOO_NEW"
+
+
+class StoreCorrupt(StoreError):
+    reason = "STORE_CORRUPT"
+
+
+class StoreLocked(StoreError):
+    reason = "STORE_LOCKED"
+
+
+class DeviceError(PensieveError):
+    grpc_status = "UNAVAILABLE"
+    exit_code = 6
+    reason = "DEVICE"
