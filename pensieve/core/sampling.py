@@ -45,7 +45,11 @@ class Sampling:
             ("top_p", 0.0 < self.top_p <= 1.0, "must lie in (0, 1]"),
             ("top_k", 0 <= self.top_k < 2**31, "must be 0 (no limit) or positive"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "must lie in 0..1"),
-            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100.0, "must lie in 0.01..100"),
+            (
+                "repetition_penalty",
+                0.01 <= self.repetition_penalty <= 100.0,
+                "must lie in 0.01..100",
+            ),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must lie in -2..2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must lie in -2..2"),
             ("seed", 0 <= self.seed < 2**64, "must lie in 0..2^64-1"),
@@ -68,7 +72,11 @@ class Sampling:
                 self.logprobs is None or 0 <= self.logprobs <= LOGPROBS_MAX,
                 f"must lie in 0..{LOGPROBS_MAX}",
             ),
-            ("logit_bias", len(self.logit_bias) <= LOGIT_BIAS_MAX, f"at most {LOGIT_BIAS_MAX} entries"),
+            (
+                "logit_bias",
+                len(self.logit_bias) <= LOGIT_BIAS_MAX,
+                f"at most {LOGIT_BIAS_MAX} entries",
+            ),
             (
                 "logit_bias",
                 all(math.isfinite(bias) and -100.0 <= bias <= 100.0 for _, bias in self.logit_bias),

@@ -15,6 +15,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
+from pensieve.core.chunk import Chunk
 from pensieve.core.sampling import Sampling
 
 
@@ -78,9 +79,14 @@ class Turn:
     state: TurnState = TurnState.QUEUED
     arrival: int = 0
     frontier: int = 0
-    page_table: list[int] = field(default_factory=list)  # append-only while RUNNING
+    chunks: list[Chunk] = field(default_factory=list)  # of its whole context, while RUNNING
+    page_table: list[int] = field(default_factory=list)  # their device pages; append-only
+    written: dict[Chunk, None] = field(default_factory=dict)  # chunks it computed something of
     in_flight: int = 0  # launched, uncommitted iterations with a slice of this turn
-    pending_token: bool = False  # an uncommitted iteration samples a token of this turn
+    pending_tokens: int = 0  # that uncommitted iterations sample
+    computed_to: int = (
+        0  # positions below it have been computed before, by this turn or an earlier one
+    )
     finish: FinishReason | None = None
     keep_tokens: int | None = None  # after a cancel: the log's length
     usage: Usage = field(default_factory=Usage)

@@ -1,0 +1,206 @@
+"""Chunks, the branches they lie on, and the conversations that hold them.
+
+A chunk belongs to the token prefix that it closes, so conversations that share a prefix share its
+chunks.  Chunks with the same holders form one *branch*; branches form a forest, and a conversation is
+the path from a root to its leaf:
+
+    system prompt            trip-42
+    [c0 c1 c2 c3] ────┬──── [c4 c5 c6]          holders of the left branch: trip-42, trip-43
+                      └──── [c4' c5']           trip-43
+
+A fork splits a branch where the shared part ends; nothing is copied.  The last chunk of a
+conversation may be used partly (`num_tokens` says how far): a fork or a rewind inside a chunk just
+refers to its first slots, and the conversation gets a chunk of its own (copy on write) when it next
+writes there.
+
+Where a chunk lies follows from its pages:
+
+    device_page  host_page     name
+    -            -             dropped (a hole)
+    page         -             dirty: only on the device
+    page         page          clean when the host copy covers all that is filled, else dirty
+    -            page          host
+
+* `filled` counts the leading slots whose keys and values exist in the best copy (on the device if
+  there is a device page) or are being computed by a launched iteration.  The slots behind it are a
+  hole.  A chunk never has a hole inside, because work is always spent from the lowest missing
+  position upward.
+* A host copy covers `host_filled` leading slots.  Chunks are append-only, so an old copy is short,
+  never wrong.
+* At most one turn at a time appends to a partly used chunk: a turn appends only where its
+  conversation was the sole holder when it was admitted, or to a chunk that it made.  The slots of a
+  *shared full* chunk are the same for all holders, so any of them may fill them.
+* A *condemned* chunk lies on the device only and will not be saved: the host is full of more
+  valuable ones.  It stays valid until somebody needs its page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+HOLDERS_SUMMED_MAX = 64  # how many holders of a branch are weighed one by one
+
+
+class Chunk:
+    __slots__ = (
+        "branch",
+        "condemned",
+        "device_page",
+        "filled",
+        "host_filled",
+        "host_page",
+        "in_flight",
+        "index",
+        "swapping_in",
+    )
+
+    def __init__(self, index: int, branch: Branch) -> None:
+        self.index = index  # its place in the context: positions from index * chunk_tokens
+        self.branch: Branch | None = branch  # None: nobody holds it; a copy is still in flight
+        self.filled = 0
+        self.device_page: int | None = None
+        self.host_page: int | None = None
+        self.host_filled = 0
+        self.in_flight = 0  # unfinished copies that read or write one of its pages
+        self.swapping_in = False
+        self.condemned = False
+
+    @property
+    def resident(self) -> bool:
+        return self.device_page is not None or self.host_page is not None
+
+    @property
+    def dirty(self) -> bool:
+        """On the device, and its loss would cost recompute."""
+        return (
+            self.device_page is not None
+            and self.host_filled < self.filled
+            and not self.condemned
+            and not self.in_flight
+        )
+
+    @property
+    def reclaimable(self) -> bool:
+        """Its device page may be taken at once (if no running turn holds it)."""
+        return (
+            self.device_page is not None
+            and (self.condemned or self.host_filled >= self.filled)
+            and not self.in_flight
+        )
+
+    @property
+    def droppable(self) -> bool:
+        return self.host_page is not None and not self.in_flight
+
+    def __repr__(self) -> str:
+        return (
+            f"Chunk({self.index}, filled={self.filled}, device={self.device_page}, "
+            f"host={self.host_page}:{self.host_filled}, in_flight={self.in_flight})"
+        )
+
+
+class Conversation:
+    """What the cache knows of a conversation: its path of chunks, and when it was last active."""
+
+    __slots__ = ("conversation_id", "idle_since", "leaf", "num_tokens", "num_turns", "turn_id")
+
+    def __init__(self, conversation_id: str, now: float) -> None:
+        self.conversation_id = conversation_id
+        self.leaf: Branch | None = None
+        self.num_tokens = 0  # positions [0, num_tokens) have chunks, if not necessarily KV
+        self.idle_since = now  # end of its last turn
+        self.num_turns = 0
+        self.turn_id: int | None = None  # the turn that holds its pages
+
+    def path(self) -> list[Branch]:
+        """Its branches, root first."""
+        branches = []
+        branch = self.leaf
+        while branch is not None:
+            branches.append(branch)
+            branch = branch.parent
+        branches.reverse()
+        return branches
+
+    def chunks(self) -> list[Chunk]:
+        return [chunk for branch in self.path() for chunk in branch.chunks]
+
+    def __repr__(self) -> str:
+        return f"Conversation({self.conversation_id!r}, num_tokens={self.num_tokens})"
+
+
+class Branch:
+    """A run of chunks with the same holders: one unit of retention.
+
+    Its chunks have the same idle time, and later ones cost more, so the least valuable of them is
+    the first that qualifies: a cursor per role of retention (see retention.py) finds it.
+    """
+
+    __slots__ = (
+        "chunks",
+        "cursors",
+        "entries",
+        "holders",
+        "idle_since",
+        "num_children",
+        "num_reclaimable",
+        "num_resident",
+        "num_running",
+        "parent",
+        "start",
+    )
+
+    def __init__(self, parent: Branch | None, start: int, since: float, num_roles: int) -> None:
+        self.num_children = 0
+        self.parent: Branch | None = parent
+        if parent is not None:
+            parent.num_children += 1
+        self.start = start  # index of its first chunk
+        self.chunks: list[Chunk] = []
+        self.holders: dict[Conversation, None] = {}  # least recently active first
+        self.idle_since = since  # of the most recently active holder
+        self.num_running = 0  # running turns that hold it; its pages are pinned while any does
+        self.num_resident = 0  # chunks with a page in some tier; kept while idle
+        self.num_reclaimable = 0  # kept while idle
+        self.cursors = [0] * num_roles  # no chunk before it qualifies
+        self.entries: list[list[object] | None] = [None] * num_roles  # owned by the queues
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.chunks)
+
+    def weight(self, now: float) -> float:
+        """The retention value of a chunk held by several is the sum over them; this is that sum in
+        units of its most recently active holder: sum over holders of T_min / T_holder.
+
+        While nobody becomes active it only grows (towards the number of holders), so an older
+        weight is a lower bound.  (Idle times count as one second at least, so what holds from the
+        first idle second on is said from the start.)  Beyond the 64 most recent, holders are counted as idle as the
+        longest idle one: again a lower bound.
+        """
+        count = len(self.holders)
+        if count <= 1:
+            return 1.0
+        now = max(now, self.idle_since + 1.0)
+        least = now - self.idle_since
+        total = 0.0
+        for holder in islice(reversed(self.holders), HOLDERS_SUMMED_MAX):
+            total += least / (now - holder.idle_since)
+        if count > HOLDERS_SUMMED_MAX:
+            longest = next(iter(self.holders))
+            total += (count - HOLDERS_SUMMED_MAX) * least / (now - longest.idle_since)
+        return total
+
+    def touch(self, holder: Conversation, now: float) -> None:
+        """`holder` has just been active."""
+        del self.holders[holder]
+        self.holders[holder] = None
+        self.idle_since = now
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self.chunks)
+
+    def __repr__(self) -> str:
+        names = ",".join(holder.conversation_id for holder in islice(self.holders, 3))
+        return f"Branch({self.start}:{self.end}, holders={len(self.holders)}[{names}])"

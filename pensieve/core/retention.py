@@ -1,0 +1,244 @@
+"""Which chunk to give up next: the least valuable one, found without looking at the others.
+
+Three roles give something up, each with its own queue and its own question to a chunk:
+
+    SWAP_OUT  device to host copy    dirty: on the device, and its loss would cost recompute
+    RECLAIM   free a device page     reclaimable: clean, or condemned
+    DROP      free a host page       droppable: on the host, no copy in flight
+
+The unit in a queue is a branch, not a chunk: within a branch the first chunk that qualifies is the
+least valuable.  A policy puts (branch, that chunk) into one of at most 64 *classes*; a class has one
+value for each idle time, and it falls with the idle time.  So inside a class the order by idle time
+is the order by value and never changes, and the least valuable branch of all is the least of the
+classes' heads.
+
+An entry states a *lower bound* of its branch's value: a holder that becomes active raises the value,
+and so do time (see `Branch.weight`) and a cursor that moves on.  Nothing is updated when that
+happens; an entry is looked at again when it becomes the least, and then corrected.  What *lowers* a
+value (a holder leaves, an earlier chunk qualifies again) is offered again at once, and the entry it
+replaces goes stale.  Entries of branches that a running turn holds are thrown away when met; `offer`
+brings them back when the branch comes to rest.
+
+So a decision costs O(classes + log branches), amortised over what happened to the branch, and never
+a walk over what is cached.  The value found is exact up to one class (a ratio of 1.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import IntEnum
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
+from pensieve.core.chunk import Branch, Chunk
+from pensieve.core.cost import CostProfile
+
+NUM_CLASSES = 64
+CLASS_RATIO = 1.1
+
+
+class Role(IntEnum):
+    SWAP_OUT = 0
+    RECLAIM = 1
+    DROP = 2
+
+
+QUALIFIES: dict[Role, Callable[[Chunk], bool]] = {
+    Role.SWAP_OUT: Chunk.dirty.fget,  # type: ignore[attr-defined]
+    Role.RECLAIM: Chunk.reclaimable.fget,  # type: ignore[attr-defined]
+    Role.DROP: Chunk.droppable.fget,  # type: ignore[attr-defined]
+}
+
+
+class RetentionPolicy(Protocol):
+    """What a chunk is worth.  Within a class the value falls with the idle time."""
+
+    name: str
+
+    def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
+        """A class 0 <= i < NUM_CLASSES that does not exceed the chunk's value."""
+
+    def value_of(self, class_index: int, idle_seconds: float) -> float: ...
+
+
+class LruPolicy:
+    """Least recently active conversation first, leading chunk first."""
+
+    name = "lru"
+
+    def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
+        return 0
+
+    def value_of(self, class_index: int, idle_seconds: float) -> float:
+        return 1.0 / max(idle_seconds, 1e-9)
+
+
+class ValuePolicy:
+    """retention_value = cost(l) / T, summed over the holders (seconds of recompute per second idle)."""
+
+    name = "value"
+
+    def __init__(self, cost: CostProfile, chunk_tokens: int) -> None:
+        self._cost = cost
+        self._chunk_tokens = chunk_tokens
+        self._least_cost = cost.chunk_seconds(0)
+        self._steps: list[float] = []  # by chunk index: log(cost / least cost) / log(ratio)
+        self._class_values = [self._least_cost * CLASS_RATIO**i for i in range(NUM_CLASSES)]
+
+    def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
+        while chunk_index >= len(self._steps):
+            seconds = self._cost.chunk_seconds((len(self._steps) + 1) * self._chunk_tokens)
+            self._steps.append(math.log(seconds / self._least_cost, CLASS_RATIO))
+        steps = self._steps[chunk_index]
+        if len(branch.holders) > 1:
+            steps += math.log(branch.weight(now), CLASS_RATIO)
+        return min(max(int(steps), 0), NUM_CLASSES - 1)
+
+    def value_of(self, class_index: int, idle_seconds: float) -> float:
+        return self._class_values[class_index] / max(idle_seconds, 1.0)
+
+
+def policy_named(name: str, cost: CostProfile, chunk_tokens: int) -> RetentionPolicy:
+    if name == "lru":
+        return LruPolicy()
+    if name == "value":
+        return ValuePolicy(cost, chunk_tokens)
+    raise ValueError(f"no retention policy is named {name!r} (lru, value)")
+
+
+class RetentionQueue:
+    """The branches that have something to give up in one role, least valuable first."""
+
+    def __init__(self, role: Role, policy: RetentionPolicy) -> None:
+        self.role = role
+        self.policy = policy
+        self._qualifies = QUALIFIES[role]
+        # An entry is [idle_since, serial, branch or None when stale, class].
+        self._heaps: list[list[list[object]]] = [[] for _ in range(NUM_CLASSES)]
+        self._serial = 0
+        self._num_live = 0
+        self._num_stale = 0
+
+    def least(self, now: float) -> tuple[float, Chunk] | None:
+        """The least valuable chunk that qualifies, and its value."""
+        value_of = self.policy.value_of
+        while True:
+            best_value, best_since, best_class = math.inf, math.inf, -1
+            for class_index, heap in enumerate(self._heaps):
+                if heap and (since := self._settle(heap, now)) is not None:
+                    value = value_of(class_index, now - since)
+                    if value < best_value or (value == best_value and since < best_since):
+                        best_value, best_since, best_class = value, since, class_index
+            if best_class < 0:
+                return None
+            branch = self._heaps[best_class][0][2]
+            assert isinstance(branch, Branch)
+            chunk = self.candidate(branch)
+            if chunk is None:
+                self._remove_head(best_class)
+            elif (now_class := self.policy.class_of(branch, chunk.index, now)) > best_class:
+                self._remove_head(best_class)
+                self._push(branch, now_class)
+            else:
+                return best_value, chunk
+
+    def offer(self, branch: Branch, now: float) -> None:
+        """Something in `branch` may qualify, or its value may have fallen."""
+        chunk = self.candidate(branch)
+        if chunk is None:
+            return
+        class_index = self.policy.class_of(branch, chunk.index, now)
+        entry = branch.entries[self.role]
+        if entry is not None:
+            known_class, known_since = entry[3], entry[0]
+            assert isinstance(known_class, int)
+            assert isinstance(known_since, float)
+            if known_class <= class_index and known_since <= branch.idle_since:
+                return  # still a lower bound
+            self.withdraw(branch)
+        self._push(branch, class_index)
+
+    def withdraw(self, branch: Branch) -> None:
+        entry = branch.entries[self.role]
+        if entry is not None:
+            entry[2] = None
+            branch.entries[self.role] = None
+            self._num_live -= 1
+            self._num_stale += 1
+            if self._num_stale > 64 + self._num_live:
+                self._forget_stale()
+
+    def candidate(self, branch: Branch) -> Chunk | None:
+        """The first chunk of `branch` that qualifies."""
+        chunks, qualifies, cursors, role = branch.chunks, self._qualifies, branch.cursors, self.role
+        for i in range(cursors[role], len(chunks)):
+            if qualifies(chunks[i]):
+                cursors[role] = i
+                return chunks[i]
+        cursors[role] = len(chunks)
+        return None
+
+    def _settle(self, heap: list[list[object]], now: float) -> float | None:
+        """Bring a live, idle, present entry to the head of a class; its idle_since."""
+        while heap:
+            since, _, branch, _ = heap[0]
+            assert isinstance(since, float)
+            if branch is None:
+                heappop(heap)
+                self._num_stale -= 1
+                continue
+            assert isinstance(branch, Branch)
+            if not branch.num_running and since == branch.idle_since:
+                return since
+            heappop(heap)
+            self._num_live -= 1
+            branch.entries[self.role] = None
+            if not branch.num_running:
+                self.offer(branch, now)
+        return None
+
+    def _push(self, branch: Branch, class_index: int) -> None:
+        self._serial += 1
+        entry: list[object] = [branch.idle_since, self._serial, branch, class_index]
+        branch.entries[self.role] = entry
+        heappush(self._heaps[class_index], entry)
+        self._num_live += 1
+
+    def _remove_head(self, class_index: int) -> None:
+        branch = heappop(self._heaps[class_index])[2]
+        assert isinstance(branch, Branch)
+        branch.entries[self.role] = None
+        self._num_live -= 1
+
+    def _forget_stale(self) -> None:
+        """Amortised: as many entries went stale as are live."""
+        for heap in self._heaps:
+            heap[:] = [entry for entry in heap if entry[2] is not None]
+            heapify(heap)
+        self._num_stale = 0
+
+    def check(self, idle_branches: list[Branch], now: float) -> None:
+        """Every idle branch with something to give up is in the queue, not above its value."""
+        live = sum(entry[2] is not None for heap in self._heaps for entry in heap)
+        assert live == self._num_live, "the queue lost count of its entries"
+        for branch in idle_branches:
+            first = next((chunk for chunk in branch.chunks if self._qualifies(chunk)), None)
+            if first is None:
+                continue
+            assert branch.cursors[self.role] <= first.index - branch.start, (
+                f"{self.role.name}: the cursor of {branch} passed {first}"
+            )
+            entry = branch.entries[self.role]
+            assert entry is not None, f"{self.role.name}: {branch} is not offered"
+            since, class_index = entry[0], entry[3]
+            assert isinstance(since, float)
+            assert isinstance(class_index, int)
+            assert since <= branch.idle_since, f"{self.role.name}: {branch} is overvalued by time"
+            believed = self.policy.value_of(class_index, now - since)
+            true_class = self.policy.class_of(branch, first.index, now)
+            value = self.policy.value_of(true_class, now - branch.idle_since)
+            slack = 1.0 if since == branch.idle_since else CLASS_RATIO  # a class is rounded down
+            assert believed <= value * slack * (1 + 1e-9), (
+                f"{self.role.name}: {branch} is overvalued, {believed} > {value}"
+            )

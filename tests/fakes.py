@@ -1,0 +1,221 @@
+"""Fakes that behave: a clock that is moved by hand, and an executor that remembers.
+
+`LedgerExecutor` has no tensors.  Each slot of each page remembers which token prefix its keys and
+values were computed from, and by which turn; copies move that memory, late and in any order; and
+every slice verifies that the pages it attends to hold exactly the prefix of its own turn.  Premature
+reclaim, aliasing, a missed recompute or a wrong copy fail here in milliseconds.
+
+The token that a turn samples is a function of its prefix alone, so what a conversation should have
+said can be recomputed from nothing (`reply_to`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pensieve.core.iteration import Iteration, Outcome, Sample, SwapIn, SwapOut, TurnFailure
+from pensieve.core.turn import FinishReason, Turn
+
+VOCAB = 997
+MASK = (1 << 61) - 1
+Slot = tuple[int, int]  # (prefix, turn that computed it)
+
+
+class VirtualClock:
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        assert seconds >= 0
+        self._now += seconds
+
+
+def extend_prefix(prefix: int, token_id: int) -> int:
+    return (prefix * 1_000_003 + token_id + 12_345) & MASK
+
+
+def next_token(prefix: int) -> int:
+    return (prefix >> 7) % VOCAB
+
+
+def ends_turn(token_id: int) -> bool:
+    return token_id % 16 == 0
+
+
+def reply_to(tokens: Sequence[int], length_max: int) -> list[int]:
+    """What a turn whose log and prompt are `tokens` says."""
+    prefix = 1
+    for token_id in tokens:
+        prefix = extend_prefix(prefix, token_id)
+    reply: list[int] = []
+    while True:
+        token_id = next_token(prefix)
+        reply.append(token_id)
+        if ends_turn(token_id) or len(tokens) + len(reply) >= length_max:
+            return reply
+        prefix = extend_prefix(prefix, token_id)
+
+
+@dataclass
+class _Launched:
+    iteration: Iteration
+    samples: list[Sample]
+    failures: list[TurnFailure]
+
+
+class LedgerExecutor:
+    def __init__(
+        self,
+        device_pages: int,
+        host_pages: int,
+        chunk_tokens: int,
+        seed: int = 0,
+        late: float = 0.5,  # how likely an outstanding copy is not to have finished
+        failing: float = 0.0,  # how likely a sampled row is NaN
+    ) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.device: list[list[Slot | None]] = [[None] * chunk_tokens for _ in range(device_pages)]
+        self.host: list[list[Slot | None]] = [[None] * chunk_tokens for _ in range(host_pages)]
+        self.late = late
+        self.failing = failing
+        self.num_attended = 0
+        self._random = random.Random(seed)
+        self._outstanding: dict[int, SwapIn | SwapOut] = {}
+        self._landed: list[int] = []
+        self._prefixes: dict[int, list[int]] = {}  # by turn: of positions 0..n
+        self._pending: dict[int, dict[int, int]] = {}  # by turn: sampled, perhaps uncommitted tokens
+        self._sick_turns: set[int] = set()  # their rows are NaN; the core may not know yet
+        self._failed_turns: set[int] = set()  # reported
+        self._launched: deque[_Launched] = deque()
+
+    # -- the port --
+
+    def launch(self, iteration: Iteration) -> None:
+        swapping_in = any(isinstance(copy, SwapIn) for copy in self._outstanding.values())
+        assert not (iteration.swap_ins and iteration.swap_outs), "both directions in one iteration"
+        assert not (iteration.swap_outs and swapping_in), "a swap-out starts during a swap-in"
+        for copy in iteration.copies:
+            self._check_idle_page(copy.target_page, "device")
+            self._land_into(copy.source_page)
+            source = self.device[copy.source_page][: copy.num_slots]
+            assert None not in source, "a page copy reads slots that were never written"
+            self.device[copy.target_page] = source + [None] * (self.chunk_tokens - copy.num_slots)
+        for swap_in in iteration.swap_ins:
+            self._check_idle_page(swap_in.device_page, "device")
+            assert None not in self.host[swap_in.host_page][: swap_in.num_slots]
+            self.device[swap_in.device_page] = [None] * self.chunk_tokens
+            self._outstanding[swap_in.copy_id] = swap_in
+        for swap_out in iteration.swap_outs:
+            self._check_idle_page(swap_out.host_page, "host")
+            assert None not in self.device[swap_out.device_page][: swap_out.num_slots]
+            self._outstanding[swap_out.copy_id] = swap_out
+        self._land_some()
+        for piece in iteration.slices:
+            self._write(piece.turn, piece.start, piece.stop)
+        samples: list[Sample] = []
+        failures: list[TurnFailure] = []
+        for piece in iteration.slices:
+            self._attend(piece.turn, piece.stop)
+            if not piece.needs_token:
+                continue
+            turn = piece.turn
+            if turn.turn_id in self._sick_turns or self._random.random() < self.failing:
+                self._sick_turns.add(turn.turn_id)
+                self._pending.setdefault(turn.turn_id, {})[piece.stop] = 0
+                failures.append(TurnFailure(turn.turn_id, "NAN_LOGITS", "a row was NaN"))
+                continue
+            token_id = next_token(self._prefix(turn, piece.stop))
+            self._pending.setdefault(turn.turn_id, {})[piece.stop] = token_id
+            finish = None
+            if ends_turn(token_id):
+                finish = FinishReason.STOP
+            elif piece.stop + 1 >= turn.length_max:
+                finish = FinishReason.LENGTH
+            samples.append(Sample(turn.turn_id, token_id, finish, text=f" {token_id}"))
+        self._launched.append(_Launched(iteration, samples, failures))
+
+    def collect(self) -> Outcome:
+        launched = self._launched.popleft()
+        self._failed_turns.update(failure.turn_id for failure in launched.failures)
+        self._land_some()
+        if not launched.iteration.slices and not self._landed and self._outstanding:
+            self._land(self._random.choice(list(self._outstanding)))
+        finished, self._landed = tuple(self._landed), []
+        return Outcome(tuple(launched.samples), finished, tuple(launched.failures))
+
+    # -- the ledger --
+
+    def _prefix(self, turn: Turn, end: int) -> int:
+        """The prefix that the tokens before position `end` make."""
+        prefixes = self._prefixes.setdefault(turn.turn_id, [1])
+        pending = self._pending.get(turn.turn_id, {})
+        while len(prefixes) <= end:
+            position = len(prefixes) - 1
+            known = position < len(turn.tokens)
+            token_id = turn.tokens[position] if known else pending[position]
+            prefixes.append(extend_prefix(prefixes[-1], token_id))
+        return prefixes[end]
+
+    def _write(self, turn: Turn, start: int, stop: int) -> None:
+        self._prefix(turn, stop)
+        prefixes = self._prefixes[turn.turn_id]
+        for position in range(start, stop):
+            page = turn.page_table[position // self.chunk_tokens]
+            for copy in self._outstanding.values():
+                if isinstance(copy, SwapIn) and copy.device_page == page:
+                    assert position % self.chunk_tokens >= copy.num_slots, "written under a swap-in"
+            slot = (prefixes[position + 1], turn.turn_id)
+            self.device[page][position % self.chunk_tokens] = slot
+
+    def _attend(self, turn: Turn, stop: int) -> None:
+        self._prefix(turn, stop)
+        prefixes = self._prefixes[turn.turn_id]
+        for index in range(-(-stop // self.chunk_tokens)):
+            page = turn.page_table[index]
+            self._land_into(page)
+            for offset, slot in enumerate(self.device[page]):
+                position = index * self.chunk_tokens + offset
+                if position >= stop:
+                    break
+                assert slot is not None, f"turn {turn.turn_id}: position {position} has no KV"
+                assert slot[0] == prefixes[position + 1], (
+                    f"turn {turn.turn_id}: position {position} holds the KV of another prefix"
+                )
+                assert slot[1] not in self._failed_turns or slot[1] == turn.turn_id, (
+                    "KV of a failed turn is in use"
+                )
+                if slot[1] in self._sick_turns:
+                    self._sick_turns.add(turn.turn_id)  # NaN spreads to whoever attends to it
+                self.num_attended += 1
+
+    def _check_idle_page(self, page: int, tier: str) -> None:
+        """Nobody overwrites a page that an outstanding copy reads or writes."""
+        for copy in self._outstanding.values():
+            busy = copy.device_page if tier == "device" else copy.host_page
+            assert busy != page, f"{tier} page {page} is overwritten during {copy}"
+
+    def _land_some(self) -> None:
+        for copy_id in list(self._outstanding):
+            if self._random.random() >= self.late:
+                self._land(copy_id)
+
+    def _land_into(self, device_page: int) -> None:
+        """Wait for the swap-in of a page, as a layer waits for its event."""
+        for copy_id, copy in list(self._outstanding.items()):
+            if isinstance(copy, SwapIn) and copy.device_page == device_page:
+                self._land(copy_id)
+
+    def _land(self, copy_id: int) -> None:
+        copy = self._outstanding.pop(copy_id)
+        device, host, count = self.device[copy.device_page], self.host[copy.host_page], copy.num_slots
+        if isinstance(copy, SwapIn):
+            device[:count] = host[:count]
+        else:
+            self.host[copy.host_page] = device[:count] + [None] * (self.chunk_tokens - count)
+        self._landed.append(copy_id)
