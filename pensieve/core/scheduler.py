@@ -254,6 +254,10 @@ class Scheduler:
     def num_turns(self) -> int:
         return len(self._turns)
 
+    def turns(self) -> list[Turn]:
+        """Every turn that has not had its last word."""
+        return [turn for turn in self._turns.values() if turn.finish is None]
+
     def turn_of(self, conversation_id: str) -> Turn | None:
         """The conversation's turn that has not had its last word."""
         for turn in self._turns.values():

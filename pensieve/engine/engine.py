@@ -1,0 +1,220 @@
+"""The loop.
+
+`step` is one iteration from mailbox to sink.  It runs in one thread; nothing else touches the
+scheduler.  A message that asks for something impossible ends its own turn and nothing else: limits
+are checked here once more although the service checks them first.
+
+When the executor fails as a whole (a device error, out of memory), the engine is done: `run` ends
+every turn with ENGINE_FAILED, closes the mailbox and raises.  The conversations are in the store;
+whoever started the engine starts another.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pensieve.core.iteration import Iteration
+from pensieve.core.scheduler import Progress, Scheduler
+from pensieve.core.turn import FinishReason, Turn, Usage
+from pensieve.engine.mailbox import (
+    Answer,
+    CancelTurn,
+    CheckIntegrity,
+    DeleteConversation,
+    Event,
+    EvictConversation,
+    ForkConversation,
+    GetStats,
+    Mailbox,
+    Message,
+    RewindConversation,
+    SubmitTurn,
+    TurnDelta,
+    TurnEnded,
+)
+from pensieve.engine.metrics import Metrics
+from pensieve.engine.ports import Clock, Executor, Observer, Sink
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    context_max: int  # tokens; the model's and the device tier's limit
+    turns_queued_max: int = 1024  # the next is refused with QUEUE_FULL
+
+
+class Engine:
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        mailbox: Mailbox,
+        sink: Sink,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.config = config
+        self.scheduler = scheduler
+        self.executor = executor
+        self.clock = clock
+        self.mailbox = mailbox
+        self.sink = sink
+        self.metrics = Metrics(scheduler, clock.now())
+        self._observers: tuple[Observer, ...] = (self.metrics, *observers)
+
+    def step(self) -> bool:
+        """One iteration; False when there was nothing to do."""
+        self._deliver(self.mailbox.drain())
+        iteration = self._plan()
+        if iteration is None:
+            return False
+        self.executor.launch(iteration)
+        outcome = self.executor.collect()
+        now = self.clock.now()
+        progress = self.scheduler.commit(iteration, outcome, now)
+        for observer in self._observers:
+            observer.committed(iteration, outcome, now)
+        self._publish(self._events(progress))
+        return True
+
+    def run(self) -> None:
+        """Step until the mailbox is closed and nothing is left to do."""
+        try:
+            while True:
+                if not self.step():
+                    if self.mailbox.closed:
+                        return
+                    self.mailbox.wait()
+        except BaseException:
+            self.mailbox.close("the engine has failed")
+            self._end_everything()
+            raise
+
+    # -- in --
+
+    def _deliver(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            now = self.clock.now()
+            for observer in self._observers:
+                observer.received(message, now)
+            self._publish(self.take(message, now))
+
+    def take(self, message: Message, now: float) -> list[Event]:
+        """Act on one message; what is to be told at once."""
+        scheduler, cache = self.scheduler, self.scheduler.cache
+        match message:
+            case SubmitTurn():
+                return self._submit(message, now)
+            case CancelTurn(turn_id, keep_tokens):
+                scheduler.cancel(turn_id, keep_tokens, now)
+            case ForkConversation(source_id, num_tokens, target_id):
+                cache.fork(source_id, num_tokens, target_id, now)
+            case RewindConversation(conversation_id, num_tokens):
+                if scheduler.turn_of(conversation_id) is None:
+                    scheduler.rewind(conversation_id, num_tokens, now)
+            case DeleteConversation(conversation_id):
+                scheduler.delete(conversation_id, now)
+            case EvictConversation(conversation_id):
+                cache.evict(conversation_id, now)
+            case GetStats(query_id):
+                return [Answer(query_id, figures=self.metrics.figures(now))]
+            case CheckIntegrity(query_id):
+                return [Answer(query_id, problems=self._problems(now))]
+        return self._ended()
+
+    def _submit(self, message: SubmitTurn, now: float) -> list[Event]:
+        tokens = array("I")
+        tokens.frombytes(message.tokens)
+        num_tokens, refusal = len(tokens), None
+        if num_tokens >= self.config.context_max:
+            refusal = "CONTEXT_FULL"
+        elif len(self.scheduler.queued) >= self.config.turns_queued_max:
+            refusal = "QUEUE_FULL"
+        elif num_tokens <= message.history_tokens and not (message.warm and num_tokens):
+            refusal = "NO_TOKENS"
+        elif not message.warm and self.scheduler.turn_of(message.conversation_id) is not None:
+            refusal = "TURN_RUNNING"
+        if refusal is not None:
+            usage = Usage(submitted_at=now, finished_at=now)
+            return [
+                TurnEnded(
+                    message.turn_id, message.conversation_id, FinishReason.FAILED, usage, refusal
+                )
+            ]
+        if message.warm and self.scheduler.turn_of(message.conversation_id) is not None:
+            usage = Usage(submitted_at=now, finished_at=now)
+            return [TurnEnded(message.turn_id, message.conversation_id, FinishReason.WARMED, usage)]
+        turn = Turn(
+            turn_id=message.turn_id,
+            conversation_id=message.conversation_id,
+            tokens=tokens,
+            history_tokens=message.history_tokens,
+            prompt_end=num_tokens,
+            length_max=min(num_tokens + message.sampling.max_tokens, self.config.context_max),
+            sampling=message.sampling,
+            warm=message.warm,
+        )
+        self.scheduler.submit(turn, now)
+        return []
+
+    def _plan(self) -> Iteration | None:
+        now = self.clock.now()
+        iteration = self.scheduler.plan(now)
+        self._publish(self._ended())
+        for observer in self._observers:
+            observer.planned(iteration, now)
+        return iteration
+
+    # -- out --
+
+    def _publish(self, events: Sequence[Event]) -> None:
+        if events:
+            for observer in self._observers:
+                observer.published(events)
+            self.sink.publish(events)
+
+    def _ended(self) -> list[Event]:
+        return self._events(self.scheduler.drain_ended())
+
+    @staticmethod
+    def _events(progress: Sequence[Progress]) -> list[Event]:
+        events: list[Event] = []
+        for turn, sample, finish, failure in progress:
+            if sample is not None:
+                events.append(
+                    TurnDelta(
+                        turn.turn_id,
+                        turn.conversation_id,
+                        sample.token_id,
+                        sample.text,
+                        sample.logprob,
+                        sample.top_logprobs,
+                    )
+                )
+            if finish is not None:
+                usage = replace(turn.usage)
+                events.append(TurnEnded(turn.turn_id, turn.conversation_id, finish, usage, failure))
+        return events
+
+    def _end_everything(self) -> None:
+        now = self.clock.now()
+        events: list[Event] = [
+            TurnEnded(
+                turn.turn_id,
+                turn.conversation_id,
+                FinishReason.FAILED,
+                replace(turn.usage, finished_at=now),
+                "ENGINE_FAILED",
+            )
+            for turn in self.scheduler.turns()
+        ]
+        self._publish(events)
+
+    def _problems(self, now: float) -> tuple[str, ...]:
+        try:
+            self.scheduler.check(now)
+        except AssertionError as problem:
+            return (str(problem) or "an invariant of the cache does not hold",)
+        return ()

@@ -1,0 +1,98 @@
+"""What the engine has done, as figures by name: an observer that only counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pensieve.core.iteration import Iteration, Outcome
+from pensieve.core.scheduler import Scheduler
+from pensieve.core.turn import FinishReason
+from pensieve.engine.mailbox import Event, Message, TurnEnded
+
+
+class Metrics:
+    def __init__(self, scheduler: Scheduler, now: float) -> None:
+        self._scheduler = scheduler
+        self._started_at = now
+        self._by_finish = dict.fromkeys(FinishReason, 0)
+        self._new_tokens = 0
+        self._device_tokens = 0
+        self._host_tokens = 0
+        self._recomputed_tokens = 0
+        self._output_tokens = 0
+        self._slots_out = 0
+        self._slots_in = 0
+        self._slots_copied = 0
+
+    # -- Observer --
+
+    def received(self, message: Message, now: float) -> None:
+        return
+
+    def planned(self, iteration: Iteration | None, now: float) -> None:
+        if iteration is None:
+            return
+        self._slots_out += sum(copy.num_slots for copy in iteration.swap_outs)
+        self._slots_in += sum(copy.num_slots for copy in iteration.swap_ins)
+        self._slots_copied += sum(copy.num_slots for copy in iteration.copies)
+
+    def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
+        return
+
+    def published(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, TurnEnded):
+                self._by_finish[event.finish] += 1
+                usage = event.usage
+                self._new_tokens += usage.new_tokens
+                self._device_tokens += usage.device_tokens
+                self._host_tokens += usage.host_tokens
+                self._recomputed_tokens += usage.recomputed_tokens
+                self._output_tokens += usage.output_tokens
+
+    # -- reading --
+
+    def figures(self, now: float) -> dict[str, float]:
+        scheduler, cache = self._scheduler, self._scheduler.cache
+        counters, moves = scheduler.counters, cache.counters
+        seconds = max(now - self._started_at, 1e-9)
+        figures: dict[str, float] = {
+            "seconds": seconds,
+            "device_pages": cache.device.num_pages,
+            "device_pages_free": cache.device.num_empty,
+            "device_pages_clean": cache.clean_pages,
+            "host_pages": cache.host.num_pages,
+            "host_pages_free": cache.host.num_empty,
+            "conversations_cached": len(cache.conversations),
+            "turns_running": len(scheduler.running),
+            "turns_suspended": len(scheduler.suspended),
+            "turns_queued": len(scheduler.queued),
+            "new_tokens": self._new_tokens,
+            "device_tokens": self._device_tokens,
+            "host_tokens": self._host_tokens,
+            "recomputed_tokens": self._recomputed_tokens,
+            "output_tokens": self._output_tokens,
+            "tokens_swapped_out": self._slots_out,
+            "tokens_swapped_in": self._slots_in,
+            "tokens_copied_on_write": self._slots_copied,
+            "iterations": counters.iterations,
+            "iterations_per_second": counters.iterations / seconds,
+            "tokens_computed": counters.tokens,
+            "tokens_per_iteration": counters.tokens / max(counters.iterations, 1),
+            "tokens_computed_again": counters.recomputed_tokens,
+            "tokens_idle": counters.idle_tokens,
+            "ranges_repaired_at_once_max": counters.repaired_ranges_max,
+            "suspensions": counters.suspensions,
+            "resumptions": counters.resumptions,
+            "chunks_swapped_out": moves.swapped_out,
+            "chunks_swapped_in": moves.swapped_in,
+            "chunks_reclaimed": moves.reclaimed,
+            "chunks_found_before_reclaim": moves.reclaim_hits,
+            "chunks_dropped": moves.dropped,
+            "chunks_condemned": moves.condemned,
+            "chunks_copied_on_write": moves.copied_on_write,
+            "chunks_discarded": moves.discarded,
+        }
+        for reason, count in self._by_finish.items():
+            figures[f"turns_{reason.value}"] = count
+        return figures

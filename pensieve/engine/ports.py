@@ -1,0 +1,39 @@
+"""What an engine is connected to: a clock, an executor, a sink, and observers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pensieve.core.iteration import Iteration, Outcome
+from pensieve.engine.mailbox import Event, Message
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds on a clock that never goes back."""
+
+
+class Executor(Protocol):
+    """Carries iterations out; core/iteration.py says what the scheduler relies on."""
+
+    def launch(self, iteration: Iteration) -> None: ...
+
+    def collect(self) -> Outcome:
+        """What became of the oldest iteration that has not been collected."""
+
+
+class Sink(Protocol):
+    def publish(self, events: Sequence[Event]) -> None: ...
+
+
+class Observer(Protocol):
+    """Told what happens, in order; decides nothing."""
+
+    def received(self, message: Message, now: float) -> None: ...
+
+    def planned(self, iteration: Iteration | None, now: float) -> None: ...
+
+    def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None: ...
+
+    def published(self, events: Sequence[Event]) -> None: ...

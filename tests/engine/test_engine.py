@@ -1,0 +1,312 @@
+"""The engine over the ledger: messages in, events out, and nothing else."""
+
+from __future__ import annotations
+
+import io
+import random
+import threading
+from array import array
+from collections.abc import Sequence
+
+import pytest
+
+from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.cost import CostProfile
+from pensieve.core.iteration import Iteration
+from pensieve.core.retention import policy_named
+from pensieve.core.sampling import Sampling
+from pensieve.core.scheduler import Scheduler, SchedulerConfig
+from pensieve.core.turn import FinishReason
+from pensieve.engine.engine import Engine, EngineConfig
+from pensieve.engine.journal import Journal, replay
+from pensieve.engine.mailbox import (
+    Answer,
+    CancelTurn,
+    CheckIntegrity,
+    DeleteConversation,
+    Event,
+    EvictConversation,
+    ForkConversation,
+    GetStats,
+    Mailbox,
+    Outbox,
+    RewindConversation,
+    SubmitTurn,
+    TurnDelta,
+    TurnEnded,
+)
+from pensieve.errors import DeviceError, QueueFull, Unavailable
+from tests.fakes import LedgerExecutor, VirtualClock, reply_to
+
+COST = CostProfile.analytic(num_parameters=1000, num_layers=2, num_heads=2, head_size=8)
+CACHE = CacheConfig(device_pages=12, host_pages=20, chunk_tokens=4)
+SCHEDULER = SchedulerConfig(batch_tokens_max=16, turns_max=8)
+ENGINE = EngineConfig(context_max=CACHE.device_tokens_max, turns_queued_max=4)
+
+
+class ListSink:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def publish(self, events: Sequence[Event]) -> None:
+        self.events.extend(events)
+
+    def ends(self) -> dict[int, TurnEnded]:
+        return {event.turn_id: event for event in self.events if isinstance(event, TurnEnded)}
+
+    def said(self, turn_id: int) -> list[int]:
+        deltas = [event for event in self.events if isinstance(event, TurnDelta)]
+        return [event.token_id for event in deltas if event.turn_id == turn_id]
+
+
+class Rig:
+    def __init__(self, seed: int = 0, journal: io.StringIO | None = None) -> None:
+        self.clock = VirtualClock()
+        policy = policy_named("value", COST, CACHE.chunk_tokens)
+        self.scheduler = Scheduler(KVCache(CACHE, policy), SCHEDULER)
+        self.executor = LedgerExecutor(
+            CACHE.device_pages, CACHE.host_pages, CACHE.chunk_tokens, seed
+        )
+        self.mailbox, self.sink = Mailbox(), ListSink()
+        observers = []
+        if journal is not None:
+            observers.append(Journal(journal, ENGINE, CACHE, SCHEDULER, "value", COST))
+        self.engine = Engine(
+            ENGINE, self.scheduler, self.executor, self.clock, self.mailbox, self.sink, observers
+        )
+
+    def run(self) -> None:
+        while self.engine.step():
+            self.clock.advance(0.05)
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    return array("I", tokens).tobytes()
+
+
+def submit(
+    turn_id: int, name: str, log: list[int], prompt: list[int], reply: int = 6
+) -> SubmitTurn:
+    return SubmitTurn(turn_id, name, packed(log + prompt), len(log), Sampling(max_tokens=reply))
+
+
+def test_a_turn_streams_its_tokens_and_then_ends():
+    rig = Rig()
+    rig.mailbox.put(submit(1, "a", [], [5, 6, 7], reply=3))
+    rig.run()
+    expected = reply_to([5, 6, 7], 6)
+    assert rig.sink.said(1) == expected
+    end = rig.sink.ends()[1]
+    assert end.usage.output_tokens == len(expected)
+    assert (end.usage.new_tokens, end.usage.prompt_tokens) == (3, 3)
+    assert isinstance(rig.sink.events[-1], TurnEnded)
+
+
+def test_a_second_turn_computes_only_what_is_new():
+    rig = Rig()
+    rig.mailbox.put(submit(1, "a", [], [5, 6, 7], reply=3))
+    rig.run()
+    log = [5, 6, 7, *rig.sink.said(1)]
+    rig.mailbox.put(submit(2, "a", log, [9, 9], reply=3))
+    rig.run()
+    usage = rig.sink.ends()[2].usage
+    assert usage.device_tokens == len(log) - 1  # all but the last sampled token
+    assert usage.new_tokens == 3
+    assert usage.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (submit(1, "a", [], list(range(44))), "CONTEXT_FULL"),
+        (submit(1, "a", [1, 2], []), "NO_TOKENS"),
+    ],
+)
+def test_an_impossible_turn_ends_at_once_and_harms_nobody(message: SubmitTurn, reason: str):
+    rig = Rig()
+    rig.mailbox.put(message)
+    rig.mailbox.put(submit(2, "b", [], [1, 2, 3]))
+    rig.run()
+    assert rig.sink.ends()[1].failure == reason
+    assert rig.sink.said(2) == reply_to([1, 2, 3], 9)
+
+
+def test_a_second_turn_beside_a_running_one_is_refused():
+    rig = Rig()
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3], reply=20))
+    rig.mailbox.put(submit(2, "a", [], [4], reply=2))
+    rig.run()
+    assert rig.sink.ends()[2].failure == "TURN_RUNNING"
+    assert rig.sink.ends()[1].failure is None
+
+
+def test_the_queue_is_bounded_and_says_so():
+    rig = Rig()
+    for turn_id in range(1, 7):
+        rig.mailbox.put(submit(turn_id, f"c{turn_id}", [], [turn_id]))
+    rig.run()
+    refused = [turn_id for turn_id, end in rig.sink.ends().items() if end.failure == "QUEUE_FULL"]
+    assert refused == [5, 6]
+
+
+def test_the_mailbox_is_bounded_but_takes_what_frees_something():
+    box = Mailbox(messages_max=2)
+    box.put(GetStats(1))
+    box.put(GetStats(2))
+    with pytest.raises(QueueFull):
+        box.put(GetStats(3))
+    box.put(CancelTurn(1, 0))
+    box.put(DeleteConversation("a"))
+    assert len(box.drain()) == 4
+    box.close("bye")
+    with pytest.raises(Unavailable, match="bye"):
+        box.put(GetStats(4))
+
+
+def test_queries_are_answered():
+    rig = Rig()
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3]))
+    rig.run()
+    rig.mailbox.put(GetStats(7))
+    rig.mailbox.put(CheckIntegrity(8))
+    rig.run()
+    stats, check = (event for event in rig.sink.events if isinstance(event, Answer))
+    assert stats.query_id == 7
+    assert stats.figures["new_tokens"] == 3
+    assert stats.figures["turns_stop"] + stats.figures["turns_length"] == 1
+    assert stats.figures["tokens_idle"] == 0
+    assert (check.query_id, check.problems) == (8, ())
+
+
+def test_integrity_problems_are_named():
+    rig = Rig()
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3]))
+    rig.run()
+    rig.scheduler.cache.device.take()  # a page that nobody holds
+    rig.mailbox.put(CheckIntegrity(8))
+    rig.run()
+    answer = rig.sink.events[-1]
+    assert isinstance(answer, Answer)
+    assert "disagree" in answer.problems[0]
+
+
+def test_a_failing_executor_ends_every_turn_and_closes_the_mailbox():
+    rig = Rig()
+
+    def launch(iteration: Iteration) -> None:
+        raise DeviceError("the device is gone")
+
+    rig.executor.launch = launch  # type: ignore[method-assign]
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3]))
+    rig.mailbox.put(submit(2, "b", [], [1, 2, 3]))
+    with pytest.raises(DeviceError):
+        rig.engine.run()
+    assert {end.failure for end in rig.sink.ends().values()} == {"ENGINE_FAILED"}
+    assert set(rig.sink.ends()) == {1, 2}
+    with pytest.raises(Unavailable):
+        rig.mailbox.put(GetStats(1))
+
+
+def test_the_engine_runs_in_a_thread_until_its_mailbox_closes():
+    rig, outbox = Rig(), Outbox()
+    rig.engine.sink = outbox
+    thread = threading.Thread(target=rig.engine.run)
+    thread.start()
+    rig.mailbox.put(submit(1, "a", [], [3, 4]))
+    said: list[int] = []
+    while not isinstance(event := outbox.get(10.0), TurnEnded):
+        assert isinstance(event, TurnDelta)
+        said.append(event.token_id)
+    rig.mailbox.close()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert said == reply_to([3, 4], 8)
+
+
+def test_an_outbox_makes_its_writer_wait_when_it_is_full():
+    outbox = Outbox(events_max=1)
+    outbox.publish([Answer(1)])
+    writer = threading.Thread(target=outbox.publish, args=([Answer(2)],))
+    writer.start()
+    writer.join(0.05)
+    assert writer.is_alive()
+    assert outbox.get() == Answer(1)
+    writer.join(5.0)
+    assert outbox.get(5.0) == Answer(2)
+    outbox.close()
+    assert outbox.get() is None
+
+
+def traffic(rig: Rig, seed: int, num_messages: int) -> None:
+    """Several conversations at once, with everything that a client may ask for."""
+    choose = random.Random(seed)
+    logs: dict[str, list[int]] = {}
+    prompts: dict[int, tuple[str, list[int]]] = {}
+    turn_id, num_names, num_seen = 0, 0, 0
+    for _ in range(num_messages):
+        running = {name for turn, (name, _) in prompts.items() if turn not in rig.sink.ends()}
+        resting = [name for name in logs if name not in running]
+        roll = choose.random()
+        if roll < 0.6:
+            if len(logs) < 6:
+                num_names += 1
+                logs[f"c{num_names}"] = []
+                resting.append(f"c{num_names}")
+            if resting:
+                turn_id += 1
+                name = choose.choice(resting)
+                prompt = [choose.randrange(500) for _ in range(choose.randint(1, 9))]
+                prompts[turn_id] = (name, logs[name] + prompt)
+                rig.mailbox.put(submit(turn_id, name, logs[name], prompt, choose.randint(1, 9)))
+        elif roll < 0.7 and running:
+            turn, (name, _) = next((t, p) for t, p in prompts.items() if p[0] in running)
+            rig.mailbox.put(CancelTurn(turn, len(logs[name])))
+        elif roll < 0.8 and resting and len(logs) < 6:
+            num_names += 1
+            source = choose.choice(resting)
+            logs[f"c{num_names}"] = list(logs[source])
+            rig.mailbox.put(ForkConversation(source, len(logs[source]), f"c{num_names}"))
+        elif roll < 0.85 and resting:
+            name = choose.choice(resting)
+            del logs[name][len(logs[name]) // 2 :]
+            rig.mailbox.put(RewindConversation(name, len(logs[name])))
+        elif roll < 0.9 and resting:
+            name = choose.choice(resting)
+            del logs[name]
+            rig.mailbox.put(DeleteConversation(name))
+        elif resting:
+            rig.mailbox.put(EvictConversation(choose.choice(resting)))
+        for _ in range(choose.randint(0, 3)):
+            rig.engine.step()
+            rig.clock.advance(choose.choice((0.01, 5.0)))
+        for event in rig.sink.events[num_seen:]:
+            if isinstance(event, TurnEnded):
+                name, asked = prompts[event.turn_id]
+                said = rig.sink.said(event.turn_id)
+                if event.finish in (FinishReason.STOP, FinishReason.LENGTH):
+                    assert said == reply_to(asked, len(asked) + len(said))
+                    logs[name] = asked + said
+        num_seen = len(rig.sink.events)
+    rig.run()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_journal_replays_to_the_same_iterations(seed: int):
+    lines = io.StringIO()
+    rig = Rig(seed, lines)
+    traffic(rig, seed, 60)
+    lines.seek(0)
+    assert replay(lines) == rig.scheduler.counters.iterations > 60
+
+
+def test_a_journal_that_was_tampered_with_is_refused():
+    lines = io.StringIO()
+    rig = Rig(0, lines)
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4, 5]))
+    rig.run()
+    assert "[1, 2, 3, 4, 5]" not in lines.getvalue()  # lengths, no ids
+    tampered = lines.getvalue().replace('"tokens":5', '"tokens":6')
+    with pytest.raises(ValueError, match="replay plans"):
+        replay(tampered.splitlines())
+    with pytest.raises(ValueError, match="not a journal"):
+        replay(["{}"])
