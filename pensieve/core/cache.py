@@ -533,8 +533,7 @@ class KVCache:
         branch = chunk.branch
         assert branch is not None
         for queue in self._queues:
-            branch.cursors[queue.role] = min(branch.cursors[queue.role], chunk.index - branch.start)
-            queue.offer(branch, now)
+            queue.requalify(chunk, branch, now)
 
     def _count_reclaimable(self, chunk: Chunk, sign: int) -> None:
         if chunk.reclaimable and self._idle(chunk):
@@ -562,9 +561,12 @@ class KVCache:
 
     def _settle(self, branch: Branch, now: float) -> None:
         """Count and offer an idle branch from scratch."""
+        count = 0
         for chunk in branch.chunks:
-            self._rest(chunk)
-        count = sum(chunk.reclaimable for chunk in branch.chunks)
+            if not chunk.filled or not chunk.host_filled:
+                self._rest(chunk)
+            if chunk.reclaimable:
+                count += 1
         self._num_reclaimable += count - branch.num_reclaimable
         branch.num_reclaimable = count
         for queue in self._queues:

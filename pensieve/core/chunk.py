@@ -164,7 +164,7 @@ class Branch:
         self.num_resident = 0  # chunks with a page in some tier; kept while idle
         self.num_reclaimable = 0  # kept while idle
         self.cursors = [0] * num_roles  # no chunk before it qualifies
-        self.entries: list[list[object] | None] = [None] * num_roles  # owned by the queues
+        self.entries: list[Entry | None] = [None] * num_roles  # owned by the queues
 
     @property
     def end(self) -> int:
@@ -176,8 +176,8 @@ class Branch:
 
         While nobody becomes active it only grows (towards the number of holders), so an older
         weight is a lower bound.  (Idle times count as one second at least, so what holds from the
-        first idle second on is said from the start.)  Beyond the 64 most recent, holders are counted as idle as the
-        longest idle one: again a lower bound.
+        first idle second on is said from the start.)  Beyond the 64 most recent, holders are
+        counted as idle as the longest idle one: again a lower bound.
         """
         count = len(self.holders)
         if count <= 1:
@@ -204,3 +204,20 @@ class Branch:
     def __repr__(self) -> str:
         names = ",".join(holder.conversation_id for holder in islice(self.holders, 3))
         return f"Branch({self.start}:{self.end}, holders={len(self.holders)}[{names}])"
+
+
+class Entry:
+    """A branch in a queue of retention: a lower bound of its value (see retention.py)."""
+
+    __slots__ = ("branch", "class_index", "serial", "since")
+
+    def __init__(self, since: float, serial: int, branch: Branch, class_index: int) -> None:
+        self.since = since
+        self.serial = serial
+        self.branch: Branch | None = branch  # None: stale
+        self.class_index = class_index
+
+    def __lt__(self, other: Entry) -> bool:
+        if self.since != other.since:
+            return self.since < other.since
+        return self.serial < other.serial

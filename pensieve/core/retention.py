@@ -31,7 +31,7 @@ from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
-from pensieve.core.chunk import Branch, Chunk
+from pensieve.core.chunk import Branch, Chunk, Entry
 from pensieve.core.cost import CostProfile
 
 NUM_CLASSES = 64
@@ -114,8 +114,8 @@ class RetentionQueue:
         self.role = role
         self.policy = policy
         self._qualifies = QUALIFIES[role]
-        # An entry is [idle_since, serial, branch or None when stale, class].
-        self._heaps: list[list[list[object]]] = [[] for _ in range(NUM_CLASSES)]
+        self._heaps: list[list[Entry]] = [[] for _ in range(NUM_CLASSES)]
+        self._occupied: list[int] = []  # classes whose heap is not empty
         self._serial = 0
         self._num_live = 0
         self._num_stale = 0
@@ -125,15 +125,23 @@ class RetentionQueue:
         value_of = self.policy.value_of
         while True:
             best_value, best_since, best_class = math.inf, math.inf, -1
-            for class_index, heap in enumerate(self._heaps):
-                if heap and (since := self._settle(heap, now)) is not None:
-                    value = value_of(class_index, now - since)
-                    if value < best_value or (value == best_value and since < best_since):
-                        best_value, best_since, best_class = value, since, class_index
+            unsettled = -1
+            for class_index in self._occupied:
+                entry = self._heaps[class_index][0]
+                branch, since = entry.branch, entry.since
+                if branch is None or branch.num_running or since != branch.idle_since:
+                    unsettled = class_index
+                    break
+                value = value_of(class_index, now - since)
+                if value < best_value or (value == best_value and since < best_since):
+                    best_value, best_since, best_class = value, since, class_index
+            if unsettled >= 0:
+                self._settle(unsettled, now)
+                continue
             if best_class < 0:
                 return None
-            branch = self._heaps[best_class][0][2]
-            assert isinstance(branch, Branch)
+            branch = self._heaps[best_class][0].branch
+            assert branch is not None
             chunk = self.candidate(branch)
             if chunk is None:
                 self._remove_head(best_class)
@@ -151,18 +159,23 @@ class RetentionQueue:
         class_index = self.policy.class_of(branch, chunk.index, now)
         entry = branch.entries[self.role]
         if entry is not None:
-            known_class, known_since = entry[3], entry[0]
-            assert isinstance(known_class, int)
-            assert isinstance(known_since, float)
-            if known_class <= class_index and known_since <= branch.idle_since:
+            if entry.class_index <= class_index and entry.since <= branch.idle_since:
                 return  # still a lower bound
             self.withdraw(branch)
         self._push(branch, class_index)
 
+    def requalify(self, chunk: Chunk, branch: Branch, now: float) -> None:
+        """`chunk` of an idle branch did not qualify and may do so now."""
+        if self._qualifies(chunk):
+            place = chunk.index - branch.start
+            if place < branch.cursors[self.role]:
+                branch.cursors[self.role] = place
+            self.offer(branch, now)
+
     def withdraw(self, branch: Branch) -> None:
         entry = branch.entries[self.role]
         if entry is not None:
-            entry[2] = None
+            entry.branch = None
             branch.entries[self.role] = None
             self._num_live -= 1
             self._num_stale += 1
@@ -179,48 +192,52 @@ class RetentionQueue:
         cursors[role] = len(chunks)
         return None
 
-    def _settle(self, heap: list[list[object]], now: float) -> float | None:
-        """Bring a live, idle, present entry to the head of a class; its idle_since."""
-        while heap:
-            since, _, branch, _ = heap[0]
-            assert isinstance(since, float)
-            if branch is None:
-                heappop(heap)
-                self._num_stale -= 1
-                continue
-            assert isinstance(branch, Branch)
-            if not branch.num_running and since == branch.idle_since:
-                return since
-            heappop(heap)
-            self._num_live -= 1
-            branch.entries[self.role] = None
-            if not branch.num_running:
-                self.offer(branch, now)
-        return None
+    def _settle(self, class_index: int, now: float) -> None:
+        """The head of a class is stale, pinned, or became active since: take it away."""
+        entry = self._pop(class_index)
+        branch = entry.branch
+        if branch is None:
+            self._num_stale -= 1
+            return
+        self._num_live -= 1
+        branch.entries[self.role] = None
+        if not branch.num_running:
+            self.offer(branch, now)
 
     def _push(self, branch: Branch, class_index: int) -> None:
         self._serial += 1
-        entry: list[object] = [branch.idle_since, self._serial, branch, class_index]
+        entry = Entry(branch.idle_since, self._serial, branch, class_index)
         branch.entries[self.role] = entry
-        heappush(self._heaps[class_index], entry)
+        heap = self._heaps[class_index]
+        if not heap:
+            self._occupied.append(class_index)
+        heappush(heap, entry)
         self._num_live += 1
 
+    def _pop(self, class_index: int) -> Entry:
+        heap = self._heaps[class_index]
+        entry = heappop(heap)
+        if not heap:
+            self._occupied.remove(class_index)
+        return entry
+
     def _remove_head(self, class_index: int) -> None:
-        branch = heappop(self._heaps[class_index])[2]
-        assert isinstance(branch, Branch)
+        branch = self._pop(class_index).branch
+        assert branch is not None
         branch.entries[self.role] = None
         self._num_live -= 1
 
     def _forget_stale(self) -> None:
         """Amortised: as many entries went stale as are live."""
         for heap in self._heaps:
-            heap[:] = [entry for entry in heap if entry[2] is not None]
+            heap[:] = [entry for entry in heap if entry.branch is not None]
             heapify(heap)
+        self._occupied = [i for i, heap in enumerate(self._heaps) if heap]
         self._num_stale = 0
 
     def check(self, idle_branches: list[Branch], now: float) -> None:
         """Every idle branch with something to give up is in the queue, not above its value."""
-        live = sum(entry[2] is not None for heap in self._heaps for entry in heap)
+        live = sum(entry.branch is not None for heap in self._heaps for entry in heap)
         assert live == self._num_live, "the queue lost count of its entries"
         for branch in idle_branches:
             first = next((chunk for chunk in branch.chunks if self._qualifies(chunk)), None)
@@ -231,9 +248,7 @@ class RetentionQueue:
             )
             entry = branch.entries[self.role]
             assert entry is not None, f"{self.role.name}: {branch} is not offered"
-            since, class_index = entry[0], entry[3]
-            assert isinstance(since, float)
-            assert isinstance(class_index, int)
+            since, class_index = entry.since, entry.class_index
             assert since <= branch.idle_since, f"{self.role.name}: {branch} is overvalued by time"
             believed = self.policy.value_of(class_index, now - since)
             true_class = self.policy.class_of(branch, first.index, now)

@@ -72,6 +72,7 @@ class Progress(NamedTuple):
 
 class _Uncommitted(NamedTuple):
     iteration: Iteration
+    turns: list[Turn]  # with a slice in it, each once
     sources: list[Chunk]  # of its page copies
 
 
@@ -141,26 +142,32 @@ class Scheduler:
         before: dict[Chunk, int] = {}
         required_pages = 0
 
+        turns: list[Turn] = []  # with a slice in this iteration
         prefills: list[Turn] = []
+        size, leaving = self._size, self._leaving
         # Oldest first: whoever is suspended for a page has no slice in this iteration yet.
         for turn in sorted(self.running.values(), key=attrgetter("arrival")):
-            if turn.state is not TurnState.RUNNING or turn.turn_id in self._leaving:
+            if turn.state is not TurnState.RUNNING or turn.turn_id in leaving:
                 continue
-            position = len(turn.tokens) - 1 + turn.pending_tokens
-            if turn.frontier < position or turn.warm:
+            num_tokens = len(turn.tokens) + turn.pending_tokens
+            if turn.frontier < num_tokens - 1 or turn.warm:
                 prefills.append(turn)
-            elif budget and not self._will_end(turn):
-                if position == len(turn.chunks) * self._size and not self._extend(turn, now):
-                    required_pages = max(required_pages, 1)
-                    continue
+            elif budget and (num_tokens < turn.length_max or not turn.pending_tokens):
+                if num_tokens > len(turn.chunks) * size:
+                    if not self._extend(turn, now):
+                        required_pages = 1
+                        continue
+                    turn.written[turn.chunks[-1]] = None
                 turn.chunks[-1].filled += 1
-                turn.written[turn.chunks[-1]] = None
-                turn.frontier = position + 1
-                slices.append(Slice(turn, position, position + 1, True))
+                turn.frontier = num_tokens
+                turn.in_flight += 1
+                turn.pending_tokens += 1
+                turns.append(turn)
+                slices.append(Slice(turn, num_tokens - 1, num_tokens, True))
                 budget -= 1
         for turn in prefills:
-            if budget and turn.state is TurnState.RUNNING and turn.turn_id not in self._leaving:
-                budget -= self._fill(turn, budget, slices, before)
+            if budget and turn.state is TurnState.RUNNING and turn.turn_id not in leaving:
+                budget -= self._fill(turn, budget, slices, turns, before)
 
         while budget and (self.suspended or self.queued) and self._room():
             queue = self.suspended or self.queued
@@ -179,9 +186,9 @@ class Scheduler:
             copies += found.copies
             swap_ins += found.swap_ins
             sources += found.sources
-            budget -= self._fill(turn, budget, slices, before)
+            budget -= self._fill(turn, budget, slices, turns, before)
         num_ended = len(self._ended)
-        self._retire_warms(slices, now)
+        self._retire_warms(now)
         available = self.cache.available
         swap_outs = [] if swap_ins else self.cache.plan_swap_outs(now, required_pages)
         if not (slices or copies or swap_ins or swap_outs):
@@ -193,16 +200,11 @@ class Scheduler:
                 return self.plan(now)  # pages became available without a copy
             if self._uncommitted or not moving:
                 return None
-        for turn in {piece.turn.turn_id: piece.turn for piece in slices}.values():
-            turn.in_flight += 1
-        for piece in slices:
-            if piece.needs_token:
-                piece.turn.pending_tokens += 1
         self._index += 1
         iteration = Iteration(
             self._index, tuple(slices), tuple(copies), tuple(swap_ins), tuple(swap_outs)
         )
-        self._uncommitted.append(_Uncommitted(iteration, sources))
+        self._uncommitted.append(_Uncommitted(iteration, turns, sources))
         self.counters.iterations += 1
         self.counters.tokens += self.config.batch_tokens_max - budget
         return iteration
@@ -215,11 +217,10 @@ class Scheduler:
         for copy_id in outcome.finished_copies:
             self.cache.finish_copy(copy_id, now)
         progress: list[Progress] = []
-        touched = {piece.turn.turn_id: piece.turn for piece in iteration.slices}
-        for turn in touched.values():
+        for turn in oldest.turns:
             turn.in_flight -= 1
         for failure in outcome.failures:
-            turn = touched[failure.turn_id]
+            turn = self._turns[failure.turn_id]
             self._discard(turn)  # also when it was cancelled meanwhile
             if turn.finish is None:
                 turn.keep_tokens = turn.history_tokens
@@ -227,7 +228,7 @@ class Scheduler:
                 self.counters.failed += 1
                 progress.append(Progress(turn, None, FinishReason.FAILED, failure.reason))
         for sample in outcome.samples:
-            turn = touched[sample.turn_id]
+            turn = self._turns[sample.turn_id]
             turn.pending_tokens -= 1
             if turn.finish is not None:  # it ended while this was computed
                 self.counters.idle_tokens += 1
@@ -239,8 +240,8 @@ class Scheduler:
             if sample.finish is not None:
                 self._finish(turn, sample.finish, now)
             progress.append(Progress(turn, sample, sample.finish))
-        for turn in touched.values():
-            if turn.turn_id in self._leaving and not turn.in_flight:
+        for turn in list(self._leaving.values()):
+            if not turn.in_flight:
                 del self._leaving[turn.turn_id]
                 self._release(turn, now)
         return progress
@@ -267,11 +268,14 @@ class Scheduler:
 
     # -- filling --
 
-    def _will_end(self, turn: Turn) -> bool:
-        """Its uncommitted token is the last it may have."""
-        return bool(turn.pending_tokens) and len(turn.tokens) + 1 >= turn.length_max
-
-    def _fill(self, turn: Turn, budget: int, slices: list[Slice], before: dict[Chunk, int]) -> int:
+    def _fill(
+        self,
+        turn: Turn,
+        budget: int,
+        slices: list[Slice],
+        turns: list[Turn],
+        before: dict[Chunk, int],
+    ) -> int:
         """Slices for the turn's missing positions, lowest first; how many tokens they take."""
         size, end = self._size, len(turn.tokens) + turn.pending_tokens
         position, left, num_ranges = turn.frontier, budget, 0
@@ -305,16 +309,20 @@ class Scheduler:
             position += taken
             left -= taken
         if start is not None:
-            slices.append(Slice(turn, start, position, position == end and not turn.warm))
+            needs_token = position == end and not turn.warm
+            slices.append(Slice(turn, start, position, needs_token))
+            turn.pending_tokens += needs_token
+        if left < budget:
+            turn.in_flight += 1
+            turns.append(turn)
         turn.frontier = position
         self.counters.repaired_ranges_max = max(self.counters.repaired_ranges_max, num_ranges)
         return budget - left
 
-    def _retire_warms(self, slices: list[Slice], now: float) -> None:
+    def _retire_warms(self, now: float) -> None:
         """A warm ends when its context is complete."""
         for turn in [turn for turn in self.running.values() if turn.warm]:
-            sliced = turn.in_flight or any(piece.turn is turn for piece in slices)
-            if turn.frontier >= len(turn.tokens) and not sliced:
+            if turn.frontier >= len(turn.tokens) and not turn.in_flight:
                 self._finish(turn, FinishReason.WARMED, now)
                 self._ended.append(Progress(turn, None, FinishReason.WARMED))
 
