@@ -89,7 +89,9 @@ class LedgerExecutor:
         self._outstanding: dict[int, SwapIn | SwapOut] = {}
         self._landed: list[int] = []
         self._prefixes: dict[int, list[int]] = {}  # by turn: of positions 0..n
-        self._pending: dict[int, dict[int, int]] = {}  # by turn: sampled, perhaps uncommitted tokens
+        self._pending: dict[
+            int, dict[int, int]
+        ] = {}  # by turn: sampled, perhaps uncommitted tokens
         self._sick_turns: set[int] = set()  # their rows are NaN; the core may not know yet
         self._failed_turns: set[int] = set()  # reported
         self._launched: deque[_Launched] = deque()
@@ -213,7 +215,11 @@ class LedgerExecutor:
 
     def _land(self, copy_id: int) -> None:
         copy = self._outstanding.pop(copy_id)
-        device, host, count = self.device[copy.device_page], self.host[copy.host_page], copy.num_slots
+        device, host, count = (
+            self.device[copy.device_page],
+            self.host[copy.host_page],
+            copy.num_slots,
+        )
         if isinstance(copy, SwapIn):
             device[:count] = host[:count]
         else:

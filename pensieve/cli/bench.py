@@ -118,7 +118,10 @@ def measure_planning(
                 for piece in iteration.slices
                 if piece.needs_token
             ),
-            tuple(copy.copy_id for copy in (*iteration.swap_ins, *iteration.swap_outs)),
+            tuple(
+                [copy.copy_id for copy in iteration.swap_ins]
+                + [copy.copy_id for copy in iteration.swap_outs]
+            ),
         )
 
     def turn_on(name: str, tokens: int, history: int) -> Turn:

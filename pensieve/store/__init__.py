@@ -1,1 +1,40 @@
+"""The history on disk: every conversation's exact tokens, text, turns and revisions, in SQLite.
 
+The token log is the truth; key/value pages are derived from it and may vanish at any time.  A
+`DataFolder` is held by one process, a `Writer` is its only read-write connection, and a
+`ConversationStore` speaks in frozen records: values in, values out.
+"""
+
+from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.folder import DataFolder
+from pensieve.store.records import (
+    Begun,
+    Conversation,
+    Message,
+    NewConversation,
+    NewMessage,
+    Page,
+    PrefixTaken,
+    Rewound,
+    StoredTurn,
+    TurnMessages,
+    TurnRequest,
+    TurnState,
+)
+
+__all__ = [
+    "Begun",
+    "Conversation",
+    "ConversationStore",
+    "DataFolder",
+    "Message",
+    "NewConversation",
+    "NewMessage",
+    "Page",
+    "PrefixTaken",
+    "Rewound",
+    "StoredTurn",
+    "TurnMessages",
+    "TurnRequest",
+    "TurnState",
+]

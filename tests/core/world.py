@@ -14,7 +14,9 @@ from pensieve.core.scheduler import Progress, Scheduler, SchedulerConfig, tokens
 from pensieve.core.turn import FinishReason, Turn
 from tests.fakes import VOCAB, LedgerExecutor, VirtualClock, reply_to
 
-COST = CostProfile.analytic(num_parameters=1000, num_layers=2, num_heads=2, head_size=8, chunk_tokens=4)
+COST = CostProfile.analytic(
+    num_parameters=1000, num_layers=2, num_heads=2, head_size=8, chunk_tokens=4
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,12 @@ class World:
             self.cache, SchedulerConfig(shape.batch_tokens_max, shape.turns_max)
         )
         self.executor = LedgerExecutor(
-            shape.device_pages, shape.host_pages, shape.chunk_tokens, seed, shape.late, shape.failing
+            shape.device_pages,
+            shape.host_pages,
+            shape.chunk_tokens,
+            seed,
+            shape.late,
+            shape.failing,
         )
         self.logs: dict[str, list[int]] = {}
         self.commits: dict[str, list[int]] = {}  # lengths of the log after each turn
@@ -63,7 +70,9 @@ class World:
         roll = self.random.random()
         idle = [name for name in self.logs if name not in self.turns]
         if roll < 0.45:
-            if len(self.logs) < self.shape.conversations and (not idle or self.random.random() < 0.3):
+            if len(self.logs) < self.shape.conversations and (
+                not idle or self.random.random() < 0.3
+            ):
                 self._num_conversations += 1
                 name = f"c{self._num_conversations}"
                 self.logs[name], self.commits[name] = [], [0]
@@ -147,7 +156,9 @@ class World:
             assert iteration.num_tokens <= self.shape.batch_tokens_max
             self.executor.launch(iteration)
             self.launched.append(iteration)
-        if self.launched and (iteration is None or not self.shape.overlap or len(self.launched) > 1):
+        if self.launched and (
+            iteration is None or not self.shape.overlap or len(self.launched) > 1
+        ):
             self.clock.advance(0.01)
             oldest = self.launched.pop(0)
             progress = self.scheduler.commit(oldest, self.executor.collect(), self.clock.now())

@@ -1,0 +1,318 @@
+"""From settings to a running engine: resolve → load → tiers → engine, each stage reported.
+
+The one place that joins rooms which must not know each other (the model and the engine, say).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+from pensieve.config import Settings, available_memory_bytes
+from pensieve.core.sampling import Sampling
+from pensieve.errors import ConfigError, ModelError, PensieveError
+
+if TYPE_CHECKING:
+    from pensieve.engine.engine import Engine
+    from pensieve.engine.mailbox import Mailbox, Outbox
+    from pensieve.model.executor import TorchExecutor
+    from pensieve.model.loader import LoadedModel
+    from pensieve.service.conversations import Conversations
+    from pensieve.store.conversation_store import ConversationStore
+    from pensieve.text import ChatTemplate
+
+TOKENS_MAX = 4_000_000  # of a tier whose size is a share of memory: small models need no more
+Report = Callable[[str], None]
+
+
+class SystemClock:
+    """Monotonic seconds."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+def resolve_model(name: str) -> Path:
+    """The folder of a model: a path, a hub id (fetched if the hub can be reached), or the built-in."""
+    if not name:
+        from pensieve.builtin import MODEL_PATH
+
+        return MODEL_PATH
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"{name} is a file; a model is a folder with config.json and safetensors")
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ModelError(f"there is no model folder {name}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise ModelError(
+            f"there is no model folder {name}, and it cannot be fetched: {first_line}"
+        ) from error
+
+
+def generation_defaults(folder: Path) -> Sampling:
+    """What the model's authors recommend in generation_config.json."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return Sampling()
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    kinds = {name: int if name == "top_k" else float for name in names}
+    values = {name: kinds[name](given[name]) for name in names if given.get(name) is not None}
+    if not given.get("do_sample", False):
+        values["temperature"] = 0.0
+    else:
+        values.setdefault("temperature", 1.0)
+    return Sampling(**values)  # type: ignore[arg-type]
+
+
+def fingerprint_of(folder: Path, tokenizer_fingerprint: str) -> str:
+    """Of model, tokenizer and template: what the token ids of a history belong to."""
+    digest = hashlib.sha256(tokenizer_fingerprint.encode())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    digest.update(json.dumps(config, sort_keys=True).encode())
+    for weights in sorted(folder.glob("*.safetensors")):
+        with weights.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(min(header_size, 1 << 24)))
+    return digest.hexdigest()[:32]
+
+
+@dataclass
+class LoadedTexts:
+    template: ChatTemplate
+    fingerprint: str
+    defaults: Sampling
+
+
+class Runtime:
+    """An engine in a thread of this process, with the conversations in front of it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: ConversationStore,
+        engine: Engine,
+        executor: TorchExecutor,
+        conversations: Conversations,
+        mailbox: Mailbox,
+        outbox: Outbox,
+        journal: TextIO | None,
+    ) -> None:
+        self.settings = settings
+        self.store = store
+        self.engine = engine
+        self.conversations = conversations
+        self.mailbox = mailbox
+        self.outbox = outbox
+        self.failure: BaseException | None = None
+        self._executor = executor
+        self._journal = journal
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.engine.run()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self.outbox.close()
+
+    def close(self) -> None:
+        """Finish what runs, keep the history, let go of everything."""
+        self.mailbox.close()
+        self.outbox.close()
+        self._thread.join()
+        self._executor.close()
+        if self._journal is not None:
+            self._journal.close()
+        self.store.close()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def start(settings: Settings, holder: str, report: Report) -> Runtime:
+    """Everything from the folder of the history to the running engine; cleans up if it fails."""
+    from pensieve.store.conversation_store import ConversationStore
+
+    store = ConversationStore.open(settings.data, holder)
+    try:
+        if store.integrity_check_due:
+            report("checking the history after an unclean stop")
+            problems = store.integrity_check()
+            if problems:
+                raise ConfigError(f"the history in {settings.data} is damaged: {problems[0]}")
+        for turn in store.interrupted_at_open:
+            report(f"a turn of {turn.conversation_id} was interrupted; its history is unchanged")
+        return _start(settings, store, report)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _start(settings: Settings, store: ConversationStore, report: Report) -> Runtime:
+    report("loading torch")
+    import torch
+
+    from pensieve.core.cache import CacheConfig, KVCache
+    from pensieve.core.cost import CostProfile
+    from pensieve.core.retention import policy_named
+    from pensieve.core.scheduler import Scheduler, SchedulerConfig
+    from pensieve.engine.engine import Engine, EngineConfig
+    from pensieve.engine.journal import Journal
+    from pensieve.engine.mailbox import Mailbox, Outbox
+    from pensieve.model.executor import TorchExecutor
+    from pensieve.model.kv_memory import KVMemory
+    from pensieve.model.sampler import Sampler
+    from pensieve.service.conversations import Conversations
+
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    folder = resolve_model(settings.model)
+    model, texts = _load(settings, folder, report)
+    shape = model.shape
+
+    page_bytes = shape.kv_bytes_per_page(settings.chunk_tokens)
+    available = available_memory_bytes()
+    pages = [
+        size.pages(page_bytes, settings.chunk_tokens, available)
+        for size in (settings.device_cache, settings.host_cache)
+    ]
+    shares = (settings.device_cache.unit == "share", settings.host_cache.unit == "share")
+    most = TOKENS_MAX // settings.chunk_tokens
+    device_pages, host_pages = (
+        min(count, most) if share else count for count, share in zip(pages, shares, strict=True)
+    )
+    if device_pages < 4:
+        raise ConfigError(
+            f"--device-cache {settings.device_cache} holds {device_pages} chunks of "
+            f"{settings.chunk_tokens} tokens ({page_bytes:,} bytes each); 4 are needed"
+        )
+    if (device_pages + host_pages) * page_bytes > available:
+        raise ConfigError(
+            f"the two tiers need {(device_pages + host_pages) * page_bytes / 2**30:.1f} GiB and "
+            f"{available / 2**30:.1f} GiB are available; lower --device-cache or --host-cache"
+        )
+    memory = KVMemory(shape, device_pages, host_pages, settings.chunk_tokens)
+    report(
+        f"KV pools: device {_size(memory.device_bytes)} = {device_pages * settings.chunk_tokens:,} "
+        f"tokens, host {_size(memory.host_bytes)} = {host_pages * settings.chunk_tokens:,} tokens"
+    )
+    cost = CostProfile.analytic(
+        shape.num_parameters,
+        shape.num_layers,
+        shape.num_heads,
+        shape.head_size,
+        settings.chunk_tokens,
+    )
+    cache_config = CacheConfig(device_pages, host_pages, settings.chunk_tokens)
+    scheduler_config = SchedulerConfig(settings.token_budget, settings.turns_max)
+    context_max = min(shape.context_max, cache_config.device_tokens_max)
+    engine_config = EngineConfig(context_max)
+    executor = TorchExecutor(
+        model,
+        memory,
+        Sampler(shape.vocab_size, model.eos_token_ids | texts.template.end_of_turn_ids),
+        texts.template.tokenizer,
+    )
+    mailbox, outbox = Mailbox(), Outbox()
+    journal_file = None
+    observers = []
+    if settings.journal is not None:
+        try:
+            journal_file = settings.journal.open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {settings.journal}: {error.strerror}") from error
+        observers.append(
+            Journal(
+                journal_file, engine_config, cache_config, scheduler_config, settings.policy, cost
+            )
+        )
+    engine = Engine(
+        engine_config,
+        Scheduler(
+            KVCache(cache_config, policy_named(settings.policy, cost, settings.chunk_tokens)),
+            scheduler_config,
+        ),
+        executor,
+        SystemClock(),
+        mailbox,
+        outbox,
+        observers,
+    )
+    conversations = Conversations(
+        store,
+        texts.template,
+        mailbox,
+        context_max=context_max,
+        vocab_size=shape.vocab_size,
+        fingerprint=texts.fingerprint,
+        defaults=replace(texts.defaults, max_tokens=1024),
+        report=report,
+    )
+    return Runtime(settings, store, engine, executor, conversations, mailbox, outbox, journal_file)
+
+
+def _load(settings: Settings, folder: Path, report: Report) -> tuple[LoadedModel, LoadedTexts]:
+    import torch
+
+    from pensieve.model.loader import load
+    from pensieve.text import ChatTemplate, Tokenizer, probe
+
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    model = load(folder, dtype=dtype, report=report)
+    tokenizer = Tokenizer.load(folder)
+    template = ChatTemplate(tokenizer)
+    told = probe(template)
+    for difference in told.differences:
+        report(f"chat template: {difference}")
+    if tokenizer.vocab_size > model.shape.vocab_size:
+        raise ModelError(
+            f"the tokenizer knows {tokenizer.vocab_size} tokens, the model {model.shape.vocab_size}"
+        )
+    try:
+        fingerprint = fingerprint_of(folder, tokenizer.fingerprint())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder} cannot be read: {error}") from error
+    return model, LoadedTexts(template, fingerprint, generation_defaults(folder))
+
+
+def _size(num_bytes: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"
+
+
+def one_line(error: BaseException) -> str:
+    """What a person is told of an error that ends the command."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if isinstance(error, PensieveError) else f"{type(error).__name__}: {text}"

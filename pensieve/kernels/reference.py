@@ -1,0 +1,172 @@
+"""The kernels in plain torch: right for any slices, any device and any dtype.
+
+Attention gathers a slice's pages into contiguous keys and values and calls torch's fused attention
+on them, which accumulates in fp32.  Grouped heads are folded into rows (the queries of one KV head
+lie together), so keys and values are never repeated.  Slices of equal length are computed together,
+padded to the longest context among them, but never to more than twice a slice's own; that makes one
+call of a whole batch of decodes.  Padding is zeroed after the gather, because a slot that nobody
+wrote may hold NaN, and 0 · NaN would spread it.  Rows of long slices go in blocks, which bounds the
+mask.
+
+Memory traffic: each page is read and written once more than a fused paged kernel would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+_MASK_ELEMENTS_MAX = 1 << 24  # of one call; rows beyond it go to the next
+
+
+class _Slice(NamedTuple):
+    first_row: int
+    length: int
+    context: int
+    turn: int
+
+
+def multi_token_attention(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    slice_offsets: torch.Tensor,
+    slice_turns: torch.Tensor,
+    slice_starts: torch.Tensor,
+    scaling: float,
+    out: torch.Tensor,
+) -> None:
+    offsets = slice_offsets.tolist()
+    slices = [
+        _Slice(offsets[i], offsets[i + 1] - offsets[i], start + offsets[i + 1] - offsets[i], turn)
+        for i, (turn, start) in enumerate(
+            zip(slice_turns.tolist(), slice_starts.tolist(), strict=True)
+        )
+    ]
+    for group in _groups(slices):
+        _attend(query, key_pages, value_pages, page_table, group, scaling, out)
+
+
+def _groups(slices: list[_Slice]) -> Iterator[list[_Slice]]:
+    """Slices of one length, whose contexts differ by at most a factor of two."""
+    group: list[_Slice] = []
+    for piece in sorted(slices, key=lambda piece: (piece.length, piece.context)):
+        if piece.length == 0:
+            continue
+        if group and (piece.length != group[0].length or piece.context > 2 * group[0].context):
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
+
+
+def _attend(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    group: list[_Slice],
+    scaling: float,
+    out: torch.Tensor,
+) -> None:
+    device = query.device
+    num_heads, head_size = query.shape[1:]
+    num_kv_heads, slots = key_pages.shape[1:3]
+    length = group[0].length
+    context_max = group[-1].context  # `_groups` sorts by context
+    num_pages = -(-context_max // slots)
+    contexts = torch.tensor([piece.context for piece in group], device=device)
+    turns = torch.tensor([piece.turn for piece in group], device=device)
+    first_rows = torch.tensor([piece.first_row for piece in group], device=device)
+
+    pages = page_table[turns, :num_pages].long()  # (group, num_pages)
+    keys = _gather(key_pages, pages, contexts, context_max)  # (group, kv_heads, context, head_size)
+    values = _gather(value_pages, pages, contexts, context_max)
+
+    rows_max = max(1, _MASK_ELEMENTS_MAX // (len(group) * num_heads * context_max))
+    for first in range(0, length, rows_max):
+        last = min(first + rows_max, length)
+        rows = first_rows[:, None] + torch.arange(first, last, device=device)  # (group, rows)
+        block = query[rows]  # (group, rows, heads, head_size)
+        folded = (
+            block.view(len(group), last - first, num_kv_heads, -1, head_size)
+            .permute(0, 2, 3, 1, 4)
+            .reshape(len(group), num_kv_heads, -1, head_size)
+        )  # (group, kv_heads, heads_per_kv_head * rows, head_size)
+        mask = _visible(contexts, length, first, last, context_max)
+        repeats = num_heads // num_kv_heads
+        attended = F.scaled_dot_product_attention(
+            folded,
+            keys,
+            values,
+            attn_mask=None if mask is None else mask.repeat(1, 1, repeats, 1),
+            scale=scaling,
+        )
+        out[rows] = (
+            attended.view(len(group), num_kv_heads, repeats, last - first, head_size)
+            .permute(0, 3, 1, 2, 4)
+            .reshape(len(group), last - first, num_heads, head_size)
+        )
+
+
+def _gather(
+    arena: torch.Tensor, pages: torch.Tensor, contexts: torch.Tensor, context_max: int
+) -> torch.Tensor:
+    """Contiguous keys (or values) of each slice's context, zero beyond it."""
+    num_kv_heads, slots, head_size = arena.shape[1:]
+    num_slices, num_pages = pages.shape
+    gathered = arena[pages]  # (slices, pages, kv_heads, slots, head_size)
+    gathered = gathered.transpose(1, 2).reshape(
+        num_slices, num_kv_heads, num_pages * slots, head_size
+    )[:, :, :context_max]
+    if num_slices > 1:
+        beyond = torch.arange(context_max, device=arena.device) >= contexts[:, None]
+        gathered = gathered.masked_fill(beyond[:, None, :, None], 0.0)
+    return gathered
+
+
+def _visible(
+    contexts: torch.Tensor, length: int, first: int, last: int, context_max: int
+) -> torch.Tensor | None:
+    """What rows [first, last) of each slice may see, (slices, 1, rows, context), or None for all."""
+    if length == 1 and len(contexts) == 1:
+        return None
+    device = contexts.device
+    positions = (contexts - length)[:, None] + torch.arange(first, last, device=device)
+    return (torch.arange(context_max, device=device) <= positions[:, :, None])[:, None]
+
+
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+) -> None:
+    slots = key_pages.shape[2]
+    pages = torch.div(slot_mapping, slots, rounding_mode="floor")
+    offsets = slot_mapping - pages * slots
+    key_pages.transpose(1, 2)[pages, offsets] = key
+    value_pages.transpose(1, 2)[pages, offsets] = value
+
+
+def copy_pages(
+    source_arena: torch.Tensor,
+    target_arena: torch.Tensor,
+    source_pages: torch.Tensor,
+    target_pages: torch.Tensor,
+    num_slots: torch.Tensor,
+) -> None:
+    slots = source_arena.shape[3]
+    for source, target, filled in zip(
+        source_pages.tolist(), target_pages.tolist(), num_slots.tolist(), strict=True
+    ):
+        if filled == slots:
+            target_arena[target].copy_(source_arena[source])
+        else:
+            target_arena[target, :, :, :filled].copy_(source_arena[source, :, :, :filled])

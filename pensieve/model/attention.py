@@ -1,0 +1,197 @@
+"""How a transformers model reaches our attention, and what one layer does there.
+
+`AttentionInterface.register` makes "pensieve" a name that `set_attn_implementation` accepts.  What an
+iteration shares over all layers travels as a keyword argument of the forward (`pensieve_pass`), which
+modelling code that follows the interface hands on to every attention call; there is no global.
+
+No mask is registered under "pensieve", so transformers builds none: causality follows from the
+slices.  The load probe runs under "pensieve-probe", which does register one: it builds nothing either,
+but answers each request for a mask with None if the mask is plain causal, and with a marker that
+travels to the attention call if it is not.  So the probe learns what reaches each layer, whatever
+the config calls it.
+
+One layer of a pass, in this order (the executor's contract in core.iteration):
+
+    wait for this layer's outstanding swap-ins  →  page copies  →  write_kv of all slices  →  attend
+
+Waiting comes first so that a page copy may even read a page that is being swapped in.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from pensieve.errors import UnsupportedModel
+from pensieve.kernels import multi_token_attention, write_kv
+from pensieve.model.batch import Batch
+from pensieve.model.kv_memory import KVMemory, PageMoves
+
+SERVING = "pensieve"
+PROBING = "pensieve-probe"
+
+
+class ForwardPass(Protocol):
+    """What the forward carries to every layer: one per iteration, or the probe's."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,  # (tokens, heads, head_size)
+        key: torch.Tensor,  # (tokens, kv_heads, head_size)
+        value: torch.Tensor,  # (tokens, kv_heads, head_size)
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        rest: dict[str, Any],
+    ) -> torch.Tensor: ...  # (tokens, heads, head_size)
+
+
+class PagedPass:
+    """The forward pass of one iteration over paged memory."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        memory: KVMemory,
+        wait_layer: Callable[[int], None],
+        copies: PageMoves | None = None,
+    ) -> None:
+        self.batch = batch
+        self._memory = memory
+        self._wait_layer = wait_layer
+        self._copies = copies
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        rest: dict[str, Any],
+    ) -> torch.Tensor:
+        layer: int = module.layer_idx  # type: ignore[assignment]  # the probe saw 0..n-1
+        memory, batch = self._memory, self.batch
+        self._wait_layer(layer)
+        if self._copies is not None:
+            memory.copy_within(layer, self._copies)
+        key_pages, value_pages = memory.key_pages(layer), memory.value_pages(layer)
+        write_kv(key, value, batch.slot_mapping, key_pages, value_pages)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        multi_token_attention(
+            query,
+            key_pages,
+            value_pages,
+            batch.page_table,
+            batch.slice_offsets,
+            batch.slice_turns,
+            batch.slice_starts,
+            scaling,
+            out,
+        )
+        return out
+
+
+class FlatModel:
+    """A transformers model called on one flat batch."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        # All families of transformers 5 take it; a model that does not computes every row's logits.
+        self._keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
+
+    def logits(
+        self,
+        input_ids: torch.Tensor,  # int64 (tokens)
+        positions: torch.Tensor,  # int64 (tokens)
+        rows: torch.Tensor,  # int64 (rows)
+        forward_pass: ForwardPass,
+    ) -> torch.Tensor:  # (rows, vocab)
+        """Logits of the given rows; the others never meet the output matrix."""
+        output = self.module(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            pensieve_pass=forward_pass,
+            **({"logits_to_keep": rows} if self._keeps_rows else {}),
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._keeps_rows else logits[rows]
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # (1, heads, tokens, head_size)
+    key: torch.Tensor,  # (1, kv_heads, tokens, head_size)
+    value: torch.Tensor,  # (1, kv_heads, tokens, head_size)
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    pensieve_pass: ForwardPass | None = None,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers calls in every layer."""
+    if pensieve_pass is None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} does not pass the forward's keyword arguments on "
+            "to its attention"
+        )
+    attended = pensieve_pass.attend(
+        module,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        attention_mask,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        rest,
+    )
+    return attended.unsqueeze(0), None
+
+
+FAR = 1 << 30  # a position beyond any window; the mask functions are plain arithmetic on indices
+
+
+def probing_mask(*, mask_function: Callable[..., Any], **rest: Any) -> torch.Tensor | None:
+    """None for a plain causal mask; otherwise a (1, 1, 1, 1) marker holding `mask_reach`.
+
+    Transformers describes a mask by a function of (batch, head, query position, key position).
+    """
+    reach = mask_reach(mask_function)
+    return None if reach == FAR else torch.full((1, 1, 1, 1), reach, dtype=torch.int64)
+
+
+def mask_reach(mask_function: Callable[..., Any]) -> int:
+    """How many positions a query sees, itself included: FAR if all, 0 if it is not causal at all."""
+
+    def visible(query_position: int, key_position: int) -> bool:
+        zero = torch.tensor(0)
+        return bool(
+            mask_function(zero, zero, torch.tensor(query_position), torch.tensor(key_position))
+        )
+
+    try:
+        if visible(0, 1) or visible(0, FAR) or not visible(0, 0):
+            return 0
+        if visible(FAR, 0):
+            return FAR
+        nearest, furthest = 0, FAR  # position 0 is visible from `nearest`, not from `furthest`
+        while furthest - nearest > 1:
+            middle = (nearest + furthest) // 2
+            if visible(middle, 0):
+                nearest = middle
+            else:
+                furthest = middle
+    except IndexError:  # it looks positions up in a tensor, so it depends on more than positions
+        return 0
+    return furthest
+
+
+def register() -> None:
+    """Make both names known to transformers; idempotent."""
+    AttentionInterface.register(SERVING, attention_forward)
+    AttentionInterface.register(PROBING, attention_forward)
+    AttentionMaskInterface.register(PROBING, probing_mask)

@@ -1,0 +1,333 @@
+"""Finds out, by running it, whether a model can be served exactly, and measures its shape.
+
+Nothing here knows the name of a model.  A model is served if
+
+1. its attention accepts our implementation, and every layer calls it exactly once per forward, in
+   order, with `layer_idx` 0 … n-1 (recurrent layers never call; modelling code that bypasses the
+   interface or drops the forward's arguments shows here too);
+2. what reaches those calls is plain causal attention: no mask but the causal one (a window that is
+   longer than any prompt shows by the mask that is asked for, not by its effect), and no argument
+   that we would not honour (soft caps, sinks, biases, ...);
+3. all layers have one number of heads, and keys and values one size;
+4. two prompts in scattered pages, computed in uneven pieces in shared flat batches, give the logits
+   of the model's own attention, each prompt by itself;
+5. nothing of a slice changes when its neighbour in the batch is at a far position (rotary types
+   that depend on length read the largest position of the whole batch).
+
+The probe fails with UnsupportedModel, whose message is the reason.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pensieve.core.iteration import Slice
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import Turn
+from pensieve.errors import UnsupportedModel
+from pensieve.model import attention
+from pensieve.model.attention import FlatModel, PagedPass
+from pensieve.model.batch import Batch
+from pensieve.model.kv_memory import KVMemory
+from pensieve.model.shape import ModelShape
+
+_CHUNK_TOKENS = 8
+_PROMPT_TOKENS = (29, 12)
+# Arguments of an attention call that do not change its result for us: dropout is 0 outside of
+# training, positions and caches are ours, the rest asks for what we do not return.
+_HARMLESS = frozenset(
+    {
+        "dropout",
+        "is_causal",
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+    }
+)
+
+
+def probe(flat: FlatModel) -> ModelShape:
+    """The shape of a model that can be served; leaves it under our attention."""
+    attention.register()
+    module = flat.module
+    context_max = _context_max(module)
+    try:
+        with torch.inference_mode():
+            prompts = _prompts(module, context_max)
+            plain = [_plain_logits(module, prompt) for prompt in prompts]
+            _set_implementation(module, attention.PROBING)
+            shape = _observe(flat, prompts[0], context_max)
+            _set_implementation(module, attention.SERVING)
+            _compare(flat, shape, prompts, plain)
+            _check_far_neighbour(flat, shape, prompts[0])
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(
+            f"the probe failed with {type(error).__name__}: {one_line(error)}"
+        ) from error
+    return shape
+
+
+def one_line(error: BaseException) -> str:
+    """The beginning of an error's message; transformers writes paragraphs."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _context_max(module: Any) -> int:
+    context_max = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(context_max, int) or context_max < 1:
+        raise UnsupportedModel("its config names no max_position_embeddings")
+    return context_max
+
+
+def _prompts(module: Any, context_max: int) -> list[list[int]]:
+    rng = random.Random(0)
+    vocab_size = module.get_input_embeddings().weight.shape[0]
+    return [
+        [rng.randrange(vocab_size) for _ in range(min(length, context_max))]
+        for length in _PROMPT_TOKENS
+    ]
+
+
+def _plain_logits(module: Any, prompt: Sequence[int]) -> torch.Tensor:
+    """The model's own attention on one prompt alone, (tokens, vocab)."""
+    logits: torch.Tensor = module(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
+    return logits.float()
+
+
+def _set_implementation(module: Any, implementation: str) -> None:
+    module.set_attn_implementation(implementation)
+    if module.config.get_text_config()._attn_implementation != implementation:
+        raise UnsupportedModel(
+            f"{type(module).__name__} does not support setting its attention implementation"
+        )
+
+
+class _Observer:
+    """A forward pass that writes down what arrives and computes nothing."""
+
+    def __init__(self, context_max: int) -> None:
+        self._context_max = context_max
+        self.layers: list[Any] = []
+        self.sizes: set[tuple[int, int, int]] = set()  # heads, kv_heads, head_size
+        self.dtypes: set[torch.dtype] = set()
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        rest: dict[str, Any],
+    ) -> torch.Tensor:
+        layer = getattr(module, "layer_idx", None)
+        self._check_mask(layer, attention_mask)
+        self._check_arguments(layer, module, rest)
+        if key.shape != value.shape or query.shape[::2] != key.shape[::2]:
+            raise UnsupportedModel(
+                f"layer {layer} has queries, keys and values of different sizes: "
+                f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
+            )
+        self.layers.append(layer)
+        self.sizes.add((query.shape[1], key.shape[1], key.shape[2]))
+        self.dtypes.update((query.dtype, key.dtype, value.dtype))
+        return torch.zeros_like(query)
+
+    def _check_mask(self, layer: Any, attention_mask: torch.Tensor | None) -> None:
+        if attention_mask is None:
+            return
+        reach = int(attention_mask.flatten()[0]) if attention_mask.numel() == 1 else 0
+        if reach == 0:
+            raise UnsupportedModel(f"layer {layer} asks for a mask that is not causal")
+        if reach < self._context_max:
+            raise UnsupportedModel(
+                f"layer {layer} sees at most {reach} positions (a sliding window or chunks), "
+                f"fewer than the context of {self._context_max}"
+            )
+
+    def _check_arguments(self, layer: Any, module: torch.nn.Module, rest: dict[str, Any]) -> None:
+        for name, given in rest.items():
+            if given is None or name in _HARMLESS:
+                continue
+            if name == "sliding_window" and int(given) >= self._context_max:
+                continue
+            shown = f" = {given}" if isinstance(given, int | float) else ""
+            raise UnsupportedModel(
+                f"layer {layer} passes {name}{shown} to its attention, which we do not honour"
+            )
+        causal = rest.get("is_causal")
+        if not (getattr(module, "is_causal", True) if causal is None else causal):
+            raise UnsupportedModel(f"layer {layer} is not causal")
+
+
+def _observe(flat: FlatModel, prompt: list[int], context_max: int) -> ModelShape:
+    """One prompt at positions 0 … n-1: what each layer hands to its attention."""
+    observer = _Observer(context_max)
+    tokens = len(prompt)
+    logits = flat.logits(
+        torch.tensor(prompt), torch.arange(tokens), torch.tensor([tokens - 1]), observer
+    )
+    module = flat.module
+    config = module.config.get_text_config()
+    num_layers = getattr(config, "num_hidden_layers", len(observer.layers))
+    silent = sorted(
+        set(range(num_layers)) - {layer for layer in observer.layers if layer is not None}
+    )
+    if not observer.layers:
+        raise UnsupportedModel("none of its layers calls the attention interface")
+    if observer.layers != list(range(num_layers)):
+        raise UnsupportedModel(
+            f"layer {silent[0]} never calls the attention interface (is it recurrent?)"
+            if silent
+            else f"its attention is called for layers {observer.layers}, expected 0 to "
+            f"{num_layers - 1} once each, in this order"
+        )
+    if len(observer.sizes) > 1 or len(observer.dtypes) > 1:
+        raise UnsupportedModel(
+            f"its layers differ in heads or types: {sorted(observer.sizes)}, "
+            f"{sorted(str(dtype) for dtype in observer.dtypes)}"
+        )
+    ((num_heads, num_kv_heads, head_size),) = observer.sizes
+    if num_heads % num_kv_heads:
+        raise UnsupportedModel(f"{num_heads} heads do not share {num_kv_heads} KV heads evenly")
+    parameters = list(module.parameters())
+    return ModelShape(
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        vocab_size=logits.shape[-1],
+        context_max=context_max,
+        dtype=observer.dtypes.pop(),
+        num_parameters=sum(each.numel() for each in parameters),
+        weight_bytes=sum(each.numel() * each.element_size() for each in parameters),
+    )
+
+
+def _compare(
+    flat: FlatModel, shape: ModelShape, prompts: list[list[int]], plain: list[torch.Tensor]
+) -> None:
+    """Both prompts in scattered pages, in uneven pieces that share flat batches."""
+    memory, turns = _paged(shape, prompts)
+    rows = [torch.empty_like(each) for each in plain]
+    for pieces in _pieces([len(prompt) for prompt in prompts]):
+        slices = [Slice(turns[which], start, stop, True) for which, start, stop in pieces]
+        logits = _paged_logits(flat, memory, Batch.from_slices(slices, _CHUNK_TOKENS))
+        for (which, start, stop), part in zip(
+            pieces, torch.split(logits, [stop - start for _, start, stop in pieces]), strict=True
+        ):
+            rows[which][start:stop] = part
+    difference = _difference(torch.cat(rows), torch.cat(plain), shape.dtype)
+    if difference > _tolerance(shape.dtype):
+        raise UnsupportedModel(
+            "its logits through our attention differ from its own by "
+            f"{difference:.1e} of their range (at most {_tolerance(shape.dtype):.0e} is rounding)"
+        )
+
+
+class _Recorder:
+    """A forward pass that keeps the first rows of what arrives, and attends to nothing.
+
+    Without attention, and in batches of one size, those rows are the same to the last bit unless
+    their positions were treated differently.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self.arrived: list[torch.Tensor] = []
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        rest: dict[str, Any],
+    ) -> torch.Tensor:
+        self.arrived += [each[: self._num_rows].clone() for each in (query, key, value)]
+        return torch.zeros_like(query)
+
+
+def _check_far_neighbour(flat: FlatModel, shape: ModelShape, prompt: list[int]) -> None:
+    """A prompt beside a token at its own start, then past the length the model was made for."""
+    embeddings = [each for each in flat.module.modules() if isinstance(each, torch.nn.Embedding)]
+    # A second table is one of positions: it has no rotary frequencies, and nothing past its end.
+    far = shape.context_max - 1 if len(embeddings) > 1 else 4 * shape.context_max
+    recorders = []
+    for neighbour in (0, far):
+        recorder = _Recorder(len(prompt))
+        positions = torch.tensor([*range(len(prompt)), neighbour])
+        flat.logits(torch.tensor([*prompt, prompt[0]]), positions, positions[:0], recorder)
+        recorders.append(recorder)
+    if not all(map(torch.equal, recorders[0].arrived, recorders[1].arrived)):
+        raise UnsupportedModel(
+            "its rotary frequencies depend on the longest context in the batch, "
+            "so one conversation would change another"
+        )
+
+
+def _paged(shape: ModelShape, prompts: list[list[int]]) -> tuple[KVMemory, list[Turn]]:
+    """Memory just large enough, its pages handed out in reverse and by turns."""
+    counts = [-(-len(prompt) // _CHUNK_TOKENS) for prompt in prompts]
+    memory = KVMemory(shape, sum(counts), 0, _CHUNK_TOKENS)
+    free = list(range(sum(counts)))
+    turns = []
+    for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+        turn = Turn(index, "probe", array("I", prompt), 0, len(prompt), len(prompt) + 1, Sampling())
+        turn.page_table = [free.pop(-1 if i % 2 else 0) for i in range(count)]
+        turns.append(turn)
+    return memory, turns
+
+
+def _pieces(lengths: list[int]) -> list[list[tuple[int, int, int]]]:
+    """Iterations of (prompt, start, stop): odd cuts, then single tokens."""
+    first, second = lengths
+    cuts = [0, min(5, first), min(13, first), max(first - 2, 0), max(first - 1, 0), first]
+    other = [0, min(7, second), min(8, second), max(second - 1, 0), second, second]
+    return [
+        [
+            (which, start, stop)
+            for which, bounds in ((0, cuts), (1, other))
+            for start, stop in [(bounds[step], bounds[step + 1])]
+            if start < stop
+        ]
+        for step in range(5)
+    ]
+
+
+def _paged_logits(flat: FlatModel, memory: KVMemory, batch: Batch) -> torch.Tensor:
+    """Logits of every row, (tokens, vocab)."""
+    rows = torch.arange(len(batch.input_ids))
+    forward_pass = PagedPass(batch, memory, wait_layer=lambda layer: None)
+    return flat.logits(batch.input_ids, batch.positions, rows, forward_pass).float()
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
+    """How far the logits lie apart, as a share of the expected range.
+
+    Rounding alone may send a token to another expert, which spoils its row; a wrong attention spoils
+    nearly all rows.  So in low precision it is the middle row that counts.
+    """
+    span = (expected.max() - expected.min()).clamp_min(1e-12)
+    by_row = (got - expected).abs().amax(dim=1) / span
+    return float(by_row.max() if dtype == torch.float32 else by_row.median())
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return 1e-4 if dtype == torch.float32 else 5e-2

@@ -1,0 +1,33 @@
+"""What the rest of the program needs to know of a model, as plain numbers.
+
+Measured by the load probe on what the layers really hand to the attention, not read from a config
+whose field names differ from model to model; only `context_max` comes from the config, and the
+probe runs a token at its last position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    context_max: int  # positions the model can tell apart
+    dtype: torch.dtype
+    num_parameters: int
+    weight_bytes: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype.itemsize
+
+    def kv_bytes_per_page(self, chunk_tokens: int) -> int:
+        return chunk_tokens * self.kv_bytes_per_token

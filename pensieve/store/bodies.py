@@ -1,0 +1,115 @@
+"""Bodies: the one table in which everything private lies, so that deleting can mean it.
+
+A body is the private part of a conversation, a message or a turn: a JSON object, and for messages
+the packed token ids, under one CRC.  All other tables hold numbers, states, fixed words and digests.
+
+Why one table.  `secure_delete` overwrites a cell where it lies *now*, but when SQLite balances a
+B-tree it copies cells between pages and leaves the old copies in the unused middle of the page,
+where no later delete finds them (measured: about one text in 500 survived on random traffic).  So
+the cells of this table must never move between pages:
+
+    insert   only ever appends at the largest rowid; SQLite then opens a new rightmost leaf and moves
+             no existing cell
+    wipe     sets the columns to NULL; a row that shrinks stays in its page, its old cell is zeroed,
+             and its overflow pages are zeroed and freed
+    delete   happens in `compact` only, which rewrites the whole file afterwards
+
+A wiped row keeps its place in its leaf.  `wiped_bytes` counts what that wastes, and `compact` runs
+when it is more than half of the file, so the file is at most about twice what it holds and the cost
+of rewriting is spread over the deletes that made it necessary.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pensieve.errors import StoreCorrupt
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+TOKEN_BYTES = 4
+COMPACT_BYTES_MIN = 16 * 2**20
+LOCAL_BYTES_MAX = 4061  # the most that a 4096-byte leaf page keeps of one row; the rest overflows
+
+
+def canonical_json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Little-endian uint32, whatever the machine."""
+    packed = array("I", token_ids)
+    assert packed.itemsize == TOKEN_BYTES
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(tokens: bytes) -> array[int]:
+    token_ids = array("I")
+    token_ids.frombytes(tokens)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids
+
+
+def body_crc(private: bytes, tokens: bytes) -> int:
+    return zlib.crc32(tokens, zlib.crc32(private))
+
+
+def insert_body(conn: Connection, private: Mapping[str, Any], token_ids: Sequence[int] = ()) -> int:
+    fields = canonical_json(private)
+    tokens = pack_tokens(token_ids)
+    cursor = conn.execute(
+        "INSERT INTO bodies (crc, private, tokens) VALUES (?, ?, ?)",
+        (body_crc(fields, tokens), fields, tokens),
+    )
+    assert cursor.lastrowid is not None
+    return cursor.lastrowid
+
+
+def checked_body(
+    owner: str, crc: int | None, private: bytes | None, tokens: bytes | None
+) -> tuple[bytes, bytes]:
+    """The two parts of a body as they were written, or StoreCorrupt naming its owner."""
+    if crc is None or private is None or tokens is None:
+        raise StoreCorrupt(f"{owner}: a record is missing")
+    if body_crc(private, tokens) != crc:
+        raise StoreCorrupt(f"{owner}: a record fails its checksum")
+    return private, tokens
+
+
+def read_private(owner: str, crc: int | None, private: bytes | None, tokens: bytes | None) -> Any:
+    return json.loads(checked_body(owner, crc, private, tokens)[0])
+
+
+def wipe_bodies(conn: Connection, bodies: Iterable[int]) -> None:
+    for body in bodies:
+        conn.execute(
+            "UPDATE space SET wiped_bytes = wiped_bytes + coalesce((SELECT"
+            " min(?, length(private) + length(tokens)) FROM bodies WHERE body = ?), 0)",
+            (LOCAL_BYTES_MAX, body),
+        )
+        conn.execute(
+            "UPDATE bodies SET crc = NULL, private = NULL, tokens = NULL WHERE body = ?", (body,)
+        )
+
+
+def wasteful(conn: Connection, bytes_min: int) -> bool:
+    (wiped_bytes,) = conn.execute("SELECT wiped_bytes FROM space").fetchone()
+    (num_pages,) = conn.execute("PRAGMA page_count").fetchone()
+    (page_bytes,) = conn.execute("PRAGMA page_size").fetchone()
+    return bool(wiped_bytes >= bytes_min and 2 * wiped_bytes > num_pages * page_bytes)
+
+
+def compact(conn: Connection) -> None:
+    """Drop the wiped rows and rewrite the file; a crash in between leaves `wasteful` true."""
+    conn.execute("DELETE FROM bodies WHERE crc IS NULL")
+    conn.execute("VACUUM")
+    conn.execute("UPDATE space SET wiped_bytes = 0")

@@ -1,0 +1,186 @@
+"""The only read-write connection to a history, and read-only ones for looking at it.
+
+One writer.  Nothing else in any process writes or checkpoints this database: the data folder is
+locked, checkpoints happen on this connection, readers open with mode=ro and there is no mmap.  That
+also keeps clear of the WAL-reset bug of SQLite 3.7.0 to 3.51.2, which needs two connections that
+write or checkpoint; pysqlite3, where installed, brings a version without it.
+
+One thread at a time.  The connection may be opened in one thread and used in another, never in two
+at once; a second entrance is a bug of the caller and raises RuntimeError.
+
+Durable when it returns.  WAL with synchronous=FULL: `writing` syncs the log before it leaves.
+
+After an error the transaction is rolled back.  An I/O error, a failed sync above all, leaves it open
+what the kernel still holds, so the connection is closed and the next use opens a new one that reads
+from the disk; nothing is ever retried on the old one.  The same happens if even the rollback failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from sqlite_utils import Database
+from sqlite_utils.utils import sqlite3
+
+from pensieve.errors import StoreCorrupt, StoreError, StoreUnavailable
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+preferred_driver: Any = sqlite3  # pysqlite3 where it is installed
+
+SQLITE_VERSION_MIN = (3, 37, 0)  # STRICT tables
+BUSY_TIMEOUT_SECONDS = 5.0
+JOURNAL_BYTES_MAX = 64 * 2**20
+
+# Primary result codes (sqlite.org/rescode.html), with what they mean to whoever reads the message.
+UNAVAILABLE = {
+    3: "permission denied",
+    5: "another program holds the database",
+    6: "another program holds the database",
+    7: "out of memory",
+    8: "the database is read-only",
+    10: "disk I/O error",
+    13: "the disk is full",
+    14: "the database file cannot be opened",
+    15: "another program holds the database",
+}
+CORRUPT = {11: "the database is damaged", 26: "the file is not a database"}
+REOPEN_AFTER = {8, 10, 14}
+
+
+class Writer:
+    """`driver` is pysqlite3 or sqlite3; `on_open` sees each new sqlite_utils Database once."""
+
+    def __init__(
+        self,
+        path: Path,
+        on_open: Callable[[Any], None],
+        driver: Any = preferred_driver,
+        busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
+    ) -> None:
+        if driver.sqlite_version_info < SQLITE_VERSION_MIN:
+            raise StoreError(f"SQLite {driver.sqlite_version} is too old; 3.37 is needed")
+        self.path = path
+        self.driver = driver
+        self._on_open = on_open
+        self._busy_timeout_seconds = busy_timeout_seconds
+        self._in_use = threading.Lock()
+        self._db: Any = None
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """One transaction: committed and on the disk when the block ends, or rolled back."""
+        with self._operation() as db, db.atomic():
+            yield db.conn
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """Statements outside a transaction; also for VACUUM, which refuses to run in one."""
+        with self._operation() as db:
+            yield db.conn
+
+    def truncate_journal(self) -> None:
+        """Move the write-ahead log into the database and leave the log empty."""
+        with self.reading() as conn:
+            busy, _, _ = conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if busy:
+            raise StoreUnavailable(
+                "the write-ahead log cannot be emptied while another connection reads the history"
+            )
+
+    def close(self) -> None:
+        """Checkpoint and close; an error leaves the connection closed all the same."""
+        try:
+            if self._db is not None:
+                self.truncate_journal()
+        finally:
+            self._discard()
+
+    @contextlib.contextmanager
+    def _operation(self) -> Iterator[Any]:
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError("the history is being used by another thread")
+        try:
+            if self._db is None:
+                self._db = self._open()
+            yield self._db
+        except self.driver.Error as error:
+            if _primary_code(error) in REOPEN_AFTER:
+                self._discard()
+            raise explained(error, self.path) from error
+        finally:
+            if self._db is not None and self._db.conn.in_transaction:
+                self._discard()  # the rollback failed; closing rolls back
+            self._in_use.release()
+
+    def _open(self) -> Any:
+        conn = self.driver.connect(
+            str(self.path),
+            timeout=self._busy_timeout_seconds,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        try:
+            db = Database(conn, recursive_triggers=False, execute_plugins=False)
+            (mode,) = conn.execute("PRAGMA journal_mode = WAL").fetchone()
+            if mode != "wal":
+                raise StoreError(f"{self.path} lies where SQLite cannot use a write-ahead log")
+            for pragma in (
+                "synchronous = FULL",
+                "fullfsync = ON",  # macOS; nothing elsewhere
+                "secure_delete = ON",
+                "foreign_keys = ON",
+                "mmap_size = 0",
+                f"journal_size_limit = {JOURNAL_BYTES_MAX}",
+            ):
+                conn.execute(f"PRAGMA {pragma}").fetchall()
+            self._on_open(db)
+        except BaseException:
+            with contextlib.suppress(self.driver.Error):
+                conn.close()
+            raise
+        return db
+
+    def _discard(self) -> None:
+        db, self._db = self._db, None
+        if db is not None:
+            with contextlib.suppress(self.driver.Error):
+                db.conn.close()
+
+
+def explained(error: Any, path: Path) -> Exception:
+    """What a driver's error means here; one that should not happen stays what it is."""
+    primary = _primary_code(error)
+    if primary in UNAVAILABLE:
+        return StoreUnavailable(f"the history {path}: {UNAVAILABLE[primary]}")
+    if primary in CORRUPT:
+        return StoreCorrupt(f"the history {path}: {CORRUPT[primary]}")
+    assert isinstance(error, Exception)
+    return error
+
+
+def _primary_code(error: Any) -> int:
+    code: int = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF
+
+
+@contextlib.contextmanager
+def read_only(path: Path, driver: Any = preferred_driver) -> Iterator[Connection]:
+    """A connection that cannot write or checkpoint; for looking, from any thread."""
+    try:
+        conn = driver.connect(
+            f"file:{quote(str(path))}?mode=ro",
+            uri=True,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        with contextlib.closing(conn):
+            yield conn
+    except driver.Error as error:
+        raise explained(error, path) from error

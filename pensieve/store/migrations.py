@@ -1,0 +1,147 @@
+"""The schema, as numbered functions in one list; a database from the future is refused.
+
+Each migration runs in one transaction with the record that it ran, and leaves its number in
+`user_version`.  A database that already holds conversations is copied beside itself before it is
+changed.  The tables:
+
+    conversations   one row each; `key` is a digest of (tenant, conversation_id)
+    turns           one row per request; `request_key` is a digest of its request_id
+    messages        one row per message, shared by every conversation whose history holds it
+    history         which messages a conversation has, in order: (position, message)
+    bodies          the private part of all three (see bodies.py)
+    space           one row: how much wiped bodies waste
+
+A message lives as long as something holds it: a row of `history`, or the turn that made it, whose
+replay it is.  Both are indexed, so "does anything hold it" is a lookup and there is no count that
+could drift.  A fork copies rows of `history` and no text or token; a rewind deletes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlite_utils import Migrations
+
+from pensieve.errors import StoreError, StoreTooNew
+
+APPLICATION_ID = 0x50656E73  # "Pens"
+
+
+def m001_initial(db: Any) -> None:
+    for statement in (
+        f"PRAGMA application_id = {APPLICATION_ID}",
+        """
+        CREATE TABLE bodies (
+            body INTEGER PRIMARY KEY,
+            crc INTEGER,
+            private BLOB,
+            tokens BLOB
+        ) STRICT
+        """,
+        "CREATE TABLE space (wiped_bytes INTEGER NOT NULL) STRICT",
+        "INSERT INTO space (wiped_bytes) VALUES (0)",
+        """
+        CREATE TABLE conversations (
+            conversation INTEGER PRIMARY KEY,
+            key BLOB NOT NULL UNIQUE,
+            tenant TEXT NOT NULL,
+            prefix_key BLOB,
+            revision INTEGER NOT NULL,
+            fingerprint TEXT NOT NULL,
+            created_at REAL NOT NULL,
+            updated_at REAL NOT NULL,
+            body INTEGER NOT NULL
+        ) STRICT
+        """,
+        "CREATE INDEX conversations_tenant ON conversations (tenant)",
+        "CREATE INDEX conversations_prefix ON conversations (prefix_key)"
+        " WHERE prefix_key IS NOT NULL",
+        """
+        CREATE TABLE turns (
+            turn_id INTEGER PRIMARY KEY AUTOINCREMENT,
+            conversation INTEGER NOT NULL REFERENCES conversations DEFERRABLE INITIALLY DEFERRED,
+            request_key BLOB NOT NULL,
+            state TEXT NOT NULL,
+            attempts INTEGER NOT NULL,
+            seed TEXT NOT NULL,
+            finish_reason TEXT,
+            failure TEXT,
+            usage TEXT NOT NULL,
+            revision INTEGER,
+            created_at REAL NOT NULL,
+            finished_at REAL,
+            body INTEGER NOT NULL,
+            UNIQUE (conversation, request_key)
+        ) STRICT
+        """,
+        "CREATE UNIQUE INDEX turns_running ON turns (conversation) WHERE state = 'running'",
+        """
+        CREATE TABLE messages (
+            message INTEGER PRIMARY KEY,
+            turn_id INTEGER REFERENCES turns DEFERRABLE INITIALLY DEFERRED,
+            role TEXT NOT NULL,
+            finish_reason TEXT,
+            num_tokens INTEGER NOT NULL,
+            body INTEGER NOT NULL
+        ) STRICT
+        """,
+        "CREATE INDEX messages_turn ON messages (turn_id)",
+        """
+        CREATE TABLE history (
+            conversation INTEGER NOT NULL REFERENCES conversations DEFERRABLE INITIALLY DEFERRED,
+            position INTEGER NOT NULL,
+            message INTEGER NOT NULL REFERENCES messages DEFERRABLE INITIALLY DEFERRED,
+            revision INTEGER NOT NULL,
+            first_token INTEGER NOT NULL,
+            PRIMARY KEY (conversation, position)
+        ) STRICT, WITHOUT ROWID
+        """,
+        "CREATE UNIQUE INDEX history_message ON history (message, conversation)",
+        "PRAGMA user_version = 1",
+    ):
+        db.conn.execute(statement)
+
+
+Step = Callable[[Any], None]  # takes a sqlite_utils Database
+
+STEPS: tuple[Step, ...] = (m001_initial,)
+
+
+def migrate(db: Any, path: Path, steps: Sequence[Step] = STEPS) -> None:
+    """Bring the database at `path` to the newest schema, or say why it cannot be used."""
+    migrations = Migrations("pensieve")
+    for step in steps:
+        migrations()(step)
+    _refuse_foreign(db, path)
+    (version,) = db.conn.execute("PRAGMA user_version").fetchone()
+    applied = [migration.name for migration in migrations.applied(db)]
+    unknown = set(applied) - {step.__name__ for step in steps}
+    if version > len(steps) or unknown:
+        raise StoreTooNew(
+            f"{path} has schema version {max(version, len(applied))} and this Pensieve knows"
+            f" versions up to {len(steps)}; use the newer Pensieve that wrote it"
+        )
+    if version == len(steps):
+        return
+    if version:
+        _back_up(db, path, version)
+    migrations.apply(db)
+
+
+def _refuse_foreign(db: Any, path: Path) -> None:
+    (application_id,) = db.conn.execute("PRAGMA application_id").fetchone()
+    names = {name for (name,) in db.conn.execute("SELECT name FROM sqlite_schema")}
+    ours = application_id == APPLICATION_ID
+    # sqlite-utils makes its own table before the first migration, so a stop in between leaves it.
+    fresh = application_id == 0 and all(Migrations.migrations_table in name for name in names)
+    if not ours and not fresh:
+        raise StoreError(f"{path} is a database of another program")
+
+
+def _back_up(db: Any, path: Path, version: int) -> None:
+    backup = path.with_name(f"{path.name}.version{version}")
+    backup.unlink(missing_ok=True)
+    db.conn.execute("VACUUM INTO ?", (str(backup),))
+    backup.chmod(0o600)

@@ -1,0 +1,164 @@
+"""SQL of turns, as functions on a connection; see rows.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pensieve.errors import NotFound
+from pensieve.store.bodies import (
+    checked_body,
+    insert_body,
+    read_private,
+    unpack_tokens,
+    wipe_bodies,
+)
+from pensieve.store.records import NewMessage, StoredTurn, TurnMessages, TurnRequest, TurnState
+from pensieve.store.rows import Link, digest
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+
+class TurnRow(NamedTuple):
+    conversation: int
+    content_hash: str
+    turn: StoredTurn
+
+
+TURN = """
+    SELECT t.turn_id, t.conversation, t.state, t.attempts, t.seed, t.finish_reason, t.failure,
+        t.usage, t.revision, t.created_at, t.finished_at, c.tenant,
+        b.crc, b.private, b.tokens, d.crc, d.private, d.tokens
+    FROM turns t JOIN conversations c USING (conversation)
+        LEFT JOIN bodies b ON b.body = t.body LEFT JOIN bodies d ON d.body = c.body
+"""
+
+
+def _turn(row: Any) -> TurnRow:
+    turn_id, conversation, state, attempts, seed, finish_reason, failure, usage = row[:8]
+    revision, created_at, finished_at, tenant = row[8:12]
+    private = read_private(f"turn {turn_id}", *row[12:15])
+    owner = read_private(f"conversation number {conversation}", *row[15:])
+    turn = StoredTurn(
+        turn_id=turn_id,
+        conversation_id=owner["conversation_id"],
+        tenant=tenant,
+        request_id=private["request_id"],
+        state=TurnState(state),
+        attempts=attempts,
+        sampling=private["sampling"],
+        seed=int(seed),
+        finish_reason=finish_reason,
+        failure=failure,
+        usage=json.loads(usage),
+        revision=revision,
+        created_at=created_at,
+        finished_at=finished_at,
+    )
+    return TurnRow(conversation, private["content_hash"], turn)
+
+
+def find_request(conn: Connection, conversation: int, request_id: str) -> TurnRow | None:
+    row = conn.execute(
+        TURN + "WHERE t.conversation = ? AND t.request_key = ?", (conversation, digest(request_id))
+    ).fetchone()
+    return None if row is None else _turn(row)
+
+
+def require_turn(conn: Connection, turn_id: int) -> TurnRow:
+    row = conn.execute(TURN + "WHERE t.turn_id = ?", (turn_id,)).fetchone()
+    if row is None:
+        raise NotFound(f"there is no turn {turn_id}")
+    return _turn(row)
+
+
+def insert_turn(
+    conn: Connection, conversation: int, request: TurnRequest, content_hash: str, now: float
+) -> int:
+    body = insert_body(
+        conn,
+        {
+            "request_id": request.request_id,
+            "sampling": dict(request.sampling),
+            "content_hash": content_hash,
+        },
+    )
+    cursor = conn.execute(
+        "INSERT INTO turns (conversation, request_key, state, attempts, seed, usage, created_at,"
+        " body) VALUES (?, ?, 'running', 1, ?, '{}', ?, ?)",
+        (conversation, digest(request.request_id), str(request.seed), now, body),
+    )
+    assert cursor.lastrowid is not None
+    return cursor.lastrowid
+
+
+def restart_turn(conn: Connection, turn_id: int) -> None:
+    """An interrupted or failed turn begins again with its seed; its old prompt is wiped."""
+    bodies = conn.execute("SELECT body FROM messages WHERE turn_id = ?", (turn_id,)).fetchall()
+    wipe_bodies(conn, (body for (body,) in bodies))
+    conn.execute("DELETE FROM messages WHERE turn_id = ?", (turn_id,))
+    conn.execute(
+        "UPDATE turns SET state = 'running', attempts = attempts + 1, failure = NULL,"
+        " finished_at = NULL WHERE turn_id = ?",
+        (turn_id,),
+    )
+
+
+def turn_links(conn: Connection, turn_id: int, revision: int) -> list[Link]:
+    found = conn.execute(
+        "SELECT message, num_tokens FROM messages WHERE turn_id = ? ORDER BY message", (turn_id,)
+    )
+    return [Link(message, revision, num_tokens) for message, num_tokens in found]
+
+
+def read_turn_messages(conn: Connection, turn_id: int) -> TurnMessages:
+    prompt: list[NewMessage] = []
+    reply = None
+    for role, finish_reason, *body in conn.execute(
+        "SELECT m.role, m.finish_reason, b.crc, b.private, b.tokens FROM messages m"
+        " LEFT JOIN bodies b USING (body) WHERE m.turn_id = ? ORDER BY m.message",
+        (turn_id,),
+    ):
+        private, tokens = checked_body(f"turn {turn_id}", *body)
+        message = NewMessage(role=role, token_ids=unpack_tokens(tokens), **json.loads(private))
+        if finish_reason is None:
+            prompt.append(message)
+        else:
+            reply = message
+    return TurnMessages(tuple(prompt), reply)
+
+
+def finish_turn(
+    conn: Connection,
+    turn_id: int,
+    state: TurnState,
+    finish_reason: str,
+    usage: Mapping[str, Any],
+    revision: int,
+    now: float,
+) -> None:
+    conn.execute(
+        "UPDATE turns SET state = ?, finish_reason = ?, usage = ?, revision = ?, finished_at = ?"
+        " WHERE turn_id = ?",
+        (state.value, str(finish_reason), json.dumps(dict(usage)), revision, now, turn_id),
+    )
+
+
+def fail_turn(conn: Connection, turn_id: int, failure: str, now: float) -> None:
+    conn.execute(
+        "UPDATE turns SET state = 'failed', failure = ?, finished_at = ? WHERE turn_id = ?",
+        (failure, now, turn_id),
+    )
+
+
+def interrupt_turn(conn: Connection, turn_id: int, now: float) -> None:
+    conn.execute(
+        "UPDATE turns SET state = 'interrupted', finished_at = ? WHERE turn_id = ?", (now, turn_id)
+    )
+
+
+def running_turns(conn: Connection) -> list[int]:
+    found = conn.execute("SELECT turn_id FROM turns WHERE state = 'running'")
+    return sorted(turn_id for (turn_id,) in found)

@@ -1,0 +1,173 @@
+"""What must be true of a history, derived again from its records over a read-only connection.
+
+For each conversation: positions count from 0, messages tile the log, every record passes its
+checksum and has as many token ids as it says, revisions do not fall and do not exceed the
+conversation's, and a turn that ended is in the history as a whole or not at all.  For the store: at
+most one turn of a conversation runs, every message and every body is held by something, and nothing
+holds what is not there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pensieve.errors import NotFound, StoreCorrupt
+from pensieve.store import rows
+from pensieve.store.bodies import TOKEN_BYTES, checked_body
+from pensieve.store.connection import read_only
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+PROBLEMS_MAX = 100
+
+
+def verify(path: Path, driver: Any, conversation_id: str | None, tenant: str) -> list[str]:
+    """At most PROBLEMS_MAX sentences, each naming what is wrong; none when all is well."""
+    problems: list[str] = []
+    try:
+        with read_only(path, driver) as conn:
+            if conversation_id is not None:
+                number, _ = rows.require_conversation(conn, conversation_id, tenant)
+                _verify_conversation(conn, number, problems)
+            else:
+                _verify_all(conn, problems)
+    except StoreCorrupt as error:
+        problems.append(str(error))
+    return problems[:PROBLEMS_MAX]
+
+
+def integrity_check(path: Path, driver: Any) -> list[str]:
+    try:
+        with read_only(path, driver) as conn:
+            found = conn.execute(f"PRAGMA integrity_check({PROBLEMS_MAX})").fetchall()
+            strays = conn.execute("PRAGMA foreign_key_check").fetchall()
+    except StoreCorrupt as error:
+        return [str(error)]
+    problems = [line for (line,) in found if line != "ok"]
+    problems += [f"a row of {stray[0]} refers to a missing row of {stray[2]}" for stray in strays]
+    return problems[:PROBLEMS_MAX]
+
+
+def _verify_all(conn: Connection, problems: list[str]) -> None:
+    numbers = conn.execute("SELECT conversation FROM conversations").fetchall()
+    for (number,) in numbers:
+        if len(problems) >= PROBLEMS_MAX:
+            return
+        _verify_conversation(conn, number, problems)
+    for sentence, query in STORE_QUERIES:
+        problems += [sentence.format(*row) for row in conn.execute(query)]
+
+
+def _verify_conversation(conn: Connection, number: int, problems: list[str]) -> None:
+    try:
+        name = f"conversation {rows.conversation_numbered(conn, number).conversation_id!r}"
+    except NotFound:
+        return  # deleted since
+    except StoreCorrupt as error:
+        problems.append(str(error))
+        return
+    next_position = next_token = last_revision = 0
+    for row in conn.execute(HISTORY_QUERY, (number,)):
+        position, revision, first_token, made, present, num_tokens, crc, private, tokens = row
+        at = f"{name}, message {position}"
+        if position != next_position:
+            problems.append(f"{at}: the one before it is missing")
+        if num_tokens is None:
+            problems.append(f"{at}: does not exist")
+            return
+        if first_token != next_token:
+            problems.append(f"{at}: begins at token {first_token} instead of {next_token}")
+        if not last_revision <= revision <= present:
+            problems.append(f"{at}: revision {revision} is not in {last_revision}..{present}")
+        if made is not None and made != revision:
+            problems.append(f"{at}: its turn made revision {made}, the history says {revision}")
+        try:
+            _, tokens = checked_body(at, crc, private, tokens)
+        except StoreCorrupt as error:
+            problems.append(str(error))
+        else:
+            if len(tokens) != TOKEN_BYTES * num_tokens:
+                problems.append(f"{at}: has {len(tokens)} bytes for {num_tokens} token ids")
+        next_position, next_token = position + 1, first_token + num_tokens
+        last_revision = revision
+    problems += [f"{name}, turn {row[0]}: {row[1]}" for row in conn.execute(TURN_QUERY, (number,))]
+
+
+HISTORY_QUERY = """
+    SELECT h.position, h.revision, h.first_token, t.revision, c.revision,
+        m.num_tokens, b.crc, b.private, b.tokens
+    FROM history h JOIN conversations c USING (conversation)
+        LEFT JOIN messages m ON m.message = h.message LEFT JOIN bodies b ON b.body = m.body
+        LEFT JOIN turns t ON t.turn_id = m.turn_id AND t.conversation = h.conversation
+    WHERE h.conversation = ? ORDER BY h.position
+"""
+
+# (turn, sentence) for each turn of a conversation that contradicts its messages.
+TURN_QUERY = """
+    WITH made AS (
+        SELECT t.turn_id, t.state, t.revision, c.revision AS present, c.conversation,
+            (SELECT count(*) FROM messages m WHERE m.turn_id = t.turn_id) AS num_messages,
+            (SELECT count(*) FROM messages m WHERE m.turn_id = t.turn_id
+                AND m.finish_reason IS NOT NULL) AS num_replies,
+            (SELECT count(*) FROM messages m JOIN history h ON h.message = m.message
+                AND h.conversation = c.conversation WHERE m.turn_id = t.turn_id) AS num_held
+        FROM turns t JOIN conversations c USING (conversation) WHERE t.conversation = ?
+    )
+    SELECT turn_id, CASE
+        WHEN state IN ('completed', 'cancelled') AND (revision IS NULL OR revision > present)
+            THEN 'ended without a revision of its conversation'
+        WHEN state IN ('completed', 'cancelled') AND num_replies <> 1 THEN 'ended without one reply'
+        WHEN state IN ('completed', 'cancelled') AND num_held NOT IN (0, num_messages)
+            THEN 'is in the history in part'
+        WHEN state NOT IN ('completed', 'cancelled') AND (num_held <> 0 OR num_replies <> 0)
+            THEN 'did not end and is in the history'
+        WHEN state NOT IN ('running', 'completed', 'cancelled', 'interrupted', 'failed')
+            THEN 'has an unknown state'
+        END AS sentence
+    FROM made WHERE sentence IS NOT NULL
+"""
+
+STORE_QUERIES = (
+    (
+        "message {}: nothing holds it",
+        "SELECT message FROM messages m WHERE turn_id IS NULL"
+        " AND NOT EXISTS (SELECT 1 FROM history h WHERE h.message = m.message)",
+    ),
+    (
+        "message {}: its turn {} does not exist",
+        "SELECT message, turn_id FROM messages m WHERE turn_id IS NOT NULL"
+        " AND NOT EXISTS (SELECT 1 FROM turns t WHERE t.turn_id = m.turn_id)",
+    ),
+    (
+        "history of conversation number {}: there is no such conversation",
+        "SELECT DISTINCT conversation FROM history h"
+        " WHERE NOT EXISTS (SELECT 1 FROM conversations c WHERE c.conversation = h.conversation)",
+    ),
+    (
+        "turn {}: its conversation does not exist",
+        "SELECT turn_id FROM turns t"
+        " WHERE NOT EXISTS (SELECT 1 FROM conversations c WHERE c.conversation = t.conversation)",
+    ),
+    (
+        "conversation number {}: {} turns run",
+        "SELECT conversation, count(*) FROM turns WHERE state = 'running'"
+        " GROUP BY conversation HAVING count(*) > 1",
+    ),
+    (
+        "body {}: {} records hold it, and it is {}",
+        """
+        WITH holders AS (
+            SELECT body FROM conversations UNION ALL SELECT body FROM turns
+            UNION ALL SELECT body FROM messages
+        ), held AS (SELECT body, count(*) AS num FROM holders GROUP BY body)
+        SELECT b.body, coalesce(held.num, 0), iif(b.crc IS NULL, 'wiped', 'not wiped')
+        FROM bodies b LEFT JOIN held USING (body)
+        WHERE coalesce(held.num, 0) <> (b.crc IS NOT NULL)
+        UNION ALL
+        SELECT held.body, held.num, 'missing'
+        FROM held WHERE NOT EXISTS (SELECT 1 FROM bodies b WHERE b.body = held.body)
+        """,
+    ),
+)

@@ -1,0 +1,93 @@
+"""What a client says, and what is fixed for the life of a conversation.
+
+Both are checked where they enter: every string a template will see, at any depth, is a plain `str` that
+can be written as UTF-8, and everything else is a plain JSON value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from pensieve.errors import InvalidArgument
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MESSAGES_MAX = 128  # of one turn; each costs one render
+DEPTH_MAX = 64  # of tools, arguments and options
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call in an assistant message that the client supplies; one that is sampled stays tokens."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    role: str
+    content: str = ""
+    thinking: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None  # of the tool that answers
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a conversation fixes when it begins: tools, template options, and what day it is."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    now: datetime = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call: a mapping, and its JSON text where a template joins it to text.
+
+    Some families' templates write `arguments | tojson`, others `'…' + arguments`.
+    """
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+
+def plain(value: Any, where: str, depth: int = 0) -> Any:
+    """The value as plain JSON types; `where` names the field in the error."""
+    if depth > DEPTH_MAX:
+        raise InvalidArgument(where, f"is nested deeper than {DEPTH_MAX}")
+    if isinstance(value, str):
+        return plain_text(value, where)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {
+            plain_text(key, where): plain(item, where, depth + 1) for key, item in value.items()
+        }
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [plain(item, where, depth + 1) for item in value]
+    raise InvalidArgument(where, f"holds a {type(value).__name__}, which is not JSON")
+
+
+def plain_text(text: str, where: str) -> str:
+    """Exactly a `str` (no subclass: none of it is the template's) that UTF-8 can express."""
+    if not isinstance(text, str):
+        raise InvalidArgument(where, f"must be text, not {type(text).__name__}")
+    try:
+        return text.encode().decode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(
+            where,
+            f"character {error.start} is half of a surrogate pair, which UTF-8 cannot express",
+        ) from None

@@ -1,0 +1,52 @@
+"""Which part of a reply a token belongs to: thinking, text or a tool call.
+
+Decided by the ids of control tokens, never by looking for words in the text, so that nobody can write
+himself into another part.  A marker belongs to the part it opens or closes.  The marker of a reply is fed
+the prompt's last tokens too, because some templates open the thinking in the generation prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from pensieve.text.tokenizer import Tokenizer
+
+
+class Part(StrEnum):
+    TEXT = "text"
+    THINKING = "thinking"
+    TOOL_CALL = "tool_call"
+
+
+_OPENING = {
+    "<think>": Part.THINKING,
+    "[THINK]": Part.THINKING,
+    "<tool_call>": Part.TOOL_CALL,
+    "[TOOL_CALLS]": Part.TOOL_CALL,  # closed by the end of the reply
+    "<|python_tag|>": Part.TOOL_CALL,  # likewise
+    "<｜tool▁calls▁begin｜>": Part.TOOL_CALL,
+}
+_CLOSING = ("</think>", "[/THINK]", "</tool_call>", "<｜tool▁calls▁end｜>")
+
+
+class PartMarker:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Iterable[int] = ()) -> None:
+        self._opening = {
+            token_id: part
+            for text, part in _OPENING.items()
+            if (token_id := tokenizer.token_id(text)) is not None
+        }
+        self._closing = {tokenizer.token_id(text) for text in _CLOSING} - {None}
+        self._ends = tokenizer.eos_token_ids
+        self._part = Part.TEXT
+        for token_id in prompt_ids:
+            self.push(token_id)
+
+    def push(self, token_id: int) -> Part:
+        """The part that this token belongs to."""
+        self._part = self._opening.get(token_id, self._part)
+        part = self._part
+        if token_id in self._closing or token_id in self._ends:
+            self._part = Part.TEXT
+        return part

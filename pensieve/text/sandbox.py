@@ -1,0 +1,98 @@
+"""The sandbox in which chat templates run: what `transformers` offers them, and `Traced` constants.
+
+Jinja's immutable sandbox keeps a template from reaching anything but its variables.  Two of Jinja's
+hooks make it remember who wrote what: the code generator wraps a template's constants, and the
+environment's `concat`, which joins all output (of the template, of macros, of blocks), keeps marks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from pensieve.text.traced import concat, written
+
+
+class _MarkingCodeGenerator(CodeGenerator):
+    """Whatever a template holds as a constant is `Traced`."""
+
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
+        value = node.as_const(frame.eval_ctx)
+        if isinstance(value, str):
+            self.write(f"environment.written({value!r})")
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("concat(map(str, (")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write(")))")
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return f"environment.written({''.join(group)!r})"
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks replies for training; here it only brackets text."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    code_generator_class = _MarkingCodeGenerator
+    concat = staticmethod(concat)
+    written = staticmethod(written)
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+            optimized=False,  # it would fold lists of constants into one, unmarked
+        )
+        self.filters["tojson"] = _tojson
+        self.globals["raise_exception"] = _raise_exception
+
+    def options(self, source: str) -> set[str]:
+        """What a template expects from outside: names it never sets, or sets only if they are missing."""
+        tree = self.parse(source)
+        stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+        asked = {
+            test.node.name
+            for test in tree.find_all(nodes.Test)
+            if test.name == "defined" and isinstance(test.node, nodes.Name)
+        }
+        return jinja2.meta.find_undeclared_variables(tree) - (stored - asked)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As text, not for HTML; Jinja's own escapes `<`."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

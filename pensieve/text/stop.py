@@ -1,0 +1,85 @@
+"""Stop strings in a text that arrives in pieces.
+
+The match that counts is the one that is *complete first*; of several that are complete with the same
+character, the longest.  Nothing that may still belong to a match is released: the matcher withholds the
+longest end of the text that begins a stop string, which is exactly the depth of its state.
+
+The states are the nodes of the trie of the stop strings; where a character does not fit, the state falls
+back to the longest proper end of its string that is a node too (Aho and Corasick).  A character costs
+amortised constant time, whatever the stop strings are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+
+class StopResult(NamedTuple):
+    released: str  # text that no stop string can claim any more
+    matched: str | None  # the stop string that ended the text
+
+
+class StopMatcher:
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        assert all(stops), "a stop string is not empty"
+        self._next: list[dict[str, int]] = [{}]
+        self._depth = [0]
+        self._fallback = [0]
+        self._longest: list[str | None] = [None]  # the longest stop string that ends in this state
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+        self._state = 0
+        self._withheld = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> StopResult:
+        assert self.matched is None, "the text has ended"
+        text = self._withheld + text
+        state = self._state
+        for position in range(len(self._withheld), len(text)):
+            state = self._step(state, text[position])
+            matched = self._longest[state]
+            if matched is not None:
+                self.matched, self._withheld = matched, ""
+                return StopResult(text[: position + 1 - len(matched)], matched)
+        self._state = state
+        sure = len(text) - self._depth[state]
+        self._withheld = text[sure:]
+        return StopResult(text[:sure], None)
+
+    def flush(self) -> str:
+        """The text is over: what was withheld is text after all."""
+        withheld, self._withheld, self._state = self._withheld, "", 0
+        return withheld
+
+    def _step(self, state: int, character: str) -> int:
+        while character not in self._next[state]:
+            if not state:
+                return 0
+            state = self._fallback[state]
+        return self._next[state][character]
+
+    def _insert(self, stop: str) -> None:
+        state = 0
+        for depth, character in enumerate(stop, start=1):
+            if character not in self._next[state]:
+                self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._depth.append(depth)
+                self._fallback.append(0)
+                self._longest.append(None)
+            state = self._next[state][character]
+        self._longest[state] = stop
+
+    def _link(self) -> None:
+        """Breadth first, so that a fallback, which is shallower, is complete before it is used."""
+        queue = deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            for character, child in self._next[state].items():
+                self._fallback[child] = self._step(self._fallback[state], character)
+                queue.append(child)
+            if self._longest[state] is None:
+                self._longest[state] = self._longest[self._fallback[state]]

@@ -1,0 +1,380 @@
+"""Messages to the tokens that follow a log; the log itself is never rendered or tokenised again.
+
+A chat template is a function of a whole conversation.  We want only its last piece, as it would stand
+after *this* log, whatever was sampled into it.  So the past is replaced by a skeleton of one exchange
+
+    user: "."    assistant: REPLY
+
+and what the template writes after REPLY is the delta: the end of the open reply, the new messages, and
+the generation prompt that invites the next reply.  REPLY is half of a surrogate pair, which no client's
+text can contain.  Nothing that a template does to earlier turns (dropping their thinking, moving the
+system prompt or the tools to the last message) reaches the log; `pensieve.text.stories` finds such templates
+and names what differs.  The system prompt and the tools are written once, with the opening.
+
+If the model itself ended its reply with an end-of-turn token, the delta begins behind the one that the
+template would write there, otherwise with it.
+
+Messages tile the log.  Message k of a delta ends where leaving out the messages after it would first
+change the rendering; the end of the open reply therefore belongs to the first new message and the
+generation prompt to the last.  The rendering is tokenised as a whole, and a token on the border belongs
+to the later message.
+
+Templates are the operator's.  All constants of a template are `Traced`, all data is plain text.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import jinja2
+
+from pensieve.errors import InvalidArgument, ModelError
+from pensieve.text.message import (
+    MESSAGES_MAX,
+    ROLES,
+    Arguments,
+    Message,
+    Setting,
+    ToolCall,
+    plain,
+    plain_text,
+)
+from pensieve.text.sandbox import Sandbox
+from pensieve.text.tokenizer import Encoded, Tokenizer
+from pensieve.text.traced import Traced, written
+
+REPLY = "\udfff"
+MARK = "\udffe"  # stands for content when a template is asked what it writes
+GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
+FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens to append to a log, and the part of each new message: the spans tile the tokens."""
+
+    token_ids: list[int]
+    spans: tuple[tuple[int, int], ...]
+
+
+class ChatTemplate:
+    """Immutable; may be used from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        if not tokenizer.templates:
+            raise ModelError("the model has no chat template (chat_template.jinja)")
+        self.tokenizer = tokenizer
+        sandbox = Sandbox()
+        self._templates: dict[str, jinja2.Template] = {}
+        names: set[str] = set()
+        for name, source in tokenizer.templates.items():
+            try:
+                source.encode()  # REPLY and MARK are ours alone
+                self._templates[name] = sandbox.from_string(source)
+                names |= sandbox.options(source)
+            except (jinja2.TemplateError, UnicodeEncodeError) as error:
+                raise ModelError(f"the chat template {name!r} is not valid: {error}") from error
+        self._strings = {name: written(text) for name, text in tokenizer.special_strings.items()}
+        self.options = {name for name in names - GIVEN if not name.endswith("_token")}
+        self._refused_first = self._refusals([])
+        self._refused_later = self._refusals(_skeleton(None))
+        for role in ("user", "assistant"):
+            why = self._refused_first.get(role) or self._refused_later.get(role)
+            if why is not None:
+                raise ModelError(f"the chat template cannot write a message of the {role}: {why}")
+        self.knows_tools, self._tools_move = self._where_tools_go()
+        self.closing = self._find_closing()
+        ids = tokenizer.encode(self.closing).ids
+        self._end_id = next((each for each in ids if each in tokenizer.control_ids), None)
+        self.end_of_turn_ids: frozenset[int] = tokenizer.eos_token_ids
+        if self._end_id is not None:
+            self.end_of_turn_ids |= {self._end_id}
+
+    def opening(self, messages: Sequence[Message], setting: Setting) -> Delta:
+        """The first tokens of a log, BOS included if the template writes one."""
+        new = self._checked(messages, setting, self._refused_first)
+        text = self._render(new, setting, reply_follows=True)
+        encoded = self.tokenizer.encode(text, at_start=True)
+        borders = self._borders(text, [], new, setting)
+        return _delta(encoded, borders, skipped=0)
+
+    def delta(
+        self, messages: Sequence[Message], last_token_id: int | None, setting: Setting
+    ) -> Delta:
+        """What follows a log that ends with a reply; `last_token_id` is the reply's last token."""
+        new = self._checked(messages, setting, self._refused_later)
+        past = _skeleton(None)
+        try:
+            text = self._after_reply(past, new, setting)
+        except InvalidArgument:
+            if new[0]["role"] != "tool":
+                raise
+            past = _skeleton(new[0])  # some templates want to see the call that is answered
+            text = self._after_reply(past, new, setting)
+        encoded = self.tokenizer.encode(text)
+        borders = self._borders(text, past, new, setting)
+        return _delta(encoded, borders, skipped=self._closed(encoded.ids, last_token_id))
+
+    def render(
+        self, messages: Sequence[Message], setting: Setting, *, reply_follows: bool = True
+    ) -> Traced:
+        """A whole conversation as the template would write it, for comparison only."""
+        new = self._checked(messages, setting, self._refused_first)
+        return self._render(new, setting, reply_follows=reply_follows)
+
+    def continuation(self, messages: Sequence[Message], setting: Setting) -> Traced:
+        """The text of a delta after a reply that is still open."""
+        new = self._checked(messages, setting, self._refused_later)
+        return self._after_reply(_skeleton(None), new, setting)
+
+    # -- what comes in --
+
+    def _checked(
+        self, messages: Sequence[Message], setting: Setting, refusals: Mapping[str, str]
+    ) -> list[dict[str, Any]]:
+        if not 1 <= len(messages) <= MESSAGES_MAX:
+            raise InvalidArgument("messages", f"a turn has 1 to {MESSAGES_MAX} messages")
+        for name in setting.options:
+            if name not in self.options:
+                known = ", ".join(sorted(self.options)) or "none"
+                raise InvalidArgument(
+                    "template_options", f"unknown option {name!r}; known: {known}"
+                )
+        if setting.tools and not self.knows_tools:
+            raise InvalidArgument("tools", "this model's chat template does not write tools")
+        checked = []
+        for message in messages:
+            if message.role not in ROLES:
+                raise InvalidArgument("role", f"{message.role!r} is not one of {', '.join(ROLES)}")
+            if message.role in refusals:
+                raise InvalidArgument("role", refusals[message.role])
+            checked.append(_as_template_sees(message))
+        return checked
+
+    # -- rendering --
+
+    def _render(
+        self, messages: list[dict[str, Any]], setting: Setting, *, reply_follows: bool
+    ) -> Traced:
+        template = self._templates.get("tool_use") if setting.tools else None
+        if template is None:
+            template = self._templates.get("default") or next(iter(self._templates.values()))
+        try:
+            text = template.render(
+                self._strings
+                | plain(setting.options, "template_options")
+                | {
+                    "messages": messages,
+                    "tools": plain(setting.tools, "tools") or None,
+                    "documents": None,
+                    "add_generation_prompt": reply_follows,
+                    "strftime_now": setting.now.strftime,
+                }
+            )
+        except FAILURES as error:
+            reason = " ".join(str(error).split())[:300]
+            raise InvalidArgument("messages", f"the chat template refuses: {reason}") from error
+        assert isinstance(text, Traced)
+        self.tokenizer.check_text(text, "content")
+        return text
+
+    def _after_reply(
+        self,
+        past: list[dict[str, Any]],
+        new: list[dict[str, Any]],
+        setting: Setting,
+        *,
+        reply_follows: bool = True,
+    ) -> Traced:
+        if self._tools_move:
+            setting = Setting((), setting.options, setting.now)
+        text = self._render(past + new, setting, reply_follows=reply_follows)
+        at = text.rfind(REPLY)
+        if at < 0:
+            raise InvalidArgument(
+                "messages", "the chat template does not write the reply before them"
+            )
+        rest = text[at + 1 :]
+        if new and "tool_calls" in past[-1]:  # the call itself was sampled
+            call = self._after_reply(past, [], setting, reply_follows=False)
+            rest = rest[common_prefix(rest, call[: len(call) - len(self.closing)]) :]
+        return rest
+
+    def _borders(
+        self,
+        text: Traced,
+        past: list[dict[str, Any]],
+        new: list[dict[str, Any]],
+        setting: Setting,
+    ) -> list[int]:
+        """The character at which each new message ends."""
+        borders = []
+        for count in range(1, len(new)):
+            try:
+                if past:
+                    alone = self._after_reply(past, new[:count], setting, reply_follows=False)
+                else:
+                    alone = self._render(new[:count], setting, reply_follows=False)
+                border = _end_of_last(new[count - 1], alone, text)
+            except InvalidArgument:  # no conversation by itself: it goes to the next message
+                border = 0
+            borders.append(border)
+        return [*borders, len(text)]
+
+    def _closed(self, ids: list[int], last_token_id: int | None) -> int:
+        """How many tokens of a delta the reply has already said itself."""
+        if last_token_id not in self.end_of_turn_ids:
+            return 0
+        for index, token_id in enumerate(ids):
+            if token_id in (last_token_id, self._end_id):
+                return index + 1
+            if token_id in self.tokenizer.control_ids:
+                break
+        return 0
+
+    # -- what a template is asked when it is loaded --
+
+    def _refusals(self, past: list[dict[str, Any]]) -> dict[str, str]:
+        """The roles whose messages the template cannot write behind `past`, and why."""
+        refusals = {}
+        user = {"role": _ROLE["user"], "content": "."}
+        for role in ROLES:
+            asked = {"role": _ROLE[role], "content": MARK}
+            messages = [*past, asked, user]
+            if role == "user":
+                messages = [*past, asked]
+            elif role == "assistant":
+                messages = [*past, user, asked, user]
+            elif role == "tool":
+                asked |= {"tool_call_id": "call00000", "name": "f"}
+                messages = [*_skeleton(asked), asked]
+            try:
+                text = self._render(messages, Setting(), reply_follows=True)
+            except InvalidArgument as error:
+                refusals[role] = error.problem
+                continue
+            if MARK not in text[text.rfind(REPLY) + 1 :]:
+                where = " after a reply" if past else ""
+                refusals[role] = f"the chat template writes no message of the role {role!r}{where}"
+        return refusals
+
+    def _where_tools_go(self) -> tuple[bool, bool]:
+        """(whether they are written at all, whether they are written anew with each message)"""
+        self._tools_move = False
+        function = {
+            "name": "f",
+            "description": "m",
+            "parameters": {"type": "object", "properties": {}},
+        }
+        setting = Setting(tools=({"type": "function", "function": function},))
+        user = {"role": _ROLE["user"], "content": "."}
+        differences = []
+        for past in [], _skeleton(None):
+            try:
+                without = self._render([*past, user], Setting(), reply_follows=True)
+                given = self._render([*past, user], setting, reply_follows=True)
+            except InvalidArgument:
+                return False, False
+            differences.append(given[given.find(REPLY) + 1 :] != without[without.find(REPLY) + 1 :])
+        return differences[0], differences[1]
+
+    def _find_closing(self) -> Traced:
+        """What the template writes behind a last reply."""
+        try:
+            return self._after_reply(_skeleton(None), [], Setting(), reply_follows=False)
+        except InvalidArgument:  # it insists on a user's message at the end
+            return written("")
+
+
+def _delta(encoded: Encoded, borders: list[int], skipped: int) -> Delta:
+    edges = [0]
+    for border in borders[:-1]:
+        edge = bisect_left(encoded.starts, border)
+        if border < borders[-1] and encoded.starts[edge : edge + 1] != [border]:
+            edge -= 1  # the border lies in the token before
+        edges.append(max(edge - skipped, edges[-1]))  # in order, whatever the template does
+    edges.append(len(encoded.ids) - skipped)
+    return Delta(encoded.ids[skipped:], tuple(pairwise(edges)))
+
+
+def _end_of_last(message: Mapping[str, Any], alone: str, text: str) -> int:
+    """Where `message`, the last of `alone`, ends in `text`, in which more messages follow.
+
+    Usually where the two part.  Some templates write a last message differently (with a think part);
+    then what counts is how far they agree behind the message's content.
+    """
+    parting = common_prefix(alone, text)
+    content = (message["content"] or "").strip()
+    if parting == len(alone) or not content:
+        return parting
+    here, there = alone.rfind(content), text.find(content, parting)
+    if here < parting or there < 0:
+        return parting
+    here, there = here + len(content), there + len(content)
+    return there + common_prefix(alone[here:], text[there:])
+
+
+def common_prefix(a: str, b: str) -> int:
+    """Its length; by halving, because comparing slices is fast."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if str.startswith(a, b[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# The template may compose a control token of a role ("<|" + role + "|>"), so roles count as written.
+_ROLE = {role: written(role) for role in ROLES}
+
+
+def _skeleton(answer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """An exchange that stands for any past; if `answer` is a tool's, the reply calls that tool."""
+    reply: dict[str, Any] = {"role": _ROLE["assistant"], "content": REPLY}
+    if answer is not None:
+        call = ToolCall(answer.get("name", "f"), {}, answer.get("tool_call_id"))
+        reply["tool_calls"] = [_call_as_template_sees(call)]
+    return [{"role": _ROLE["user"], "content": "."}, reply]
+
+
+def _as_template_sees(message: Message) -> dict[str, Any]:
+    seen: dict[str, Any] = {
+        "role": _ROLE[message.role],
+        "content": plain_text(message.content, "content"),
+    }
+    if message.tool_calls:
+        seen["tool_calls"] = [_call_as_template_sees(call) for call in message.tool_calls]
+        seen["content"] = seen["content"] or None
+    if message.thinking is not None:
+        thinking = plain_text(message.thinking, "thinking")
+        seen |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thinking)
+    if message.tool_call_id is not None:
+        seen["tool_call_id"] = plain_text(message.tool_call_id, "tool_call_id")
+    if message.name is not None:
+        seen["name"] = plain_text(message.name, "name")
+    return seen
+
+
+def _call_as_template_sees(call: ToolCall) -> dict[str, Any]:
+    function = {
+        "name": plain_text(call.name, "tool_calls"),
+        "arguments": Arguments(plain(call.arguments, "tool_calls")),
+    }
+    seen: dict[str, Any] = {"type": "function", "function": function}
+    if call.id is not None:
+        seen["id"] = plain_text(call.id, "tool_calls")
+    return seen

@@ -1,0 +1,363 @@
+"""A tokenizer from a Hugging Face folder, in which text never becomes a control token.
+
+*Control tokens* are the added tokens of `tokenizer.json` that say more than white space, special or not
+("<|im_end|>", "<think>", "<tool_call>"), without the one that stands for unknown text.  The library is
+told to treat them all as special and to read them as ordinary text, so that
+
+* `encode` finds control tokens itself, and only where the template wrote every character of one;
+* what lies between two of them is tokenised as one section, template's words and client's together.
+  Hence harmless text gets exactly the ids that tokenising the whole rendering would give; what a
+  client writes just cannot be *read* as a control token;
+* after each section the ids are looked at: a vocabulary whose words include its control tokens
+  (word level, unigram) could still yield one.  There the text is cut inside the offending word.
+
+Most tokenizers treat the start of a text differently from what follows a control token (a space is put
+before it, or not).  A section that is not the start of a log is therefore encoded behind an *anchor*, an
+added token of our own whose id is taken off again; its name is drawn at random, so nobody can type it.
+
+Decoding: the text of a token is a fixed string of bytes, except that the first of a reply may lose a
+leading space.  `piece` finds and remembers it, so that decoding a reply is joining its pieces, at once
+(`decode`) or one by one (`Detokeniser`), with the same result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+
+from pensieve.errors import InvalidArgument, ModelError
+from pensieve.text.traced import written, written_mask
+
+
+class Encoded(NamedTuple):
+    ids: list[int]
+    starts: list[int]  # the character each token begins at
+
+
+class ControlToken(NamedTuple):
+    id: int
+    lstrip: bool  # takes the white space to its left with it
+    rstrip: bool
+
+
+class Tokenizer:
+    """Immutable once loaded; may be used from several threads."""
+
+    def __init__(
+        self,
+        definition_json: str,
+        *,
+        special_strings: dict[str, str] | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        templates: dict[str, str] | None = None,
+    ) -> None:
+        definition = json.loads(definition_json)
+        added = definition.get("added_tokens", [])
+        self.special_strings = special_strings or {}
+        self.templates = templates or {}
+        self.special_ids = frozenset(token["id"] for token in added if token["special"])
+        self._control = {
+            token["content"]: ControlToken(token["id"], token["lstrip"], token["rstrip"])
+            for token in added
+            if _says_something(token)
+        }
+        self.control_ids = frozenset(
+            token.id
+            for content, token in self._control.items()
+            if content != _unknown_token(definition["model"])
+        )
+        longest_first = sorted(self._control, key=len, reverse=True)
+        self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._tokenizer = _library_tokenizer(definition, definition_json)
+        self.vocab_size = _vocab_size(definition)
+        if eos_token_ids is None:
+            named = self._control.get(self.special_strings.get("eos_token", ""))
+            eos_token_ids = (named.id,) if named else ()
+        self.eos_token_ids = frozenset(eos_token_ids)
+        if any(not 0 <= token_id < self.vocab_size for token_id in self.eos_token_ids):
+            raise ModelError(f"end-of-turn ids {sorted(self.eos_token_ids)} exceed the vocabulary")
+        self._anchor = f"\ufdd0{secrets.token_hex(16)}\ufdd0"  # between noncharacters
+        self._tokenizer.add_tokens([tokenizers.AddedToken(self._anchor, normalized=False)])
+        self._forbidden = self.control_ids | {self._tokenizer.token_to_id(self._anchor)}
+        self._bytes_of = _byte_reader(definition.get("decoder"))
+        self._pieces: dict[tuple[int, bool], bytes] = {}
+        self._reference_ids = self.encode_text("a")
+        self._reference = self._tokenizer.decode(self._reference_ids, skip_special_tokens=False)
+        self._keeps_nul = self.decode(self.encode_text("a\0b")) == "a\0b"
+        self._fingerprint = _fingerprint(
+            definition_json,
+            json.dumps([self.special_strings, sorted(self.eos_token_ids)], sort_keys=True),
+            json.dumps(self.templates, sort_keys=True),
+        )
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """From tokenizer.json and what lies beside it; ModelError says what is missing or wrong."""
+        definition_json = _read_text(folder / "tokenizer.json")
+        config = _read_json(folder / "tokenizer_config.json")
+        special_strings = _special_strings(
+            _read_json(folder / "special_tokens_map.json")
+        ) | _special_strings(config)
+        try:
+            return cls(
+                definition_json,
+                special_strings=special_strings,
+                eos_token_ids=_eos_token_ids(folder),
+                templates=_templates(folder, config),
+            )
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ModelError(f"{folder} holds no usable tokenizer: {_one_line(error)}") from error
+
+    # -- text to tokens --
+
+    def encode(self, text: str, *, at_start: bool = False) -> Encoded:
+        """Tokenise a rendering: control tokens where the template wrote them, text elsewhere.
+
+        `at_start`: the text begins a log; otherwise something stands before it.
+        """
+        encoded = Encoded([], [])
+        position = 0
+        for start, stop, token_id in self._written_controls(text):
+            self._encode_section(text[position:start], position, at_start and not position, encoded)
+            encoded.ids.append(token_id)
+            encoded.starts.append(start)
+            position = stop
+        self._encode_section(text[position:], position, at_start and not position, encoded)
+        return encoded
+
+    def encode_text(self, text: str) -> list[int]:
+        """A client's words, standing alone: control tokens never."""
+        return self.encode(str.__str__(text), at_start=True).ids
+
+    def encode_literal(self, text: str) -> list[int]:
+        """The template's words: control tokens wherever they are spelled."""
+        return self.encode(written(text), at_start=True).ids
+
+    def check_text(self, text: str, field: str) -> None:
+        """Refuse what this tokenizer would lose."""
+        if "\0" in text and not self._keeps_nul:
+            raise InvalidArgument(field, "this model's tokenizer does not keep NUL characters")
+
+    def _written_controls(self, text: str) -> Iterator[tuple[int, int, int]]:
+        """(start, stop, id) of each control token, leftmost first, the longest of several."""
+        position = 0  # white space before it has already been taken
+        for run in re.finditer(b"\x01+", written_mask(text)):
+            for match in self._control_pattern.finditer(text, run.start(), run.end()):
+                token = self._control[match.group()]
+                start, stop = match.span()
+                if token.lstrip:
+                    start = position + len(text[position:start].rstrip())
+                if token.rstrip:
+                    stop = len(text) - len(text[stop:].lstrip())
+                yield start, stop, token.id
+                position = stop
+
+    def _encode_section(self, text: str, offset: int, at_start: bool, encoded: Encoded) -> None:
+        if not text:
+            return
+        anchor = "" if at_start else self._anchor
+        result = self._tokenizer.encode(anchor + text, add_special_tokens=False)
+        skipped = 0 if at_start else 1
+        ids = result.ids[skipped:]
+        starts = [start - len(anchor) for start, _ in result.offsets[skipped:]]
+        cuts = [at for token_id, at in zip(ids, starts, strict=True) if token_id in self._forbidden]
+        if not cuts:
+            encoded.ids.extend(ids)
+            encoded.starts.extend(offset + max(start, 0) for start in starts)
+            return
+        edges = [0, *(cut + 1 for cut in cuts if cut + 1 < len(text)), len(text)]
+        if len(edges) == 2:
+            raise InvalidArgument("content", f"{text!r} means a control token to this tokenizer")
+        for start, stop in pairwise(edges):
+            self._encode_section(text[start:stop], offset + start, at_start and not start, encoded)
+
+    # -- tokens to text --
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of a reply, without special tokens; incomplete UTF-8 becomes U+FFFD."""
+        pieces: list[bytes] = []
+        for token_id in ids:
+            if not self.is_silent(token_id):
+                pieces.append(self.piece(token_id, first=not pieces))
+        return b"".join(pieces).decode("utf-8", "replace")
+
+    def is_silent(self, token_id: int) -> bool:
+        """It says nothing: a special token, or an id that only pads the model's vocabulary."""
+        return token_id in self.special_ids or not 0 <= token_id < self.vocab_size
+
+    def piece(self, token_id: int, *, first: bool) -> bytes:
+        """The bytes that a token adds to a reply."""
+        key = token_id, first
+        piece = self._pieces.get(key)
+        if piece is None:
+            piece = self._pieces[key] = self._find_piece(token_id, first)
+        return piece
+
+    def _find_piece(self, token_id: int, first: bool) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        raw = self._bytes_of(token)
+        if raw is not None:
+            return raw
+        before = [] if first else self._reference_ids
+        text: str = self._tokenizer.decode([*before, token_id], skip_special_tokens=False)
+        return text[0 if first else len(self._reference) :].encode()
+
+    def token_text(self, token_id: int) -> str:
+        """What one token reads like in the middle of a text, special or not, for logprobs."""
+        if not 0 <= token_id < self.vocab_size:
+            return ""
+        return self.piece(token_id, first=False).decode("utf-8", "replace")
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a control token."""
+        token = self._control.get(text)
+        return token.id if token else None
+
+    def fingerprint(self) -> str:
+        """SHA-256 of all that decides how messages become tokens."""
+        return self._fingerprint
+
+
+def _says_something(added_token: dict[str, Any]) -> bool:
+    """Runs of white space are added tokens in some vocabularies; they control nothing."""
+    return bool(added_token["content"].replace("▁", " ").strip())
+
+
+def _unknown_token(model: dict[str, Any]) -> str | None:
+    """The token for text that the vocabulary lacks: client's text may well become it."""
+    if model.get("unk_id") is not None:
+        return str(model["vocab"][model["unk_id"]][0])
+    unknown: str | None = model.get("unk_token")
+    return unknown
+
+
+def _vocab_size(definition: dict[str, Any]) -> int:
+    """One more than the largest id; a vocabulary may have holes."""
+    vocab = definition["model"]["vocab"]  # a list in unigram models
+    ids = set(vocab.values()) if isinstance(vocab, dict) else set(range(len(vocab)))
+    return 1 + max(ids.union(token["id"] for token in definition.get("added_tokens", [])))
+
+
+def _library_tokenizer(definition: dict[str, Any], definition_json: str) -> tokenizers.Tokenizer:
+    added = [
+        token | {"special": _says_something(token)} for token in definition.get("added_tokens", [])
+    ]
+    changed = definition | {"added_tokens": added, "truncation": None, "padding": None}
+    if changed != definition:
+        definition_json = json.dumps(changed)
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(definition_json)
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"tokenizer.json cannot be used: {_one_line(error)}") from error
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _byte_reader(decoder: dict[str, Any] | None) -> Callable[[str], bytes | None]:
+    """How this decoder reads raw bytes off a token's name; None for tokens that it reads as text."""
+    kinds = {part["type"] for part in _decoder_parts(decoder)}
+    if "ByteLevel" in kinds:
+        alphabet = _byte_level_alphabet()
+
+        def byte_level(token: str) -> bytes:
+            if all(character in alphabet for character in token):
+                return bytes(alphabet[character] for character in token)
+            return token.encode()
+
+        return byte_level
+    if "ByteFallback" in kinds:
+        name = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+        return lambda token: bytes.fromhex(match[1]) if (match := name.fullmatch(token)) else None
+    return lambda token: None
+
+
+def _decoder_parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    if decoder is not None:
+        yield decoder
+        for part in decoder.get("decoders", ()):
+            yield from _decoder_parts(part)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level vocabularies name printable Latin-1 bytes by themselves, the rest from U+0100 on."""
+    alphabet: dict[str, int] = {}
+    for byte in range(256):
+        if not (0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or byte >= 0xAE):
+            alphabet[chr(0x100 + len(alphabet))] = byte
+    shifted = set(alphabet.values())
+    return alphabet | {chr(byte): byte for byte in range(256) if byte not in shifted}
+
+
+def _special_strings(config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token` and their like; each is a string or {"content": string}."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _eos_token_ids(folder: Path) -> list[int] | None:
+    for name in ("generation_config.json", "config.json"):
+        found = _read_json(folder / name).get("eos_token_id")
+        if found is not None:
+            return found if isinstance(found, list) else [found]
+    return None
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """The chat templates by name; most models have one, `default`."""
+    entry = config.get("chat_template")
+    if isinstance(entry, str):
+        found = {"default": entry}
+    else:
+        found = {each["name"]: each["template"] for each in entry or ()}
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        found["default"] = _read_text(path)
+    return found
+
+
+def _fingerprint(*parts: str) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part.encode("utf-8", "surrogatepass")).digest())
+    return digest.hexdigest()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {_one_line(error)}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} has no {path.name}") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not UTF-8: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

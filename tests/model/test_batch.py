@@ -1,0 +1,44 @@
+"""An iteration's slices as tensors."""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+
+from pensieve.core.iteration import Slice
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import Turn
+from pensieve.model.batch import Batch
+
+
+def turn_of(turn_id: int, tokens: list[int], pages: list[int]) -> Turn:
+    turn = Turn(turn_id, "c", array("I", tokens), 0, len(tokens), 99, Sampling())
+    turn.page_table = pages
+    return turn
+
+
+def test_slices_of_two_turns_one_of_them_with_a_hole() -> None:
+    first = turn_of(1, [10, 11, 12, 13, 14, 15, 16, 17, 18], [7, 3, 5])
+    second = turn_of(2, [20, 21], [4])
+    batch = Batch.from_slices(
+        [Slice(first, 1, 3, False), Slice(second, 1, 2, True), Slice(first, 7, 9, True)], 4
+    )
+    assert batch.input_ids.tolist() == [11, 12, 21, 17, 18]
+    assert batch.positions.tolist() == [1, 2, 1, 7, 8]
+    assert batch.slot_mapping.tolist() == [4 * 7 + 1, 4 * 7 + 2, 4 * 4 + 1, 4 * 3 + 3, 4 * 5]
+    assert batch.page_table.tolist() == [[7, 3, 5], [4, 0, 0]]
+    assert batch.slice_offsets.tolist() == [0, 2, 3, 5]
+    assert batch.slice_turns.tolist() == [0, 1, 0]
+    assert batch.slice_starts.tolist() == [1, 1, 7]
+    assert batch.logit_rows.tolist() == [2, 4]
+    assert batch.logit_turns == (second, first)
+    assert batch.page_table.dtype == batch.slice_offsets.dtype == torch.int32
+    assert batch.input_ids.dtype == batch.slot_mapping.dtype == torch.int64
+
+
+def test_pages_beyond_what_the_slices_reach_are_left_out() -> None:
+    turn = turn_of(1, list(range(20)), [9, 8, 7, 6, 5])
+    batch = Batch.from_slices([Slice(turn, 0, 5, False)], 4)
+    assert batch.page_table.tolist() == [[9, 8]]
+    assert batch.logit_rows.tolist() == []

@@ -1,0 +1,189 @@
+"""The executor's contract: what an iteration does, what it answers, and who fails alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import FinishReason
+from pensieve.errors import DeviceError
+from pensieve.model.kv_memory import KVMemory, PageMoves
+from pensieve.model.loader import LoadedModel, load
+from tests.model.world import CHUNK_TOKENS, GAP_MAX, World, largest_gap, plain_model
+
+FolderOf = Callable[[str], Path]
+Loaded = Callable[[str], LoadedModel]
+
+
+@pytest.fixture
+def world(loaded: Loaded) -> Iterator[World]:
+    world = World(loaded("llama-gqa"))
+    yield world
+    world.executor.close()
+
+
+def test_only_slices_that_need_a_token_yield_one(world: World) -> None:
+    turn, warm = world.turn(6), world.turn(5, warm=True)
+    outcome = world.step((turn, 0, 4, False), (warm, 0, 5, False))
+    assert outcome.samples == ()
+    assert turn.decoding is None
+    (sample,) = world.step((turn, 4, 6, True)).samples
+    assert sample.turn_id == turn.turn_id
+    assert len(sample.text) == 1
+    assert sample.finish is None
+
+
+def test_logits_are_computed_for_the_needed_rows_only(loaded: Loaded) -> None:
+    model = loaded("llama-gqa")
+    rows: list[int] = []
+    hook = model.flat.module.lm_head.register_forward_hook(
+        lambda module, inputs, output: rows.append(inputs[0].shape[1])
+    )
+    world = World(model)
+    first, second = world.turn(9), world.turn(7)
+    world.step((first, 0, 9, True), (second, 0, 5, False))
+    world.step((second, 5, 6, False))
+    hook.remove()
+    world.executor.close()
+    assert rows == [1, 0]
+
+
+def test_the_length_limit_ends_a_turn(world: World) -> None:
+    turn = world.turn(3, num_outputs_max=2)
+    assert world.step((turn, 0, 3, True)).samples[0].finish is None
+    assert world.decode(turn).samples[0].finish == FinishReason.LENGTH
+
+
+def test_an_end_of_turn_token_stops_a_turn(loaded: Loaded) -> None:
+    everything = frozenset(range(128))
+    world = World(loaded("llama-gqa"), eos_token_ids=everything)
+    turn, deaf = world.turn(3, sampling=Sampling()), world.turn(3)
+    samples = world.step((turn, 0, 3, True), (deaf, 0, 3, True)).samples
+    world.executor.close()
+    assert [sample.finish for sample in samples] == [FinishReason.STOP, None]
+    assert samples[0].text == ""
+
+
+def test_logprobs_reach_the_sample(world: World) -> None:
+    turn = world.turn(3, sampling=Sampling(logprobs=2, ignore_eos=True))
+    (sample,) = world.step((turn, 0, 3, True)).samples
+    assert sample.logprob is not None
+    assert sample.top_logprobs[0].token_id == sample.token_id
+    assert len(sample.top_logprobs) == 2
+
+
+def test_a_turn_with_nan_logits_fails_alone(folder_of: FolderOf) -> None:
+    """Token 50 has a poisoned embedding: its turn fails, the others do not notice."""
+    model = load(folder_of("llama-gqa"))
+    model.flat.module.get_input_embeddings().weight[50] = float("nan")
+    world = World(model)
+    sick = world.turn(0, tokens=[7, 50, 9])
+    well, late = world.turn(0, tokens=[8, 9, 10, 11, 12]), world.turn(0, tokens=[3])
+    outcome = world.step((well, 0, 5, True), (sick, 0, 3, True), (late, 0, 1, True))
+    assert [sample.turn_id for sample in outcome.samples] == [well.turn_id, late.turn_id]
+    ((turn_id, reason, message),) = outcome.failures
+    assert (turn_id, reason) == (sick.turn_id, "NAN_LOGITS")
+    assert message == "the model's logits at position 2 are not finite"
+    # Its pages hold NaN now; another turn gets them and fills only some of their slots.
+    late.page_table.append(sick.page_table[0])
+    for _ in range(6):
+        world.decode(well, late)
+    world.executor.close()
+    plain = plain_model(folder_of("llama-gqa"))
+    assert largest_gap(plain, well) <= GAP_MAX
+    assert largest_gap(plain, late) <= GAP_MAX
+
+
+def test_an_iteration_without_slices_waits_for_one_copy(world: World) -> None:
+    turn = world.turn(8)
+    world.step((turn, 0, 8, True))
+    outs = [SwapOut(3, turn.page_table[0], 0, 4), SwapOut(4, turn.page_table[1], 1, 4)]
+    assert world.step(swap_outs=outs).finished_copies == (3, 4)
+    assert world.step().finished_copies == ()
+
+
+def test_page_copies_without_slices_happen_at_once(world: World) -> None:
+    turn = world.turn(4)
+    world.step((turn, 0, 4, True))
+    source, target = turn.page_table[0], world.free_pages.pop()
+    assert world.step(copies=[PageCopy(source, target, 3)]).finished_copies == ()
+    arena = world.memory.device_arena
+    assert torch.equal(arena[:, target, :, :, :3], arena[:, source, :, :, :3])
+    assert bool(arena[:, target, :, :, 3:].isnan().all())
+
+
+def test_a_slice_attends_to_what_another_slice_of_the_iteration_computes(
+    world: World, folder_of: FolderOf
+) -> None:
+    """Two turns share a chunk that one of them computes in this very iteration."""
+    first = world.turn(6)
+    second = world.turn(0, tokens=[*first.tokens[:4], 40, 41])
+    second.page_table[0] = first.page_table[0]
+    world.step((second, 4, 6, True), (first, 0, 6, True))
+    plain = plain_model(folder_of("llama-gqa"))
+    assert largest_gap(plain, first) <= GAP_MAX
+    assert largest_gap(plain, second) <= GAP_MAX
+
+
+def test_a_failed_copy_is_a_device_error(world: World) -> None:
+    turn = world.turn(4)
+    with pytest.raises(DeviceError, match="copying pages between the tiers failed"):
+        world.step((turn, 0, 4, True), swap_ins=[SwapIn(1, 99, 3, 4)])
+
+
+def test_close_ends_the_copier(world: World) -> None:
+    workers = [each for each in threading.enumerate() if each.name == "pensieve-copier"]
+    world.executor.close()
+    assert [worker.is_alive() for worker in workers] == [False]
+
+
+class MeetingMemory(KVMemory):
+    """The copy of layer 1 meets the compute of layer 0 halfway: neither goes on alone."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        super().__init__(model.shape, 16, 8, CHUNK_TOKENS)
+        self.meeting = threading.Barrier(2, timeout=20)
+        self.layers_in: list[int] = []
+
+    def swap_in(self, layer: int, moves: PageMoves) -> None:
+        if layer == 1:
+            self.meeting.wait()
+        super().swap_in(layer, moves)
+        self.layers_in.append(layer)
+        if layer == 1:
+            self.meeting.wait()
+
+
+def test_compute_of_one_layer_overlaps_with_the_copy_of_the_next(folder_of: FolderOf) -> None:
+    """Layer 0's MLP waits until layer 1's copy has begun, and goes on only when it is done.
+
+    Were the copies finished before the forward, or begun when a layer needs them, this would hang.
+    """
+    model = load(folder_of("llama-gqa"))
+    memory = MeetingMemory(model)
+    world = World(model, memory=memory)
+    turn = world.turn(8)
+    world.step((turn, 0, 8, True))
+    world.step(swap_outs=[SwapOut(1, turn.page_table[0], 2, 4)])
+    page = world.replace_page(turn, 0)[1]
+    computed_when_copied: list[list[int]] = []
+
+    def meet(module: torch.nn.Module, inputs: object) -> None:
+        memory.meeting.wait()  # layer 1's copy has begun, and layer 0 is being computed
+        memory.meeting.wait()
+        computed_when_copied.append(list(memory.layers_in))
+
+    hook = model.flat.module.model.layers[0].mlp.register_forward_pre_hook(meet)
+    outcome = world.decode(turn, swap_ins=[SwapIn(2, 2, page, 4)])
+    hook.remove()
+    assert computed_when_copied == [[0, 1]]
+    assert outcome.finished_copies == (2,)
+    world.decode(turn)
+    world.executor.close()
+    assert largest_gap(plain_model(folder_of("llama-gqa")), turn) <= GAP_MAX

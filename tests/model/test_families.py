@@ -1,0 +1,133 @@
+"""Paged = plain: every family, every movement, against plain transformers on the same ids."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
+from pensieve.model.loader import LoadedModel
+from tests.model.world import CHUNK_TOKENS, GAP_MAX, World, largest_gap, plain_model
+from tests.models import SERVED
+
+FolderOf = Callable[[str], Path]
+Loaded = Callable[[str], LoadedModel]
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_every_movement_keeps_every_token(family: str, folder_of: FolderOf, loaded: Loaded) -> None:
+    world = World(loaded(family))
+    device, host = world.memory.device_arena, world.memory.host_arena
+    first, second, third = world.turn(13), world.turn(6), world.turn(1)
+
+    # Prefills cut at odd places share batches with decodes.
+    world.step((first, 0, 5, False), (second, 0, 6, True))
+    world.step((third, 0, 1, True), (first, 5, 13, True), (second, 6, 7, True))
+    for _ in range(4):
+        world.decode(third, first, second)
+    assert (len(first.tokens), len(second.tokens), len(third.tokens)) == (18, 12, 6)
+
+    # The whole first turn but its last token goes to the host, is lost on the device, and comes back.
+    filled = [4, 4, 4, 4, 1]
+    outs = [SwapOut(i, first.page_table[i], 30 - i, filled[i]) for i in range(5)]
+    finished = list(world.decode(second, third, swap_outs=outs).finished_copies)
+    while len(finished) < 5:
+        finished += world.step().finished_copies
+    assert sorted(finished) == [0, 1, 2, 3, 4]
+    moved = []
+    for i in range(5):
+        kept = device[:, first.page_table[i], :, :, : filled[i]].clone()
+        assert torch.equal(host[:, 30 - i, :, :, : filled[i]], kept)
+        assert bool(host[:, 30 - i, :, :, filled[i] :].isnan().all())
+        moved.append((world.replace_page(first, i)[1], kept))
+    ins = [SwapIn(10 + i, 30 - i, first.page_table[i], filled[i]) for i in range(5)]
+    world.decode(first, second, third, swap_ins=ins)
+    for page, kept in moved[:4]:
+        assert torch.equal(device[:, page], kept)
+
+    # Two chunks far apart are dropped; their holes are repaired beside the decode itself.
+    world.replace_page(first, 1)
+    world.replace_page(first, 3)
+    last = len(first.tokens) - 1
+    world.step(
+        (third, 7, 8, True),
+        (first, 4, 8, False),
+        (first, 12, 16, False),
+        (first, last, last + 1, True),
+    )
+
+    # A fork inside a chunk shares two pages, copies half of the third, and goes its own way.
+    fork = world.turn(0, tokens=[*first.tokens[:10], 9, 8, 7])
+    fork.page_table[:2] = first.page_table[:2]
+    copy = PageCopy(first.page_table[2], fork.page_table[2], 2)
+    world.step((fork, 10, 13, True), (second, 13, 14, True), copies=[copy])
+    for _ in range(3):
+        world.decode(fork, first, third, second)
+    world.executor.close()
+
+    model = plain_model(folder_of(family))
+    for turn in (first, second, third, fork):
+        assert largest_gap(model, turn) <= GAP_MAX, turn.turn_id
+    outputs = {token for turn in world.turns for token in turn.tokens[turn.prompt_end :]}
+    assert len(outputs) >= 5, "replies that never vary would prove nothing"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_iterations_keep_every_token(seed: int, folder_of: FolderOf, loaded: Loaded) -> None:
+    """Random cuts, swaps to random pages, holes in random chunks, for several turns at once."""
+    print("seed", seed)
+    rng = random.Random(seed)
+    world = World(loaded("llama-gqa"), device_pages=160, seed=seed)
+    turns = [world.turn(rng.randint(1, 20)) for _ in range(4)]
+    computed = dict.fromkeys(turns, 0)
+    copy_id = 0
+    for _ in range(30):
+        slices, ins = [], []
+        for turn in turns:
+            if computed[turn] and rng.random() < 0.15:
+                # A full chunk goes by the host to another page, or is dropped.
+                chunk = rng.randrange(-(-computed[turn] // CHUNK_TOKENS))
+                slots = min(CHUNK_TOKENS, computed[turn] - chunk * CHUNK_TOKENS)
+                start = chunk * CHUNK_TOKENS
+                if rng.random() < 0.5:
+                    out = SwapOut(copy_id, turn.page_table[chunk], turn.turn_id, slots)
+                    assert world.step(swap_outs=[out]).finished_copies == (copy_id,)
+                    page = world.replace_page(turn, chunk)[1]
+                    ins.append(SwapIn(copy_id + 1, turn.turn_id, page, slots))
+                    copy_id += 2
+                else:
+                    world.replace_page(turn, chunk)
+                    slices.append((turn, start, start + slots, False))
+            stop = min(len(turn.tokens), computed[turn] + rng.randint(1, 7))
+            slices.append((turn, computed[turn], stop, stop == len(turn.tokens)))
+            computed[turn] = stop
+        outcome = world.step(*slices, swap_ins=ins)
+        assert set(outcome.finished_copies) == {each.copy_id for each in ins}
+    world.executor.close()
+    model = plain_model(folder_of("llama-gqa"))
+    for turn in turns:
+        assert turn.num_output_tokens > 10
+        assert largest_gap(model, turn) <= GAP_MAX
+
+
+def test_bfloat16_stays_within_its_rounding(folder_of: FolderOf) -> None:
+    from pensieve.model.loader import load
+
+    model = load(folder_of("llama-gqa"), dtype=torch.bfloat16)
+    assert model.shape.dtype == torch.bfloat16
+    world = World(model)
+    turns = [world.turn(9), world.turn(4)]
+    world.step((turns[0], 0, 7, False), (turns[1], 0, 4, True))
+    world.step((turns[0], 7, 9, True), (turns[1], 4, 5, True))
+    for _ in range(10):
+        world.decode(*turns)
+    world.executor.close()
+    plain = plain_model(folder_of("llama-gqa"))
+    with torch.inference_mode():
+        span = float(plain(torch.tensor([list(turns[0].tokens)])).logits.aminmax().max) * 2
+    for turn in turns:
+        assert largest_gap(plain, turn) <= 2e-2 * span

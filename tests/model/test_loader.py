@@ -1,0 +1,195 @@
+"""What loads, what is refused and why, and that every refusal is one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from pensieve.errors import ModelError, UnsupportedModel
+from pensieve.model.attention import FAR, FlatModel, mask_reach
+from pensieve.model.loader import load
+from pensieve.model.probe import probe
+from pensieve.model.shape import ModelShape
+from tests.models import REFUSED, SERVED, save_tiny, tiny_model
+
+FolderOf = Callable[[str], Path]
+
+
+@pytest.fixture
+def copied(folder_of: FolderOf, tmp_path: Path) -> Path:
+    """A checkpoint that a test may damage."""
+    return Path(shutil.copytree(folder_of("llama-gqa"), tmp_path / "model"))
+
+
+def test_the_shape_is_measured(folder_of: FolderOf) -> None:
+    lines: list[str] = []
+    model = load(folder_of("qwen3"), report=lines.append)
+    assert model.shape == ModelShape(
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        vocab_size=128,
+        context_max=256,
+        dtype=torch.float32,
+        num_parameters=29920,
+        weight_bytes=4 * 29920,
+    )
+    assert model.shape.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4
+    assert model.shape.kv_bytes_per_page(32) == 32 * 512
+    assert model.eos_token_ids == {2}
+    assert lines[-1] == (
+        "Qwen3ForCausalLM: 0.0 M parameters, 2 layers, 512 bytes of KV per token, context 256"
+    )
+
+
+def test_the_checkpoint_may_name_several_ends(copied: Path) -> None:
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert load(copied).eos_token_ids == {2, 7, 9}
+
+
+def test_a_window_longer_than_the_context_is_full_attention(tmp_path: Path) -> None:
+    config = SERVED["mistral"]()
+    config.sliding_window = 256
+    assert load(save_tiny(config, tmp_path)).shape.context_max == 256
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_model_that_would_not_be_exact_is_refused(family: str, tmp_path: Path) -> None:
+    config, reason = REFUSED[family]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # slow fallbacks of recurrent layers
+        folder = save_tiny(config(), tmp_path)
+        with pytest.raises(UnsupportedModel) as refusal:
+            load(folder)
+    message = str(refusal.value)
+    assert message.startswith(f"cannot serve {tmp_path}: ")
+    assert reason in message
+    assert "\n" not in message
+
+
+def test_rotary_scalings_that_do_not_depend_on_length_are_served(tmp_path: Path) -> None:
+    for index, rope in enumerate(
+        (
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128},
+            {"rope_type": "linear", "factor": 2.0},
+        )
+    ):
+        config = SERVED["llama-gqa"]()
+        config.rope_parameters = {"rope_theta": 10000.0, **rope}
+        load(save_tiny(config, tmp_path / str(index)))
+
+
+def test_modelling_code_that_answers_differently_is_caught_by_its_logits() -> None:
+    """A layer that mixes rows of the flat batch reaches the interface as it should, yet is wrong."""
+
+    class Mixing(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden + hidden.cumsum(dim=1)
+
+    model = tiny_model(SERVED["llama-gqa"]())
+    model.model.layers[0].mlp = Mixing()
+    with pytest.raises(UnsupportedModel, match="its logits through our attention differ"):
+        probe(FlatModel(model))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("./nowhere", "cannot load ./nowhere: no such folder"), ("/a/b/c", "no such folder")],
+)
+def test_an_unknown_path_is_one_line(path: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(path)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("")
+    with pytest.raises(ModelError, match="it is not a folder"):
+        load(tmp_path / "weights")
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"the folder has no config\.json"):
+        load(tmp_path)
+
+
+def test_a_broken_config(copied: Path) -> None:
+    (copied / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot read the config of") as failure:
+        load(copied)
+    assert "\n" not in str(failure.value)
+
+
+def test_an_unknown_architecture(copied: Path) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "model_type": "unheard-of"}))
+    with pytest.raises(ModelError, match="unheard-of"):
+        load(copied)
+
+
+def test_an_encoder_decoder(tmp_path: Path) -> None:
+    transformers.T5Config(vocab_size=128, d_model=32, num_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="t5 is an encoder-decoder"):
+        load(tmp_path)
+
+
+def test_a_type_without_causal_language_model(tmp_path: Path) -> None:
+    transformers.ViTConfig(hidden_size=32).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="no causal language model of type vit"):
+        load(tmp_path)
+
+
+def test_truncated_weights(copied: Path) -> None:
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match="cannot load the weights of") as failure:
+        load(copied)
+    assert "\n" not in str(failure.value)
+
+
+def test_a_missing_weight_is_never_filled_with_random_numbers(copied: Path) -> None:
+    weights = safetensors.torch.load_file(copied / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    del weights["model.norm.weight"]
+    safetensors.torch.save_file(weights, copied / "model.safetensors", {"format": "pt"})
+    message = r"lack model\.layers\.1\.mlp\.up_proj\.weight and 1 more"
+    with pytest.raises(ModelError, match=message):
+        load(copied)
+
+
+def test_a_weight_of_the_wrong_shape(copied: Path) -> None:
+    weights = safetensors.torch.load_file(copied / "model.safetensors")
+    weights["model.norm.weight"] = torch.zeros(31)
+    safetensors.torch.save_file(weights, copied / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="weights of") as failure:
+        load(copied)
+    assert "\n" not in str(failure.value)
+
+
+def test_pickled_weights_are_not_read(copied: Path) -> None:
+    (copied / "model.safetensors").unlink()
+    torch.save({}, copied / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="cannot load the weights of"):
+        load(copied)
+
+
+def test_another_device_is_refused(folder_of: FolderOf) -> None:
+    with pytest.raises(ModelError, match="computes on the CPU only"):
+        load(folder_of("llama-gqa"), device="cuda")
+
+
+def test_how_far_a_mask_reaches() -> None:
+    assert mask_reach(lambda b, h, q, k: k <= q) == FAR
+    assert mask_reach(lambda b, h, q, k: (k <= q) & (k > q - 4096)) == 4096
+    assert mask_reach(lambda b, h, q, k: (k <= q) & (k // 8192 == q // 8192)) == 8192
+    assert mask_reach(lambda b, h, q, k: k >= 0) == 0
+    assert mask_reach(lambda b, h, q, k: k <= q + 1) == 0
+    assert mask_reach(lambda b, h, q, k: torch.ones(9)[k] > 0) == 0

@@ -1,0 +1,143 @@
+"""Drives a TorchExecutor with iterations written by hand, and knows what plain transformers says."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from pensieve.core.iteration import Iteration, Outcome, PageCopy, Slice, SwapIn, SwapOut
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import Turn
+from pensieve.model.executor import TorchExecutor
+from pensieve.model.kv_memory import KVMemory
+from pensieve.model.loader import LoadedModel
+from pensieve.model.sampler import Sampler
+
+CHUNK_TOKENS = 4
+GAP_MAX = 1e-4  # of a sampled token's reference logit below the largest
+
+
+class LetterTokenizer:
+    """Token i says a letter; tokens 0 to 2 say nothing; 100 to 102 are the bytes of a euro sign."""
+
+    def is_silent(self, token_id: int) -> bool:
+        return token_id < 3
+
+    def piece(self, token_id: int, *, first: bool) -> bytes:
+        if 100 <= token_id < 103:
+            return "€".encode()[token_id - 100 : token_id - 99]
+        return chr(ord("a") + token_id % 26).encode()
+
+
+class World:
+    """Pages handed out at random, all poisoned with NaN, and every turn that was made."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        device_pages: int = 64,
+        host_pages: int = 32,
+        memory: KVMemory | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        seed: int = 0,
+    ) -> None:
+        self.rng = random.Random(seed)
+        self.memory = memory or KVMemory(model.shape, device_pages, host_pages, CHUNK_TOKENS)
+        self.memory.device_arena.fill_(float("nan"))
+        self.memory.host_arena.fill_(float("nan"))
+        sampler = Sampler(model.shape.vocab_size, eos_token_ids)
+        self.executor = TorchExecutor(model, self.memory, sampler, LetterTokenizer())
+        self.free_pages = list(range(self.memory.device_pages))
+        self.rng.shuffle(self.free_pages)
+        self.turns: list[Turn] = []
+        self._index = 0
+
+    def turn(
+        self,
+        num_prompt_tokens: int,
+        *,
+        num_outputs_max: int = 40,
+        sampling: Sampling | None = None,
+        warm: bool = False,
+        tokens: Sequence[int] | None = None,
+    ) -> Turn:
+        if tokens is None:
+            tokens = [self.rng.randrange(3, 100) for _ in range(num_prompt_tokens)]
+        turn = Turn(
+            turn_id=len(self.turns),
+            conversation_id="c",
+            tokens=array("I", tokens),
+            history_tokens=0,
+            prompt_end=len(tokens),
+            length_max=len(tokens) + num_outputs_max,
+            sampling=sampling or Sampling(ignore_eos=True),
+            warm=warm,
+        )
+        self.turns.append(turn)
+        self.extend_pages(turn, len(tokens))
+        return turn
+
+    def extend_pages(self, turn: Turn, num_tokens: int) -> None:
+        while len(turn.page_table) * CHUNK_TOKENS < num_tokens:
+            turn.page_table.append(self.free_pages.pop())
+
+    def step(
+        self,
+        *slices: tuple[Turn, int, int, bool],
+        copies: Sequence[PageCopy] = (),
+        swap_ins: Sequence[SwapIn] = (),
+        swap_outs: Sequence[SwapOut] = (),
+    ) -> Outcome:
+        """One iteration, committed as the core would: sampled tokens join the turn."""
+        iteration = Iteration(
+            self._index,
+            tuple(Slice(*each) for each in slices),
+            tuple(copies),
+            tuple(swap_ins),
+            tuple(swap_outs),
+        )
+        self._index += 1
+        for turn, _, stop, _ in slices:
+            self.extend_pages(turn, stop)
+        self.executor.launch(iteration)
+        outcome = self.executor.collect()
+        for sample in outcome.samples:
+            self.turns[sample.turn_id].tokens.append(sample.token_id)
+        return outcome
+
+    def decode(self, *turns: Turn, **movements: Any) -> Outcome:
+        """The next token of each of these turns."""
+        slices = [(turn, len(turn.tokens) - 1, len(turn.tokens), True) for turn in turns]
+        return self.step(*slices, **movements)
+
+    def replace_page(self, turn: Turn, chunk: int) -> tuple[int, int]:
+        """Move a chunk of a turn to another page and poison the old one: (old, new)."""
+        old, new = turn.page_table[chunk], self.free_pages.pop()
+        turn.page_table[chunk] = new
+        self.memory.device_arena[:, old] = float("nan")
+        return old, new
+
+
+def plain_model(folder: Path) -> Any:
+    """The same checkpoint with the attention that its authors wrote."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def largest_gap(model: Any, turn: Turn) -> float:
+    """How far a sampled token's logit lies below the largest, teacher-forced on the turn's ids."""
+    tokens = torch.tensor([list(turn.tokens)])
+    with torch.inference_mode():
+        logits = model(input_ids=tokens, use_cache=False).logits[0]
+    before = logits[turn.prompt_end - 1 : -1]
+    sampled = tokens[0, turn.prompt_end :]
+    assert len(sampled) > 0
+    return float((before.amax(1) - before.gather(1, sampled[:, None])[:, 0]).max())

@@ -1,0 +1,36 @@
+"""Short ways to say a turn, for tests that are about something else."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnRequest
+
+DRIVERS = [name for name in ("pysqlite3", "sqlite3") if importlib.util.find_spec(name)]
+
+
+def user(text: str, *token_ids: int) -> NewMessage:
+    return NewMessage("user", text, token_ids)
+
+
+def reply(text: str, *token_ids: int) -> NewMessage:
+    return NewMessage("assistant", text, token_ids)
+
+
+def create(store: ConversationStore, name: str, *head: NewMessage) -> None:
+    store.create_conversation(NewConversation(name, "fingerprint 1", head))
+
+
+def begin(store: ConversationStore, name: str, request_id: str, text: str, *ids: int) -> int:
+    begun = store.begin_turn(name, TurnRequest(request_id, [user(text, *ids)]))
+    assert begun.must_run
+    return begun.turn.turn_id
+
+
+def say(
+    store: ConversationStore, name: str, request_id: str, asked: NewMessage, answer: NewMessage
+) -> int:
+    """One whole turn; returns its revision."""
+    begun = store.begin_turn(name, TurnRequest(request_id, [asked]))
+    assert begun.must_run
+    return store.finish_turn(begun.turn.turn_id, answer, "stop", {"output_tokens": 2})

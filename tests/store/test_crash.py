@@ -1,0 +1,113 @@
+"""kill -9 at random moments: what was acknowledged is there, and nothing is half there."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from pensieve.store import ConversationStore, NewMessage, TurnState
+
+NUM_KILLS = 15
+
+# Turns on four conversations, forks, rewinds and deletions between; a line once each is durable.
+# One process imports and forks a worker for each number it reads.
+CHILD = """
+import os, sys
+from pathlib import Path
+from pensieve.store import ConversationStore
+from tests.store.talk import begin, create, reply, say, user
+
+while True:
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit()
+    worker = os.fork()
+    if not worker:
+        break
+    print(worker, flush=True)
+    os.waitpid(worker, 0)
+    print("gone", flush=True)
+round_number = int(line)
+store = ConversationStore.open(Path(sys.argv[1]), "pensieve test")
+names = [f"c{round_number}-{each}" for each in range(4)]
+fork = f"fork-{round_number}"
+for name in names:
+    create(store, name, user("head", 1))
+print("ready", flush=True)
+number = 0
+while True:
+    name = names[number % 4]
+    request_id = f"r{number}"
+    turn_id = begin(store, name, request_id, f"asked {number}", number, number)
+    if number % 7 == 6:
+        store.interrupt_turn(turn_id)
+    else:
+        store.finish_turn(turn_id, reply(f"told {number}" * 300, *[number] * 50), "stop", {})
+        print(name, request_id, number, flush=True)
+    if number % 5 == 4:
+        store.fork_conversation(name, store.get_conversation(name).revision, fork)
+        store.rewind_conversation(fork, 0)
+        store.delete_conversation(fork)
+    number += 1
+"""
+
+
+def one_life(
+    nursery: subprocess.Popen[str], number: int, seconds: float
+) -> list[tuple[str, str, int]]:
+    """Let a worker run, kill it, and return the turns it acknowledged."""
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    print(number, file=nursery.stdin, flush=True)
+    first = {nursery.stdout.readline(), nursery.stdout.readline()}  # its pid, and that it is ready
+    first.remove("ready\n")
+    (pid,) = first
+    time.sleep(seconds)
+    os.kill(int(pid), signal.SIGKILL)
+    acknowledged = []
+    while (line := nursery.stdout.readline()) != "gone\n":
+        name, request_id, said = line.removesuffix("gone\n").split()
+        acknowledged.append((name, request_id, int(said)))
+    return acknowledged
+
+
+def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -> None:
+    seed = 20
+    rng = random.Random(seed)
+    acknowledged: list[tuple[str, str, int]] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as nursery:
+        for kill in range(NUM_KILLS):
+            acknowledged += one_life(nursery, kill, rng.uniform(0.0, 0.08))
+            with ConversationStore.open(tmp_path, "pensieve test") as store:
+                assert store.integrity_check_due
+                assert store.integrity_check() == []
+                assert store.verify() == []
+                assert len(store.interrupted_at_open) <= 1
+    assert len(acknowledged) > 2 * NUM_KILLS
+    with ConversationStore.open(tmp_path, "pensieve test") as store:
+        assert not store.integrity_check_due
+        for name, request_id, number in acknowledged:
+            turn = store.find_turn(name, request_id)
+            assert turn is not None, (seed, name, request_id)
+            assert turn.state is TurnState.COMPLETED
+            prompt, reply = store.turn_messages(turn.turn_id)
+            assert [list(message.token_ids) for message in prompt] == [[number, number]]
+            assert isinstance(reply, NewMessage)
+            assert (reply.content, list(reply.token_ids)) == (f"told {number}" * 300, [number] * 50)
+        for name in {name for name, _, _ in acknowledged}:
+            log = list(store.log(name))
+            assert log[0] == 1
+            assert len(log) % 52 == 1  # whole turns
+            numbers = log[1::52]
+            assert log[1:] == [number for number in numbers for _ in range(52)]
+            assert set(numbers) >= {n for other, _, n in acknowledged if other == name}

@@ -1,0 +1,138 @@
+"""The data folder: one holder, a mark of how it ended, and errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pensieve.errors import StoreError, StoreLocked
+from pensieve.store import ConversationStore, DataFolder
+from tests.store.talk import create
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from pensieve.store import ConversationStore
+store = ConversationStore.open(Path(sys.argv[1]), "pensieve serve\\nx")
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_told_who_holds_the_folder(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with child:
+        assert child.stdout.readline() == b"open\n"
+        with pytest.raises(StoreLocked) as locked:
+            ConversationStore.open(tmp_path, "pensieve chat")
+        assert str(locked.value) == (
+            f"the data folder {tmp_path} is in use by pensieve serve?x, pid {child.pid}"
+        )
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    with ConversationStore.open(tmp_path, "pensieve chat") as store:
+        assert store.integrity_check_due
+
+
+def test_the_same_process_cannot_open_it_twice(tmp_path: Path) -> None:
+    with (
+        ConversationStore.open(tmp_path, "pensieve chat"),
+        pytest.raises(StoreLocked, match=f"pensieve chat, pid {os.getpid()}"),
+    ):
+        ConversationStore.open(tmp_path, "pensieve serve")
+    ConversationStore.open(tmp_path, "pensieve serve").close()
+
+
+def test_a_holder_that_left_no_name_is_another_process(tmp_path: Path) -> None:
+    folder = DataFolder.open(tmp_path, "pensieve chat")
+    (tmp_path / "lock").write_bytes(b"\xff\xfe?")
+    with pytest.raises(StoreLocked, match="in use by another process"):
+        DataFolder.open(tmp_path, "pensieve serve")
+    folder.close(clean=True)
+    folder.close(clean=True)
+
+
+def test_a_clean_stop_is_remembered_and_so_is_an_unclean_one(
+    open_store: Callable[..., ConversationStore],
+) -> None:
+    store = open_store()
+    assert not store.integrity_check_due
+    store.close()
+    store.close()
+    store = open_store()
+    assert not store.integrity_check_due
+    store.folder.close(clean=False)  # as a killed process leaves it
+    store = open_store()
+    assert store.integrity_check_due
+    store.close()
+
+
+def test_an_integrity_check_stays_due_until_it_has_passed(
+    open_store: Callable[..., ConversationStore],
+) -> None:
+    open_store().folder.close(clean=False)
+    open_store().close()
+    store = open_store()
+    assert store.integrity_check_due
+    assert store.integrity_check() == []
+    assert not store.integrity_check_due
+    store.close()
+    assert not open_store().integrity_check_due
+
+
+def test_what_people_wrote_is_private_to_the_owner(store: ConversationStore) -> None:
+    create(store, "tea")
+    folder = store.folder.path
+    assert folder.stat().st_mode & 0o777 == 0o700
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == dict.fromkeys(
+        ("lock", "conversations.db", "conversations.db-wal", "conversations.db-shm"), 0o600
+    )
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"file/data cannot be used: Not a directory"):
+        ConversationStore.open(tmp_path / "file" / "data", "pensieve chat")
+
+
+READ_ONLY_CHILD = """
+import os, sys
+from pathlib import Path
+from pensieve.errors import PensieveError
+from pensieve.store import ConversationStore
+path = Path(sys.argv[1])
+ConversationStore.open(path, "warm").close()  # loads whatever is loaded late
+path.chmod(0o555)
+for file in path.iterdir():
+    file.chmod(0o444)
+os.chdir("/")
+if os.geteuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    ConversationStore.open(path, "pensieve chat")
+except PensieveError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)
+    path = tmp_path / "data"
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ONLY_CHILD, str(path)], capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    assert done.stdout == (f"StoreError the data folder {path} cannot be used: Permission denied\n")

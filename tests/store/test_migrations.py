@@ -1,0 +1,159 @@
+"""Schemas: made once, copied before they change, refused when they come from the future."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlite_utils import Database
+
+from pensieve.errors import StoreCorrupt, StoreError, StoreTooNew
+from pensieve.store import ConversationStore
+from pensieve.store.migrations import STEPS, migrate
+from tests.store.talk import create, reply, say, user
+
+Open = Callable[..., ConversationStore]
+
+
+def edit(path: Path, driver: Any, *statements: str) -> None:
+    conn = driver.connect(str(path), isolation_level=None)
+    for statement in statements:
+        conn.execute(statement)
+    conn.close()
+
+
+@pytest.fixture
+def path(open_store: Open) -> Path:
+    """A closed database with one turn in it."""
+    store = open_store()
+    create(store, "tea")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    store.close()
+    return store.folder.database_path
+
+
+def test_the_file_says_what_it_is(path: Path, driver: Any) -> None:
+    conn = driver.connect(str(path))
+    assert conn.execute("PRAGMA application_id").fetchone() == (0x50656E73,)
+    assert conn.execute("PRAGMA user_version").fetchone() == (1,)
+    assert conn.execute("SELECT migration_set, name FROM _sqlite_migrations").fetchall() == [
+        ("pensieve", "m001_initial")
+    ]
+    conn.close()
+
+
+def test_the_writer_is_durable_and_wipes_what_it_deletes(store: ConversationStore) -> None:
+    with store._writer.reading() as conn:
+        pragmas = {
+            name: conn.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in (
+                "journal_mode",
+                "synchronous",
+                "secure_delete",
+                "foreign_keys",
+                "mmap_size",
+            )
+        }
+    assert pragmas == {
+        "journal_mode": "wal",
+        "synchronous": 2,
+        "secure_delete": 1,
+        "foreign_keys": 1,
+        "mmap_size": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("statement", "version"),
+    [
+        ("PRAGMA user_version = 7", 7),
+        (
+            "INSERT INTO _sqlite_migrations (migration_set, name, applied_at)"
+            " VALUES ('pensieve', 'm002_future', '')",
+            2,
+        ),
+    ],
+)
+def test_a_newer_schema_is_refused_and_untouched(
+    path: Path, driver: Any, open_store: Open, statement: str, version: int
+) -> None:
+    edit(path, driver, statement)
+    before = path.read_bytes()
+    with pytest.raises(StoreTooNew) as refused:
+        open_store()
+    assert str(refused.value) == (
+        f"{path} has schema version {version} and this Pensieve knows versions up to 1;"
+        " use the newer Pensieve that wrote it"
+    )
+    assert path.read_bytes() == before
+
+
+def test_a_refusal_lets_go_of_the_folder(path: Path, driver: Any, open_store: Open) -> None:
+    edit(path, driver, "PRAGMA user_version = 7")
+    for _ in range(2):
+        with pytest.raises(StoreTooNew):
+            open_store()
+    edit(path, driver, "PRAGMA user_version = 1")
+    assert not open_store().integrity_check_due
+
+
+def test_a_database_of_another_program_is_refused(
+    path: Path, driver: Any, open_store: Open
+) -> None:
+    edit(path, driver, "PRAGMA application_id = 1")
+    with pytest.raises(StoreError, match="is a database of another program"):
+        open_store()
+    path.unlink()
+    edit(path, driver, "CREATE TABLE recipes (name TEXT)")
+    with pytest.raises(StoreError, match="is a database of another program"):
+        open_store()
+
+
+def test_a_file_that_is_no_database_is_refused(path: Path, open_store: Open) -> None:
+    path.write_bytes(b"To be, or not to be" * 1000)
+    with pytest.raises(StoreCorrupt, match="the file is not a database"):
+        open_store()
+
+
+def test_an_old_sqlite_is_refused(open_store: Open) -> None:
+    class Old:
+        sqlite_version = "3.36.0"
+        sqlite_version_info = (3, 36, 0)
+
+    with pytest.raises(StoreError, match=r"SQLite 3.36.0 is too old; 3.37 is needed"):
+        open_store(driver=Old)
+
+
+def test_a_database_is_copied_before_its_schema_changes(path: Path, driver: Any) -> None:
+    def m002_colour(db: Any) -> None:
+        db.conn.execute("ALTER TABLE conversations ADD COLUMN colour TEXT")
+        db.conn.execute("PRAGMA user_version = 2")
+
+    conn = driver.connect(str(path), isolation_level=None)
+    migrate(Database(conn), path, (*STEPS, m002_colour))
+    assert conn.execute("PRAGMA user_version").fetchone() == (2,)
+    assert conn.execute("SELECT colour FROM conversations").fetchall() == [(None,)]
+    conn.close()
+    backup = path.with_name("conversations.db.version1")
+    assert backup.stat().st_mode & 0o777 == 0o600
+    conn = driver.connect(str(backup))
+    assert conn.execute("PRAGMA user_version").fetchone() == (1,)
+    assert conn.execute("SELECT count(*) FROM messages").fetchone() == (2,)
+    conn.close()
+
+
+def test_a_migration_that_fails_leaves_the_old_schema(path: Path, driver: Any) -> None:
+    def m002_broken(db: Any) -> None:
+        db.conn.execute("ALTER TABLE conversations ADD COLUMN colour TEXT")
+        db.conn.execute("PRAGMA user_version = 2")
+        db.conn.execute("SELECT 1 FROM nowhere")
+
+    conn = driver.connect(str(path), isolation_level=None)
+    with pytest.raises(driver.OperationalError, match="nowhere"):
+        migrate(Database(conn), path, (*STEPS, m002_broken))
+    assert conn.execute("PRAGMA user_version").fetchone() == (1,)
+    columns = [row[1] for row in conn.execute("PRAGMA table_info(conversations)")]
+    assert "colour" not in columns
+    conn.close()

@@ -1,0 +1,64 @@
+"""No statement of the daily work reads a whole table, so none grows with the conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pensieve.store import ConversationStore
+from tests.store.talk import begin, create, reply, say, user
+
+WHOLE_ON_PURPOSE = {"sqlite_schema", "space", "_sqlite_migrations"}
+
+
+def test_the_daily_work_reads_no_whole_table(
+    store: ConversationStore, open_store: Any, driver: Any
+) -> None:
+    statements: set[str] = set()
+
+    class Watching:
+        Error = driver.Error
+        sqlite_version_info = driver.sqlite_version_info
+
+        @staticmethod
+        def connect(*args: Any, **options: Any) -> Any:
+            class Connection(driver.Connection):  # type: ignore[misc]
+                def execute(self, sql: str, *rest: Any) -> Any:
+                    statements.add(sql)
+                    return super().execute(sql, *rest)
+
+            return driver.connect(*args, factory=Connection, **options)
+
+    store.close()
+    store = open_store(driver=Watching)
+    create(store, "tea", user("head", 1))
+    for number in range(30):
+        create(store, f"c{number}")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    store.fork_conversation("tea", 1, "cup")
+    store.interrupt_turn(begin(store, "cup", "r1", "hi", 3))
+    begin(store, "cup", "r1", "hi", 3)
+    store.close()
+    store = open_store(driver=Watching)
+    assert len(store.interrupted_at_open) == 1
+    store.fail_turn(begin(store, "cup", "r2", "hi", 3), "x")
+    store.replace_log("tea", "f2", [[1], [2], [3]])
+    store.rewind_conversation("tea", 0)
+    store.list_conversations(2)
+    store.messages("tea")
+    store.turn_messages(1)
+    store.delete_conversation("tea")
+
+    scanned = set()
+    with store._writer.reading() as conn:
+        for sql in sorted(statements):
+            if sql.split()[0] not in ("SELECT", "UPDATE", "DELETE", "INSERT", "WITH"):
+                continue
+            num_parameters = sql.count("?")
+            values: Any = (1,) * num_parameters or {"conversation": 1, "revision": 1}
+            for *_, step in conn.execute("EXPLAIN QUERY PLAN " + sql, values).fetchall():
+                words = step.split()
+                if words[0] == "SCAN" and "turns_running" not in step:
+                    scanned.add((words[1], sql))
+    subqueries = {(name, sql) for name, sql in scanned if name in WHOLE_ON_PURPOSE}
+    assert scanned - subqueries == set()
+    assert len(statements) > 40

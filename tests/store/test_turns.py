@@ -1,0 +1,270 @@
+"""Turns: begun, finished, failed, interrupted, replayed, recovered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pensieve.errors import InvalidArgument, NotFound, StaleRevision
+from pensieve.store import ConversationStore, NewMessage, TurnMessages, TurnRequest, TurnState
+from pensieve.store.records import LEGAL_TRANSITIONS
+from tests.store.talk import begin, create, reply, say, user
+
+
+def test_a_begun_turn_is_running_and_not_in_the_history(store: ConversationStore) -> None:
+    create(store, "tea")
+    request = TurnRequest("r1", [user("hi", 1, 2)], {"top_p": 0.5, "stop": ["x"]}, 2**64 - 1)
+    turn, must_run = store.begin_turn("tea", request)
+    assert must_run
+    assert (turn.conversation_id, turn.request_id, turn.state) == ("tea", "r1", TurnState.RUNNING)
+    assert (turn.sampling, turn.seed) == ({"top_p": 0.5, "stop": ["x"]}, 2**64 - 1)
+    assert (turn.attempts, turn.revision, turn.finish_reason, turn.usage) == (1, None, None, {})
+    assert store.get_turn(turn.turn_id) == store.find_turn("tea", "r1") == turn
+    assert list(store.log("tea")) == []
+    assert store.get_conversation("tea").revision == 0
+
+
+def test_a_finished_turn_appends_prompt_and_reply_under_one_revision(
+    store: ConversationStore,
+) -> None:
+    create(store, "tea")
+    tool = NewMessage("tool", "42", (3,), "call-1")
+    begun = store.begin_turn("tea", TurnRequest("r1", [tool, user("so?", 4, 5)]))
+    answer = NewMessage("assistant", "42.", (6, 7), extra={"thinking": "hm"})
+    turn_id = begun.turn.turn_id
+    assert store.finish_turn(turn_id, answer, "length", {"output_tokens": 2}) == 1
+    assert list(store.log("tea")) == [3, 4, 5, 6, 7]
+    turn = store.get_turn(turn_id)
+    assert (turn.state, turn.finish_reason, turn.revision) == (TurnState.COMPLETED, "length", 1)
+    assert turn.usage == {"output_tokens": 2}
+    assert turn.finished_at is not None
+    assert turn.finished_at > turn.created_at
+    messages = store.messages("tea")
+    assert [(m.role, m.tool_call_id, m.revision) for m in messages] == [
+        ("tool", "call-1", 1),
+        ("user", "", 1),
+        ("assistant", "", 1),
+    ]
+    assert messages[2].extra == {"thinking": "hm"}
+    assert store.get_conversation("tea").updated_at == turn.finished_at
+    assert store.verify() == []
+
+
+def test_a_cancelled_turn_keeps_what_was_delivered(store: ConversationStore) -> None:
+    create(store, "tea")
+    turn_id = begin(store, "tea", "r1", "hi", 1)
+    assert store.finish_turn(turn_id, reply("he", 2), "cancelled", {}) == 1
+    assert store.get_turn(turn_id).state is TurnState.CANCELLED
+    assert list(store.log("tea")) == [1, 2]
+
+
+@pytest.mark.parametrize("ended", ["failed", "interrupted"])
+def test_a_turn_without_an_end_leaves_the_log_as_it_was(
+    store: ConversationStore, ended: str
+) -> None:
+    create(store, "tea")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    turn_id = begin(store, "tea", "r2", "more", 3)
+    if ended == "failed":
+        turn = store.fail_turn(turn_id, "NAN_LOGITS")
+        assert (turn.state, turn.failure) == (TurnState.FAILED, "NAN_LOGITS")
+    else:
+        turn = store.interrupt_turn(turn_id)
+        assert (turn.state, turn.failure) == (TurnState.INTERRUPTED, None)
+    assert turn.finished_at is not None
+    assert list(store.log("tea")) == [1, 2]
+    assert store.get_conversation("tea").revision == 1
+    assert say(store, "tea", "r3", user("ok", 5), reply("fine", 6)) == 2
+    assert list(store.log("tea")) == [1, 2, 5, 6]
+    assert store.verify() == []
+
+
+def test_ending_a_turn_twice_changes_nothing(store: ConversationStore) -> None:
+    create(store, "tea")
+    turn_id = begin(store, "tea", "r1", "hi", 1)
+    assert store.finish_turn(turn_id, reply("hello", 2), "stop", {}) == 1
+    assert store.finish_turn(turn_id, reply("hello", 2), "stop", {}) == 1
+    assert store.interrupt_turn(turn_id).state is TurnState.COMPLETED
+    assert store.fail_turn(turn_id, "late").state is TurnState.COMPLETED
+    assert list(store.log("tea")) == [1, 2]
+
+
+def test_an_interrupted_turn_cannot_be_finished(store: ConversationStore) -> None:
+    create(store, "tea")
+    turn_id = begin(store, "tea", "r1", "hi", 1)
+    store.interrupt_turn(turn_id)
+    with pytest.raises(NotFound, match="no longer runs, it is interrupted"):
+        store.finish_turn(turn_id, reply("hello", 2), "stop", {})
+    with pytest.raises(NotFound, match="no turn 77"):
+        store.finish_turn(77, reply("hello", 2), "stop", {})
+    assert list(store.log("tea")) == []
+
+
+def test_the_same_request_replays_what_was_stored(store: ConversationStore) -> None:
+    create(store, "tea")
+    asked = [user("hi", 1)]
+    turn_id = store.begin_turn("tea", TurnRequest("r1", asked, seed=5)).turn.turn_id
+    running, must_run = store.begin_turn("tea", TurnRequest("r1", asked, seed=6))
+    assert (running.turn_id, running.state, must_run) == (turn_id, TurnState.RUNNING, False)
+    store.finish_turn(turn_id, reply("hello", 2, 3), "stop", {"output_tokens": 2})
+    stored, must_run = store.begin_turn("tea", TurnRequest("r1", asked, expected_revision=0))
+    assert (stored.turn_id, stored.state, must_run) == (turn_id, TurnState.COMPLETED, False)
+    assert (stored.seed, stored.revision, stored.usage) == (5, 1, {"output_tokens": 2})
+    prompt, answer = store.turn_messages(turn_id)
+    assert [(m.content, list(m.token_ids)) for m in prompt] == [("hi", [1])]
+    assert answer is not None
+    assert (answer.content, list(answer.token_ids)) == ("hello", [2, 3])
+    assert list(store.log("tea")) == [1, 2, 3]
+
+
+def test_a_request_id_belongs_to_its_conversation(store: ConversationStore) -> None:
+    create(store, "tea")
+    create(store, "cup")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    assert store.find_turn("cup", "r1") is None
+    assert begin(store, "cup", "r1", "other", 3)
+
+
+def test_the_same_request_id_with_other_content_is_refused(store: ConversationStore) -> None:
+    create(store, "tea")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    for request in (
+        TurnRequest("r1", [user("ho", 1)]),
+        TurnRequest("r1", [NewMessage("tool", "hi", (1,))]),
+        TurnRequest("r1", [NewMessage("user", "hi", (1,), "call-1")]),
+        TurnRequest("r1", [user("hi", 1), user("hi", 1)]),
+        TurnRequest("r1", [user("hi", 1)], {"temperature": 1.0}),
+    ):
+        with pytest.raises(InvalidArgument) as refused:
+            store.begin_turn("tea", request)
+        assert refused.value.field == "request_id"
+
+
+def test_tokens_are_not_content(store: ConversationStore) -> None:
+    """The same words may be tokenised for another place in the log when they come again."""
+    create(store, "tea")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    assert not store.begin_turn("tea", TurnRequest("r1", [user("hi", 9, 9)])).must_run
+
+
+@pytest.mark.parametrize("ended", ["failed", "interrupted"])
+def test_a_request_without_an_end_runs_again_with_its_seed(
+    store: ConversationStore, ended: str
+) -> None:
+    create(store, "tea")
+    first = store.begin_turn("tea", TurnRequest("r1", [user("hi", 1)], seed=5)).turn
+    if ended == "failed":
+        store.fail_turn(first.turn_id, "NAN_LOGITS")
+    else:
+        store.interrupt_turn(first.turn_id)
+    say(store, "tea", "r2", user("meanwhile", 7), reply("ok", 8))
+    again, must_run = store.begin_turn("tea", TurnRequest("r1", [user("hi", 3, 4)], seed=6))
+    assert must_run
+    assert (again.turn_id, again.seed, again.attempts) == (first.turn_id, 5, 2)
+    assert (again.state, again.failure, again.finished_at) == (TurnState.RUNNING, None, None)
+    assert store.finish_turn(again.turn_id, reply("hello", 5), "stop", {}) == 2
+    assert list(store.log("tea")) == [7, 8, 3, 4, 5]
+    assert store.verify() == []
+
+
+def test_a_replay_outlives_a_rewind(store: ConversationStore) -> None:
+    create(store, "tea")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    store.rewind_conversation("tea", 0)
+    stored, must_run = store.begin_turn("tea", TurnRequest("r1", [user("hi", 1)]))
+    assert not must_run
+    answer = store.turn_messages(stored.turn_id).reply
+    assert answer is not None
+    assert answer.content == "hello"
+
+
+def test_a_stale_revision_is_refused(store: ConversationStore) -> None:
+    create(store, "tea")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    with pytest.raises(StaleRevision) as stale:
+        store.begin_turn("tea", TurnRequest("r2", [user("more", 3)], expected_revision=0))
+    assert (stale.value.expected, stale.value.actual) == (0, 1)
+    assert store.find_turn("tea", "r2") is None
+    fresh = TurnRequest("r2", [user("more", 3)], expected_revision=1)
+    assert store.begin_turn("tea", fresh).must_run
+
+
+def test_a_turn_needs_its_conversation_and_an_id(store: ConversationStore) -> None:
+    with pytest.raises(NotFound):
+        store.begin_turn("nobody", TurnRequest("r1", [user("hi", 1)]))
+    create(store, "tea")
+    with pytest.raises(InvalidArgument, match="request_id"):
+        store.begin_turn("tea", TurnRequest("", [user("hi", 1)]))
+    with pytest.raises(InvalidArgument, match="surrogate"):
+        store.begin_turn("tea", TurnRequest("r1", [user("\udfff", 1)]))
+    with pytest.raises(NotFound):
+        store.get_turn(1)
+    with pytest.raises(NotFound):
+        store.turn_messages(1)
+
+
+def test_a_reply_that_cannot_be_stored_does_not_block_the_conversation(
+    store: ConversationStore,
+) -> None:
+    create(store, "tea")
+    turn_id = begin(store, "tea", "r1", "hi", 1)
+    with pytest.raises(InvalidArgument):
+        store.finish_turn(turn_id, reply("\ud800", 2), "stop", {})
+    assert say(store, "tea", "r2", user("hi", 3), reply("hello", 4)) == 1
+    assert store.get_turn(turn_id).state is TurnState.INTERRUPTED
+
+
+def test_turn_ids_are_never_given_twice(store: ConversationStore) -> None:
+    create(store, "tea")
+    first = begin(store, "tea", "r1", "hi", 1)
+    store.interrupt_turn(first)
+    store.delete_conversation("tea")
+    create(store, "tea")
+    assert begin(store, "tea", "r1", "hi", 1) > first
+
+
+def test_a_turn_that_has_not_ended_has_no_reply(store: ConversationStore) -> None:
+    create(store, "tea")
+    turn_id = begin(store, "tea", "r1", "hi", 1)
+    assert store.turn_messages(turn_id) == TurnMessages(store.turn_messages(turn_id).prompt, None)
+
+
+def test_running_turns_are_interrupted_when_the_store_opens(
+    open_store: Callable[..., ConversationStore],
+) -> None:
+    store = open_store()
+    create(store, "tea")
+    create(store, "cup")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    begin(store, "tea", "r2", "more", 3)
+    turn_id = begin(store, "cup", "r1", "hi", 1)
+    store.close()
+    store = open_store()
+    assert [(t.conversation_id, t.request_id) for t in store.interrupted_at_open] == [
+        ("tea", "r2"),
+        ("cup", "r1"),
+    ]
+    assert {t.state for t in store.interrupted_at_open} == {TurnState.INTERRUPTED}
+    assert store.begin_turn("cup", TurnRequest("r1", [user("hi", 1)])).turn.turn_id == turn_id
+    assert list(store.log("tea")) == [1, 2]
+    store.close()
+    assert open_store().interrupted_at_open[0].attempts == 2
+
+
+def test_everything_is_there_after_a_restart(open_store: Callable[..., ConversationStore]) -> None:
+    store = open_store()
+    create(store, "tea")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    before = store.get_conversation("tea"), store.messages("tea"), store.find_turn("tea", "r1")
+    store.close()
+    store = open_store()
+    after = store.get_conversation("tea"), store.messages("tea"), store.find_turn("tea", "r1")
+    assert after == before
+    assert store.interrupted_at_open == ()
+
+
+def test_the_states_are_those_of_the_table() -> None:
+    assert set(LEGAL_TRANSITIONS) == set(TurnState)
+    final = {state for state, targets in LEGAL_TRANSITIONS.items() if not targets}
+    assert final == {TurnState.COMPLETED, TurnState.CANCELLED}

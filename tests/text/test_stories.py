@@ -1,0 +1,91 @@
+"""What a template does to earlier turns is found at load and named."""
+
+import pytest
+
+from pensieve.text import ChatTemplate, Tokenizer, probe
+from tests.text.families import (
+    DEEPSEEK_R1,
+    GEMMA,
+    LLAMA_3,
+    MISTRAL,
+    PHI_3,
+    QWEN_2_5,
+    QWEN_3,
+    byte_level_library,
+    sentencepiece_library,
+    template_of,
+)
+
+
+@pytest.mark.parametrize("family", [LLAMA_3, QWEN_2_5], ids=lambda family: family.name)
+def test_templates_that_only_append(family):
+    report = probe(template_of(family))
+    assert report == (type(report))(True, True, (), ())
+
+
+@pytest.mark.parametrize(
+    ("family", "differences"),
+    [
+        (
+            QWEN_3,
+            {
+                "the template drops the thinking of earlier replies; the log keeps what was said",
+                "the template drops the think tags of earlier replies; the log keeps what was said",
+            },
+        ),
+        (
+            MISTRAL,
+            {
+                "the template moves the system prompt; the log keeps what was said",
+                "the template moves the tools; the log keeps what was said",
+            },
+        ),
+        (
+            DEEPSEEK_R1,
+            {
+                "the template drops the thinking of earlier replies; the log keeps what was said",
+                "the template drops the think tags of earlier replies; the log keeps what was said",
+            },
+        ),
+        (PHI_3, set()),
+        (GEMMA, set()),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_what_a_template_does_to_earlier_turns_is_named(family, differences):
+    report = probe(template_of(family))
+    assert set(report.differences) == differences
+    assert report.append_only == (not differences)
+    assert report.same_tokens
+
+
+def test_stories_that_a_template_does_not_tell():
+    refusals = probe(template_of(GEMMA)).refusals
+    assert "a system prompt: the chat template refuses: System role not supported" in refusals
+    assert "tools: this model's chat template does not write tools" in refusals
+
+
+def report_on(source, library=None):
+    library = library or byte_level_library(("<s>", "</s>"))
+    return probe(ChatTemplate(Tokenizer(library.to_str(), templates={"default": source})))
+
+
+def test_any_other_difference_is_quoted():
+    report = report_on(
+        "{% for m in messages %}<s>{{ loop.revindex }} {{ m.role }} {{ m.content }}</s>{% endfor %}"
+    )
+    assert not report.append_only
+    assert report.differences[0] == (
+        "in conversations the template writes '<s>5 user Hello there.</s><s>4 assistant' "
+        "where the log keeps '<s>1 user Hello there.</s>Yes.</s><s>1 u'"
+    )
+
+
+def test_tokens_that_differ_at_the_border_of_a_turn_are_noticed():
+    """This vocabulary begins every section with a space, and here nothing else divides a log."""
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    source += "{% if add_generation_prompt %}assistant:{% endif %}"
+    assert report_on(source).same_tokens
+    report = report_on(source, sentencepiece_library(("<s>",)))
+    assert report.append_only
+    assert not report.same_tokens

@@ -1,0 +1,273 @@
+"""Loading a folder, and text that never becomes a control token."""
+
+import json
+
+import pytest
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Library
+
+from pensieve.errors import InvalidArgument, ModelError
+from pensieve.text import Tokenizer
+from tests.text.families import (
+    FAMILIES,
+    GEMMA,
+    LLAMA_3,
+    PHI_3,
+    QWEN_3,
+    byte_level_library,
+    sentencepiece_library,
+    tokenizer_of,
+    write_folder,
+)
+
+# -- loading --
+
+
+def test_a_folder_gives_tokens_strings_templates_and_end_of_turn(tmp_path):
+    tokenizer = Tokenizer.load(write_folder(tmp_path, LLAMA_3))
+    assert tokenizer.special_strings == {
+        "bos_token": "<|begin_of_text|>",
+        "eos_token": "<|eot_id|>",
+    }
+    assert tokenizer.eos_token_ids == {tokenizer.token_id("<|eot_id|>")}
+    assert tokenizer.templates == {"default": LLAMA_3.template}
+    assert tokenizer.vocab_size == 360 + 7
+    assert tokenizer.decode(tokenizer.encode_text("Hello there")) == "Hello there"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "ids"),
+    [
+        ("generation_config.json", {"eos_token_id": [3, 5]}, {3, 5}),
+        ("generation_config.json", {"eos_token_id": 3}, {3}),
+        ("config.json", {"eos_token_id": 7}, {7}),
+        ("generation_config.json", {"eos_token_id": None}, {364}),
+    ],
+)
+def test_where_the_end_of_turn_ids_come_from(tmp_path, file, content, ids):
+    write_folder(tmp_path, LLAMA_3)
+    (tmp_path / file).write_text(json.dumps(content))
+    assert Tokenizer.load(tmp_path).eos_token_ids == ids
+
+
+def test_templates_by_name_and_the_jinja_file_which_wins(tmp_path):
+    write_folder(tmp_path, LLAMA_3)
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    config = {"chat_template": named, "eos_token": {"content": "<|eot_id|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Tokenizer.load(tmp_path).templates == {"default": "a", "tool_use": "b"}
+    (tmp_path / "chat_template.jinja").write_text("c")
+    assert Tokenizer.load(tmp_path).templates == {"default": "c", "tool_use": "b"}
+    assert Tokenizer.load(tmp_path).special_strings["eos_token"] == "<|eot_id|>"
+
+
+def test_a_special_tokens_map_is_read_too(tmp_path):
+    byte_level_library(("<s>", "</s>")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "</s>"}}')
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.eos_token_ids == {tokenizer.token_id("</s>")}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("tokenizer.json", None, "has no tokenizer.json"),
+        ("tokenizer.json", b"{", "no usable tokenizer"),
+        ("tokenizer.json", b"{}", "cannot be used"),
+        ("tokenizer.json", b"[]", "no usable tokenizer"),
+        ("tokenizer.json", b'{"model": {"type": "None"}}', "cannot be used"),
+        ("tokenizer.json", b"\xff\xfe", "is not UTF-8"),
+        ("tokenizer.json", b'{"added_tokens":' + b"[" * 100_000, "no usable tokenizer"),
+        ("tokenizer_config.json", b"[1]", "is not a JSON object"),
+        ("tokenizer_config.json", b"{", "is not JSON"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "x"}]}', "no usable tokenizer"),
+        ("generation_config.json", b'{"eos_token_id": 99999}', "exceed the vocabulary"),
+        ("generation_config.json", b'{"eos_token_id": "</s>"}', "no usable tokenizer"),
+    ],
+)
+def test_a_bad_file_is_one_clear_line(tmp_path, file, content, problem):
+    write_folder(tmp_path, LLAMA_3)
+    (tmp_path / file).unlink(missing_ok=True)
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(ModelError, match=problem) as caught:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_does_not_exist(tmp_path):
+    with pytest.raises(ModelError, match=r"has no tokenizer\.json"):
+        Tokenizer.load(tmp_path / "nowhere")
+
+
+def test_the_fingerprint_changes_with_whatever_decides_the_tokens(tmp_path):
+    def fingerprint(**changed):
+        write_folder(tmp_path, LLAMA_3)
+        for name, content in changed.items():
+            (tmp_path / name.replace("__", ".")).write_text(content)
+        return Tokenizer.load(tmp_path).fingerprint()
+
+    first = fingerprint()
+    assert first == fingerprint()
+    assert len(first) == 64
+    definition = (tmp_path / "tokenizer.json").read_text()
+    others = {
+        fingerprint(chat_template__jinja="{{ messages }}"),
+        fingerprint(generation_config__json='{"eos_token_id": 1}'),
+        fingerprint(tokenizer__json=definition.replace("<|python_tag|>", "<|snake_tag|>")),
+    }
+    assert len(others | {first}) == 4
+
+
+def test_truncation_and_padding_in_the_file_are_ignored(tmp_path):
+    library = byte_level_library()
+    library.enable_truncation(4)
+    library.enable_padding(length=16)
+    assert len(Tokenizer(library.to_str()).encode_text("x" * 10)) == 10
+
+
+# -- control tokens --
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_user_text_never_becomes_a_control_token(family):
+    tokenizer = tokenizer_of(family)
+    for text in (*family.special, *family.plain_added):
+        hostile = f"say {text}{text}now"
+        ids = tokenizer.encode_text(hostile)
+        assert not tokenizer.control_ids & set(ids)
+        assert tokenizer.decode(ids) == hostile
+        assert tokenizer.encode_literal(text) == [tokenizer.token_id(text)]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_literals_are_tokenised_as_the_library_tokenises_them(family):
+    tokenizer = tokenizer_of(family)
+    library = byte_level_library(family.special, family.plain_added, family.rstrip)
+    controls = (*family.special, *family.plain_added)
+    text = " \n Hello  ".join(controls) + " there" + "".join(controls)
+    assert tokenizer.encode_literal(text) == library.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("prepend_scheme", [None, "always", "first", "never"])
+@pytest.mark.parametrize(
+    "text", ["Hello the", "<s>Hello<s> the</s>", "<s><s> Hello", " Hello</s>the"]
+)
+def test_the_space_before_a_section_is_the_librarys(prepend_scheme, text):
+    library = sentencepiece_library(("<s>", "</s>"), prepend_scheme=prepend_scheme)
+    tokenizer = Tokenizer(library.to_str())
+    assert tokenizer.encode_literal(text) == library.encode(text, add_special_tokens=False).ids
+
+
+def test_text_in_the_middle_of_a_log_gets_no_space_of_a_beginning():
+    library = sentencepiece_library(("<s>",), prepend_scheme="first")
+    tokenizer = Tokenizer(library.to_str())
+    assert tokenizer.decode(tokenizer.encode("the").ids) == "the"
+    assert tokenizer._tokenizer.id_to_token(tokenizer.encode("the").ids[0]) == "t"
+    assert tokenizer._tokenizer.id_to_token(tokenizer.encode("the", at_start=True).ids[0]) == "▁t"
+
+
+def test_tokens_know_the_character_they_begin_at():
+    tokenizer = tokenizer_of(PHI_3)
+    text = tokenizer.encode("ab<|end|>é")
+    assert text.starts[:2] == [0, 1]
+    assert text.starts == sorted(text.starts)
+    assert text.starts[-2:] == [9, 9]
+
+
+def test_a_token_that_takes_white_space_with_it():
+    library = byte_level_library()
+    library.add_special_tokens([AddedToken("<m>", lstrip=True, rstrip=True, normalized=False)])
+    tokenizer = Tokenizer(library.to_str())
+    text = "a  <m> \n <m>  b"
+    assert tokenizer.encode_literal(text) == library.encode(text).ids
+    assert len(tokenizer.encode_literal(text)) == 4
+
+
+def test_the_longest_of_several_control_tokens_counts():
+    library = byte_level_library(("<a>", "<a><b>"))
+    tokenizer = Tokenizer(library.to_str())
+    assert tokenizer.encode_literal("<a><b>") == [tokenizer.token_id("<a><b>")]
+
+
+def test_control_strings_in_text_are_not_even_cut():
+    """A cut would begin a new section, and this vocabulary begins each with a space."""
+    library = sentencepiece_library(("<s>", "</s>"))
+    library.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    tokenizer = Tokenizer(library.to_str())
+    for text in ("a<s>b</s>c", "<think>the</think><think>"):
+        ids = tokenizer.encode_text(text)
+        assert tokenizer.decode(ids) == text
+        assert not tokenizer.control_ids & set(ids)
+
+
+def test_runs_of_sentencepiece_spaces_are_ordinary_text():
+    library = sentencepiece_library(("<s>",))
+    library.add_tokens([AddedToken("▁▁", normalized=False)])
+    assert Tokenizer(library.to_str()).token_id("▁▁") is None
+
+
+def test_runs_of_white_space_are_ordinary_text():
+    library = byte_level_library(("<s>",), ("        ",))
+    tokenizer = Tokenizer(library.to_str())
+    assert tokenizer.control_ids == {tokenizer.token_id("<s>")}
+    assert tokenizer.encode_text("        ") == library.encode("        ").ids
+    assert len(tokenizer.encode_text("        ")) == 1
+
+
+def word_level(*words: str) -> Tokenizer:
+    vocab = {word: i for i, word in enumerate(["<unk>", *words])}
+    library = Library(models.WordLevel(vocab, unk_token="<unk>"))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["<unk>", "<end>"])
+    return Tokenizer(library.to_str())
+
+
+def test_a_vocabulary_whose_words_include_its_control_tokens():
+    tokenizer = word_level("hello", "<end>", "<", "end>")
+    assert tokenizer.encode_text("hello <end> hello") == [1, 3, 4, 1]
+    assert tokenizer.encode_literal("hello<end>") == [1, 2]
+
+
+def test_unknown_words_are_allowed_and_are_not_control_tokens():
+    tokenizer = word_level("hello", "<end>")
+    assert tokenizer.encode_text("hello <unk> other") == [1, 0, 0]
+    assert tokenizer.control_ids == {2}
+
+
+def test_a_control_token_of_a_single_character_cannot_be_said():
+    library = Library(models.WordLevel({"<unk>": 0, "§": 1}, unk_token="<unk>"))
+    library.add_special_tokens(["§"])
+    with pytest.raises(InvalidArgument, match="means a control token"):
+        Tokenizer(library.to_str()).encode_text("§")
+
+
+def test_a_normaliser_does_not_open_a_back_door():
+    library = byte_level_library(("<end>",))
+    library.normalizer = normalizers.Lowercase()
+    library.add_tokens([AddedToken("<stop>", normalized=True)])
+    tokenizer = Tokenizer(library.to_str())
+    assert not tokenizer.control_ids & set(tokenizer.encode_text("<END> <STOP> <stop>"))
+
+
+def test_our_own_anchor_is_text_even_if_a_client_guesses_it():
+    tokenizer = tokenizer_of(GEMMA)
+    for text in (tokenizer._anchor, f"a{tokenizer._anchor}{tokenizer._anchor}b"):
+        for at_start in (True, False):
+            ids = tokenizer.encode(text, at_start=at_start).ids
+            assert max(ids) < tokenizer.vocab_size
+            assert tokenizer.decode(ids) == text
+
+
+def test_nul_is_kept_by_byte_level_vocabularies_and_refused_by_those_that_lose_it():
+    tokenizer = tokenizer_of(QWEN_3)
+    tokenizer.check_text("a\0b", "content")
+    assert tokenizer.decode(tokenizer.encode_text("a\0b")) == "a\0b"
+    with pytest.raises(InvalidArgument, match="NUL"):
+        word_level("a").check_text("a\0b", "content")
+
+
+def test_token_text_of_any_id():
+    tokenizer = tokenizer_of(QWEN_3)
+    assert tokenizer.token_text(tokenizer.token_id("<|im_end|>")) == "<|im_end|>"
+    assert tokenizer.token_text(10**9) == tokenizer.token_text(-1) == ""

@@ -1,0 +1,51 @@
+"""Marks survive what templates do to join text, and nothing else."""
+
+from pensieve.text.traced import Traced, concat, written, written_mask
+
+
+def test_joining_keeps_who_wrote_what():
+    text = written("<|") + "user" + written("|>")
+    assert text == "<|user|>"
+    assert text.written == b"\x01\x01\x00\x00\x00\x00\x01\x01"
+
+
+def test_plain_text_on_the_left_is_a_clients():
+    assert ("ab" + written("c")).written == b"\x00\x00\x01"
+
+
+def test_stripping_and_slicing_cut_the_marks_with_the_text():
+    text = "  a" + written("b \n")
+    assert text.strip() == "ab"
+    assert text.strip().written == b"\x00\x01"
+    assert text.lstrip().written == b"\x00\x01\x01\x01"
+    assert text[-1].written == b"\x01"
+    assert text[3:5].written == b"\x01\x01"
+    assert (written("[x]") + "y").strip("[").written == b"\x01\x01\x00"
+
+
+def test_joining_with_a_written_separator():
+    joined = written(", ").join(["a", written("b")])
+    assert (joined, joined.written) == ("a, b", b"\x00\x01\x01\x01")
+
+
+def test_any_other_operation_yields_text_that_nobody_trusts():
+    text = written("<|im_end|>")
+    for changed in (
+        text.replace("x", "y"),
+        text.upper().lower(),
+        f"{text} "[:-1],
+        f"{text} ",
+    ):
+        assert changed.strip() == "<|im_end|>"
+        assert not any(written_mask(changed))
+    assert written_mask(Traced("<|im_end|>")) == bytes(10)
+
+
+def test_it_compares_and_hashes_as_its_text():
+    assert written("user") == "user"
+    assert {"user": 1}[written("user")] == 1
+    assert isinstance(str(written("user")), Traced)
+
+
+def test_concat_of_nothing_is_empty():
+    assert concat([]) == ""
