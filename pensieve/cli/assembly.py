@@ -104,7 +104,10 @@ class LoadedTexts:
 
 
 class Runtime:
-    """An engine in a thread of this process, with the conversations in front of it."""
+    """An engine in a thread of this process, with the conversations in front of it.
+
+    Without a thread (`threaded=False`) the owner calls `engine.step` itself.
+    """
 
     def __init__(
         self,
@@ -116,6 +119,7 @@ class Runtime:
         mailbox: Mailbox,
         outbox: Outbox,
         journal: TextIO | None,
+        threaded: bool,
     ) -> None:
         self.settings = settings
         self.store = store
@@ -126,8 +130,10 @@ class Runtime:
         self.failure: BaseException | None = None
         self._executor = executor
         self._journal = journal
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._thread = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+            self._thread.start()
 
     def _run(self) -> None:
         try:
@@ -141,7 +147,8 @@ class Runtime:
         """Finish what runs, keep the history, let go of everything."""
         self.mailbox.close()
         self.outbox.close()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         self._executor.close()
         if self._journal is not None:
             self._journal.close()
@@ -159,7 +166,7 @@ class Runtime:
         self.close()
 
 
-def start(settings: Settings, holder: str, report: Report) -> Runtime:
+def start(settings: Settings, holder: str, report: Report, threaded: bool = True) -> Runtime:
     """Everything from the folder of the history to the running engine; cleans up if it fails."""
     from pensieve.store.conversation_store import ConversationStore
 
@@ -172,13 +179,13 @@ def start(settings: Settings, holder: str, report: Report) -> Runtime:
                 raise ConfigError(f"the history in {settings.data} is damaged: {problems[0]}")
         for turn in store.interrupted_at_open:
             report(f"a turn of {turn.conversation_id} was interrupted; its history is unchanged")
-        return _start(settings, store, report)
+        return _start(settings, store, report, threaded)
     except BaseException:
         store.close()
         raise
 
 
-def _start(settings: Settings, store: ConversationStore, report: Report) -> Runtime:
+def _start(settings: Settings, store: ConversationStore, report: Report, threaded: bool) -> Runtime:
     report("loading torch")
     import torch
 
@@ -278,7 +285,9 @@ def _start(settings: Settings, store: ConversationStore, report: Report) -> Runt
         defaults=replace(texts.defaults, max_tokens=1024),
         report=report,
     )
-    return Runtime(settings, store, engine, executor, conversations, mailbox, outbox, journal_file)
+    return Runtime(
+        settings, store, engine, executor, conversations, mailbox, outbox, journal_file, threaded
+    )
 
 
 def _load(settings: Settings, folder: Path, report: Report) -> tuple[LoadedModel, LoadedTexts]:

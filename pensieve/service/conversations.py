@@ -304,9 +304,9 @@ class Conversations:
             else:
                 delta = self.template.delta(asked, last_token_id, setting)
                 tokens += [delta.token_ids[start:stop] for start, stop in delta.spans]
-            reply = self.template.tokenizer.encode_text(message.content)
-            if message.finish_reason == FinishReason.STOP:
-                reply += sorted(self.template.tokenizer.eos_token_ids)[:1]
+            reply = list(self.template.tokenizer.encode(message.content).ids)
+            if message.finish_reason == FinishReason.STOP and self.template.end_id is not None:
+                reply.append(self.template.end_id)
             tokens.append(reply)
             last_token_id = reply[-1] if reply else None
             waiting = []

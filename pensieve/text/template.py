@@ -97,10 +97,10 @@ class ChatTemplate:
         self.knows_tools, self._tools_move = self._where_tools_go()
         self.closing = self._find_closing()
         ids = tokenizer.encode(self.closing).ids
-        self._end_id = next((each for each in ids if each in tokenizer.control_ids), None)
+        self.end_id = next((each for each in ids if each in tokenizer.control_ids), None)
         self.end_of_turn_ids: frozenset[int] = tokenizer.eos_token_ids
-        if self._end_id is not None:
-            self.end_of_turn_ids |= {self._end_id}
+        if self.end_id is not None:
+            self.end_of_turn_ids |= {self.end_id}
 
     def opening(self, messages: Sequence[Message], setting: Setting) -> Delta:
         """The first tokens of a log, BOS included if the template writes one."""
@@ -238,7 +238,7 @@ class ChatTemplate:
         if last_token_id not in self.end_of_turn_ids:
             return 0
         for index, token_id in enumerate(ids):
-            if token_id in (last_token_id, self._end_id):
+            if token_id in (last_token_id, self.end_id):
                 return index + 1
             if token_id in self.tokenizer.control_ids:
                 break

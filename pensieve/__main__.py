@@ -1,0 +1,7 @@
+"""`python -m pensieve`."""
+
+import sys
+
+from pensieve.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,78 @@
+"""`pensieve`: parse, run one command, turn errors of the tree into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pensieve import __version__
+from pensieve.cli import bench, chat
+from pensieve.config import SETTINGS, Resolved, resolve
+from pensieve.errors import PensieveError
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="pensieve",
+        description="Stateful serving of chat with large language models.",
+        epilog="`pensieve COMMAND --help` says more. Exit codes: 0, 2 usage, 3 configuration or "
+        "history, 4 model, 6 device.",
+    )
+    top.add_argument("--version", action="version", version=f"pensieve {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    talk = commands.add_parser(
+        "chat",
+        help="talk to a model in this terminal",
+        description="Talk to a model, with the engine in this process. The conversations stay in "
+        "the data folder; only one process at a time may use it.",
+    )
+    chat.add_arguments(talk)
+    add_settings(talk)
+    talk.set_defaults(run=lambda arguments: chat.run(arguments, settings_of(arguments)))
+    bench.add_parser(commands)
+    return top
+
+
+def add_settings(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group(
+        "settings", "each also as PENSIEVE_<NAME> and in the TOML file of --config"
+    )
+    for setting in SETTINGS:
+        default = f" (default: {setting.default})" if setting.default else ""
+        text = (setting.help + default).replace("%", "%%")
+        if setting.name == "model":
+            command.add_argument("model", nargs="?", help=text)
+        else:
+            group.add_argument(setting.flag, dest=setting.name, metavar=setting.metavar, help=text)
+    group.add_argument("--config", type=Path, metavar="FILE", help="read settings from this file")
+    group.add_argument(
+        "--print-config", action="store_true", help="print each setting and where it comes from"
+    )
+
+
+def settings_of(arguments: argparse.Namespace) -> Resolved:
+    flags = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
+    return resolve(flags, os.environ, arguments.config)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        return code
+    except PensieveError as error:
+        print(f"pensieve: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""M1: whatever is swapped, dropped, recomputed, suspended, forked, cut, cancelled or restarted, every
+token is the one that plain transformers would have said (fp32, greedy, on the same token ids)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pensieve.engine.mailbox import CheckIntegrity
+from tests.service.rig import Crowd, Reference, figures, query, started, write_model
+from tests.text.families import LLAMA_3, QWEN_2_5, Family
+
+FIRED = (
+    "chunks_swapped_out",
+    "chunks_found_before_reclaim",
+    "chunks_reclaimed",
+    "chunks_swapped_in",
+    "chunks_dropped",
+    "chunks_copied_on_write",
+    "suspensions",
+    "resumptions",
+    "tokens_computed_again",
+    "recomputed_tokens",
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "policy"),
+    [(QWEN_2_5, "llama-gqa", "value"), (LLAMA_3, "qwen3", "lru")],
+)
+def test_every_reply_is_what_plain_transformers_would_have_said(
+    tmp_path: Path, family: Family, kind: str, policy: str
+) -> None:
+    folder = write_model(tmp_path / "model", family, kind)
+    total: Counter[str] = Counter()
+    crowd: Crowd | None = None
+    ranges = 0.0
+    for life in range(3):  # the process ends between turns; the history stays
+        runtime = started(folder, tmp_path / "data", policy=policy)
+        with runtime:
+            if crowd is None:
+                crowd = Crowd(runtime, seed=4, size=44)
+            crowd.runtime = runtime
+            crowd.run(240)
+            now = figures(runtime)
+            assert query(runtime, CheckIntegrity(2)).problems == (), f"life {life}"
+            assert runtime.store.verify() == []
+        total.update({name: int(value) for name, value in now.items() if name in FIRED})
+        ranges = max(ranges, now["ranges_repaired_at_once_max"])
+        assert now["tokens_idle"] == 0
+    assert crowd is not None
+    assert not [name for name in FIRED if not total[name]], f"never happened: {dict(total)}"
+    assert ranges >= 2, "no turn repaired two disconnected ranges at once"
+    assert min(crowd.num_forks, crowd.num_rewinds, crowd.num_cancels) > 5
+
+    reference = Reference(folder)
+    with started(folder, tmp_path / "data") as runtime:
+        counts = [reference.wrong_tokens(runtime, name) for name in crowd.names]
+    sampled, wrong, ties = (sum(column) for column in zip(*counts, strict=True))
+    print(
+        f"{sampled} sampled tokens of {len(crowd.names)} conversations: {wrong} wrong, {ties} ties"
+    )
+    assert sampled > 1500
+    assert wrong == 0
