@@ -258,3 +258,10 @@ def test_scores_far_from_zero_do_not_overflow() -> None:
     out, expected = world.attend([(0, 0, 6)])
     assert math.isfinite(out.sum().item())
     assert_close(out, expected, 1e-3)
+
+
+def test_padding_at_most_doubles_a_context() -> None:
+    """One long context beside many short ones must not make all of them long."""
+    slices = [reference._Slice(i, 1, context, i) for i, context in enumerate([2000, 3, 4, 6, 7, 9])]
+    groups = [[piece.context for piece in group] for group in reference._groups(slices)]
+    assert groups == [[3, 4, 6], [7, 9], [2000]]

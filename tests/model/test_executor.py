@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def test_a_turn_with_nan_logits_fails_alone(folder_of: FolderOf) -> None:
     world = World(model)
     sick = world.turn(0, tokens=[7, 50, 9])
     well, late = world.turn(0, tokens=[8, 9, 10, 11, 12]), world.turn(0, tokens=[3])
-    outcome = world.step((well, 0, 5, True), (sick, 0, 3, True), (late, 0, 1, True))
+    outcome = world.step((well, 0, 5, True), (sick, 0, 3, True), (late, 0, 1, True), failing=[sick])
     assert [sample.turn_id for sample in outcome.samples] == [well.turn_id, late.turn_id]
     ((turn_id, reason, message),) = outcome.failures
     assert (turn_id, reason) == (sick.turn_id, "NAN_LOGITS")
@@ -187,3 +188,39 @@ def test_compute_of_one_layer_overlaps_with_the_copy_of_the_next(folder_of: Fold
     world.decode(turn)
     world.executor.close()
     assert largest_gap(plain_model(folder_of("llama-gqa")), turn) <= GAP_MAX
+
+
+class SlowMemory(KVMemory):
+    """Swaps that take far longer than computing."""
+
+    def swap_in(self, layer: int, moves: PageMoves) -> None:
+        time.sleep(0.05)
+        super().swap_in(layer, moves)
+
+
+def test_a_layer_never_attends_before_its_pages_have_come(
+    loaded: Loaded, folder_of: FolderOf
+) -> None:
+    model = loaded("llama-gqa")
+    world = World(model, memory=SlowMemory(model.shape, 16, 8, CHUNK_TOKENS))
+    turn = world.turn(8)
+    world.step((turn, 0, 8, True))
+    world.step(swap_outs=[SwapOut(1, turn.page_table[0], 2, 4)])
+    page = world.replace_page(turn, 0)[1]
+    world.decode(turn, swap_ins=[SwapIn(2, 2, page, 4)])
+    world.executor.close()
+    assert largest_gap(plain_model(folder_of("llama-gqa")), turn) <= GAP_MAX
+
+
+def test_a_stop_string_may_be_completed_by_a_later_token(world: World) -> None:
+    """What a turn has withheld lives from one iteration to the next."""
+    alone = world.turn(0, tokens=[5, 6, 7])
+    texts = [world.step((alone, 0, 3, True)).samples[0].text]
+    texts += [world.decode(alone).samples[0].text for _ in range(2)]
+    assert all(len(text) == 1 for text in texts)
+    stop = "".join(texts)
+    turn = world.turn(0, tokens=[5, 6, 7], sampling=Sampling(ignore_eos=True, stop=(stop,)))
+    samples = [world.step((turn, 0, 3, True)).samples[0]]
+    samples += [world.decode(turn).samples[0] for _ in range(2)]
+    assert [sample.text for sample in samples] == ["", "", ""]
+    assert [sample.finish for sample in samples] == [None, None, FinishReason.STOP]

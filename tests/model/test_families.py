@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
-from pensieve.model.loader import LoadedModel
+from pensieve.model.loader import LoadedModel, load
 from tests.model.world import CHUNK_TOKENS, GAP_MAX, World, largest_gap, plain_model
 from tests.models import SERVED
 
@@ -115,8 +115,6 @@ def test_random_iterations_keep_every_token(seed: int, folder_of: FolderOf, load
 
 
 def test_bfloat16_stays_within_its_rounding(folder_of: FolderOf) -> None:
-    from pensieve.model.loader import load
-
     model = load(folder_of("llama-gqa"), dtype=torch.bfloat16)
     assert model.shape.dtype == torch.bfloat16
     world = World(model)

@@ -94,8 +94,12 @@ class World:
         copies: Sequence[PageCopy] = (),
         swap_ins: Sequence[SwapIn] = (),
         swap_outs: Sequence[SwapOut] = (),
+        failing: Sequence[Turn] = (),
     ) -> Outcome:
-        """One iteration, committed as the core would: sampled tokens join the turn."""
+        """One iteration, committed as the core would: sampled tokens join the turn.
+
+        Exactly the turns named as failing may fail: NaN from a poisoned page would, too.
+        """
         iteration = Iteration(
             self._index,
             tuple(Slice(*each) for each in slices),
@@ -108,6 +112,8 @@ class World:
             self.extend_pages(turn, stop)
         self.executor.launch(iteration)
         outcome = self.executor.collect()
+        failed = [failure.turn_id for failure in outcome.failures]
+        assert failed == [turn.turn_id for turn in failing], outcome.failures
         for sample in outcome.samples:
             self.turns[sample.turn_id].tokens.append(sample.token_id)
         return outcome

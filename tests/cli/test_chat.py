@@ -1,0 +1,257 @@
+"""`pensieve chat` as a person meets it: replies, resumed conversations, and one-line errors."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pensieve.cli.main import main
+from pensieve.store import ConversationStore
+from tests.service.rig import write_model
+from tests.text.families import QWEN_2_5
+
+ROOT = Path(__file__).parent.parent.parent
+Chat = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), QWEN_2_5)
+
+
+@pytest.fixture
+def chat(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
+    monkeypatch.setenv("PENSIEVE_DATA", str(tmp_path / "data"))
+
+    def run(*arguments: str, folder: Path | str = model) -> int:
+        flags = ["--device-cache", "2000t", "--host-cache", "2000t", "--max-tokens", "8"]
+        return main(["chat", str(folder), *flags, *arguments])
+
+    return run
+
+
+def test_a_message_is_answered_and_the_conversation_goes_on(
+    chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert chat("--conversation", "trip-42", "-q", "Hello there.") == 0
+    first = capsys.readouterr().out
+    assert chat("--conversation", "trip-42", "-q", "And now?", "--stats") == 0
+    second = capsys.readouterr()
+    assert "new, 0 device, 0 host," in second.err  # a new process computes the history again
+    with ConversationStore.open(tmp_path / "data", "a test") as store:
+        messages = store.messages("trip-42")
+        assert [each.role for each in messages] == ["user", "assistant"] * 2
+        assert [messages[1].content + "\n", messages[3].content + "\n"] == [first, second.out]
+        assert store.verify() == []
+
+
+def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path):
+    lines = ("/new a", "Hello there.", "/stats", "/fork b", "/undo", "/list", "/nonsense", "/bye")
+    process = subprocess.run(
+        [sys.executable, "-m", "pensieve", "chat", str(model), "--stats", "--max-tokens", "6"],
+        input="\n".join(lines) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "PENSIEVE_DATA": str(tmp_path), "PENSIEVE_DEVICE_CACHE": "2000t"},
+    )
+    assert process.returncode == 0, process.stderr
+    assert "KV pools: device" in process.stderr
+    assert "0 recomputed" in process.stderr
+    assert "conversation b" in process.stdout
+    assert "the last turn is taken back" in process.stdout
+    assert "output tokens" in process.stdout
+    assert "! /nonsense: is no command; /help lists them" in process.stdout
+    listed = [
+        line for line in process.stdout.splitlines() if "messages" in line and "tokens" in line
+    ]
+    names = [line.removeprefix("> ").split()[:2] for line in listed]
+    assert names[0] == ["*", "b"]  # the present one is marked; the newest comes first
+    assert names[1][0] == "a"
+
+
+def test_ctrl_c_stops_the_reply_and_not_the_program(model: Path, tmp_path: Path):
+    master, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "pensieve", "chat", str(model), "--conversation=c"),
+            *("--max-tokens=200", "--temperature=1", "--seed=3", "--token-budget=1"),
+        ],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        cwd=ROOT,
+        env={**os.environ, "PENSIEVE_DATA": str(tmp_path), "PENSIEVE_DEVICE_CACHE": "2000t"},
+        start_new_session=True,
+    )
+    os.close(terminal)
+
+    def read_until(wanted: bytes, seconds: float = 60.0) -> bytes:
+        seen, end = b"", time.monotonic() + seconds
+        while wanted not in seen and time.monotonic() < end:
+            if select.select([master], [], [], 0.2)[0]:
+                seen += os.read(master, 65536)
+        assert wanted in seen, seen
+        return seen
+
+    try:
+        read_until(b"/help for help")
+        read_until(b"> ")
+        os.write(master, b"Hello there.\n")
+        read_until(b"there.\r\n")
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        read_until(b"> ")
+        os.write(master, b"/bye\n")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+    with ConversationStore.open(tmp_path, "a test") as store:
+        messages = store.messages("c")
+        assert messages[-1].finish_reason in ("cancelled", "length", "stop")
+        assert store.verify() == []
+
+
+def test_a_second_process_is_told_who_holds_the_data_folder(
+    chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with ConversationStore.open(tmp_path / "data", "pensieve chat"):
+        assert chat("-q", "Hello.") == 3
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("pensieve: ")
+    assert "pensieve chat" in error
+    assert str(os.getpid()) in error
+
+
+def test_bad_messages_are_refused_and_harm_nothing(
+    chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert chat("--conversation", "c", "-q", "Hello there.") == 0
+    capsys.readouterr()
+    for text, problem in (
+        ("", "content: a message must not be empty"),
+        ("rain " * 300, "the limit is 256; the conversation is unchanged"),
+        ("x" * 1_000_000, "cannot fit a context of 256 tokens"),
+        ("half \ud83d", "surrogate"),
+    ):
+        assert chat("--conversation", "c", "-q", text) != 0
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert problem in error
+        assert error.startswith("pensieve: ")
+    with ConversationStore.open(tmp_path / "data", "a test") as store:
+        assert store.get_conversation("c").num_messages == 2
+        assert store.verify() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "problem"),
+    [
+        (["--device-cache", "lots"], 3, "--device-cache is a size such as 6GiB"),
+        (["--device-cache", "3t"], 3, "--device-cache 3t holds 1 chunks"),
+        (["--host-cache", "90TiB"], 3, "lower --device-cache or --host-cache"),
+        (["--chunk-tokens", "0"], 3, "--chunk-tokens is a whole number"),
+        (["--top-p", "7"], 2, "sampling.top_p: must lie in (0, 1]"),
+        (["--config", "/nowhere/at/all"], 3, "cannot read /nowhere/at/all"),
+        (["--conversation", "../etc"], 2, "conversation_id: must be 1 to 128"),
+    ],
+)
+def test_impossible_settings_are_one_line_and_an_exit_code(
+    chat: Chat, arguments: list[str], code: int, problem: str, capsys: pytest.CaptureFixture[str]
+):
+    assert chat(*arguments, "-q", "Hello.") == code
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert problem in error
+
+
+def test_unusable_models_are_named_in_one_line(
+    chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def error_of(folder: Path | str) -> str:
+        assert chat("-q", "Hello.", folder=folder) == 4
+        captured = capsys.readouterr().err.strip().splitlines()
+        return captured[-1]
+
+    assert "there is no model folder /no/such/model" in error_of("/no/such/model")
+    (tmp_path / "empty").mkdir()
+    assert "empty" in error_of(tmp_path / "empty")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in model.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert "broken" in error_of(broken)
+    weights.write_bytes((model / "model.safetensors").read_bytes())
+    (broken / "tokenizer.json").write_text("{")
+    assert "holds no usable tokenizer" in error_of(broken)
+
+
+def test_a_history_of_a_newer_version_is_refused(
+    chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    import sqlite3
+
+    assert chat("--conversation", "c", "-q", "Hello.") == 0
+    (database,) = (tmp_path / "data").glob("*.db")
+    connection = sqlite3.connect(database)
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    connection.execute(f"PRAGMA user_version = {version + 1}")
+    connection.close()
+    assert chat("--conversation", "c", "-q", "Hello.") == 3
+    assert "newer" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_another_tokenizer_retokenises_the_text_and_says_so(
+    chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert chat("--conversation", "c", "-q", "Hello there.") == 0
+    with ConversationStore.open(tmp_path / "data", "a test") as store:
+        before = store.get_conversation("c").fingerprint
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in model.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    config = (other / "tokenizer_config.json").read_text()
+    (other / "tokenizer_config.json").write_text(config.replace("You are", "You were"))
+    if config.count("You are") == 0:  # the template is in a file of its own
+        template = other / "chat_template.jinja"
+        template.write_text(template.read_text() + "{# changed #}")
+    capsys.readouterr()
+    assert chat("--conversation", "c", "-q", "And now?", folder=other) == 0
+    with ConversationStore.open(tmp_path / "data", "a test") as store:
+        assert store.get_conversation("c").fingerprint != before
+        messages = store.messages("c", include_token_ids=True)
+        assert [each.role for each in messages] == ["user", "assistant"] * 2
+        assert all(each.token_ids for each in messages)
+        assert store.verify() == []
+
+
+def test_every_setting_says_where_it_comes_from(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "pensieve.toml"
+    file.write_text('policy = "lru"\ntoken_budget = 64\n')
+    monkeypatch.setenv("PENSIEVE_TOKEN_BUDGET", "128")
+    monkeypatch.setenv("PENSIEVE_CHUNK_TOKENS", "16")
+    arguments = ["chat", str(model), "--chunk-tokens", "8", "--config", str(file), "--print-config"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "policy = lru  # " + str(file) in said
+    assert "token_budget = 128  # PENSIEVE_TOKEN_BUDGET" in said
+    assert "chunk_tokens = 8  # flag" in said
+    assert "host_cache = 25%  # default" in said
+    file.write_text("colour = 1\n")
+    assert main(arguments) == 3
+    assert "there is no setting 'colour'" in capsys.readouterr().err
