@@ -28,8 +28,8 @@ while True:
         sys.exit()
     worker = os.fork()
     if not worker:
+        print(os.getpid(), flush=True)
         break
-    print(worker, flush=True)
     os.waitpid(worker, 0)
     print("gone", flush=True)
 round_number = int(line)
@@ -64,15 +64,16 @@ def one_life(
     assert nursery.stdin is not None
     assert nursery.stdout is not None
     print(number, file=nursery.stdin, flush=True)
-    first = {nursery.stdout.readline(), nursery.stdout.readline()}  # its pid, and that it is ready
-    first.remove("ready\n")
-    (pid,) = first
+    pid = int(nursery.stdout.readline())
+    if number % 5:  # else it is killed while it opens the store
+        assert nursery.stdout.readline() == "ready\n"
     time.sleep(seconds)
-    os.kill(int(pid), signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     acknowledged = []
     while (line := nursery.stdout.readline()) != "gone\n":
-        name, request_id, said = line.removesuffix("gone\n").split()
-        acknowledged.append((name, request_id, int(said)))
+        if line != "ready\n":
+            name, request_id, said = line.split()
+            acknowledged.append((name, request_id, int(said)))
     return acknowledged
 
 
@@ -87,9 +88,9 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
         text=True,
     ) as nursery:
         for kill in range(NUM_KILLS):
-            acknowledged += one_life(nursery, kill, rng.uniform(0.0, 0.08))
+            acknowledged += one_life(nursery, kill, rng.uniform(0.0, 0.06))
             with ConversationStore.open(tmp_path, "pensieve test") as store:
-                assert store.integrity_check_due
+                assert store.integrity_check_due or kill % 5 == 0
                 assert store.integrity_check() == []
                 assert store.verify() == []
                 assert len(store.interrupted_at_open) <= 1
