@@ -48,7 +48,7 @@ def ends_turn(token_id: int) -> bool:
     return token_id % 16 == 0
 
 
-def reply_to(tokens: Sequence[int], length_max: int) -> list[int]:
+def reply_to(tokens: Sequence[int], length_max: int, stops: bool = True) -> list[int]:
     """What a turn whose log and prompt are `tokens` says."""
     prefix = 1
     for token_id in tokens:
@@ -57,7 +57,7 @@ def reply_to(tokens: Sequence[int], length_max: int) -> list[int]:
     while True:
         token_id = next_token(prefix)
         reply.append(token_id)
-        if ends_turn(token_id) or len(tokens) + len(reply) >= length_max:
+        if (stops and ends_turn(token_id)) or len(tokens) + len(reply) >= length_max:
             return reply
         prefix = extend_prefix(prefix, token_id)
 
@@ -78,12 +78,15 @@ class LedgerExecutor:
         seed: int = 0,
         late: float = 0.5,  # how likely an outstanding copy is not to have finished
         failing: float = 0.0,  # how likely a sampled row is NaN
+        stops: bool = True,  # False: a reply ends at its length only
     ) -> None:
         self.chunk_tokens = chunk_tokens
         self.device: list[list[Slot | None]] = [[None] * chunk_tokens for _ in range(device_pages)]
         self.host: list[list[Slot | None]] = [[None] * chunk_tokens for _ in range(host_pages)]
         self.late = late
         self.failing = failing
+        self.stops = stops
+        self.failing_turns: set[int] = set()  # whose next sampled row is NaN, by order of a test
         self.num_attended = 0
         self._random = random.Random(seed)
         self._outstanding: dict[int, SwapIn | SwapOut] = {}
@@ -127,7 +130,8 @@ class LedgerExecutor:
             if not piece.needs_token:
                 continue
             turn = piece.turn
-            if turn.turn_id in self._sick_turns or self._random.random() < self.failing:
+            sick = turn.turn_id in self._sick_turns or turn.turn_id in self.failing_turns
+            if sick or self._random.random() < self.failing:
                 self._sick_turns.add(turn.turn_id)
                 self._pending.setdefault(turn.turn_id, {})[piece.stop] = 0
                 failures.append(TurnFailure(turn.turn_id, "NAN_LOGITS", "a row was NaN"))
@@ -135,7 +139,7 @@ class LedgerExecutor:
             token_id = next_token(self._prefix(turn, piece.stop))
             self._pending.setdefault(turn.turn_id, {})[piece.stop] = token_id
             finish = None
-            if ends_turn(token_id):
+            if self.stops and ends_turn(token_id):
                 finish = FinishReason.STOP
             elif piece.stop + 1 >= turn.length_max:
                 finish = FinishReason.LENGTH
@@ -150,6 +154,18 @@ class LedgerExecutor:
             self._land(self._random.choice(list(self._outstanding)))
         finished, self._landed = tuple(self._landed), []
         return Outcome(tuple(launched.samples), finished, tuple(launched.failures))
+
+    # -- what a test arranges --
+
+    @property
+    def outstanding(self) -> list[int]:
+        """The copies that have not finished."""
+        return list(self._outstanding)
+
+    def land(self, *copy_ids: int) -> None:
+        """These copies (without a name: all) finish now; the next outcome reports them."""
+        for copy_id in copy_ids or self.outstanding:
+            self._land(copy_id)
 
     # -- the ledger --
 

@@ -5,6 +5,7 @@ The one place that joins rooms which must not know each other (the model and the
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import threading
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pensieve.store.conversation_store import ConversationStore
     from pensieve.text import ChatTemplate
 
-TOKENS_MAX = 4_000_000  # of a tier whose size is a share of memory: small models need no more
+TOKENS_MAX = 500_000  # of a tier whose size is a share of memory: small models need no more
 Report = Callable[[str], None]
 
 
@@ -285,6 +286,8 @@ def _start(settings: Settings, store: ConversationStore, report: Report, threade
         defaults=replace(texts.defaults, max_tokens=1024),
         report=report,
     )
+    gc.collect()
+    gc.freeze()  # the modules' objects live as long as the process; no collection need walk them
     return Runtime(
         settings, store, engine, executor, conversations, mailbox, outbox, journal_file, threaded
     )

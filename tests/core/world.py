@@ -1,11 +1,16 @@
-"""A small world of conversations around the real scheduler and cache, driven by a seed."""
+"""A small world of conversations around the real scheduler and cache, driven by a seed.
+
+`Stage` is the same world directed by hand, for tests that are sentences.
+"""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.chunk import Chunk
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration
 from pensieve.core.retention import policy_named
@@ -17,6 +22,29 @@ from tests.fakes import VOCAB, LedgerExecutor, VirtualClock, reply_to
 COST = CostProfile.analytic(
     num_parameters=1000, num_layers=2, num_heads=2, head_size=8, chunk_tokens=4
 )
+
+
+# What clients do, and how often.
+ORDINARY = {
+    "turn": 45,
+    "cancel": 5,
+    "fork": 5,
+    "rewind": 4,
+    "delete": 2,
+    "warm": 2,
+    "evict": 1,
+    "nothing": 36,
+}
+RESTLESS = {
+    "turn": 40,
+    "cancel": 10,
+    "fork": 20,
+    "rewind": 5,
+    "delete": 8,
+    "warm": 5,
+    "evict": 5,
+    "nothing": 7,
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +61,11 @@ class Shape:
     conversations: int = 6
     prompt_max: int = 14
     reply_max: int = 12
+    stops: bool = True  # False: a reply is as long as it may be
+    reserve: float = 0.10
+    swap_out_below: float = 0.25
+    swap_outs_max: int = 64
+    restless: bool = False  # many forks, cancels, deletions and evictions
 
 
 class World:
@@ -43,7 +76,14 @@ class World:
         self.shape = shape
         self.clock = VirtualClock(1.0)
         cost_policy = policy_named(shape.policy, COST, shape.chunk_tokens)
-        config = CacheConfig(shape.device_pages, shape.host_pages, shape.chunk_tokens)
+        config = CacheConfig(
+            shape.device_pages,
+            shape.host_pages,
+            shape.chunk_tokens,
+            shape.swap_out_below,
+            shape.reserve,
+            shape.swap_outs_max,
+        )
         self.cache = KVCache(config, cost_policy)
         self.scheduler = Scheduler(
             self.cache, SchedulerConfig(shape.batch_tokens_max, shape.turns_max)
@@ -55,11 +95,13 @@ class World:
             seed,
             shape.late,
             shape.failing,
+            shape.stops,
         )
         self.logs: dict[str, list[int]] = {}
         self.commits: dict[str, list[int]] = {}  # lengths of the log after each turn
         self.turns: dict[str, Turn] = {}  # running, by conversation
         self.launched: list[Iteration] = []
+        self.latest: Iteration | None = None  # what the last step planned
         self.num_replies = 0
         self._num_turns = 0
         self._num_conversations = 0
@@ -67,34 +109,41 @@ class World:
     # -- what clients do --
 
     def act(self) -> None:
-        roll = self.random.random()
+        """One thing that a client does, and some time that passes."""
+        deeds = RESTLESS if self.shape.restless else ORDINARY
+        deed = self.random.choices(list(deeds), list(deeds.values()))[0]
         idle = [name for name in self.logs if name not in self.turns]
-        if roll < 0.45:
-            if len(self.logs) < self.shape.conversations and (
-                not idle or self.random.random() < 0.3
-            ):
+        full = len(self.logs) >= self.shape.conversations
+        if deed == "turn":
+            if not full and (not idle or self.random.random() < 0.3):
                 self._num_conversations += 1
                 name = f"c{self._num_conversations}"
                 self.logs[name], self.commits[name] = [], [0]
                 idle = [name]
             if idle:
                 self.submit(self.random.choice(idle))
-        elif roll < 0.50 and self.turns:
+        elif deed == "cancel" and self.turns:
             self.cancel(self.random.choice(list(self.turns)))
-        elif roll < 0.55 and self.logs and len(self.logs) < self.shape.conversations:
+        elif deed == "fork" and self.logs and not full:
             self.fork(self.random.choice(list(self.logs)))
-        elif roll < 0.59 and idle:
+        elif deed == "rewind" and idle:
             name = self.random.choice(idle)
             self.rewind(name, self.random.choice(self.commits[name]))
-        elif roll < 0.61 and self.logs:
+        elif deed == "delete" and self.logs:
             self.delete(self.random.choice(list(self.logs)))
-        elif roll < 0.63 and idle:
+        elif deed == "warm" and idle:
             self.submit(self.random.choice(idle), warm=True)
-        elif roll < 0.64 and idle:
-            self.cache.evict(self.random.choice(idle), self.clock.now())
+        elif deed == "evict" and self.logs:
+            self.cache.evict(self.random.choice(list(self.logs)), self.clock.now())
         self.clock.advance(self.random.choice((0.0, 0.1, 1.0, 30.0)))
 
-    def submit(self, name: str, warm: bool = False, prompt: list[int] | None = None) -> None:
+    def submit(
+        self,
+        name: str,
+        warm: bool = False,
+        prompt: list[int] | None = None,
+        reply_max: int | None = None,
+    ) -> None:
         log, longest = self.logs[name], self.cache.config.device_tokens_max
         if prompt is None:
             count = self.random.randint(1, self.shape.prompt_max)
@@ -105,6 +154,8 @@ class World:
             prompt = []
         if len(log) + len(prompt) >= longest:
             return  # the service refuses it: OUT_OF_RANGE
+        if reply_max is None:
+            reply_max = self.random.randint(1, self.shape.reply_max)
         self._num_turns += 1
         tokens = tokens_of(log + prompt)
         turn = Turn(
@@ -113,7 +164,7 @@ class World:
             tokens=tokens,
             history_tokens=len(log),
             prompt_end=len(tokens),
-            length_max=min(len(tokens) + self.random.randint(1, self.shape.reply_max), longest),
+            length_max=min(len(tokens) + reply_max, longest),
             sampling=Sampling(),
             warm=warm,
         )
@@ -150,7 +201,7 @@ class World:
 
     def step(self, check: bool = True) -> bool:
         now = self.clock.now()
-        iteration = self.scheduler.plan(now)
+        iteration = self.latest = self.scheduler.plan(now)
         self._take_ends()
         if iteration is not None:
             assert iteration.num_tokens <= self.shape.batch_tokens_max
@@ -169,10 +220,10 @@ class World:
             return True
         return iteration is not None
 
-    def settle(self) -> None:
+    def settle(self, checks_every: int = 1) -> None:
         """Run until nothing is left to do; every turn ends."""
         steps = 0
-        while self.step():
+        while self.step(check=steps % checks_every == 0):
             steps += 1
             assert steps < 5000, "turns do not end"
         assert not self.turns, f"never ended: {self.turns}"
@@ -194,11 +245,11 @@ class World:
             assert turn.keep_tokens is not None
             tokens = list(turn.tokens[: turn.keep_tokens])
             said = tokens[turn.prompt_end :]
-            expected = reply_to(turn.tokens[: turn.prompt_end], turn.length_max)
+            expected = reply_to(turn.tokens[: turn.prompt_end], turn.length_max, self.shape.stops)
             assert said == expected[: len(said)], f"turn {turn.turn_id} said something else"
         else:
             tokens = list(turn.tokens)
-            expected = reply_to(tokens[: turn.prompt_end], turn.length_max)
+            expected = reply_to(tokens[: turn.prompt_end], turn.length_max, self.shape.stops)
             assert tokens[turn.prompt_end :] == expected, f"turn {turn.turn_id} said something else"
             self.num_replies += 1
         if len(tokens) > turn.history_tokens:
@@ -206,11 +257,82 @@ class World:
             self.commits[name].append(len(tokens))
 
 
-def run(seed: int, shape: Shape, actions: int = 60) -> World:
+class Stage(World):
+    """A world whose replies have the length that the test says and whose copies finish when it says.
+
+    Chunks have 4 slots.  A copy that a slice waits for finishes, and so does one that is waited for
+    because there is nothing else to do; every other one finishes with `land`.
+    """
+
+    def __init__(self, device_pages: int, host_pages: int, **shape: Any) -> None:
+        settings = {"policy": "lru", "late": 1.0, "stops": False, **shape}
+        super().__init__(0, Shape(device_pages, host_pages, **settings))
+
+    def ask(
+        self, name: str, num_prompt: int, num_reply: int = 1, prompt: list[int] | None = None
+    ) -> Turn:
+        """A turn enters the queue."""
+        self.logs.setdefault(name, [])
+        self.commits.setdefault(name, [0])
+        prompt = prompt or [self.random.randrange(VOCAB) for _ in range(num_prompt)]
+        self.submit(name, prompt=prompt, reply_max=num_reply)
+        return self.turns[name]
+
+    def say(self, name: str, num_prompt: int, num_reply: int = 1) -> Turn:
+        """A whole turn; other movements go on meanwhile."""
+        turn = self.ask(name, num_prompt, num_reply)
+        self.until_ended(turn)
+        return turn
+
+    def until_ended(self, turn: Turn) -> None:
+        while turn.finish is None:
+            assert self.step(), "nothing happens"
+
+    def next(self) -> Iteration:
+        """Plan, launch, collect and commit one iteration."""
+        self.step()
+        assert self.latest is not None, "there was nothing to do"
+        return self.latest
+
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    def cancel_at(self, turn: Turn, keep_tokens: int) -> None:
+        self.scheduler.cancel(turn.turn_id, keep_tokens, self.clock.now())
+        self._take_ends()
+
+    def fork_at(self, source: str, num_tokens: int, target: str) -> None:
+        self.logs[target] = self.logs[source][:num_tokens]
+        self.commits[target] = [0, num_tokens]
+        self.cache.fork(source, num_tokens, target, self.clock.now())
+
+    def land(self) -> None:
+        self.executor.land()
+
+    def chunks(self, name: str) -> list[Chunk]:
+        return self.cache.conversations[name].chunks()
+
+    def where(self, name: str) -> str:
+        """One letter per chunk: d(irty), c(lean), x (condemned), h(ost), - (a hole)."""
+        conversation = self.cache.conversations.get(name)
+        return "".join(place_of(chunk) for chunk in conversation.chunks()) if conversation else ""
+
+
+def place_of(chunk: Chunk) -> str:
+    if chunk.device_page is None:
+        return "-" if chunk.host_page is None else "h"
+    if chunk.condemned:
+        return "x"
+    return "c" if chunk.host_filled >= chunk.filled else "d"
+
+
+def run(seed: int, shape: Shape, actions: int = 60, checks_every: int = 1) -> World:
+    """Random traffic until everything has ended; the invariants are checked after commits."""
     world = World(seed, shape)
-    for _ in range(actions):
+    for step in range(actions):
         world.act()
         if world.random.random() < 0.7:
-            world.step()
-    world.settle()
+            world.step(check=step % checks_every == 0)
+    world.settle(checks_every)
+    world.scheduler.check(world.clock.now())
     return world

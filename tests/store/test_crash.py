@@ -58,23 +58,22 @@ while True:
 
 
 def one_life(
-    nursery: subprocess.Popen[str], number: int, seconds: float
+    nursery: subprocess.Popen[str], number: int, num_turns: int, seconds: float
 ) -> list[tuple[str, str, int]]:
-    """Let a worker run, kill it, and return the turns it acknowledged."""
+    """Kill a worker `seconds` after its `num_turns`-th turn; returns what it acknowledged."""
     assert nursery.stdin is not None
     assert nursery.stdout is not None
     print(number, file=nursery.stdin, flush=True)
     pid = int(nursery.stdout.readline())
+    lines = []
     if number % 5:  # else it is killed while it opens the store
-        assert nursery.stdout.readline() == "ready\n"
+        lines = [nursery.stdout.readline() for _ in range(1 + num_turns)]
     time.sleep(seconds)
     os.kill(pid, signal.SIGKILL)
-    acknowledged = []
     while (line := nursery.stdout.readline()) != "gone\n":
-        if line != "ready\n":
-            name, request_id, said = line.split()
-            acknowledged.append((name, request_id, int(said)))
-    return acknowledged
+        lines.append(line)
+    turns = [line.split() for line in lines if line != "ready\n"]
+    return [(name, request_id, int(said)) for name, request_id, said in turns]
 
 
 def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -> None:
@@ -88,7 +87,7 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
         text=True,
     ) as nursery:
         for kill in range(NUM_KILLS):
-            acknowledged += one_life(nursery, kill, rng.uniform(0.0, 0.06))
+            acknowledged += one_life(nursery, kill, rng.randrange(12), rng.uniform(0.0, 0.01))
             with ConversationStore.open(tmp_path, "pensieve test") as store:
                 assert store.integrity_check_due or kill % 5 == 0
                 assert store.integrity_check() == []

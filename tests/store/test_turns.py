@@ -179,6 +179,20 @@ def test_a_replay_outlives_a_rewind(store: ConversationStore) -> None:
     assert answer.content == "hello"
 
 
+def test_a_replay_outlives_the_fork_that_shared_it(store: ConversationStore) -> None:
+    create(store, "tea")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    store.fork_conversation("tea", 1, "cup")
+    store.rewind_conversation("tea", 0)
+    store.delete_conversation("cup")
+    turn = store.find_turn("tea", "r1")
+    assert turn is not None
+    answer = store.turn_messages(turn.turn_id).reply
+    assert answer is not None
+    assert answer.content == "hello"
+    assert store.verify() == []
+
+
 def test_a_stale_revision_is_refused(store: ConversationStore) -> None:
     create(store, "tea")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
