@@ -201,7 +201,9 @@ class World:
 
     def step(self, check: bool = True) -> bool:
         now = self.clock.now()
+        admitted = {id(turn) for turn in self._admitted()}
         iteration = self.latest = self.scheduler.plan(now)
+        self._check_order(admitted)
         self._take_ends()
         if iteration is not None:
             assert iteration.num_tokens <= self.shape.batch_tokens_max
@@ -228,6 +230,20 @@ class World:
             assert steps < 5000, "turns do not end"
         assert not self.turns, f"never ended: {self.turns}"
         assert not self.scheduler.num_turns
+
+    def _admitted(self) -> list[Turn]:
+        return [*self.scheduler.running.values(), *self.scheduler.suspended]
+
+    def _check_order(self, before: set[int]) -> None:
+        """First come first served, and who was suspended comes back ahead of the queue."""
+        scheduler = self.scheduler
+        waiting = min((turn.arrival for turn in scheduler.queued), default=None)
+        for turn in self._admitted():
+            assert waiting is None or turn.arrival < waiting, (
+                f"turn {turn.turn_id} overtook another"
+            )
+            new = id(turn) not in before
+            assert not (new and scheduler.suspended), f"turn {turn.turn_id} passed a suspended one"
 
     def _take_ends(self) -> None:
         for progress in self.scheduler.drain_ended():
