@@ -22,23 +22,26 @@ from pathlib import Path
 from pensieve.store import ConversationStore
 from tests.store.talk import begin, create, reply, say, user
 
+def tell(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # whole or not at all
+
 while True:
     line = sys.stdin.readline()
     if not line:
         sys.exit()
     worker = os.fork()
     if not worker:
-        print(os.getpid(), flush=True)
+        tell(os.getpid())
         break
     os.waitpid(worker, 0)
-    print("gone", flush=True)
+    tell("gone")
 round_number = int(line)
 store = ConversationStore.open(Path(sys.argv[1]), "pensieve test")
 names = [f"c{round_number}-{each}" for each in range(4)]
 fork = f"fork-{round_number}"
 for name in names:
     create(store, name, user("head", 1))
-print("ready", flush=True)
+tell("ready")
 number = 0
 while True:
     name = names[number % 4]
@@ -48,7 +51,7 @@ while True:
         store.interrupt_turn(turn_id)
     else:
         store.finish_turn(turn_id, reply(f"told {number}" * 300, *[number] * 50), "stop", {})
-        print(name, request_id, number, flush=True)
+        tell(name, request_id, number)
     if number % 5 == 4:
         store.fork_conversation(name, store.get_conversation(name).revision, fork)
         store.rewind_conversation(fork, 0)
@@ -67,7 +70,9 @@ def one_life(
     pid = int(nursery.stdout.readline())
     lines = []
     if number % 5:  # else it is killed while it opens the store
-        lines = [nursery.stdout.readline() for _ in range(1 + num_turns)]
+        while len(lines) < 1 + num_turns:
+            lines.append(nursery.stdout.readline())
+            assert lines[-1] not in ("gone\n", ""), "the worker ended by itself"
     time.sleep(seconds)
     os.kill(pid, signal.SIGKILL)
     while (line := nursery.stdout.readline()) != "gone\n":
