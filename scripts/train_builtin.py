@@ -2,6 +2,7 @@
 
     python scripts/train_builtin.py                       train, examine, write pensieve/builtin/model
     python scripts/train_builtin.py --minutes 60          the same within an hour
+    python scripts/train_builtin.py --resume --minutes 10 go on from the model in --out
     python scripts/train_builtin.py --evaluate            examine the model in --out, train nothing
 
 The dialogues come from `pensieve.builtin.dialogues`; the tokenizer (byte-level BPE, so that every
@@ -51,7 +52,7 @@ from pensieve.builtin.dialogues import (  # noqa: E402
 
 PAD, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 PAD_ID, IM_START_ID, IM_END_ID = 0, 1, 2
-VOCABULARY = 2816
+VOCABULARY = 2560
 POSITIONS_MAX = 4096
 JUMPED_POSITIONS_MAX = 2400  # in training contexts
 RECALL_MIN = 0.95
@@ -317,13 +318,16 @@ def hand_start(model: LlamaForCausalLM, seed: int = 0) -> LlamaForCausalLM:
     return model
 
 
-def context_length(progress: float) -> int:
+def context_length(progress: float, resumed: bool) -> int:
+    if resumed:
+        return CURRICULUM[-1][1]
     return next(length for until, length in CURRICULUM if progress <= until)
 
 
-def learning_rate(progress: float, step: int) -> float:
+def learning_rate(progress: float, step: int, resumed: bool) -> float:
+    peak = PEAK_LEARNING_RATE * (0.6 if resumed else 1.0)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return PEAK_LEARNING_RATE * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * cosine)
+    return peak * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * cosine)
 
 
 def train(
@@ -342,8 +346,8 @@ def train(
     step, progress = 0, 0.0
     while progress < 1.0:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(progress, step)
-        batch = writer.batch(random, context_length(progress), jumps=progress > 0.2)
+            group["lr"] = learning_rate(progress, step, arguments.resume)
+        batch = writer.batch(random, context_length(progress, arguments.resume), jumps=True)
         loss = reply_loss(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -476,6 +480,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after this time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--resume", action="store_true", help="go on from the model in --out")
     parser.add_argument("--evaluate", action="store_true", help="examine only")
     parser.add_argument("--per-distance", type=int, default=50, help="examinations a distance")
     arguments = parser.parse_args()
@@ -483,8 +488,10 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     if not arguments.evaluate:
-        tokenizer = train_tokenizer(arguments.seed)
-        model = hand_start(untrained_model())
+        if arguments.resume:
+            model, tokenizer = load(arguments.out)
+        else:
+            model, tokenizer = hand_start(untrained_model()), train_tokenizer(arguments.seed)
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
         train(model, ContextWriter(tokenizer), arguments)
         save(model, tokenizer, arguments.out)

@@ -95,6 +95,7 @@ class Admission(NamedTuple):
     sources: list[Chunk]  # of `copies`; to be released when the iteration is committed
     device_tokens: int  # of the turn's history, found on the device
     host_tokens: int  # of the turn's history, on their way from the host
+    copied: tuple[Chunk, Chunk] | None  # (source, target) of a copy on write
 
 
 class Shortage(NamedTuple):
@@ -205,6 +206,7 @@ class KVCache:
         copies: list[PageCopy] = []
         swap_ins: list[SwapIn] = []
         sources: list[Chunk] = []
+        copied: tuple[Chunk, Chunk] | None = None
         on_device = 0
         from_host = 0
         history_kv = max(turn.history_tokens - 1, 0)
@@ -233,6 +235,7 @@ class KVCache:
                 from_host += min(limit, chunk.filled)
                 swap_ins.append(self._start_swap_in(tail, chunk, chunk.filled))
                 self.counters.copied_on_write += 1
+            copied = (tail, chunk)
             if copies:
                 sources.append(tail)
             else:
@@ -244,7 +247,7 @@ class KVCache:
         turn.chunks = chunks
         turn.page_table = [chunk.device_page for chunk in chunks]  # type: ignore[misc]
         turn.frontier = 0
-        return Admission(copies, swap_ins, sources, on_device, from_host)
+        return Admission(copies, swap_ins, sources, on_device, from_host, copied)
 
     def extend(self, turn: Turn, now: float) -> bool:
         """A page for the turn's next chunk; False when none is available."""
@@ -276,8 +279,7 @@ class KVCache:
         for branch in path:
             self._unpin(branch, now)
         self._truncate(conversation, min(extent, keep_tokens), now)
-        for branch in conversation.path()[::-1]:
-            self._forget_if_bare(branch)
+        self._forget_if_bare(conversation.leaf)
         if conversation.leaf is None:
             self.conversations.pop(conversation.conversation_id, None)
 
@@ -292,8 +294,12 @@ class KVCache:
             if chunk.device_page is None and chunk.host_page is None:
                 continue
             self.counters.discarded += 1
+            self._count_reclaimable(chunk, -1)
             chunk.filled = chunk.host_filled = 0
-            if chunk.host_page is not None and not chunk.in_flight:
+            if self._idle(chunk):
+                self._rest(chunk)
+                self._forget_if_bare(chunk.branch)
+            elif chunk.host_page is not None and not chunk.in_flight:
                 self._free_host(chunk)
             for copy in self._copies.values():
                 if copy.target is chunk or copy.source is chunk:
@@ -374,8 +380,9 @@ class KVCache:
         if conversation is not None:
             assert conversation.turn_id is None, f"{conversation} runs {conversation.turn_id}"
             self._truncate(conversation, min(num_tokens, conversation.num_tokens), now)
+            self._forget_if_bare(conversation.leaf)
             if conversation.leaf is None:
-                del self.conversations[conversation_id]
+                self.conversations.pop(conversation_id, None)
 
     def delete(self, conversation_id: str, now: float) -> None:
         self.rewind(conversation_id, 0, now)
@@ -395,7 +402,8 @@ class KVCache:
                         self._free_host(chunk)
                     if chunk.device_page is not None:
                         self._free_device(chunk)
-            self._forget_if_bare(branch)
+        if conversation is not None:
+            self._forget_if_bare(conversation.leaf)
         self.counters.dropped += num_dropped
         return num_dropped
 
@@ -613,6 +621,8 @@ class KVCache:
         upper = Branch(branch.parent, branch.start, branch.idle_since, len(self._queues))
         if branch.parent is not None:
             branch.parent.num_children -= 1
+        for queue in self._queues:
+            queue.withdraw(branch)
         size = end - branch.start
         upper.chunks = branch.chunks[:size]
         del branch.chunks[:size]

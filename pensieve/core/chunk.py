@@ -209,15 +209,19 @@ class Branch:
 class Entry:
     """A branch in a queue of retention: a lower bound of its value (see retention.py)."""
 
-    __slots__ = ("branch", "class_index", "serial", "since")
+    __slots__ = ("branch", "class_index", "serial", "since", "start")
 
-    def __init__(self, since: float, serial: int, branch: Branch, class_index: int) -> None:
-        self.since = since
-        self.serial = serial
+    def __init__(self, branch: Branch, class_index: int, serial: int) -> None:
         self.branch: Branch | None = branch  # None: stale
         self.class_index = class_index
+        self.serial = serial
+        self.since = branch.idle_since
+        self.start = branch.start
 
     def __lt__(self, other: Entry) -> bool:
+        """Longest idle first; of one conversation's branches the leading one."""
         if self.since != other.since:
             return self.since < other.since
+        if self.start != other.start:
+            return self.start < other.start
         return self.serial < other.serial

@@ -206,7 +206,7 @@ class RetentionQueue:
 
     def _push(self, branch: Branch, class_index: int) -> None:
         self._serial += 1
-        entry = Entry(branch.idle_since, self._serial, branch, class_index)
+        entry = Entry(branch, class_index, self._serial)
         branch.entries[self.role] = entry
         heap = self._heaps[class_index]
         if not heap:
@@ -250,6 +250,7 @@ class RetentionQueue:
             assert entry is not None, f"{self.role.name}: {branch} is not offered"
             since, class_index = entry.since, entry.class_index
             assert since <= branch.idle_since, f"{self.role.name}: {branch} is overvalued by time"
+            assert entry.start == branch.start, f"{self.role.name}: {branch} was offered elsewhere"
             believed = self.policy.value_of(class_index, now - since)
             true_class = self.policy.class_of(branch, first.index, now)
             value = self.policy.value_of(true_class, now - branch.idle_since)

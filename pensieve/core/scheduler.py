@@ -151,6 +151,10 @@ class Scheduler:
                 continue
             num_tokens = len(turn.tokens) + turn.pending_tokens
             if turn.frontier < num_tokens - 1 or turn.warm:
+                # Only one that generated already, and lost its KV to a failure, may need a page.
+                if num_tokens > len(turn.chunks) * size and not self._extend(turn, now):
+                    required_pages = 1
+                    continue
                 prefills.append(turn)
             elif budget and (num_tokens < turn.length_max or not turn.pending_tokens):
                 if num_tokens > len(turn.chunks) * size:
@@ -359,6 +363,11 @@ class Scheduler:
                 new_tokens=turn.prompt_end - history_kv,
             )
         self.running[turn.turn_id] = turn
+        if found.copied is not None:  # the copy is trusted as far as what it copies
+            source, target = found.copied
+            for writer in self._turns.values():
+                if source in writer.written:
+                    writer.written[target] = None
         return found
 
     def _extend(self, turn: Turn, now: float) -> bool:

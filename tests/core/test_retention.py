@@ -1,8 +1,14 @@
-"""Victims against brute force, and what a chunk is worth."""
+"""What goes first: every decision of the queues against a search through everything.
+
+retention_value = cost of recomputing the chunk / idle seconds (at least one), summed over its holders.
+A queue rounds values down to classes of ratio 1.1, so the chunk that it names may be worth up to 1.1
+times the least.
+"""
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -10,174 +16,345 @@ from pensieve.core.chunk import Branch, Chunk, Conversation
 from pensieve.core.cost import CostProfile
 from pensieve.core.retention import (
     CLASS_RATIO,
+    NUM_CLASSES,
+    QUALIFIES,
     LruPolicy,
     RetentionPolicy,
     RetentionQueue,
     Role,
     ValuePolicy,
 )
+from tests.core.world import Stage
 
-COST = CostProfile(((32, 1.0), (64, 2.0), (1024, 32.0)), other_seconds=8.0)
-ROLES = len(Role)
-
-
-def branch_of(holders: list[Conversation], start: int, length: int) -> Branch:
-    """A branch of clean chunks on both tiers."""
-    branch = Branch(None, start, max(h.idle_since for h in holders), ROLES)
-    branch.holders = dict.fromkeys(sorted(holders, key=lambda h: h.idle_since))
-    for index in range(start, start + length):
-        chunk = Chunk(index, branch)
-        chunk.filled = chunk.host_filled = 32
-        chunk.device_page = chunk.host_page = index
-        branch.chunks.append(chunk)
-    return branch
+SIZE = 32
+COST = CostProfile.measured_at({32: 0.1, 1024: 1.0, 2048: 2.0}, other_seconds=0.9)
+QUEUE_ROLE = Role.SWAP_OUT
 
 
-def true_value(chunk: Chunk, now: float) -> float:
-    assert chunk.branch is not None
-    seconds = COST.chunk_seconds((chunk.index + 1) * 32)
-    return sum(seconds / max(now - holder.idle_since, 1.0) for holder in chunk.branch.holders)
+@dataclass
+class Forest:
+    """Idle branches of dirty chunks, and the queue that has to name the least valuable chunk."""
+
+    policy: RetentionPolicy
+    now: float = 0.0
+    branches: list[Branch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.queue = RetentionQueue(QUEUE_ROLE, self.policy)
+
+    def grow(self, start: int, num_chunks: int, idle_since: list[float]) -> Branch:
+        """A branch whose holders were last active then."""
+        branch = Branch(None, start, max(idle_since), len(Role))
+        for index in range(start, start + num_chunks):
+            chunk = Chunk(index, branch)
+            chunk.device_page, chunk.filled = 0, SIZE
+            branch.chunks.append(chunk)
+        for number, since in enumerate(sorted(idle_since)):
+            holder = Conversation(f"c{len(self.branches)}.{number}", since)
+            branch.holders[holder] = None
+        self.branches.append(branch)
+        self.queue.offer(branch, self.now)
+        return branch
+
+    def candidates(self) -> list[Chunk]:
+        return [
+            chunk for branch in self.branches for chunk in branch if QUALIFIES[QUEUE_ROLE](chunk)
+        ]
+
+    def exact_value(self, chunk: Chunk) -> float:
+        assert chunk.branch is not None
+        cost = COST.chunk_seconds((chunk.index + 1) * SIZE)
+        return sum(cost / max(self.now - holder.idle_since, 1.0) for holder in chunk.branch.holders)
+
+    def take_least(self) -> tuple[float, Chunk] | None:
+        """What the queue names is copied out."""
+        found = self.queue.least(self.now)
+        if found is not None:
+            found[1].host_filled = SIZE
+        return found
 
 
-def give_up(chunk: Chunk) -> None:
-    chunk.device_page = None
+def value_forest() -> Forest:
+    return Forest(ValuePolicy(COST, SIZE))
 
 
-def test_cost_is_interpolated_between_powers_of_two() -> None:
-    assert COST.chunk_seconds(32) == 9.0
-    assert COST.chunk_seconds(48) == 9.5
-    assert COST.chunk_seconds(64) == 10.0
-    assert COST.chunk_seconds(544) == pytest.approx(8.0 + 17.0)
-    assert COST.chunk_seconds(2048) == pytest.approx(8.0 + 64.0)  # along the last segment
-    assert COST.chunk_seconds(0) == 8.0
+# -- against brute force --
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_victim_is_the_least_valuable_up_to_one_class(seed: int) -> None:
+    """Private and shared branches come, rest, return, lose holders and are given up."""
+    rng, forest = random.Random(seed), value_forest()
+    num_victims = 0
+    for _ in range(150):
+        forest.now += rng.choice((0.5, 3.0, 40.0))
+        roll = rng.random()
+        if roll < 0.35:
+            holders = rng.choice((1, 1, 1, 2, 5))
+            since = [forest.now - rng.expovariate(1 / 50) for _ in range(holders)]
+            forest.grow(rng.choice((0, 3, 40)), rng.randint(1, 4), [*since[1:], forest.now])
+        elif roll < 0.5 and forest.branches:
+            branch = rng.choice(forest.branches)
+            holder = rng.choice(list(branch.holders))
+            holder.idle_since = forest.now
+            branch.touch(holder, forest.now)
+        elif roll < 0.6 and forest.branches:
+            branch = rng.choice(forest.branches)
+            if len(branch.holders) > 1:
+                del branch.holders[rng.choice(list(branch.holders))]
+                branch.idle_since = next(reversed(branch.holders)).idle_since
+                forest.queue.offer(branch, forest.now)
+        elif roll < 0.7 and forest.branches:
+            chunk = rng.choice(rng.choice(forest.branches).chunks)
+            chunk.host_filled = 0
+            assert chunk.branch is not None
+            forest.queue.requalify(chunk, chunk.branch, forest.now)
+        else:
+            forest.now += 1.0  # the first second counts as one
+            candidates = forest.candidates()
+            found = forest.take_least()
+            assert (found is None) == (not candidates)
+            if found is None:
+                continue
+            num_victims += 1
+            believed, victim = found
+            least = min(map(forest.exact_value, candidates))
+            assert believed <= least * (1 + 1e-9), f"seed {seed}"
+            assert forest.exact_value(victim) <= least * CLASS_RATIO * (1 + 1e-9), f"seed {seed}"
+        forest.queue.check(forest.branches, forest.now)
+    assert num_victims > 30
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_with_more_than_64_holders_the_value_is_a_lower_bound(seed: int) -> None:
+    """n holders of which 64 are weighed one by one: at most n / 64 too low, and never too high."""
+    rng, forest = random.Random(seed), value_forest()
+    forest.now = 10_000.0
+    for _ in range(12):
+        count = rng.choice((1, 5, 64, 65, 128, 300))
+        ages = [1.0 + rng.random() * rng.choice((5, 5000)) for _ in range(count)]
+        forest.grow(rng.choice((0, 1, 9)), 2, [forest.now - age for age in ages])
+    while candidates := forest.candidates():
+        found = forest.take_least()
+        assert found is not None
+        believed, victim = found
+        assert victim.branch is not None
+        slack = max(len(victim.branch.holders) / 64, 1.0)
+        least = min(map(forest.exact_value, candidates))
+        assert believed <= least * (1 + 1e-9)
+        assert forest.exact_value(victim) <= least * CLASS_RATIO * slack * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lru_takes_the_least_recently_active_and_its_leading_chunk_first(seed: int) -> None:
+    rng, forest = random.Random(seed), Forest(LruPolicy())
+    for _ in range(120):
+        forest.now += rng.choice((0.5, 3.0))
+        roll = rng.random()
+        if roll < 0.4:
+            forest.grow(0, rng.randint(1, 4), [forest.now] * rng.choice((1, 3)))
+        elif roll < 0.6 and forest.branches:
+            branch = rng.choice(forest.branches)
+            holder = rng.choice(list(branch.holders))
+            holder.idle_since = forest.now
+            branch.touch(holder, forest.now)
+        elif candidates := forest.candidates():
+            found = forest.take_least()
+            assert found is not None
+            victim = found[1]
+
+            def order(chunk: Chunk) -> tuple[float, int]:
+                assert chunk.branch is not None
+                return chunk.branch.idle_since, chunk.index
+
+            assert order(victim) == min(map(order, candidates)), f"seed {seed}"
+
+
+def test_lru_takes_a_conversations_leading_branch_first() -> None:
+    """A fork that has gone leaves two branches that were active at the same time."""
+    stage = Stage(16, 0)
+    stage.say("a", 16)
+    stage.fork_at("a", 8, "b")
+    stage.delete("b")
+    stage.say("a", 1)
+    stage.wait(1.0)
+    stage.say("filler", 55)
+    stage.cache.evict("filler", stage.now)
+    assert stage.where("a").replace("x", "d") == "---dd"
+
+
+@pytest.mark.parametrize("policy", [LruPolicy(), ValuePolicy(COST, SIZE)])
+def test_every_chunk_gets_its_turn(policy: RetentionPolicy) -> None:
+    """Nothing that may go is passed over for ever, however young or dear the others are."""
+    forest = Forest(policy)
+    old = forest.grow(60, 1, [0.0] * 60)  # dear and shared
+    forest.now = 1.0
+    taken: list[Chunk] = []
+    for _ in range(3000):
+        forest.now += 60.0
+        forest.grow(0, 1, [forest.now - 2.0])
+        found = forest.take_least()
+        assert found is not None
+        taken.append(found[1])
+        if found[1].branch is old:
+            break
+    else:
+        pytest.fail("the oldest chunk was never chosen")
+    num_left = len(forest.candidates())
+    for _ in range(num_left):
+        found = forest.take_least()
+        assert found is not None
+        taken.append(found[1])
+    assert forest.take_least() is None
+    assert len(set(taken)) == len(taken) == sum(len(branch.chunks) for branch in forest.branches)
+
+
+def test_a_decision_asks_about_few_branches_however_many_there_are() -> None:
+    class Counting(ValuePolicy):
+        num_asked = 0
+
+        def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
+            self.num_asked += 1
+            return super().class_of(branch, chunk_index, now)
+
+    asked = []
+    for num_branches in (100, 3000):
+        policy = Counting(COST, SIZE)
+        forest = Forest(policy)
+        for number in range(num_branches):
+            forest.now = float(number)
+            forest.grow(number % 5, 2, [forest.now])
+        policy.num_asked = 0
+        for _ in range(50):
+            forest.now += 1.0
+            assert forest.take_least() is not None
+        asked.append(policy.num_asked)
+    assert max(asked) <= 2 * 50
+
+
+def test_stale_entries_are_forgotten() -> None:
+    forest = Forest(LruPolicy())
+    branch = forest.grow(0, 1, [0.0])
+    for _ in range(1000):
+        forest.queue.withdraw(branch)
+        forest.queue.offer(branch, 0.0)
+    assert sum(map(len, forest.queue._heaps)) < 100
+
+
+def test_a_branch_in_use_is_passed_over_and_comes_back_by_an_offer() -> None:
+    forest = Forest(LruPolicy())
+    branch = forest.grow(0, 1, [0.0])
+    branch.num_running = 1
+    assert forest.queue.least(1.0) is None
+    branch.num_running = 0
+    forest.queue.offer(branch, 1.0)
+    found = forest.queue.least(1.0)
+    assert found is not None
+    assert found[1] is branch.chunks[0]
+
+
+# -- what a chunk is worth --
+
+
+def test_a_cost_profile_interpolates_between_powers_of_two() -> None:
+    profile = CostProfile.measured_at({32: 1.0, 64: 3.0, 128: 4.0}, other_seconds=10.0)
+    seconds = [profile.chunk_seconds(tokens) for tokens in (32, 40, 48, 64, 96, 128, 256)]
+    assert seconds == [11.0, 11.5, 12.0, 13.0, 13.5, 14.0, 16.0]
+    assert profile.chunk_seconds(0) == 10.0  # the line through 32 and 64, not below nothing
+    assert profile.measured
+
+
+def test_an_analytic_profile_counts_operations_and_says_that_it_is_not_measured() -> None:
+    profile = CostProfile.analytic(
+        num_parameters=1_000_000, num_layers=2, num_heads=4, head_size=16, chunk_tokens=32
+    )
+    assert not profile.measured
+    attention, others = 4 * 2 * 4 * 16 * 32 / 1e12, 2 * 1_000_000 * 32 / 1e12
+    for context in (32, 1000, 1024, 100_000, 200_000):
+        assert profile.chunk_seconds(context) == pytest.approx(others + attention * context)
 
 
 @pytest.mark.parametrize(
-    ("points", "other", "problem"),
+    ("attention", "other", "problem"),
     [
-        (((32, 1.0),), 1.0, "two or more"),
-        (((64, 1.0), (32, 1.0)), 1.0, "ascending"),
-        (((32, 1.0), (48, 1.0)), 1.0, "powers of two"),
-        (((32, 1.0), (64, 1.0)), 0.0, "positive"),
-        (((32, -1.0), (64, 1.0)), 1.0, "positive"),
+        ({32: 1.0}, 1.0, "two or more ascending"),
+        ({32: 1.0, 48: 2.0}, 1.0, "powers of two"),
+        ({32: 1.0, 64: -2.0}, 1.0, "are positive"),
+        ({32: 1.0, 64: 2.0}, 0.0, "are positive"),
     ],
 )
-def test_a_cost_profile_that_makes_no_sense_is_refused(
-    points: tuple[tuple[int, float], ...], other: float, problem: str
+def test_an_impossible_profile_is_refused(
+    attention: dict[int, float], other: float, problem: str
 ) -> None:
     with pytest.raises(ValueError, match=problem):
-        CostProfile(points, other)
+        CostProfile.measured_at(attention, other)
 
 
-def test_an_analytic_profile_says_that_it_was_not_measured() -> None:
-    profile = CostProfile.analytic(1_000_000, num_layers=4, num_heads=4, head_size=32)
-    assert not profile.measured
-    assert profile.chunk_seconds(4096) > profile.chunk_seconds(32) > 0
-    assert CostProfile.measured_at({64: 2.0, 32: 1.0}, 8.0).measured
+def test_profiles_are_ascending() -> None:
+    with pytest.raises(ValueError, match="ascending"):
+        CostProfile(((64, 1.0), (32, 2.0)), 1.0)
 
 
-def test_the_weight_of_a_branch_is_a_sum_over_its_holders() -> None:
-    holders = [Conversation("a", 90.0), Conversation("b", 80.0), Conversation("c", 60.0)]
-    branch = branch_of(holders, 0, 1)
-    assert branch.weight(100.0) == pytest.approx(1 + 10 / 20 + 10 / 40)
-    assert branch_of(holders[:1], 0, 1).weight(100.0) == 1.0
-    assert branch.weight(200.0) > branch.weight(100.0)  # towards the number of holders
+def test_a_weight_sums_over_holders_in_units_of_the_latest() -> None:
+    branch = value_forest().grow(0, 1, [0.0, 60.0, 90.0])
+    assert branch.weight(100.0) == pytest.approx(10 / 100 + 10 / 40 + 10 / 10)
+    assert branch.weight(1e9) == pytest.approx(3.0)
+    assert branch.weight(90.0) == branch.weight(91.0) == pytest.approx(1 / 91 + 1 / 31 + 1)
+    assert value_forest().grow(0, 1, [5.0]).weight(7.0) == 1.0
 
 
-def test_more_than_64_holders_are_a_lower_bound() -> None:
-    holders = [Conversation(str(i), float(i)) for i in range(200)]
-    branch = branch_of(holders, 0, 1)
-    exact = sum(301 / (500 - h.idle_since) for h in holders)
-    assert 64 < branch.weight(500.0) <= exact
+def test_beyond_64_holders_the_others_count_as_the_longest_idle() -> None:
+    branch = value_forest().grow(0, 1, [0.0, *([10.0] * 10), *([90.0] * 64)])
+    assert branch.weight(100.0) == pytest.approx(64 + 11 * 10 / 100)
 
 
-@pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize("policy", [ValuePolicy(COST, 32), LruPolicy()], ids=lambda p: p.name)
-def test_the_victim_is_the_least_valuable_up_to_one_class(
-    policy: RetentionPolicy, seed: int
-) -> None:
-    choose = random.Random(seed)
-    queue, now = RetentionQueue(Role.RECLAIM, policy), 200.0
-    conversations = [Conversation(str(i), choose.uniform(0, 190)) for i in range(12)]
-    branches = []
-    for _ in range(15):
-        holders = choose.sample(conversations, choose.choice((1, 1, 1, 2, 5)))
-        branches.append(branch_of(holders, choose.randint(0, 20), choose.randint(1, 6)))
-        queue.offer(branches[-1], now)
-    while True:
-        left = [c for branch in branches for c in branch.chunks if c.reclaimable]
-        found = queue.least(now)
-        if found is None:
-            assert not left
-            return
-        _, victim = found
-        if policy.name == "lru":
-            assert victim.branch is not None
-            assert victim.branch.idle_since == min(c.branch.idle_since for c in left if c.branch)
-        else:
-            least = min(true_value(chunk, now) for chunk in left)
-            assert true_value(victim, now) <= least * CLASS_RATIO * (1 + 1e-9)
-        give_up(victim)
-        if choose.random() < 0.3:  # a holder comes back and rests again
-            now += choose.uniform(0, 50)
-            branch = choose.choice(branches)
-            holder = choose.choice(list(branch.holders))
-            holder.idle_since = now
-            for each in branches:
-                if holder in each.holders:
-                    each.touch(holder, now)
-                    queue.offer(each, now)
-        now += choose.uniform(0, 5)
-        queue.check(branches, now)
+def test_classes_are_steps_of_ten_percent() -> None:
+    """cost(32) = 1.0 s is the cheapest chunk; class 7 begins at 1.1^7 = 1.95, class 8 at 2.14."""
+    cost = CostProfile.measured_at({32: 0.0, 64: 1.0, 128: 3.0}, other_seconds=1.0)
+    policy, branch = ValuePolicy(cost, SIZE), value_forest().grow(0, 4, [0.0])
+    assert [policy.class_of(branch, index, 0.0) for index in range(4)] == [0, 7, 11, 14]
+    assert policy.value_of(0, 10.0) == pytest.approx(0.1)
+    assert policy.value_of(7, 10.0) == pytest.approx(1.1**7 / 10)
+    assert policy.value_of(7, 0.2) == policy.value_of(7, 1.0)
+    shared = value_forest().grow(0, 1, [0.0] * 3)
+    assert policy.class_of(shared, 0, 100.0) == 11  # log(3) / log(1.1) = 11.5
 
 
-def test_a_conversation_loses_its_leading_end_first() -> None:
-    queue = RetentionQueue(Role.RECLAIM, ValuePolicy(COST, 32))
-    branch = branch_of([Conversation("a", 0.0)], 0, 4)
-    queue.offer(branch, 10.0)
-    order = []
-    while (found := queue.least(10.0)) is not None:
-        order.append(found[1].index)
-        give_up(found[1])
-    assert order == [0, 1, 2, 3]
+def test_there_are_64_classes_and_the_dearest_share_the_last() -> None:
+    assert (NUM_CLASSES, CLASS_RATIO) == (64, 1.1)
+    cost = CostProfile.measured_at({32: 0.0, 64: 1e6}, other_seconds=1.0)
+    policy, branch = ValuePolicy(cost, SIZE), value_forest().grow(0, 1, [0.0])
+    assert policy.class_of(branch, 100, 0.0) == 63
 
 
-def test_a_shared_prompt_outlives_the_private_chunks_behind_it() -> None:
-    queue = RetentionQueue(Role.RECLAIM, ValuePolicy(COST, 32))
-    holders = [Conversation(name, 0.0) for name in "abcd"]
-    prompt = branch_of(holders, 0, 2)
-    private = [branch_of([holder], 2, 2) for holder in holders]
-    for branch in (prompt, *private):
-        queue.offer(branch, 100.0)
-    first = []
-    for _ in range(8):
-        found = queue.least(100.0)
-        assert found is not None
-        first.append(found[1].branch)
-        give_up(found[1])
-    assert prompt not in first
+# -- what follows from it --
 
 
-def test_a_branch_in_use_is_no_candidate_and_comes_back_when_it_rests() -> None:
-    queue = RetentionQueue(Role.RECLAIM, LruPolicy())
-    old, young = (branch_of([Conversation(n, t)], 0, 1) for n, t in (("a", 1.0), ("b", 2.0)))
-    queue.offer(old, 5.0)
-    queue.offer(young, 5.0)
-    old.num_running = 1
-    found = queue.least(5.0)
-    assert found is not None
-    assert found[1].branch is young
-    old.num_running = 0
-    queue.offer(old, 6.0)
-    found = queue.least(6.0)
-    assert found is not None
-    assert found[1].branch is old
+def test_value_keeps_trailing_chunks_longer_than_leading_ones() -> None:
+    """Leading chunks are cheap to recompute: a goes from its front, dear chunks stay."""
+    stage = Stage(16, 0, policy="value")
+    stage.say("a", 24)
+    stage.wait(10.0)
+    stage.say("b", 8)
+    stage.wait(10.0)
+    stage.ask("filler", 39)
+    while not stage.where("filler"):
+        stage.next()
+    lost = {name: stage.where(name).count("-") for name in "ab"}
+    assert stage.where("a").startswith("--")
+    assert not stage.where("a").strip("-x")
+    assert lost == {"a": 2, "b": 0}
 
 
-def test_stale_entries_do_not_pile_up() -> None:
-    queue = RetentionQueue(Role.RECLAIM, LruPolicy())
-    branch = branch_of([Conversation("a", 1.0)], 0, 1)
-    for _ in range(1000):
-        queue.offer(branch, 5.0)
-        queue.withdraw(branch)
-    assert sum(len(heap) for heap in queue._heaps) < 100
+def test_a_shared_system_prompt_outlives_the_private_chunks_behind_it() -> None:
+    stage = Stage(16, 0, policy="value")
+    stage.say("system", 8)
+    for name in "abc":
+        stage.fork_at("system", 8, name)
+        stage.say(name, 8)
+    stage.delete("system")
+    stage.wait(100.0)
+    stage.say("filler", 43)
+    for name in "abc":
+        assert "-" not in stage.where(name)[:2]
+    assert sum(len(stage.where(name).replace("-", "")) - 2 for name in "abc") < 6

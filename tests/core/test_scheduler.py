@@ -1,236 +1,526 @@
-"""What runs next, one behaviour at a time."""
+"""What runs next: turns over chunks of 4 tokens and a few pages."""
 
 from __future__ import annotations
 
 import pytest
 
-from pensieve.core.iteration import Iteration
-from pensieve.core.turn import Turn, TurnState
-from tests.core.world import Shape, World
+from pensieve.core.cost import CostProfile
+from pensieve.core.iteration import Outcome, Sample, TurnFailure
+from pensieve.core.retention import LruPolicy, ValuePolicy, policy_named
+from pensieve.core.sampling import Sampling
+from pensieve.core.scheduler import SchedulerConfig, tokens_of
+from pensieve.core.turn import FinishReason, Turn, TurnState
+from tests.core.world import Shape, Stage, World
 
-CALM = Shape(device_pages=20, host_pages=20, late=0.0, reply_max=1, batch_tokens_max=64)
-
-
-def world_of(shape: Shape = CALM, **logs: list[int]) -> World:
-    """A world whose conversations have these logs already, computed and at rest."""
-    world = World(0, shape)
-    for name, prompt in logs.items():
-        world.logs[name], world.commits[name] = [], [0]
-        world.submit(name, prompt=prompt)
-        world.settle()
-        world.clock.advance(10.0)
-    return world
+# -- one turn --
 
 
-def planned(world: World) -> Iteration:
-    """Plan and carry out one iteration."""
-    iteration = world.scheduler.plan(world.clock.now())
-    assert iteration is not None
-    world.executor.launch(iteration)
-    for progress in world.scheduler.commit(iteration, world.executor.collect(), world.clock.now()):
-        world._take(progress)
-    world.scheduler.check(world.clock.now())
-    return iteration
+def test_a_first_turn_is_one_prefill_and_then_one_token_at_a_time() -> None:
+    stage = Stage(8, 0)
+    turn = stage.ask("a", 6, 3)
+    seen = []
+    while turn.finish is None:
+        stage.next()
+        seen += stage.slices()
+    assert seen == [("a", 0, 6), ("a", 6, 7), ("a", 7, 8)]
+    assert turn.finish is FinishReason.LENGTH
+    assert len(turn.tokens) == 9
+    assert (turn.usage.output_tokens, turn.usage.new_tokens) == (3, 6)
 
 
-def spans(iteration: Iteration, turn: Turn) -> list[tuple[int, int]]:
-    return [(piece.start, piece.stop) for piece in iteration.slices if piece.turn is turn]
-
-
-def with_reply(world: World, name: str, prompt: list[int], reply: int) -> Turn:
-    world.submit(name, prompt=prompt)
-    turn = world.turns[name]
-    turn.length_max = len(turn.tokens) + reply
-    return turn
-
-
-def test_a_returning_conversation_computes_only_what_is_new() -> None:
-    world = world_of(a=[1, 2, 3, 4, 5])
-    turn = with_reply(world, "a", [7, 8], 1)
-    iteration = planned(world)
-    assert spans(iteration, turn) == [(5, 8)]  # the last sampled token, and the two new ones
+def test_the_last_sampled_token_is_fed_with_the_next_turn_and_counts_as_new() -> None:
+    stage = Stage(8, 0)
+    stage.say("a", 4, 3)
+    turn = stage.ask("a", 2)
+    stage.next()
+    assert stage.slices() == [("a", 6, 9)]
     usage = turn.usage
-    assert (usage.new_tokens, usage.device_tokens, usage.recomputed_tokens) == (3, 5, 0)
-    assert usage.prompt_tokens == 8
+    assert (usage.device_tokens, usage.new_tokens, usage.recomputed_tokens) == (6, 3, 0)
 
 
-def test_what_was_copied_ahead_of_need_and_not_taken_costs_nothing() -> None:
-    shape = Shape(device_pages=8, host_pages=20, late=0.0, reply_max=1)
-    world = world_of(shape, a=[1] * 25)
-    world.settle()
-    clean = world.cache.clean_pages
-    assert clean > 0
-    turn = with_reply(world, "a", [7], 1)
-    assert not planned(world).swap_ins
-    assert turn.usage.device_tokens == 25
-    assert world.cache.counters.reclaim_hits == clean
+def test_a_turn_that_reaches_length_max_ends() -> None:
+    """A lone turn may fill the device but for one page, and ends with LENGTH at the limit."""
+    stage = Stage(6, 0)
+    turn = stage.say("a", 1, 1000)
+    assert len(turn.tokens) == stage.cache.config.device_tokens_max == 20
+    assert turn.finish is FinishReason.LENGTH
+    assert turn.usage.suspensions == 0
 
 
-def test_dropped_chunks_are_recomputed_as_disconnected_slices() -> None:
-    world = world_of(a=list(range(1, 21)))
-    chunks = world.cache.conversations["a"].chunks()
-    for chunk in (chunks[0], chunks[3]):  # a hole in front and one in the middle
-        world.cache._count_reclaimable(chunk, -1)
-        world.cache._free_device(chunk)
-    turn = with_reply(world, "a", [9], 1)
-    iteration = planned(world)
-    assert spans(iteration, turn) == [(0, 4), (12, 16), (20, 22)]
-    assert turn.usage.recomputed_tokens == 8
-    assert [piece.needs_token for piece in iteration.slices] == [False, False, True]
+def test_times_are_those_of_the_engine() -> None:
+    stage = Stage(8, 0)
+    turn = stage.ask("a", 2, 2)
+    stage.wait(3.0)
+    stage.until_ended(turn)
+    usage = turn.usage
+    assert (usage.submitted_at, usage.admitted_at) == (1.0, 4.0)
+    assert usage.first_token_at == pytest.approx(4.01)
+    assert usage.finished_at == pytest.approx(4.02)
 
 
-def test_a_long_prefill_is_cut_and_others_generate_meanwhile() -> None:
-    shape = Shape(device_pages=30, host_pages=0, batch_tokens_max=8, reply_max=1)
-    world = World(0, shape)
-    for name in "ab":
-        world.logs[name], world.commits[name] = [], [0]
-    talker = with_reply(world, "a", [1, 2], 12)
-    planned(world)
-    long = with_reply(world, "b", [5] * 20, 1)
-    pieces = []
-    while long.state is not TurnState.FINISHED:
-        iteration = planned(world)
-        assert iteration.num_tokens <= 8
-        assert len(spans(iteration, talker)) == 1 or talker.finish is not None
-        pieces += spans(iteration, long)
-    assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])]
-    assert len(pieces) >= 3
-    assert pieces[0] == (0, 7)  # one token of the budget is the talker's
+# -- one budget for all --
 
 
-def test_new_turns_leave_the_reserve_to_those_who_generate() -> None:
-    shape = Shape(device_pages=20, host_pages=0, late=0.0, reply_max=1, batch_tokens_max=200)
-    world = World(0, shape)
+def test_a_long_prefill_is_cut_and_decodes_ride_along_in_every_iteration() -> None:
+    stage = Stage(20, 0, batch_tokens_max=8)
+    stage.ask("a", 2, 10)
+    stage.next()
+    stage.ask("b", 20, 2)
+    seen = []
+    for _ in range(4):
+        stage.next()
+        seen.append(stage.slices())
+    assert seen == [
+        [("a", 2, 3), ("b", 0, 7)],
+        [("a", 3, 4), ("b", 7, 14)],
+        [("a", 4, 5), ("b", 14, 20)],
+        [("a", 5, 6), ("b", 20, 21)],
+    ]
+
+
+def test_started_prefills_go_before_new_turns_and_new_turns_come_in_order() -> None:
+    stage = Stage(20, 0, batch_tokens_max=8)
     for name in "abc":
-        world.logs[name], world.commits[name] = [], [0]
-    with_reply(world, "a", [1] * 40, 9)  # 10 of 20 pages
-    with_reply(world, "b", [2] * 32, 9)  # 8 more would leave 2, the reserve
-    with_reply(world, "c", [3] * 4, 9)  # waits: first come, first served
-    iteration = planned(world)
-    assert {piece.turn.conversation_id for piece in iteration.slices} == {"a", "b"}
-    assert world.turns["c"].state is TurnState.QUEUED
+        stage.ask(name, 6, 2)
+    seen = []
+    for _ in range(3):
+        stage.next()
+        seen.append(stage.slices())
+    assert seen == [
+        [("a", 0, 6), ("b", 0, 2)],
+        [("a", 6, 7), ("b", 2, 6), ("c", 0, 3)],
+        [("b", 6, 7), ("c", 3, 6)],
+    ]
 
 
-def test_nothing_running_means_no_reserve() -> None:
-    shape = Shape(device_pages=10, host_pages=0, late=0.0, reply_max=1, batch_tokens_max=200)
-    world = World(0, shape)
-    world.logs["a"], world.commits["a"] = [], [0]
-    turn = with_reply(world, "a", [1] * 35, 1)  # 9 of 10 pages
-    assert spans(planned(world), turn) == [(0, 35)]
+def test_no_more_turns_run_than_the_budget_has_tokens() -> None:
+    stage = Stage(20, 0, batch_tokens_max=2, turns_max=8)
+    for name in "abc":
+        stage.ask(name, 1, 4)
+    stage.next()
+    stage.next()
+    assert stage.slices() == [("a", 1, 2), ("b", 1, 2)]
+    assert [turn.conversation_id for turn in stage.scheduler.queued] == ["c"]
 
 
-def test_the_latest_arrived_is_suspended_and_resumes_first_computing_nothing_twice() -> None:
-    shape = Shape(device_pages=8, host_pages=20, late=0.0, batch_tokens_max=64)
-    for seed in range(40):  # replies end where the ledger says; take one that goes on
-        world = World(seed, shape)
-        for name in "abc":
-            world.logs[name], world.commits[name] = [], [0]
-        first = with_reply(world, "a", [seed + 1] * 11, 14)
-        second = with_reply(world, "b", [seed + 2] * 11, 14)
-        for _ in range(30):
-            if second.state is TurnState.SUSPENDED or not world.step():
-                break
-        if second.state is not TurnState.SUSPENDED:
-            continue
-        assert first.state is TurnState.RUNNING
-        third = with_reply(world, "c", [3], 1)
-        world.settle()
-        assert second.usage.admitted_at is not None
-        assert third.usage.admitted_at is not None
-        assert world.scheduler.counters.resumptions >= 1
-        assert world.scheduler.counters.recomputed_tokens == 0
-        assert second.usage.suspensions >= 1
-        return
-    pytest.fail("no seed suspended a turn")
+def test_nobody_overtakes_the_head_of_the_queue() -> None:
+    stage = Stage(10, 0)
+    running = stage.ask("a", 12, 8)
+    stage.next()
+    stage.ask("large", 24, 1)
+    stage.ask("small", 1, 1)
+    stage.next()
+    assert stage.slices() == [("a", 12, 13)]
+    stage.until_ended(running)
+    stage.next()
+    stage.next()
+    assert [name for name, _, _ in stage.slices()][:1] == ["large"]
+    stage.settle()
 
 
-def test_a_fork_inside_a_chunk_copies_its_first_slots_at_its_next_turn() -> None:
-    world = world_of(a=[1, 2, 3, 4, 5, 6])  # one chunk of four and one of two, and the reply
-    world.logs["f"], world.commits["f"] = world.logs["a"][:6], [0, 6]
-    world.cache.fork("a", 6, "f", world.clock.now())
-    assert world.cache.counters.copied_on_write == 0
-    turn = with_reply(world, "f", [9], 1)
-    iteration = planned(world)
-    (copy,) = iteration.copies
-    assert copy.num_slots == 2
-    assert spans(iteration, turn) == [(6, 7)]
-    assert turn.usage.recomputed_tokens == 0
+# -- holes --
 
 
-def test_a_rewind_gives_the_cut_chunk_a_new_identity() -> None:
-    world = world_of(a=[1, 2, 3, 4, 5, 6, 7])
-    old = world.cache.conversations["a"].chunks()[1]
-    world.logs["a"] = world.logs["a"][:6]
-    world.scheduler.rewind("a", 6, world.clock.now())
-    with_reply(world, "a", [9], 1)
-    (copy,) = planned(world).copies
-    assert copy.source_page == old.device_page or old.device_page is None
-    assert world.cache.conversations["a"].chunks()[1] is not old
+def repaired(budget: int = 16) -> tuple[Stage, Turn]:
+    """a = 12 tokens of KV whose first chunk is lost, and a turn that needs them."""
+    stage = Stage(16, 0, batch_tokens_max=budget)
+    stage.say("a", 12)
+    stage.wait(1.0)
+    stage.say("filler", 55)
+    stage.delete("filler")
+    assert stage.where("a") == "-xx"
+    return stage, stage.ask("a", 3, 2)
 
 
-def test_a_chunk_that_two_miss_is_computed_once() -> None:
-    world = world_of(a=[1, 2, 3, 4, 5, 6, 7, 8])
-    world.logs["f"], world.commits["f"] = world.logs["a"][:8], [0, 8]
-    world.cache.fork("a", 8, "f", world.clock.now())
-    for chunk in world.cache.conversations["a"].chunks()[:2]:
-        world.cache._count_reclaimable(chunk, -1)
-        world.cache._free_device(chunk)
-    one, two = with_reply(world, "a", [9], 1), with_reply(world, "f", [9], 1)
-    iteration = planned(world)
-    assert spans(iteration, one) == [(0, 10)]
-    assert spans(iteration, two) == [(8, 9)]
+def test_a_hole_in_front_is_repaired_in_the_iteration_of_what_follows() -> None:
+    stage, turn = repaired()
+    stage.next()
+    assert stage.slices() == [("a", 0, 4), ("a", 12, 16)]
+    assert stage.scheduler.counters.repaired_ranges_max == 2
+    assert (turn.usage.recomputed_tokens, turn.usage.device_tokens) == (4, 8)
+    assert stage.scheduler.counters.recomputed_tokens == 4
 
 
-def test_a_failed_turn_leaves_no_kv_behind() -> None:
-    world = world_of(a=[1, 2, 3, 4, 5])
-    world.executor.failing = 1.0
-    with_reply(world, "a", [6, 7], 1)
-    planned(world)
-    assert world.scheduler.counters.failed == 1
-    world.executor.failing = 0.0
-    turn = with_reply(world, "a", [6, 7], 1)
-    planned(world)
-    assert turn.usage.recomputed_tokens == 5
-    world.settle()
+def test_holes_in_front_are_computed_no_later_than_what_follows() -> None:
+    stage, _ = repaired(budget=3)
+    seen = []
+    for _ in range(3):
+        stage.next()
+        seen.append(stage.slices())
+    assert seen == [[("a", 0, 3)], [("a", 3, 4), ("a", 12, 14)], [("a", 14, 16)]]
 
 
-def test_a_warm_turn_fills_holes_and_says_nothing() -> None:
-    world = world_of(a=list(range(1, 13)))
-    assert world.cache.evict("a", world.clock.now()) > 0
-    world.submit("a", warm=True)
-    world.settle()
-    turn = with_reply(world, "a", [5], 1)
-    planned(world)
-    assert turn.usage.recomputed_tokens == 0
-    assert turn.usage.device_tokens == 12
+def test_three_disconnected_ranges_are_computed_in_one_iteration() -> None:
+    """Holes at chunks 0 and 3 of five, and what is new."""
+    stage = Stage(20, 0, batch_tokens_max=64)
+    stage.say("a", 20)
+    for chunk in (stage.chunks("a")[0], stage.chunks("a")[3]):
+        stage.cache._count_reclaimable(chunk, -1)
+        stage.cache._free_device(chunk)
+    turn = stage.ask("a", 1)
+    stage.next()
+    assert stage.slices() == [("a", 0, 4), ("a", 12, 16), ("a", 20, 22)]
+    assert stage.latest is not None
+    assert [piece.needs_token for piece in stage.latest.slices] == [False, False, True]
+    assert (turn.usage.recomputed_tokens, turn.usage.device_tokens) == (8, 12)
 
 
-def test_deleting_during_a_copy_frees_the_pages_after_it() -> None:
-    shape = Shape(device_pages=8, host_pages=20, late=1.0, reply_max=1, batch_tokens_max=64)
-    world = World(0, shape)
-    world.logs["a"], world.commits["a"] = [], [0]
-    with_reply(world, "a", [1] * 26, 1)
-    planned(world)
-    iteration = world.scheduler.plan(world.clock.now())
+def shared_hole(**shape: object) -> Stage:
+    """a and b share 8 tokens of KV whose first chunk is lost."""
+    stage = Stage(16, 0, **shape)
+    stage.say("a", 8)
+    stage.fork_at("a", 8, "b")
+    stage.wait(1.0)
+    stage.say("filler", 58, 2)
+    stage.delete("filler")
+    assert (stage.where("a"), stage.where("b")) == ("-x", "-x")
+    return stage
+
+
+def test_two_conversations_that_miss_the_same_chunk_compute_it_once() -> None:
+    stage = shared_hole()
+    stage.ask("a", 3)
+    stage.ask("b", 4)
+    stage.next()
+    assert stage.slices() == [("a", 0, 4), ("a", 8, 12), ("b", 8, 12)]
+    stage.settle()
+
+
+def test_two_turns_share_the_repair_of_a_chunk_when_the_budget_cuts_it() -> None:
+    stage = shared_hole(batch_tokens_max=6)
+    a = stage.ask("a", 3)
+    stage.next()
+    assert stage.slices() == [("a", 0, 4), ("a", 8, 10)]
+    stage.cancel_at(a, a.history_tokens)  # what it repaired stays
+    b = stage.ask("b", 4)
+    stage.next()
+    assert stage.slices() == [("b", 8, 12)]
+    assert (b.usage.device_tokens, b.usage.recomputed_tokens) == (7, 0)
+
+
+# -- admission --
+
+
+def test_admission_keeps_the_reserve_except_when_nothing_runs() -> None:
+    """20 pages, of which 2 are the reserve."""
+    stage = Stage(20, 0, batch_tokens_max=100)
+    running = stage.ask("a", 8, 4)
+    stage.next()
+    assert stage.cache.available == 18
+    large = stage.ask("b", 61)  # 16 pages, and a's decode takes one of the 18
+    stage.next()
+    assert large.state is TurnState.QUEUED
+    stage.until_ended(running)
+    stage.until_ended(large)
+
+    stage = Stage(20, 0, batch_tokens_max=100)
+    stage.ask("a", 8, 4)
+    stage.next()
+    fits = stage.ask("b", 60)  # 15 pages
+    stage.next()
+    assert fits.state is not TurnState.QUEUED
+
+    alone = Stage(20, 0, batch_tokens_max=100)
+    alone.ask("c", 75)
+    alone.next()
+    assert alone.slices() == [("c", 0, 75)]
+
+
+def test_all_pages_of_a_context_are_reserved_at_once() -> None:
+    stage = Stage(12, 0, batch_tokens_max=4)
+    stage.ask("a", 30)
+    stage.next()
+    assert stage.slices() == [("a", 0, 4)]
+    assert stage.cache.device.num_empty == 12 - 8
+
+
+# -- suspension --
+
+
+def crowded(host_pages: int) -> tuple[Stage, Turn, Turn, Turn]:
+    """6 pages for two turns that want 5 each, and a third that waits for 4."""
+    stage = Stage(6, host_pages, prompt_max=1)
+    a, b = stage.ask("a", 4, 15), stage.ask("b", 4, 15)
+    stage.next()
+    return stage, a, b, stage.ask("c", 13, 1)
+
+
+def test_the_latest_turn_is_suspended_and_resumes_ahead_of_the_queue() -> None:
+    stage, a, b, c = crowded(host_pages=20)
+    ended: list[Turn] = []
+    while len(ended) < 3:
+        stage.next()
+        ended += [turn for turn in (a, b, c) if turn.finish and turn not in ended]
+        if c.state is TurnState.RUNNING:
+            assert b.state is TurnState.FINISHED
+    assert ended == [a, b, c]
+    assert (a.usage.suspensions, c.usage.suspensions) == (0, 0)
+    assert b.usage.suspensions == stage.scheduler.counters.suspensions == 1
+    assert stage.scheduler.counters.resumptions == 1
+
+
+def test_nothing_that_is_still_held_is_computed_twice() -> None:
+    """With a host that holds everything, each position of a, b and c is computed once."""
+    stage, a, b, c = crowded(host_pages=20)
+    stage.settle()
+    assert b.usage.suspensions == 1
+    assert stage.cache.counters.swapped_in >= 1
+    positions = sum(len(turn.tokens) - 1 for turn in (a, b, c))
+    assert stage.scheduler.counters.tokens == positions == 18 + 18 + 13
+    assert stage.scheduler.counters.recomputed_tokens == 0
+
+
+def test_what_a_suspended_turn_lost_is_recomputed_and_its_reply_is_the_same() -> None:
+    stage, a, b, c = crowded(host_pages=0)
+    stage.settle()
+    assert b.usage.suspensions >= 1
+    again = stage.scheduler.counters.recomputed_tokens
+    positions = sum(len(turn.tokens) - 1 for turn in (a, b, c))
+    assert again > 0
+    assert stage.scheduler.counters.tokens == positions + again
+
+
+def test_a_suspended_turn_that_is_cancelled_leaves_its_first_tokens() -> None:
+    stage, _, b, _ = crowded(host_pages=20)
+    while b.state is not TurnState.SUSPENDED:
+        stage.next()
+    stage.cancel_at(b, 6)
+    assert b.finish is FinishReason.CANCELLED
+    assert stage.cache.conversations["b"].num_tokens == 6
+    stage.settle()
+
+
+def test_a_waiting_turn_is_not_suspended_for_pages_that_are_on_their_way() -> None:
+    stage = Stage(6, 20)
+    stage.say("old", 8)  # dirty, so it is copied out when it is needed
+    a = stage.ask("a", 4, 16)
+    stage.settle()
+    assert a.usage.suspensions == 0
+    assert stage.where("old") in ("hc", "ch")  # whichever copy finished first
+
+
+# -- the end of a turn --
+
+
+def test_cancelling_in_the_queue_touches_nothing() -> None:
+    stage = Stage(8, 0)
+    stage.say("a", 4)
+    turn = stage.ask("a", 4)
+    stage.cancel_at(turn, 0)
+    assert turn.state is TurnState.FINISHED
+    assert stage.where("a") == "d"
+    assert stage.scheduler.num_turns == 0
+
+
+def test_cancelling_keeps_as_many_tokens_as_the_reader_has_seen() -> None:
+    stage = Stage(8, 0)
+    turn = stage.ask("a", 4, 10)
+    for _ in range(4):
+        stage.next()
+    assert len(turn.tokens) == 8
+    stage.cancel_at(turn, 6)
+    assert stage.logs["a"] == list(turn.tokens[:6])
+    assert stage.cache.conversations["a"].num_tokens == 6
+    again = stage.ask("a", 1)
+    stage.next()
+    assert stage.slices() == [("a", 6, 7)]
+    assert (again.usage.device_tokens, again.usage.new_tokens) == (5, 2)
+
+
+def test_a_turn_in_flight_ends_for_its_reader_at_once_and_keeps_its_pages_until_the_commit() -> (
+    None
+):
+    stage = Stage(8, 0, overlap=True)
+    turn = stage.ask("a", 4, 10)
+    stage.step()
+    stage.cancel_at(turn, 0)
+    assert turn.finish is FinishReason.CANCELLED
+    assert stage.cache.device.num_empty == 7
+    stage.settle()
+    assert stage.cache.device.num_empty == 8
+    assert stage.scheduler.counters.idle_tokens == 1
+
+
+def test_a_conversation_is_deleted_although_its_turn_is_in_flight() -> None:
+    stage = Stage(8, 0, overlap=True)
+    stage.say("a", 4)
+    stage.ask("a", 4, 10)
+    stage.step()
+    stage.delete("a")
+    stage.settle()
+    assert stage.cache.conversations == {}
+    assert stage.cache.device.num_empty == 8
+
+
+# -- rows that are not numbers --
+
+
+def test_a_failed_turn_ends_alone_and_its_pages_are_not_kept() -> None:
+    stage = Stage(8, 8, swap_out_below=1.0)
+    stage.say("a", 8)
+    stage.settle()
+    bad, good = stage.ask("a", 4, 3), stage.ask("b", 4, 3)
+    stage.executor.failing_turns = {bad.turn_id}
+    stage.next()
+    assert bad.finish is FinishReason.FAILED
+    assert good.finish is None
+    assert "a" not in stage.cache.conversations
+    assert stage.cache.counters.discarded == 4
+    stage.until_ended(good)
+    stage.executor.failing_turns = set()
+    again = stage.say("a", 4)
+    assert (again.usage.recomputed_tokens, again.usage.new_tokens) == (8, 5)
+
+
+def test_a_chunk_that_a_failed_turn_repaired_is_repaired_again_for_its_other_holders() -> None:
+    stage = shared_hole(batch_tokens_max=10)
+    a, b = stage.ask("a", 3, 9), stage.ask("b", 1, 9)
+    scheduler = stage.scheduler
+    for failing in (False, False, True):
+        iteration = scheduler.plan(stage.now)
+        assert iteration is not None
+        sampled = [piece.turn.turn_id for piece in iteration.slices if piece.needs_token]
+        samples = [Sample(turn_id, 1) for turn_id in sampled if not failing or turn_id != a.turn_id]
+        failures = (TurnFailure(a.turn_id, "NAN_LOGITS", "a row was NaN"),) if failing else ()
+        scheduler.commit(iteration, Outcome(tuple(samples), (), failures), stage.now)
+    assert (a.finish, b.finish) == (FinishReason.FAILED, None)
+    assert [chunk.filled for chunk in stage.chunks("b")] == [0, 4, 3]
+    iteration = scheduler.plan(stage.now)
     assert iteration is not None
-    assert iteration.swap_outs
-    world.executor.launch(iteration)
-    world.delete("a")
-    held = shape.device_pages - world.cache.device.num_empty
-    assert held == len(iteration.swap_outs)
-    world.scheduler.commit(iteration, world.executor.collect(), world.clock.now())
-    world.settle()
-    assert world.cache.device.num_empty == shape.device_pages
-    assert world.cache.host.num_empty == shape.host_pages
+    assert [(piece.start, piece.stop) for piece in iteration.slices] == [(0, 4), (11, 12)]
 
 
-def test_a_host_of_no_pages_still_serves_everything_by_recompute() -> None:
-    world = world_of(Shape(device_pages=8, host_pages=0, late=0.0, reply_max=1), a=[1] * 20)
-    for name, prompt in (("b", [2] * 20), ("c", [3] * 20)):
-        world.logs[name], world.commits[name] = [], [0]
-        world.submit(name, prompt=prompt)
-        world.settle()
-    turn = with_reply(world, "a", [4], 1)
-    world.settle()
-    assert turn.usage.recomputed_tokens > 0
-    assert world.cache.counters.swapped_out == 0
+def test_a_turn_at_the_end_of_a_page_survives_the_failure_of_another() -> None:
+    """b has just filled its last page when the chunk that a repaired for both is discarded."""
+    stage = shared_hole(batch_tokens_max=16)
+    a, b = stage.ask("a", 3, 9), stage.ask("b", 4, 9)
+    scheduler = stage.scheduler
+    iteration = scheduler.plan(stage.now)
+    assert iteration is not None
+    assert len(b.tokens) == 4 * len(b.chunks) == 12
+    outcome = Outcome((Sample(b.turn_id, 1),), (), (TurnFailure(a.turn_id, "NAN_LOGITS", ""),))
+    scheduler.commit(iteration, outcome, stage.now)
+    scheduler.check(stage.now)
+    repair = scheduler.plan(stage.now)
+    assert repair is not None
+    assert [(piece.start, piece.stop) for piece in repair.slices] == [(0, 4), (12, 13)]
+
+
+def test_a_failed_turn_discards_what_it_wrote_and_no_longer_holds() -> None:
+    """b forks inside the chunk that a's turn writes; a is suspended, resumes on a copy and fails."""
+    stage = Stage(16, 0)
+    stage.say("a", 1)
+    a = stage.ask("a", 1, 20)
+    stage.next()
+    stage.fork_at("a", 1, "b")
+    stage.scheduler._suspend(a, stage.now)
+    stage.next()
+    assert stage.chunks("a")[0] is not stage.chunks("b")[0]
+    stage.executor.failing_turns = {a.turn_id}
+    stage.next()
+    assert a.finish is FinishReason.FAILED
+    assert stage.cache.available == 16
+    stage.say("b", 1)
+
+
+def test_a_copy_of_what_a_failed_turn_wrote_is_not_trusted() -> None:
+    """a repairs the chunk inside which b ends, b copies it on write, and then a fails."""
+    stage = Stage(16, 0, policy="value")
+    stage.say("a", 12)
+    stage.fork_at("a", 6, "b")
+    stage.wait(5000.0)
+    stage.say("a", 1)
+    stage.wait(50.0)
+    stage.say("filler", 46, 9)
+    stage.cache.evict("filler", stage.now)
+    assert (stage.where("a"), stage.where("b")) == ("--xx", "--")
+    a = stage.ask("a", 3, 30)
+    stage.next()
+    stage.say("b", 3)
+    assert stage.cache.counters.copied_on_write == 1
+    stage.executor.failing_turns = {a.turn_id}
+    stage.until_ended(a)
+    stage.executor.failing_turns = set()
+    stage.say("b", 1)
+
+
+# -- warms --
+
+
+def test_a_warm_brings_a_conversation_to_the_device_and_says_nothing() -> None:
+    stage = Stage(12, 20)
+    stage.say("a", 8)
+    stage.say("filler", 43)
+    stage.settle()
+    stage.delete("filler")
+    assert stage.where("a") == "hc"
+    warm = stage.warm("a")
+    stage.settle()
+    assert warm.finish is FinishReason.WARMED
+    assert warm.usage.output_tokens == 0
+    assert stage.where("a") == "ccd"
+    turn = stage.say("a", 2)
+    assert (turn.usage.device_tokens, turn.usage.host_tokens) == (8, 0)
+
+
+def test_a_warm_uses_only_pages_above_the_mark_and_ends_when_there_are_none() -> None:
+    stage = Stage(12, 0, batch_tokens_max=32)
+    stage.say("a", 8)
+    running = stage.ask("b", 24, 9)
+    stage.next()
+    assert stage.cache.available == 4
+    warm = stage.warm(
+        "a"
+    )  # b's next token takes a page; a third for a would leave 2, the mark is 3
+    stage.next()
+    assert warm.finish is FinishReason.WARMED
+    assert stage.where("a") == "dd"
+    stage.until_ended(running)
+
+
+def test_a_warm_is_the_first_to_give_way() -> None:
+    stage = Stage(16, 0, batch_tokens_max=2, swap_out_below=0.1)
+    stage.say("w", 20, 1)
+    stage.cache.evict("w", stage.now)
+    warm = stage.warm("w")  # 6 pages, filled 2 tokens at a time
+    stage.next()
+    assert warm.state is TurnState.RUNNING
+    running = stage.ask("a", 1, 50)
+    stage.until_ended(running)
+    assert warm.finish is FinishReason.WARMED
+    assert running.usage.suspensions == 0
+
+
+# -- values --
+
+
+def test_tokens_are_packed_into_four_bytes() -> None:
+    assert tokens_of([1, 2, 3]).itemsize == 4
+
+
+@pytest.mark.parametrize("wrong", [{"batch_tokens_max": 0}, {"turns_max": 0}])
+def test_an_impossible_scheduler_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        SchedulerConfig(**wrong)
+
+
+def test_a_state_cannot_be_skipped() -> None:
+    turn = Turn(1, "a", tokens_of([1]), 0, 1, 2, Sampling())
+    with pytest.raises(AssertionError):
+        turn.move_to(TurnState.SUSPENDED)
+    turn.move_to(TurnState.RUNNING)
+    turn.move_to(TurnState.FINISHED)
+    with pytest.raises(AssertionError):
+        turn.move_to(TurnState.RUNNING)
+
+
+def test_policies_have_names() -> None:
+    cost = CostProfile.measured_at({32: 1.0, 64: 2.0}, 1.0)
+    assert isinstance(policy_named("lru", cost, 32), LruPolicy)
+    assert isinstance(policy_named("value", cost, 32), ValuePolicy)
+    with pytest.raises(ValueError, match="no retention policy is named 'fifo'"):
+        policy_named("fifo", cost, 32)
+
+
+def test_nothing_to_do_is_none() -> None:
+    assert World(0, Shape()).scheduler.plan(0.0) is None

@@ -59,7 +59,7 @@ def traffic(name: str, seeds: range) -> Counter[str]:
     shape, total, most_ranges = SHAPES[name], Counter[str](), 0
     for seed in seeds:
         try:
-            world = run(seed, shape, actions=40, checks_every=1 if seed % 4 == 0 else 5)
+            world = run(seed, shape, actions=30, checks_every=1 if seed % 4 == 0 else 5)
             assert world.cache.swap_ins_in_flight == world.cache.swap_outs_in_flight == 0
         except BaseException as error:
             error.add_note(f"seed {seed} of {name!r}: {shape}")
@@ -78,7 +78,7 @@ def test_every_reply_is_right_whatever_happens(name: str) -> None:
     never = sorted(each for each in must_happen(SHAPES[name]) if not total[each])
     assert not never, f"never happened: {never} in {dict(total)}"
     assert total["repaired_ranges_max"] >= 2
-    assert total["replies"] > 5 * SEEDS
+    assert total["replies"] > 4 * SEEDS
     if not SHAPES[name].overlap:
         assert total["idle_tokens"] == 0
     if not SHAPES[name].failing:

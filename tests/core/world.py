@@ -253,8 +253,12 @@ class World:
         turn, finish = progress.turn, progress.finish
         if finish is None:
             return
-        name = turn.conversation_id
+        name, usage = turn.conversation_id, turn.usage
         assert self.turns.pop(name) is turn, "a turn ended twice"
+        assert usage.output_tokens == turn.num_output_tokens
+        if usage.admitted_at is not None:
+            assert usage.prompt_tokens == turn.prompt_end, f"{usage} of {turn.prompt_end} tokens"
+            assert min(usage.device_tokens, usage.host_tokens, usage.recomputed_tokens) >= 0
         if finish in (FinishReason.FAILED, FinishReason.WARMED):
             return
         if finish is FinishReason.CANCELLED:
@@ -322,8 +326,23 @@ class Stage(World):
         self.commits[target] = [0, num_tokens]
         self.cache.fork(source, num_tokens, target, self.clock.now())
 
+    def warm(self, name: str) -> Turn:
+        self.submit(name, warm=True)
+        return self.turns[name]
+
     def land(self) -> None:
         self.executor.land()
+
+    @property
+    def now(self) -> float:
+        return self.clock.now()
+
+    def slices(self) -> list[tuple[str, int, int]]:
+        """(conversation, start, stop) of what the last step planned."""
+        assert self.latest is not None, "there was nothing to do"
+        return [
+            (piece.turn.conversation_id, piece.start, piece.stop) for piece in self.latest.slices
+        ]
 
     def chunks(self, name: str) -> list[Chunk]:
         return self.cache.conversations[name].chunks()

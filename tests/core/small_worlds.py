@@ -1,0 +1,156 @@
+"""Small worlds, all of them: two conversations, a few pages, and every choice made in every way.
+
+`Chooser` makes a program that asks `choose(n)` run once for each sequence of answers, depth first: it
+replays the answers of the last run, with the last one that can grow raised by one.
+
+A world chooses again and again between an iteration and one of the things that a client may do, and,
+whenever the executor looks, which outstanding copies have finished.  After its last choice it runs
+until everything has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.core.world import Shape, World
+from tests.fakes import LedgerExecutor
+
+
+class Chooser:
+    def __init__(self) -> None:
+        self.answers: list[int] = []
+        self._bounds: list[int] = []
+        self._place = 0
+
+    def choose(self, count: int) -> int:
+        """One of 0 .. count - 1."""
+        if count == 1:
+            return 0
+        if self._place == len(self.answers):
+            self.answers.append(0)
+            self._bounds.append(count)
+        assert self._bounds[self._place] == count, "the program is not deterministic"
+        self._place += 1
+        return self.answers[self._place - 1]
+
+    def runs(self) -> Iterator[None]:
+        """Once for each sequence of answers."""
+        while True:
+            self._place = 0
+            yield
+            del self.answers[self._place :], self._bounds[self._place :]
+            while self.answers and self.answers[-1] + 1 == self._bounds[-1]:
+                self.answers.pop()
+                self._bounds.pop()
+            if not self.answers:
+                return
+            self.answers[-1] += 1
+
+
+class ChosenExecutor(LedgerExecutor):
+    """Its copies finish when the chooser says so; without one, as soon as somebody looks."""
+
+    chooser: Chooser | None = None
+
+    def _land_some(self) -> None:
+        for copy_id in self.outstanding:
+            if self.chooser is None or self.chooser.choose(2):
+                self._land(copy_id)
+
+
+@dataclass(frozen=True)
+class SmallWorld:
+    """What can happen: `deeds` in any order, each at most as often as it is listed.
+
+    Conversation a has said something already; b begins with its first turn, or as a fork of a.
+    """
+
+    shape: Shape
+    deeds: tuple[str, ...]
+    num_choices: int  # of deeds and iterations
+    first_tokens: int = 3  # of a's first prompt; its reply adds one
+    prompt_tokens: int = 3
+
+
+class ChosenWorld(World):
+    def __init__(self, small: SmallWorld, chooser: Chooser) -> None:
+        super().__init__(0, small.shape)
+        shape, self.small = small.shape, small
+        self.executor = ChosenExecutor(
+            shape.device_pages, shape.host_pages, shape.chunk_tokens, 0, 0.0, 0.0, shape.stops
+        )
+        self.logs["a"], self.commits["a"] = [], [0]
+        self.born = {"a"}
+        self.submit("a", prompt=[7] * small.first_tokens, reply_max=1)
+        self.settle()
+        self.executor.chooser = chooser
+
+    def may(self, deed: str) -> bool:
+        verb, name = deed.split()
+        idle = name in self.logs and name not in self.turns
+        match verb:
+            case "ask":
+                return idle or name not in self.born
+            case "fork":
+                return name in self.logs and "b" not in self.born
+            case "warm" | "rewind":
+                return idle and bool(self.logs[name])
+            case "cancel":
+                return name in self.turns
+        return name in self.logs
+
+    def do(self, deed: str) -> None:
+        verb, name = deed.split()
+        match verb:
+            case "ask":
+                self.born.add(name)
+                self.logs.setdefault(name, [])
+                self.commits.setdefault(name, [0])
+                self.submit(name, prompt=[ord(name)] * self.small.prompt_tokens, reply_max=2)
+            case "warm":
+                self.submit(name, warm=True)
+            case "rewind":
+                self.rewind(name, self.small.first_tokens)
+            case "fork":
+                self.born.add("b")
+                shared = self.small.first_tokens
+                self.logs["b"], self.commits["b"] = self.logs[name][:shared], [0, shared]
+                self.cache.fork(name, shared, "b", self.clock.now())
+            case "cancel":
+                self.cancel(name)
+            case "delete":
+                self.delete(name)
+            case "evict":
+                self.cache.evict(name, self.clock.now())
+
+
+def enumerate_worlds(small: SmallWorld) -> int:
+    """How many worlds there were; an error names the choices that led to it."""
+    chooser, num_worlds = Chooser(), 0
+    for _ in chooser.runs():
+        done: list[str] = []
+        try:
+            run_chosen(small, chooser, done)
+        except BaseException as error:
+            error.add_note(f"{small.shape} after {done}, choices {chooser.answers}")
+            raise
+        num_worlds += 1
+    return num_worlds
+
+
+def run_chosen(small: SmallWorld, chooser: Chooser, done: list[str]) -> None:
+    world = ChosenWorld(small, chooser)
+    left = list(small.deeds)
+    for _ in range(small.num_choices):
+        possible = ["step", *dict.fromkeys(deed for deed in left if world.may(deed))]
+        deed = possible[chooser.choose(len(possible))]
+        done.append(deed)
+        if deed == "step":
+            world.step()
+        else:
+            left.remove(deed)
+            world.do(deed)
+            world.clock.advance(1.0)
+    world.executor.chooser = None
+    world.settle()

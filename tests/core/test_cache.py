@@ -1,0 +1,379 @@
+"""Where chunks lie, and how they move: chunks of 4 tokens, tiers of a few pages.
+
+The KV of a reply's last token is computed with the next turn, so a log of 9 tokens rests on 8.
+`where` draws a conversation's chunks: d(irty), c(lean), x (condemned), h(ost), - (a hole).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.iteration import PageCopy
+from pensieve.core.retention import LruPolicy
+from tests.core.world import Stage
+
+AHEAD = {"swap_out_below": 1.0}  # everything idle is copied to the host
+
+
+def test_a_conversation_that_returns_before_its_pages_are_taken_pays_nothing() -> None:
+    stage = Stage(8, 8, **AHEAD)
+    stage.say("a", 8)
+    stage.settle()
+    assert stage.where("a") == "cc"
+    assert stage.cache.available == 8
+    again = stage.say("a", 3)
+    assert (again.usage.device_tokens, again.usage.host_tokens) == (8, 0)
+    assert (again.usage.recomputed_tokens, again.usage.new_tokens) == (0, 4)
+    assert stage.cache.counters.reclaim_hits == 2
+    assert stage.cache.counters.swapped_in == 0
+
+
+def test_swapping_out_begins_below_the_mark_and_stops_at_it() -> None:
+    stage = Stage(8, 8)  # the mark: 2 pages
+    stage.say("a", 8)
+    stage.settle()
+    assert stage.where("a") == "dd"  # 6 available
+    stage.say("b", 20)
+    stage.settle()
+    assert stage.cache.available == 2
+    assert (stage.where("a"), stage.where("b")) == ("cd", "ddddd")
+
+
+def test_lazy_reclaim_takes_the_least_valuable_clean_page() -> None:
+    stage = Stage(8, 8, **AHEAD)
+    stage.say("a", 8)
+    stage.wait(1.0)
+    stage.say("b", 8)
+    stage.settle()
+    stage.ask("c", 19)
+    stage.next()
+    assert (stage.where("a"), stage.where("b")) == ("hc", "cc")
+    assert stage.cache.counters.reclaimed == 1
+    assert stage.cache.counters.dropped == 0
+
+
+def test_what_was_reclaimed_is_swapped_in() -> None:
+    stage = Stage(8, 16, **AHEAD)
+    stage.say("a", 8)
+    stage.settle()
+    stage.say("b", 27)
+    stage.settle()
+    assert stage.where("a") == "hc"
+    again = stage.ask("a", 3)
+    stage.next()
+    assert stage.latest is not None
+    assert [each.num_slots for each in stage.latest.swap_ins] == [4]
+    assert stage.slices() == [("a", 8, 12)]
+    assert (again.usage.host_tokens, again.usage.device_tokens) == (4, 4)
+    stage.settle()
+
+
+def test_a_partly_filled_chunk_is_copied_as_far_as_it_goes() -> None:
+    stage = Stage(8, 8, **AHEAD)
+    stage.say("a", 6)
+    stage.next()
+    assert stage.latest is not None
+    assert [each.num_slots for each in stage.latest.swap_outs] == [4, 2]
+    stage.settle()
+    stage.say("a", 1)  # one more slot of the second chunk: its host copy is short now
+    assert stage.where("a") == "cd"
+    stage.next()
+    assert [each.num_slots for each in stage.latest.swap_outs] == [4]
+    stage.settle()
+    assert stage.where("a") == "cc"
+
+
+def test_swap_ins_go_first_and_no_swap_out_starts_before_they_have_finished() -> None:
+    stage = Stage(12, 12)
+    stage.say("a", 8)
+    stage.settle()
+    stage.say("filler", 43)
+    stage.settle()
+    stage.delete("filler")
+    stage.say("b", 24)
+    assert (stage.where("a"), stage.where("b")) == ("hc", "dddddd")
+    cache = stage.cache
+    stage.ask("a", 3)
+    stage.ask("c", 31)  # 8 pages, and fewer are left
+    iteration = stage.scheduler.plan(stage.now)
+    assert iteration is not None
+    assert (len(iteration.swap_ins), iteration.swap_outs) == (1, ())
+    assert cache.plan_swap_outs(stage.now, required_pages=12) == []
+    stage.executor.launch(iteration)
+    outcome = stage.executor.collect()
+    assert outcome.finished_copies == (iteration.swap_ins[0].copy_id,)
+    stage.scheduler.commit(iteration, outcome, stage.now)
+    assert len(cache.plan_swap_outs(stage.now, required_pages=12)) == 7  # b's, and a's last
+
+
+def test_on_a_full_host_the_oldest_makes_room() -> None:
+    """Host of 2 pages: what is older on the host makes room for what is younger on the device."""
+    stage = Stage(12, 2)
+    stage.say("a", 8)
+    stage.wait(1.0)
+    stage.say("b", 8)
+    cache = stage.cache
+    first = cache.plan_swap_outs(stage.now, required_pages=10)
+    assert len(first) == 2
+    for copy in first:
+        cache.finish_copy(copy.copy_id, stage.now)
+    assert (stage.where("a"), stage.where("b")) == ("cc", "dd")
+    assert len(cache.plan_swap_outs(stage.now, required_pages=11)) == 1
+    assert (stage.where("a"), stage.where("b")) == ("xc", "dd")
+    assert (cache.counters.condemned, cache.counters.dropped) == (1, 0)
+
+
+def test_on_a_full_host_a_less_valuable_newcomer_is_condemned() -> None:
+    """b's one chunk is cheap; of a, the host holds the dearest chunk; both are long idle."""
+    stage = Stage(12, 1, policy="value")
+    stage.say("a", 32)
+    stage.wait(100.0)
+    stage.say("b", 4)
+    cache = stage.cache
+    for required in range(5, 12):
+        for copy in cache.plan_swap_outs(stage.now, required):
+            cache.finish_copy(copy.copy_id, stage.now)
+    assert (stage.where("a"), stage.where("b")) == ("xxxxxxxc", "d")
+    stage.wait(10_000.0)
+    assert cache.plan_swap_outs(stage.now, required_pages=12) == []
+    assert (stage.where("a"), stage.where("b")) == ("xxxxxxxc", "x")
+    assert cache.available == 12
+
+
+def test_a_host_of_no_pages_makes_a_plain_device_cache() -> None:
+    stage = Stage(6, 0)
+    stage.say("a", 8)
+    stage.say("b", 12)
+    stage.settle()
+    assert (stage.where("a"), stage.where("b")) == ("xd", "ddd")  # 2 available: the mark
+    stage.say("c", 8)
+    assert (stage.where("a"), stage.where("b")) == ("-x", "xdd")
+    again = stage.say("a", 3)
+    assert (again.usage.recomputed_tokens, again.usage.device_tokens) == (4, 4)
+    assert stage.cache.counters.swapped_out == 0
+
+
+def test_a_condemned_chunk_is_spared_when_its_conversation_returns_first() -> None:
+    stage = Stage(6, 0, **AHEAD)
+    stage.say("a", 8)
+    stage.settle()
+    assert stage.where("a") == "xx"
+    again = stage.say("a", 1)
+    assert (again.usage.device_tokens, again.usage.recomputed_tokens) == (8, 0)
+    assert stage.where("a") == "ddd"
+
+
+def test_deleting_during_a_copy_frees_the_pages_only_after_it() -> None:
+    stage = Stage(8, 8, **AHEAD)
+    stage.say("a", 8)
+    stage.next()
+    assert stage.cache.swap_outs_in_flight == 1  # of two; one has finished
+    stage.delete("a")
+    assert (stage.cache.device.num_empty, stage.cache.host.num_empty) == (7, 7)
+    assert stage.cache.conversations == {}
+    stage.settle()
+    assert (stage.cache.device.num_empty, stage.cache.host.num_empty) == (8, 8)
+
+
+def test_a_fork_inside_a_chunk_copies_the_first_slots_at_its_next_turn() -> None:
+    stage = Stage(8, 0)
+    stage.say("a", 6)
+    stage.fork_at("a", 5, "b")
+    assert stage.cache.device.num_empty == 6  # nothing is copied yet
+    assert stage.chunks("b") == stage.chunks("a")
+    turn = stage.ask("b", 2)
+    stage.next()
+    ours, theirs = stage.chunks("b"), stage.chunks("a")
+    assert ours[0] is theirs[0]
+    assert ours[1] is not theirs[1]
+    assert stage.latest is not None
+    source, target = theirs[1].device_page, ours[1].device_page
+    assert stage.latest.copies == (PageCopy(source, target, num_slots=1),)  # type: ignore[arg-type]
+    assert stage.slices() == [("b", 5, 7)]
+    assert (turn.usage.device_tokens, turn.usage.new_tokens) == (4, 3)
+
+
+def test_a_fork_of_what_lies_on_the_host_swaps_the_first_slots_into_a_page_of_its_own() -> None:
+    stage = Stage(12, 40)
+    stage.say("a", 3)
+    stage.settle()
+    stage.say("filler", 43)
+    stage.settle()
+    stage.say("filler2", 43)
+    stage.settle()
+    assert stage.where("a") == "h"
+    stage.fork_at("a", 2, "b")
+    stage.delete("filler2")
+    stage.ask("b", 4)
+    first = stage.next()
+    assert [each.num_slots for each in first.swap_ins] == [2]
+    assert stage.slices() == [("b", 2, 6)]
+    assert stage.where("a") == "h"
+    stage.settle()
+
+
+def test_a_rewind_inside_a_chunk_gives_it_a_new_identity() -> None:
+    stage = Stage(8, 0)
+    stage.say("a", 2)
+    stage.say("a", 3)  # the log: 2 + 1, 3 + 1
+    old = stage.chunks("a")
+    stage.rewind("a", 3)
+    assert stage.chunks("a") == old[:1]
+    assert stage.cache.device.num_empty == 7
+    stage.ask("a", 3)
+    first = stage.next()
+    assert stage.slices() == [("a", 3, 6)]
+    assert [copy.num_slots for copy in first.copies] == [3]
+    assert stage.chunks("a")[0] is not old[0]
+    stage.settle()
+    assert stage.cache.device.num_empty == 6  # the old page came back
+
+
+def test_a_rewind_to_a_chunks_end_copies_nothing() -> None:
+    stage = Stage(8, 0)
+    stage.say("a", 3)
+    stage.say("a", 4)
+    stage.rewind("a", 4)
+    old = stage.chunks("a")
+    stage.say("a", 2)
+    assert stage.cache.counters.copied_on_write == 0
+    assert stage.chunks("a")[:1] == old
+
+
+def test_a_turn_appends_in_place_when_nobody_else_holds_its_last_chunk() -> None:
+    stage = Stage(8, 0)
+    stage.say("a", 2)
+    old = stage.chunks("a")
+    stage.fork_at("a", 3, "b")
+    stage.delete("b")
+    stage.say("a", 1)
+    assert stage.chunks("a") == old
+    assert stage.cache.counters.copied_on_write == 0
+
+
+def test_a_fork_keeps_what_the_source_loses() -> None:
+    stage = Stage(8, 0)
+    stage.say("a", 8)
+    stage.fork_at("a", 8, "b")
+    stage.delete("a")
+    assert stage.where("b") == "dd"
+    turn = stage.say("b", 1)
+    assert (turn.usage.device_tokens, turn.usage.new_tokens) == (7, 2)
+    assert turn.usage.recomputed_tokens == 0
+
+
+def test_a_fork_of_a_running_conversation_holds_committed_positions_only() -> None:
+    stage = Stage(12, 0)
+    stage.say("a", 5)
+    running = stage.ask("a", 4, 6)
+    stage.next()
+    stage.fork_at("a", 6, "b")
+    stage.ask("b", 1)
+    stage.next()
+    assert stage.slices() == [("a", 10, 11), ("b", 6, 7)]
+    assert stage.latest is not None
+    assert [copy.num_slots for copy in stage.latest.copies] == [2]
+    stage.until_ended(running)
+    stage.settle()
+
+
+def test_evict_takes_what_only_this_conversation_holds() -> None:
+    stage = Stage(12, 0)
+    stage.say("a", 8)
+    stage.fork_at("a", 8, "b")
+    stage.say("a", 4)
+    assert stage.cache.evict("a", stage.now) == 2
+    assert (stage.where("a"), stage.where("b")) == ("dd", "dd")
+    assert stage.cache.evict("nobody", stage.now) == 0
+    running = stage.ask("b", 4, 3)
+    stage.next()
+    assert stage.cache.evict("b", stage.now) == 0  # in use
+    stage.until_ended(running)
+
+
+def test_evicting_behind_a_hole_leaves_the_shared_prefix_alone() -> None:
+    """a's own chunks lie on two branches, and the front one is lost already."""
+    stage = Stage(16, 0, policy="value")
+    stage.say("system", 8)
+    stage.fork_at("system", 8, "a")
+    stage.say("a", 8, 9)
+    stage.fork_at("a", 16, "b")
+    stage.delete("b")
+    assert stage.where("a") == "dddddd"
+    stage.wait(1000.0)
+    stage.say("system", 1)
+    stage.say("filler", 43)  # takes two pages
+    assert stage.where("a") == "xx--xx"
+    stage.cache.evict("a", stage.now)
+    stage.cache.check(stage.now)
+    assert stage.where("a") == "xx"
+    stage.settle()
+
+
+def test_a_conversation_without_a_page_is_not_kept_in_mind() -> None:
+    """Memory must not grow with conversations whose KV is gone: their tokens are in the log."""
+    stage = Stage(6, 0)
+    stage.say("a", 4)
+    stage.say("b", 19)
+    stage.settle()
+    stage.say("c", 19)
+    assert "a" not in stage.cache.conversations
+    stage.rewind("c", 0)
+    assert "c" not in stage.cache.conversations
+
+
+def test_a_rewind_in_front_of_all_that_is_left_forgets_the_conversation() -> None:
+    stage = Stage(6, 0)
+    stage.say("a", 3)
+    stage.say("a", 4)
+    stage.say("filler", 18)
+    assert stage.where("a") == "-x"
+    stage.rewind("a", 4)
+    assert "a" not in stage.cache.conversations
+    stage.settle()
+
+
+def test_a_turn_that_does_not_fit_takes_nothing() -> None:
+    stage = Stage(6, 0)
+    running = stage.ask("a", 12, 2)
+    stage.next()
+    before = stage.cache.device.num_empty
+    stage.ask("b", 8)
+    stage.next()
+    assert stage.cache.device.num_empty == before - 1  # a's own
+    assert "b" not in stage.cache.conversations
+    stage.until_ended(running)
+    stage.settle()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"device_pages": 1},
+        {"host_pages": -1},
+        {"chunk_tokens": 0},
+        {"swap_outs_max": 0},
+        {"reserve": 0.5},
+        {"swap_out_below": 1.5},
+        {"reserve": -0.1},
+    ],
+)
+def test_an_impossible_configuration_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"page|0 <= reserve"):
+        CacheConfig(**{"device_pages": 8, "host_pages": 8, **wrong})  # type: ignore[arg-type]
+
+
+def test_shares_of_pages_are_rounded_up_and_one_chunk_is_set_aside() -> None:
+    config = CacheConfig(device_pages=21, host_pages=0)
+    assert config.swap_out_mark_pages == 6
+    assert config.reserve_pages == 3
+    assert config.device_tokens_max == 640
+
+
+def test_the_audit_notices_a_lost_page() -> None:
+    cache = KVCache(CacheConfig(4, 4), LruPolicy())
+    cache.check(0.0)
+    cache.device.take()
+    with pytest.raises(AssertionError, match="disagree on which pages are taken"):
+        cache.check(0.0)
