@@ -122,7 +122,7 @@ class Crowd:
         self.names = [f"c{i}" for i in range(size)]
         self.turns: dict[str, LiveTurn] = {}
         self.recent: list[str] = []  # whose turns ended, latest last
-        self.num_forks = self.num_rewinds = self.num_cancels = 0
+        self.num_forks = self.num_rewinds = self.num_cancels = self.num_rushes = 0
         for name in self.names:
             prompt = self.random.choice(("", "Be brief.", "The rain is over in Oslo."))
             runtime.conversations.create(name, system_prompt=prompt)
@@ -173,6 +173,30 @@ class Crowd:
         self.num_rewinds += 1
         self.runtime.conversations.rewind(name, self.random.choice(self.revisions(name)))
 
+    def rush(self, size: int = 12) -> None:
+        """So many long replies at once that some are suspended, whatever the tokens are; then forks of
+        all, and both sides go on at once, so that last chunks are copied on write."""
+        self.num_rushes += 1
+        names = [f"r{self.num_rushes}-{i}" for i in range(size)]
+        long = Sampling(max_tokens=80, ignore_eos=True)
+        for name in names:
+            self.runtime.conversations.create(name)
+            self.turns[name] = self.runtime.conversations.send(name, "Oslo", sampling=long)
+        self.settle()
+        for name in names:
+            revision = self.revisions(name)[-1]
+            self.runtime.conversations.fork(name, f"{name}-fork", revision)
+        self.names += [*names, *(f"{name}-fork" for name in names)]
+        for name in (*names[-3:], *(f"{name}-fork" for name in names[-3:])):
+            self.turns[name] = self.runtime.conversations.send(
+                name, self.words(4), sampling=Sampling(max_tokens=4)
+            )
+        self.settle()
+
+    def settle(self) -> None:
+        finish(self.runtime, list(self.turns.values()))
+        self.step()
+
     def step(self) -> None:
         step(self.runtime)
         for name, turn in list(self.turns.items()):
@@ -186,5 +210,4 @@ class Crowd:
             self.act()
             for _ in range(self.random.choice((0, 1, 3, 8))):
                 self.step()
-        finish(self.runtime, list(self.turns.values()))
-        self.turns.clear()
+        self.settle()

@@ -43,7 +43,8 @@ def test_every_reply_is_what_plain_transformers_would_have_said(
             if crowd is None:
                 crowd = Crowd(runtime, seed=4, size=44)
             crowd.runtime = runtime
-            crowd.run(240)
+            crowd.run(170)
+            crowd.rush()
             now = figures(runtime)
             assert query(runtime, CheckIntegrity(2)).problems == (), f"life {life}"
             assert runtime.store.verify() == []
