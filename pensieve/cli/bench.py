@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
         type=_counts,
         default=CONVERSATIONS,
         metavar="N,N,…",
-        help="cached conversations (default: 1000,10000,100000; ten chunks each)",
+        help="cached conversations (default: 1000,10000,100000; together they fill both tiers)",
     )
     planning.add_argument(
         "--running", type=int, default=256, help="turns generating (default: 256)"
@@ -92,12 +92,13 @@ def measure_planning(
 
     choose = random.Random(seed)
     cost = CostProfile.analytic(8_000_000_000, num_layers=32, num_heads=32, head_size=128)
-    # Contexts of 512 to 32,768 tokens; of most cached ones only the end is still resident, so the
-    # host tier holds ten chunks per conversation.
-    host_pages = 10 * num_conversations
+    # Contexts of 512 to 32,768 tokens; of most cached ones only the end is still resident, so a cached
+    # conversation holds ten chunks, or more where few of them have to fill both tiers.
     contexts = [int(512 * 64 ** choose.random()) for _ in range(num_running)]
     running_pages = sum(-(-context // 32) + 8 for context in contexts)
     device_pages = int(running_pages / 0.6)
+    chunks_each = max(10, -(-2 * (device_pages - running_pages) // num_conversations))
+    host_pages = chunks_each * num_conversations
     scheduler = Scheduler(
         KVCache(
             CacheConfig(device_pages, host_pages, 32, swap_outs_max=64),
@@ -160,7 +161,11 @@ def measure_planning(
         else:
             long = choose.random() < 0.003
             remember(
-                name, int(512 * 64 ** choose.random()) if long else choose.randint(256, 384), 0
+                name,
+                int(512 * 64 ** choose.random())
+                if long
+                else choose.randint(26 * chunks_each, 38 * chunks_each),
+                0,
             )
         settle()
 
@@ -190,7 +195,7 @@ def measure_planning(
             ending.add(choose.choice(list(scheduler.running)))
             name = next(returning)
             known = cache.conversations.get(name)
-            history = known.num_tokens if known is not None else 320
+            history = known.num_tokens if known is not None else 32 * chunks_each
             scheduler.submit(turn_on(name, history + choose.randint(32, 256), history), now)
         started = time.perf_counter()
         iteration = scheduler.plan(now)

@@ -313,7 +313,7 @@ class KVCache:
         if self._num_swapping_in:
             return []
         target = max(required_pages, self.config.swap_out_mark_pages)
-        queue, drops = self._queues[Role.SWAP_OUT], self._queues[Role.DROP]
+        queue = self._queues[Role.SWAP_OUT]
         swap_outs: list[SwapOut] = []
         while (
             self.available + self._num_swapping_out < target
@@ -321,17 +321,21 @@ class KVCache:
             and (found := queue.least(now)) is not None
         ):
             value, chunk = found
-            if chunk.host_page is None and (page := self.host.take()) is None:
-                victim = drops.least(now)
-                if victim is None or victim[0] > value:
-                    self._condemn(chunk, now)
-                else:
-                    self._drop_host_copy(victim[1], now)
+            if chunk.host_page is None and not self._take_host_page(chunk, value, now):
+                self._condemn(chunk, now)
                 continue
-            if chunk.host_page is None:
-                chunk.host_page = page
             swap_outs.append(self._start_swap_out(chunk))
         return swap_outs
+
+    def _take_host_page(self, chunk: Chunk, value: float, now: float) -> bool:
+        """For a chunk on the device only; False when the host is full of more valuable ones."""
+        while (page := self.host.take()) is None:
+            victim = self._queues[Role.DROP].least(now)
+            if victim is None or victim[0] > value:
+                return False
+            self._drop_host_copy(victim[1], now)
+        chunk.host_page = page
+        return True
 
     def finish_copy(self, copy_id: int, now: float) -> None:
         copy = self._copies.pop(copy_id)

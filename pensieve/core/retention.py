@@ -26,7 +26,7 @@ a walk over what is cached.  The value found is exact up to one class (a ratio o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from typing import Protocol
@@ -52,39 +52,45 @@ QUALIFIES: dict[Role, Callable[[Chunk], bool]] = {
 
 
 class RetentionPolicy(Protocol):
-    """What a chunk is worth.  Within a class the value falls with the idle time."""
+    """What a chunk is worth: the value of its class over its idle time (of some least length)."""
 
     name: str
+    idle_min: float  # seconds
+
+    @property
+    def class_values(self) -> Sequence[float]: ...
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         """A class 0 <= i < NUM_CLASSES that does not exceed the chunk's value."""
 
-    def value_of(self, class_index: int, idle_seconds: float) -> float: ...
+
+def value_of(policy: RetentionPolicy, class_index: int, idle_seconds: float) -> float:
+    return policy.class_values[class_index] / max(idle_seconds, policy.idle_min)
 
 
 class LruPolicy:
     """Least recently active conversation first, leading chunk first."""
 
     name = "lru"
+    class_values = (1.0,)
+    idle_min = 1e-9
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         return 0
-
-    def value_of(self, class_index: int, idle_seconds: float) -> float:
-        return 1.0 / max(idle_seconds, 1e-9)
 
 
 class ValuePolicy:
     """retention_value = cost(l) / T, summed over the holders (seconds of recompute per second idle)."""
 
     name = "value"
+    idle_min = 1.0
 
     def __init__(self, cost: CostProfile, chunk_tokens: int) -> None:
         self._cost = cost
         self._chunk_tokens = chunk_tokens
         self._least_cost = cost.chunk_seconds(0)
         self._steps: list[float] = []  # by chunk index: log(cost / least cost) / log(ratio)
-        self._class_values = [self._least_cost * CLASS_RATIO**i for i in range(NUM_CLASSES)]
+        self.class_values = [self._least_cost * CLASS_RATIO**i for i in range(NUM_CLASSES)]
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         while chunk_index >= len(self._steps):
@@ -94,9 +100,6 @@ class ValuePolicy:
         if len(branch.holders) > 1:
             steps += math.log(branch.weight(now), CLASS_RATIO)
         return min(max(int(steps), 0), NUM_CLASSES - 1)
-
-    def value_of(self, class_index: int, idle_seconds: float) -> float:
-        return self._class_values[class_index] / max(idle_seconds, 1.0)
 
 
 def policy_named(name: str, cost: CostProfile, chunk_tokens: int) -> RetentionPolicy:
@@ -122,17 +125,18 @@ class RetentionQueue:
 
     def least(self, now: float) -> tuple[float, Chunk] | None:
         """The least valuable chunk that qualifies, and its value."""
-        value_of = self.policy.value_of
+        heaps, values, idle_min = self._heaps, self.policy.class_values, self.policy.idle_min
         while True:
             best_value, best_since, best_class = math.inf, math.inf, -1
             unsettled = -1
             for class_index in self._occupied:
-                entry = self._heaps[class_index][0]
+                entry = heaps[class_index][0]
                 branch, since = entry.branch, entry.since
                 if branch is None or branch.num_running or since != branch.idle_since:
                     unsettled = class_index
                     break
-                value = value_of(class_index, now - since)
+                idle = now - since
+                value = values[class_index] / (idle if idle > idle_min else idle_min)
                 if value < best_value or (value == best_value and since < best_since):
                     best_value, best_since, best_class = value, since, class_index
             if unsettled >= 0:
@@ -140,7 +144,7 @@ class RetentionQueue:
                 continue
             if best_class < 0:
                 return None
-            branch = self._heaps[best_class][0].branch
+            branch = heaps[best_class][0].branch
             assert branch is not None
             chunk = self.candidate(branch)
             if chunk is None:
@@ -251,9 +255,9 @@ class RetentionQueue:
             since, class_index = entry.since, entry.class_index
             assert since <= branch.idle_since, f"{self.role.name}: {branch} is overvalued by time"
             assert entry.start == branch.start, f"{self.role.name}: {branch} was offered elsewhere"
-            believed = self.policy.value_of(class_index, now - since)
+            believed = value_of(self.policy, class_index, now - since)
             true_class = self.policy.class_of(branch, first.index, now)
-            value = self.policy.value_of(true_class, now - branch.idle_since)
+            value = value_of(self.policy, true_class, now - branch.idle_since)
             slack = 1.0 if since == branch.idle_since else CLASS_RATIO  # a class is rounded down
             assert believed <= value * slack * (1 + 1e-9), (
                 f"{self.role.name}: {branch} is overvalued, {believed} > {value}"

@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 
 from tests.core.world import Shape, World, run
+from tests.scale import SCALE
 
 SHAPES = {
     "two tiers": Shape(),
@@ -33,7 +34,7 @@ SHAPES = {
     ),
     "copies one by one, no reserve": Shape(swap_outs_max=1, reserve=0.0, swap_out_below=0.5),
 }
-SEEDS = 130  # of each shape
+SEEDS = 80 * SCALE  # of each shape
 
 
 def must_happen(shape: Shape) -> set[str]:
