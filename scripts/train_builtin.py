@@ -476,7 +476,7 @@ def load(folder: Path) -> tuple[LlamaForCausalLM, Tokenizer]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=MODEL_PATH, help="the model's folder")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after this time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
