@@ -146,6 +146,7 @@ class Settings:
 class Resolved(NamedTuple):
     settings: Settings
     sources: dict[str, str]  # by name: "flag", "PENSIEVE_…", the file, or "default"
+    written: dict[str, str]  # by name, as it was written; what is not given is missing
 
 
 def resolve(
@@ -154,6 +155,7 @@ def resolve(
     written = _read(file) if file is not None else {}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
+    taken: dict[str, str] = {}
     for setting in SETTINGS:
         if (text := flags.get(setting.name)) is not None:
             source = "flag"
@@ -169,10 +171,20 @@ def resolve(
         except ValueError as error:
             raise ConfigError(f"{named} {error}, not {text!r}") from None
         sources[setting.name] = source
+        if text:
+            taken[setting.name] = text
     values["model"] = values["model"] or ""
     values["data"] = values["data"] or default_data_folder(environ)
     assert set(values) == {field.name for field in fields(Settings)}
-    return Resolved(Settings(**values), sources)
+    return Resolved(Settings(**values), sources, taken)
+
+
+def print_settings(resolved: Resolved) -> None:
+    """Each setting, its value, and where it comes from."""
+    for setting in SETTINGS:
+        value = getattr(resolved.settings, setting.name)
+        shown = "" if value is None else value
+        print(f"{setting.name} = {shown}  # {resolved.sources[setting.name]}")
 
 
 def _read(file: Path) -> dict[str, str]:

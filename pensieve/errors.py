@@ -8,10 +8,15 @@
     ├── StaleRevision             expected_revision is not the present one
     ├── ContextFull               the conversation no longer fits; `tokens_max` is the limit
     ├── QueueFull                 a bounded queue is full; try again later
+    ├── DeadlineExceeded          the turn could not begin before its deadline
+    ├── Unauthenticated           no token, or one that is not known
+    ├── PermissionDenied          the token does not allow this
     ├── Unavailable               draining, loading, restarting, or the disk refuses
     │   └── StoreUnavailable      the history could not be written (disk full, I/O error, locked)
+    ├── TurnInterrupted           the turn was given up: its conversation was deleted, or nobody read it
     ├── TurnFailed                the engine could not finish this turn (`reason`, e.g. NAN_LOGITS)
     ├── ConfigError               a flag, variable or file says something that cannot be done
+    ├── AddressInUse              the address to listen on is taken
     ├── ModelError                the model cannot be loaded, or cannot be served exactly
     │   └── UnsupportedModel      it loads, but its attention cannot go through ours; says why
     ├── StoreError                the history on disk is not usable as it is
@@ -93,6 +98,21 @@ class QueueFull(PensieveError):
     reason = "QUEUE_FULL"
 
 
+class DeadlineExceeded(PensieveError):
+    grpc_status = "DEADLINE_EXCEEDED"
+    reason = "DEADLINE_EXCEEDED"
+
+
+class Unauthenticated(PensieveError):
+    grpc_status = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(PensieveError):
+    grpc_status = "PERMISSION_DENIED"
+    reason = "PERMISSION_DENIED"
+
+
 class Unavailable(PensieveError):
     grpc_status = "UNAVAILABLE"
     reason = "UNAVAILABLE"
@@ -100,6 +120,11 @@ class Unavailable(PensieveError):
 
 class StoreUnavailable(Unavailable):
     reason = "STORE_UNAVAILABLE"
+
+
+class TurnInterrupted(PensieveError):
+    grpc_status = "ABORTED"
+    reason = "TURN_INTERRUPTED"
 
 
 class TurnFailed(PensieveError):
@@ -114,6 +139,12 @@ class ConfigError(PensieveError):
     grpc_status = "FAILED_PRECONDITION"
     exit_code = 3
     reason = "CONFIG"
+
+
+class AddressInUse(PensieveError):
+    grpc_status = "FAILED_PRECONDITION"
+    exit_code = 5
+    reason = "ADDRESS_IN_USE"
 
 
 class ModelError(PensieveError):

@@ -39,7 +39,7 @@ def test_every_command_is_in_the_readme():
 def test_the_file_tree_names_every_module_and_script():
     tree = README[README.index("## Files") : README.index("## Licence")]
     for path in sorted((ROOT / "pensieve").rglob("*.py")):
-        if path.name not in ("__init__.py", "__main__.py"):
+        if path.name not in ("__init__.py", "__main__.py") and path.parent.name != "v1":
             assert re.search(rf"\b{re.escape(path.name)}\b", tree), f"{path} is not in the tree"
     for path in sorted((ROOT / "scripts").iterdir()):
         if path.is_file():

@@ -23,8 +23,8 @@ from pensieve.errors import ConfigError, ModelError, PensieveError
 if TYPE_CHECKING:
     from pensieve.engine.engine import Engine
     from pensieve.engine.mailbox import Mailbox, Outbox
+    from pensieve.engine.ports import Sink
     from pensieve.model.executor import TorchExecutor
-    from pensieve.model.loader import LoadedModel
     from pensieve.service.conversations import Conversations
     from pensieve.store.conversation_store import ConversationStore
     from pensieve.text import ChatTemplate
@@ -114,23 +114,20 @@ class Runtime:
         self,
         settings: Settings,
         store: ConversationStore,
-        engine: Engine,
-        executor: TorchExecutor,
+        built: BuiltEngine,
         conversations: Conversations,
         mailbox: Mailbox,
         outbox: Outbox,
-        journal: TextIO | None,
         threaded: bool,
     ) -> None:
         self.settings = settings
         self.store = store
-        self.engine = engine
+        self.engine = built.engine
         self.conversations = conversations
         self.mailbox = mailbox
         self.outbox = outbox
         self.failure: BaseException | None = None
-        self._executor = executor
-        self._journal = journal
+        self._built = built
         self._thread = None
         if threaded:
             self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -150,9 +147,7 @@ class Runtime:
         self.outbox.close()
         if self._thread is not None:
             self._thread.join()
-        self._executor.close()
-        if self._journal is not None:
-            self._journal.close()
+        self._built.close()
         self.store.close()
 
     def __enter__(self) -> Runtime:
@@ -187,6 +182,54 @@ def start(settings: Settings, holder: str, report: Report, threaded: bool = True
 
 
 def _start(settings: Settings, store: ConversationStore, report: Report, threaded: bool) -> Runtime:
+    from pensieve.engine.mailbox import Mailbox, Outbox
+    from pensieve.service.conversations import Conversations
+
+    folder = resolve_model(settings.model)
+    texts = load_texts(folder, report)
+    mailbox, outbox = Mailbox(), Outbox()
+    built = build_engine(settings, folder, texts, report, mailbox, outbox)
+    conversations = Conversations(
+        store,
+        texts.template,
+        mailbox,
+        context_max=built.context_max,
+        vocab_size=built.vocab_size,
+        fingerprint=texts.fingerprint,
+        defaults=texts.defaults,
+        report=report,
+    )
+    return Runtime(settings, store, built, conversations, mailbox, outbox, threaded)
+
+
+@dataclass
+class BuiltEngine:
+    """An engine that is ready to run, and what has to be closed after it."""
+
+    engine: Engine
+    executor: TorchExecutor
+    context_max: int
+    vocab_size: int
+    device_pages: int
+    host_pages: int
+    page_bytes: int
+    journal: TextIO | None
+
+    def close(self) -> None:
+        self.executor.close()
+        if self.journal is not None:
+            self.journal.close()
+
+
+def build_engine(
+    settings: Settings,
+    folder: Path,
+    texts: LoadedTexts,
+    report: Report,
+    mailbox: Mailbox,
+    sink: Sink,
+) -> BuiltEngine:
+    """Load the model and put cache, scheduler and executor around it."""
     report("loading torch")
     import torch
 
@@ -196,39 +239,23 @@ def _start(settings: Settings, store: ConversationStore, report: Report, threade
     from pensieve.core.scheduler import Scheduler, SchedulerConfig
     from pensieve.engine.engine import Engine, EngineConfig
     from pensieve.engine.journal import Journal
-    from pensieve.engine.mailbox import Mailbox, Outbox
     from pensieve.model.executor import TorchExecutor
     from pensieve.model.kv_memory import KVMemory
+    from pensieve.model.loader import load
     from pensieve.model.sampler import Sampler
-    from pensieve.service.conversations import Conversations
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    folder = resolve_model(settings.model)
-    model, texts = _load(settings, folder, report)
-    shape = model.shape
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    model = load(folder, dtype=dtype, report=report)
+    shape, tokenizer = model.shape, texts.template.tokenizer
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise ModelError(
+            f"the tokenizer knows {tokenizer.vocab_size} tokens, the model {shape.vocab_size}"
+        )
 
     page_bytes = shape.kv_bytes_per_page(settings.chunk_tokens)
-    available = available_memory_bytes()
-    pages = [
-        size.pages(page_bytes, settings.chunk_tokens, available)
-        for size in (settings.device_cache, settings.host_cache)
-    ]
-    shares = (settings.device_cache.unit == "share", settings.host_cache.unit == "share")
-    most = TOKENS_MAX // settings.chunk_tokens
-    device_pages, host_pages = (
-        min(count, most) if share else count for count, share in zip(pages, shares, strict=True)
-    )
-    if device_pages < 4:
-        raise ConfigError(
-            f"--device-cache {settings.device_cache} holds {device_pages} chunks of "
-            f"{settings.chunk_tokens} tokens ({page_bytes:,} bytes each); 4 are needed"
-        )
-    if (device_pages + host_pages) * page_bytes > available:
-        raise ConfigError(
-            f"the two tiers need {(device_pages + host_pages) * page_bytes / 2**30:.1f} GiB and "
-            f"{available / 2**30:.1f} GiB are available; lower --device-cache or --host-cache"
-        )
+    device_pages, host_pages = _tier_pages(settings, page_bytes)
     memory = KVMemory(shape, device_pages, host_pages, settings.chunk_tokens)
     report(
         f"KV pools: device {_size(memory.device_bytes)} = {device_pages * settings.chunk_tokens:,} "
@@ -249,9 +276,8 @@ def _start(settings: Settings, store: ConversationStore, report: Report, threade
         model,
         memory,
         Sampler(shape.vocab_size, model.eos_token_ids | texts.template.end_of_turn_ids),
-        texts.template.tokenizer,
+        tokenizer,
     )
-    mailbox, outbox = Mailbox(), Outbox()
     journal_file = None
     observers = []
     if settings.journal is not None:
@@ -273,48 +299,60 @@ def _start(settings: Settings, store: ConversationStore, report: Report, threade
         executor,
         SystemClock(),
         mailbox,
-        outbox,
+        sink,
         observers,
-    )
-    conversations = Conversations(
-        store,
-        texts.template,
-        mailbox,
-        context_max=context_max,
-        vocab_size=shape.vocab_size,
-        fingerprint=texts.fingerprint,
-        defaults=replace(texts.defaults, max_tokens=1024),
-        report=report,
     )
     gc.collect()
     gc.freeze()  # the modules' objects live as long as the process; no collection need walk them
-    return Runtime(
-        settings, store, engine, executor, conversations, mailbox, outbox, journal_file, threaded
+    return BuiltEngine(
+        engine,
+        executor,
+        context_max,
+        shape.vocab_size,
+        device_pages,
+        host_pages,
+        page_bytes,
+        journal_file,
     )
 
 
-def _load(settings: Settings, folder: Path, report: Report) -> tuple[LoadedModel, LoadedTexts]:
-    import torch
+def _tier_pages(settings: Settings, page_bytes: int) -> tuple[int, int]:
+    """Pages of the device and the host tier, held against the memory there is."""
+    available = available_memory_bytes()
+    most = TOKENS_MAX // settings.chunk_tokens
+    device_pages, host_pages = (
+        min(size.pages(page_bytes, settings.chunk_tokens, available), most)
+        if size.unit == "share"
+        else size.pages(page_bytes, settings.chunk_tokens, available)
+        for size in (settings.device_cache, settings.host_cache)
+    )
+    if device_pages < 4:
+        raise ConfigError(
+            f"--device-cache {settings.device_cache} holds {device_pages} chunks of "
+            f"{settings.chunk_tokens} tokens ({page_bytes:,} bytes each); 4 are needed"
+        )
+    if (device_pages + host_pages) * page_bytes > available:
+        raise ConfigError(
+            f"the two tiers need {(device_pages + host_pages) * page_bytes / 2**30:.1f} GiB and "
+            f"{available / 2**30:.1f} GiB are available; lower --device-cache or --host-cache"
+        )
+    return device_pages, host_pages
 
-    from pensieve.model.loader import load
+
+def load_texts(folder: Path, report: Report) -> LoadedTexts:
+    """Tokenizer and chat template, probed; needs no torch."""
     from pensieve.text import ChatTemplate, Tokenizer, probe
 
-    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    model = load(folder, dtype=dtype, report=report)
     tokenizer = Tokenizer.load(folder)
     template = ChatTemplate(tokenizer)
-    told = probe(template)
-    for difference in told.differences:
+    for difference in probe(template).differences:
         report(f"chat template: {difference}")
-    if tokenizer.vocab_size > model.shape.vocab_size:
-        raise ModelError(
-            f"the tokenizer knows {tokenizer.vocab_size} tokens, the model {model.shape.vocab_size}"
-        )
     try:
         fingerprint = fingerprint_of(folder, tokenizer.fingerprint())
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} cannot be read: {error}") from error
-    return model, LoadedTexts(template, fingerprint, generation_defaults(folder))
+    defaults = replace(generation_defaults(folder), max_tokens=1024)
+    return LoadedTexts(template, fingerprint, defaults)
 
 
 def _size(num_bytes: int) -> str:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from pensieve.config import SETTINGS, Resolved
+from pensieve.config import Resolved, print_settings
 from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnFailed, Unavailable
 
 if TYPE_CHECKING:
@@ -56,11 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     if arguments.print_config:
-        for setting in SETTINGS:
-            value = getattr(resolved.settings, setting.name)
-            print(
-                f"{setting.name} = {value if value is not None else ''}  # {resolved.sources[setting.name]}"
-            )
+        print_settings(resolved)
         return 0
     quiet = arguments.message is not None
     with _status(quiet) as report:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pensieve import __version__
-from pensieve.cli import bench, chat
+from pensieve.cli import bench, chat, serve
 from pensieve.config import SETTINGS, Resolved, resolve
 from pensieve.errors import PensieveError
 
@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
         prog="pensieve",
         description="Stateful serving of chat with large language models.",
         epilog="`pensieve COMMAND --help` says more. Exit codes: 0, 2 usage, 3 configuration or "
-        "history, 4 model, 6 device.",
+        "history, 4 model, 5 address in use, 6 device.",
     )
     top.add_argument("--version", action="version", version=f"pensieve {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -32,6 +32,15 @@ def parser() -> argparse.ArgumentParser:
     chat.add_arguments(talk)
     add_settings(talk)
     talk.set_defaults(run=lambda arguments: chat.run(arguments, settings_of(arguments)))
+    daemon = commands.add_parser(
+        "serve",
+        help="run the daemon that remembers conversations",
+        description="Serve conversations over gRPC. Clients name a conversation and send only what is "
+        "new; its tokens and their KV stay between turns.",
+    )
+    serve.add_arguments(daemon)
+    add_settings(daemon)
+    daemon.set_defaults(run=lambda arguments: serve.run(arguments, settings_of(arguments)))
     bench.add_parser(commands)
     return top
 

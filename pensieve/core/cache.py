@@ -35,10 +35,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pensieve.core.chronicle import Chronicle
 from pensieve.core.chunk import Branch, Chunk, Conversation
 from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
 from pensieve.core.pages import PagePool
-from pensieve.core.retention import RetentionPolicy, RetentionQueue, Role
+from pensieve.core.retention import RetentionPolicy, RetentionQueue, Role, value_of
 from pensieve.core.turn import Turn
 
 
@@ -124,6 +125,7 @@ class KVCache:
         self.device = PagePool(self.config.device_pages)
         self.host = PagePool(self.config.host_pages)
         self.conversations: dict[str, Conversation] = {}
+        self.chronicle = Chronicle()
         self._queues = [RetentionQueue(role, self.policy) for role in Role]
         self._copies: dict[int, _Copy] = {}
         self._held: list[Chunk] = []  # sources of unfinished page-to-page copies
@@ -283,7 +285,7 @@ class KVCache:
         if conversation.leaf is None:
             self.conversations.pop(conversation.conversation_id, None)
 
-    def discard(self, turn: Turn) -> list[Chunk]:
+    def discard(self, turn: Turn, now: float) -> list[Chunk]:
         """What the turn computed is not to be trusted: it becomes holes, for all holders.
 
         So does whatever else only its conversation holds: should the fault lie there, it heals.
@@ -294,6 +296,7 @@ class KVCache:
             if chunk.device_page is None and chunk.host_page is None:
                 continue
             self.counters.discarded += 1
+            self.chronicle.note(chunk, now, "discarded")
             self._count_reclaimable(chunk, -1)
             chunk.filled = chunk.host_filled = 0
             if self._idle(chunk):
@@ -322,7 +325,7 @@ class KVCache:
         ):
             value, chunk = found
             if chunk.host_page is None and not self._take_host_page(chunk, value, now):
-                self._condemn(chunk, now)
+                self._condemn(chunk, now, value)
                 continue
             swap_outs.append(self._start_swap_out(chunk))
         return swap_outs
@@ -333,7 +336,7 @@ class KVCache:
             victim = self._queues[Role.DROP].least(now)
             if victim is None or victim[0] > value:
                 return False
-            self._drop_host_copy(victim[1], now)
+            self._drop_host_copy(victim[1], now, victim[0], value)
         chunk.host_page = page
         return True
 
@@ -401,6 +404,7 @@ class KVCache:
             for chunk in branch.chunks:
                 if chunk.resident and not chunk.in_flight:
                     num_dropped += 1
+                    self.chronicle.note(chunk, now, "evicted")
                     self._count_reclaimable(chunk, -1)
                     if chunk.host_page is not None:
                         self._free_host(chunk)
@@ -410,6 +414,33 @@ class KVCache:
             self._forget_if_bare(conversation.leaf)
         self.counters.dropped += num_dropped
         return num_dropped
+
+    def places(self, conversation_id: str) -> list[tuple[int, int, str, int]]:
+        """(first chunk, how many, where, holders) of each run of its chunks in the same place."""
+        conversation = self.conversations.get(conversation_id)
+        runs: list[tuple[int, int, str, int]] = []
+        for branch in conversation.path() if conversation is not None else ():
+            for chunk in branch.chunks:
+                place, holders = chunk.place, len(branch.holders)
+                if runs and runs[-1][2:] == (place, holders):
+                    first, count = runs[-1][:2]
+                    runs[-1] = (first, count + 1, place, holders)
+                else:
+                    runs.append((chunk.index, 1, place, holders))
+        return runs
+
+    def retention_value(self, conversation: Conversation, now: float) -> float | None:
+        """Of its least valuable chunk in either tier; None while a turn runs or nothing is held."""
+        values = []
+        for branch in conversation.path():
+            if branch.num_running:
+                return None
+            for chunk in branch.chunks:
+                if chunk.resident:
+                    in_class = self.policy.class_of(branch, chunk.index, now)
+                    values.append(value_of(self.policy, in_class, now - branch.idle_since))
+                    break
+        return min(values, default=None)
 
     # -- pages of one chunk --
 
@@ -429,6 +460,7 @@ class KVCache:
             victim = found[1]
             if victim.filled > victim.host_filled:
                 self.counters.dropped += 1
+                self.chronicle.note(victim, now, "lost", found[0])
             else:
                 self.counters.reclaimed += 1
             self._count_reclaimable(victim, -1)
@@ -460,8 +492,9 @@ class KVCache:
             if chunk.branch is not None:
                 chunk.branch.num_resident -= 1
 
-    def _drop_host_copy(self, chunk: Chunk, now: float) -> None:
+    def _drop_host_copy(self, chunk: Chunk, now: float, value: float, rival: float) -> None:
         """Least valuable on the host; if it is on the device as well, it is so there, too."""
+        self.chronicle.note(chunk, now, "dropped", value, rival)
         self._count_reclaimable(chunk, -1)
         self._free_host(chunk)
         if chunk.device_page is not None:
@@ -472,7 +505,8 @@ class KVCache:
             self.counters.dropped += 1
             self._forget_if_bare(chunk.branch)
 
-    def _condemn(self, chunk: Chunk, now: float) -> None:
+    def _condemn(self, chunk: Chunk, now: float, value: float) -> None:
+        self.chronicle.note(chunk, now, "condemned", value)
         chunk.condemned = True
         self.counters.condemned += 1
         self._requalify(chunk, now)

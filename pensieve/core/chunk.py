@@ -71,6 +71,12 @@ class Chunk:
         return self.device_page is not None or self.host_page is not None
 
     @property
+    def place(self) -> str:
+        if self.device_page is None:
+            return "dropped" if self.host_page is None else "host"
+        return "device" if self.host_page is None else "device+host"
+
+    @property
     def dirty(self) -> bool:
         """On the device, and its loss would cost recompute."""
         return (

@@ -225,7 +225,7 @@ class Scheduler:
             turn.in_flight -= 1
         for failure in outcome.failures:
             turn = self._turns[failure.turn_id]
-            self._discard(turn)  # also when it was cancelled meanwhile
+            self._discard(turn, now)  # also when it was cancelled meanwhile
             if turn.finish is None:
                 turn.keep_tokens = turn.history_tokens
                 self._finish(turn, FinishReason.FAILED, now)
@@ -429,8 +429,8 @@ class Scheduler:
         if (cut := self._cuts.pop(turn.conversation_id, None)) is not None:
             self.cache.rewind(turn.conversation_id, cut, now)
 
-    def _discard(self, turn: Turn) -> None:
-        for chunk in self.cache.discard(turn):
+    def _discard(self, turn: Turn, now: float) -> None:
+        for chunk in self.cache.discard(turn, now):
             for other in self.running.values():
                 if chunk.index < len(other.chunks) and other.chunks[chunk.index] is chunk:
                     other.frontier = min(other.frontier, chunk.index * self._size)

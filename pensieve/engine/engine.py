@@ -25,8 +25,10 @@ from pensieve.engine.mailbox import (
     DeleteConversation,
     Event,
     EvictConversation,
+    Explain,
     ForkConversation,
     GetStats,
+    ListCached,
     Mailbox,
     Message,
     RewindConversation,
@@ -34,7 +36,7 @@ from pensieve.engine.mailbox import (
     TurnDelta,
     TurnEnded,
 )
-from pensieve.engine.metrics import Metrics
+from pensieve.engine.metrics import Metrics, cached
 from pensieve.engine.ports import Clock, Executor, Observer, Sink
 
 
@@ -116,8 +118,16 @@ class Engine:
                     scheduler.rewind(conversation_id, num_tokens, now)
             case DeleteConversation(conversation_id):
                 scheduler.delete(conversation_id, now)
-            case EvictConversation(conversation_id):
-                cache.evict(conversation_id, now)
+            case EvictConversation(conversation_id, query_id):
+                dropped = cache.evict(conversation_id, now)
+                if query_id:
+                    return [Answer(query_id, figures={"chunks_dropped": dropped})]
+            case ListCached(query_id, limit, least_valuable):
+                return [Answer(query_id, rows=cached(cache, limit, least_valuable, now))]
+            case Explain(query_id, conversation_id):
+                told = cache.chronicle.of(conversation_id, now)
+                places = cache.places(conversation_id)
+                return [Answer(query_id, rows=(*places, *told))]
             case GetStats(query_id):
                 return [Answer(query_id, figures=self.metrics.figures(now))]
             case CheckIntegrity(query_id):

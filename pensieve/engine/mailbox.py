@@ -59,6 +59,20 @@ class DeleteConversation:
 @dataclass(frozen=True, slots=True)
 class EvictConversation:
     conversation_id: str
+    query_id: int = 0  # 0: nobody waits for the answer
+
+
+@dataclass(frozen=True, slots=True)
+class ListCached:
+    query_id: int
+    limit: int
+    least_valuable: bool = False  # else the largest first
+
+
+@dataclass(frozen=True, slots=True)
+class Explain:
+    query_id: int
+    conversation_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +92,8 @@ Message = (
     | RewindConversation
     | DeleteConversation
     | EvictConversation
+    | ListCached
+    | Explain
     | GetStats
     | CheckIntegrity
 )
@@ -106,11 +122,12 @@ class TurnEnded:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To a query: figures by name, or the problems found (none: all is well)."""
+    """To a query: figures by name, the problems found (none: all is well), or rows of values."""
 
     query_id: int
     figures: dict[str, float] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    rows: tuple[tuple[str | float, ...], ...] = ()
 
 
 Event = TurnDelta | TurnEnded | Answer
@@ -185,6 +202,15 @@ class Outbox:
             event = self._events.popleft()
             self._changed.notify_all()
             return event
+
+    def drain(self) -> list[Event]:
+        """Everything that is there, when something is; nothing when closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._events) or self._closed)
+            events = list(self._events)
+            self._events.clear()
+            self._changed.notify_all()
+            return events
 
     def close(self) -> None:
         with self._changed:

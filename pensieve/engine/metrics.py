@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from heapq import nlargest, nsmallest
 
+from pensieve.core.cache import KVCache
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.turn import FinishReason
@@ -96,3 +99,38 @@ class Metrics:
         for reason, count in self._by_finish.items():
             figures[f"turns_{reason.value}"] = count
         return figures
+
+
+def cached(
+    cache: KVCache, limit: int, least_valuable: bool, now: float
+) -> tuple[tuple[str | float, ...], ...]:
+    """(id, device, host and dropped tokens, idle seconds, retention value, running) of conversations.
+
+    Looks at every chunk that is cached: a question for an operator, not for each second.
+    """
+    rows: list[tuple[str | float, ...]] = []
+    size = cache.config.chunk_tokens
+    for conversation in cache.conversations.values():
+        tokens = {"device": 0, "device+host": 0, "host": 0, "dropped": 0}
+        for chunk in conversation.chunks():
+            tokens[chunk.place] += chunk.filled if chunk.resident else size
+        on_device = tokens["device"] + tokens["device+host"]
+        running = conversation.turn_id is not None
+        idle = 0.0 if running else now - conversation.idle_since
+        value = cache.retention_value(conversation, now)
+        rows.append(
+            (
+                conversation.conversation_id,
+                on_device,
+                tokens["host"],
+                tokens["dropped"],
+                idle,
+                math.inf if value is None else value,
+                float(running),
+            )
+        )
+    if least_valuable:
+        found = nsmallest(limit, rows, key=lambda row: row[5])
+    else:
+        found = nlargest(limit, rows, key=lambda row: float(row[1]) + float(row[2]))
+    return tuple(found)

@@ -21,11 +21,15 @@ That does no harm: a turn says how long its conversation's log is, and the engin
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from enum import StrEnum
+from itertools import count
+from typing import Any, Protocol
 
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, Usage
@@ -34,18 +38,43 @@ from pensieve.engine.mailbox import (
     DeleteConversation,
     Event,
     ForkConversation,
-    Mailbox,
     RewindConversation,
     SubmitTurn,
     TurnDelta,
     TurnEnded,
 )
-from pensieve.errors import ContextFull, InvalidArgument, TurnFailed, TurnRunning, Unavailable
+from pensieve.engine.mailbox import Message as EngineMessage
+from pensieve.errors import (
+    ContextFull,
+    InvalidArgument,
+    PensieveError,
+    QueueFull,
+    TurnFailed,
+    TurnInterrupted,
+    TurnRunning,
+    Unavailable,
+)
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.text import ChatTemplate, Message, Setting, ToolCall
+from pensieve.text import ChatTemplate, Message, Part, PartMarker, Setting, ToolCall
 
 BYTES_PER_TOKEN_MAX = 16  # longer text is refused before it is tokenised
+PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
+KNOWN_STATES = frozenset(
+    {records.TurnState.RUNNING, records.TurnState.COMPLETED, records.TurnState.CANCELLED}
+)
+
+
+class RecomputeReason(StrEnum):
+    DROPPED = "dropped"  # both tiers were full of more valuable chunks
+    ENGINE_RESTARTED = "engine_restarted"
+    FINGERPRINT_CHANGED = "fingerprint_changed"
+
+
+class MessageSink(Protocol):
+    """Where messages for the engine go: a mailbox, or a pipe to another process."""
+
+    def put(self, message: EngineMessage) -> None: ...
 
 
 @dataclass(slots=True)
@@ -58,11 +87,20 @@ class LiveTurn:
     prompt_tokens: int  # of the delta
     deltas: list[TurnDelta] = field(default_factory=list)
     finish: FinishReason | None = None
-    failure: TurnFailed | None = None
+    failure: PensieveError | None = None
     usage: Usage | None = None
     revision: int | None = None
     replayed: bool = False
     cancelled: bool = False
+    tenant: str = ""
+    number: int = 0  # what the engine knows it by: another one for each attempt
+    request_id: str = ""
+    first_revision: int = 0  # of the conversation before it
+    attempt: int = 1
+    recompute_reason: str = ""  # should something be recomputed
+    figures: dict[str, Any] = field(default_factory=dict)  # usage, as it is stored
+    parts: list[Part] = field(default_factory=list)  # of each delta
+    marker: PartMarker | None = None
 
     @property
     def text(self) -> str:
@@ -73,28 +111,60 @@ class LiveTurn:
         return [delta.token_id for delta in self.deltas]
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A turn that is about to be said: everything that tokenising it needs, and nothing shared.
+
+    `prompt` may be called in any thread; it takes as long as the text is long.
+    """
+
+    conversation: records.Conversation
+    messages: tuple[Message, ...]
+    request_id: str
+    sampling: Sampling
+    asked_revision: int | None  # by the client
+    history_tokens: int
+    last_token_id: int | None
+    head: records.Message | None  # a system prompt whose tokens come with the first turn
+    template: ChatTemplate
+
+    def prompt(self) -> list[list[int]]:
+        """The tokens of each new message."""
+        setting = _setting(self.conversation)
+        if self.last_token_id is not None:
+            delta = self.template.delta(self.messages, self.last_token_id, setting)
+            return [delta.token_ids[start:stop] for start, stop in delta.spans]
+        if self.head is None:
+            return _opening(self.template, self.messages, setting)
+        return _opening(self.template, [_message(self.head), *self.messages], setting)[1:]
+
+
 class Conversations:
     def __init__(
         self,
         store: ConversationStore,
         template: ChatTemplate,
-        mailbox: Mailbox,
+        mailbox: MessageSink,
         *,
         context_max: int,
         vocab_size: int,
         fingerprint: str,
         defaults: Sampling | None = None,
         report: Callable[[str], None] = lambda line: None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.store = store
         self.template = template
         self.context_max = context_max
         self.defaults = defaults or Sampling()
+        self.engine_since = wall_clock()  # KV of earlier turns is gone
         self._mailbox = mailbox
         self._vocab_size = vocab_size
         self._fingerprint = fingerprint
         self._report = report
-        self._live: dict[int, LiveTurn] = {}
+        self._live: dict[int, LiveTurn] = {}  # by the number that the engine knows them by
+        self._numbers = count(1)
+        self._translated: set[tuple[str, str]] = set()  # since their last turn
 
     # -- conversations --
 
@@ -106,6 +176,8 @@ class Conversations:
         tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
+        prefix_id: str = "",
+        tenant: str = "",
     ) -> records.Conversation:
         """The system prompt's tokens come with the first turn: templates differ in where it goes."""
         options = dict(template_options or {})
@@ -121,29 +193,54 @@ class Conversations:
                 list(tools),
                 options,
                 dict(metadata or {}),
+                prefix_id,
+                tenant,
             )
         )
 
     def fork(
-        self, source_id: str, new_id: str, at_revision: int | None = None
+        self,
+        source_id: str,
+        new_id: str,
+        at_revision: int | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tenant: str = "",
     ) -> records.Conversation:
         if at_revision is None:
-            at_revision = self.store.get_conversation(source_id).revision
-        fork = self.store.fork_conversation(source_id, at_revision, new_id)
-        self._mailbox.put(ForkConversation(source_id, fork.num_tokens, new_id))
+            at_revision = self.store.get_conversation(source_id, tenant=tenant).revision
+        fork = self.store.fork_conversation(
+            source_id, at_revision, new_id, metadata=metadata, tenant=tenant
+        )
+        self._tell(
+            ForkConversation(
+                cache_key(tenant, source_id), fork.num_tokens, cache_key(tenant, new_id)
+            )
+        )
         return fork
 
-    def rewind(self, conversation_id: str, to_revision: int) -> records.Rewound:
-        rewound = self.store.rewind_conversation(conversation_id, to_revision)
-        self._mailbox.put(RewindConversation(conversation_id, rewound.num_tokens))
+    def rewind(
+        self, conversation_id: str, to_revision: int, *, tenant: str = ""
+    ) -> records.Rewound:
+        rewound = self.store.rewind_conversation(conversation_id, to_revision, tenant=tenant)
+        self._tell(RewindConversation(cache_key(tenant, conversation_id), rewound.num_tokens))
         return rewound
 
-    def delete(self, conversation_id: str) -> None:
-        conversation = self.store.get_conversation(conversation_id)
+    def delete(self, conversation_id: str, *, tenant: str = "") -> None:
+        conversation = self.store.get_conversation(conversation_id, tenant=tenant)
         if conversation.running_turn_id is not None:
             self.interrupt(conversation.running_turn_id)
-        self._mailbox.put(DeleteConversation(conversation_id))
-        self.store.delete_conversation(conversation_id)
+        self._tell(DeleteConversation(cache_key(tenant, conversation_id)))
+        self._translated.discard((tenant, conversation_id))
+        self.store.delete_conversation(conversation_id, tenant=tenant)
+
+    def warm(self, conversation_id: str, *, tenant: str = "") -> None:
+        """Ask the engine to bring the conversation's KV to the device; best effort."""
+        conversation = self._current(conversation_id, tenant)
+        log = self.store.log(conversation_id, tenant=tenant)
+        if log and conversation.running_turn_id is None:
+            key = cache_key(tenant, conversation_id)
+            self._tell(SubmitTurn(next(self._numbers), key, log.tobytes(), len(log), warm=True))
 
     # -- turns --
 
@@ -155,58 +252,111 @@ class Conversations:
         request_id: str | None = None,
         sampling: Sampling | None = None,
         expected_revision: int | None = None,
+        tenant: str = "",
     ) -> LiveTurn:
         """Begin a turn; `handle` the engine's events until its `finish` is set."""
         if isinstance(messages, str):
             messages = [Message("user", messages)]
+        drafted = self.draft(
+            conversation_id,
+            messages,
+            request_id=request_id,
+            sampling=sampling,
+            expected_revision=expected_revision,
+            tenant=tenant,
+        )
+        if isinstance(drafted, LiveTurn):
+            return drafted
+        return self.begin(drafted, drafted.prompt())
+
+    def draft(
+        self,
+        conversation_id: str,
+        messages: Sequence[Message],
+        *,
+        request_id: str | None = None,
+        sampling: Sampling | None = None,
+        expected_revision: int | None = None,
+        tenant: str = "",
+    ) -> Draft | LiveTurn:
+        """Look up what a turn goes on from; the turn itself where its request_id is known already."""
         sampling = sampling or self.defaults
         self._check(messages, sampling)
-        conversation = self._current(conversation_id)
+        conversation = self._current(conversation_id, tenant)
         if request_id is not None:
-            stored = self.store.find_turn(conversation_id, request_id)
-            if stored is not None and stored.state in (
-                records.TurnState.COMPLETED,
-                records.TurnState.CANCELLED,
-            ):
+            stored = self.store.find_turn(conversation_id, request_id, tenant=tenant)
+            if stored is not None and stored.state in KNOWN_STATES:
                 request = self._request(request_id, messages, None, sampling, expected_revision)
-                self.store.begin_turn(conversation_id, request)  # refuses other content
-                return self._replay(stored)
-        log = self.store.log(conversation_id)
-        prompt = self._delta(conversation, messages, log[-1] if log else None)
+                begun = self.store.begin_turn(conversation_id, request, tenant=tenant)
+                assert not begun.must_run
+                return self._known(begun.turn)
+        if conversation.running_turn_id is not None:
+            raise TurnRunning(conversation_id, str(conversation.running_turn_id))
+        log = self.store.log(conversation_id, tenant=tenant)
+        head = self.store.messages(conversation_id, 0, 1, tenant=tenant) if not log else []
+        return Draft(
+            conversation,
+            tuple(messages),
+            request_id or secrets.token_hex(16),
+            sampling,
+            expected_revision,
+            len(log),
+            log[-1] if log else None,
+            head[0] if head else None,
+            self.template,
+        )
+
+    def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> LiveTurn:
+        """Commit the turn and submit it; StaleRevision if the conversation has moved on meanwhile."""
+        conversation, sampling = draft.conversation, draft.sampling
+        conversation_id, tenant = conversation.conversation_id, conversation.tenant
         num_prompt = sum(len(token_ids) for token_ids in prompt)
-        if len(log) + num_prompt >= self.context_max:
-            raise ContextFull(len(log) + num_prompt + 1, self.context_max)
-        if request_id is None:
-            request_id = secrets.token_hex(16)
+        if draft.history_tokens + num_prompt >= self.context_max:
+            raise ContextFull(draft.history_tokens + num_prompt + 1, self.context_max)
+        wanted = draft.asked_revision
         request = self._request(
-            request_id,
-            messages,
+            draft.request_id,
+            draft.messages,
             prompt,
             sampling,
-            conversation.revision if expected_revision is None else expected_revision,
+            conversation.revision if wanted is None else wanted,
         )
-        begun = self.store.begin_turn(conversation_id, request)
+        begun = self.store.begin_turn(conversation_id, request, tenant=tenant)
         if not begun.must_run:
-            raise TurnRunning(conversation_id, str(begun.turn.turn_id))
-        turn_id = begun.turn.turn_id
+            return self._known(begun.turn)
+        log = self.store.log(conversation_id, tenant=tenant)
         history_tokens = len(log)
         for token_ids in prompt:
             log.extend(token_ids)
-        live = LiveTurn(turn_id, conversation_id, history_tokens, num_prompt)
-        self._live[turn_id] = live
+        live = LiveTurn(
+            begun.turn.turn_id,
+            conversation_id,
+            history_tokens,
+            num_prompt,
+            tenant=tenant,
+            number=next(self._numbers),
+            request_id=draft.request_id,
+            first_revision=conversation.revision,
+            attempt=begun.turn.attempts,
+            recompute_reason=self._why_recompute(conversation),
+            marker=PartMarker(self.template.tokenizer, log[-PROMPT_TAIL_TOKENS:]),
+        )
+        self._live[live.number] = live
         try:
             self._mailbox.put(
                 SubmitTurn(
-                    turn_id,
-                    conversation_id,
+                    live.number,
+                    cache_key(tenant, conversation_id),
                     log.tobytes(),
                     history_tokens,
                     replace(sampling, seed=begun.turn.seed),
                 )
             )
-        except Unavailable:
-            del self._live[turn_id]
-            self.store.interrupt_turn(turn_id)
+        except Unavailable as error:
+            self.fail(live, error)
+            raise
+        except BaseException:
+            self.interrupt(live.turn_id)
             raise
         return live
 
@@ -215,33 +365,65 @@ class Conversations:
         if live.finish is None and not live.cancelled:
             live.cancelled = True
             keep = live.history_tokens + live.prompt_tokens + len(live.deltas)
-            self._mailbox.put(CancelTurn(live.turn_id, keep))
+            self._tell(CancelTurn(live.number, keep))
 
     def interrupt(self, turn_id: int) -> None:
         """End a turn and keep nothing of it: nobody waits for it any more."""
-        live = self._live.pop(turn_id, None)
-        if live is not None:
-            self._mailbox.put(CancelTurn(turn_id, live.history_tokens))
-            live.finish = FinishReason.CANCELLED
+        for live in list(self._live.values()):
+            if live.turn_id == turn_id:
+                del self._live[live.number]
+                self._tell(CancelTurn(live.number, live.history_tokens))
+                live.finish = FinishReason.CANCELLED
+                live.failure = TurnInterrupted(
+                    "the turn was given up; its conversation is unchanged"
+                )
         self.store.interrupt_turn(turn_id)
+
+    def fail(self, live: LiveTurn, failure: PensieveError) -> None:
+        """End a turn that the engine will never end; the history stays as it was."""
+        if self._live.pop(live.number, None) is not None:
+            live.failure = failure
+            live.finish = FinishReason.FAILED
+            self.store.interrupt_turn(live.turn_id)
 
     def handle(self, event: Event) -> LiveTurn | None:
         """Take in one event of the engine; the turn that it concerns, if somebody reads it."""
-        if not isinstance(event, TurnDelta | TurnEnded):
-            return None
-        live = self._live.get(event.turn_id)
-        if live is None:
-            return None
         if isinstance(event, TurnDelta):
-            if not live.cancelled:
-                live.deltas.append(event)
+            return self.deliver(event)
+        if isinstance(event, TurnEnded) and (live := self._live.get(event.turn_id)) is not None:
+            self.settle(live, event)
             return live
-        self._end(live, event)
+        return None
+
+    def deliver(self, delta: TurnDelta) -> LiveTurn | None:
+        """Append a token to its turn, unless it was cancelled; touches no disk."""
+        live = self._live.get(delta.turn_id)
+        if live is not None and not live.cancelled:
+            live.deltas.append(delta)
+            live.parts.append(live.marker.push(delta.token_id) if live.marker else Part.TEXT)
         return live
+
+    def live(self, number: int) -> LiveTurn | None:
+        """A turn by the number that the engine knows it by."""
+        return self._live.get(number)
+
+    def running(self, conversation_id: str, *, tenant: str = "") -> LiveTurn | None:
+        """The turn that a conversation runs in this process."""
+        for live in list(self._live.values()):
+            if live.conversation_id == conversation_id and live.tenant == tenant:
+                return live
+        return None
+
+    def all_live(self) -> list[LiveTurn]:
+        return list(self._live.values())
 
     @property
     def num_live(self) -> int:
         return len(self._live)
+
+    def engine_restarted(self, now: float) -> None:
+        """Whatever KV there was is gone."""
+        self.engine_since = now
 
     # -- beginnings --
 
@@ -280,12 +462,14 @@ class Conversations:
             expected_revision,
         )
 
-    def _current(self, conversation_id: str) -> records.Conversation:
+    def _current(self, conversation_id: str, tenant: str) -> records.Conversation:
         """The conversation, its tokens being those of the present tokenizer and template."""
-        conversation = self.store.get_conversation(conversation_id)
+        conversation = self.store.get_conversation(conversation_id, tenant=tenant)
         if conversation.fingerprint == self._fingerprint:
             return conversation
-        stored = self.store.messages(conversation_id)
+        if conversation.running_turn_id is not None:
+            raise TurnRunning(conversation_id, str(conversation.running_turn_id))
+        stored = self.store.messages(conversation_id, tenant=tenant)
         self._report(
             f"conversation {conversation_id} was written under another tokenizer or template; "
             f"tokenising its {len(stored)} messages again"
@@ -300,7 +484,7 @@ class Conversations:
                 continue
             asked = [_message(each) for each in waiting]
             if last_token_id is None and not any(tokens):
-                tokens += self._opening(asked, setting)
+                tokens += _opening(self.template, asked, setting)
             else:
                 delta = self.template.delta(asked, last_token_id, setting)
                 tokens += [delta.token_ids[start:stop] for start, stop in delta.spans]
@@ -311,37 +495,31 @@ class Conversations:
             last_token_id = reply[-1] if reply else None
             waiting = []
         tokens += [[] for _ in waiting]  # a system prompt without a turn yet
-        return self.store.replace_log(conversation_id, self._fingerprint, tokens)
+        self._translated.add((tenant, conversation_id))
+        return self.store.replace_log(conversation_id, self._fingerprint, tokens, tenant=tenant)
 
-    def _delta(
-        self,
-        conversation: records.Conversation,
-        messages: Sequence[Message],
-        last_token_id: int | None,
-    ) -> list[list[int]]:
-        """The tokens of each new message."""
-        setting = _setting(conversation)
-        if last_token_id is not None:
-            delta = self.template.delta(messages, last_token_id, setting)
-            return [delta.token_ids[start:stop] for start, stop in delta.spans]
-        head = self.store.messages(conversation.conversation_id, 0, 1)
-        if not head:
-            return self._opening(messages, setting)
-        tokens = self._opening([_message(head[0]), *messages], setting)
-        return tokens[1:]
+    def _why_recompute(self, conversation: records.Conversation) -> RecomputeReason:
+        """Should KV be missing: the latest thing that made it go."""
+        key = (conversation.tenant, conversation.conversation_id)
+        if key in self._translated:
+            self._translated.discard(key)
+            return RecomputeReason.FINGERPRINT_CHANGED
+        if conversation.updated_at < self.engine_since:
+            return RecomputeReason.ENGINE_RESTARTED
+        return RecomputeReason.DROPPED
 
-    def _opening(self, messages: Sequence[Message], setting: Setting) -> list[list[int]]:
-        """A system prompt that leads has no tokens of its own: they belong to what follows it."""
-        delta = self.template.opening(messages, setting)
-        tokens = [delta.token_ids[start:stop] for start, stop in delta.spans]
-        if len(tokens) > 1 and messages[0].role == "system":
-            tokens[:2] = [[], tokens[0] + tokens[1]]
-        return tokens
+    def _tell(self, message: EngineMessage) -> None:
+        """Of what the store has done already.  Should it not arrive, KV is missing or unused; no turn
+        is wrong for it, since each says how long its log is."""
+        with contextlib.suppress(Unavailable, QueueFull):
+            self._mailbox.put(message)
 
     # -- ends --
 
-    def _end(self, live: LiveTurn, ended: TurnEnded) -> None:
-        del self._live[live.turn_id]
+    def settle(self, live: LiveTurn, ended: TurnEnded) -> None:
+        """The engine has ended a turn: commit it, or record that it failed."""
+        if self._live.pop(live.number, None) is None:
+            return
         live.usage = ended.usage
         finish = ended.finish
         if finish is FinishReason.FAILED:
@@ -352,25 +530,64 @@ class Conversations:
             if live.cancelled:
                 finish = FinishReason.CANCELLED
             reply = records.NewMessage("assistant", live.text, live.token_ids)
-            live.revision = self.store.finish_turn(
-                live.turn_id, reply, finish.value, usage_figures(ended.usage)
-            )
+            figures = usage_figures(ended.usage)
+            if ended.usage.recomputed_tokens:
+                live.figures["recompute_reason"] = live.recompute_reason
+            live.figures.update(figures)
+            live.revision = self.store.finish_turn(live.turn_id, reply, finish.value, live.figures)
         live.finish = finish
+
+    def _known(self, stored: records.StoredTurn) -> LiveTurn:
+        """A turn whose request_id came before: the one that runs, or what the store kept of it."""
+        for live in list(self._live.values()):
+            if live.turn_id == stored.turn_id:
+                return live
+        if stored.state is records.TurnState.RUNNING:
+            raise TurnRunning(stored.conversation_id, str(stored.turn_id))
+        return self._replay(stored)
 
     def _replay(self, stored: records.StoredTurn) -> LiveTurn:
         reply = self.store.turn_messages(stored.turn_id).reply
         assert reply is not None
         assert stored.finish_reason is not None
-        live = LiveTurn(stored.turn_id, stored.conversation_id, 0, 0, replayed=True)
+        live = LiveTurn(
+            stored.turn_id,
+            stored.conversation_id,
+            0,
+            0,
+            replayed=True,
+            tenant=stored.tenant,
+            request_id=stored.request_id,
+            attempt=stored.attempts,
+            figures=dict(stored.usage),
+        )
         live.deltas = [
             TurnDelta(stored.turn_id, stored.conversation_id, token_id, "")
             for token_id in reply.token_ids
         ]
         if live.deltas:
             live.deltas[-1] = replace(live.deltas[-1], text=reply.content)
+        live.parts = [Part.TEXT] * len(live.deltas)
         live.revision = stored.revision
+        live.first_revision = (stored.revision or 1) - 1
         live.finish = FinishReason(stored.finish_reason)
         return live
+
+
+def _opening(
+    template: ChatTemplate, messages: Sequence[Message], setting: Setting
+) -> list[list[int]]:
+    """A system prompt that leads has no tokens of its own: they belong to what follows it."""
+    delta = template.opening(messages, setting)
+    tokens = [delta.token_ids[start:stop] for start, stop in delta.spans]
+    if len(tokens) > 1 and messages[0].role == "system":
+        tokens[:2] = [[], tokens[0] + tokens[1]]
+    return tokens
+
+
+def cache_key(tenant: str, conversation_id: str) -> str:
+    """What the engine knows a conversation by; ids hold no slash, so tenants never meet."""
+    return f"{tenant}/{conversation_id}" if tenant else conversation_id
 
 
 def usage_figures(usage: Usage) -> dict[str, float]:

@@ -171,6 +171,11 @@ class ConversationStore:
         with self._writer.reading() as conn:
             return rows.require_conversation(conn, conversation_id, tenant)[1]
 
+    def num_conversations(self) -> int:
+        """Of all tenants."""
+        with self._writer.reading() as conn:
+            return rows.num_conversations(conn)
+
     def list_conversations(
         self, page_size: int = 100, page_token: str = "", *, tenant: str = ""
     ) -> Page:

@@ -115,6 +115,11 @@ def first_with_prefix(
     return None if row is None else _conversation(row)
 
 
+def num_conversations(conn: Connection) -> int:
+    count: int = conn.execute("SELECT count(*) FROM conversations").fetchone()[0]
+    return count
+
+
 def conversations_before(
     conn: Connection, tenant: str, before: int, limit: int
 ) -> list[tuple[int, Conversation]]:

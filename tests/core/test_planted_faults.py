@@ -184,8 +184,8 @@ def keep_what_was_said(original: Any, cache: KVCache, turn: Turn, now: float, ke
     original(cache, turn, now, keep)
 
 
-def forget_frontiers(original: Any, scheduler: Scheduler, turn: Turn) -> None:
-    scheduler.cache.discard(turn)
+def forget_frontiers(original: Any, scheduler: Scheduler, turn: Turn, now: float) -> None:
+    scheduler.cache.discard(turn, now)
 
 
 def forget_the_heir(original: Any, cache: KVCache, branch: Branch, *rest: Any) -> Any:

@@ -1,0 +1,103 @@
+"""The engine process: `python -m pensieve.cli.engine_main FD`, started by `pensieve serve`.
+
+    reader thread    frames from the service    → Mailbox
+    main thread      Engine.run
+    writer thread    Outbox → one frame of everything that was published since the last one
+
+The first frame says the settings; then the model is loaded, each stage told, and `ready` says what the
+engine can hold.  When the pipe ends the service is gone, and with it everybody who could read a
+reply: the process ends at once.  It has nothing to save; the history is the service's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+from pensieve.cli.assembly import build_engine, load_texts, one_line
+from pensieve.config import resolve
+from pensieve.engine.mailbox import Mailbox, Outbox
+from pensieve.errors import DeviceError, PensieveError
+from pensieve.service.channel import BrokenChannel, frames, message_of, pack, pack_events
+
+MESSAGES_MAX = 65_536
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the service's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        return serve(sock)
+    except BaseException as error:
+        traceback.print_exc()
+        code = error.exit_code if isinstance(error, PensieveError) else DeviceError.exit_code
+        _tell(sock, pack(["died", one_line(error), code]))
+        return code
+
+
+def serve(sock: socket.socket) -> int:
+    incoming = frames(sock)
+    (kind, written, folder), _ = next(incoming)
+    if kind != "settings":
+        raise BrokenChannel(f"{kind!r} where the settings were expected")
+    settings = resolve(written, {}).settings
+
+    def report(line: str) -> None:
+        sock.sendall(pack(["stage", line]))
+
+    mailbox, outbox = Mailbox(MESSAGES_MAX), Outbox()
+    path = Path(folder)
+    built = build_engine(
+        settings, path, load_texts(path, lambda line: None), report, mailbox, outbox
+    )
+    ready = {
+        "context_max": built.context_max,
+        "vocab_size": built.vocab_size,
+        "device_pages": built.device_pages,
+        "host_pages": built.host_pages,
+        "page_bytes": built.page_bytes,
+        "chunk_tokens": settings.chunk_tokens,
+    }
+    sock.sendall(pack(["ready", ready]))
+
+    def read() -> None:
+        try:
+            for frame in incoming:
+                mailbox.put(message_of(frame))
+        except (OSError, PensieveError):
+            traceback.print_exc()
+        os._exit(0)
+
+    def write() -> None:
+        while events := outbox.drain():
+            try:
+                sock.sendall(pack_events(events))
+            except OSError:
+                return  # the reader notices too
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (read, write)]
+    for thread in threads:
+        thread.start()
+    try:
+        built.engine.run()
+    finally:
+        outbox.close()
+        threads[1].join()
+    return 0
+
+
+def _tell(sock: socket.socket, frame: bytes) -> None:
+    try:
+        sock.sendall(frame)
+    except OSError:
+        return
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""Between the wire and our values: requests in, events and errors out.  No decisions are made here.
+
+What a client may get wrong is refused with the name of the field; what the store or the engine refuse
+comes as an error of our tree and leaves as a canonical code with google.rpc details.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+from google.protobuf import json_format, struct_pb2, timestamp_pb2
+
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import FinishReason
+from pensieve.engine.mailbox import TurnDelta
+from pensieve.errors import (
+    ContextFull,
+    InvalidArgument,
+    PensieveError,
+    QueueFull,
+    StaleRevision,
+    TurnRunning,
+    Unavailable,
+)
+from pensieve.service.conversations import LiveTurn, RecomputeReason
+from pensieve.store import records
+from pensieve.text import Message, Part
+from pensieve.v1 import conversation_pb2 as pb
+from pensieve.v1 import status_pb2
+
+DOMAIN = "pensieve"
+TYPE_PREFIX = "type.googleapis.com/google.rpc."
+DETAILS_KEY = "grpc-status-details-bin"
+MESSAGE_CHARACTERS_MAX = 400  # of an error; it may quote a client
+
+SCALARS = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "seed", "max_tokens", "min_tokens", "logprobs"),
+)
+ROLES = {
+    pb.ROLE_UNSPECIFIED: "user",
+    pb.ROLE_SYSTEM: "system",
+    pb.ROLE_USER: "user",
+    pb.ROLE_ASSISTANT: "assistant",
+    pb.ROLE_TOOL: "tool",
+}
+ROLE_NUMBERS = {name: number for number, name in ROLES.items() if number}
+FINISH_NUMBERS = {
+    FinishReason.STOP.value: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH.value: pb.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED.value: pb.FINISH_REASON_CANCELLED,
+}
+PART_NUMBERS = {
+    Part.TEXT: pb.PART_KIND_TEXT,
+    Part.THINKING: pb.PART_KIND_THINKING,
+    Part.TOOL_CALL: pb.PART_KIND_TOOL_CALL,
+}
+REASON_NUMBERS = {
+    RecomputeReason.DROPPED.value: pb.RECOMPUTE_REASON_DROPPED,
+    RecomputeReason.ENGINE_RESTARTED.value: pb.RECOMPUTE_REASON_ENGINE_RESTARTED,
+    RecomputeReason.FINGERPRINT_CHANGED.value: pb.RECOMPUTE_REASON_FINGERPRINT_CHANGED,
+}
+
+
+# -- in --
+
+
+def messages_of(given: Iterable[pb.NewMessage]) -> list[Message]:
+    messages = []
+    for index, each in enumerate(given):
+        role = ROLES.get(each.role)
+        if role is None:
+            raise InvalidArgument(f"messages[{index}].role", "is no role this server knows")
+        messages.append(Message(role, each.content, tool_call_id=each.tool_call_id or None))
+    if not messages:
+        raise InvalidArgument("messages", "at least one is needed")
+    return messages
+
+
+def sampling_of(given: pb.Sampling, defaults: Sampling) -> Sampling:
+    """The model's defaults with whatever the client gave in their place."""
+    values: dict[str, Any] = {
+        field.name: value for field, value in given.ListFields() if field.name in SCALARS
+    }
+    if given.stop:
+        values["stop"] = tuple(given.stop)
+    if given.stop_token_ids:
+        values["stop_token_ids"] = tuple(given.stop_token_ids)
+    if given.logit_bias:
+        values["logit_bias"] = tuple(sorted(given.logit_bias.items()))
+    if "min_tokens" in values and "max_tokens" not in values:
+        values["max_tokens"] = max(defaults.max_tokens, values["min_tokens"])
+    return replace(defaults, ignore_eos=given.ignore_eos, **values)
+
+
+def plain(name: str, struct: struct_pb2.Struct) -> dict[str, Any]:
+    """A Struct as JSON values; its numbers are doubles, whole ones become ints again."""
+    try:
+        written = json_format.MessageToJson(struct)
+    except ValueError:
+        raise InvalidArgument(name, "holds a number that is not finite") from None
+    value: dict[str, Any] = json.loads(written, parse_float=_whole_if_whole)
+    return value
+
+
+def _whole_if_whole(text: str) -> float | int:
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+
+
+# -- out --
+
+
+def conversation(found: records.Conversation, context_max: int) -> pb.Conversation:
+    given = pb.Conversation(
+        conversation_id=found.conversation_id,
+        revision=found.revision,
+        num_messages=found.num_messages,
+        num_tokens=found.num_tokens,
+        context_max_tokens=context_max,
+        metadata=struct(found.metadata),
+        tools=[struct(tool) for tool in found.tools],
+        template_options=struct(found.template_options),
+        prefix_id=found.prefix_id,
+        create_time=_timestamp(found.created_at),
+        update_time=_timestamp(found.updated_at),
+    )
+    if found.running_turn_id is not None:
+        given.running_turn_id = str(found.running_turn_id)
+    return given
+
+
+def struct(value: Mapping[str, Any]) -> struct_pb2.Struct:
+    given = struct_pb2.Struct()
+    json_format.ParseDict(dict(value), given)
+    return given
+
+
+def _timestamp(seconds: float) -> timestamp_pb2.Timestamp:
+    return timestamp_pb2.Timestamp(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
+
+
+def message(found: records.Message) -> pb.Message:
+    return pb.Message(
+        index=found.index,
+        role=ROLE_NUMBERS.get(found.role, pb.ROLE_UNSPECIFIED),
+        content=found.content,
+        tool_call_id=found.tool_call_id,
+        revision=found.revision,
+        first_token=found.first_token,
+        num_tokens=found.num_tokens,
+        token_ids=found.token_ids or (),
+        finish_reason=FINISH_NUMBERS.get(found.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED),
+    )
+
+
+def started(live: LiveTurn) -> pb.TurnStarted:
+    return pb.TurnStarted(
+        turn_id=str(live.turn_id),
+        revision=live.first_revision,
+        request_id=live.request_id,
+        replayed=live.replayed,
+        attempt=live.attempt,
+    )
+
+
+def deltas(new: Sequence[TurnDelta], parts: Sequence[Part]) -> list[pb.TurnDelta]:
+    """As few messages as possible: one for each run of tokens of the same kind."""
+    runs: list[pb.TurnDelta] = []
+    start = 0
+    for end in range(1, len(new) + 1):
+        if end == len(new) or parts[end] is not parts[start]:
+            runs.append(_delta(new[start:end], parts[start]))
+            start = end
+    return runs
+
+
+def _delta(run: Sequence[TurnDelta], part: Part) -> pb.TurnDelta:
+    given = pb.TurnDelta(
+        text="".join([each.text for each in run]),
+        token_ids=[each.token_id for each in run],
+        kind=PART_NUMBERS[part],
+    )
+    for each in run:
+        if each.logprob is not None:
+            given.logprobs.add(
+                logprob=each.logprob,
+                alternatives=[
+                    pb.Alternative(token_id=token_id, logprob=logprob)
+                    for token_id, logprob in each.top_logprobs
+                ],
+            )
+    return given
+
+
+def completed(live: LiveTurn) -> pb.TurnCompleted:
+    assert live.finish is not None
+    assert live.revision is not None
+    figures = dict(live.figures)
+    reason = str(figures.pop("recompute_reason", ""))
+    known = {field.name for field in pb.Usage.DESCRIPTOR.fields}
+    return pb.TurnCompleted(
+        finish_reason=FINISH_NUMBERS[live.finish.value],
+        usage=pb.Usage(
+            recompute_reason=REASON_NUMBERS.get(reason, pb.RECOMPUTE_REASON_UNSPECIFIED),
+            **{name: value for name, value in figures.items() if name in known},
+        ),
+        revision=live.revision,
+    )
+
+
+# -- errors --
+
+
+def status_code(error: PensieveError) -> grpc.StatusCode:
+    code: grpc.StatusCode = getattr(grpc.StatusCode, error.grpc_status)
+    return code
+
+
+def status(error: PensieveError) -> status_pb2.Status:
+    """google.rpc.Status with ErrorInfo, and what helps beside it."""
+    given = status_pb2.Status(code=status_code(error).value[0], message=text_of(error))
+    _detail(
+        given,
+        "ErrorInfo",
+        status_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_causes(error)),
+    )
+    if isinstance(error, InvalidArgument):
+        violation = status_pb2.BadRequest.FieldViolation(
+            field=_short(error.field), description=_short(error.problem)
+        )
+        _detail(given, "BadRequest", status_pb2.BadRequest(field_violations=[violation]))
+    seconds = getattr(error, "retry_after_seconds", None)
+    if seconds is None and isinstance(error, QueueFull | Unavailable):
+        seconds = 1.0
+    if seconds is not None:
+        retry = status_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(int(seconds * 1000))
+        _detail(given, "RetryInfo", retry)
+    return given
+
+
+def _detail(given: status_pb2.Status, name: str, detail: Any) -> None:
+    given.details.add(type_url=TYPE_PREFIX + name, value=detail.SerializeToString())
+
+
+def _causes(error: PensieveError) -> dict[str, str]:
+    if isinstance(error, TurnRunning):
+        return {"conversation_id": error.conversation_id, "turn_id": error.turn_id}
+    if isinstance(error, StaleRevision):
+        return {"expected": str(error.expected), "actual": str(error.actual)}
+    if isinstance(error, ContextFull):
+        return {"tokens": str(error.tokens), "tokens_max": str(error.tokens_max)}
+    return {}
+
+
+def text_of(error: PensieveError) -> str:
+    """One line, whatever the error quotes."""
+    return _short(" ".join(str(error).split()))
+
+
+def _short(text: str) -> str:
+    text = text.encode("utf-8", "replace").decode()
+    most = MESSAGE_CHARACTERS_MAX
+    return text if len(text) <= most else text[: most - 1] + "…"
