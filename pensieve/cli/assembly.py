@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from pensieve.config import Settings, available_memory_bytes
 from pensieve.core.sampling import Sampling
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from pensieve.engine.engine import Engine
     from pensieve.engine.mailbox import Mailbox, Outbox
     from pensieve.engine.ports import Sink
-    from pensieve.model.executor import TorchExecutor
     from pensieve.service.conversations import Conversations
     from pensieve.store.conversation_store import ConversationStore
     from pensieve.text import ChatTemplate
@@ -202,12 +201,16 @@ def _start(settings: Settings, store: ConversationStore, report: Report, threade
     return Runtime(settings, store, built, conversations, mailbox, outbox, threaded)
 
 
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
 @dataclass
 class BuiltEngine:
     """An engine that is ready to run, and what has to be closed after it."""
 
     engine: Engine
-    executor: TorchExecutor
+    executor: Closable
     context_max: int
     vocab_size: int
     device_pages: int

@@ -17,23 +17,28 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
-from pensieve.cli.assembly import build_engine, load_texts, one_line
-from pensieve.config import resolve
+from pensieve.cli.assembly import BuiltEngine, Report, build_engine, load_texts, one_line
+from pensieve.config import Settings, resolve
 from pensieve.engine.mailbox import Mailbox, Outbox
+from pensieve.engine.ports import Sink
 from pensieve.errors import DeviceError, PensieveError
 from pensieve.service.channel import BrokenChannel, frames, message_of, pack, pack_events
 
 MESSAGES_MAX = 65_536
 
 
-def main() -> int:
+Build = Callable[[Settings, Path, Report, Mailbox, Sink], BuiltEngine]
+
+
+def main(fd: int, build: Build) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the service's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock = socket.socket(fileno=fd)
     try:
-        return serve(sock)
+        return serve(sock, build)
     except BaseException as error:
         traceback.print_exc()
         code = error.exit_code if isinstance(error, PensieveError) else DeviceError.exit_code
@@ -41,7 +46,7 @@ def main() -> int:
         return code
 
 
-def serve(sock: socket.socket) -> int:
+def serve(sock: socket.socket, build: Build) -> int:
     incoming = frames(sock)
     (kind, written, folder), _ = next(incoming)
     if kind != "settings":
@@ -52,10 +57,7 @@ def serve(sock: socket.socket) -> int:
         sock.sendall(pack(["stage", line]))
 
     mailbox, outbox = Mailbox(MESSAGES_MAX), Outbox()
-    path = Path(folder)
-    built = build_engine(
-        settings, path, load_texts(path, lambda line: None), report, mailbox, outbox
-    )
+    built = build(settings, Path(folder), report, mailbox, outbox)
     ready = {
         "context_max": built.context_max,
         "vocab_size": built.vocab_size,
@@ -99,5 +101,14 @@ def _tell(sock: socket.socket, frame: bytes) -> None:
         return
 
 
+def build_with_model(
+    settings: Settings, folder: Path, report: Report, mailbox: Mailbox, sink: Sink
+) -> BuiltEngine:
+    # The service has told already what it found in the chat template.
+    return build_engine(
+        settings, folder, load_texts(folder, lambda line: None), report, mailbox, sink
+    )
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[1]), build_with_model))

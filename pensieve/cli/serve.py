@@ -73,6 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for running turns at the end (default: 30)",
     )
     parser.add_argument(
+        "--engine",
+        choices=("model", "echo"),
+        default="model",
+        help="echo: arithmetic in the model's place, to measure or break the service alone",
+    )
+    parser.add_argument(
+        "--echo-seconds", type=float, default=0.0, metavar="S", help="of an iteration of echo"
+    )
+    parser.add_argument(
         "--log-format",
         choices=("auto", "text", "json"),
         default="auto",
@@ -133,6 +142,7 @@ async def _serve(arguments: argparse.Namespace, resolved: Resolved) -> int:
         folder,
         DaemonConfig(turns_max=arguments.turns_waiting_max, grace_seconds=arguments.grace),
         report,
+        _program(arguments),
     )
     server = Server(daemon, listening)
     hurry = asyncio.Event()
@@ -175,6 +185,13 @@ async def _serve(arguments: argparse.Namespace, resolved: Resolved) -> int:
         await closing
     report("stopped")
     return 0
+
+
+def _program(arguments: argparse.Namespace) -> tuple[str, ...] | None:
+    if arguments.engine == "model":
+        return None
+    seconds = f"--seconds={arguments.echo_seconds}"
+    return (sys.executable, "-m", "pensieve.cli.echo_engine", seconds)
 
 
 def socket_path(data: Path) -> Path:

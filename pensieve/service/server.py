@@ -31,7 +31,7 @@ from pensieve.v1 import status_pb2 as pb
 RECEIVE_BYTES_MAX = 8 << 20
 SEND_BYTES_MAX = 4 << 20
 SERVICES = ("", "pensieve.v1.ConversationService", "pensieve.v1.AdminService")
-STOP_SECONDS = 2.0
+STOP_SECONDS = 0.5  # for streams that watch
 OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", RECEIVE_BYTES_MAX),

@@ -1,0 +1,205 @@
+"""A daemon in a thread of the test, its engine a process of its own; and `pensieve serve` as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from pensieve.builtin import MODEL_PATH
+from pensieve.cli.assembly import load_texts
+from pensieve.service.daemon import Daemon, DaemonConfig
+from pensieve.service.server import Listening, Server
+from pensieve.store.conversation_store import ConversationStore
+from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, status_pb2
+from pensieve.v1 import conversation_pb2 as pb
+
+ECHO = (sys.executable, "-m", "pensieve.cli.echo_engine")
+DETAILS = {
+    "ErrorInfo": status_pb2.ErrorInfo,
+    "BadRequest": status_pb2.BadRequest,
+    "RetryInfo": status_pb2.RetryInfo,
+}
+
+
+def wait_for(holds: Callable[[], Any], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+class DaemonRig:
+    """The daemon behind a port of its own, with `stub` and `admin` to talk to it."""
+
+    def __init__(
+        self,
+        data: Path,
+        *,
+        config: DaemonConfig | None = None,
+        listening: Listening | None = None,
+        program: tuple[str, ...] = ECHO,
+        written: dict[str, str] | None = None,
+    ) -> None:
+        self._arguments = (data, config, listening, program, written or {})
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self.lines: list[str] = []
+
+    def __enter__(self) -> DaemonRig:
+        self._thread.start()
+        self.call(self._start())
+        self.channel = grpc.insecure_channel(self.server.address)
+        self.stub = conversation_pb2_grpc.ConversationServiceStub(self.channel)
+        data = self._arguments[0]
+        self._local = grpc.insecure_channel(f"unix:{data / 'admin.sock'}")
+        self.admin = admin_pb2_grpc.AdminServiceStub(self._local)
+        return self
+
+    async def _start(self) -> None:
+        data, config, listening, program, written = self._arguments
+        texts = load_texts(MODEL_PATH, self.lines.append)
+        self.daemon = Daemon(
+            ConversationStore.open(data, "pensieve test"),
+            texts.template,
+            texts.fingerprint,
+            texts.defaults,
+            written,
+            MODEL_PATH,
+            config or DaemonConfig(grace_seconds=0.2),
+            self.lines.append,
+            program,
+        )
+        listening = listening or Listening("127.0.0.1:0", data / "admin.sock")
+        self.server = Server(self.daemon, listening)
+        await self.server.listen()
+        await self.daemon.start()
+
+    def call(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.channel.close()
+        self._local.close()
+        self.call(self.server.close(0.5))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # -- short words --
+
+    def send(self, conversation_id: str, *contents: str, **fields: Any) -> Iterator[Any]:
+        messages = [pb.NewMessage(content=content) for content in contents]
+        fields.setdefault("create_if_missing", True)
+        seconds = fields.pop("seconds", 30)
+        request = pb.SendMessageRequest(
+            conversation_id=conversation_id, messages=messages, **fields
+        )
+        return self.stub.SendMessage(request, timeout=seconds)
+
+    def ask(self, conversation_id: str, *contents: str, **fields: Any) -> Said:
+        return said(self.send(conversation_id, *contents, **fields))
+
+    def messages(self, conversation_id: str) -> list[Any]:
+        request = pb.ListMessagesRequest(
+            conversation_id=conversation_id, page_size=1000, include_token_ids=True
+        )
+        return list(self.stub.ListMessages(request).messages)
+
+
+@dataclass
+class Said:
+    started: Any = None
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    completed: Any = None
+    sequences: list[int] = field(default_factory=list)
+
+
+def said(events: Iterator[Any]) -> Said:
+    got = Said()
+    for event in events:
+        got.sequences.append(event.sequence)
+        match event.WhichOneof("event"):
+            case "started":
+                got.started = event.started
+            case "delta":
+                got.text += event.delta.text
+                got.token_ids += event.delta.token_ids
+            case "completed":
+                got.completed = event.completed
+    return got
+
+
+def details(error: grpc.RpcError) -> dict[str, Any]:
+    """The google.rpc details of an error, by name."""
+    packed = dict(error.trailing_metadata())["grpc-status-details-bin"]
+    status = status_pb2.Status.FromString(packed)
+    assert status.code == error.code().value[0]
+    found = {}
+    for each in status.details:
+        name = each.type_url.removeprefix("type.googleapis.com/google.rpc.")
+        found[name] = DETAILS[name].FromString(each.value)
+    return found
+
+
+class ServeProcess:
+    """`pensieve serve` as its user starts it."""
+
+    def __init__(self, data: Path, *arguments: str, engine: str = "echo") -> None:
+        self.data = data
+        self.arguments = arguments
+        self.engine = engine
+        self.log = data.with_suffix(".log")
+
+    def start(self, seconds: float = 60.0) -> str:
+        ready = self.data.with_suffix(".ready")
+        ready.unlink(missing_ok=True)
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "pensieve", "serve", "--data", str(self.data)),
+                    *("--address", "127.0.0.1:0", "--ready-file", str(ready)),
+                    *("--engine", self.engine, *self.arguments),
+                ],
+                stderr=log,
+                stdout=log,
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            )
+        wait_for(lambda: ready.exists() or self.process.poll() is not None, seconds)
+        assert ready.exists(), self.log.read_text()
+        self.address = ready.read_text().strip()
+        return self.address
+
+    def engine_pid(self) -> int | None:
+        found = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.split()
+        return int(found[0]) if found else None
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self, seconds: float = 30.0) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(seconds)
