@@ -23,9 +23,10 @@
     │   ├── StoreTooNew           written by a newer version
     │   ├── StoreCorrupt          a page or a record fails its check
     │   └── StoreLocked           another process holds the data folder; says who
-    └── DeviceError               the device failed or lacks memory
+    ├── DeviceError               the device failed or lacks memory
+    └── ServerFault               the server met something unforeseen; its log knows the id in the text
 
-Whatever is not in this tree is a bug and leaves as INTERNAL.
+Whatever is not in this tree is a bug and leaves as INTERNAL: to a client it is a ServerFault.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class PensieveError(Exception):
     grpc_status = "INTERNAL"
     exit_code = 1
     reason = "INTERNAL"
+    retry_after_seconds: float | None = None  # trying again then may help
 
 
 class InvalidArgument(PensieveError):
@@ -179,3 +181,7 @@ class DeviceError(PensieveError):
     grpc_status = "UNAVAILABLE"
     exit_code = 6
     reason = "DEVICE"
+
+
+class ServerFault(PensieveError):
+    """What a client is told of an error that nobody foresaw."""

@@ -16,6 +16,7 @@ from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
 
 PAGE_SIZE = 100
+PAGE_BYTES_MAX = 2 << 20  # a page is shorter where messages are long
 
 
 class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
@@ -119,11 +120,17 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             include_token_ids=request.include_token_ids,
             tenant=caller().tenant,
         )
-        more = len(found) > size
-        return pb.ListMessagesResponse(
-            messages=[translate.message(each) for each in found[:size]],
-            next_page_token=str(start + size) if more else "",
-        )
+        page = pb.ListMessagesResponse()
+        num_bytes = 0
+        for each in found[:size]:
+            message = translate.message(each)
+            num_bytes += message.ByteSize()
+            if page.messages and num_bytes > PAGE_BYTES_MAX:
+                break
+            page.messages.append(message)
+        if len(page.messages) < len(found):
+            page.next_page_token = str(start + len(page.messages))
+        return page
 
     # -- turns --
 

@@ -234,7 +234,7 @@ def status(error: PensieveError) -> status_pb2.Status:
             field=_short(error.field), description=_short(error.problem)
         )
         _detail(given, "BadRequest", status_pb2.BadRequest(field_violations=[violation]))
-    seconds = getattr(error, "retry_after_seconds", None)
+    seconds = error.retry_after_seconds
     if seconds is None and isinstance(error, QueueFull | Unavailable):
         seconds = 1.0
     if seconds is not None:

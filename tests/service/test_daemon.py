@@ -179,7 +179,8 @@ def test_an_interrupted_turn_runs_again_under_its_request_id(slow: DaemonRig) ->
 
 def test_an_engine_that_is_killed_costs_recompute_and_nothing_else(slow: DaemonRig) -> None:
     slow.ask("killed", "one", sampling=pb.Sampling(max_tokens=40, ignore_eos=True))
-    running = slow.send("killed", "two", request_id="r2", sampling=LONG)
+    sampling = pb.Sampling(max_tokens=300, ignore_eos=True)
+    running = slow.send("killed", "two", request_id="r2", sampling=sampling)
     next(running)
     os.kill(slow.daemon.engine.pid or 0, signal.SIGKILL)
     with pytest.raises(grpc.RpcError) as error:
@@ -187,7 +188,6 @@ def test_an_engine_that_is_killed_costs_recompute_and_nothing_else(slow: DaemonR
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
     assert details(error.value)["RetryInfo"].retry_delay.ToSeconds() >= 1
     wait_for(lambda: slow.daemon.serving)
-    sampling = pb.Sampling(max_tokens=2000, ignore_eos=True)
     got = slow.ask("killed", "two", request_id="r2", sampling=sampling)
     assert got.started.attempt == 2
     usage = got.completed.usage

@@ -1,0 +1,199 @@
+"""A turn's progress and the policy of trying again, without a socket."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+from pensieve import errors
+from pensieve.client import Delta, Restarted, Retry
+from pensieve.client.failures import error_of
+from pensieve.client.turns import TurnProgress, request_of, sampling_of
+from pensieve.service import translate
+from pensieve.v1 import conversation_pb2 as pb
+
+
+def started(attempt: int = 1, replayed: bool = False) -> pb.SendMessageResponse:
+    return pb.SendMessageResponse(
+        started=pb.TurnStarted(turn_id="7", request_id="r", attempt=attempt, replayed=replayed)
+    )
+
+
+def delta(text: str, *token_ids: int) -> pb.SendMessageResponse:
+    return pb.SendMessageResponse(delta=pb.TurnDelta(text=text, token_ids=token_ids, kind=1))
+
+
+COMPLETED = pb.SendMessageResponse(
+    completed=pb.TurnCompleted(finish_reason=pb.FINISH_REASON_STOP, revision=3)
+)
+
+
+def heard(progress: TurnProgress, *responses: pb.SendMessageResponse) -> list[object]:
+    return [event for each in responses if (event := progress.take(each)) is not None]
+
+
+def test_deltas_add_up_to_the_reply() -> None:
+    progress = TurnProgress()
+    events = heard(progress, started(), delta("Good ", 5), delta("", 6), delta("day", 7), COMPLETED)
+    assert events == [Delta("Good ", (5,)), Delta("", (6,)), Delta("day", (7,))]
+    assert progress.reply is not None
+    assert (progress.reply.text, progress.reply.token_ids) == ("Good day", (5, 6, 7))
+    assert (progress.reply.finish_reason, progress.reply.revision) == ("stop", 3)
+
+
+def test_what_was_given_out_is_not_given_out_again_after_attaching() -> None:
+    progress = TurnProgress()
+    heard(progress, started(), delta("Good ", 5), delta("mor", 6))
+    events = heard(progress, started(), delta("Good morning", 5, 6, 7), delta("!", 8), COMPLETED)
+    assert events == [Delta("ning", (7,)), Delta("!", (8,))]
+    assert str(progress.reply) == "Good morning!"
+
+
+def test_a_replay_may_tell_the_text_with_its_last_token() -> None:
+    progress = TurnProgress()
+    heard(progress, started(), delta("Good ", 5))
+    events = heard(
+        progress, started(replayed=True), delta("", 5), delta("Good morning", 6), COMPLETED
+    )
+    assert events == [Delta("morning", (6,))]
+
+
+def test_a_new_attempt_begins_again_and_says_so() -> None:
+    progress = TurnProgress()
+    heard(progress, started(), delta("Good ", 5))
+    events = heard(progress, started(attempt=2), delta("Bad ", 9), COMPLETED)
+    assert events == [Restarted(2), Delta("Bad ", (9,))]
+    assert str(progress.reply) == "Bad "
+
+
+def test_a_new_attempt_of_which_nothing_was_shown_is_nothing_to_tell() -> None:
+    progress = TurnProgress()
+    assert heard(progress, started(), started(attempt=2), delta("x", 1)) == [Delta("x", (1,))]
+
+
+def test_another_reply_under_the_same_turn_is_a_fault() -> None:
+    progress = TurnProgress()
+    heard(progress, started(), delta("Good ", 5))
+    with pytest.raises(errors.ServerFault):
+        heard(progress, started(), delta("Bad!!!", 5))
+
+
+ERRORS = [
+    errors.TurnRunning("c", "5"),
+    errors.StaleRevision(3, 4),
+    errors.ContextFull(5000, 4096),
+    errors.InvalidArgument("sampling.top_p", "must lie in (0, 1]"),
+    errors.NotFound("there is no such conversation"),
+    errors.AlreadyExists("taken"),
+    errors.QueueFull("full"),
+    errors.Unavailable("later"),
+    errors.StoreUnavailable("the disk is full"),
+    errors.DeadlineExceeded("too late"),
+    errors.Unauthenticated("who?"),
+    errors.PermissionDenied("no"),
+    errors.TurnInterrupted("gone"),
+    errors.TurnFailed("NAN_LOGITS", "not a number"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_of_the_server_is_the_same_error_here(error: errors.PensieveError) -> None:
+    packed = translate.status(error).SerializeToString()
+    again = error_of(
+        translate.status_code(error),
+        translate.text_of(error),
+        ((translate.DETAILS_KEY, packed),),
+    )
+    assert type(again) is type(error)
+    assert (str(again), again.reason) == (str(error), error.reason)
+    for name, value in vars(error).items():
+        assert getattr(again, name) == value
+    wants_retry = isinstance(error, errors.QueueFull | errors.Unavailable)
+    assert (again.retry_after_seconds is not None) == wants_retry
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, errors.Unavailable),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.ServerFault),
+        (grpc.StatusCode.INTERNAL, errors.ServerFault),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineExceeded),
+        (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidArgument),
+    ],
+)
+def test_a_status_without_details_has_the_class_of_its_code(
+    code: grpc.StatusCode, kind: type[errors.PensieveError]
+) -> None:
+    assert type(error_of(code, "from a proxy", None)) is kind
+
+
+def test_only_what_may_pass_is_tried_again_and_not_for_ever() -> None:
+    retry = Retry(retries=3, first_seconds=1.0, most_seconds=3.0, drawn=lambda: 1.0)
+    away = errors.Unavailable("away")
+    assert [retry.pause(away, number, None) for number in (1, 2, 3, 4)] == [1.0, 2.0, 3.0, None]
+    away.retry_after_seconds = 7.0
+    assert retry.pause(away, 1, None) == 7.0
+    assert retry.pause(away, 1, 6.0) is None  # the deadline comes first
+    full = errors.QueueFull("full")
+    assert retry.pause(full, 1, None) is None
+    full.retry_after_seconds = 0.5
+    assert retry.pause(full, 1, None) == 1.0
+    assert retry.pause(errors.TurnRunning("c", "1"), 1, None) is None
+
+
+def test_a_request_says_what_was_given_and_no_more() -> None:
+    request = request_of(
+        "c",
+        [{"content": "hi"}, {"role": "tool", "content": "18 °C", "tool_call_id": "x"}],
+        request_id="r",
+        expected_revision=0,
+        create_if_missing=True,
+        sampling={"temperature": 0, "stop": "END", "logit_bias": {5: -1}, "top_p": None},
+    )
+    assert [message.role for message in request.messages] == [pb.ROLE_USER, pb.ROLE_TOOL]
+    assert request.HasField("expected_revision")
+    assert request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("top_p")
+    assert list(request.sampling.stop) == ["END"]
+    assert dict(request.sampling.logit_bias) == {5: -1.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"temprature": 1}, "temprature"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"seed": -1}, "seed"),
+        ({"stop": [5]}, "stop"),
+    ],
+)
+def test_a_wrong_field_is_named(given: dict[str, object], field: str) -> None:
+    with pytest.raises(errors.InvalidArgument) as error:
+        sampling_of(given)
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize("said", ["half \ud83d", [{"role": "user", "content": "\udc00"}]])
+def test_text_that_utf8_cannot_carry_is_refused_before_it_is_sent(said: object) -> None:
+    with pytest.raises(errors.InvalidArgument, match="surrogate"):
+        request_of(
+            "c",
+            said,  # type: ignore[arg-type]
+            request_id=None,
+            expected_revision=None,
+            create_if_missing=True,
+            sampling={},
+        )
+
+
+def test_importing_the_sdk_loads_neither_torch_nor_the_server() -> None:
+    heavy = "{'torch', 'transformers', 'numpy', 'sqlite3', 'tokenizers', 'pensieve.service'}"
+    program = f"import sys, pensieve.client; print(sorted({heavy} & set(sys.modules)))"
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert told.stdout == "[]\n"
