@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from pensieve.cli.main import parser
+from tests.service.rig_daemon import DaemonRig
 
 ROOT = Path(__file__).parent.parent
+BIN = Path(sys.prefix) / "bin"
+ENVIRONMENT = {**os.environ, "PENSIEVE_VENV": sys.prefix, "PATH": f"{BIN}:{os.environ['PATH']}"}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -52,3 +60,39 @@ def test_the_file_tree_names_nothing_that_is_gone():
     present = {path.name for path in ROOT.rglob("*") if ".venv" not in path.parts}
     missing = {name for name in names if Path(name).name not in present}
     assert not missing, f"the tree names files that do not exist: {missing}"
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    example = README[README.index("```python") + len("```python") :].split("```")[0]
+    with DaemonRig(tmp_path / "data") as rig:
+        exec(example.replace("127.0.0.1:50051", rig.server.address), {})
+        assert rig.messages("trip-42")[0].content == "My name is Ada and I live in Oslo."
+    assert "tokens were still there" in capsys.readouterr().out
+
+
+def test_every_method_of_the_service_is_documented_in_its_proto():
+    for proto in (ROOT / "proto" / "pensieve" / "v1").glob("*.proto"):
+        lines = proto.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines):
+            if line.strip().startswith("rpc "):
+                assert lines[number - 1].strip().startswith("//"), f"{proto.name}: {line.strip()}"
+
+
+def test_the_stubs_are_what_the_protos_say():
+    script = ROOT / "scripts" / "generate_protos"
+    told = subprocess.run(
+        [script, "--check"], capture_output=True, text=True, check=False, env=ENVIRONMENT
+    )
+    assert told.returncode == 0, told.stderr
+
+
+def test_the_protos_pass_the_linter():
+    told = subprocess.run(
+        ["buf", "lint"],
+        cwd=ROOT / "proto",
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr

@@ -1,4 +1,4 @@
-"""`pensieve chat`: a conversation in a terminal, the engine in a thread of this process.
+"""`pensieve chat`: a conversation in a terminal, with a daemon or with an engine in this process.
 
 Ctrl-C ends the turn and keeps what was said of it; at the prompt it clears the line.  Ctrl-D ends the
 program.  Whatever was answered is in the data folder, and `/resume ID` goes on with it.
@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pensieve.config import Resolved, print_settings
 from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnFailed, Unavailable
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pensieve.cli.assembly import Runtime
-    from pensieve.core.sampling import Sampling
-    from pensieve.service.conversations import LiveTurn
+    from pensieve.cli.partners import Partner, Spoken
 
 HELP = """\
 /new [ID]        begin another conversation
@@ -40,6 +37,13 @@ Ctrl-C           stop the reply; what was said of it stays"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address", metavar="A", help="HOST:PORT of a daemon; without it the engine runs in here"
+    )
+    parser.add_argument("--token", metavar="TOKEN", help="for that daemon (or PENSIEVE_TOKEN)")
+    parser.add_argument(
+        "--tls-ca", type=Path, metavar="FILE", help="the authority of its certificate"
+    )
     parser.add_argument("--conversation", metavar="ID", help="go on with (or begin) this one")
     parser.add_argument("-q", "--message", metavar="TEXT", help="say this, print the reply, leave")
     parser.add_argument("--system", metavar="TEXT", help="system prompt of new conversations")
@@ -59,34 +63,65 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         print_settings(resolved)
         return 0
     quiet = arguments.message is not None
-    with _status(quiet) as report:
-        from pensieve.cli.assembly import start
-
-        started = time.monotonic()
-        report("opening the history")
-        runtime = start(resolved.settings, "pensieve chat", report)
-    with runtime:
-        sampling = runtime.conversations.defaults
-        for name in ("temperature", "top_p", "top_k", "max_tokens", "seed"):
-            if (value := getattr(arguments, name)) is not None:
-                sampling = replace(sampling, **{name: value})
-        talk = Talk(runtime, sampling, arguments.system or "", arguments.stats)
+    with contextlib.ExitStack() as stack:
+        partner, name, seconds = _partner(stack, arguments, resolved, quiet)
+        talk = Talk(partner, sampling_of(arguments), arguments.system or "", arguments.stats)
         talk.open(arguments.conversation or _new_id())
         if quiet:
             talk.say(arguments.message)
             return 0
-        name = resolved.settings.model or "the built-in model (for trying the machinery)"
-        print(f"ready: {name} ({time.monotonic() - started:.1f} s). /help for help.")
+        print(f"ready: {name} ({seconds:.1f} s). /help for help.")
         talk.loop(resolved.settings.data / "chat_history")
     return 0
+
+
+def sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
+def _partner(
+    stack: contextlib.ExitStack, arguments: argparse.Namespace, resolved: Resolved, quiet: bool
+) -> tuple[Partner, str, float]:
+    """Who to talk to, what it is called, and how long it took to get there."""
+    from pensieve.cli import partners
+
+    started = time.monotonic()
+    if arguments.address is None:
+        with _status(quiet) as report:
+            from pensieve.cli.assembly import start
+
+            report("opening the history")
+            runtime = stack.enter_context(start(resolved.settings, "pensieve chat", report))
+        name = resolved.settings.model or "the built-in model (for trying the machinery)"
+        return partners.EngineHere(runtime), name, time.monotonic() - started
+
+    from pensieve.cli.serve import socket_path
+    from pensieve.client import Client, Retry
+    from pensieve.client.admin import Admin
+
+    token = arguments.token or os.environ.get("PENSIEVE_TOKEN")
+    options: dict[str, Any] = {"token": token, "tls": arguments.tls_ca or False}
+    client = stack.enter_context(Client(arguments.address, retry=Retry(retries=12), **options))
+    if not client.healthy():
+        raise Unavailable(f"no daemon serves at {arguments.address}; `pensieve serve` starts one")
+    resolved.settings.data.mkdir(parents=True, exist_ok=True)
+
+    def admin() -> Admin:
+        path = socket_path(resolved.settings.data)
+        local = f"unix:{path.absolute()}" if path.exists() else arguments.address
+        return Admin(local, retry=Retry(retries=0), **options)
+
+    return partners.Daemon(client, admin), arguments.address, time.monotonic() - started
 
 
 class Talk:
     """One terminal, one conversation at a time."""
 
-    def __init__(self, runtime: Runtime, sampling: Sampling, system: str, stats: bool) -> None:
-        self.runtime = runtime
-        self.conversations = runtime.conversations
+    def __init__(
+        self, partner: Partner, sampling: dict[str, Any], system: str, stats: bool
+    ) -> None:
+        self.partner = partner
         self.sampling = sampling
         self.system = system
         self.stats = stats
@@ -118,7 +153,7 @@ class Talk:
                 except (TurnFailed, InvalidArgument, NotFound) as error:
                     print(f"! {error}")
                 except Unavailable as error:
-                    if self.runtime.failure is not None:
+                    if self.partner.dead():
                         raise
                     print(f"! {error}")
                 except PensieveError as error:
@@ -128,41 +163,23 @@ class Talk:
 
     # -- a turn --
 
-    def say(self, text: str) -> LiveTurn:
+    def say(self, text: str) -> None:
         """Stream the reply to the terminal."""
-        try:
-            self.runtime.store.get_conversation(self.conversation_id)
-        except NotFound:
-            self.conversations.create(self.conversation_id, system_prompt=self.system)
-        live = self.conversations.send(self.conversation_id, text, sampling=self.sampling)
-        shown = 0
-        while live.finish is None:
+        pieces = self.partner.say(self.conversation_id, text, self.system, self.sampling)
+        piece = next(pieces, None)
+        while piece is not None:
             try:
-                event = self.runtime.outbox.get(0.5)
-                if event is None:
-                    self._raise_if_dead()
-                    continue
-                self.conversations.handle(event)
-                for delta in live.deltas[shown:]:
-                    sys.stdout.write(delta.text)
-                    shown += 1
+                sys.stdout.write(piece)
                 sys.stdout.flush()
-            except KeyboardInterrupt:
-                self.conversations.cancel(live)
+                piece = next(pieces, None)
+            except KeyboardInterrupt:  # the partner's to handle, wherever it came
+                try:
+                    piece = pieces.throw(KeyboardInterrupt)
+                except StopIteration:
+                    piece = None
         print()
-        if live.failure is not None:
-            self._raise_if_dead()
-            raise live.failure
         if self.stats:
-            print(_cost(live), file=sys.stderr)
-        return live
-
-    def _raise_if_dead(self) -> None:
-        failure = self.runtime.failure
-        if isinstance(failure, PensieveError):
-            raise failure
-        if failure is not None:
-            raise Unavailable(f"the engine stopped: {type(failure).__name__}: {failure}")
+            print(self.partner.cost(), file=sys.stderr)
 
     # -- commands --
 
@@ -192,59 +209,48 @@ class Talk:
         print(f"conversation {self.conversation_id}")
 
     def _list(self, argument: str) -> None:
-        page = self.runtime.store.list_conversations(20)
-        for each in page.conversations:
-            when = datetime.fromtimestamp(each.updated_at).strftime("%Y-%m-%d %H:%M")
+        found = self.partner.latest()
+        for each in found:
             mark = "*" if each.conversation_id == self.conversation_id else " "
             print(
-                f"{mark} {each.conversation_id:<28} {when}  "
+                f"{mark} {each.conversation_id:<28} {each.updated_at:%Y-%m-%d %H:%M}  "
                 f"{each.num_messages:>4} messages  {each.num_tokens:>7,} tokens"
             )
-        if not page.conversations:
+        if not found:
             print("none yet")
 
     def _resume(self, argument: str) -> None:
-        conversation = self.runtime.store.get_conversation(argument or self.conversation_id)
-        self.open(conversation.conversation_id)
-        for message in self.runtime.store.messages(
-            self.conversation_id, max(conversation.num_messages - 2, 0)
-        ):
-            print(f"{message.role}: {message.content}")
+        messages = self.partner.messages(argument or self.conversation_id)
+        self.open(argument or self.conversation_id)
+        self._show(messages[-2:])
 
     def _messages(self, argument: str) -> None:
-        for message in self.runtime.store.messages(self.conversation_id):
-            print(f"{message.role}: {message.content}")
+        self._show(self.partner.messages(self.conversation_id))
+
+    def _show(self, messages: list[Spoken]) -> None:
+        for message in messages:
+            print(f"{message.role}: {message.text}")
 
     def _fork(self, argument: str) -> None:
-        fork = self.conversations.fork(self.conversation_id, argument or _new_id())
-        self.open(fork.conversation_id)
+        target = argument or _new_id()
+        self.partner.fork(self.conversation_id, target)
+        self.open(target)
         print(f"conversation {self.conversation_id}")
 
     def _undo(self, argument: str) -> None:
-        messages = self.runtime.store.messages(self.conversation_id)
-        revisions = sorted({message.revision for message in messages})
+        revisions = sorted({each.revision for each in self.partner.messages(self.conversation_id)})
         if not revisions or revisions[-1] == 0:
             raise InvalidArgument("/undo", "nothing was said yet")
-        before = revisions[-2] if len(revisions) > 1 else 0
-        self.conversations.rewind(self.conversation_id, before)
+        self.partner.rewind(self.conversation_id, revisions[-2] if len(revisions) > 1 else 0)
         print("the last turn is taken back")
 
     def _delete(self, argument: str) -> None:
-        self.conversations.delete(self.conversation_id)
+        self.partner.delete(self.conversation_id)
         self._new("")
 
     def _stats(self, argument: str) -> None:
-        from pensieve.engine.mailbox import Answer, GetStats
-
-        query_id = secrets.randbits(32)
-        self.runtime.mailbox.put(GetStats(query_id))
-        while (event := self.runtime.outbox.get(10.0)) is not None:
-            if isinstance(event, Answer) and event.query_id == query_id:
-                for name, value in event.figures.items():
-                    print(f"{name.replace('_', ' '):<32} {value:>14,.6g}")
-                return
-            self.conversations.handle(event)
-        self._raise_if_dead()
+        for name, value in self.partner.stats():
+            print(f"{name.replace('_', ' '):<32} {value:>14,.6g}")
 
     # -- the line editor's history --
 
@@ -272,22 +278,6 @@ class Talk:
 
 def _new_id() -> str:
     return f"chat-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-
-
-def _cost(live: LiveTurn) -> str:
-    usage = live.usage
-    assert usage is not None
-    from pensieve.service.conversations import usage_figures
-
-    figures = usage_figures(usage)
-    seconds = figures["total_seconds"] - figures["first_token_seconds"]
-    rate = max(usage.output_tokens - 1, 0) / seconds if seconds > 0 else 0.0
-    return (
-        f"[{usage.prompt_tokens} tokens: {usage.new_tokens} new, {usage.device_tokens} device, "
-        f"{usage.host_tokens} host, {usage.recomputed_tokens} recomputed | "
-        f"first token {figures['first_token_seconds'] * 1e3:.0f} ms | "
-        f"{usage.output_tokens} tokens at {rate:.1f}/s]"
-    )
 
 
 @contextlib.contextmanager

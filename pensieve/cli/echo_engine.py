@@ -30,7 +30,6 @@ from pensieve.core.turn import Turn
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.ports import Sink
-from pensieve.model.decoding import Decoding
 from pensieve.text import Tokenizer
 
 PAGES = 4096
@@ -75,6 +74,8 @@ class EchoExecutor:
         return Outcome(samples, (*inward, *(copy.copy_id for copy in iteration.swap_outs)))
 
     def _sample(self, turn: Turn) -> Sample:
+        from pensieve.model.decoding import Decoding
+
         if turn.decoding is None:
             turn.decoding = Decoding(turn.sampling, self._tokenizer, frozenset({self._end_id}))
         assert isinstance(turn.decoding, Decoding)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pensieve import __version__
-from pensieve.cli import bench, chat, serve
+from pensieve.cli import admin, bench, chat, doctor, serve
 from pensieve.config import SETTINGS, Resolved, resolve
 from pensieve.errors import PensieveError
 
@@ -26,8 +26,8 @@ def parser() -> argparse.ArgumentParser:
     talk = commands.add_parser(
         "chat",
         help="talk to a model in this terminal",
-        description="Talk to a model, with the engine in this process. The conversations stay in "
-        "the data folder; only one process at a time may use it.",
+        description="Talk to a model: through a daemon with --address, else with the engine in this "
+        "process. The conversations stay in the data folder; only one process at a time may use it.",
     )
     chat.add_arguments(talk)
     add_settings(talk)
@@ -41,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
     serve.add_arguments(daemon)
     add_settings(daemon)
     daemon.set_defaults(run=lambda arguments: serve.run(arguments, settings_of(arguments)))
+    admin.add_parser(commands)
+    doctor.add_parser(commands)
     bench.add_parser(commands)
     return top
 

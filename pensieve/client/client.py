@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -67,7 +67,7 @@ class Client:
             self._channel = grpc.secure_channel(address, credentials, options=wire.OPTIONS)
         self._stub = conversation_pb2_grpc.ConversationServiceStub(self._channel)
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

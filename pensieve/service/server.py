@@ -148,9 +148,7 @@ class Server:
     async def listen(self) -> str:
         """Bind and answer; turns are refused until the daemon serves.  The address, with its port."""
         listening = self._listening
-        host, _, port = listening.address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(f"--address {listening.address!r} is not HOST:PORT")
+        host = listening.address.rpartition(":")[0]
         try:
             if listening.tls_cert is not None:
                 bound = self._server.add_secure_port(listening.address, _credentials(listening))
@@ -187,7 +185,10 @@ class Server:
 
 
 def check_exposure(listening: Listening) -> None:
-    """Refuse to serve strangers by accident."""
+    """Refuse what is no address, and to serve strangers by accident."""
+    host, _, port = listening.address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65_535:
+        raise ConfigError(f"--address {listening.address!r} is not HOST:PORT")
     if listening.address.startswith(LOOPBACK) or listening.insecure:
         return
     if listening.tls_cert is None or not (listening.tokens or listening.tls_client_ca):

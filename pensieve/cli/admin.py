@@ -1,0 +1,281 @@
+"""`pensieve admin`: what a daemon holds and why, for its operator; and `pensieve token`.
+
+It talks to the socket in the data folder, which only its owner may open, or to --address with an admin
+token.  It never opens the history itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pensieve.config import default_data_folder
+from pensieve.errors import ConfigError, NotFound
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from pensieve.client.admin import Admin
+
+MIB = 2**20
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "admin",
+        help="look into a running daemon, and steer it",
+        description="Look into a running daemon. Without --address it uses the socket in the data "
+        "folder.",
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+
+    def command(name: str, act: Callable[[Admin, argparse.Namespace], int], text: str) -> Any:
+        sub = kinds.add_parser(name, help=text, description=text)
+        sub.add_argument("--address", metavar="A", help="HOST:PORT or unix:PATH of the daemon")
+        sub.add_argument("--data", type=Path, metavar="DIR", help="the daemon's data folder")
+        sub.add_argument("--token", metavar="TOKEN", help="admin token (or PENSIEVE_TOKEN)")
+        sub.add_argument(
+            "--tls-ca", type=Path, metavar="FILE", help="the authority of its certificate"
+        )
+        sub.add_argument("--json", action="store_true", help="print JSON")
+        sub.set_defaults(run=lambda arguments: _run(act, arguments))
+        return sub
+
+    command("stats", stats, "figures of the daemon, once")
+    watching = command("watch", watch, "figures of the daemon, again and again")
+    watching.add_argument(
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="between figures (default: 1)",
+    )
+    listing = command("conversations", conversations, "which conversations hold KV-tokens")
+    listing.add_argument(
+        "--least-valuable", action="store_true", help="what would go first, instead of the largest"
+    )
+    listing.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="how many (default: 20)"
+    )
+    for name, act, text in (
+        ("explain", explain, "where the chunks of a conversation are, and what happened to them"),
+        ("evict", evict, "drop the KV-tokens of a conversation; its history stays"),
+    ):
+        one = command(name, act, text)
+        one.add_argument("conversation", metavar="ID", help="of the conversation")
+        one.add_argument("--tenant", default="", metavar="NAME", help="whose it is")
+    command("check", check, "recompute every invariant; exit code 1 if something is wrong")
+    command("drain", drain, "take no new turn, finish what runs, and exit")
+
+    tokens = commands.add_parser(
+        "token",
+        help="make a token for a client",
+        description="Print a new token, once, and the entry for the file of --token-file.",
+    )
+    tokens.add_argument("--tenant", default="", metavar="NAME", help="whose conversations it sees")
+    tokens.add_argument("--admin", action="store_true", help="it may use `pensieve admin`")
+    tokens.set_defaults(run=new_token)
+
+
+def _run(act: Callable[[Admin, argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    from pensieve.cli.serve import socket_path
+    from pensieve.client.admin import Admin
+    from pensieve.client.failures import Retry
+
+    address = arguments.address
+    if address is None:
+        data = arguments.data or os.environ.get("PENSIEVE_DATA") or default_data_folder(os.environ)
+        path = socket_path(Path(data))
+        if not path.exists():
+            raise ConfigError(
+                f"no daemon runs on {data} ({path} is missing); see --address and --data"
+            )
+        address = f"unix:{path.absolute()}"
+    token = arguments.token or os.environ.get("PENSIEVE_TOKEN")
+    tls = arguments.tls_ca or False
+    with Admin(address, token=token, tls=tls, timeout=30.0, retry=Retry(retries=0)) as admin:
+        return act(admin, arguments)
+
+
+def stats(admin: Admin, arguments: argparse.Namespace) -> int:
+    told = admin.stats()
+    if arguments.json:
+        print(json.dumps(_plain(told)))
+    else:
+        _print(stats_table(told))
+    return 0
+
+
+def watch(admin: Admin, arguments: argparse.Namespace) -> int:
+    if arguments.json or not sys.stdout.isatty():
+        for told in admin.watch(arguments.interval):
+            print(json.dumps(_plain(told)), flush=True)
+        return 0
+    from rich.live import Live
+
+    with Live(auto_refresh=False) as live:
+        for told in admin.watch(arguments.interval):
+            live.update(stats_table(told), refresh=True)
+    return 0
+
+
+def stats_table(told: Any) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column()
+    state = "draining" if told.draining else "serving" if told.serving else "not serving"
+    table.add_row(
+        "daemon",
+        f"{state}, up {_seconds(told.daemon_seconds)}, {told.engine_restarts} engine restarts",
+    )
+    for name, tier in (("device", told.device), ("host", told.host)):
+        size, share = tier.chunk_tokens, tier.pages_used / max(tier.pages, 1)
+        table.add_row(
+            f"{name} tier",
+            f"{share:4.0%} of {tier.pages * size:,} tokens used, "
+            f"{tier.pages_clean * size:,} clean, {tier.pages_free * size:,} free",
+        )
+    table.add_row(
+        "turns",
+        f"{told.turns_running} running, {told.turns_queued} queued, {told.turns_suspended} suspended",
+    )
+    table.add_row(
+        "conversations", f"{told.conversations_cached:,} cached of {told.conversations_stored:,}"
+    )
+    history = told.device_tokens + told.host_tokens + told.recomputed_tokens
+    table.add_row(
+        "history from",
+        f"device {_share(told.device_tokens, history)}, host {_share(told.host_tokens, history)}, "
+        f"recomputed {_share(told.recomputed_tokens, history)} of {history:,} tokens",
+    )
+    table.add_row("new and output", f"{told.new_tokens:,} and {told.output_tokens:,} tokens")
+    table.add_row(
+        "swapped",
+        f"{told.bytes_swapped_out / MIB:,.1f} MiB out, {told.bytes_swapped_in / MIB:,.1f} MiB in",
+    )
+    table.add_row(
+        "iterations",
+        f"{told.iterations:,}, {told.iterations_per_second:,.1f}/s, "
+        f"{told.tokens_per_iteration:.1f} tokens each, {told.idle_tokens:,} tokens for nothing",
+    )
+    return table
+
+
+def conversations(admin: Admin, arguments: argparse.Namespace) -> int:
+    found = admin.cached(arguments.least_valuable, arguments.limit)
+    if arguments.json:
+        print(json.dumps({"conversations": [_plain(each) for each in found]}))
+        return 0
+    from rich.table import Table
+
+    table = Table("conversation", "tenant", "device", "host", "dropped", "idle", "value")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for each in found:
+        table.add_row(
+            each.conversation_id,
+            each.tenant,
+            *(
+                f"{tokens:,}"
+                for tokens in (each.device_tokens, each.host_tokens, each.dropped_tokens)
+            ),
+            "running" if each.running else _seconds(each.idle_seconds),
+            "" if each.running else f"{each.retention_value:.3g}",
+        )
+    _print(table)
+    return 0
+
+
+def explain(admin: Admin, arguments: argparse.Namespace) -> int:
+    told = admin.explain(arguments.conversation, arguments.tenant)
+    if arguments.json:
+        print(json.dumps(_plain(told)))
+        return 0
+    if not told.runs:
+        print("nothing of it is cached; its next turn computes all of it")
+    for run in told.runs:
+        last = run.first_chunk + run.num_chunks - 1
+        held = f", held by {run.num_holders} conversations" if run.num_holders > 1 else ""
+        print(f"chunks {run.first_chunk:5} to {last:5}: {run.place}{held}")
+    for event in told.events:
+        print(f"{_seconds(event.seconds_ago)} ago: {event.text}")
+    return 0
+
+
+def evict(admin: Admin, arguments: argparse.Namespace) -> int:
+    dropped = admin.evict(arguments.conversation, arguments.tenant)
+    print(
+        json.dumps({"chunks_dropped": dropped}) if arguments.json else f"{dropped} chunks dropped"
+    )
+    return 0
+
+
+def check(admin: Admin, arguments: argparse.Namespace) -> int:
+    problems = admin.check()
+    if arguments.json:
+        print(json.dumps({"problems": problems}))
+    else:
+        print("\n".join(problems) or "nothing is wrong")
+    return 1 if problems else 0
+
+
+def drain(admin: Admin, arguments: argparse.Namespace) -> int:
+    running = admin.drain()
+    print(
+        json.dumps({"turns_running": running})
+        if arguments.json
+        else f"draining; {running} turns run"
+    )
+    return 0
+
+
+def new_token(arguments: argparse.Namespace) -> int:
+    from pensieve.service.door import new_token as drawn
+    from pensieve.store.records import ID_PATTERN
+
+    if arguments.tenant and not ID_PATTERN.fullmatch(arguments.tenant):
+        raise NotFound("--tenant must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
+    token, entry = drawn(arguments.tenant, arguments.admin)
+    print(f"# the client says (shown once): {token}")
+    print(entry, end="")
+    return 0
+
+
+def _print(what: RenderableType) -> None:
+    from rich.console import Console
+
+    Console().print(what)
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    """With every field, and numbers as numbers."""
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            values[field.name] = dict(value)
+        elif field.label == field.LABEL_REPEATED:
+            values[field.name] = [_plain(each) for each in value]
+        elif field.message_type is not None:
+            values[field.name] = _plain(value)
+        else:
+            values[field.name] = value
+    return values
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "0%"
+
+
+def _seconds(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"

@@ -1,0 +1,307 @@
+"""`pensieve serve`, `admin` and `chat --address` as their users meet them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.cli.main import main
+from pensieve.cli.serve import socket_path
+from pensieve.client import Client, Retry
+from pensieve.errors import ConfigError, PermissionDenied, Unauthenticated
+from tests.service.rig_daemon import ServeProcess, wait_for
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    process = ServeProcess(tmp_path_factory.mktemp("serve") / "data", "--echo-seconds", "0.002")
+    process.start()
+    yield process
+    assert process.stop() == 0
+
+
+def run(*arguments: str) -> int:
+    return main(list(arguments))
+
+
+def test_chat_talks_to_a_daemon(daemon: ServeProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("chat", "--address", daemon.address, "--conversation", "talk", "--max-tokens", "9")
+    assert run(*common, "-q", "Hello there.") == 0
+    first = capsys.readouterr().out
+    assert run(*common, "-q", "And now?", "--stats") == 0
+    told = capsys.readouterr()
+    assert "0 recomputed" in told.err
+    with Client(daemon.address) as client:
+        texts = [message.text for message in client.conversation("talk").messages()]
+    assert [texts[1] + "\n", texts[3] + "\n"] == [first, told.out]
+
+
+def test_a_session_with_a_daemon(daemon: ServeProcess) -> None:
+    lines = ("/new a", "Hello there.", "/stats", "/fork b", "/undo", "/list", "/delete", "/bye")
+    process = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pensieve",
+            "chat",
+            "--address",
+            daemon.address,
+            "--max-tokens",
+            "6",
+        ],
+        input="\n".join(lines) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PENSIEVE_DATA": str(daemon.data)},
+    )
+    assert process.returncode == 0, process.stderr
+    assert "conversation b" in process.stdout
+    assert "the last turn is taken back" in process.stdout
+    assert "output tokens" in process.stdout
+    with Client(daemon.address) as client:
+        names = {state.conversation_id for state in client.conversations()}
+    assert "a" in names
+    assert "b" not in names
+
+
+def test_ctrl_c_ends_the_turn_and_not_the_program(daemon: ServeProcess) -> None:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "pensieve", "chat", "--address", daemon.address),
+            *("--conversation", "stopped", "--max-tokens", "1000000"),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PENSIEVE_DATA": str(daemon.data)},
+    )
+    assert process.stdin is not None
+    # A prompt whose reply by arithmetic is long is found by asking; one that is short ends by itself.
+    with Client(daemon.address) as client:
+        probe = client.conversation()
+        text = next(
+            text
+            for number in range(200)
+            if len(probe.ask(text := f"say {number}", max_tokens=99).token_ids) == 99
+            or probe.rewind(0) is None
+        )
+    process.stdin.write(text + "\n")
+    process.stdin.flush()
+    with Client(daemon.address) as client:
+        conversation = client.conversation("stopped")
+
+        def running() -> bool:
+            return "stopped" in {each.conversation_id for each in client.conversations()} and bool(
+                conversation.get().running_turn_id
+            )
+
+        wait_for(lambda: running() or _said(conversation))
+        process.send_signal(signal.SIGINT)
+        wait_for(lambda: _said(conversation))
+    out, err = process.communicate("/bye\n", timeout=30)
+    assert process.returncode == 0, err
+    assert out.count("> ") >= 2
+
+
+def _said(conversation: object) -> bool:
+    return len(list(conversation.messages())) == 2  # type: ignore[attr-defined]
+
+
+def test_admin_shows_figures(daemon: ServeProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    with Client(daemon.address) as client:
+        client.conversation("shown").ask("hello", max_tokens=100, ignore_eos=True)
+    where = ("--data", str(daemon.data))
+    assert run("admin", "stats", *where, "--json") == 0
+    stats = json.loads(capsys.readouterr().out)
+    assert stats["serving"] is True
+    assert stats["device"]["pages_used"] > 0
+    assert run("admin", "stats", *where) == 0
+    assert "serving, up" in capsys.readouterr().out
+    assert run("admin", "conversations", *where, "--limit", "1000", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)["conversations"]
+    assert "shown" in [each["conversation_id"] for each in listed]
+    assert run("admin", "conversations", *where, "--least-valuable") == 0
+    assert "shown" in capsys.readouterr().out
+    assert run("admin", "evict", "shown", *where) == 0
+    assert capsys.readouterr().out == "4 chunks dropped\n"
+    assert run("admin", "explain", "shown", *where) == 0
+    told = capsys.readouterr().out
+    assert "nothing of it is cached" in told
+    assert "4 chunks, 0 to 3, dropped on request" in told
+    assert run("admin", "check", *where) == 0
+    assert capsys.readouterr().out == "nothing is wrong\n"
+    assert run("admin", "explain", "nobody", *where) == 1
+    assert "there is no conversation" in capsys.readouterr().err
+
+
+def test_the_socket_is_its_owners_alone(daemon: ServeProcess) -> None:
+    assert stat.S_IMODE((daemon.data / "admin.sock").stat().st_mode) == 0o600
+    assert stat.S_IMODE(daemon.data.stat().st_mode) == 0o700
+
+
+def test_a_second_daemon_is_told_who_holds_the_folder_and_the_port(
+    daemon: ServeProcess, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("serve", "--data", str(daemon.data), "--address", "127.0.0.1:0") == 3
+    assert "pensieve serve" in capfd.readouterr().err
+    arguments = ("--data", str(tmp_path / "other"), "--engine", "echo")
+    assert run("serve", *arguments, "--address", daemon.address) == 5
+    assert "cannot listen on" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "problem"),
+    [
+        (("--address", "0.0.0.0:0"), 3, "can be reached by others"),
+        (("--address", "nonsense"), 3, "is not HOST:PORT"),
+        (("--token-file", "/nonexistent"), 3, "cannot read /nonexistent"),
+        (("/nonexistent/model",), 4, "there is no model folder"),
+        (("--device-cache", "1t"), 3, "4 are needed"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    code: int,
+    problem: str,
+) -> None:
+    given = [] if "--address" in arguments else ["--address", "127.0.0.1:0"]
+    assert run("serve", "--data", str(tmp_path / "data"), *given, *arguments) == code
+    line = capfd.readouterr().err.strip().splitlines()[-1]
+    assert problem in line
+    assert line.startswith("pensieve: ")
+
+
+def test_sigterm_drains_and_the_second_one_hurries(tmp_path: Path) -> None:
+    process = ServeProcess(tmp_path / "data", "--echo-seconds", "0.01", "--drain-timeout", "60")
+    address = process.start()
+    with Client(address, retry=Retry(retries=0)) as client:
+        events = iter(client.conversation("c").send("hi", max_tokens=50, ignore_eos=True))
+        next(events)
+        process.process.send_signal(signal.SIGTERM)
+        assert len(list(events)) > 10  # the running turn ends
+    assert process.process.wait(30) == 0
+    process.start()
+    with Client(process.address, retry=Retry(retries=0)) as client:
+        events = iter(client.conversation("d").send("hi", max_tokens=10**6, ignore_eos=True))
+        next(events)
+        process.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: "draining" in process.log.read_text().splitlines()[-1])
+        process.process.send_signal(signal.SIGTERM)
+        assert process.process.wait(30) == 0
+    process.start()
+    with Client(process.address) as client:
+        assert len(list(client.conversation("c").messages())) == 2
+        assert list(client.conversation("d").messages()) == []
+    assert process.stop() == 0
+
+
+def test_tokens_keep_tenants_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens: dict[str, str] = {}
+    file = tmp_path / "tokens.toml"
+    for name, flags in {
+        "a": ("--tenant", "a"),
+        "b": ("--tenant", "b"),
+        "root": ("--admin",),
+    }.items():
+        assert run("token", *flags) == 0
+        line, entry = capsys.readouterr().out.split("\n", 1)
+        tokens[name] = line.rsplit(" ", 1)[1]
+        with file.open("a") as out:
+            out.write(entry)
+    file.chmod(0o600)
+    process = ServeProcess(tmp_path / "data", "--token-file", str(file))
+    address = process.start()
+    with (
+        Client(address, token=tokens["a"]) as a,
+        Client(address, token=tokens["b"]) as b,
+        Client(address) as stranger,
+        Client(address, token="guess") as guesser,
+    ):
+        a.conversation("same").ask("the secret of a", max_tokens=5)
+        b.conversation("same").ask("the secret of b", max_tokens=5)
+        assert next(m.text for m in a.conversation("same").messages()) == "the secret of a"
+        assert next(m.text for m in b.conversation("same").messages()) == "the secret of b"
+        assert len(list(a.conversations())) == len(list(b.conversations())) == 1
+        for nobody in (stranger, guesser):
+            with pytest.raises(Unauthenticated):
+                nobody.conversation("same").get()
+            assert nobody.healthy()
+    from pensieve.client.admin import Admin
+
+    with Admin(address, token=tokens["a"]) as admin, pytest.raises(PermissionDenied):
+        admin.stats()
+    with Admin(address, token=tokens["root"]) as admin:
+        assert {(each.tenant, each.conversation_id) for each in admin.cached()} == {
+            ("a", "same"),
+            ("b", "same"),
+        }
+    assert process.stop() == 0
+    assert "secret" not in process.log.read_text()
+
+
+def test_a_token_file_that_others_may_read_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tokens.toml"
+    file.write_text('[[token]]\nsha256 = "' + "0" * 64 + '"\n')
+    file.chmod(0o644)
+    data = str(tmp_path / "data")
+    assert run("serve", "--data", data, "--token-file", str(file)) == 3
+    assert "chmod 600" in capfd.readouterr().err
+
+
+def test_admin_without_a_daemon_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("admin", "stats", "--data", str(tmp_path)) == 3
+    assert "no daemon runs on" in capsys.readouterr().err
+
+
+def test_a_long_data_folder_has_its_socket_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1000")
+    assert socket_path(tmp_path) == tmp_path / "admin.sock"
+    long = Path("/") / ("x" * 120)
+    assert str(socket_path(long)).startswith("/run/user/1000/pensieve-")
+    assert socket_path(long) != socket_path(long / "y")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    with pytest.raises(ConfigError):
+        socket_path(long)
+
+
+def test_systemd_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(path))
+        listener.settimeout(30)
+        os.environ["NOTIFY_SOCKET"] = str(path)
+        try:
+            process = ServeProcess(tmp_path / "data")
+            process.start()
+        finally:
+            del os.environ["NOTIFY_SOCKET"]
+        assert listener.recv(100) == b"READY=1"
+        assert process.stop() == 0
+        assert listener.recv(100) == b"STOPPING=1"
+
+
+def test_the_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["problems"] == []
+    assert {"pensieve", "torch", "sqlite", "memory available", "data folder"} <= set(
+        told["findings"]
+    )
