@@ -3,6 +3,9 @@
     STOPPED ──start──> STARTING ──ready──> SERVING ──pipe ends──> DOWN ──after a pause──> STARTING
                            └──it dies before it was ever ready: the error is the caller's
 
+The pause doubles while processes die without having published anything, and is short after one that
+was of use.
+
 `put` may be called from any thread.  A message belongs to the process that was there when `put` was
 called: if that one dies, the message dies with it and never reaches its successor, because whoever
 lives on from a message is told of the death (`on_down`) after no more messages can be put.  Events are
@@ -20,7 +23,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +34,6 @@ from pensieve.service import channel
 
 RESTART_SECONDS_MIN = 0.1
 RESTART_SECONDS_MAX = 30.0
-STABLE_SECONDS = 60.0  # an engine that lived so long is restarted at once
 STOP_SECONDS = 5.0
 PROGRAM = (sys.executable, "-m", "pensieve.cli.engine_main")
 
@@ -75,6 +76,7 @@ class EngineProcess:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._stopping = False
+        self._useful = False  # the present process has published something
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -144,13 +146,13 @@ class EngineProcess:
     async def _supervise(self) -> None:
         pause = RESTART_SECONDS_MIN
         while True:
-            started = time.monotonic()
+            self._useful = False
             reason = await self._listen()
             self._close_pipe()
             if self._stopping:
                 return
             self._on_down(reason)
-            if time.monotonic() - started > STABLE_SECONDS:
+            if self._useful:
                 pause = RESTART_SECONDS_MIN
             while self._writer is None:
                 await self._reap()
@@ -176,6 +178,7 @@ class EngineProcess:
                 if frame[0][0] == "died":
                     reason = frame[0][1]
                 else:
+                    self._useful = True
                     self._on_events(channel.events_of(frame))
         except (OSError, PensieveError) as error:
             reason = str(error)

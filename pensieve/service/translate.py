@@ -33,6 +33,7 @@ from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 
 DOMAIN = "pensieve"
+COME_BACK = {QueueFull: 1.0, Unavailable: 0.2}  # seconds; clients add their own growing pauses
 TYPE_PREFIX = "type.googleapis.com/google.rpc."
 DETAILS_KEY = "grpc-status-details-bin"
 MESSAGE_CHARACTERS_MAX = 400  # of an error; it may quote a client
@@ -235,8 +236,8 @@ def status(error: PensieveError) -> status_pb2.Status:
         )
         _detail(given, "BadRequest", status_pb2.BadRequest(field_violations=[violation]))
     seconds = error.retry_after_seconds
-    if seconds is None and isinstance(error, QueueFull | Unavailable):
-        seconds = 1.0
+    if seconds is None:
+        seconds = next((time for kind, time in COME_BACK.items() if isinstance(error, kind)), None)
     if seconds is not None:
         retry = status_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(int(seconds * 1000))

@@ -91,18 +91,23 @@ class Reference:
             folder, dtype=torch.float32
         ).eval()
 
-    @torch.inference_mode()
     def wrong_tokens(self, runtime: Runtime, conversation_id: str) -> tuple[int, int, int]:
         """Of the conversation's sampled tokens: how many, how many wrong, how many ties."""
         messages = runtime.store.messages(conversation_id, include_token_ids=True)
         log = list(runtime.store.log(conversation_id))
         assert log == [token for m in messages for token in (m.token_ids or ())]
+        return self.wrong_of(messages)
+
+    @torch.inference_mode()
+    def wrong_of(self, messages: Sequence[Any]) -> tuple[int, int, int]:
+        """The same of messages with their token ids, from the store or from the SDK."""
+        log = [token for message in messages for token in (message.token_ids or ())]
         if not log:
             return 0, 0, 0
         logits = self.model(input_ids=torch.tensor([log]), use_cache=False).logits[0].double()
         sampled = wrong = ties = 0
         for message in messages:
-            if message.finish_reason is None:
+            if not message.finish_reason:
                 continue
             for position in range(message.first_token, message.first_token + message.num_tokens):
                 row = logits[position - 1]

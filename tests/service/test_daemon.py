@@ -186,7 +186,7 @@ def test_an_engine_that_is_killed_costs_recompute_and_nothing_else(slow: DaemonR
     with pytest.raises(grpc.RpcError) as error:
         said(running)
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert details(error.value)["RetryInfo"].retry_delay.ToSeconds() >= 1
+    assert details(error.value)["RetryInfo"].retry_delay.ToMilliseconds() == 200
     wait_for(lambda: slow.daemon.serving)
     got = slow.ask("killed", "two", request_id="r2", sampling=sampling)
     assert got.started.attempt == 2

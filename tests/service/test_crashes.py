@@ -1,0 +1,142 @@
+"""kill -9 of the daemon and of its engine at random moments, under load, through the SDK.
+
+Whatever was acknowledged is in the history once, in order, and as it was told; what was not is there
+once (the SDK said it again) or not at all; and every sampled token is what the history before it says.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from array import array
+from pathlib import Path
+
+import pytest
+
+from pensieve import errors
+from pensieve.builtin import MODEL_PATH
+from pensieve.cli.echo_engine import digest, next_token
+from pensieve.client import Client, Message, Reply, Restarted, Retry
+from pensieve.client.admin import Admin
+from pensieve.text import Tokenizer
+from tests.scale import SCALE
+from tests.service.rig_daemon import ServeProcess, wait_for
+
+TOKENIZER = Tokenizer.load(MODEL_PATH)
+NUM_TALKERS = 12
+DAEMON_KILLS = 10 * SCALE
+ENGINE_KILLS = 22 * SCALE
+
+
+def wrong_tokens(messages: list[Message]) -> int:
+    """Sampled tokens that are not what arithmetic says after the log before them."""
+    log, wrong = array("I"), 0
+    for message in messages:
+        assert message.first_token == len(log)
+        for token_id in message.token_ids:
+            if message.finish_reason:
+                wrong += token_id != next_token(digest(log), TOKENIZER.vocab_size, 2)
+            log.append(token_id)
+    return wrong
+
+
+class Talker(threading.Thread):
+    """Says one thing after another in its own conversation, and keeps what it was answered."""
+
+    def __init__(self, address: str, number: int, stop: threading.Event) -> None:
+        super().__init__(daemon=True)
+        self.conversation_id = f"talk-{number}"
+        self.acknowledged: list[tuple[str, str, Reply]] = []  # request id, what was said, reply
+        self.num_restarts = 0
+        self.failure: BaseException | None = None
+        self._address = address
+        self._random = random.Random(number)
+        self._enough = stop
+
+    def run(self) -> None:
+        try:
+            retry = Retry(retries=1000, first_seconds=0.02, most_seconds=0.2)
+            with Client(self._address, retry=retry) as client:
+                conversation = client.conversation(self.conversation_id)
+                while not self._enough.is_set():
+                    said = f"word {self._random.randrange(10**6)}"
+                    turn = conversation.send(
+                        said, max_tokens=self._random.choice((5, 30, 90)), ignore_eos=True
+                    )
+                    self.num_restarts += sum(isinstance(event, Restarted) for event in turn)
+                    self.acknowledged.append((turn.request_id, said, turn.reply))
+        except BaseException as error:
+            self.failure = error
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -> None:
+    choose = random.Random(5)
+    process = ServeProcess(tmp_path / "data", "--echo-seconds", "0.002")
+    address = process.start()
+    process.arguments = (*process.arguments, "--address", address)
+    stop = threading.Event()
+    talkers = [Talker(address, number, stop) for number in range(NUM_TALKERS)]
+    for talker in talkers:
+        talker.start()
+    plan = ["daemon"] * DAEMON_KILLS + ["engine"] * ENGINE_KILLS
+    choose.shuffle(plan)
+    ready_seconds: list[float] = []
+    admin = Admin(f"unix:{tmp_path / 'data' / 'admin.sock'}", retry=Retry(retries=0))
+
+    def serving() -> bool:
+        try:
+            return admin.stats().serving
+        except errors.PensieveError:
+            return False
+
+    for victim in plan:
+        time.sleep(choose.uniform(0.05, 0.5))
+        if victim == "daemon":
+            process.kill()
+            began = time.monotonic()
+            process.start()
+            ready_seconds.append(time.monotonic() - began)
+        else:
+            pid = process.engine_pid()
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+        wait_for(serving)
+    stop.set()
+    for talker in talkers:
+        talker.join(60)
+        assert not talker.is_alive()
+        assert talker.failure is None, talker.failure
+    print(
+        f"{len(plan)} kills; {sum(len(t.acknowledged) for t in talkers)} turns acknowledged, "
+        f"{sum(t.num_restarts for t in talkers)} begun anew; "
+        f"ready again after at most {max(ready_seconds):.2f} s"
+    )
+    assert sum(len(talker.acknowledged) for talker in talkers) > 10 * NUM_TALKERS
+    assert admin.check() == []
+    with Client(address) as client:
+        for talker in talkers:
+            conversation = client.conversation(talker.conversation_id)
+            messages = list(conversation.messages(include_token_ids=True))
+            assert wrong_tokens(messages) == 0
+            pairs = [
+                (said.text, reply.text, reply.token_ids, reply.revision)
+                for said, reply in zip(messages[::2], messages[1::2], strict=True)
+            ]
+            assert pairs == [
+                (said, reply.text, reply.token_ids, reply.revision)
+                for _, said, reply in talker.acknowledged
+            ]
+            request_id, said, reply = choose.choice(talker.acknowledged)
+            length = len(reply.token_ids)
+            again = conversation.ask(
+                said, request_id=request_id, max_tokens=length, ignore_eos=True
+            )
+            assert again.replayed
+            assert (again.text, again.token_ids) == (reply.text, reply.token_ids)
+    admin.close()
+    assert process.stop() == 0
