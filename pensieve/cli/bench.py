@@ -1,6 +1,6 @@
 """`pensieve bench`: figures a user can reproduce.
 
-`planning` measures what a decision costs: `plan` and `commit` of the real scheduler and cache, with
+`service` is in bench_service.py.  `planning` measures what a decision costs: `plan` and `commit` of the real scheduler and cache, with
 256 turns generating, a full host tier, and growing numbers of cached conversations.  The executor
 answers at once, so what is timed is bookkeeping alone.  Garbage collection stays on.
 """
@@ -14,6 +14,8 @@ import sys
 import time
 from array import array
 from typing import Any
+
+from pensieve.cli import bench_service
 
 CONVERSATIONS = (1_000, 10_000, 100_000)
 
@@ -44,6 +46,7 @@ def add_parser(commands: Any) -> None:
     )
     planning.add_argument("--json", action="store_true", help="print figures as JSON")
     planning.set_defaults(run=planning_command)
+    bench_service.add_parser(kinds)
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ class MessageSink(Protocol):
 
 @dataclass(slots=True)
 class LiveTurn:
-    """A turn as its reader sees it; complete when `finish` is set."""
+    """A turn as its reader sees it; complete when `finish` is set, which therefore comes last."""
 
     turn_id: int
     conversation_id: str
@@ -373,10 +373,10 @@ class Conversations:
             if live.turn_id == turn_id:
                 del self._live[live.number]
                 self._tell(CancelTurn(live.number, live.history_tokens))
-                live.finish = FinishReason.CANCELLED
                 live.failure = TurnInterrupted(
                     "the turn was given up; its conversation is unchanged"
                 )
+                live.finish = FinishReason.CANCELLED
         self.store.interrupt_turn(turn_id)
 
     def fail(self, live: LiveTurn, failure: PensieveError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import subprocess
@@ -167,6 +168,8 @@ class ServeProcess:
         self.arguments = arguments
         self.engine = engine
         self.log = data.with_suffix(".log")
+        self.process: subprocess.Popen[bytes] | None = None
+        atexit.register(self._kill_what_is_left)
 
     def start(self, seconds: float = 60.0) -> str:
         ready = self.data.with_suffix(".ready")
@@ -186,6 +189,11 @@ class ServeProcess:
         assert ready.exists(), self.log.read_text()
         self.address = ready.read_text().strip()
         return self.address
+
+    def _kill_what_is_left(self) -> None:
+        """A test that failed may have left it running."""
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
 
     def engine_pid(self) -> int | None:
         found = subprocess.run(
