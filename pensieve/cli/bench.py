@@ -1,8 +1,9 @@
 """`pensieve bench`: figures a user can reproduce.
 
-`service` is in bench_service.py.  `planning` measures what a decision costs: `plan` and `commit` of the real scheduler and cache, with
+`planning` measures what a decision costs: `plan` and `commit` of the real scheduler and cache, with
 256 turns generating, a full host tier, and growing numbers of cached conversations.  The executor
 answers at once, so what is timed is bookkeeping alone.  Garbage collection stays on.
+(`service` is in bench_service.py.)
 """
 
 from __future__ import annotations

@@ -66,6 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="to attach again after a broken connection (default: 5)",
     )
     group.add_argument(
+        "--keepalive",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="between pings; a client that does not answer for a third of it is gone (default: 30)",
+    )
+    group.add_argument(
         "--drain-timeout",
         type=float,
         default=30.0,
@@ -119,6 +126,8 @@ async def _serve(arguments: argparse.Namespace, resolved: Resolved) -> int:
         tokens=door.read_tokens(arguments.token_file) if arguments.token_file else (),
         insecure=arguments.insecure,
         reflection=arguments.reflection,
+        keepalive_seconds=arguments.keepalive,
+        ping_timeout_seconds=arguments.keepalive / 3,
     )
     check_exposure(listening)
     report(f"model {settings.model or 'built-in (for trying the machinery)'}")

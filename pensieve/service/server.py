@@ -38,9 +38,6 @@ OPTIONS = (
     ("grpc.max_send_message_length", SEND_BYTES_MAX),
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.max_concurrent_streams", 4096),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -58,6 +55,17 @@ class Listening:
     tokens: Sequence[door.Token] = ()
     insecure: bool = False
     reflection: bool | None = None  # None: unless tokens are needed
+    keepalive_seconds: float = 30.0  # between pings of a silent connection
+    ping_timeout_seconds: float = 10.0  # one that does not answer is closed
+
+    def options(self) -> tuple[tuple[str, int], ...]:
+        timeout = int(self.ping_timeout_seconds * 1000)
+        return (
+            *OPTIONS,
+            ("grpc.keepalive_time_ms", int(self.keepalive_seconds * 1000)),
+            ("grpc.keepalive_timeout_ms", timeout),
+            ("grpc.http2.ping_timeout_ms", timeout),
+        )
 
 
 class Health:
@@ -120,7 +128,9 @@ class Server:
         self.stopping = asyncio.Event()  # somebody asked for the end
         self.address = ""
         self._listening = listening
-        self._server = grpc.aio.server(interceptors=[door.Door(listening.tokens)], options=OPTIONS)
+        self._server = grpc.aio.server(
+            interceptors=[door.Door(listening.tokens)], options=listening.options()
+        )
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
             ConversationService(daemon), self._server
         )
