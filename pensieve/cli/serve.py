@@ -25,6 +25,7 @@ from pensieve.errors import ConfigError
 if TYPE_CHECKING:
     pass
 
+SWITCH_SECONDS = 0.001  # that the store's thread may make the loop, and so every stream, wait
 SOCKET_BYTES_MAX = 107  # of a UNIX socket's path
 
 
@@ -101,6 +102,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         print_settings(resolved)
         return 0
     _log_to_stderr(arguments.log_format)
+    sys.setswitchinterval(SWITCH_SECONDS)
     return asyncio.run(_serve(arguments, resolved))
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -49,6 +50,7 @@ from pensieve.errors import (
     InvalidArgument,
     PensieveError,
     QueueFull,
+    StaleRevision,
     TurnFailed,
     TurnInterrupted,
     TurnRunning,
@@ -122,17 +124,15 @@ class Draft:
     messages: tuple[Message, ...]
     request_id: str
     sampling: Sampling
-    asked_revision: int | None  # by the client
-    history_tokens: int
-    last_token_id: int | None
+    log: array[int]  # as long as the conversation's revision is what it was
     head: records.Message | None  # a system prompt whose tokens come with the first turn
     template: ChatTemplate
 
     def prompt(self) -> list[list[int]]:
         """The tokens of each new message."""
         setting = _setting(self.conversation)
-        if self.last_token_id is not None:
-            delta = self.template.delta(self.messages, self.last_token_id, setting)
+        if self.log:
+            delta = self.template.delta(self.messages, self.log[-1], setting)
             return [delta.token_ids[start:stop] for start, stop in delta.spans]
         if self.head is None:
             return _opening(self.template, self.messages, setting)
@@ -292,6 +292,8 @@ class Conversations:
                 return self._known(begun.turn)
         if conversation.running_turn_id is not None:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
+        if expected_revision not in (None, conversation.revision):
+            raise StaleRevision(expected_revision, conversation.revision)
         log = self.store.log(conversation_id, tenant=tenant)
         head = self.store.messages(conversation_id, 0, 1, tenant=tenant) if not log else []
         return Draft(
@@ -299,9 +301,7 @@ class Conversations:
             tuple(messages),
             request_id or secrets.token_hex(16),
             sampling,
-            expected_revision,
-            len(log),
-            log[-1] if log else None,
+            log,
             head[0] if head else None,
             self.template,
         )
@@ -311,21 +311,20 @@ class Conversations:
         conversation, sampling = draft.conversation, draft.sampling
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
         num_prompt = sum(len(token_ids) for token_ids in prompt)
-        if draft.history_tokens + num_prompt >= self.context_max:
-            raise ContextFull(draft.history_tokens + num_prompt + 1, self.context_max)
-        wanted = draft.asked_revision
+        history_tokens = len(draft.log)
+        if history_tokens + num_prompt >= self.context_max:
+            raise ContextFull(history_tokens + num_prompt + 1, self.context_max)
         request = self._request(
             draft.request_id,
             draft.messages,
             prompt,
             sampling,
-            conversation.revision if wanted is None else wanted,
+            conversation.revision,
         )
         begun = self.store.begin_turn(conversation_id, request, tenant=tenant)
         if not begun.must_run:
             return self._known(begun.turn)
-        log = self.store.log(conversation_id, tenant=tenant)
-        history_tokens = len(log)
+        log = array("I", draft.log)
         for token_ids in prompt:
             log.extend(token_ids)
         live = LiveTurn(
