@@ -79,6 +79,10 @@ def add_parser(commands: Any) -> None:
     )
     tokens.add_argument("--tenant", default="", metavar="NAME", help="whose conversations it sees")
     tokens.add_argument("--admin", action="store_true", help="it may use `pensieve admin`")
+    tokens.add_argument("--turns-max", type=int, metavar="N", help="turns at once")
+    tokens.add_argument(
+        "--tokens-per-second", type=float, metavar="X", help="new and output tokens, on average"
+    )
     tokens.set_defaults(run=new_token)
 
 
@@ -242,7 +246,9 @@ def new_token(arguments: argparse.Namespace) -> int:
 
     if arguments.tenant and not ID_PATTERN.fullmatch(arguments.tenant):
         raise NotFound("--tenant must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
-    token, entry = drawn(arguments.tenant, arguments.admin)
+    token, entry = drawn(
+        arguments.tenant, arguments.admin, arguments.turns_max, arguments.tokens_per_second
+    )
     print(f"# the client says (shown once): {token}")
     print(entry, end="")
     return 0

@@ -72,8 +72,10 @@ def serve(sock: socket.socket, build: Build) -> int:
         try:
             for frame in incoming:
                 mailbox.put(message_of(frame))
-        except (OSError, PensieveError):
+        except PensieveError:
             traceback.print_exc()
+        except OSError:
+            pass  # the service was killed
         os._exit(0)
 
     def write() -> None:

@@ -154,6 +154,7 @@ async def _serve(arguments: argparse.Namespace, resolved: Resolved) -> int:
         DaemonConfig(turns_max=arguments.turns_waiting_max, grace_seconds=arguments.grace),
         report,
         _program(arguments),
+        door.limits_of(listening.tokens),
     )
     server = Server(daemon, listening)
     hurry = asyncio.Event()

@@ -26,7 +26,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +56,7 @@ from pensieve.errors import (
 )
 from pensieve.service.conversations import Conversations, LiveTurn
 from pensieve.service.engine_process import EngineProcess
+from pensieve.service.limits import Allowance, Limits
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import ChatTemplate, Message
 
@@ -96,6 +97,7 @@ class Daemon:
         config: DaemonConfig | None = None,
         report: Callable[[str], None] = lambda line: None,
         program: tuple[str, ...] | None = None,
+        limits: Mapping[str, Limits] | None = None,
     ) -> None:
         self.config = config or DaemonConfig()
         self.store = store
@@ -129,6 +131,9 @@ class Daemon:
         self._queue_seconds = 0.0  # of recent turns, while there is a queue
         self._tasks: set[asyncio.Task[Any]] = set()
         self._hurried = False
+        self._allowances = {
+            tenant: Allowance(each, self.started_at) for tenant, each in (limits or {}).items()
+        }
 
     async def start(self) -> None:
         """Until the first engine is ready; then turns may come."""
@@ -179,7 +184,7 @@ class Daemon:
         seconds_left: float | None,
     ) -> LiveTurn:
         """A turn of a conversation, begun now or known by its request_id."""
-        self._admit(seconds_left)
+        self._admit(tenant, seconds_left)
         self._num_arriving += 1
         beginning = self._loop.create_task(
             self._begin(
@@ -196,7 +201,7 @@ class Daemon:
         # Whoever asked may leave meanwhile; the turn is then one without readers.
         return await asyncio.shield(beginning)
 
-    def _admit(self, seconds_left: float | None) -> None:
+    def _admit(self, tenant: str, seconds_left: float | None) -> None:
         if self.draining:
             raise Unavailable("the daemon is shutting down")
         if not self.engine.serving:
@@ -204,6 +209,9 @@ class Daemon:
         num_turns = self.conversations.num_live + self._num_arriving
         if num_turns >= self.config.turns_max:
             raise QueueFull(f"{num_turns} turns are waiting or running; try again later")
+        if (allowance := self._allowances.get(tenant)) is not None:
+            own = sum(live.tenant == tenant for live in self.conversations.all_live())
+            allowance.admit(own, time.monotonic())
         if seconds_left is not None and self._queue_seconds > seconds_left:
             raise DeadlineExceeded(
                 f"turns wait {self._queue_seconds:.1f} s at present; the deadline is in {seconds_left:.1f} s"
@@ -330,6 +338,9 @@ class Daemon:
                 "turn %s of %s could not be stored: %s", live.turn_id, live.conversation_id, error
             )
             live.failure, live.finish = error, FinishReason.FAILED
+        if (allowance := self._allowances.get(live.tenant)) is not None:
+            spent = live.figures.get("new_tokens", 0) + live.figures.get("output_tokens", 0)
+            allowance.spend(spent, time.monotonic())
         waited = live.figures.get("queue_seconds", 0.0)
         self._queue_seconds += (waited - self._queue_seconds) / 8
         self._wake(live.number)

@@ -34,9 +34,12 @@ from pensieve.errors import (
     Unauthenticated,
 )
 from pensieve.service import translate
+from pensieve.service.limits import Limits
 from pensieve.store.records import ID_PATTERN
 
 log = logging.getLogger("pensieve")
+NO_LIMITS = Limits()
+KEYS = {"sha256", "tenant", "admin", "turns_max", "tokens_per_second"}
 ADMIN_PREFIX = "/pensieve.v1.AdminService/"
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 
@@ -46,6 +49,7 @@ class Token:
     sha256: bytes
     tenant: str = ""
     admin: bool = False
+    limits: Limits = NO_LIMITS
 
 
 @dataclass(frozen=True)
@@ -74,20 +78,36 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
     if path.stat().st_mode & 0o077:
         raise ConfigError(f"{path} can be read by others; chmod 600 it")
     tokens = []
-    for number, entry in enumerate(table.get("token", ()), 1):
-        unknown = set(entry) - {"sha256", "tenant", "admin", "name"}
-        if unknown:
+    entries = table.get("token", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{path}: `token` is a list of tables, written [[token]]")
+    for number, entry in enumerate(entries, 1):
+        if unknown := set(entry) - KEYS:
             raise ConfigError(f"{path}: token {number} has an unknown key {sorted(unknown)[0]!r}")
-        digest = entry.get("sha256", "")
+        digest = str(entry.get("sha256", ""))
         if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
             raise ConfigError(f"{path}: the sha256 of token {number} is not 64 hexadecimal digits")
         tenant = str(entry.get("tenant", ""))
         if tenant and not ID_PATTERN.fullmatch(tenant):
             raise ConfigError(f"{path}: the tenant of token {number} is no id")
-        tokens.append(Token(bytes.fromhex(digest), tenant, bool(entry.get("admin"))))
+        for name in ("turns_max", "tokens_per_second"):
+            value = entry.get(name, 1)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise ConfigError(f"{path}: {name} of token {number} is not a positive number")
+        limits = Limits(entry.get("turns_max"), entry.get("tokens_per_second"))
+        tokens.append(Token(bytes.fromhex(digest), tenant, bool(entry.get("admin")), limits))
     if not tokens:
         raise ConfigError(f"{path} names no token; `pensieve token` makes one")
     return tuple(tokens)
+
+
+def limits_of(tokens: Sequence[Token]) -> dict[str, Limits]:
+    """By tenant; all tokens of a tenant must say the same."""
+    found: dict[str, Limits] = {}
+    for token in tokens:
+        if found.setdefault(token.tenant, token.limits) != token.limits:
+            raise ConfigError(f"tenant {token.tenant!r} has two different limits")
+    return {tenant: limits for tenant, limits in found.items() if limits != NO_LIMITS}
 
 
 class Door(grpc.aio.ServerInterceptor):
@@ -200,13 +220,20 @@ async def leave(context: Any, error: PensieveError) -> NoReturn:
     raise AssertionError("abort does not return")
 
 
-def new_token(tenant: str, admin: bool) -> tuple[str, str]:
+def new_token(
+    tenant: str,
+    admin: bool,
+    turns_max: int | None = None,
+    tokens_per_second: float | None = None,
+) -> tuple[str, str]:
     """A token for a client, and the entry for the token file."""
     token = secrets.token_urlsafe(32)
     lines: Mapping[str, str] = {
         "sha256": f'"{hashlib.sha256(token.encode()).hexdigest()}"',
         "tenant": f'"{tenant}"',
         "admin": str(admin).lower(),
+        **({"turns_max": str(turns_max)} if turns_max else {}),
+        **({"tokens_per_second": str(tokens_per_second)} if tokens_per_second else {}),
     }
     entry = "\n".join(["[[token]]", *(f"{name} = {value}" for name, value in lines.items())])
     return token, entry + "\n"

@@ -12,13 +12,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from pensieve.cli.main import main
 from pensieve.cli.serve import socket_path
 from pensieve.client import Client, Retry
-from pensieve.errors import ConfigError, PermissionDenied, Unauthenticated
+from pensieve.errors import ConfigError, PermissionDenied, QueueFull, Unauthenticated
 from tests.service.rig_daemon import ServeProcess, wait_for
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -305,3 +308,55 @@ def test_the_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> N
     assert {"pensieve", "torch", "sqlite", "memory available", "data folder"} <= set(
         told["findings"]
     )
+
+
+def test_tls_and_client_certificates(tmp_path: Path) -> None:
+    """The certificates beside this test are for localhost, and good for nothing else."""
+    certs = ROOT / "tests" / "service" / "certs"
+    server = ("--tls-cert", str(certs / "server.pem"), "--tls-key", str(certs / "server.key"))
+    process = ServeProcess(tmp_path / "data", *server)
+    port = process.start().rsplit(":", 1)[1]
+    with (
+        Client(f"localhost:{port}", tls=certs / "ca.pem", timeout=30) as client,
+        Client(f"localhost:{port}", retry=Retry(retries=0), timeout=5) as plain,
+    ):
+        assert client.conversation("c").ask("hello", max_tokens=3).revision == 1
+        assert not plain.healthy()
+    assert process.stop() == 0
+
+    process = ServeProcess(tmp_path / "data", *server, "--tls-client-ca", str(certs / "ca.pem"))
+    port = process.start().rsplit(":", 1)[1]
+    ca, key, chain = (
+        (certs / name).read_bytes() for name in ("ca.pem", "client.key", "client.pem")
+    )
+    known = grpc.ssl_channel_credentials(ca, key, chain)
+    with (
+        Client(f"localhost:{port}", tls=known, timeout=30) as client,
+        Client(f"localhost:{port}", tls=certs / "ca.pem", retry=Retry(retries=0)) as stranger,
+    ):
+        assert next(iter(client.conversation("c").messages())).text == "hello"
+        assert not stranger.healthy()
+    assert process.stop() == 0
+
+
+def test_a_tenants_limits_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("token", "--tenant", "a", "--turns-max", "1", "--tokens-per-second", "4") == 0
+    line, entry = capsys.readouterr().out.split("\n", 1)
+    file = tmp_path / "tokens.toml"
+    file.write_text(entry)
+    file.chmod(0o600)
+    process = ServeProcess(tmp_path / "data", "--token-file", str(file), "--echo-seconds", "0.005")
+    address = process.start()
+    with Client(address, token=line.rsplit(" ", 1)[1], retry=Retry(retries=0)) as client:
+        running = iter(client.conversation("c").send("hi", max_tokens=10**5, ignore_eos=True))
+        next(running)
+        with pytest.raises(QueueFull, match="1 turns at once"):
+            client.conversation("d").ask("me too")
+        client.conversation("c").cancel()
+        list(running)
+        client.conversation("d").ask("hello", max_tokens=150, ignore_eos=True)
+        with pytest.raises(QueueFull, match="4 tokens per second") as error:
+            client.conversation("d").ask("more")
+        assert error.value.retry_after_seconds is not None
+        assert error.value.retry_after_seconds > 20
+    assert process.stop() == 0
