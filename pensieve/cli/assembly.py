@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from pensieve.config import Settings, available_memory_bytes
 from pensieve.core.sampling import Sampling
-from pensieve.errors import ConfigError, ModelError, PensieveError
+from pensieve.errors import ConfigError, ModelError, PensieveError, UnsupportedModel
 
 if TYPE_CHECKING:
     from pensieve.engine.engine import Engine
@@ -348,7 +348,13 @@ def load_texts(folder: Path, report: Report) -> LoadedTexts:
 
     tokenizer = Tokenizer.load(folder)
     template = ChatTemplate(tokenizer)
-    for difference in probe(template).differences:
+    told = probe(template)
+    if told.lost_controls:
+        raise UnsupportedModel(
+            "its chat template makes control tokens by formatting or a filter, where they cannot be "
+            f"told from text (seen in {told.lost_controls[0]})"
+        )
+    for difference in told.differences:
         report(f"chat template: {difference}")
     try:
         fingerprint = fingerprint_of(folder, tokenizer.fingerprint())

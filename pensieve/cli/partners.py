@@ -102,6 +102,8 @@ class EngineHere:
         if live.failure is not None:
             self._raise_if_dead()
             raise live.failure
+        if live.tail:
+            yield live.tail
         self._figures = live.figures
 
     def cost(self) -> str:

@@ -138,13 +138,18 @@ class Engine:
         tokens = array("I")
         tokens.frombytes(message.tokens)
         num_tokens, refusal = len(tokens), None
+        running = self.scheduler.turn_of(message.conversation_id)
+        if running is not None and running.warm and not message.warm:
+            # What it was warmed for is here: it takes over the KV that there is by now.
+            self.scheduler.cancel(running.turn_id, len(running.tokens), now)
+            running = None
         if num_tokens >= self.config.context_max:
             refusal = "CONTEXT_FULL"
         elif len(self.scheduler.queued) >= self.config.turns_queued_max:
             refusal = "QUEUE_FULL"
         elif num_tokens <= message.history_tokens and not (message.warm and num_tokens):
             refusal = "NO_TOKENS"
-        elif not message.warm and self.scheduler.turn_of(message.conversation_id) is not None:
+        elif not message.warm and running is not None:
             refusal = "TURN_RUNNING"
         if refusal is not None:
             usage = Usage(submitted_at=now, finished_at=now)
@@ -153,7 +158,7 @@ class Engine:
                     message.turn_id, message.conversation_id, FinishReason.FAILED, usage, refusal
                 )
             ]
-        if message.warm and self.scheduler.turn_of(message.conversation_id) is not None:
+        if message.warm and running is not None:
             usage = Usage(submitted_at=now, finished_at=now)
             return [TurnEnded(message.turn_id, message.conversation_id, FinishReason.WARMED, usage)]
         turn = Turn(

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 _MASK_ELEMENTS_MAX = 1 << 24  # of one call; rows beyond it go to the next
+_GATHERED_ELEMENTS_MAX = 1 << 24  # keys of one call, unless a single slice has more
 
 
 class _Slice(NamedTuple):
@@ -47,17 +48,26 @@ def multi_token_attention(
             zip(slice_turns.tolist(), slice_starts.tolist(), strict=True)
         )
     ]
-    for group in _groups(slices):
+    num_kv_heads, _, head_size = key_pages.shape[1:]
+    for group in _groups(slices, _GATHERED_ELEMENTS_MAX // (num_kv_heads * head_size)):
         _attend(query, key_pages, value_pages, page_table, group, scaling, out)
 
 
-def _groups(slices: list[_Slice]) -> Iterator[list[_Slice]]:
-    """Slices of one length, whose contexts differ by at most a factor of two."""
+def _groups(slices: list[_Slice], positions_max: int) -> Iterator[list[_Slice]]:
+    """Slices of one length, whose contexts differ by at most a factor of two.
+
+    Turns that share a prefix share its pages and yet gather it once each, so what a group gathers is
+    bounded: `positions_max`, padding included.
+    """
     group: list[_Slice] = []
     for piece in sorted(slices, key=lambda piece: (piece.length, piece.context)):
         if piece.length == 0:
             continue
-        if group and (piece.length != group[0].length or piece.context > 2 * group[0].context):
+        if group and (
+            piece.length != group[0].length
+            or piece.context > 2 * group[0].context
+            or (len(group) + 1) * piece.context > positions_max
+        ):
             yield group
             group = []
         group.append(piece)

@@ -6,9 +6,10 @@
                  UTF-8)
 
 A reply ends with STOP at an end-of-turn token (unless `ignore_eos`), at a stop token or at a stop
-string, and with LENGTH when its context is as long as it may get; the first of these that holds, in
-this order, is reported.  A token that ends the turn by its id is in the log and not in the text;
-after a stop string the log ends with the token that completed it, the text before the string.
+string (looked for from `min_tokens` on), and with LENGTH when its context is as long as it may get;
+the first of these that holds, in this order, is reported.  A token that ends the turn by its id is in
+the log and not in the text; after a stop string the log ends with the token that completed it, the
+text before the string.
 What was withheld is flushed at the end: incomplete UTF-8 as U+FFFD, the beginning of a stop string
 as itself.
 
@@ -45,7 +46,10 @@ class Decoding:
         """
         released = ""
         if token_id not in self.end_token_ids:
-            released, stopped = self._push(self._detokeniser.push(token_id))
+            text = self._detokeniser.push(token_id)
+            if turn.num_output_tokens + 1 < turn.sampling.min_tokens:
+                return text, None  # no stop string ends the reply yet
+            released, stopped = self._push(text)
             if stopped:
                 return released, FinishReason.STOP
             if len(turn.tokens) + 1 < turn.length_max:

@@ -98,6 +98,7 @@ def _read_weights(name: str, config: Any, dtype: torch.dtype | None) -> Any:
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            attn_implementation="eager",  # whatever its config asks for; the probe puts ours in
         )
     except Exception as error:
         raise ModelError(f"cannot load the weights of {name}: {one_line(error)}") from error
@@ -119,7 +120,7 @@ def _eos_token_ids(module: Any) -> frozenset[int]:
         named = getattr(config, "eos_token_id", None)
         if named is not None:
             ids.update([named] if isinstance(named, int) else named)
-    return frozenset(ids)
+    return frozenset(each for each in ids if each >= 0)  # some configs say -1 for none
 
 
 @contextmanager

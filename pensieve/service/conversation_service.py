@@ -162,6 +162,10 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
                 await context.write(pb.SendMessageResponse(sequence=sequence, delta=delta))
 
         await daemon.follow(live, write)
+        if live.tail:
+            sequence += 1
+            rest = pb.TurnDelta(text=live.tail, kind=translate.PART_NUMBERS[live.parts[-1]])
+            await context.write(pb.SendMessageResponse(sequence=sequence, delta=rest))
         await context.write(
             pb.SendMessageResponse(sequence=sequence + 1, completed=translate.completed(live))
         )

@@ -103,6 +103,7 @@ class LiveTurn:
     figures: dict[str, Any] = field(default_factory=dict)  # usage, as it is stored
     parts: list[Part] = field(default_factory=list)  # of each delta
     marker: PartMarker | None = None
+    tail: str = ""  # text after the last delta: what a cancelled turn had withheld
 
     @property
     def text(self) -> str:
@@ -152,7 +153,9 @@ class Conversations:
         defaults: Sampling | None = None,
         report: Callable[[str], None] = lambda line: None,
         wall_clock: Callable[[], float] = time.time,
+        on_end: Callable[[LiveTurn], None] = lambda live: None,
     ) -> None:
+        """`on_end` is told of each turn that has finished, in whatever thread that happened."""
         self.store = store
         self.template = template
         self.context_max = context_max
@@ -162,6 +165,7 @@ class Conversations:
         self._vocab_size = vocab_size
         self._fingerprint = fingerprint
         self._report = report
+        self._on_end = on_end
         self._live: dict[int, LiveTurn] = {}  # by the number that the engine knows them by
         self._numbers = count(1)
         self._translated: set[tuple[str, str]] = set()  # since their last turn
@@ -376,6 +380,7 @@ class Conversations:
                     "the turn was given up; its conversation is unchanged"
                 )
                 live.finish = FinishReason.CANCELLED
+                self._on_end(live)
         self.store.interrupt_turn(turn_id)
 
     def fail(self, live: LiveTurn, failure: PensieveError) -> None:
@@ -383,6 +388,7 @@ class Conversations:
         if self._live.pop(live.number, None) is not None:
             live.failure = failure
             live.finish = FinishReason.FAILED
+            self._on_end(live)
             self.store.interrupt_turn(live.turn_id)
 
     def handle(self, event: Event) -> LiveTurn | None:
@@ -528,13 +534,20 @@ class Conversations:
         else:
             if live.cancelled:
                 finish = FinishReason.CANCELLED
-            reply = records.NewMessage("assistant", live.text, live.token_ids)
+            text = live.text
+            if (
+                live.cancelled and ended.finish is not FinishReason.STOP
+            ):  # what might have become a stop string is text now
+                text = self.template.tokenizer.decode(live.token_ids)
+                live.tail = text[len(live.text) :]
+            reply = records.NewMessage("assistant", text, live.token_ids)
             figures = usage_figures(ended.usage)
             if ended.usage.recomputed_tokens:
                 live.figures["recompute_reason"] = live.recompute_reason
             live.figures.update(figures)
             live.revision = self.store.finish_turn(live.turn_id, reply, finish.value, live.figures)
         live.finish = finish
+        self._on_end(live)
 
     def _known(self, stored: records.StoredTurn) -> LiveTurn:
         """A turn whose request_id came before: the one that runs, or what the store kept of it."""

@@ -147,6 +147,7 @@ class Daemon:
             fingerprint=self._fingerprint,
             defaults=self._defaults,
             report=self._report,
+            on_end=self._on_end,
         )
         self._spawn(self._sweep())
         self.on_serving(self.serving)
@@ -303,10 +304,7 @@ class Daemon:
         self.conversations.cancel(live)
 
     async def delete(self, conversation_id: str, tenant: str) -> None:
-        running = self.conversations.running(conversation_id, tenant=tenant)
         await self.in_store(self.conversations.delete, conversation_id, tenant=tenant)
-        if running is not None:
-            self._wake(running.number)
 
     # -- events --
 
@@ -338,12 +336,12 @@ class Daemon:
                 "turn %s of %s could not be stored: %s", live.turn_id, live.conversation_id, error
             )
             live.failure, live.finish = error, FinishReason.FAILED
+            self._wake(live.number)
         if (allowance := self._allowances.get(live.tenant)) is not None:
             spent = live.figures.get("new_tokens", 0) + live.figures.get("output_tokens", 0)
             allowance.spend(spent, time.monotonic())
         waited = live.figures.get("queue_seconds", 0.0)
         self._queue_seconds += (waited - self._queue_seconds) / 8
-        self._wake(live.number)
 
     def _on_down(self, reason: str) -> None:
         log.error("the engine is gone: %s", reason)
@@ -363,11 +361,15 @@ class Daemon:
         except PensieveError as error:
             log.error("turn %s could not be marked interrupted: %s", live.turn_id, error)
             live.failure, live.finish = failure, FinishReason.FAILED
-        self._wake(live.number)
+            self._wake(live.number)
 
     def _on_up(self) -> None:
         self.conversations.engine_restarted(time.time())
         self.on_serving(self.serving)
+
+    def _on_end(self, live: LiveTurn) -> None:
+        """In the store's thread."""
+        self._loop.call_soon_threadsafe(self._wake, live.number)
 
     def _wake(self, number: int) -> None:
         for reader in self._readers.get(number, ()):
@@ -386,7 +388,6 @@ class Daemon:
             log.info("turn %s of %s lost its reader", live.turn_id, live.conversation_id)
             with contextlib.suppress(PensieveError):
                 await self.in_store(self.conversations.interrupt, live.turn_id)
-            self._wake(live.number)
 
     async def _sweep(self) -> None:
         while True:

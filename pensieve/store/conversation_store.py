@@ -96,6 +96,7 @@ class ConversationStore:
             driver,
             busy_timeout_seconds,
         )
+        self._truncate_due = False  # the write-ahead log still holds what was deleted
         self._turns = LiveTurns(self._writer, now)
         interrupted = self._turns.settle()
         self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
@@ -264,14 +265,18 @@ class ConversationStore:
         """Leave nothing of it on the disk; messages that a fork holds stay as the fork's.
 
         Its running turn must have ended.  StoreUnavailable can mean that it is deleted and the
-        write-ahead log could not be emptied yet; close or the next deletion empties it.
+        write-ahead log could not be emptied yet (somebody reads it); then close, the next deletion
+        or the same one again empties it.
         """
+        if self._truncate_due:
+            self._truncate()
         with self._turns.writing() as conn:
             number, conversation = rows.require_conversation(conn, conversation_id, tenant)
             _refuse_running(conversation)
             rows.delete_conversation(conn, number)
+            self._truncate_due = True
         self._compact_if_wasteful()
-        self._writer.truncate_journal()
+        self._truncate()
 
     # -- turns --
 
@@ -430,6 +435,10 @@ class ConversationStore:
             for each, other in zip(messages, new.messages, strict=True)
         )
         return head if same_tokens and holder.fingerprint == new.fingerprint else []
+
+    def _truncate(self) -> None:
+        self._writer.truncate_journal()
+        self._truncate_due = False
 
     def _compact_if_wasteful(self) -> None:
         with self._writer.reading() as conn:

@@ -86,6 +86,6 @@ def _holder(lock: int) -> str:
 
 
 def _write(lock: int, text: bytes) -> None:
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, text, 0)
+    os.pwrite(lock, text, 0)  # first: a full disk must not leave the file empty, which means clean
+    os.ftruncate(lock, len(text))
     os.fsync(lock)

@@ -1,7 +1,7 @@
 """SQL of the history, as functions on a connection; each runs inside its caller's transaction.
 
 `ConversationStore` decides; these read and write rows.  Every lookup goes through a primary key or
-an index, so nothing here grows with the number of conversations.
+an index, so nothing here grows with the number of conversations, but for counting them.
 """
 
 from __future__ import annotations

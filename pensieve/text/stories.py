@@ -32,6 +32,7 @@ class TemplateReport:
     same_tokens: bool  # ... and where it does, it has the same token ids
     differences: tuple[str, ...]  # sentences for the log
     refusals: tuple[str, ...]  # stories that the template does not tell, and why
+    lost_controls: tuple[str, ...]  # stories in which control tokens came out as text
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +46,22 @@ class Story:
 def probe(template: ChatTemplate) -> TemplateReport:
     differences: list[str] = []
     refusals: list[str] = []
+    lost_controls: list[str] = []
     same_tokens = True
     for story in _stories(template):
         try:
-            appended, whole, same = _tell(template, story)
+            appended, whole, same, lost = _tell(template, story)
         except InvalidArgument as error:
             refusals.append(f"{story.name}: {error.problem}")
             continue
+        if lost:
+            lost_controls.append(story.name)
         if appended != whole:
             differences += _name_differences(story, appended, whole)
         else:
             same_tokens &= same
     unique = tuple(dict.fromkeys(differences))
-    return TemplateReport(not unique, same_tokens, unique, tuple(refusals))
+    return TemplateReport(not unique, same_tokens, unique, tuple(refusals), tuple(lost_controls))
 
 
 def _stories(template: ChatTemplate) -> list[Story]:
@@ -87,8 +91,10 @@ def _stories(template: ChatTemplate) -> list[Story]:
     return stories
 
 
-def _tell(template: ChatTemplate, story: Story) -> tuple[str, str, bool]:
-    """The story as a log that was appended to, as one rendering, and whether the ids are equal."""
+def _tell(template: ChatTemplate, story: Story) -> tuple[str, str, bool, bool]:
+    """The story as a log that was appended to, as one rendering, whether the ids are equal, and
+    whether a control token was lost: nobody in a story spells one, so every one that can be read in
+    the rendering was the template's."""
     encode = template.tokenizer.encode
     said: list[Message] = []
     log, ids = "", []
@@ -107,7 +113,9 @@ def _tell(template: ChatTemplate, story: Story) -> tuple[str, str, bool]:
             log += sampled
             said.append(reply)
     whole = template.render(said, story.setting)
-    return log, whole, ids == encode(whole, at_start=True).ids
+    whole_ids = encode(whole, at_start=True).ids
+    lost = whole_ids != encode(written(str.__str__(whole)), at_start=True).ids
+    return log, whole, ids == whole_ids, lost
 
 
 def _as_sampled(

@@ -58,6 +58,7 @@ FAILURES = (
     AttributeError,
     ArithmeticError,
     RecursionError,
+    MemoryError,
 )
 
 
@@ -84,8 +85,9 @@ class ChatTemplate:
                 source.encode()  # REPLY and MARK are ours alone
                 self._templates[name] = sandbox.from_string(source)
                 names |= sandbox.options(source)
-            except (jinja2.TemplateError, UnicodeEncodeError) as error:
-                raise ModelError(f"the chat template {name!r} is not valid: {error}") from error
+            except Exception as error:  # jinja2's compiler lets Python's errors through
+                problem = " ".join(str(error).split()) or type(error).__name__
+                raise ModelError(f"the chat template {name!r} is not valid: {problem}") from error
         self._strings = {name: written(text) for name, text in tokenizer.special_strings.items()}
         self.options = {name for name in names - GIVEN if not name.endswith("_token")}
         self._refused_first = self._refusals([])

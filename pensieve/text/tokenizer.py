@@ -113,7 +113,12 @@ class Tokenizer:
                 eos_token_ids=_eos_token_ids(folder),
                 templates=_templates(folder, config),
             )
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except ModelError:
+            raise
+        except BaseException as error:
+            # The library panics at some definitions, and its panic is no Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ModelError(f"{folder} holds no usable tokenizer: {_one_line(error)}") from error
 
     # -- text to tokens --
@@ -359,5 +364,5 @@ def _read_text(path: Path) -> str:
         raise ModelError(f"{path} is not UTF-8: {_one_line(error)}") from error
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]

@@ -263,5 +263,21 @@ def test_scores_far_from_zero_do_not_overflow() -> None:
 def test_padding_at_most_doubles_a_context() -> None:
     """One long context beside many short ones must not make all of them long."""
     slices = [reference._Slice(i, 1, context, i) for i, context in enumerate([2000, 3, 4, 6, 7, 9])]
-    groups = [[piece.context for piece in group] for group in reference._groups(slices)]
+    groups = [[piece.context for piece in group] for group in reference._groups(slices, 10**6)]
     assert groups == [[3, 4, 6], [7, 9], [2000]]
+
+
+def test_what_one_call_gathers_is_bounded() -> None:
+    """Many turns over one shared prefix gather it once each."""
+    slices = [reference._Slice(i, 1, 100, i) for i in range(10)]
+    sizes = [len(group) for group in reference._groups(slices, 350)]
+    assert sizes == [3, 3, 3, 1]
+    assert [len(group) for group in reference._groups(slices, 50)] == [1] * 10
+
+
+def test_bounded_groups_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World([40, 40, 40, 40], heads=4, kv_heads=2)
+    slices = [(turn, 39, 40) for turn in range(4)]
+    monkeypatch.setattr(reference, "_GATHERED_ELEMENTS_MAX", 1)
+    out, expected = world.attend(slices)
+    assert_close(out, expected, 1e-5)

@@ -48,6 +48,11 @@ def test_the_text_ends_before_a_stop_string() -> None:
     assert run([A, B, C, D], stop=("bc",)) == ["a", "", ("", FinishReason.STOP)]
 
 
+def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
+    answers = run([B, C, A, B, C], stop=("bc",), min_tokens=4)
+    assert answers == ["b", "c", "a", "", ("", FinishReason.STOP)]
+
+
 def test_the_beginning_of_a_stop_string_is_released_when_it_goes_on_otherwise() -> None:
     assert run([A, B, D, B], stop=("bc",)) == ["a", "", "bd", ""]
 

@@ -56,6 +56,38 @@ def test_the_checkpoint_may_name_several_ends(copied: Path) -> None:
     assert load(copied).eos_token_ids == {2, 7, 9}
 
 
+def test_an_end_that_is_no_token_is_none(copied: Path) -> None:
+    (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 9]}))
+    assert load(copied).eos_token_ids == {2, 9}
+
+
+@pytest.mark.parametrize("asked", ["flash_attention_2", "somebody/some-kernel"])
+def test_the_attention_that_a_config_asks_for_is_not_loaded(copied: Path, asked: str) -> None:
+    path = copied / "config.json"
+    config = json.loads(path.read_text()) | {"attn_implementation": asked}
+    path.write_text(json.dumps(config | {"_attn_implementation": asked}))
+    assert load(copied).shape.num_layers == 2
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1, 1.3])
+def test_a_scaling_that_is_off_is_refused_in_low_precision_too(
+    monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    from pensieve.builtin import MODEL_PATH
+    from pensieve.kernels import reference
+
+    assert load(MODEL_PATH, dtype=torch.bfloat16).shape.dtype == torch.bfloat16
+    right = reference.multi_token_attention
+
+    def wrong(*arguments: object) -> None:
+        *given, scaling, out = arguments
+        right(*given, scaling * factor, out)  # type: ignore[arg-type, operator]
+
+    monkeypatch.setattr(reference, "multi_token_attention", wrong)
+    with pytest.raises(UnsupportedModel, match="differ"):
+        load(MODEL_PATH, dtype=torch.bfloat16)
+
+
 def test_a_window_longer_than_the_context_is_full_attention(tmp_path: Path) -> None:
     config = SERVED["mistral"]()
     config.sliding_window = 256

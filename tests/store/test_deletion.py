@@ -138,5 +138,9 @@ def test_a_reader_that_holds_the_journal_is_reported(
             store.delete_conversation("a")
     with pytest.raises(NotFound):
         store.get_conversation("a")
+    assert b"SECRET-a" in raw(store)
+    with pytest.raises(NotFound):
+        store.delete_conversation("a")  # a client that tries again
+    assert b"SECRET-a" not in raw(store)
     store.delete_conversation("b")
     assert b"SECRET" not in raw(store)

@@ -20,7 +20,7 @@ from tests.text.families import (
 @pytest.mark.parametrize("family", [LLAMA_3, QWEN_2_5], ids=lambda family: family.name)
 def test_templates_that_only_append(family):
     report = probe(template_of(family))
-    assert report == (type(report))(True, True, (), ())
+    assert report == (type(report))(True, True, (), (), ())
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,30 @@ def test_stories_that_a_template_does_not_tell():
 def report_on(source, library=None):
     library = library or byte_level_library(("<s>", "</s>"))
     return probe(ChatTemplate(Tokenizer(library.to_str(), templates={"default": source})))
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        "{{ ['<s>', m.role] | join }}",
+        "{{ '<s>%s' % m.role }}",
+        "{{ '<s>{}'.format(m.role) }}",
+        "{{ ('<s>@' ~ m.role) | replace('@', '') }}",
+    ],
+)
+def test_control_tokens_that_cannot_be_told_from_text_are_noticed(opening):
+    ending = " {{ m.content }}</s>{% endfor %}"
+    lost = report_on("{% for m in messages %}" + opening + ending).lost_controls
+    assert "conversations" in lost
+    assert not report_on("{% for m in messages %}<s>{{ m.role }}" + ending).lost_controls
+
+
+ALL = [DEEPSEEK_R1, GEMMA, LLAMA_3, MISTRAL, PHI_3, QWEN_2_5, QWEN_3]
+
+
+@pytest.mark.parametrize("family", ALL, ids=lambda family: family.name)
+def test_the_templates_of_real_models_lose_none(family):
+    assert probe(template_of(family)).lost_controls == ()
 
 
 def test_any_other_difference_is_quoted():
