@@ -115,6 +115,23 @@ def test_a_second_turn_computes_only_what_is_new():
     assert usage.recomputed_tokens == 0
 
 
+def test_a_message_turns_a_warm_into_the_turn():
+    rig = Rig()
+    rig.mailbox.put(submit(1, "a", [], list(range(5, 35)), reply=3))
+    rig.run()
+    log = [*range(5, 35), *rig.sink.said(1)]
+    rig.mailbox.put(EvictConversation("a"))
+    rig.mailbox.put(SubmitTurn(2, "a", packed(log), len(log), warm=True))
+    rig.engine.step()  # half of it is computed again
+    rig.mailbox.put(submit(3, "a", log, [9, 9], reply=3))
+    rig.run()
+    ends = rig.sink.ends()
+    assert ends[2].finish is FinishReason.CANCELLED
+    assert ends[3].failure is None
+    assert rig.sink.said(3) == reply_to([*log, 9, 9], len(log) + 2 + 3)
+    assert 0 < ends[3].usage.recomputed_tokens < len(log) - 1
+
+
 @pytest.mark.parametrize(
     ("message", "reason"),
     [

@@ -1,0 +1,71 @@
+"""Single turns through the whole stack in one process: what is kept of them, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pensieve.cli.assembly import Runtime
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import FinishReason
+from pensieve.errors import StaleRevision
+from pensieve.text import Message
+from tests.service.rig import ask, finish, started, step, write_model
+from tests.text.families import QWEN_2_5
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
+    root = tmp_path_factory.mktemp("conversations")
+    with started(write_model(root / "model", QWEN_2_5), root / "data") as runtime:
+        yield runtime
+
+
+def test_a_cancelled_turn_keeps_the_text_of_all_its_tokens(runtime: Runtime) -> None:
+    """Also what had been withheld because it could have begun a stop string."""
+    conversations = runtime.conversations
+    conversations.create("plain")
+    conversations.create("stopped")
+    long = Sampling(max_tokens=12, ignore_eos=True)
+    text = ask(runtime, "plain", "Oslo", sampling=long).text
+    stop = Sampling(max_tokens=50, ignore_eos=True, stop=(text[-3:] + "never",))
+    live = conversations.send("stopped", "Oslo", sampling=stop)
+    while len(live.deltas) < 12:
+        step(runtime)
+    assert live.text == text[:-3]
+    conversations.cancel(live)
+    step(runtime)
+    assert live.finish is FinishReason.CANCELLED
+    assert live.tail == text[-3:]
+    _, reply = runtime.store.messages("stopped", include_token_ids=True)
+    assert reply.content == text
+    assert list(reply.token_ids or ()) == live.token_ids
+
+
+def test_a_revision_that_was_wrong_when_it_was_read_stays_wrong(runtime: Runtime) -> None:
+    """What is drafted from one log must not begin on another, though the client named that one."""
+    conversations = runtime.conversations
+    conversations.create("moved")
+    with pytest.raises(StaleRevision):
+        conversations.draft("moved", [Message("user", "two")], expected_revision=1)
+    draft = conversations.draft("moved", [Message("user", "one")], expected_revision=0)
+    ask(runtime, "moved", "before", sampling=Sampling(max_tokens=2))
+    with pytest.raises(StaleRevision):
+        conversations.begin(draft, draft.prompt())
+
+
+def test_each_attempt_has_a_number_of_its_own(runtime: Runtime) -> None:
+    """A late event of an attempt that was given up must not end the next one."""
+    conversations = runtime.conversations
+    conversations.create("again")
+    sampling = Sampling(max_tokens=20, ignore_eos=True)
+    first = conversations.send("again", "Oslo", request_id="r", sampling=sampling)
+    step(runtime)
+    conversations.interrupt(first.turn_id)
+    second = conversations.send("again", "Oslo", request_id="r", sampling=sampling)
+    assert (second.turn_id, second.attempt) == (first.turn_id, 2)
+    assert second.number != first.number
+    finish(runtime, [second])
+    assert len(second.deltas) == 20
+    assert second.finish is FinishReason.LENGTH
