@@ -152,6 +152,8 @@ class AsyncConversation:
         request_id: str | None = None,
         expected_revision: int | None = None,
         create_if_missing: bool = True,
+        expected_return_seconds: float = 0.0,
+        last_turn: bool = False,
         timeout: float | None = None,
         **sampling: Any,
     ) -> AsyncTurn:
@@ -163,6 +165,8 @@ class AsyncConversation:
             expected_revision=expected_revision,
             create_if_missing=create_if_missing,
             sampling=sampling,
+            expected_return_seconds=expected_return_seconds,
+            last_turn=last_turn,
         )
         return AsyncTurn(self, request, self.client.timeout if timeout is None else timeout)
 

@@ -171,6 +171,8 @@ class Conversation:
         request_id: str | None = None,
         expected_revision: int | None = None,
         create_if_missing: bool = True,
+        expected_return_seconds: float = 0.0,
+        last_turn: bool = False,
         timeout: float | None = None,
         **sampling: Any,
     ) -> Turn:
@@ -178,7 +180,8 @@ class Conversation:
 
         `sampling`: temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty,
         frequency_penalty, seed, max_tokens, min_tokens, stop, stop_token_ids, ignore_eos, logprobs,
-        logit_bias.
+        logit_bias.  The two hints say what is known of the time after the turn: they make room for
+        others first, and cost at most recompute.
         """
         request = request_of(
             self.conversation_id,
@@ -187,6 +190,8 @@ class Conversation:
             expected_revision=expected_revision,
             create_if_missing=create_if_missing,
             sampling=sampling,
+            expected_return_seconds=expected_return_seconds,
+            last_turn=last_turn,
         )
         return Turn(self, request, self.client.timeout if timeout is None else timeout)
 

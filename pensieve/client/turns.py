@@ -42,6 +42,8 @@ def request_of(
     expected_revision: int | None,
     create_if_missing: bool,
     sampling: Mapping[str, Any],
+    expected_return_seconds: float = 0.0,
+    last_turn: bool = False,
 ) -> pb.SendMessageRequest:
     """`said` is a text of the user, or messages as {"role": …, "content": …, "tool_call_id": …}."""
     request = pb.SendMessageRequest(
@@ -49,6 +51,7 @@ def request_of(
         request_id=request_id or new_id(),
         create_if_missing=create_if_missing,
         sampling=sampling_of(sampling),
+        hints=pb.Hints(expected_return_seconds=expected_return_seconds, last_turn=last_turn),
     )
     if expected_revision is not None:
         request.expected_revision = expected_revision

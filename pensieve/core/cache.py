@@ -261,8 +261,11 @@ class KVCache:
         turn.page_table.append(chunk.device_page)  # type: ignore[arg-type]
         return True
 
-    def end(self, turn: Turn, now: float, keep_tokens: int) -> None:
-        """Unpin what the turn held; positions from `keep_tokens` on leave the conversation."""
+    def end(self, turn: Turn, now: float, keep_tokens: int, away_seconds: float = 0.0) -> None:
+        """Unpin what the turn held; positions from `keep_tokens` on leave the conversation.
+
+        One that will be away for a while counts as if it had been away for as long already.
+        """
         conversation = self.conversations[turn.conversation_id]
         assert conversation.turn_id == turn.turn_id
         size = self.config.chunk_tokens
@@ -272,12 +275,12 @@ class KVCache:
                 extent = min(chunk.index * size + chunk.filled, len(turn.tokens))
                 break
         conversation.turn_id = None
-        conversation.idle_since = now
+        conversation.idle_since = now - away_seconds
         conversation.num_tokens = len(turn.chunks) * size
         turn.chunks, turn.page_table = [], []
         path = conversation.path()
         for branch in path:
-            branch.touch(conversation, now)
+            branch.touch(conversation)
         for branch in path:
             self._unpin(branch, now)
         self._truncate(conversation, min(extent, keep_tokens), now)

@@ -198,11 +198,19 @@ class Branch:
             total += (count - HOLDERS_SUMMED_MAX) * least / (now - longest.idle_since)
         return total
 
-    def touch(self, holder: Conversation, now: float) -> None:
-        """`holder` has just been active."""
+    def touch(self, holder: Conversation) -> None:
+        """The idle time of `holder` has changed: put it in its place, most often the last."""
         del self.holders[holder]
-        self.holders[holder] = None
-        self.idle_since = now
+        later = []
+        for other in reversed(self.holders):
+            if other.idle_since <= holder.idle_since:
+                break
+            later.append(other)
+        for other in later:
+            del self.holders[other]
+        for each in (holder, *reversed(later)):
+            self.holders[each] = None
+        self.idle_since = next(reversed(self.holders)).idle_since
 
     def __iter__(self) -> Iterator[Chunk]:
         return iter(self.chunks)

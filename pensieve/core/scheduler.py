@@ -410,7 +410,8 @@ class Scheduler:
             del self.running[turn.turn_id]
             keep = len(turn.tokens) + 1 if turn.keep_tokens is None else turn.keep_tokens
             turn.computed_to = max(turn.computed_to, turn.frontier)
-            self.cache.end(turn, now, keep)
+            away_seconds = turn.away_seconds if turn.finish is not None else 0.0
+            self.cache.end(turn, now, keep, away_seconds)
         turn.frontier = 0
         if turn.finish is None:
             turn.move_to(TurnState.SUSPENDED)

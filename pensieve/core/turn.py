@@ -75,6 +75,7 @@ class Turn:
     length_max: int  # the turn ends with LENGTH when len(tokens) reaches this
     sampling: Sampling
     warm: bool = False  # fill the holes, sample nothing
+    away_seconds: float = 0.0  # how long its conversation is expected to be idle after it
     # -- the scheduler's --
     state: TurnState = TurnState.QUEUED
     arrival: int = 0

@@ -170,6 +170,7 @@ class Engine:
             length_max=min(num_tokens + message.sampling.max_tokens, self.config.context_max),
             sampling=message.sampling,
             warm=message.warm,
+            away_seconds=message.away_seconds,
         )
         self.scheduler.submit(turn, now)
         return []

@@ -30,6 +30,7 @@ class SubmitTurn:
     history_tokens: int  # how many of them are the log
     sampling: Sampling = field(default_factory=Sampling)
     warm: bool = False  # only bring the conversation's KV to the device
+    away_seconds: float = 0.0  # how long the conversation is expected to be idle after it
 
 
 @dataclass(frozen=True, slots=True)

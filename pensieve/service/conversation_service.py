@@ -149,6 +149,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             ),
             create_if_missing=request.create_if_missing,
             seconds_left=context.time_remaining(),
+            away_seconds=translate.away_seconds(request.hints),
         )
         sequence = 1
         await context.write(

@@ -128,6 +128,7 @@ class Draft:
     log: array[int]  # as long as the conversation's revision is what it was
     head: records.Message | None  # a system prompt whose tokens come with the first turn
     template: ChatTemplate
+    away_seconds: float = 0.0  # how long the client expects to be away after the turn
 
     def prompt(self) -> list[list[int]]:
         """The tokens of each new message."""
@@ -282,6 +283,7 @@ class Conversations:
         sampling: Sampling | None = None,
         expected_revision: int | None = None,
         tenant: str = "",
+        away_seconds: float = 0.0,
     ) -> Draft | LiveTurn:
         """Look up what a turn goes on from; the turn itself where its request_id is known already."""
         sampling = sampling or self.defaults
@@ -308,6 +310,7 @@ class Conversations:
             log,
             head[0] if head else None,
             self.template,
+            away_seconds,
         )
 
     def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> LiveTurn:
@@ -353,6 +356,7 @@ class Conversations:
                     log.tobytes(),
                     history_tokens,
                     replace(sampling, seed=begun.turn.seed),
+                    away_seconds=draft.away_seconds,
                 )
             )
         except Unavailable as error:

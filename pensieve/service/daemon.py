@@ -183,6 +183,7 @@ class Daemon:
         expected_revision: int | None,
         create_if_missing: bool,
         seconds_left: float | None,
+        away_seconds: float = 0.0,
     ) -> LiveTurn:
         """A turn of a conversation, begun now or known by its request_id."""
         self._admit(tenant, seconds_left)
@@ -196,6 +197,7 @@ class Daemon:
                 sampling,
                 expected_revision,
                 create_if_missing,
+                away_seconds,
             )
         )
         beginning.add_done_callback(self._arrived)
@@ -235,6 +237,7 @@ class Daemon:
         sampling: Sampling,
         expected_revision: int | None,
         create_if_missing: bool,
+        away_seconds: float,
     ) -> LiveTurn:
         conversations = self.conversations
         while True:
@@ -247,6 +250,7 @@ class Daemon:
                     sampling=sampling,
                     expected_revision=expected_revision,
                     tenant=tenant,
+                    away_seconds=away_seconds,
                 )
             except NotFound:
                 if not create_if_missing:

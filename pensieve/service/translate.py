@@ -35,6 +35,8 @@ from pensieve.v1 import status_pb2
 DOMAIN = "pensieve"
 COME_BACK = {QueueFull: 1.0, Unavailable: 0.2}  # seconds; clients add their own growing pauses
 TYPE_PREFIX = "type.googleapis.com/google.rpc."
+LAST_TURN_SECONDS = 86_400.0  # as if it had been idle for a day
+AWAY_SECONDS_MAX = 1e9
 DETAILS_KEY = "grpc-status-details-bin"
 MESSAGE_CHARACTERS_MAX = 400  # of an error; it may quote a client
 
@@ -96,6 +98,16 @@ def sampling_of(given: pb.Sampling, defaults: Sampling) -> Sampling:
     if "min_tokens" in values and "max_tokens" not in values:
         values["max_tokens"] = max(defaults.max_tokens, values["min_tokens"])
     return replace(defaults, ignore_eos=given.ignore_eos, **values)
+
+
+def away_seconds(hints: pb.Hints) -> float:
+    """How long the client expects to be away after the turn."""
+    seconds = hints.expected_return_seconds
+    if not 0.0 <= seconds <= AWAY_SECONDS_MAX:  # not a number is neither
+        raise InvalidArgument(
+            "hints.expected_return_seconds", f"must lie in 0..{AWAY_SECONDS_MAX:g}"
+        )
+    return LAST_TURN_SECONDS if hints.last_turn else seconds
 
 
 def plain(name: str, struct: struct_pb2.Struct) -> dict[str, Any]:

@@ -602,6 +602,7 @@ class SendMessageRequest(google.protobuf.message.Message):
     CREATE_IF_MISSING_FIELD_NUMBER: builtins.int
     EXPECTED_REVISION_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
+    HINTS_FIELD_NUMBER: builtins.int
     conversation_id: builtins.str
     """To whom."""
     request_id: builtins.str
@@ -618,6 +619,10 @@ class SendMessageRequest(google.protobuf.message.Message):
     def sampling(self) -> Global___Sampling:
         """How the reply's tokens are chosen."""
 
+    @property
+    def hints(self) -> Global___Hints:
+        """What the client knows of the time after this turn."""
+
     def __init__(
         self,
         *,
@@ -627,12 +632,37 @@ class SendMessageRequest(google.protobuf.message.Message):
         create_if_missing: builtins.bool = ...,
         expected_revision: builtins.int | None = ...,
         sampling: Global___Sampling | None = ...,
+        hints: Global___Hints | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "expected_revision", b"expected_revision", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "conversation_id", b"conversation_id", "create_if_missing", b"create_if_missing", "expected_revision", b"expected_revision", "messages", b"messages", "request_id", b"request_id", "sampling", b"sampling"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "expected_revision", b"expected_revision", "hints", b"hints", "sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "conversation_id", b"conversation_id", "create_if_missing", b"create_if_missing", "expected_revision", b"expected_revision", "hints", b"hints", "messages", b"messages", "request_id", b"request_id", "sampling", b"sampling"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_expected_revision", b"_expected_revision"]) -> typing.Literal["expected_revision"] | None: ...
 
 Global___SendMessageRequest: typing_extensions.TypeAlias = SendMessageRequest
+
+@typing.final
+class Hints(google.protobuf.message.Message):
+    """What a client expects.  Hints move what is evicted first; they promise nothing and can cost nobody more
+    than recompute.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EXPECTED_RETURN_SECONDS_FIELD_NUMBER: builtins.int
+    LAST_TURN_FIELD_NUMBER: builtins.int
+    expected_return_seconds: builtins.float
+    """How long until its next message; the conversation then counts as idle for so long already."""
+    last_turn: builtins.bool
+    """There will be no next message, as far as the client knows."""
+    def __init__(
+        self,
+        *,
+        expected_return_seconds: builtins.float = ...,
+        last_turn: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expected_return_seconds", b"expected_return_seconds", "last_turn", b"last_turn"]) -> None: ...
+
+Global___Hints: typing_extensions.TypeAlias = Hints
 
 @typing.final
 class SendMessageResponse(google.protobuf.message.Message):

@@ -25,7 +25,7 @@ SHAPES = (
     Shape(overlap=True, failing=0.02),
     Shape(restless=True, conversations=10, host_pages=4, late=0.7),
 )
-SEEDS = 120
+SEEDS = 200
 
 
 def around(owner: type, name: str, change: Callable[..., Any]) -> Plant:
@@ -178,10 +178,10 @@ def spend_twice(original: Any, scheduler: Scheduler, turn: Turn, budget: int, *r
     return int(original(scheduler, turn, budget, *rest)) // 2
 
 
-def keep_what_was_said(original: Any, cache: KVCache, turn: Turn, now: float, keep: int) -> None:
+def keep_what_was_said(original: Any, cache: KVCache, turn: Turn, *rest: Any) -> None:
     for chunk in turn.chunks[-1:]:
         chunk.filled = cache.config.chunk_tokens
-    original(cache, turn, now, keep)
+    original(cache, turn, *rest)
 
 
 def forget_frontiers(original: Any, scheduler: Scheduler, turn: Turn, now: float) -> None:

@@ -98,7 +98,7 @@ def test_the_victim_is_the_least_valuable_up_to_one_class(seed: int) -> None:
             branch = rng.choice(forest.branches)
             holder = rng.choice(list(branch.holders))
             holder.idle_since = forest.now
-            branch.touch(holder, forest.now)
+            branch.touch(holder)
         elif roll < 0.6 and forest.branches:
             branch = rng.choice(forest.branches)
             if len(branch.holders) > 1:
@@ -158,7 +158,7 @@ def test_lru_takes_the_least_recently_active_and_its_leading_chunk_first(seed: i
             branch = rng.choice(forest.branches)
             holder = rng.choice(list(branch.holders))
             holder.idle_since = forest.now
-            branch.touch(holder, forest.now)
+            branch.touch(holder)
         elif candidates := forest.candidates():
             found = forest.take_least()
             assert found is not None
@@ -359,3 +359,31 @@ def test_a_shared_system_prompt_outlives_the_private_chunks_behind_it() -> None:
     for name in "abc":
         assert "-" not in stage.where(name)[:2]
     assert sum(len(stage.where(name).replace("-", "")) - 2 for name in "abc") < 6
+
+
+@pytest.mark.parametrize("policy", ["lru", "value"])
+def test_whoever_says_good_bye_makes_room_first(policy: str) -> None:
+    """b spoke last, and will be away; a may come back at any time."""
+    stage = Stage(16, 0, policy=policy)
+    stage.say("a", 15)
+    stage.until_ended(stage.ask("b", 15, away_seconds=600.0))
+    stage.cache.check(stage.now)
+    stage.say("filler", 39)
+    assert "-" not in stage.where("a")
+    assert stage.where("b").startswith("--")
+
+
+def test_a_hint_of_one_holder_leaves_what_is_shared_to_the_others() -> None:
+    stage = Stage(16, 0)
+    stage.say("a", 8)
+    stage.fork_at("a", 8, "b")
+    stage.wait(5.0)
+    stage.say("a", 1)
+    spoke = stage.now
+    stage.wait(5.0)
+    stage.until_ended(stage.ask("b", 1, away_seconds=600.0))
+    shared = stage.chunks("b")[0].branch
+    assert shared is not None
+    assert [holder.conversation_id for holder in shared.holders] == ["b", "a"]
+    assert shared.idle_since == stage.cache.conversations["a"].idle_since >= spoke - 1.0
+    stage.cache.check(stage.now)

@@ -73,6 +73,7 @@ class World:
 
     def __init__(self, seed: int, shape: Shape) -> None:
         self.random = random.Random(seed)
+        self.hints = random.Random(seed)
         self.shape = shape
         self.clock = VirtualClock(1.0)
         cost_policy = policy_named(shape.policy, COST, shape.chunk_tokens)
@@ -167,6 +168,7 @@ class World:
             length_max=min(len(tokens) + reply_max, longest),
             sampling=Sampling(),
             warm=warm,
+            away_seconds=self.hints.choice((0.0, 0.0, 0.0, 0.3, 30.0)),
         )
         self.turns[name] = turn
         self.scheduler.submit(turn, self.clock.now())
@@ -289,13 +291,19 @@ class Stage(World):
         super().__init__(0, Shape(device_pages, host_pages, **settings))
 
     def ask(
-        self, name: str, num_prompt: int, num_reply: int = 1, prompt: list[int] | None = None
+        self,
+        name: str,
+        num_prompt: int,
+        num_reply: int = 1,
+        prompt: list[int] | None = None,
+        away_seconds: float = 0.0,
     ) -> Turn:
         """A turn enters the queue."""
         self.logs.setdefault(name, [])
         self.commits.setdefault(name, [0])
         prompt = prompt or [self.random.randrange(VOCAB) for _ in range(num_prompt)]
         self.submit(name, prompt=prompt, reply_max=num_reply)
+        self.turns[name].away_seconds = away_seconds
         return self.turns[name]
 
     def say(self, name: str, num_prompt: int, num_reply: int = 1) -> Turn:

@@ -25,7 +25,7 @@ FULL = Sampling(
 )
 MESSAGES = [
     box.SubmitTurn(1, "acme/trip-42", array("I", [0, 2**32 - 1, 5]).tobytes(), 2, FULL),
-    box.SubmitTurn(2, "c", b"", 0, Sampling(), warm=True),
+    box.SubmitTurn(2, "c", b"", 0, Sampling(), warm=True, away_seconds=7.5),
     box.CancelTurn(1, 17),
     box.ForkConversation("a", 5, "b"),
     box.RewindConversation("a", 0),

@@ -264,6 +264,11 @@ def test_a_warm_brings_back_what_was_evicted(rig: DaemonRig) -> None:
             "INVALID_ARGUMENT",
         ),
         ({"sampling": pb.Sampling(logprobs=21)}, "INVALID_ARGUMENT", "INVALID_ARGUMENT"),
+        (
+            {"hints": pb.Hints(expected_return_seconds=-1)},
+            "INVALID_ARGUMENT",
+            "INVALID_ARGUMENT",
+        ),
         ({"request_id": "with a space"}, "INVALID_ARGUMENT", "INVALID_ARGUMENT"),
     ],
 )
@@ -453,3 +458,14 @@ def test_a_deadline_that_the_queue_would_miss_is_refused_at_once(slow: DaemonRig
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert details(error.value)["ErrorInfo"].reason == "DEADLINE_EXCEEDED"
     assert time.monotonic() - began < 10
+
+
+def test_a_conversation_that_says_good_bye_counts_as_idle(rig: DaemonRig) -> None:
+    rig.ask("bye", "so long", hints=pb.Hints(last_turn=True))
+    rig.ask("later", "in a minute", hints=pb.Hints(expected_return_seconds=60))
+    cached = rig.admin.ListCachedConversations(
+        admin_pb2.ListCachedConversationsRequest(limit=1000)
+    ).conversations
+    idle = {each.conversation_id: each.idle_seconds for each in cached}
+    assert idle["bye"] > 86_000
+    assert 60 <= idle["later"] < 86_000
