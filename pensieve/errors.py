@@ -4,6 +4,7 @@
     ├── InvalidArgument           a field a client sent is wrong; `field` names it
     ├── NotFound                  no such conversation, message or revision
     ├── AlreadyExists             the id is taken
+    │   └── PrefixTaken           the prefix_id already stands for another system prompt or other tools
     ├── TurnRunning               a turn of this conversation is running; `turn_id` names it
     ├── StaleRevision             expected_revision is not the present one
     ├── ContextFull               the conversation no longer fits; `tokens_max` is the limit
@@ -60,6 +61,11 @@ class NotFound(PensieveError):
 class AlreadyExists(PensieveError):
     grpc_status = "ALREADY_EXISTS"
     reason = "ALREADY_EXISTS"
+
+
+class PrefixTaken(AlreadyExists):
+    grpc_status = "FAILED_PRECONDITION"
+    reason = "PREFIX_TAKEN"
 
 
 class TurnRunning(PensieveError):

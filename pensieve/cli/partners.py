@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import signal
+import threading
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -34,7 +36,7 @@ class Spoken:
 
 
 class Partner(Protocol):
-    """`say` yields text; a KeyboardInterrupt thrown into it ends the turn and keeps what was said."""
+    """`say` yields text; Ctrl-C while it does ends the turn and keeps what was said."""
 
     def say(
         self, conversation_id: str, text: str, system: str, sampling: Mapping[str, Any]
@@ -177,15 +179,20 @@ class Daemon:
             except NotFound:
                 conversation.create(system_prompt=system)
         turn = conversation.send(text, **sampling)
+
+        # An exception in the middle of grpc's own code could leave its locks held, so Ctrl-C asks the
+        # server to end the turn, and the loop ends with it.
+        def cancel(number: int, frame: object) -> None:
+            threading.Thread(target=turn.cancel, daemon=True).start()
+
+        before = signal.signal(signal.SIGINT, cancel)
         try:
             for event in turn:
                 if isinstance(event, Restarted):
                     yield "\n[the engine was started again]\n"
                 yield str(event)
-        except KeyboardInterrupt:
-            turn.cancel()
-            # The iteration is over; attach to the turn again for its end.
-            turn = conversation.send(text, request_id=turn.request_id, **sampling)
+        finally:
+            signal.signal(signal.SIGINT, before)
         self._usage = turn.reply.usage
 
     def cost(self) -> str:

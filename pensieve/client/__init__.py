@@ -1,8 +1,11 @@
 """The SDK.  Importing it loads neither torch nor the server."""
 
-from pensieve.client.aio import AsyncClient, AsyncConversation, AsyncTurn
-from pensieve.client.client import Client, Conversation, Turn
+from pensieve.client.aio import AsyncClient
+from pensieve.client.aio_conversation import AsyncConversation, AsyncTurn
+from pensieve.client.client import Client
+from pensieve.client.conversation import Conversation, Turn
 from pensieve.client.failures import Retry
+from pensieve.client.turns import SamplingOptions, SendOptions
 from pensieve.client.values import (
     ConversationState,
     Delta,
@@ -25,6 +28,8 @@ __all__ = [
     "Reply",
     "Restarted",
     "Retry",
+    "SamplingOptions",
+    "SendOptions",
     "TokenLogprob",
     "Turn",
     "Usage",

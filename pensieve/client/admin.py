@@ -8,7 +8,9 @@ from typing import Any
 import grpc
 
 from pensieve.client import wire
-from pensieve.client.client import Client, failed
+from pensieve.client.client import Client
+from pensieve.client.failures import Deadline, failed
+from pensieve.client.turns import check_text
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
 
@@ -25,12 +27,13 @@ class Admin(Client):
     def watch(self, interval_seconds: float = 1.0) -> Iterator[pb.Stats]:
         """Until the daemon ends or the caller stops."""
         request = pb.WatchStatsRequest(interval_seconds=interval_seconds)
+        self._check_open()
         call = self._admin.WatchStats(request, metadata=self._metadata)
         try:
             for response in call:
                 yield response.stats
         except grpc.RpcError as failure:
-            raise failed(failure) from None
+            raise failed(failure, Deadline(None)) from None
         finally:
             call.cancel()
 
@@ -43,7 +46,10 @@ class Admin(Client):
         return list(answer.conversations)
 
     def explain(self, conversation_id: str, tenant: str = "") -> pb.ExplainConversationResponse:
-        request = pb.ExplainConversationRequest(conversation_id=conversation_id, tenant=tenant)
+        request = pb.ExplainConversationRequest(
+            conversation_id=check_text("conversation_id", conversation_id),
+            tenant=check_text("tenant", tenant),
+        )
         answer: pb.ExplainConversationResponse = self.call(
             self._admin.ExplainConversation, request, wire.LOOK_SECONDS
         )
@@ -51,7 +57,10 @@ class Admin(Client):
 
     def evict(self, conversation_id: str, tenant: str = "") -> int:
         """How many chunks lost their pages."""
-        request = pb.EvictConversationRequest(conversation_id=conversation_id, tenant=tenant)
+        request = pb.EvictConversationRequest(
+            conversation_id=check_text("conversation_id", conversation_id),
+            tenant=check_text("tenant", tenant),
+        )
         return int(self.call(self._admin.EvictConversation, request).chunks_dropped)
 
     def check(self) -> list[str]:

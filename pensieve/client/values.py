@@ -19,17 +19,20 @@ ROLES: dict[pb.Role.ValueType, str] = {
     pb.ROLE_TOOL: "tool",
 }
 ROLE_NUMBERS: dict[str, pb.Role.ValueType] = {name: number for number, name in ROLES.items()}
-FINISH_REASONS = {
+FINISH_REASONS: dict[int, str] = {
+    pb.FINISH_REASON_UNSPECIFIED: "",
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_CANCELLED: "cancelled",
 }
-KINDS = {
+KINDS: dict[int, str] = {
+    pb.PART_KIND_UNSPECIFIED: "text",
     pb.PART_KIND_TEXT: "text",
     pb.PART_KIND_THINKING: "thinking",
     pb.PART_KIND_TOOL_CALL: "tool_call",
 }
-RECOMPUTE_REASONS = {
+RECOMPUTE_REASONS: dict[int, str] = {
+    pb.RECOMPUTE_REASON_UNSPECIFIED: "",
     pb.RECOMPUTE_REASON_DROPPED: "dropped",
     pb.RECOMPUTE_REASON_ENGINE_RESTARTED: "engine_restarted",
     pb.RECOMPUTE_REASON_FINGERPRINT_CHANGED: "fingerprint_changed",
@@ -48,7 +51,9 @@ class Delta:
 
     text: str
     token_ids: tuple[int, ...] = ()
-    kind: str = "text"  # text, thinking or tool_call
+    kind: str = (
+        "text"  # text, thinking or tool_call; unknown, if a newer server says something else
+    )
     logprobs: tuple[TokenLogprob, ...] = ()
 
     def __str__(self) -> str:
@@ -167,8 +172,13 @@ def message_of(given: pb.Message) -> Message:
         given.first_token,
         given.num_tokens,
         tuple(given.token_ids),
-        FINISH_REASONS.get(given.finish_reason, ""),
+        finish_reason_of(given.finish_reason),
     )
+
+
+def finish_reason_of(number: int) -> str:
+    """Empty for what is no reply; unknown, if a newer server knows more reasons."""
+    return FINISH_REASONS.get(number, "unknown")
 
 
 def usage_of(given: pb.Usage) -> Usage:
@@ -178,7 +188,7 @@ def usage_of(given: pb.Usage) -> Usage:
         given.device_tokens,
         given.host_tokens,
         given.recomputed_tokens,
-        RECOMPUTE_REASONS.get(given.recompute_reason, ""),
+        RECOMPUTE_REASONS.get(given.recompute_reason, "unknown"),
         given.output_tokens,
         given.queue_seconds,
         given.first_token_seconds,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import grpc
 from google.protobuf import json_format, struct_pb2
 
-from pensieve.client.turns import check_text, new_id
-from pensieve.errors import InvalidArgument
+from pensieve.client.turns import check_id, check_text, new_id
+from pensieve.errors import ConfigError, InvalidArgument
 from pensieve.v1 import conversation_pb2 as pb
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -30,6 +29,11 @@ OPTIONS = (
 Tls = bool | str | Path | grpc.ChannelCredentials
 
 
+def target_of(address: str) -> str:
+    """HOST:PORT or unix:PATH; also as `pensieve serve` prints it, with grpc:// before it."""
+    return address.removeprefix("grpc://")
+
+
 def credentials_of(tls: Tls) -> grpc.ChannelCredentials | None:
     """True: the system's authorities; a path: that authority's certificate; or credentials."""
     if tls is False:
@@ -37,22 +41,19 @@ def credentials_of(tls: Tls) -> grpc.ChannelCredentials | None:
     if tls is True:
         return grpc.ssl_channel_credentials()
     if isinstance(tls, str | Path):
-        return grpc.ssl_channel_credentials(Path(tls).read_bytes())
+        try:
+            return grpc.ssl_channel_credentials(Path(tls).read_bytes())
+        except OSError as error:
+            raise ConfigError(f"cannot read the certificate {tls}: {error.strerror}") from error
     return tls
 
 
 def metadata_of(token: str | None) -> tuple[tuple[str, str], ...]:
+    """The header that says who calls; the space around a token, as in a file, is none of it."""
+    token = (token or "").strip()
+    if not all("!" <= character <= "~" for character in token):
+        raise InvalidArgument("token", "holds a character that no token has")  # which stays secret
     return (("authorization", f"Bearer {token}"),) if token else ()
-
-
-class Deadline:
-    """Seconds that shrink; None never ends."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
-
-    def left(self) -> float | None:
-        return None if self._end is None else max(self._end - time.monotonic(), 0.0)
 
 
 def create_request(
@@ -70,7 +71,7 @@ def create_request(
         tools=[struct("tools", tool) for tool in tools],
         template_options=struct("template_options", template_options or {}),
         metadata=struct("metadata", metadata or {}),
-        prefix_id=prefix_id,
+        prefix_id=check_text("prefix_id", prefix_id),
     )
 
 
@@ -82,7 +83,7 @@ def fork_request(
 ) -> pb.ForkConversationRequest:
     request = pb.ForkConversationRequest(
         conversation_id=conversation_id,
-        new_conversation_id=target_id or new_id(),
+        new_conversation_id=new_id() if target_id is None else check_id(target_id),
         metadata=struct("metadata", metadata or {}),
     )
     if at_revision is not None:

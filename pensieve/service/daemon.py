@@ -51,7 +51,6 @@ from pensieve.errors import (
     PensieveError,
     QueueFull,
     StaleRevision,
-    TurnInterrupted,
     Unavailable,
 )
 from pensieve.service.conversations import Conversations, LiveTurn
@@ -450,7 +449,7 @@ class Daemon:
             if self._hurried:
                 break
         late = self.conversations.all_live()
-        failure = TurnInterrupted("the daemon is shutting down; say it again when it is back")
+        failure = Unavailable("the daemon is shutting down; say it again when it is back")
         await asyncio.gather(*(self._fail(live, failure) for live in late))
 
     def hurry(self) -> None:

@@ -16,18 +16,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from pensieve.errors import AlreadyExists, InvalidArgument
+from pensieve.errors import InvalidArgument
 from pensieve.store.bodies import canonical_json
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 PAGE_SIZE_MAX = 1000
-
-
-class PrefixTaken(AlreadyExists):
-    """The prefix_id already stands for another system prompt or other tools."""
-
-    grpc_status = "FAILED_PRECONDITION"
-    reason = "PREFIX_TAKEN"
 
 
 class TurnState(StrEnum):

@@ -168,7 +168,7 @@ class World:
             length_max=min(len(tokens) + reply_max, longest),
             sampling=Sampling(),
             warm=warm,
-            away_seconds=self.hints.choice((0.0, 0.0, 0.0, 0.3, 30.0)),
+            away_seconds=self.hints.choice((0.3, 30.0)) if self.shape.restless else 0.0,
         )
         self.turns[name] = turn
         self.scheduler.submit(turn, self.clock.now())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.errors import AlreadyExists, InvalidArgument, NotFound, TurnRunning
-from pensieve.store import ConversationStore, NewConversation, NewMessage, PrefixTaken
+from pensieve.errors import AlreadyExists, InvalidArgument, NotFound, PrefixTaken, TurnRunning
+from pensieve.store import ConversationStore, NewConversation, NewMessage
 from tests.store.talk import begin, create, reply, say, user
 
 SYSTEM = NewMessage("system", "Be brief.", (1, 2))

@@ -1,0 +1,399 @@
+"""A small daemon that keeps its word, and breaks it on demand.
+
+It remembers conversations, revisions and request_ids as the real one does, and replies with the words
+of the message.  `mishaps` says what goes wrong with the next streams, one for each; what is not said
+goes well.  Its errors are put together by hand, so that the SDK is held against the wire and not
+against our own translation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Self
+
+import grpc
+
+from pensieve.v1 import conversation_pb2 as pb
+from pensieve.v1 import conversation_pb2_grpc, status_pb2
+
+TYPE_PREFIX = "type.googleapis.com/google.rpc."
+PAGE_SIZE = 2
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A status with details."""
+
+    code: str
+    reason: str = ""
+    causes: dict[str, str] = field(default_factory=dict)
+    retry_seconds: float | None = None
+    violation: tuple[str, str] | None = None
+    text: str = "because"
+
+    def trailing(self) -> tuple[tuple[str, bytes], ...]:
+        status = status_pb2.Status(message=self.text)
+
+        def add(name: str, detail: Any) -> None:
+            status.details.add(type_url=TYPE_PREFIX + name, value=detail.SerializeToString())
+
+        if self.reason:
+            info = status_pb2.ErrorInfo(reason=self.reason, domain="pensieve", metadata=self.causes)
+            add("ErrorInfo", info)
+        if self.retry_seconds is not None:
+            retry = status_pb2.RetryInfo()
+            retry.retry_delay.FromMilliseconds(round(self.retry_seconds * 1000))
+            add("RetryInfo", retry)
+        if self.violation is not None:
+            name, problem = self.violation
+            bad = status_pb2.BadRequest.FieldViolation(field=name, description=problem)
+            add("BadRequest", status_pb2.BadRequest(field_violations=[bad]))
+        return (("grpc-status-details-bin", status.SerializeToString()),)
+
+    def end(self, context: grpc.ServicerContext) -> NoReturn:
+        if self.reason or self.retry_seconds is not None or self.violation is not None:
+            context.set_trailing_metadata(self.trailing())
+        context.abort(getattr(grpc.StatusCode, self.code), self.text)
+        raise AssertionError("abort does not return")
+
+
+AWAY = Refusal("UNAVAILABLE")
+
+
+@dataclass(frozen=True)
+class Mishap:
+    """What goes wrong with one stream, after `after` of its words; -1 is before `started`."""
+
+    after: int = -1
+    refusal: Refusal | None = AWAY  # None: the stream just ends
+    lost: bool = False  # the attempt is lost with it, and the next one says it in capitals
+    stalls: bool = False  # nothing more until the turn is cancelled or the client leaves
+    words: tuple[str, ...] | None = None  # told instead
+    on_stall: Callable[[], None] = lambda: None
+
+
+@dataclass
+class FakeTurn:
+    turn_id: str
+    request_id: str
+    words: list[str]
+    attempt: int = 1
+    num_told: int = 0  # of the words, to anybody: a cancel keeps them
+    interrupted: bool = False
+    finish_reason: int = pb.FINISH_REASON_UNSPECIFIED
+    cancelled: bool = False
+    stalls: list[threading.Event] = field(default_factory=list)  # of the streams that wait
+
+
+@dataclass
+class FakeConversation:
+    conversation: pb.Conversation
+    messages: list[pb.Message] = field(default_factory=list)
+    turns: dict[str, FakeTurn] = field(default_factory=dict)
+    running: FakeTurn | None = None
+
+    def say(self, role: pb.Role.ValueType, text: str) -> None:
+        first = sum(message.num_tokens for message in self.messages)
+        token_ids = [len(word) for word in text.split()]
+        self.messages.append(
+            pb.Message(
+                index=len(self.messages),
+                role=role,
+                content=text,
+                revision=self.conversation.revision,
+                first_token=first,
+                num_tokens=len(token_ids),
+                token_ids=token_ids,
+            )
+        )
+
+
+class ScriptedServer(conversation_pb2_grpc.ConversationServiceServicer):
+    def __init__(self, listen: str = "127.0.0.1:0") -> None:
+        self.mishaps: deque[Mishap] = deque()
+        self.refusals: deque[Refusal] = deque()  # of methods that are no streams
+        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
+        self.abandoned: queue.Queue[str] = queue.Queue()  # request_ids of streams that were left
+        self.found: dict[str, FakeConversation] = {}
+        self.health = status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING
+        self.odd = False  # says what only a newer server would
+        self._held: threading.Event | None = None
+        self._turn_ids = itertools.count(1)
+        self._server = grpc.server(futures.ThreadPoolExecutor(24))
+        conversation_pb2_grpc.add_ConversationServiceServicer_to_server(self, self._server)
+        check = grpc.unary_unary_rpc_method_handler(
+            self._check,
+            status_pb2.HealthCheckRequest.FromString,
+            status_pb2.HealthCheckResponse.SerializeToString,
+        )
+        health = grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check})
+        self._server.add_generic_rpc_handlers((health,))
+        port = self._server.add_insecure_port(listen)
+        self.address = listen.replace(":0", f":{port}")
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(0).wait()
+
+    def hold(self, held: threading.Event) -> None:
+        """The next method that is no stream says so and does not answer."""
+        self._held = held
+
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.calls]
+
+    def requests(self, name: str) -> list[Any]:
+        return [request for called, request, _ in self.calls if called == name]
+
+    # -- turns --
+
+    def SendMessage(
+        self, request: pb.SendMessageRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.SendMessageResponse]:
+        self._note("SendMessage", request, context)
+        mishap = self.mishaps.popleft() if self.mishaps else None
+        over = threading.Event()
+        context.add_callback(
+            lambda: None if over.is_set() else self.abandoned.put(request.request_id)
+        )
+        numbers = itertools.count(1)
+
+        def go_wrong(turn: FakeTurn | None) -> Iterator[None]:
+            assert mishap is not None
+            if mishap.stalls:
+                stall = threading.Event()
+                if not context.add_callback(stall.set):
+                    return  # the client has left already
+                if turn is not None:
+                    turn.stalls.append(stall)
+                    if turn.cancelled:
+                        return
+                mishap.on_stall()
+                stall.wait(30)
+                return
+            over.set()
+            if turn is not None:
+                turn.interrupted = mishap.lost
+            if mishap.refusal is not None:
+                mishap.refusal.end(context)
+            yield None
+
+        if mishap is not None and mishap.after < 0:
+            for _ in go_wrong(None):
+                return
+        kept, turn, replayed = self._turn(request, context, over)
+        started = pb.TurnStarted(
+            turn_id=turn.turn_id,
+            revision=kept.conversation.revision,
+            request_id=request.request_id,
+            replayed=replayed,
+            attempt=turn.attempt,
+        )
+        yield pb.SendMessageResponse(sequence=next(numbers), started=started)
+        words = turn.words if mishap is None or mishap.words is None else mishap.words
+        said = []
+        for place, word in enumerate(words):
+            if mishap is not None and place == mishap.after:
+                for _ in go_wrong(turn):
+                    return
+            if turn.cancelled and place >= turn.num_told:
+                break
+            turn.num_told = max(turn.num_told, place + 1)
+            text = word.upper() if turn.attempt > 1 else word
+            said.append(text)
+            delta = pb.TurnDelta(text=text + " ", token_ids=[len(word)], kind=pb.PART_KIND_TEXT)
+            if request.sampling.logprobs:
+                delta.logprobs.add(logprob=-0.5).alternatives.add(token_id=7, logprob=-1.5)
+            if self.odd:
+                delta.kind = 77  # type: ignore[assignment]
+                unknown = pb.SendMessageResponse(sequence=next(numbers))
+                unknown.MergeFromString(b"\xca\x3e\x02hi")  # field 1001, which nobody knows
+                yield unknown
+            yield pb.SendMessageResponse(sequence=next(numbers), delta=delta)
+        if not context.is_active():
+            return
+        over.set()
+        if not replayed:
+            kept.running = None
+            kept.conversation.revision += 1
+            kept.say(pb.ROLE_USER, request.messages[0].content)
+            kept.say(pb.ROLE_ASSISTANT, " ".join(said))
+            turn.words = [word.lower() for word in said]
+            turn.finish_reason = (
+                pb.FINISH_REASON_CANCELLED if turn.cancelled else pb.FINISH_REASON_STOP
+            )
+        completed = pb.TurnCompleted(
+            finish_reason=99 if self.odd else turn.finish_reason,  # type: ignore[arg-type]
+            usage=pb.Usage(prompt_tokens=3, new_tokens=3, output_tokens=len(said)),
+            revision=kept.conversation.revision,
+        )
+        yield pb.SendMessageResponse(sequence=next(numbers), completed=completed)
+
+    def _turn(
+        self, request: pb.SendMessageRequest, context: grpc.ServicerContext, over: threading.Event
+    ) -> tuple[FakeConversation, FakeTurn, bool]:
+        kept = self.found.get(request.conversation_id)
+        if kept is None:
+            if not request.create_if_missing:
+                over.set()
+                Refusal("NOT_FOUND", "NOT_FOUND").end(context)
+            kept = self._begin(request.conversation_id)
+        turn = kept.turns.get(request.request_id)
+        if turn is not None:
+            if turn.interrupted:
+                turn.interrupted = False
+                turn.attempt += 1
+                turn.num_told = 0
+            return kept, turn, turn.finish_reason != pb.FINISH_REASON_UNSPECIFIED
+        revision = kept.conversation.revision
+        if request.HasField("expected_revision") and request.expected_revision != revision:
+            over.set()
+            causes = {"expected": str(request.expected_revision), "actual": str(revision)}
+            Refusal("FAILED_PRECONDITION", "STALE_REVISION", causes).end(context)
+        if kept.running is not None:
+            over.set()
+            causes = {
+                "conversation_id": request.conversation_id,
+                "turn_id": kept.running.turn_id,
+            }
+            Refusal("ABORTED", "TURN_RUNNING", causes).end(context)
+        words = request.messages[0].content.split()
+        turn = FakeTurn(str(next(self._turn_ids)), request.request_id, words)
+        kept.turns[request.request_id] = kept.running = turn
+        return kept, turn, False
+
+    def CancelTurn(
+        self, request: pb.CancelTurnRequest, context: grpc.ServicerContext
+    ) -> pb.CancelTurnResponse:
+        self._note("CancelTurn", request, context)
+        running = self._kept(request, context).running
+        if running is None or request.turn_id not in ("", running.turn_id):
+            return pb.CancelTurnResponse(was_running=False)
+        running.cancelled = True
+        for stall in running.stalls:
+            stall.set()
+        return pb.CancelTurnResponse(was_running=True)
+
+    # -- conversations --
+
+    def CreateConversation(
+        self, request: pb.CreateConversationRequest, context: grpc.ServicerContext
+    ) -> pb.CreateConversationResponse:
+        self._note("CreateConversation", request, context)
+        if request.conversation_id in self.found:
+            Refusal("ALREADY_EXISTS", "ALREADY_EXISTS").end(context)
+        kept = self._begin(request.conversation_id)
+        kept.conversation.metadata.CopyFrom(request.metadata)
+        if request.system_prompt:
+            kept.say(pb.ROLE_SYSTEM, request.system_prompt)
+        return pb.CreateConversationResponse(conversation=kept.conversation)
+
+    def GetConversation(
+        self, request: pb.GetConversationRequest, context: grpc.ServicerContext
+    ) -> pb.GetConversationResponse:
+        self._note("GetConversation", request, context)
+        return pb.GetConversationResponse(conversation=self._kept(request, context).conversation)
+
+    def DeleteConversation(
+        self, request: pb.DeleteConversationRequest, context: grpc.ServicerContext
+    ) -> pb.DeleteConversationResponse:
+        self._note("DeleteConversation", request, context)
+        self._kept(request, context)
+        del self.found[request.conversation_id]
+        return pb.DeleteConversationResponse()
+
+    def ListConversations(
+        self, request: pb.ListConversationsRequest, context: grpc.ServicerContext
+    ) -> pb.ListConversationsResponse:
+        self._note("ListConversations", request, context)
+        start = int(request.page_token or 0)
+        end = start + PAGE_SIZE
+        states = [kept.conversation for kept in self.found.values()][::-1]
+        return pb.ListConversationsResponse(
+            conversations=states[start:end],
+            next_page_token=str(end) if end < len(states) else "",
+        )
+
+    def ListMessages(
+        self, request: pb.ListMessagesRequest, context: grpc.ServicerContext
+    ) -> pb.ListMessagesResponse:
+        self._note("ListMessages", request, context)
+        messages = self._kept(request, context).messages
+        start = int(request.page_token or 0)
+        end = start + PAGE_SIZE
+        page = pb.ListMessagesResponse(
+            messages=messages[start:end], next_page_token=str(end) if end < len(messages) else ""
+        )
+        if not request.include_token_ids:
+            for message in page.messages:
+                del message.token_ids[:]
+        return page
+
+    def ForkConversation(
+        self, request: pb.ForkConversationRequest, context: grpc.ServicerContext
+    ) -> pb.ForkConversationResponse:
+        self._note("ForkConversation", request, context)
+        source = self._kept(request, context)
+        last = source.conversation.revision
+        if request.HasField("at_revision"):
+            last = request.at_revision
+        kept = self._begin(request.new_conversation_id)
+        kept.conversation.revision = last
+        kept.conversation.metadata.CopyFrom(request.metadata)
+        kept.messages = [each for each in source.messages if each.revision <= last]
+        return pb.ForkConversationResponse(conversation=kept.conversation)
+
+    def RewindConversation(
+        self, request: pb.RewindConversationRequest, context: grpc.ServicerContext
+    ) -> pb.RewindConversationResponse:
+        self._note("RewindConversation", request, context)
+        kept = self._kept(request, context)
+        kept.messages = [each for each in kept.messages if each.revision <= request.to_revision]
+        kept.conversation.revision += 1
+        return pb.RewindConversationResponse(conversation=kept.conversation)
+
+    def WarmConversation(
+        self, request: pb.WarmConversationRequest, context: grpc.ServicerContext
+    ) -> pb.WarmConversationResponse:
+        self._note("WarmConversation", request, context)
+        self._kept(request, context)
+        return pb.WarmConversationResponse()
+
+    def _check(
+        self, request: status_pb2.HealthCheckRequest, context: grpc.ServicerContext
+    ) -> status_pb2.HealthCheckResponse:
+        self._note("Check", request, context)
+        return status_pb2.HealthCheckResponse(status=self.health)
+
+    # -- inside --
+
+    def _note(self, name: str, request: Any, context: grpc.ServicerContext) -> None:
+        metadata = dict(context.invocation_metadata())
+        self.calls.append((name, request, metadata))
+        held, self._held = self._held, None
+        if held is not None:
+            over = threading.Event()
+            context.add_callback(over.set)
+            held.set()
+            over.wait(30)
+        if name != "SendMessage" and self.refusals:
+            self.refusals.popleft().end(context)
+
+    def _begin(self, conversation_id: str) -> FakeConversation:
+        kept = FakeConversation(pb.Conversation(conversation_id=conversation_id))
+        self.found[conversation_id] = kept
+        return kept
+
+    def _kept(self, request: Any, context: grpc.ServicerContext) -> FakeConversation:
+        if request.conversation_id not in self.found:
+            Refusal("NOT_FOUND", "NOT_FOUND").end(context)
+        return self.found[request.conversation_id]

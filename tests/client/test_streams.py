@@ -1,0 +1,413 @@
+"""A turn over connections that fail: said once, shown once, ended when it is told to."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pensieve import errors
+from pensieve.client import Client, Delta, Restarted, Retry
+from pensieve.client.turns import TurnProgress
+from pensieve.v1 import conversation_pb2 as pb
+from tests.client.scripted import Mishap, Refusal, ScriptedServer
+
+SAFETY_SECONDS = 20.0  # only ever used up by a failing test
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
+        yield server
+
+
+@pytest.fixture
+def slept() -> list[float]:
+    return []
+
+
+@pytest.fixture
+def client(server: ScriptedServer, slept: list[float]) -> Iterator[Client]:
+    retry = Retry(retries=3, first_seconds=1.0, most_seconds=8.0, drawn=lambda: 1.0)
+    with Client(server.address, retry=retry, sleep=slept.append) as client:
+        yield client
+
+
+def test_a_reply_reads_like_its_text(client: Client, server: ScriptedServer) -> None:
+    turn = client.conversation("c").send("where shall we go", temperature=0, logprobs=1)
+    deltas = list(turn)
+    assert "".join(map(str, deltas)) == turn.reply.text == "where shall we go "
+    first = deltas[0]
+    assert isinstance(first, Delta)
+    assert (first.text, first.token_ids, first.kind) == ("where ", (5,), "text")
+    assert (first.logprobs[0].logprob, first.logprobs[0].alternatives) == (-0.5, ((7, -1.5),))
+    reply = turn.reply
+    assert (reply.token_ids, reply.finish_reason, reply.revision) == ((5, 5, 2, 2), "stop", 1)
+    assert (reply.usage.output_tokens, reply.request_id) == (4, turn.request_id)
+    assert server.requests("SendMessage")[0].create_if_missing
+
+
+def test_nothing_is_sent_before_somebody_listens(client: Client, server: ScriptedServer) -> None:
+    client.conversation("c").send("hello")
+    assert client.conversation().conversation_id != client.conversation().conversation_id
+    assert server.calls == []
+
+
+# -- connections that break --
+
+
+def test_a_stream_that_breaks_goes_on_where_it_was(
+    client: Client, server: ScriptedServer, slept: list[float]
+) -> None:
+    server.mishaps.extend([Mishap(after=2), Mishap(after=3)])
+    turn = client.conversation("c").send("a b c d")
+    assert [str(each) for each in turn] == ["a ", "b ", "c ", "d "]
+    sent = server.requests("SendMessage")
+    assert len({request.request_id for request in sent}) == 1
+    assert len(sent) == 3
+    assert sent[0] == sent[2]
+    assert slept == [1.0, 1.0]  # each got further, so neither was a second failure
+    assert turn.reply.text == "a b c d "
+
+
+def test_a_turn_that_was_lost_begins_again_and_says_so(
+    client: Client, server: ScriptedServer
+) -> None:
+    server.mishaps.append(Mishap(after=2, lost=True))
+    talk = client.conversation("c")
+    events = list(talk.send("a b c"))
+    assert [str(each) for each in events] == ["a ", "b ", "", "A ", "B ", "C "]
+    assert events[2] == Restarted(2)
+    server.mishaps.append(Mishap(after=2, lost=True))
+    assert talk.ask("d e f").text == "D E F "
+
+
+def test_a_turn_that_finished_while_nobody_heard_is_told_from_the_history(
+    client: Client, server: ScriptedServer
+) -> None:
+    talk = client.conversation("c")
+    said = talk.ask("a b c", request_id="r")
+    again = talk.ask("a b c", request_id="r")
+    assert (again.text, again.replayed, said.replayed) == (said.text, True, False)
+    assert [each.text for each in talk.messages()] == ["a b c", "a b c"]
+
+
+def test_an_end_without_completed_is_no_end(client: Client, server: ScriptedServer) -> None:
+    server.mishaps.append(Mishap(after=1, refusal=None))
+    assert client.conversation("c").ask("a b").text == "a b "
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "CANCELLED"])
+def test_whatever_cuts_the_connection_the_turn_goes_on(
+    client: Client, server: ScriptedServer, code: str
+) -> None:
+    server.mishaps.append(Mishap(after=1, refusal=Refusal(code)))
+    assert client.conversation("c").ask("a b").text == "a b "
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(("a", "x", "c"), "another"), (("a", "bb", "c"), "another"), (("a",), "shorter")],
+)
+def test_a_reply_that_is_not_the_one_begun_is_a_fault(
+    client: Client, server: ScriptedServer, words: tuple[str, ...], told: str
+) -> None:
+    server.mishaps.extend([Mishap(after=2), Mishap(after=99, words=words)])
+    turn = client.conversation("c").send("a b c")
+    with pytest.raises(errors.ServerFault, match=told):
+        list(turn)
+    with pytest.raises(errors.ServerFault, match=told):  # and stays one
+        _ = turn.reply
+
+
+def test_the_same_text_of_other_tokens_is_a_fault_too() -> None:
+    def said(*token_ids: int) -> pb.SendMessageResponse:
+        return pb.SendMessageResponse(delta=pb.TurnDelta(text="ab", token_ids=token_ids))
+
+    started = pb.SendMessageResponse(started=pb.TurnStarted(turn_id="1", attempt=1))
+    progress = TurnProgress()
+    for response in (started, said(1, 2), started):
+        progress.take(response)
+    with pytest.raises(errors.ServerFault, match="another"):
+        progress.take(said(1, 3))
+
+
+# -- how often, and how long --
+
+
+def test_the_pauses_grow_and_end(
+    client: Client, server: ScriptedServer, slept: list[float]
+) -> None:
+    server.mishaps.extend([Mishap()] * 9)
+    turn = client.conversation("c").send("a")
+    with pytest.raises(errors.Unavailable, match="because"):
+        list(turn)
+    assert slept == [1.0, 2.0, 4.0]
+    assert len(server.calls) == 4
+    with pytest.raises(errors.Unavailable, match="because"):
+        _ = turn.reply
+    assert len(server.calls) == 4  # a failure is told again, not tried again
+
+
+def test_the_server_says_how_long_to_wait(
+    client: Client, server: ScriptedServer, slept: list[float]
+) -> None:
+    full = Refusal("RESOURCE_EXHAUSTED", "QUEUE_FULL", retry_seconds=5.5)
+    server.mishaps.extend([Mishap(refusal=full), Mishap(refusal=full)])
+    assert client.conversation("c").ask("a").text == "a "
+    assert slept == [5.5, 5.5]
+
+
+def test_a_full_queue_that_does_not_say_when_is_not_asked_again(
+    client: Client, server: ScriptedServer, slept: list[float]
+) -> None:
+    server.mishaps.append(Mishap(refusal=Refusal("RESOURCE_EXHAUSTED", "QUEUE_FULL")))
+    with pytest.raises(errors.QueueFull):
+        client.conversation("c").ask("a")
+    assert (slept, len(server.calls)) == ([], 1)
+
+
+def test_nobody_waits_beyond_the_timeout(
+    client: Client, server: ScriptedServer, slept: list[float]
+) -> None:
+    server.mishaps.append(Mishap(refusal=Refusal("UNAVAILABLE", "UNAVAILABLE", retry_seconds=60)))
+    with pytest.raises(errors.Unavailable) as away:
+        client.conversation("c").ask("a", timeout=30)
+    assert away.value.retry_after_seconds == 60
+    assert slept == []
+
+
+def test_a_turn_that_kills_every_attempt_is_given_up(
+    client: Client, server: ScriptedServer
+) -> None:
+    server.mishaps.extend([Mishap(after=2, lost=True)] * 50)
+    events = []
+    with pytest.raises(errors.Unavailable):
+        events.extend(client.conversation("c").send("a b c"))
+    assert len(server.calls) == 4  # three retries, for none got further than the first
+
+
+def test_a_turn_that_gets_further_each_time_is_not(client: Client, server: ScriptedServer) -> None:
+    server.mishaps.extend([Mishap(after=place) for place in range(1, 8)])
+    assert client.conversation("c").ask("a b c d e f g h").text == "a b c d e f g h "
+    assert len(server.calls) == 8
+
+
+def test_a_deadline_names_its_seconds(client: Client, server: ScriptedServer) -> None:
+    server.mishaps.append(Mishap(after=1, stalls=True))
+    heard = []
+    with pytest.raises(errors.DeadlineExceeded, match=r"0\.05 s"):
+        heard.extend(client.conversation("c").send("a b", timeout=0.05))
+    server.mishaps.append(Mishap(stalls=True))
+    with (
+        Client(server.address, timeout=0.04) as hasty,
+        pytest.raises(errors.DeadlineExceeded, match=r"0\.04 s"),
+    ):
+        hasty.conversation("d").ask("a")
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_a_timeout_is_a_time(client: Client, timeout: float) -> None:
+    with pytest.raises(errors.InvalidArgument, match="timeout"):
+        client.conversation("c").send("a", timeout=timeout)
+
+
+# -- ends --
+
+
+def test_cancelling_keeps_what_was_said(client: Client, server: ScriptedServer) -> None:
+    server.mishaps.append(Mishap(after=2, stalls=True))
+    talk = client.conversation("c")
+    turn = talk.send("a b c")
+    for delta in turn:
+        if str(delta) == "b ":
+            assert turn.cancel()
+    assert (turn.reply.text, turn.reply.finish_reason) == ("a b ", "cancelled")
+    assert [message.text for message in talk.messages()] == ["a b c", "a b"]
+    assert server.requests("CancelTurn")[0].turn_id == turn.turn_id == "1"
+    assert not talk.cancel()
+
+
+def test_another_thread_may_cancel(client: Client, server: ScriptedServer) -> None:
+    stalled = threading.Event()
+    server.mishaps.append(Mishap(after=1, stalls=True, on_stall=stalled.set))
+    turn = client.conversation("c").send("a b c")
+
+    def cancel() -> None:
+        assert stalled.wait(SAFETY_SECONDS)
+        turn.cancel()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    assert turn.reply.finish_reason == "cancelled"
+    thread.join()
+
+
+def test_a_turn_cancelled_before_it_starts_ends_when_it_does(
+    client: Client, server: ScriptedServer
+) -> None:
+    server.mishaps.append(Mishap(after=0, stalls=True))
+    turn = client.conversation("c").send("a b c")
+    assert turn.cancel()
+    assert server.calls == []  # nothing runs that could be ended: least of all somebody else's turn
+    assert (turn.reply.text, turn.reply.finish_reason) == ("", "cancelled")
+    assert [request.turn_id for request in server.requests("CancelTurn")] == ["1"]
+
+
+def test_a_wish_to_cancel_outlives_an_attempt(client: Client, server: ScriptedServer) -> None:
+    server.mishaps.extend([Mishap(after=0, lost=True), Mishap(after=0, stalls=True)])
+    turn = client.conversation("c").send("a b c")
+    turn.cancel()
+    server.refusals.append(Refusal("UNAVAILABLE"))  # meets the first CancelTurn, which is repeated
+    assert turn.reply.finish_reason == "cancelled"
+
+
+def test_leaving_a_for_loop_abandons_the_turn(client: Client, server: ScriptedServer) -> None:
+    server.mishaps.append(Mishap(after=1, stalls=True))
+    for _ in client.conversation("c").send("a b c", request_id="left"):
+        break
+    assert server.abandoned.get(timeout=SAFETY_SECONDS) == "left"
+
+
+def test_a_turn_that_is_held_goes_on_until_it_is_closed(
+    client: Client, server: ScriptedServer
+) -> None:
+    server.mishaps.append(Mishap(after=2, stalls=True))
+    turn = client.conversation("c").send("a b c", request_id="held")
+    for delta in turn:
+        assert str(delta) == "a "
+        break
+    assert str(next(turn)) == "b "
+    turn.close()
+    assert server.abandoned.get(timeout=SAFETY_SECONDS) == "held"
+    assert list(turn) == []
+    with pytest.raises(errors.TurnInterrupted, match="left"):
+        _ = turn.reply
+
+
+def test_the_end_of_a_with_closes_the_turn(client: Client, server: ScriptedServer) -> None:
+    server.mishaps.append(Mishap(after=1, stalls=True))
+    with client.conversation("c").send("a b c", request_id="with") as turn:
+        next(turn)
+    assert server.abandoned.get(timeout=SAFETY_SECONDS) == "with"
+
+
+def test_a_closed_turn_that_was_over_keeps_its_reply(client: Client) -> None:
+    with client.conversation("c").send("a b") as turn:
+        list(turn)
+    assert turn.reply.text == "a b "
+
+
+def test_a_thread_that_ctrl_c_starts_ends_the_turn(client: Client, server: ScriptedServer) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    server.mishaps.append(
+        Mishap(after=2, stalls=True, on_stall=lambda: signal.pthread_kill(main, signal.SIGINT))
+    )
+    turn = client.conversation("c").send("a b c")
+    before = signal.signal(signal.SIGINT, lambda *_: threading.Thread(target=turn.cancel).start())
+    try:
+        assert [str(delta) for delta in turn] == ["a ", "b "]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert turn.reply.finish_reason == "cancelled"
+
+
+def test_a_loop_that_an_exception_left_between_tries_may_go_on(server: ScriptedServer) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    server.mishaps.append(Mishap(after=1))
+    with Client(server.address, sleep=interrupted) as client:
+        turn = client.conversation("c").send("a b")
+        assert str(next(turn)) == "a "
+        with pytest.raises(KeyboardInterrupt):
+            next(turn)
+        assert turn.reply.text == "a b "
+
+
+def test_a_loop_that_an_exception_left_within_its_wait_may_go_on(
+    client: Client, server: ScriptedServer
+) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+
+    first_shown = threading.Event()
+
+    def press() -> None:  # once it waits for the next word, with none of gRPC's locks
+        assert first_shown.wait(SAFETY_SECONDS)
+        while sys._current_frames()[main].f_code is not threading.Condition.wait.__code__:
+            time.sleep(0.001)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    server.mishaps.append(Mishap(after=1, stalls=True, on_stall=press))
+    turn = client.conversation("c").send("a b", request_id="r")
+    assert str(next(turn)) == "a "
+    first_shown.set()
+    with pytest.raises(KeyboardInterrupt):
+        next(turn)
+    assert server.abandoned.get(timeout=SAFETY_SECONDS) == "r"
+    assert turn.reply.text == "a b "
+
+
+def test_closing_the_client_ends_what_is_under_way(server: ScriptedServer) -> None:
+    slept: list[float] = []
+    client = Client(server.address, sleep=slept.append)
+    stalled = threading.Event()
+    server.mishaps.append(Mishap(after=1, stalls=True, on_stall=stalled.set))
+
+    def close() -> None:
+        assert stalled.wait(SAFETY_SECONDS)
+        client.close()
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    with pytest.raises(errors.InvalidArgument, match="client: is closed"):
+        client.conversation("c").ask("a b")
+    thread.join()
+    with pytest.raises(errors.InvalidArgument, match="client: is closed"):
+        client.conversation("c").get()
+    assert server.names() == ["SendMessage"]
+
+
+# -- many at once --
+
+
+def test_threads_share_one_client_and_no_words(client: Client, server: ScriptedServer) -> None:
+    server.mishaps.extend([Mishap(after=1)] * 8)
+    replies: dict[int, str] = {}
+
+    def talk(number: int) -> None:
+        replies[number] = client.conversation(f"c{number}").ask(f"{number} is my number").text
+
+    threads = [threading.Thread(target=talk, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert replies == {number: f"{number} is my number " for number in range(16)}
+
+
+def test_a_second_turn_is_refused_by_name_and_not_repeated(
+    client: Client, server: ScriptedServer, slept: list[float]
+) -> None:
+    server.mishaps.append(Mishap(after=1, stalls=True))
+    talk = client.conversation("c")
+    with talk.send("a b") as first:
+        next(first)
+        with pytest.raises(errors.TurnRunning) as running:
+            talk.ask("me too")
+    assert (running.value.conversation_id, running.value.turn_id) == ("c", first.turn_id)
+    assert (slept, server.names()) == ([], ["SendMessage", "SendMessage"])
+
+
+def test_what_a_newer_server_says_does_no_harm(client: Client, server: ScriptedServer) -> None:
+    server.odd = True
+    turn = client.conversation("c").send("a b")
+    deltas = [each for each in turn if isinstance(each, Delta)]
+    assert [each.kind for each in deltas] == ["unknown", "unknown"]
+    assert (turn.reply.text, turn.reply.finish_reason) == ("a b ", "unknown")
