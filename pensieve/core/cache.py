@@ -35,6 +35,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pensieve.core.audit import audit
 from pensieve.core.chronicle import Chronicle
 from pensieve.core.chunk import Branch, Chunk, Conversation
 from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
@@ -732,67 +733,6 @@ class KVCache:
             self._unlink(branch)
             branch = branch.parent
 
-    # -- the audit --
-
     def check(self, now: float) -> None:
         """Recompute every invariant from the chunks alone."""
-        branches: dict[Branch, set[Conversation]] = {}
-        for conversation in self.conversations.values():
-            position = 0
-            for branch in conversation.path():
-                assert branch.start == position, f"{conversation} has a gap before {branch}"
-                assert branch.chunks, f"{branch} is empty"
-                position = branch.end
-                branches.setdefault(branch, set()).add(conversation)
-            if conversation.turn_id is None:
-                chunks = -(-conversation.num_tokens // self.config.chunk_tokens)
-                assert chunks == position, f"{conversation} holds {position} chunks, not {chunks}"
-        moving: dict[Chunk, int] = {}
-        for copy in self._copies.values():
-            for chunk in {copy.source, copy.target}:
-                moving[chunk] = moving.get(chunk, 0) + 1
-        for chunk in self._held:
-            moving[chunk] = moving.get(chunk, 0) + 1
-        orphans = [chunk for chunk in moving if chunk.branch is None]
-        children: dict[Branch, int] = {}
-        for branch in branches:
-            if branch.parent is not None:
-                children[branch.parent] = children.get(branch.parent, 0) + 1
-        device_pages, host_pages, reclaimable = [], [], 0
-        for branch, holders in branches.items():
-            assert set(branch.holders) == holders, f"{branch} is held by {holders}"
-            assert branch.num_children == children.get(branch, 0), f"{branch} lost a child"
-            running = sum(holder.turn_id is not None for holder in holders)
-            assert branch.num_running == running, f"{branch} is pinned {branch.num_running} times"
-            order = [holder.idle_since for holder in branch.holders]
-            assert order == sorted(order), f"the holders of {branch} are out of order"
-            assert branch.idle_since == max(order), f"{branch} was last active at {max(order)}"
-            for index, chunk in enumerate(branch.chunks, branch.start):
-                assert chunk.branch is branch, f"{chunk} is on another branch"
-                assert chunk.index == index, f"{chunk} is out of place"
-                if running:
-                    assert not chunk.condemned, f"{chunk} is in use and condemned"
-            resident = sum(chunk.resident for chunk in branch.chunks)
-            assert branch.num_resident == resident, f"{branch} has {resident} resident chunks"
-            count = 0 if running else sum(chunk.reclaimable for chunk in branch.chunks)
-            assert branch.num_reclaimable == count, f"{branch} has {count} reclaimable chunks"
-            reclaimable += count
-        for chunk in [*(c for branch in branches for c in branch.chunks), *orphans]:
-            assert 0 <= chunk.host_filled <= chunk.filled <= self.config.chunk_tokens, f"{chunk}"
-            assert chunk.filled == 0 or chunk.resident, f"{chunk} is filled and nowhere"
-            assert chunk.host_filled == 0 or chunk.host_page is not None, f"{chunk}"
-            assert chunk.device_page is not None or chunk.filled == chunk.host_filled, f"{chunk}"
-            assert chunk.in_flight == moving.get(chunk, 0), f"{chunk} is counted as moving"
-            if chunk.device_page is not None:
-                device_pages.append(chunk.device_page)
-            if chunk.host_page is not None:
-                host_pages.append(chunk.host_page)
-        assert self._num_reclaimable == reclaimable, "the count of reclaimable pages is off"
-        inward = sum(copy.inward for copy in self._copies.values())
-        assert self._num_swapping_in == inward, "the count of swap-ins is off"
-        assert self._num_swapping_out == len(self._copies) - inward, "the count of swap-outs is off"
-        self.device.check(device_pages)
-        self.host.check(host_pages)
-        idle = [branch for branch in branches if not branch.num_running]
-        for queue in self._queues:
-            queue.check(idle, now)
+        audit(self, now)

@@ -9,8 +9,8 @@ from typing import Any
 
 from pensieve.engine.mailbox import EvictConversation, Explain, ListCached
 from pensieve.errors import InvalidArgument
-from pensieve.service.conversations import cache_key
 from pensieve.service.daemon import Daemon
+from pensieve.service.live_turn import cache_key
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
 

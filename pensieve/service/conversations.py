@@ -26,14 +26,12 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
-from enum import StrEnum
+from dataclasses import asdict, replace
 from itertools import count
 from typing import Any, Protocol
 
 from pensieve.core.sampling import Sampling
-from pensieve.core.turn import FinishReason, Usage
+from pensieve.core.turn import FinishReason
 from pensieve.engine.mailbox import (
     CancelTurn,
     DeleteConversation,
@@ -56,9 +54,20 @@ from pensieve.errors import (
     TurnRunning,
     Unavailable,
 )
+from pensieve.service.live_turn import (
+    Draft,
+    LiveTurn,
+    RecomputeReason,
+    cache_key,
+    message_of,
+    new_message,
+    opening,
+    setting_of,
+    usage_figures,
+)
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.text import ChatTemplate, Message, Part, PartMarker, Setting, ToolCall
+from pensieve.text import ChatTemplate, Message, Part, PartMarker, Setting
 
 BYTES_PER_TOKEN_MAX = 16  # longer text is refused before it is tokenised
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
@@ -67,78 +76,10 @@ KNOWN_STATES = frozenset(
 )
 
 
-class RecomputeReason(StrEnum):
-    DROPPED = "dropped"  # both tiers were full of more valuable chunks
-    ENGINE_RESTARTED = "engine_restarted"
-    FINGERPRINT_CHANGED = "fingerprint_changed"
-
-
 class MessageSink(Protocol):
     """Where messages for the engine go: a mailbox, or a pipe to another process."""
 
     def put(self, message: EngineMessage) -> None: ...
-
-
-@dataclass(slots=True)
-class LiveTurn:
-    """A turn as its reader sees it; complete when `finish` is set, which therefore comes last."""
-
-    turn_id: int
-    conversation_id: str
-    history_tokens: int
-    prompt_tokens: int  # of the delta
-    deltas: list[TurnDelta] = field(default_factory=list)
-    finish: FinishReason | None = None
-    failure: PensieveError | None = None
-    usage: Usage | None = None
-    revision: int | None = None
-    replayed: bool = False
-    cancelled: bool = False
-    tenant: str = ""
-    number: int = 0  # what the engine knows it by: another one for each attempt
-    request_id: str = ""
-    first_revision: int = 0  # of the conversation before it
-    attempt: int = 1
-    recompute_reason: str = ""  # should something be recomputed
-    figures: dict[str, Any] = field(default_factory=dict)  # usage, as it is stored
-    parts: list[Part] = field(default_factory=list)  # of each delta
-    marker: PartMarker | None = None
-    tail: str = ""  # text after the last delta: what a cancelled turn had withheld
-
-    @property
-    def text(self) -> str:
-        return "".join(delta.text for delta in self.deltas)
-
-    @property
-    def token_ids(self) -> list[int]:
-        return [delta.token_id for delta in self.deltas]
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A turn that is about to be said: everything that tokenising it needs, and nothing shared.
-
-    `prompt` may be called in any thread; it takes as long as the text is long.
-    """
-
-    conversation: records.Conversation
-    messages: tuple[Message, ...]
-    request_id: str
-    sampling: Sampling
-    log: array[int]  # as long as the conversation's revision is what it was
-    head: records.Message | None  # a system prompt whose tokens come with the first turn
-    template: ChatTemplate
-    away_seconds: float = 0.0  # how long the client expects to be away after the turn
-
-    def prompt(self) -> list[list[int]]:
-        """The tokens of each new message."""
-        setting = _setting(self.conversation)
-        if self.log:
-            delta = self.template.delta(self.messages, self.log[-1], setting)
-            return [delta.token_ids[start:stop] for start, stop in delta.spans]
-        if self.head is None:
-            return _opening(self.template, self.messages, setting)
-        return _opening(self.template, [_message(self.head), *self.messages], setting)[1:]
 
 
 class Conversations:
@@ -465,7 +406,7 @@ class Conversations:
         asked = {name: value for name, value in asdict(sampling).items() if name != "seed"}
         return records.TurnRequest(
             request_id,
-            [_stored(message, ids) for message, ids in zip(messages, tokens, strict=True)],
+            [new_message(message, ids) for message, ids in zip(messages, tokens, strict=True)],
             asked | ({"seed": sampling.seed} if sampling.seed else {}),
             sampling.seed or secrets.randbits(63) + 1,
             expected_revision,
@@ -483,7 +424,7 @@ class Conversations:
             f"conversation {conversation_id} was written under another tokenizer or template; "
             f"tokenising its {len(stored)} messages again"
         )
-        setting = _setting(conversation)
+        setting = setting_of(conversation)
         tokens: list[list[int]] = []
         waiting: list[records.Message] = []  # since the last reply
         last_token_id: int | None = None
@@ -491,9 +432,9 @@ class Conversations:
             if message.finish_reason is None:
                 waiting.append(message)
                 continue
-            asked = [_message(each) for each in waiting]
+            asked = [message_of(each) for each in waiting]
             if last_token_id is None and not any(tokens):
-                tokens += _opening(self.template, asked, setting)
+                tokens += opening(self.template, asked, setting)
             else:
                 delta = self.template.delta(asked, last_token_id, setting)
                 tokens += [delta.token_ids[start:stop] for start, stop in delta.spans]
@@ -533,7 +474,7 @@ class Conversations:
         finish = ended.finish
         if finish is FinishReason.FAILED:
             reason = ended.failure or "FAILED"
-            live.failure = TurnFailed(reason, _explanation(reason))
+            live.failure = _failure(reason)
             self.store.fail_turn(live.turn_id, reason)
         else:
             if live.cancelled:
@@ -590,77 +531,13 @@ class Conversations:
         return live
 
 
-def _opening(
-    template: ChatTemplate, messages: Sequence[Message], setting: Setting
-) -> list[list[int]]:
-    """A system prompt that leads has no tokens of its own: they belong to what follows it."""
-    delta = template.opening(messages, setting)
-    tokens = [delta.token_ids[start:stop] for start, stop in delta.spans]
-    if len(tokens) > 1 and messages[0].role == "system":
-        tokens[:2] = [[], tokens[0] + tokens[1]]
-    return tokens
-
-
-def cache_key(tenant: str, conversation_id: str) -> str:
-    """What the engine knows a conversation by; ids hold no slash, so tenants never meet."""
-    return f"{tenant}/{conversation_id}" if tenant else conversation_id
-
-
-def usage_figures(usage: Usage) -> dict[str, float]:
-    """A turn's cost as it is stored and shown."""
-    end = usage.finished_at if usage.finished_at is not None else usage.submitted_at
-    admitted = usage.admitted_at if usage.admitted_at is not None else end
-    first = usage.first_token_at if usage.first_token_at is not None else end
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "new_tokens": usage.new_tokens,
-        "device_tokens": usage.device_tokens,
-        "host_tokens": usage.host_tokens,
-        "recomputed_tokens": usage.recomputed_tokens,
-        "output_tokens": usage.output_tokens,
-        "suspensions": usage.suspensions,
-        "queue_seconds": admitted - usage.submitted_at,
-        "first_token_seconds": first - usage.submitted_at,
-        "total_seconds": end - usage.submitted_at,
-    }
-
-
-def _explanation(reason: str) -> str:
-    return {
-        "NAN_LOGITS": "the model computed values that are not numbers; the conversation is unchanged",
-        "QUEUE_FULL": "too many turns are waiting; try again later",
-        "ENGINE_FAILED": "the engine stopped; the conversation is unchanged",
-    }.get(reason, f"the turn failed ({reason}); the conversation is unchanged")
-
-
-def _setting(conversation: records.Conversation) -> Setting:
-    began = datetime.fromtimestamp(conversation.created_at, UTC)
-    return Setting(conversation.tools, conversation.template_options, began)
-
-
-def _stored(message: Message, token_ids: Sequence[int]) -> records.NewMessage:
-    extra: dict[str, Any] = {}
-    if message.thinking is not None:
-        extra["thinking"] = message.thinking
-    if message.name is not None:
-        extra["name"] = message.name
-    if message.tool_calls:
-        extra["tool_calls"] = [
-            {"name": call.name, "arguments": dict(call.arguments), "id": call.id}
-            for call in message.tool_calls
-        ]
-    return records.NewMessage(
-        message.role, message.content, token_ids, message.tool_call_id or "", extra
-    )
-
-
-def _message(stored: records.Message) -> Message:
-    calls = stored.extra.get("tool_calls", ())
-    return Message(
-        stored.role,
-        stored.content,
-        stored.extra.get("thinking"),
-        tuple(ToolCall(call["name"], call["arguments"], call["id"]) for call in calls),
-        stored.tool_call_id or None,
-        stored.extra.get("name"),
-    )
+def _failure(reason: str) -> PensieveError:
+    """What a reader is told when the engine could not finish a turn."""
+    if reason == "QUEUE_FULL":
+        return QueueFull("too many turns are waiting; try again later")
+    if reason in ("ENGINE_FAILED", "TURN_RUNNING"):
+        return Unavailable("the engine could not run the turn; the conversation is unchanged")
+    text = f"the turn failed ({reason}); the conversation is unchanged"
+    if reason == "NAN_LOGITS":
+        text = "the model computed values that are not numbers; the conversation is unchanged"
+    return TurnFailed(reason, text)

@@ -53,9 +53,10 @@ from pensieve.errors import (
     StaleRevision,
     Unavailable,
 )
-from pensieve.service.conversations import Conversations, LiveTurn
+from pensieve.service.conversations import Conversations
 from pensieve.service.engine_process import EngineProcess
 from pensieve.service.limits import Allowance, Limits
+from pensieve.service.live_turn import LiveTurn
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import ChatTemplate, Message
 

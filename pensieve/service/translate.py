@@ -26,7 +26,7 @@ from pensieve.errors import (
     TurnRunning,
     Unavailable,
 )
-from pensieve.service.conversations import LiveTurn, RecomputeReason
+from pensieve.service.live_turn import LiveTurn, RecomputeReason
 from pensieve.store import records
 from pensieve.text import Message, Part
 from pensieve.v1 import conversation_pb2 as pb

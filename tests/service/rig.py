@@ -16,7 +16,7 @@ from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
 from pensieve.engine.mailbox import Answer, CheckIntegrity, GetStats
 from pensieve.errors import ContextFull
-from pensieve.service.conversations import LiveTurn
+from pensieve.service.live_turn import LiveTurn
 from tests.models import SERVED, tiny_model
 from tests.text.families import Family, write_folder
 
