@@ -25,7 +25,7 @@ SHAPES = (
     Shape(overlap=True, failing=0.02),
     Shape(restless=True, conversations=10, host_pages=4, late=0.7),
 )
-SEEDS = 150
+SEEDS = 100
 
 
 def around(owner: type, name: str, change: Callable[..., Any]) -> Plant:

@@ -34,7 +34,7 @@ SHAPES = {
     ),
     "copies one by one, no reserve": Shape(swap_outs_max=1, reserve=0.0, swap_out_below=0.5),
 }
-SEEDS = 80 * SCALE  # of each shape
+SEEDS = 56 * SCALE  # of each shape
 
 
 def must_happen(shape: Shape) -> set[str]:

@@ -202,7 +202,6 @@ def test_an_operation_happens_or_does_not(
                 for conversation_id in {"tea", "pot"} & {entry[0] for entry in seen}:
                     say(store, conversation_id, "r9", user("x", 8), reply("y", 9))
             assert store.verify() == [], fault_points
-            assert store.integrity_check() == [], fault_points
     assert fault_points > 4
 
 
