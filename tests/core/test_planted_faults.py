@@ -25,7 +25,7 @@ SHAPES = (
     Shape(overlap=True, failing=0.02),
     Shape(restless=True, conversations=10, host_pages=4, late=0.7),
 )
-SEEDS = 100
+SEEDS = 150
 
 
 def around(owner: type, name: str, change: Callable[..., Any]) -> Plant:
@@ -244,15 +244,10 @@ def found_within(seeds: int) -> int | None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`check()` knows the bookkeeping; pages and replies must betray nearly all of it without."""
     FAULTS[fault](monkeypatch)
-    assert found_within(SEEDS) is not None, f"{SEEDS} seeds did not notice that {fault}"
-
-
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ONLY_THE_AUDIT_SEES])
-def test_the_ledger_finds_it_without_the_audit(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`check()` knows the bookkeeping; pages and replies must betray the same fault."""
-    FAULTS[fault](monkeypatch)
-    monkeypatch.setattr(Scheduler, "check", lambda *a: None)
+    if fault not in ONLY_THE_AUDIT_SEES:
+        monkeypatch.setattr(Scheduler, "check", lambda *a: None)
     assert found_within(SEEDS) is not None, f"{SEEDS} seeds did not notice that {fault}"
 
 
