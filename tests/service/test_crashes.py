@@ -116,7 +116,7 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
         f"{sum(t.num_restarts for t in talkers)} begun anew; "
         f"ready again after at most {max(ready_seconds):.2f} s"
     )
-    assert sum(len(talker.acknowledged) for talker in talkers) > 10 * NUM_TALKERS
+    assert sum(len(talker.acknowledged) for talker in talkers) > 3 * NUM_TALKERS
     assert admin.check() == []
     with Client(address) as client:
         for talker in talkers:

@@ -82,6 +82,22 @@ class Guest(threading.Thread):
             return
 
 
+def rush(address: str, name: str) -> None:
+    """So many long replies at once that some are suspended; then each conversation goes on."""
+
+    def talk(number: int) -> None:
+        with Client(address) as client:
+            conversation = client.conversation(f"{name}-{number}")
+            for length in (80, 4):
+                conversation.ask("Oslo", max_tokens=length, ignore_eos=True)
+
+    threads = [threading.Thread(target=talk, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_reply_over_the_wire_is_what_plain_transformers_would_have_said(
@@ -102,6 +118,7 @@ def test_every_reply_over_the_wire_is_what_plain_transformers_would_have_said(
             guest.join(200)
             assert not guest.is_alive()
             assert guest.failure is None, guest.failure
+        rush(address, f"rush{life}")
         guests += crowd
         more = admin.stats().more
         total = {name: total.get(name, 0) + value for name, value in more.items()}
@@ -121,8 +138,9 @@ def test_every_reply_over_the_wire_is_what_plain_transformers_would_have_said(
     reference = Reference(folder)
     counts = []
     with Client(address) as client:
-        for guest in guests:
-            for name in guest.names:
+        rushed = [f"rush{life}-{number}" for life in range(2) for number in range(12)]
+        for names in (rushed, *(guest.names for guest in guests)):
+            for name in names:
                 try:
                     messages = list(client.conversation(name).messages(include_token_ids=True))
                 except errors.NotFound:
