@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.errors import StoreError, StoreLocked
+from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
 from pensieve.store import ConversationStore, DataFolder
 from tests.store.talk import create
 
@@ -136,3 +137,21 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     )
     assert done.stderr == ""
     assert done.stdout == (f"StoreError the data folder {path} cannot be used: Permission denied\n")
+
+
+def test_a_disk_too_full_for_the_mark_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty mark means a clean stop, and a full disk is no reason to believe in one."""
+    DataFolder.open(tmp_path / "data", "first").close(clean=False)
+
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(StoreUnavailable):
+            DataFolder.open(tmp_path / "data", "second")
+    folder = DataFolder.open(tmp_path / "data", "third")
+    assert folder.stopped_unclean
+    folder.close(clean=True)

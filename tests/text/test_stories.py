@@ -2,6 +2,7 @@
 
 import pytest
 
+from pensieve.errors import ModelError
 from pensieve.text import ChatTemplate, Tokenizer, probe
 from tests.text.families import (
     DEEPSEEK_R1,
@@ -113,3 +114,18 @@ def test_tokens_that_differ_at_the_border_of_a_turn_are_noticed():
     report = report_on(source, sentencepiece_library(("<s>",)))
     assert report.append_only
     assert not report.same_tokens
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "(" * 3000 + ")" * 3000,
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "".join(f"{{% for a{n} in [1] %}}" for n in range(25)) + "{% endfor %}" * 25,
+        "{% break %}",
+        "{{ 'x' * 10 ** 13 }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    ],
+)
+def test_a_template_that_python_cannot_take_is_a_model_error(source):
+    with pytest.raises(ModelError):
+        report_on(source)
