@@ -96,3 +96,16 @@ def test_the_protos_pass_the_linter():
         env=ENVIRONMENT,
     )
     assert told.returncode == 0, told.stdout + told.stderr
+
+
+def test_no_method_of_a_service_is_left_to_its_generated_base():
+    """The base answers UNIMPLEMENTED, which no caller should ever meet."""
+    from pensieve.service.admin_service import AdminService
+    from pensieve.service.conversation_service import ConversationService
+    from pensieve.v1 import admin_pb2, conversation_pb2
+
+    for file, ours in ((conversation_pb2, ConversationService), (admin_pb2, AdminService)):
+        (service,) = file.DESCRIPTOR.services_by_name.values()
+        missing = [method.name for method in service.methods if method.name not in vars(ours)]
+        assert service.methods
+        assert not missing, f"{service.full_name}: {missing}"

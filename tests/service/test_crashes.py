@@ -94,10 +94,12 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
         except errors.PensieveError:
             return False
 
+    killed = {"daemon": 0, "engine": 0}
     for victim in plan:
         time.sleep(choose.uniform(0.05, 0.5))
         if victim == "daemon":
             process.kill()
+            killed[victim] += 1
             began = time.monotonic()
             process.start()
             ready_seconds.append(time.monotonic() - began)
@@ -105,14 +107,16 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
             pid = process.engine_pid()
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
+                killed[victim] += 1
         wait_for(serving)
     stop.set()
     for talker in talkers:
         talker.join(60)
         assert not talker.is_alive()
         assert talker.failure is None, talker.failure
+    assert sum(killed.values()) >= 30, killed
     print(
-        f"{len(plan)} kills; {sum(len(t.acknowledged) for t in talkers)} turns acknowledged, "
+        f"killed {killed}; {sum(len(t.acknowledged) for t in talkers)} turns acknowledged, "
         f"{sum(t.num_restarts for t in talkers)} begun anew; "
         f"ready again after at most {max(ready_seconds):.2f} s"
     )
