@@ -29,7 +29,7 @@ def room(rooms: str = "", packages: str = "", never: str = "") -> Room:
 
 ROOMS = {
     "core": room(never="time threading logging random sqlite3 asyncio datetime secrets os"),
-    "engine": room("core", never="sqlite3 asyncio"),
+    "engine": room("core cycles", never="sqlite3 asyncio"),
     "sim": room("core engine", never="sqlite3"),
     "text": room(packages="tokenizers jinja2"),
     "store": room(packages="sqlite_utils pysqlite3"),
@@ -40,12 +40,13 @@ ROOMS = {
         never="sqlite3",
     ),
     "service": room(
-        "core engine store text config v1", "grpc google grpc_reflection", never="sqlite3"
+        "core engine store text config cycles v1", "grpc google grpc_reflection", never="sqlite3"
     ),
     "client": room("v1", "grpc google"),
     "v1": room(packages="grpc google"),
     "builtin": room(),
     "errors": room(),
+    "cycles": room(),
     "config": room(never="threading"),
 }
 ASSEMBLES = {"cli", "__main__", "__init__"}

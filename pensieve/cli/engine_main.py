@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from pensieve import cycles
 from pensieve.cli.assembly import BuiltEngine, Report, build_engine, load_texts, one_line
 from pensieve.config import Settings, resolve
 from pensieve.engine.mailbox import Mailbox, Outbox
@@ -66,6 +67,7 @@ def serve(sock: socket.socket, build: Build) -> int:
         "page_bytes": built.page_bytes,
         "chunk_tokens": settings.chunk_tokens,
     }
+    cycles.settle()
     sock.sendall(pack(["ready", ready]))
 
     def read() -> None:

@@ -97,8 +97,8 @@ class EngineHere:
                     self._raise_if_dead()
                     continue
                 conversations.handle(event)
-                new, shown = live.deltas[shown:], len(live.deltas)
-                yield "".join(delta.text for delta in new)
+                new, shown = live.texts[shown:], live.num_tokens
+                yield "".join(new)
             except KeyboardInterrupt:
                 conversations.cancel(live)
         if live.failure is not None:

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pensieve import cycles
 from pensieve.core.iteration import Iteration
 from pensieve.core.scheduler import Progress, Scheduler
 from pensieve.core.turn import FinishReason, Turn, Usage
@@ -38,6 +39,8 @@ from pensieve.engine.mailbox import (
 )
 from pensieve.engine.metrics import Metrics, cached
 from pensieve.engine.ports import Clock, Executor, Observer, Sink
+
+REST_AFTER_SECONDS = 1.0  # without anything to do
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,16 @@ class Engine:
     def run(self) -> None:
         """Step until the mailbox is closed and nothing is left to do."""
         try:
+            rested = False
             while True:
-                if not self.step():
-                    if self.mailbox.closed:
-                        return
-                    self.mailbox.wait()
+                if self.step():
+                    rested = False
+                    continue
+                if self.mailbox.closed:
+                    return
+                if not self.mailbox.wait(None if rested else REST_AFTER_SECONDS):
+                    cycles.rest()
+                    rested = True
         except BaseException:
             self.mailbox.close("the engine has failed")
             self._end_everything()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
-from pensieve.engine.mailbox import TurnDelta
 from pensieve.errors import InvalidArgument, NotFound
 from pensieve.service import translate
 from pensieve.service.daemon import Daemon
@@ -156,9 +154,9 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             pb.SendMessageResponse(sequence=sequence, started=translate.started(live))
         )
 
-        async def write(new: Sequence[TurnDelta], start: int) -> None:
+        async def write(start: int, stop: int) -> None:
             nonlocal sequence
-            for delta in translate.deltas(new, live.parts[start : start + len(new)]):
+            for delta in translate.deltas(live, start, stop):
                 sequence += 1
                 await context.write(pb.SendMessageResponse(sequence=sequence, delta=delta))
 

@@ -312,7 +312,7 @@ class Conversations:
         """End a turn and keep what was delivered; the turn is done when `handle` says so."""
         if live.finish is None and not live.cancelled:
             live.cancelled = True
-            keep = live.history_tokens + live.prompt_tokens + len(live.deltas)
+            keep = live.history_tokens + live.prompt_tokens + live.num_tokens
             self._tell(CancelTurn(live.number, keep))
 
     def interrupt(self, turn_id: int) -> None:
@@ -349,8 +349,7 @@ class Conversations:
         """Append a token to its turn, unless it was cancelled; touches no disk."""
         live = self._live.get(delta.turn_id)
         if live is not None and not live.cancelled:
-            live.deltas.append(delta)
-            live.parts.append(live.marker.push(delta.token_id) if live.marker else Part.TEXT)
+            live.take(delta)
         return live
 
     def live(self, number: int) -> LiveTurn | None:
@@ -518,13 +517,9 @@ class Conversations:
             attempt=stored.attempts,
             figures=dict(stored.usage),
         )
-        live.deltas = [
-            TurnDelta(stored.turn_id, stored.conversation_id, token_id, "")
-            for token_id in reply.token_ids
-        ]
-        if live.deltas:
-            live.deltas[-1] = replace(live.deltas[-1], text=reply.content)
-        live.parts = [Part.TEXT] * len(live.deltas)
+        live.token_ids = list(reply.token_ids)
+        live.texts = [reply.content]
+        live.parts = [Part.TEXT] * live.num_tokens
         live.revision = stored.revision
         live.first_revision = (stored.revision or 1) - 1
         live.finish = FinishReason(stored.finish_reason)

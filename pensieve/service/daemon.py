@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pensieve import cycles
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
 from pensieve.engine.mailbox import (
@@ -149,6 +150,7 @@ class Daemon:
             report=self._report,
             on_end=self._on_end,
         )
+        cycles.settle()
         self._spawn(self._sweep())
         self.on_serving(self.serving)
 
@@ -273,10 +275,8 @@ class Daemon:
         with contextlib.suppress(AlreadyExists):  # two first messages at once
             await self.in_store(self.conversations.create, conversation_id, tenant=tenant)
 
-    async def follow(
-        self, live: LiveTurn, write: Callable[[Sequence[TurnDelta], int], Awaitable[None]]
-    ) -> None:
-        """Hand every token of a turn to `write`, from the first one on, until the turn has ended."""
+    async def follow(self, live: LiveTurn, write: Callable[[int, int], Awaitable[None]]) -> None:
+        """Have `write` deliver tokens [start, stop) of a turn, from the first on, until it has ended."""
         reader = Reader(live, asyncio.Event(), asyncio.current_task())
         self._readers.setdefault(live.number, []).append(reader)
         if (grace := self._graces.pop(live.number, None)) is not None:
@@ -284,12 +284,12 @@ class Daemon:
         try:
             while True:
                 reader.wake.clear()
-                finish, num_deltas = live.finish, len(live.deltas)
-                if reader.num_sent < num_deltas:
+                finish, num_tokens = live.finish, live.num_tokens
+                if reader.num_sent < num_tokens:
                     reader.writing_since = time.monotonic()
-                    await write(live.deltas[reader.num_sent : num_deltas], reader.num_sent)
+                    await write(reader.num_sent, num_tokens)
                     reader.writing_since = None
-                    reader.num_sent = num_deltas
+                    reader.num_sent = num_tokens
                 elif finish is not None:
                     break
                 else:
@@ -394,13 +394,18 @@ class Daemon:
                 await self.in_store(self.conversations.interrupt, live.turn_id)
 
     async def _sweep(self) -> None:
+        rested = False
         while True:
             await asyncio.sleep(1.0)
+            idle = not (self.conversations.num_live or self._num_arriving)
+            if idle and not rested:
+                cycles.rest()
+            rested = idle
             now, config = time.monotonic(), self.config
             for reader in [each for readers in self._readers.values() for each in readers]:
                 if reader.writing_since is None:
                     continue
-                behind = len(reader.live.deltas) - reader.num_sent
+                behind = reader.live.num_tokens - reader.num_sent
                 stalled = now - reader.writing_since
                 if stalled > config.stall_seconds or behind > config.undelivered_tokens_max:
                     log.warning(

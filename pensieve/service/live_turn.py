@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
+from pensieve.core.iteration import Logprob
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.mailbox import TurnDelta
@@ -25,13 +26,20 @@ class RecomputeReason(StrEnum):
 
 @dataclass(slots=True)
 class LiveTurn:
-    """A turn as its reader sees it; complete when `finish` is set, which therefore comes last."""
+    """A turn as its reader sees it; complete when `finish` is set, which therefore comes last.
+
+    Its tokens lie in columns of plain values, not in an object for each: a thousand turns of a
+    thousand tokens are a few thousand objects for the cycle collector (see `pensieve.cycles`).
+    """
 
     turn_id: int
     conversation_id: str
     history_tokens: int
     prompt_tokens: int  # of the delta
-    deltas: list[TurnDelta] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # that each token released
+    parts: list[Part] = field(default_factory=list)  # that each token belongs to
+    logprobs: dict[int, tuple[float, tuple[Logprob, ...]]] = field(default_factory=dict)
     finish: FinishReason | None = None
     failure: PensieveError | None = None
     usage: Usage | None = None
@@ -45,17 +53,24 @@ class LiveTurn:
     attempt: int = 1
     recompute_reason: str = ""  # should something be recomputed
     figures: dict[str, Any] = field(default_factory=dict)  # usage, as it is stored
-    parts: list[Part] = field(default_factory=list)  # of each delta
     marker: PartMarker | None = None
-    tail: str = ""  # text after the last delta: what a cancelled turn had withheld
+    tail: str = ""  # text after the last token: what a cancelled turn had withheld
 
     @property
     def text(self) -> str:
-        return "".join(delta.text for delta in self.deltas)
+        return "".join(self.texts)
 
     @property
-    def token_ids(self) -> list[int]:
-        return [delta.token_id for delta in self.deltas]
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def take(self, delta: TurnDelta) -> None:
+        """Append one sampled token; whoever reads goes by `token_ids`, which therefore comes last."""
+        if delta.logprob is not None:
+            self.logprobs[len(self.token_ids)] = (delta.logprob, delta.top_logprobs)
+        self.texts.append(delta.text)
+        self.parts.append(self.marker.push(delta.token_id) if self.marker else Part.TEXT)
+        self.token_ids.append(delta.token_id)
 
 
 @dataclass(frozen=True, slots=True)

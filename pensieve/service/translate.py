@@ -7,7 +7,7 @@ comes as an error of our tree and leaves as a canonical code with google.rpc det
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from google.protobuf import json_format, struct_pb2, timestamp_pb2
 
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
-from pensieve.engine.mailbox import TurnDelta
 from pensieve.errors import (
     ContextFull,
     InvalidArgument,
@@ -181,30 +180,29 @@ def started(live: LiveTurn) -> pb.TurnStarted:
     )
 
 
-def deltas(new: Sequence[TurnDelta], parts: Sequence[Part]) -> list[pb.TurnDelta]:
-    """As few messages as possible: one for each run of tokens of the same kind."""
+def deltas(live: LiveTurn, start: int, stop: int) -> list[pb.TurnDelta]:
+    """Tokens [start, stop) in as few messages as possible: one for each run of the same kind."""
     runs: list[pb.TurnDelta] = []
-    start = 0
-    for end in range(1, len(new) + 1):
-        if end == len(new) or parts[end] is not parts[start]:
-            runs.append(_delta(new[start:end], parts[start]))
+    parts = live.parts
+    for end in range(start + 1, stop + 1):
+        if end == stop or parts[end] is not parts[start]:
+            runs.append(_delta(live, start, end))
             start = end
     return runs
 
 
-def _delta(run: Sequence[TurnDelta], part: Part) -> pb.TurnDelta:
+def _delta(live: LiveTurn, start: int, stop: int) -> pb.TurnDelta:
     given = pb.TurnDelta(
-        text="".join([each.text for each in run]),
-        token_ids=[each.token_id for each in run],
-        kind=PART_NUMBERS[part],
+        text="".join(live.texts[start:stop]),
+        token_ids=live.token_ids[start:stop],
+        kind=PART_NUMBERS[live.parts[start]],
     )
-    for each in run:
-        if each.logprob is not None:
+    if live.logprobs:
+        for logprob, top in (live.logprobs[each] for each in range(start, stop)):
             given.logprobs.add(
-                logprob=each.logprob,
+                logprob=logprob,
                 alternatives=[
-                    pb.Alternative(token_id=token_id, logprob=logprob)
-                    for token_id, logprob in each.top_logprobs
+                    pb.Alternative(token_id=each.token_id, logprob=each.logprob) for each in top
                 ],
             )
     return given

@@ -31,7 +31,7 @@ def test_a_cancelled_turn_keeps_the_text_of_all_its_tokens(runtime: Runtime) -> 
     text = ask(runtime, "plain", "Oslo", sampling=long).text
     stop = Sampling(max_tokens=50, ignore_eos=True, stop=(text[-3:] + "never",))
     live = conversations.send("stopped", "Oslo", sampling=stop)
-    while len(live.deltas) < 12:
+    while live.num_tokens < 12:
         step(runtime)
     assert live.text == text[:-3]
     conversations.cancel(live)
@@ -67,5 +67,5 @@ def test_each_attempt_has_a_number_of_its_own(runtime: Runtime) -> None:
     assert (second.turn_id, second.attempt) == (first.turn_id, 2)
     assert second.number != first.number
     finish(runtime, [second])
-    assert len(second.deltas) == 20
+    assert second.num_tokens == 20
     assert second.finish is FinishReason.LENGTH
