@@ -69,6 +69,10 @@ def add_parser(commands: Any) -> None:
         one = command(name, act, text)
         one.add_argument("conversation", metavar="ID", help="of the conversation")
         one.add_argument("--tenant", default="", metavar="NAME", help="whose it is")
+        if name == "evict":
+            one.add_argument(
+                "--to-host", action="store_true", help="move them to the host tier instead"
+            )
     command("check", check, "recompute every invariant; exit code 1 if something is wrong")
     command("drain", drain, "take no new turn, finish what runs, and exit")
 
@@ -214,10 +218,10 @@ def explain(admin: Admin, arguments: argparse.Namespace) -> int:
 
 
 def evict(admin: Admin, arguments: argparse.Namespace) -> int:
-    dropped = admin.evict(arguments.conversation, arguments.tenant)
-    print(
-        json.dumps({"chunks_dropped": dropped}) if arguments.json else f"{dropped} chunks dropped"
-    )
+    num_chunks = admin.evict(arguments.conversation, arguments.tenant, arguments.to_host)
+    what = "moved" if arguments.to_host else "dropped"
+    figures = json.dumps({f"chunks_{what}": num_chunks})
+    print(figures if arguments.json else f"{num_chunks} chunks {what}")
     return 0
 
 

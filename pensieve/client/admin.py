@@ -55,13 +55,18 @@ class Admin(Client):
         )
         return answer
 
-    def evict(self, conversation_id: str, tenant: str = "") -> int:
-        """How many chunks lost their pages."""
+    def evict(self, conversation_id: str, tenant: str = "", to_host: bool = False) -> int:
+        """How many chunks lost their pages, or with `to_host`, are leaving the device for the host."""
+        destination = pb.EvictConversationRequest.Destination
         request = pb.EvictConversationRequest(
             conversation_id=check_text("conversation_id", conversation_id),
             tenant=check_text("tenant", tenant),
+            destination=destination.DESTINATION_HOST
+            if to_host
+            else destination.DESTINATION_NOWHERE,
         )
-        return int(self.call(self._admin.EvictConversation, request).chunks_dropped)
+        answer = self.call(self._admin.EvictConversation, request)
+        return int(answer.chunks_moved if to_host else answer.chunks_dropped)
 
     def check(self) -> list[str]:
         """What is wrong; nothing, as a rule."""

@@ -78,6 +78,7 @@ class AsyncConversation:
         create_if_missing: bool = True,
         expected_return_seconds: float = 0.0,
         last_turn: bool = False,
+        priority: int = 0,
         timeout: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncTurn:
@@ -91,6 +92,7 @@ class AsyncConversation:
             sampling=sampling,
             expected_return_seconds=expected_return_seconds,
             last_turn=last_turn,
+            priority=priority,
         )
         return AsyncTurn(self, request, self.client.timeout if timeout is None else timeout)
 

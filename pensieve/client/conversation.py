@@ -77,6 +77,7 @@ class Conversation:
         create_if_missing: bool = True,
         expected_return_seconds: float = 0.0,
         last_turn: bool = False,
+        priority: int = 0,
         timeout: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Turn:
@@ -93,6 +94,7 @@ class Conversation:
             sampling=sampling,
             expected_return_seconds=expected_return_seconds,
             last_turn=last_turn,
+            priority=priority,
         )
         return Turn(self, request, self.client.timeout if timeout is None else timeout)
 

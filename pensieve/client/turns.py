@@ -74,7 +74,11 @@ class SendOptions(SamplingOptions, total=False):
     create_if_missing: bool
     expected_return_seconds: float
     last_turn: bool
+    priority: int
     timeout: float | None
+
+
+PRIORITY_MAX = 8
 
 
 def new_id() -> str:
@@ -91,14 +95,18 @@ def request_of(
     sampling: Mapping[str, Any],
     expected_return_seconds: float = 0.0,
     last_turn: bool = False,
+    priority: int = 0,
 ) -> pb.SendMessageRequest:
     """`said` is a text of the user, or messages as {"role": …, "content": …, "tool_call_id": …}."""
+    if not isinstance(priority, int) or abs(priority) > PRIORITY_MAX:
+        raise InvalidArgument("priority", f"is a whole number in -{PRIORITY_MAX}..{PRIORITY_MAX}")
     request = pb.SendMessageRequest(
         conversation_id=check_id(conversation_id),
         request_id=check_text("request_id", request_id or new_id()),
         create_if_missing=create_if_missing,
         sampling=sampling_of(sampling),
         hints=pb.Hints(expected_return_seconds=expected_return_seconds, last_turn=last_turn),
+        priority=priority,
     )
     if expected_revision is not None:
         request.expected_revision = expected_revision

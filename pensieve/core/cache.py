@@ -130,6 +130,7 @@ class KVCache:
         self._queues = [RetentionQueue(role, self.policy) for role in Role]
         self._copies: dict[int, _Copy] = {}
         self._held: list[Chunk] = []  # sources of unfinished page-to-page copies
+        self._leaving: dict[Chunk, None] = {}  # asked to go to the host; those in use by then stay
         self._num_copies = 0
         self._num_reclaimable = 0  # over idle branches
         self._num_swapping_in = 0
@@ -321,7 +322,7 @@ class KVCache:
             return []
         target = max(required_pages, self.config.swap_out_mark_pages)
         queue = self._queues[Role.SWAP_OUT]
-        swap_outs: list[SwapOut] = []
+        swap_outs = self._plan_leaving(now) if self._leaving else []
         while (
             self.available + self._num_swapping_out < target
             and len(swap_outs) < self.config.swap_outs_max
@@ -332,6 +333,21 @@ class KVCache:
                 self._condemn(chunk, now, value)
                 continue
             swap_outs.append(self._start_swap_out(chunk))
+        return swap_outs
+
+    def _plan_leaving(self, now: float) -> list[SwapOut]:
+        swap_outs: list[SwapOut] = []
+        for chunk in [each for each in self._leaving if not each.in_flight]:
+            if len(swap_outs) == self.config.swap_outs_max:
+                break
+            branch = chunk.branch
+            if branch is not None and not branch.num_running and chunk.dirty:
+                in_class = self.policy.class_of(branch, chunk.index, now)
+                value = value_of(self.policy, in_class, now - branch.idle_since)
+                if chunk.host_page is not None or self._take_host_page(chunk, value, now):
+                    swap_outs.append(self._start_swap_out(chunk))
+                    continue
+            del self._leaving[chunk]
         return swap_outs
 
     def _take_host_page(self, chunk: Chunk, value: float, now: float) -> bool:
@@ -355,6 +371,9 @@ class KVCache:
         if copy.source is not copy.target:
             self._release(copy.source, now)
         self._release(copy.target, now)
+        if copy.source in self._leaving and not copy.source.in_flight:
+            del self._leaving[copy.source]
+            self._leave_device(copy.source)
 
     def release_sources(self, sources: Iterable[Chunk], now: float) -> None:
         """The page copies of an admission are done."""
@@ -418,6 +437,32 @@ class KVCache:
             self._forget_if_bare(conversation.leaf)
         self.counters.dropped += num_dropped
         return num_dropped
+
+    def move_to_host(self, conversation_id: str, now: float) -> int:
+        """Have the idle pages that only this conversation holds leave the device, as far as the host
+        has room for more than what is worth more; how many chunks are gone or on their way."""
+        conversation = self.conversations.get(conversation_id)
+        num_leaving = 0
+        for branch in conversation.path() if conversation else ():
+            if branch.num_running or len(branch.holders) > 1:
+                continue
+            for chunk in branch.chunks:
+                if chunk.device_page is None or not chunk.filled or chunk.condemned:
+                    continue
+                num_leaving += 1
+                self.chronicle.note(chunk, now, "moved")
+                if not self._leave_device(chunk):
+                    self._leaving[chunk] = None
+        return num_leaving
+
+    def _leave_device(self, chunk: Chunk) -> bool:
+        """Give back the device page of an idle chunk that the host has, too."""
+        if not self._idle(chunk) or not chunk.reclaimable or chunk.condemned:
+            return False
+        self._count_reclaimable(chunk, -1)
+        self._free_device(chunk)
+        self.counters.reclaimed += 1
+        return True
 
     def places(self, conversation_id: str) -> list[tuple[int, int, str, int]]:
         """(first chunk, how many, where, holders) of each run of its chunks in the same place."""

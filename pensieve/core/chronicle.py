@@ -27,6 +27,7 @@ SENTENCES = {
     "lost": "dropped from the device tier: its page was needed and no copy was kept",
     "discarded": "discarded: the turn that computed it failed",
     "evicted": "dropped on request",
+    "moved": "moved to the host on request",
 }
 
 

@@ -1,7 +1,8 @@
 """What runs next: one unified batch per iteration, filled under a token budget.
 
 The order of filling: every turn that is generating (one token each), then started prefills, then
-suspended turns that come back, then new turns, first come first served.  A prefill, a recomputed
+suspended turns that come back, then new turns, each in the order of their places: first come first
+served, but for priorities (`Turn.arrive`).  A prefill, a recomputed
 hole and a decode are the same thing, slices of a turn; a turn's work is always spent from its lowest
 missing position upward, so when a slice is launched every position before its end is on the device,
 on its way there in this iteration, or in a slice of this iteration.
@@ -10,8 +11,8 @@ A missing chunk that several turns share is computed by whichever is planned fir
 raises `chunk.filled`, and the others find it done.
 
 Suspension.  A generating turn that needs a page when none is available waits one iteration if idle
-pages are being copied out anyway; otherwise the latest-arrived running turn (warms first) gives its
-pages up.  It keeps every token and every chunk that nobody takes meanwhile, and resumes ahead of the
+pages are being copied out anyway; otherwise the running turn with the last place (warms first) gives
+its pages up.  It keeps every token and every chunk that nobody takes meanwhile, and resumes ahead of the
 queue.
 
 `plan` may be called while one iteration is uncommitted.  A token that it will sample is then planned
@@ -20,12 +21,14 @@ that slice was computed for nothing and is counted in `idle_tokens`.  A turn wit
 keeps its pages: cancelling, suspending and finishing take effect when the last such slice is committed.
 
 Liveness: the head of the queue is admitted as soon as the pages for its whole context are available,
-nobody overtakes it, every idle page can become available (cache.py), and running turns end.
+a bounded number of later ones overtakes it, every idle page can become available (cache.py), and
+running turns end.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -36,6 +39,8 @@ from pensieve.core.cache import Admission, KVCache
 from pensieve.core.chunk import Chunk
 from pensieve.core.iteration import Iteration, Outcome, PageCopy, Sample, Slice, SwapIn
 from pensieve.core.turn import FinishReason, Turn, TurnState
+
+PLACE = attrgetter("place")
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ class Scheduler:
         self.cache = cache
         self.config = config
         self.counters = SchedulerCounters()
-        self.running: dict[int, Turn] = {}  # in order of arrival
+        self.running: dict[int, Turn] = {}  # in order of admission
         self.suspended: deque[Turn] = deque()
         self.queued: deque[Turn] = deque()
         self._turns: dict[int, Turn] = {}  # every turn that has not ended
@@ -102,10 +107,10 @@ class Scheduler:
         )
         assert turn.prompt_end == len(turn.tokens)
         self._num_arrivals += 1
-        turn.arrival = self._num_arrivals
+        turn.arrive(self._num_arrivals)
         turn.usage.submitted_at = now
         self._turns[turn.turn_id] = turn
-        self.queued.append(turn)
+        insort(self.queued, turn, key=PLACE)
 
     def cancel(self, turn_id: int, keep_tokens: int, now: float) -> None:
         """End a turn; its conversation keeps the KV of the first `keep_tokens` positions."""
@@ -146,7 +151,7 @@ class Scheduler:
         prefills: list[Turn] = []
         size, leaving = self._size, self._leaving
         # Oldest first: whoever is suspended for a page has no slice in this iteration yet.
-        for turn in sorted(self.running.values(), key=attrgetter("arrival")):
+        for turn in sorted(self.running.values(), key=PLACE):
             if turn.state is not TurnState.RUNNING or turn.turn_id in leaving:
                 continue
             num_tokens = len(turn.tokens) + turn.pending_tokens
@@ -371,11 +376,11 @@ class Scheduler:
         return found
 
     def _extend(self, turn: Turn, now: float) -> bool:
-        """A page for the turn's next chunk; may suspend the latest-arrived turn for it."""
+        """A page for the turn's next chunk; may suspend the turn with the last place for it."""
         while not self.cache.extend(turn, now):
             if self.cache.relief_expected(now) or self._leaving:
                 return False
-            victim = max(self.running.values(), key=lambda each: (each.warm, each.arrival))
+            victim = max(self.running.values(), key=lambda each: (each.warm, each.place))
             self._suspend(victim, now)
             if victim is turn or victim.turn_id in self._leaving:
                 return False
@@ -415,8 +420,7 @@ class Scheduler:
         turn.frontier = 0
         if turn.finish is None:
             turn.move_to(TurnState.SUSPENDED)
-            place = sum(each.arrival < turn.arrival for each in self.suspended)
-            self.suspended.insert(place, turn)
+            insort(self.suspended, turn, key=PLACE)
             return
         if was is TurnState.SUSPENDED:
             self.suspended.remove(turn)

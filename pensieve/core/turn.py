@@ -18,6 +18,9 @@ from enum import Enum, StrEnum
 from pensieve.core.chunk import Chunk
 from pensieve.core.sampling import Sampling
 
+PRIORITY_MIN, PRIORITY_MAX = -8, 8
+PRIORITY_ARRIVALS = 64  # that one step of priority overtakes
+
 
 class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-turn token, a stop token or a stop string
@@ -76,9 +79,10 @@ class Turn:
     sampling: Sampling
     warm: bool = False  # fill the holes, sample nothing
     away_seconds: float = 0.0  # how long its conversation is expected to be idle after it
+    priority: int = 0  # PRIORITY_MIN..PRIORITY_MAX
     # -- the scheduler's --
     state: TurnState = TurnState.QUEUED
-    arrival: int = 0
+    place: tuple[int, int] = (0, 0)  # in the order in which turns are served; see `arrive`
     frontier: int = 0
     chunks: list[Chunk] = field(default_factory=list)  # of its whole context, while RUNNING
     page_table: list[int] = field(default_factory=list)  # their device pages; append-only
@@ -97,6 +101,14 @@ class Turn:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_end
+
+    def arrive(self, arrival: int) -> None:
+        """Take a place as the `arrival`-th turn.
+
+        One step of priority is worth a fixed number of arrivals, so a turn is overtaken by a bounded
+        number of later ones and every turn's time comes.
+        """
+        self.place = (arrival - PRIORITY_ARRIVALS * self.priority, arrival)
 
     def move_to(self, state: TurnState) -> None:
         assert state in LEGAL_TRANSITIONS[self.state], (self.turn_id, self.state, state)

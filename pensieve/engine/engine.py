@@ -126,10 +126,11 @@ class Engine:
                     scheduler.rewind(conversation_id, num_tokens, now)
             case DeleteConversation(conversation_id):
                 scheduler.delete(conversation_id, now)
-            case EvictConversation(conversation_id, query_id):
-                dropped = cache.evict(conversation_id, now)
+            case EvictConversation(conversation_id, to_host, query_id):
+                leave = cache.move_to_host if to_host else cache.evict
+                num_chunks = leave(conversation_id, now)
                 if query_id:
-                    return [Answer(query_id, figures={"chunks_dropped": dropped})]
+                    return [Answer(query_id, figures={"chunks": num_chunks})]
             case ListCached(query_id, limit, least_valuable):
                 return [Answer(query_id, rows=cached(cache, limit, least_valuable, now))]
             case Explain(query_id, conversation_id):
@@ -179,6 +180,7 @@ class Engine:
             sampling=message.sampling,
             warm=message.warm,
             away_seconds=message.away_seconds,
+            priority=message.priority,
         )
         self.scheduler.submit(turn, now)
         return []

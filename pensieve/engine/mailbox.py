@@ -31,6 +31,7 @@ class SubmitTurn:
     sampling: Sampling = field(default_factory=Sampling)
     warm: bool = False  # only bring the conversation's KV to the device
     away_seconds: float = 0.0  # how long the conversation is expected to be idle after it
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class DeleteConversation:
 @dataclass(frozen=True, slots=True)
 class EvictConversation:
     conversation_id: str
+    to_host: bool = False  # else its KV is dropped
     query_id: int = 0  # 0: nobody waits for the answer
 
 

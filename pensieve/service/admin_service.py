@@ -41,8 +41,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             self.daemon.store.get_conversation, request.conversation_id, tenant=request.tenant
         )
         key = cache_key(request.tenant, request.conversation_id)
-        answer = await self.daemon.ask(lambda number: EvictConversation(key, number))
-        return pb.EvictConversationResponse(chunks_dropped=int(answer.figures["chunks_dropped"]))
+        to_host = request.destination == pb.EvictConversationRequest.DESTINATION_HOST
+        answer = await self.daemon.ask(lambda number: EvictConversation(key, to_host, number))
+        num_chunks = int(answer.figures["chunks"])
+        if to_host:
+            return pb.EvictConversationResponse(chunks_moved=num_chunks)
+        return pb.EvictConversationResponse(chunks_dropped=num_chunks)
 
     async def ListCachedConversations(
         self, request: pb.ListCachedConversationsRequest, context: Any

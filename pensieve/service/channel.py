@@ -104,6 +104,7 @@ def pack_message(message: box.Message) -> bytes:
             astuple(message.sampling),
             message.warm,
             message.away_seconds,
+            message.priority,
         ]
         return pack(head, message.tokens)
     return pack([name, *(getattr(message, each.name) for each in fields(message))])
@@ -116,15 +117,14 @@ def message_of(frame: Frame) -> box.Message:
         raise BrokenChannel(f"a message of the unknown kind {name!r}")
     try:
         if kind is box.SubmitTurn:
-            turn_id, conversation_id, history_tokens, sampling, warm, away_seconds = values
+            turn_id, conversation_id, history_tokens, sampling, *rest = values
             return box.SubmitTurn(
                 turn_id,
                 conversation_id,
                 body,
                 history_tokens,
                 _sampling(sampling),
-                warm,
-                away_seconds,
+                *rest,
             )
         message: box.Message = kind(*values)
     except (TypeError, ValueError) as error:

@@ -9,6 +9,7 @@ from pensieve.errors import InvalidArgument, NotFound
 from pensieve.service import translate
 from pensieve.service.daemon import Daemon
 from pensieve.service.door import caller
+from pensieve.service.live_turn import Asked
 from pensieve.store import records
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
@@ -136,19 +137,18 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self, request: pb.SendMessageRequest, context: Any
     ) -> None:
         daemon = self.daemon
-        live = await daemon.begin(
+        asked = Asked(
             _id(request.conversation_id),
-            translate.messages_of(request.messages),
-            tenant=caller().tenant,
-            request_id=request.request_id,
-            sampling=translate.sampling_of(request.sampling, daemon.conversations.defaults),
-            expected_revision=(
-                request.expected_revision if request.HasField("expected_revision") else None
-            ),
-            create_if_missing=request.create_if_missing,
-            seconds_left=context.time_remaining(),
-            away_seconds=translate.away_seconds(request.hints),
+            tuple(translate.messages_of(request.messages)),
+            translate.sampling_of(request.sampling, daemon.conversations.defaults),
+            caller().tenant,
+            request.request_id,
+            request.expected_revision if request.HasField("expected_revision") else None,
+            request.create_if_missing,
+            translate.priority(request.priority),
+            translate.away_seconds(request.hints),
         )
+        live = await daemon.begin(asked, context.time_remaining())
         sequence = 1
         await context.write(
             pb.SendMessageResponse(sequence=sequence, started=translate.started(live))

@@ -46,6 +46,7 @@ from pensieve.engine.mailbox import Message as EngineMessage
 from pensieve.errors import (
     ContextFull,
     InvalidArgument,
+    NotFound,
     PensieveError,
     QueueFull,
     StaleRevision,
@@ -55,6 +56,7 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.service.live_turn import (
+    Asked,
     Draft,
     LiveTurn,
     RecomputeReason,
@@ -128,9 +130,10 @@ class Conversations:
         """The system prompt's tokens come with the first turn: templates differ in where it goes."""
         options = dict(template_options or {})
         head = [Message("system", system_prompt)] if system_prompt else []
-        self._check_length(head)
-        # A dry run tells at once whether the template takes this prompt, these tools and options.
-        self.template.opening([*head, Message("user", "?")], Setting(tools, options))
+        self._check_length(len(system_prompt))
+        if head or tools or options:
+            # A dry run tells at once whether the template takes them.
+            self.template.opening([*head, Message("user", "?")], Setting(tools, options))
         return self.store.create_conversation(
             records.NewConversation(
                 conversation_id,
@@ -203,72 +206,61 @@ class Conversations:
         """Begin a turn; `handle` the engine's events until its `finish` is set."""
         if isinstance(messages, str):
             messages = [Message("user", messages)]
-        drafted = self.draft(
-            conversation_id,
-            messages,
-            request_id=request_id,
-            sampling=sampling,
-            expected_revision=expected_revision,
-            tenant=tenant,
+        return self.say(
+            Asked(
+                conversation_id,
+                tuple(messages),
+                sampling or self.defaults,
+                tenant,
+                request_id or "",
+                expected_revision,
+            )
         )
-        if isinstance(drafted, LiveTurn):
-            return drafted
-        return self.begin(drafted, drafted.prompt())
 
-    def draft(
-        self,
-        conversation_id: str,
-        messages: Sequence[Message],
-        *,
-        request_id: str | None = None,
-        sampling: Sampling | None = None,
-        expected_revision: int | None = None,
-        tenant: str = "",
-        away_seconds: float = 0.0,
-    ) -> Draft | LiveTurn:
+    def say(self, asked: Asked) -> LiveTurn:
+        """Draft, tokenise and begin in one go."""
+        drafted = self.draft(asked)
+        return drafted if isinstance(drafted, LiveTurn) else self.begin(drafted, drafted.prompt())
+
+    def draft(self, asked: Asked) -> Draft | LiveTurn:
         """Look up what a turn goes on from; the turn itself where its request_id is known already."""
-        sampling = sampling or self.defaults
-        self._check(messages, sampling)
-        conversation = self._current(conversation_id, tenant)
-        if request_id is not None:
-            stored = self.store.find_turn(conversation_id, request_id, tenant=tenant)
+        self._check(asked)
+        conversation_id, tenant = asked.conversation_id, asked.tenant
+        try:
+            conversation = self._current(conversation_id, tenant)
+        except NotFound:
+            if not asked.create_if_missing:
+                raise
+            conversation = self.create(conversation_id, tenant=tenant)
+        fresh = not conversation.revision and conversation.running_turn_id is None
+        if asked.request_id and not fresh:
+            stored = self.store.find_turn(conversation_id, asked.request_id, tenant=tenant)
             if stored is not None and stored.state in KNOWN_STATES:
-                request = self._request(request_id, messages, None, sampling, expected_revision)
+                request = self._request(asked, asked.request_id, None, asked.expected_revision)
                 begun = self.store.begin_turn(conversation_id, request, tenant=tenant)
                 assert not begun.must_run
                 return self._known(begun.turn)
         if conversation.running_turn_id is not None:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
-        if expected_revision not in (None, conversation.revision):
-            raise StaleRevision(expected_revision, conversation.revision)
-        log = self.store.log(conversation_id, tenant=tenant)
-        head = self.store.messages(conversation_id, 0, 1, tenant=tenant) if not log else []
-        return Draft(
-            conversation,
-            tuple(messages),
-            request_id or secrets.token_hex(16),
-            sampling,
-            log,
-            head[0] if head else None,
-            self.template,
-            away_seconds,
-        )
+        if asked.expected_revision not in (None, conversation.revision):
+            raise StaleRevision(asked.expected_revision, conversation.revision)
+        log, head = array("I"), None
+        if conversation.num_tokens:
+            log = self.store.log(conversation_id, tenant=tenant)
+        elif conversation.num_messages:
+            (head,) = self.store.messages(conversation_id, 0, 1, tenant=tenant)
+        return Draft(asked, conversation, log, head, self.template)
 
     def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> LiveTurn:
         """Commit the turn and submit it; StaleRevision if the conversation has moved on meanwhile."""
-        conversation, sampling = draft.conversation, draft.sampling
+        asked, conversation = draft.asked, draft.conversation
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
         num_prompt = sum(len(token_ids) for token_ids in prompt)
         history_tokens = len(draft.log)
         if history_tokens + num_prompt >= self.context_max:
             raise ContextFull(history_tokens + num_prompt + 1, self.context_max)
-        request = self._request(
-            draft.request_id,
-            draft.messages,
-            prompt,
-            sampling,
-            conversation.revision,
-        )
+        request_id = asked.request_id or secrets.token_hex(16)
+        request = self._request(asked, request_id, prompt, conversation.revision)
         begun = self.store.begin_turn(conversation_id, request, tenant=tenant)
         if not begun.must_run:
             return self._known(begun.turn)
@@ -282,7 +274,7 @@ class Conversations:
             num_prompt,
             tenant=tenant,
             number=next(self._numbers),
-            request_id=draft.request_id,
+            request_id=request_id,
             first_revision=conversation.revision,
             attempt=begun.turn.attempts,
             recompute_reason=self._why_recompute(conversation),
@@ -296,8 +288,9 @@ class Conversations:
                     cache_key(tenant, conversation_id),
                     log.tobytes(),
                     history_tokens,
-                    replace(sampling, seed=begun.turn.seed),
-                    away_seconds=draft.away_seconds,
+                    replace(asked.sampling, seed=begun.turn.seed),
+                    away_seconds=asked.away_seconds,
+                    priority=asked.priority,
                 )
             )
         except Unavailable as error:
@@ -376,17 +369,16 @@ class Conversations:
 
     # -- beginnings --
 
-    def _check(self, messages: Sequence[Message], sampling: Sampling) -> None:
-        if (problem := sampling.problem(self._vocab_size)) is not None:
+    def _check(self, asked: Asked) -> None:
+        if (problem := asked.sampling.problem(self._vocab_size)) is not None:
             raise InvalidArgument(f"sampling.{problem[0]}", problem[1])
-        for message in messages:
+        for message in asked.messages:
             if message.role == "user" and not message.content:
                 raise InvalidArgument("content", "a message must not be empty")
-        self._check_length(messages)
+        self._check_length(asked.num_characters)
 
-    def _check_length(self, messages: Sequence[Message]) -> None:
+    def _check_length(self, size: int) -> None:
         limit = BYTES_PER_TOKEN_MAX * self.context_max
-        size = sum(len(m.content) + len(m.thinking or "") for m in messages)
         if size > limit:
             raise InvalidArgument(
                 "content",
@@ -395,18 +387,18 @@ class Conversations:
 
     def _request(
         self,
+        asked: Asked,
         request_id: str,
-        messages: Sequence[Message],
         prompt: Sequence[Sequence[int]] | None,
-        sampling: Sampling,
         expected_revision: int | None,
     ) -> records.TurnRequest:
+        messages, sampling = asked.messages, asked.sampling
         tokens = prompt or [[] for _ in messages]
-        asked = {name: value for name, value in asdict(sampling).items() if name != "seed"}
+        values = {name: value for name, value in asdict(sampling).items() if name != "seed"}
         return records.TurnRequest(
             request_id,
             [new_message(message, ids) for message, ids in zip(messages, tokens, strict=True)],
-            asked | ({"seed": sampling.seed} if sampling.seed else {}),
+            values | ({"seed": sampling.seed} if sampling.seed else {}),
             sampling.seed or secrets.randbits(63) + 1,
             expected_revision,
         )

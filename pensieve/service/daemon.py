@@ -4,7 +4,7 @@ Three places run code, and each owns its state:
 
     the loop           streams and their wake-ups, the pipe to the engine, tokens of live turns
     the store thread   every transaction: beginnings, ends, forks, deletions (one at a time)
-    the text pool      tokenising drafts, which may be long; touches nothing shared
+    the text pool      tokenising long drafts; touches nothing shared
 
 A turn that has begun belongs to nobody in particular: its tokens gather in its `LiveTurn`, and any
 number of readers follow from the first one on.  When the last reader leaves before the end, the turn
@@ -26,7 +26,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +48,6 @@ from pensieve.engine.mailbox import (
 )
 from pensieve.errors import (
     DeadlineExceeded,
-    NotFound,
     PensieveError,
     QueueFull,
     StaleRevision,
@@ -57,12 +56,13 @@ from pensieve.errors import (
 from pensieve.service.conversations import Conversations
 from pensieve.service.engine_process import EngineProcess
 from pensieve.service.limits import Allowance, Limits
-from pensieve.service.live_turn import LiveTurn
+from pensieve.service.live_turn import Asked, LiveTurn
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.text import ChatTemplate, Message
+from pensieve.text import ChatTemplate
 
 log = logging.getLogger("pensieve")
 T = TypeVar("T")
+SHORT_CHARACTERS = 4_096  # tokenised where the turn begins, in less time than a hop between threads
 
 
 @dataclass(frozen=True)
@@ -174,34 +174,11 @@ class Daemon:
 
     # -- turns --
 
-    async def begin(
-        self,
-        conversation_id: str,
-        messages: Sequence[Message],
-        *,
-        tenant: str,
-        request_id: str,
-        sampling: Sampling,
-        expected_revision: int | None,
-        create_if_missing: bool,
-        seconds_left: float | None,
-        away_seconds: float = 0.0,
-    ) -> LiveTurn:
+    async def begin(self, asked: Asked, seconds_left: float | None = None) -> LiveTurn:
         """A turn of a conversation, begun now or known by its request_id."""
-        self._admit(tenant, seconds_left)
+        self._admit(asked.tenant, seconds_left)
         self._num_arriving += 1
-        beginning = self._loop.create_task(
-            self._begin(
-                conversation_id,
-                messages,
-                tenant,
-                request_id,
-                sampling,
-                expected_revision,
-                create_if_missing,
-                away_seconds,
-            )
-        )
+        beginning = self._loop.create_task(self._begin(asked))
         beginning.add_done_callback(self._arrived)
         # Whoever asked may leave meanwhile; the turn is then one without readers.
         return await asyncio.shield(beginning)
@@ -230,50 +207,21 @@ class Daemon:
         if live.finish is None and not self._readers.get(live.number):
             self._start_grace(live)
 
-    async def _begin(
-        self,
-        conversation_id: str,
-        messages: Sequence[Message],
-        tenant: str,
-        request_id: str,
-        sampling: Sampling,
-        expected_revision: int | None,
-        create_if_missing: bool,
-        away_seconds: float,
-    ) -> LiveTurn:
+    async def _begin(self, asked: Asked) -> LiveTurn:
         conversations = self.conversations
+        if asked.num_characters <= SHORT_CHARACTERS:
+            return await self.in_store(conversations.say, asked)
         while True:
-            try:
-                drafted = await self.in_store(
-                    conversations.draft,
-                    conversation_id,
-                    messages,
-                    request_id=request_id or None,
-                    sampling=sampling,
-                    expected_revision=expected_revision,
-                    tenant=tenant,
-                    away_seconds=away_seconds,
-                )
-            except NotFound:
-                if not create_if_missing:
-                    raise
-                await self._create(conversation_id, tenant)
-                continue
+            drafted = await self.in_store(conversations.draft, asked)
             if isinstance(drafted, LiveTurn):
                 return drafted
             prompt = await self._loop.run_in_executor(self._text_pool, drafted.prompt)
             try:
                 return await self.in_store(conversations.begin, drafted, prompt)
             except StaleRevision:
-                if expected_revision is not None:
+                if asked.expected_revision is not None:
                     raise
                 # Another turn or rewind came between; look again.
-
-    async def _create(self, conversation_id: str, tenant: str) -> None:
-        from pensieve.errors import AlreadyExists
-
-        with contextlib.suppress(AlreadyExists):  # two first messages at once
-            await self.in_store(self.conversations.create, conversation_id, tenant=tenant)
 
     async def follow(self, live: LiveTurn, write: Callable[[int, int], Awaitable[None]]) -> None:
         """Have `write` deliver tokens [start, stop) of a turn, from the first on, until it has ended."""

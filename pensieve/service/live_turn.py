@@ -74,30 +74,46 @@ class LiveTurn:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """A turn as its client asks for it."""
+
+    conversation_id: str
+    messages: tuple[Message, ...]
+    sampling: Sampling
+    tenant: str = ""
+    request_id: str = ""  # empty: one is drawn
+    expected_revision: int | None = None
+    create_if_missing: bool = False
+    priority: int = 0
+    away_seconds: float = 0.0  # how long the client expects to be away after the turn
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(each.content) + len(each.thinking or "") for each in self.messages)
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
     """A turn that is about to be said: everything that tokenising it needs, and nothing shared.
 
     `prompt` may be called in any thread; it takes as long as the text is long.
     """
 
+    asked: Asked
     conversation: records.Conversation
-    messages: tuple[Message, ...]
-    request_id: str
-    sampling: Sampling
     log: array[int]  # as long as the conversation's revision is what it was
     head: records.Message | None  # a system prompt whose tokens come with the first turn
     template: ChatTemplate
-    away_seconds: float = 0.0  # how long the client expects to be away after the turn
 
     def prompt(self) -> list[list[int]]:
         """The tokens of each new message."""
         setting = setting_of(self.conversation)
         if self.log:
-            delta = self.template.delta(self.messages, self.log[-1], setting)
+            delta = self.template.delta(self.asked.messages, self.log[-1], setting)
             return [delta.token_ids[start:stop] for start, stop in delta.spans]
         if self.head is None:
-            return opening(self.template, self.messages, setting)
-        return opening(self.template, [message_of(self.head), *self.messages], setting)[1:]
+            return opening(self.template, self.asked.messages, setting)
+        return opening(self.template, [message_of(self.head), *self.asked.messages], setting)[1:]
 
 
 def opening(

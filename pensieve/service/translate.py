@@ -15,7 +15,7 @@ import grpc
 from google.protobuf import json_format, struct_pb2, timestamp_pb2
 
 from pensieve.core.sampling import Sampling
-from pensieve.core.turn import FinishReason
+from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN, FinishReason
 from pensieve.errors import (
     ContextFull,
     InvalidArgument,
@@ -107,6 +107,12 @@ def away_seconds(hints: pb.Hints) -> float:
             "hints.expected_return_seconds", f"must lie in 0..{AWAY_SECONDS_MAX:g}"
         )
     return LAST_TURN_SECONDS if hints.last_turn else seconds
+
+
+def priority(given: int) -> int:
+    if not PRIORITY_MIN <= given <= PRIORITY_MAX:
+        raise InvalidArgument("priority", f"must lie in {PRIORITY_MIN}..{PRIORITY_MAX}")
+    return given
 
 
 def plain(name: str, struct: struct_pb2.Struct) -> dict[str, Any]:

@@ -291,7 +291,8 @@ class ConversationStore:
         content_hash = request.content_hash()
         with self._turns.writing() as conn:
             number, conversation = rows.require_conversation(conn, conversation_id, tenant)
-            stored = turn_rows.find_request(conn, number, request.request_id)
+            key = rows.conversation_key(conversation_id, tenant)
+            stored = turn_rows.find_request(conn, key, request.request_id)
             if stored is not None and stored.content_hash != content_hash:
                 raise InvalidArgument("request_id", "was used before with other content")
             if stored and TurnState.RUNNING not in LEGAL_TRANSITIONS[stored.turn.state]:
@@ -301,12 +302,13 @@ class ConversationStore:
             if expected is not None and expected != conversation.revision:
                 raise StaleRevision(expected, conversation.revision)
             if stored is None:
-                turn_id = turn_rows.insert_turn(conn, number, request, content_hash, self._now())
+                turn = turn_rows.insert_turn(
+                    conn, number, conversation, request, content_hash, self._now()
+                )
             else:
-                turn_id = stored.turn.turn_id
-                turn_rows.restart_turn(conn, turn_id)
-            _inserted(conn, request.messages, turn_id, 0)
-            turn = turn_rows.require_turn(conn, turn_id).turn
+                turn_rows.restart_turn(conn, stored.turn.turn_id)
+                turn = turn_rows.require_turn(conn, stored.turn.turn_id).turn
+            _inserted(conn, request.messages, turn.turn_id, 0)
         self._turns.add(turn.turn_id)
         return Begun(turn, must_run=True)
 
@@ -324,13 +326,12 @@ class ConversationStore:
         state = TurnState.CANCELLED if finish_reason == CANCELLED else TurnState.COMPLETED
         with self._turns.ending(turn_id) as conn:
             check_text([reply])
-            number, _, turn = turn_rows.require_turn(conn, turn_id)
-            if turn.state is state and turn.revision is not None:
-                return turn.revision
-            if turn.state is not TurnState.RUNNING:
-                raise NotFound(f"turn {turn_id} no longer runs, it is {turn.state}")
-            _, conversation = rows.require_conversation(conn, turn.conversation_id, turn.tenant)
-            revision = conversation.revision + 1
+            number, found, made, revision = turn_rows.require_progress(conn, turn_id)
+            if found is state and made is not None:
+                return made
+            if found is not TurnState.RUNNING:
+                raise NotFound(f"turn {turn_id} no longer runs, it is {found}")
+            revision += 1
             links = turn_rows.turn_links(conn, turn_id, revision)
             message = rows.insert_message(conn, reply, turn_id, finish_reason)
             links.append(Link(message, revision, len(reply.token_ids)))
@@ -361,9 +362,10 @@ class ConversationStore:
     def find_turn(
         self, conversation_id: str, request_id: str, *, tenant: str = ""
     ) -> StoredTurn | None:
+        """What a request_id stands for; None also where there is no such conversation."""
         with self._writer.reading() as conn:
-            number, _ = rows.require_conversation(conn, conversation_id, tenant)
-            found = turn_rows.find_request(conn, number, request_id)
+            key = rows.conversation_key(conversation_id, tenant)
+            found = turn_rows.find_request(conn, key, request_id)
         return None if found is None else found.turn
 
     def turn_messages(self, turn_id: int) -> TurnMessages:

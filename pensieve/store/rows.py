@@ -80,11 +80,15 @@ def _conversation(row: Any) -> tuple[int, Conversation]:
     )
 
 
+def conversation_key(conversation_id: str, tenant: str) -> bytes:
+    return digest(tenant, conversation_id)
+
+
 def find_conversation(
     conn: Connection, conversation_id: str, tenant: str
 ) -> tuple[int, Conversation] | None:
     row = conn.execute(
-        CONVERSATION + "WHERE c.key = ?", (digest(tenant, conversation_id),)
+        CONVERSATION + "WHERE c.key = ?", (conversation_key(conversation_id, tenant),)
     ).fetchone()
     return None if row is None else _conversation(row)
 
@@ -147,7 +151,7 @@ def insert_conversation(conn: Connection, conversation: Conversation) -> int:
         "INSERT INTO conversations (key, tenant, prefix_key, revision, fingerprint, created_at,"
         " updated_at, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
         (
-            digest(conversation.tenant, conversation.conversation_id),
+            conversation_key(conversation.conversation_id, conversation.tenant),
             conversation.tenant,
             digest(conversation.tenant, prefix_id) if prefix_id else None,
             conversation.revision,

@@ -14,7 +14,14 @@ from pensieve.store.bodies import (
     unpack_tokens,
     wipe_bodies,
 )
-from pensieve.store.records import NewMessage, StoredTurn, TurnMessages, TurnRequest, TurnState
+from pensieve.store.records import (
+    Conversation,
+    NewMessage,
+    StoredTurn,
+    TurnMessages,
+    TurnRequest,
+    TurnState,
+)
 from pensieve.store.rows import Link, digest
 
 if TYPE_CHECKING:
@@ -60,9 +67,18 @@ def _turn(row: Any) -> TurnRow:
     return TurnRow(conversation, private["content_hash"], turn)
 
 
-def find_request(conn: Connection, conversation: int, request_id: str) -> TurnRow | None:
+class Progress(NamedTuple):
+    """What ending a turn needs to know of it."""
+
+    conversation: int
+    state: TurnState
+    revision: int | None  # that it has made
+    conversation_revision: int
+
+
+def find_request(conn: Connection, conversation_key: bytes, request_id: str) -> TurnRow | None:
     row = conn.execute(
-        TURN + "WHERE t.conversation = ? AND t.request_key = ?", (conversation, digest(request_id))
+        TURN + "WHERE c.key = ? AND t.request_key = ?", (conversation_key, digest(request_id))
     ).fetchone()
     return None if row is None else _turn(row)
 
@@ -74,9 +90,25 @@ def require_turn(conn: Connection, turn_id: int) -> TurnRow:
     return _turn(row)
 
 
+def require_progress(conn: Connection, turn_id: int) -> Progress:
+    row = conn.execute(
+        "SELECT t.conversation, t.state, t.revision, c.revision"
+        " FROM turns t JOIN conversations c USING (conversation) WHERE t.turn_id = ?",
+        (turn_id,),
+    ).fetchone()
+    if row is None:
+        raise NotFound(f"there is no turn {turn_id}")
+    return Progress(row[0], TurnState(row[1]), *row[2:])
+
+
 def insert_turn(
-    conn: Connection, conversation: int, request: TurnRequest, content_hash: str, now: float
-) -> int:
+    conn: Connection,
+    number: int,
+    conversation: Conversation,
+    request: TurnRequest,
+    content_hash: str,
+    now: float,
+) -> StoredTurn:
     body = insert_body(
         conn,
         {
@@ -88,10 +120,25 @@ def insert_turn(
     cursor = conn.execute(
         "INSERT INTO turns (conversation, request_key, state, attempts, seed, usage, created_at,"
         " body) VALUES (?, ?, 'running', 1, ?, '{}', ?, ?)",
-        (conversation, digest(request.request_id), str(request.seed), now, body),
+        (number, digest(request.request_id), str(request.seed), now, body),
     )
     assert cursor.lastrowid is not None
-    return cursor.lastrowid
+    return StoredTurn(
+        turn_id=cursor.lastrowid,
+        conversation_id=conversation.conversation_id,
+        tenant=conversation.tenant,
+        request_id=request.request_id,
+        state=TurnState.RUNNING,
+        attempts=1,
+        sampling=dict(request.sampling),
+        seed=request.seed,
+        finish_reason=None,
+        failure=None,
+        usage={},
+        revision=None,
+        created_at=now,
+        finished_at=None,
+    )
 
 
 def restart_turn(conn: Connection, turn_id: int) -> None:

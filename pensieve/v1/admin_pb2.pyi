@@ -475,37 +475,68 @@ class EvictConversationRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    class _Destination:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _DestinationEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[EvictConversationRequest._Destination.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        DESTINATION_UNSPECIFIED: EvictConversationRequest._Destination.ValueType  # 0
+        """Nowhere."""
+        DESTINATION_NOWHERE: EvictConversationRequest._Destination.ValueType  # 1
+        """Nowhere: the next turn recomputes them."""
+        DESTINATION_HOST: EvictConversationRequest._Destination.ValueType  # 2
+        """The host tier, as far as it has room; the next turn copies them back."""
+
+    class Destination(_Destination, metaclass=_DestinationEnumTypeWrapper):
+        """Where to."""
+
+    DESTINATION_UNSPECIFIED: EvictConversationRequest.Destination.ValueType  # 0
+    """Nowhere."""
+    DESTINATION_NOWHERE: EvictConversationRequest.Destination.ValueType  # 1
+    """Nowhere: the next turn recomputes them."""
+    DESTINATION_HOST: EvictConversationRequest.Destination.ValueType  # 2
+    """The host tier, as far as it has room; the next turn copies them back."""
+
     CONVERSATION_ID_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
+    DESTINATION_FIELD_NUMBER: builtins.int
     conversation_id: builtins.str
     """Its id."""
     tenant: builtins.str
     """Whose it is."""
+    destination: Global___EvictConversationRequest.Destination.ValueType
+    """Where its KV-tokens go; unspecified drops them."""
     def __init__(
         self,
         *,
         conversation_id: builtins.str = ...,
         tenant: builtins.str = ...,
+        destination: Global___EvictConversationRequest.Destination.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["conversation_id", b"conversation_id", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["conversation_id", b"conversation_id", "destination", b"destination", "tenant", b"tenant"]) -> None: ...
 
 Global___EvictConversationRequest: typing_extensions.TypeAlias = EvictConversationRequest
 
 @typing.final
 class EvictConversationResponse(google.protobuf.message.Message):
-    """What was done."""
+    """What was done.  Chunks that a running turn or another conversation holds stay where they are."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CHUNKS_DROPPED_FIELD_NUMBER: builtins.int
+    CHUNKS_MOVED_FIELD_NUMBER: builtins.int
     chunks_dropped: builtins.int
     """How many chunks lost their pages."""
+    chunks_moved: builtins.int
+    """How many chunks are leaving the device for the host."""
     def __init__(
         self,
         *,
         chunks_dropped: builtins.int = ...,
+        chunks_moved: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunks_dropped", b"chunks_dropped"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks_dropped", b"chunks_dropped", "chunks_moved", b"chunks_moved"]) -> None: ...
 
 Global___EvictConversationResponse: typing_extensions.TypeAlias = EvictConversationResponse
 

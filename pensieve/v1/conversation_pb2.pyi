@@ -603,6 +603,7 @@ class SendMessageRequest(google.protobuf.message.Message):
     EXPECTED_REVISION_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
     HINTS_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
     conversation_id: builtins.str
     """To whom."""
     request_id: builtins.str
@@ -611,6 +612,10 @@ class SendMessageRequest(google.protobuf.message.Message):
     """Begin the conversation, with defaults, if there is none with this id."""
     expected_revision: builtins.int
     """If given, the conversation must be at this revision."""
+    priority: builtins.int
+    """In -8..8.  Who waits is served in the order of arrival; one step up is worth 64 arrivals, so that
+    nobody waits for ever.  Under pressure the lowest is suspended first.
+    """
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewMessage]:
         """What is new; most often one message of the user."""
@@ -633,9 +638,10 @@ class SendMessageRequest(google.protobuf.message.Message):
         expected_revision: builtins.int | None = ...,
         sampling: Global___Sampling | None = ...,
         hints: Global___Hints | None = ...,
+        priority: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "expected_revision", b"expected_revision", "hints", b"hints", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "conversation_id", b"conversation_id", "create_if_missing", b"create_if_missing", "expected_revision", b"expected_revision", "hints", b"hints", "messages", b"messages", "request_id", b"request_id", "sampling", b"sampling"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "conversation_id", b"conversation_id", "create_if_missing", b"create_if_missing", "expected_revision", b"expected_revision", "hints", b"hints", "messages", b"messages", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_expected_revision", b"_expected_revision"]) -> typing.Literal["expected_revision"] | None: ...
 
 Global___SendMessageRequest: typing_extensions.TypeAlias = SendMessageRequest

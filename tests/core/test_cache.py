@@ -292,6 +292,61 @@ def test_evict_takes_what_only_this_conversation_holds() -> None:
     stage.until_ended(running)
 
 
+def test_what_is_moved_to_the_host_leaves_the_device_when_its_copy_is_done() -> None:
+    stage = Stage(8, 8)
+    stage.say("a", 10)
+    assert stage.where("a") == "ddd"
+    assert stage.cache.move_to_host("a", stage.now) == 3
+    stage.settle()
+    assert stage.where("a") == "hhh"
+    assert (stage.cache.available, stage.cache.device.num_empty) == (8, 8)
+    again = stage.say("a", 2)
+    assert (again.usage.host_tokens, again.usage.recomputed_tokens) == (10, 0)
+
+
+def test_what_has_a_copy_leaves_the_device_at_once() -> None:
+    stage = Stage(8, 8, **AHEAD)
+    stage.say("a", 8)
+    stage.settle()
+    assert stage.where("a") == "cc"
+    assert stage.cache.move_to_host("a", stage.now) == 2
+    assert stage.where("a") == "hh"
+    assert stage.cache.move_to_host("a", stage.now) == 0
+
+
+def test_what_is_in_use_or_shared_or_worth_less_than_the_host_holds_stays() -> None:
+    stage = Stage(12, 2)
+    stage.say("a", 8)
+    stage.cache.fork("a", 8, "b", stage.now)
+    assert stage.cache.move_to_host("a", stage.now) == 0
+    stage.cache.delete("b", stage.now)
+    stage.wait(10.0)
+    stage.say("c", 8)
+    assert stage.cache.move_to_host("c", stage.now) == 2
+    stage.settle()
+    assert (stage.where("a"), stage.where("c")) == ("dd", "hh")
+    assert (
+        stage.cache.move_to_host("a", stage.now) == 2
+    )  # tried, but it is older than what is there
+    stage.settle()
+    assert (stage.where("a"), stage.where("c")) == ("dd", "hh")
+    running = stage.ask("a", 3, 5)
+    stage.next()
+    assert stage.cache.move_to_host("a", stage.now) == 0
+    stage.until_ended(running)
+
+
+def test_a_conversation_that_returns_while_it_moves_keeps_its_pages() -> None:
+    stage = Stage(8, 8)
+    stage.say("a", 8)
+    assert stage.cache.move_to_host("a", stage.now) == 2
+    again = stage.ask("a", 2)
+    stage.until_ended(again)
+    assert again.usage.device_tokens == 8
+    stage.settle()
+    assert stage.where("a") == "ddd"
+
+
 def test_evicting_behind_a_hole_leaves_the_shared_prefix_alone() -> None:
     """a's own chunks lie on two branches, and the front one is lost already."""
     stage = Stage(16, 0, policy="value")

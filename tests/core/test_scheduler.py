@@ -9,7 +9,7 @@ from pensieve.core.iteration import Outcome, Sample, TurnFailure
 from pensieve.core.retention import LruPolicy, ValuePolicy, policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import SchedulerConfig, tokens_of
-from pensieve.core.turn import FinishReason, Turn, TurnState
+from pensieve.core.turn import PRIORITY_ARRIVALS, FinishReason, Turn, TurnState
 from tests.core.world import Shape, Stage, World
 
 # -- one turn --
@@ -56,6 +56,33 @@ def test_times_are_those_of_the_engine() -> None:
     assert (usage.submitted_at, usage.admitted_at) == (1.0, 4.0)
     assert usage.first_token_at == pytest.approx(4.01)
     assert usage.finished_at == pytest.approx(4.02)
+
+
+# -- whose turn it is --
+
+
+def test_a_higher_priority_is_served_before_those_who_wait_longer() -> None:
+    stage = Stage(3, 0)
+    first = stage.ask("a", 5)
+    stage.next()
+    low, high = stage.ask("b", 5), stage.ask("c", 5, priority=1)
+    assert [turn.conversation_id for turn in stage.scheduler.queued] == ["c", "b"]
+    stage.until_ended(low)
+    assert first.usage.finished_at is not None
+    assert high.usage.admitted_at is not None
+    assert low.usage.admitted_at is not None
+    assert first.usage.finished_at <= high.usage.admitted_at < low.usage.admitted_at
+
+
+def test_nobody_is_overtaken_for_ever() -> None:
+    stage = Stage(3, 0)
+    low = stage.ask("low", 2)
+    for number in range(70):
+        stage.ask(f"high{number}", 2, priority=1)
+    waiting = [turn.conversation_id for turn in stage.scheduler.queued]
+    assert waiting.index("low") == PRIORITY_ARRIVALS - 1
+    stage.settle()
+    assert low.usage.finished_at is not None
 
 
 # -- one budget for all --

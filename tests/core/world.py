@@ -135,7 +135,8 @@ class World:
         elif deed == "warm" and idle:
             self.submit(self.random.choice(idle), warm=True)
         elif deed == "evict" and self.logs:
-            self.cache.evict(self.random.choice(list(self.logs)), self.clock.now())
+            leave = self.cache.move_to_host if self.hints.random() < 0.5 else self.cache.evict
+            leave(self.random.choice(list(self.logs)), self.clock.now())
         self.clock.advance(self.random.choice((0.0, 0.1, 1.0, 30.0)))
 
     def submit(
@@ -144,6 +145,7 @@ class World:
         warm: bool = False,
         prompt: list[int] | None = None,
         reply_max: int | None = None,
+        priority: int = 0,
     ) -> None:
         log, longest = self.logs[name], self.cache.config.device_tokens_max
         if prompt is None:
@@ -169,6 +171,7 @@ class World:
             sampling=Sampling(),
             warm=warm,
             away_seconds=self.hints.choice((0.3, 30.0)) if self.shape.restless else 0.0,
+            priority=self.hints.choice((0, 0, -1, 1)) if self.shape.restless else priority,
         )
         self.turns[name] = turn
         self.scheduler.submit(turn, self.clock.now())
@@ -239,12 +242,12 @@ class World:
     def _check_order(self, before: set[int]) -> None:
         """First come first served, and who was suspended comes back ahead of the queue."""
         scheduler = self.scheduler
-        waiting = min((turn.arrival for turn in scheduler.queued), default=None)
+        waiting = min((turn.place for turn in scheduler.queued), default=None)
         for turn in self._admitted():
-            assert waiting is None or turn.arrival < waiting, (
+            new = id(turn) not in before
+            assert not new or waiting is None or turn.place < waiting, (
                 f"turn {turn.turn_id} overtook another"
             )
-            new = id(turn) not in before
             assert not (new and scheduler.suspended), f"turn {turn.turn_id} passed a suspended one"
 
     def _take_ends(self) -> None:
@@ -297,12 +300,13 @@ class Stage(World):
         num_reply: int = 1,
         prompt: list[int] | None = None,
         away_seconds: float = 0.0,
+        priority: int = 0,
     ) -> Turn:
         """A turn enters the queue."""
         self.logs.setdefault(name, [])
         self.commits.setdefault(name, [0])
         prompt = prompt or [self.random.randrange(VOCAB) for _ in range(num_prompt)]
-        self.submit(name, prompt=prompt, reply_max=num_reply)
+        self.submit(name, prompt=prompt, reply_max=num_reply, priority=priority)
         self.turns[name].away_seconds = away_seconds
         return self.turns[name]
 

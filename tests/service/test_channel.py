@@ -30,7 +30,7 @@ MESSAGES = [
     box.ForkConversation("a", 5, "b"),
     box.RewindConversation("a", 0),
     box.DeleteConversation("a"),
-    box.EvictConversation("a", 9),
+    box.EvictConversation("a", True, 9),
     box.ListCached(3, 20, True),
     box.Explain(4, "a"),
     box.GetStats(5),

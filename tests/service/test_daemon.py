@@ -269,6 +269,7 @@ def test_a_warm_brings_back_what_was_evicted(rig: DaemonRig) -> None:
             "INVALID_ARGUMENT",
             "INVALID_ARGUMENT",
         ),
+        ({"priority": 9}, "INVALID_ARGUMENT", "INVALID_ARGUMENT"),
         ({"request_id": "with a space"}, "INVALID_ARGUMENT", "INVALID_ARGUMENT"),
     ],
 )
