@@ -1,18 +1,20 @@
-"""Settings: one table from which flags, environment variables, the file and their help are made.
+"""Settings: tables from which flags, environment variables, the file and their help are made.
 
 A value comes from the first of: the command line, PENSIEVE_<NAME>, the TOML file, the default.
-`resolve` says for each where it came from.  Unknown keys in the file are errors.  The result is
+`resolve` says for each where it came from.  A command takes the tables that concern it; one file may
+serve all commands, so the keys of every table are known in it, and others are errors.  The result is
 frozen; what follows from it and from the model (how many pages fit) is computed where it is used.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,7 +83,26 @@ def _whole(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-def _folder(text: str) -> Path:
+def _number(low: float, high: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:  # not a number is neither
+            raise ValueError(f"is a number in {low:g}..{high:g}")
+        return value
+
+    return parse
+
+
+def _switch(text: str) -> bool:
+    if (word := text.lower()) not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
+        raise ValueError("is true or false")
+    return word in ("true", "1", "yes", "on")
+
+
+def _file(text: str) -> Path:
     return Path(text).expanduser()
 
 
@@ -90,18 +111,24 @@ class Setting(NamedTuple):
     parse: Callable[[str], Any]
     default: str  # as it would be written; "" for none
     help: str
-    metavar: str
+    metavar: str = ""  # "" for a switch
+    group: str = "settings"
+    spelled: str = ""  # the flag, where it is not the name
+    secret: bool = False
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return self.spelled or "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
         return "PENSIEVE_" + self.name.upper()
 
 
-SETTINGS: tuple[Setting, ...] = (
+Table = tuple[Setting, ...]
+
+DATA = Setting("data", _file, "", "folder of the history (default: the user's data folder)", "DIR")
+SETTINGS: Table = (
     Setting(
         "model", str, "", "a folder or a hub id (default: the small model that ships)", "MODEL"
     ),
@@ -120,14 +147,100 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("token_budget", _whole(1, 1 << 20), "512", "tokens of one iteration", "N"),
     Setting("turns_max", _whole(1, 1 << 16), "64", "turns computed at once", "N"),
     Setting("threads", _whole(0, 1024), "0", "threads that compute (0: torch's choice)", "N"),
-    Setting("data", _folder, "", "folder of the history (default: the user's data folder)", "DIR"),
-    Setting("journal", _folder, "", "append a journal of all iterations to this file", "FILE"),
+    DATA,
+    Setting("journal", _file, "", "append a journal of all iterations to this file", "FILE"),
 )
+SERVING: Table = (
+    Setting("address", str, "127.0.0.1:50051", "port 0 picks one", "HOST:PORT", "listening"),
+    Setting("ready_file", _file, "", "write the address there when ready", "FILE", "listening"),
+    Setting("token_file", _file, "", "who may come in; see `pensieve token`", "FILE", "listening"),
+    Setting("tls_cert", _file, "", "certificate chain, PEM", "FILE", "listening"),
+    Setting("tls_key", _file, "", "its key, PEM", "FILE", "listening"),
+    Setting(
+        "tls_client_ca",
+        _file,
+        "",
+        "clients need a certificate of this authority",
+        "FILE",
+        "listening",
+    ),
+    Setting("insecure", _switch, "", "serve strangers without TLS or tokens", group="listening"),
+    Setting("reflection", _switch, "", "also when tokens are needed", group="listening"),
+    Setting(
+        "turns_waiting_max",
+        _whole(1, 1 << 20),
+        "1024",
+        "turns begun and not ended; more are refused",
+        "N",
+        "turns",
+    ),
+    Setting(
+        "grace",
+        _number(0, 86_400),
+        "5",
+        "to attach again after a broken connection",
+        "SECONDS",
+        "turns",
+    ),
+    Setting(
+        "keepalive",
+        _number(0.5, 86_400),
+        "30",
+        "between pings; a client that does not answer for a third of it is gone",
+        "SECONDS",
+        "turns",
+    ),
+    Setting(
+        "drain_timeout",
+        _number(0, 86_400),
+        "30",
+        "for running turns at the end",
+        "SECONDS",
+        "turns",
+    ),
+    Setting(
+        "engine",
+        _choice("model", "echo"),
+        "model",
+        "echo: arithmetic in the model's place, to measure or break the service alone",
+        "model|echo",
+    ),
+    Setting("echo_seconds", _number(0, 3600), "0", "of an iteration of echo", "SECONDS"),
+    Setting(
+        "log_format",
+        _choice("auto", "text", "json"),
+        "auto",
+        "auto: text on a terminal",
+        "auto|text|json",
+    ),
+)
+REACHING: Table = (
+    Setting("daemon", str, "", "HOST:PORT or unix:PATH of a daemon", "A", "daemon", "--address"),
+    Setting("token", str, "", "for that daemon", "TOKEN", "daemon", secret=True),
+    Setting("tls_ca", _file, "", "the authority of its certificate", "FILE", "daemon"),
+)
+TALKING: Table = (
+    Setting("system", str, "", "system prompt of new conversations", "TEXT", "talking"),
+    Setting(
+        "stats", _switch, "", "say after each reply where its tokens came from", group="talking"
+    ),
+    Setting("temperature", _number(0, 100), "", "0 is greedy", "T", "sampling"),
+    Setting("top_p", _number(0, 1), "", "", "P", "sampling"),
+    Setting("top_k", _whole(0, 1 << 31), "", "", "K", "sampling"),
+    Setting("max_tokens", _whole(1, 1 << 31), "", "of a reply (default: 1024)", "N", "sampling"),
+    Setting("seed", _whole(0, (1 << 64) - 1), "", "", "N", "sampling"),
+)
+TABLES = (SETTINGS, SERVING, REACHING, TALKING)
+GROUPS = {
+    "settings": "each flag also as PENSIEVE_<NAME> and in the TOML file of --config",
+    "daemon": "--address also as PENSIEVE_DAEMON, and as `daemon` in the file",
+    "sampling": "defaults come from the model's own files",
+}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What `chat` (and later `serve`) needs to know, each value parsed and checked."""
+    """What the engine and the history need to know, each value parsed and checked."""
 
     model: str
     device: str
@@ -143,26 +256,35 @@ class Settings:
     journal: Path | None
 
 
-class Resolved(NamedTuple):
-    settings: Settings
+@dataclass(frozen=True)
+class Resolved:
+    tables: tuple[Table, ...]
+    values: dict[str, Any]  # by name; None where there is none
     sources: dict[str, str]  # by name: "flag", "PENSIEVE_…", the file, or "default"
-    written: dict[str, str]  # by name, as it was written; what is not given is missing
+    written: dict[str, str]  # settings as they were written; what is not given is missing
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(**{each.name: self.values[each.name] for each in SETTINGS})
 
 
 def resolve(
-    flags: Mapping[str, str | None], environ: Mapping[str, str], file: Path | None = None
+    flags: Mapping[str, str | None],
+    environ: Mapping[str, str],
+    file: Path | None = None,
+    tables: tuple[Table, ...] = (SETTINGS,),
 ) -> Resolved:
-    written = _read(file) if file is not None else {}
+    in_file = _read(file) if file is not None else {}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    taken: dict[str, str] = {}
-    for setting in SETTINGS:
+    written: dict[str, str] = {}
+    for setting in (each for table in tables for each in table):
         if (text := flags.get(setting.name)) is not None:
             source = "flag"
         elif setting.variable in environ:
             text, source = environ[setting.variable], setting.variable
-        elif setting.name in written:
-            text, source = written[setting.name], str(file)
+        elif setting.name in in_file:
+            text, source = in_file[setting.name], str(file)
         else:
             text, source = setting.default, "default"
         named = setting.flag if source in ("flag", "default") else f"{setting.name} ({source})"
@@ -171,19 +293,19 @@ def resolve(
         except ValueError as error:
             raise ConfigError(f"{named} {error}, not {text!r}") from None
         sources[setting.name] = source
-        if text:
-            taken[setting.name] = text
-    values["model"] = values["model"] or ""
-    values["data"] = values["data"] or default_data_folder(environ)
-    assert set(values) == {field.name for field in fields(Settings)}
-    return Resolved(Settings(**values), sources, taken)
+        if text and setting in SETTINGS:
+            written[setting.name] = text
+    for name, default in (("model", ""), ("data", default_data_folder(environ))):
+        if name in values:
+            values[name] = values[name] or default
+    return Resolved(tables, values, sources, written)
 
 
 def print_settings(resolved: Resolved) -> None:
-    """Each setting, its value, and where it comes from."""
-    for setting in SETTINGS:
-        value = getattr(resolved.settings, setting.name)
-        shown = "" if value is None else value
+    """Each setting, its value, and where it comes from; of a secret, only that there is one."""
+    for setting in (each for table in resolved.tables for each in table):
+        value = resolved.values[setting.name]
+        shown = "" if value is None else "(set)" if setting.secret else value
         print(f"{setting.name} = {shown}  # {resolved.sources[setting.name]}")
 
 
@@ -194,12 +316,14 @@ def _read(file: Path) -> dict[str, str]:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
-    known = {setting.name for setting in SETTINGS}
+    known = {setting.name for each in TABLES for setting in each}
     for name, value in table.items():
         if name not in known:
-            raise ConfigError(f"{file}: there is no setting {name!r}")
-        if not isinstance(value, str | int):
-            raise ConfigError(f"{file}: {name} is a string or a whole number")
+            near = difflib.get_close_matches(name, known, 1)
+            perhaps = f"; {near[0]!r} is one" if near else ""
+            raise ConfigError(f"{file}: there is no setting {name!r}{perhaps}")
+        if not isinstance(value, str | int | float):
+            raise ConfigError(f"{file}: {name} is a string, a number, true or false")
     return {name: str(value) for name, value in table.items()}
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 
-YOUNG_OBJECTS = 5_000  # a pass over these takes a fraction of a millisecond
+YOUNG_OBJECTS = 2_000  # a pass over these takes a millisecond or two
 PASSES_PER_MIDDLE, PASSES_PER_FULL = 10, 200
 
 

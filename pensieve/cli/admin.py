@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pensieve.config import default_data_folder
+from pensieve.cli.flags import add_settings, with_settings
+from pensieve.config import DATA, REACHING, Resolved
 from pensieve.errors import ConfigError, NotFound
 
 if TYPE_CHECKING:
@@ -36,14 +35,11 @@ def add_parser(commands: Any) -> None:
 
     def command(name: str, act: Callable[[Admin, argparse.Namespace], int], text: str) -> Any:
         sub = kinds.add_parser(name, help=text, description=text)
-        sub.add_argument("--address", metavar="A", help="HOST:PORT or unix:PATH of the daemon")
-        sub.add_argument("--data", type=Path, metavar="DIR", help="the daemon's data folder")
-        sub.add_argument("--token", metavar="TOKEN", help="admin token (or PENSIEVE_TOKEN)")
-        sub.add_argument(
-            "--tls-ca", type=Path, metavar="FILE", help="the authority of its certificate"
-        )
         sub.add_argument("--json", action="store_true", help="print JSON")
-        sub.set_defaults(run=lambda arguments: _run(act, arguments))
+        add_settings(sub, REACHING, (DATA,))
+        sub.set_defaults(
+            run=with_settings(lambda arguments, resolved: _run(act, arguments, resolved))
+        )
         return sub
 
     command("stats", stats, "figures of the daemon, once")
@@ -90,22 +86,24 @@ def add_parser(commands: Any) -> None:
     tokens.set_defaults(run=new_token)
 
 
-def _run(act: Callable[[Admin, argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+def _run(
+    act: Callable[[Admin, argparse.Namespace], int],
+    arguments: argparse.Namespace,
+    resolved: Resolved,
+) -> int:
     from pensieve.cli.serve import socket_path
     from pensieve.client.admin import Admin
     from pensieve.client.failures import Retry
 
-    address = arguments.address
+    address, data = resolved.values["daemon"], resolved.values["data"]
     if address is None:
-        data = arguments.data or os.environ.get("PENSIEVE_DATA") or default_data_folder(os.environ)
-        path = socket_path(Path(data))
+        path = socket_path(data)
         if not path.exists():
             raise ConfigError(
                 f"no daemon runs on {data} ({path} is missing); see --address and --data"
             )
         address = f"unix:{path.absolute()}"
-    token = arguments.token or os.environ.get("PENSIEVE_TOKEN")
-    tls = arguments.tls_ca or False
+    token, tls = resolved.values["token"], resolved.values["tls_ca"] or False
     with Admin(address, token=token, tls=tls, timeout=30.0, retry=Retry(retries=0)) as admin:
         return act(admin, arguments)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import secrets
 import sys
 import time
@@ -17,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pensieve.config import Resolved, print_settings
+from pensieve.config import Resolved
 from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnFailed, Unavailable
 
 if TYPE_CHECKING:
@@ -36,36 +35,20 @@ HELP = """\
 Ctrl-C           stop the reply; what was said of it stays"""
 
 
+SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--address", metavar="A", help="HOST:PORT of a daemon; without it the engine runs in here"
-    )
-    parser.add_argument("--token", metavar="TOKEN", help="for that daemon (or PENSIEVE_TOKEN)")
-    parser.add_argument(
-        "--tls-ca", type=Path, metavar="FILE", help="the authority of its certificate"
-    )
     parser.add_argument("--conversation", metavar="ID", help="go on with (or begin) this one")
     parser.add_argument("-q", "--message", metavar="TEXT", help="say this, print the reply, leave")
-    parser.add_argument("--system", metavar="TEXT", help="system prompt of new conversations")
-    parser.add_argument(
-        "--stats", action="store_true", help="say after each reply where its tokens came from"
-    )
-    group = parser.add_argument_group("sampling", "defaults come from the model's own files")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    group.add_argument("--top-p", type=float, metavar="P")
-    group.add_argument("--top-k", type=int, metavar="K")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="of a reply (default: 1024)")
-    group.add_argument("--seed", type=int, metavar="N")
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
-    if arguments.print_config:
-        print_settings(resolved)
-        return 0
-    quiet = arguments.message is not None
+    quiet, values = arguments.message is not None, resolved.values
+    sampling = {name: values[name] for name in SAMPLING if values[name] is not None}
     with contextlib.ExitStack() as stack:
-        partner, name, seconds = _partner(stack, arguments, resolved, quiet)
-        talk = Talk(partner, sampling_of(arguments), arguments.system or "", arguments.stats)
+        partner, name, seconds = _partner(stack, resolved, quiet)
+        talk = Talk(partner, sampling, values["system"] or "", bool(values["stats"]))
         talk.open(arguments.conversation or _new_id())
         if quiet:
             talk.say(arguments.message)
@@ -75,19 +58,15 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     return 0
 
 
-def sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
-
-
 def _partner(
-    stack: contextlib.ExitStack, arguments: argparse.Namespace, resolved: Resolved, quiet: bool
+    stack: contextlib.ExitStack, resolved: Resolved, quiet: bool
 ) -> tuple[Partner, str, float]:
     """Who to talk to, what it is called, and how long it took to get there."""
     from pensieve.cli import partners
 
     started = time.monotonic()
-    if arguments.address is None:
+    address = resolved.values["daemon"]
+    if address is None:
         with _status(quiet) as report:
             from pensieve.cli.assembly import start
 
@@ -100,19 +79,19 @@ def _partner(
     from pensieve.client import Client, Retry
     from pensieve.client.admin import Admin
 
-    token = arguments.token or os.environ.get("PENSIEVE_TOKEN")
-    options: dict[str, Any] = {"token": token, "tls": arguments.tls_ca or False}
-    client = stack.enter_context(Client(arguments.address, retry=Retry(retries=12), **options))
+    token, tls = resolved.values["token"], resolved.values["tls_ca"] or False
+    options: dict[str, Any] = {"token": token, "tls": tls}
+    client = stack.enter_context(Client(address, retry=Retry(retries=12), **options))
     if not client.healthy():
-        raise Unavailable(f"no daemon serves at {arguments.address}; `pensieve serve` starts one")
+        raise Unavailable(f"no daemon serves at {address}; `pensieve serve` starts one")
     resolved.settings.data.mkdir(parents=True, exist_ok=True)
 
     def admin() -> Admin:
         path = socket_path(resolved.settings.data)
-        local = f"unix:{path.absolute()}" if path.exists() else arguments.address
+        local = f"unix:{path.absolute()}" if path.exists() else address
         return Admin(local, retry=Retry(retries=0), **options)
 
-    return partners.Daemon(client, admin), arguments.address, time.monotonic() - started
+    return partners.Daemon(client, admin), address, time.monotonic() - started
 
 
 class Talk:

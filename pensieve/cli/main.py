@@ -6,11 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from pensieve import __version__
 from pensieve.cli import admin, bench, chat, doctor, serve
-from pensieve.config import SETTINGS, Resolved, resolve
+from pensieve.cli.flags import add_settings, with_settings
+from pensieve.config import REACHING, SERVING, SETTINGS, TALKING
 from pensieve.errors import PensieveError
 
 
@@ -30,43 +30,20 @@ def parser() -> argparse.ArgumentParser:
         "process. The conversations stay in the data folder; only one process at a time may use it.",
     )
     chat.add_arguments(talk)
-    add_settings(talk)
-    talk.set_defaults(run=lambda arguments: chat.run(arguments, settings_of(arguments)))
+    add_settings(talk, REACHING, TALKING, SETTINGS)
+    talk.set_defaults(run=with_settings(chat.run))
     daemon = commands.add_parser(
         "serve",
         help="run the daemon that remembers conversations",
         description="Serve conversations over gRPC. Clients name a conversation and send only what is "
         "new; its tokens and their KV stay between turns.",
     )
-    serve.add_arguments(daemon)
-    add_settings(daemon)
-    daemon.set_defaults(run=lambda arguments: serve.run(arguments, settings_of(arguments)))
+    add_settings(daemon, SERVING, SETTINGS)
+    daemon.set_defaults(run=with_settings(serve.run))
     admin.add_parser(commands)
     doctor.add_parser(commands)
     bench.add_parser(commands)
     return top
-
-
-def add_settings(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group(
-        "settings", "each also as PENSIEVE_<NAME> and in the TOML file of --config"
-    )
-    for setting in SETTINGS:
-        default = f" (default: {setting.default})" if setting.default else ""
-        text = (setting.help + default).replace("%", "%%")
-        if setting.name == "model":
-            command.add_argument("model", nargs="?", help=text)
-        else:
-            group.add_argument(setting.flag, dest=setting.name, metavar=setting.metavar, help=text)
-    group.add_argument("--config", type=Path, metavar="FILE", help="read settings from this file")
-    group.add_argument(
-        "--print-config", action="store_true", help="print each setting and where it comes from"
-    )
-
-
-def settings_of(arguments: argparse.Namespace) -> Resolved:
-    flags = {setting.name: getattr(arguments, setting.name) for setting in SETTINGS}
-    return resolve(flags, os.environ, arguments.config)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

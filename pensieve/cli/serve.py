@@ -16,97 +16,46 @@ import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pensieve.config import Resolved, print_settings
+from pensieve.config import SERVING, Resolved
 from pensieve.errors import ConfigError
 
-if TYPE_CHECKING:
-    pass
-
-SWITCH_SECONDS = 0.001  # that the store's thread may make the loop, and so every stream, wait
+SWITCH_SECONDS = 0.0005  # that the store's thread may make the loop, and so every stream, wait
 SOCKET_BYTES_MAX = 107  # of a UNIX socket's path
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("listening")
-    group.add_argument(
-        "--address", default="127.0.0.1:50051", metavar="HOST:PORT", help="port 0 picks one"
-    )
-    group.add_argument(
-        "--ready-file", type=Path, metavar="FILE", help="write the address there when ready"
-    )
-    group.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="who may come in; see `pensieve token`"
-    )
-    group.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, PEM")
-    group.add_argument("--tls-key", type=Path, metavar="FILE", help="its key, PEM")
-    group.add_argument(
-        "--tls-client-ca", type=Path, metavar="FILE", help="clients need a certificate of this CA"
-    )
-    group.add_argument(
-        "--insecure", action="store_true", help="serve strangers without TLS or tokens"
-    )
-    group.add_argument(
-        "--reflection", action="store_true", default=None, help="also when tokens are needed"
-    )
-    group = parser.add_argument_group("turns")
-    group.add_argument(
-        "--turns-waiting-max",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="begun and not ended; more are refused (default: 1024)",
-    )
-    group.add_argument(
-        "--grace",
-        type=float,
-        default=5.0,
-        metavar="SECONDS",
-        help="to attach again after a broken connection (default: 5)",
-    )
-    group.add_argument(
-        "--keepalive",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="between pings; a client that does not answer for a third of it is gone (default: 30)",
-    )
-    group.add_argument(
-        "--drain-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="for running turns at the end (default: 30)",
-    )
-    parser.add_argument(
-        "--engine",
-        choices=("model", "echo"),
-        default="model",
-        help="echo: arithmetic in the model's place, to measure or break the service alone",
-    )
-    parser.add_argument(
-        "--echo-seconds", type=float, default=0.0, metavar="S", help="of an iteration of echo"
-    )
-    parser.add_argument(
-        "--log-format",
-        choices=("auto", "text", "json"),
-        default="auto",
-        help="auto: text on a terminal",
-    )
-
-
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
-    if arguments.print_config:
-        print_settings(resolved)
-        return 0
-    _log_to_stderr(arguments.log_format)
+    serving = Serving(**{each.name: resolved.values[each.name] for each in SERVING})
+    _log_to_stderr(serving.log_format)
     sys.setswitchinterval(SWITCH_SECONDS)
-    return asyncio.run(_serve(arguments, resolved))
+    return asyncio.run(_serve(serving, resolved))
 
 
-async def _serve(arguments: argparse.Namespace, resolved: Resolved) -> int:
+@dataclass(frozen=True)
+class Serving:
+    """What `serve` alone needs to know."""
+
+    address: str
+    ready_file: Path | None
+    token_file: Path | None
+    tls_cert: Path | None
+    tls_key: Path | None
+    tls_client_ca: Path | None
+    insecure: bool | None
+    reflection: bool | None
+    turns_waiting_max: int
+    grace: float
+    keepalive: float
+    drain_timeout: float
+    engine: str
+    echo_seconds: float
+    log_format: str
+
+
+async def _serve(serving: Serving, resolved: Resolved) -> int:
     from pensieve.cli.assembly import load_texts, resolve_model
     from pensieve.service import door
     from pensieve.service.daemon import Daemon, DaemonConfig
@@ -120,16 +69,16 @@ async def _serve(arguments: argparse.Namespace, resolved: Resolved) -> int:
         log.info(line)
 
     listening = Listening(
-        address=arguments.address,
+        address=serving.address,
         socket=socket_path(settings.data),
-        tls_cert=arguments.tls_cert,
-        tls_key=arguments.tls_key,
-        tls_client_ca=arguments.tls_client_ca,
-        tokens=door.read_tokens(arguments.token_file) if arguments.token_file else (),
-        insecure=arguments.insecure,
-        reflection=arguments.reflection,
-        keepalive_seconds=arguments.keepalive,
-        ping_timeout_seconds=arguments.keepalive / 3,
+        tls_cert=serving.tls_cert,
+        tls_key=serving.tls_key,
+        tls_client_ca=serving.tls_client_ca,
+        tokens=door.read_tokens(serving.token_file) if serving.token_file else (),
+        insecure=bool(serving.insecure),
+        reflection=serving.reflection,
+        keepalive_seconds=serving.keepalive,
+        ping_timeout_seconds=serving.keepalive / 3,
     )
     check_exposure(listening)
     report(f"model {settings.model or 'built-in (for trying the machinery)'}")
@@ -151,9 +100,9 @@ async def _serve(arguments: argparse.Namespace, resolved: Resolved) -> int:
         texts.defaults,
         {**resolved.written, "model": str(folder), "data": str(settings.data)},
         folder,
-        DaemonConfig(turns_max=arguments.turns_waiting_max, grace_seconds=arguments.grace),
+        DaemonConfig(turns_max=serving.turns_waiting_max, grace_seconds=serving.grace),
         report,
-        _program(arguments),
+        _program(serving),
         door.limits_of(listening.tokens),
     )
     server = Server(daemon, listening)
@@ -175,10 +124,10 @@ async def _serve(arguments: argparse.Namespace, resolved: Resolved) -> int:
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            drain_seconds = arguments.drain_timeout
+            drain_seconds = serving.drain_timeout
             report(f"ready grpc://{address} ({time.monotonic() - began:.1f} s)")
-            if arguments.ready_file is not None:
-                _write_ready(arguments.ready_file, address)
+            if serving.ready_file is not None:
+                _write_ready(serving.ready_file, address)
             _notify("READY=1")
             if store.integrity_check_due:
                 daemon.check_history(report)
@@ -199,10 +148,10 @@ async def _serve(arguments: argparse.Namespace, resolved: Resolved) -> int:
     return 0
 
 
-def _program(arguments: argparse.Namespace) -> tuple[str, ...] | None:
-    if arguments.engine == "model":
+def _program(serving: Serving) -> tuple[str, ...] | None:
+    if serving.engine == "model":
         return None
-    seconds = f"--seconds={arguments.echo_seconds}"
+    seconds = f"--seconds={serving.echo_seconds}"
     return (sys.executable, "-m", "pensieve.cli.echo_engine", seconds)
 
 
@@ -249,13 +198,27 @@ def _notify(state: str) -> None:
 def _log_to_stderr(form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     plain = form == "text" or (form == "auto" and sys.stderr.isatty())
-    handler.setFormatter(
-        logging.Formatter("%(asctime)s %(levelname)s %(message)s") if plain else _JsonLines()
-    )
+    handler.setFormatter(_TextLines() if plain else _JsonLines())
     root = logging.getLogger("pensieve")
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     root.propagate = False
+
+
+SUBJECTS = ("turn_id", "conversation_id", "tenant")  # what a line may be about
+
+
+def _subjects(record: logging.LogRecord) -> dict[str, str]:
+    return {name: getattr(record, name) for name in SUBJECTS if hasattr(record, name)}
+
+
+class _TextLines(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        about = "".join(f" {name}={value}" for name, value in _subjects(record).items())
+        return super().formatMessage(record) + about
 
 
 class _JsonLines(logging.Formatter):
@@ -266,6 +229,7 @@ class _JsonLines(logging.Formatter):
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
             "message": record.getMessage(),
+            **_subjects(record),
         }
         if record.exc_info:
             entry["trace"] = self.formatException(record.exc_info)

@@ -426,11 +426,14 @@ class Scheduler:
             self.suspended.remove(turn)
         elif was is TurnState.QUEUED:
             self.queued.remove(turn)
-        if was is TurnState.SUSPENDED and turn.keep_tokens is not None:
-            self.cache.rewind(turn.conversation_id, turn.keep_tokens, now)
         turn.move_to(TurnState.FINISHED)
         turn.written.clear()
         del self._turns[turn.turn_id]
+        conversation = self.cache.conversations.get(turn.conversation_id)
+        if conversation is not None and conversation.turn_id is not None:
+            return  # a turn that was still queued, and the one before it is leaving
+        if was is not TurnState.RUNNING and turn.keep_tokens is not None:
+            self.cache.rewind(turn.conversation_id, turn.keep_tokens, now)
         if (cut := self._cuts.pop(turn.conversation_id, None)) is not None:
             self.cache.rewind(turn.conversation_id, cut, now)
 

@@ -120,7 +120,8 @@ class Engine:
             case CancelTurn(turn_id, keep_tokens):
                 scheduler.cancel(turn_id, keep_tokens, now)
             case ForkConversation(source_id, num_tokens, target_id):
-                cache.fork(source_id, num_tokens, target_id, now)
+                if target_id not in cache.conversations:  # else one of that name is still leaving
+                    cache.fork(source_id, num_tokens, target_id, now)
             case RewindConversation(conversation_id, num_tokens):
                 if scheduler.turn_of(conversation_id) is None:
                     scheduler.rewind(conversation_id, num_tokens, now)
@@ -174,7 +175,7 @@ class Engine:
             turn_id=message.turn_id,
             conversation_id=message.conversation_id,
             tokens=tokens,
-            history_tokens=message.history_tokens,
+            history_tokens=max(message.history_tokens, self._share_prefix(message, now)),
             prompt_end=num_tokens,
             length_max=min(num_tokens + message.sampling.max_tokens, self.config.context_max),
             sampling=message.sampling,
@@ -184,6 +185,15 @@ class Engine:
         )
         self.scheduler.submit(turn, now)
         return []
+
+    def _share_prefix(self, message: SubmitTurn, now: float) -> int:
+        """Let a new conversation hold what another has of their common beginning; how many tokens."""
+        cache = self.scheduler.cache
+        if not message.prefix_tokens or message.conversation_id in cache.conversations:
+            return 0
+        cache.fork(message.prefix_of, message.prefix_tokens, message.conversation_id, now)
+        forked = cache.conversations.get(message.conversation_id)
+        return forked.num_tokens if forked is not None else 0
 
     def _plan(self) -> Iteration | None:
         now = self.clock.now()

@@ -32,6 +32,8 @@ class SubmitTurn:
     warm: bool = False  # only bring the conversation's KV to the device
     away_seconds: float = 0.0  # how long the conversation is expected to be idle after it
     priority: int = 0
+    prefix_of: str = ""  # a conversation whose KV of the first prefix_tokens is this one's, too
+    prefix_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

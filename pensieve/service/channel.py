@@ -105,6 +105,8 @@ def pack_message(message: box.Message) -> bytes:
             message.warm,
             message.away_seconds,
             message.priority,
+            message.prefix_of,
+            message.prefix_tokens,
         ]
         return pack(head, message.tokens)
     return pack([name, *(getattr(message, each.name) for each in fields(message))])

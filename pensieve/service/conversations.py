@@ -67,6 +67,7 @@ from pensieve.service.live_turn import (
     setting_of,
     usage_figures,
 )
+from pensieve.service.prefixes import Prefixes
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import ChatTemplate, Message, Part, PartMarker, Setting
@@ -112,6 +113,7 @@ class Conversations:
         self._on_end = on_end
         self._live: dict[int, LiveTurn] = {}  # by the number that the engine knows them by
         self._numbers = count(1)
+        self._prefixes = Prefixes()
         self._translated: set[tuple[str, str]] = set()  # since their last turn
 
     # -- conversations --
@@ -171,6 +173,7 @@ class Conversations:
     def rewind(
         self, conversation_id: str, to_revision: int, *, tenant: str = ""
     ) -> records.Rewound:
+        self._prefixes.forget(tenant, conversation_id)
         rewound = self.store.rewind_conversation(conversation_id, to_revision, tenant=tenant)
         self._tell(RewindConversation(cache_key(tenant, conversation_id), rewound.num_tokens))
         return rewound
@@ -181,6 +184,7 @@ class Conversations:
             self.interrupt(conversation.running_turn_id)
         self._tell(DeleteConversation(cache_key(tenant, conversation_id)))
         self._translated.discard((tenant, conversation_id))
+        self._prefixes.forget(tenant, conversation_id)
         self.store.delete_conversation(conversation_id, tenant=tenant)
 
     def warm(self, conversation_id: str, *, tenant: str = "") -> None:
@@ -279,7 +283,12 @@ class Conversations:
             attempt=begun.turn.attempts,
             recompute_reason=self._why_recompute(conversation),
             marker=PartMarker(self.template.tokenizer, log[-PROMPT_TAIL_TOKENS:]),
+            prefix_id=conversation.prefix_id,
+            log=log if conversation.prefix_id else None,
         )
+        shared = None
+        if conversation.prefix_id and not history_tokens:
+            shared = self._prefixes.shared(tenant, conversation.prefix_id, log)
         self._live[live.number] = live
         try:
             self._mailbox.put(
@@ -291,6 +300,8 @@ class Conversations:
                     replace(asked.sampling, seed=begun.turn.seed),
                     away_seconds=asked.away_seconds,
                     priority=asked.priority,
+                    prefix_of=cache_key(tenant, shared.conversation_id) if shared else "",
+                    prefix_tokens=shared.num_tokens if shared else 0,
                 )
             )
         except Unavailable as error:
@@ -437,6 +448,7 @@ class Conversations:
             waiting = []
         tokens += [[] for _ in waiting]  # a system prompt without a turn yet
         self._translated.add((tenant, conversation_id))
+        self._prefixes.forget(tenant, conversation_id)
         return self.store.replace_log(conversation_id, self._fingerprint, tokens, tenant=tenant)
 
     def _why_recompute(self, conversation: records.Conversation) -> RecomputeReason:
@@ -482,6 +494,8 @@ class Conversations:
                 live.figures["recompute_reason"] = live.recompute_reason
             live.figures.update(figures)
             live.revision = self.store.finish_turn(live.turn_id, reply, finish.value, live.figures)
+            if live.log is not None:
+                self._prefixes.remember(live.tenant, live.prefix_id, live.conversation_id, live.log)
         live.finish = finish
         self._on_end(live)
 

@@ -62,6 +62,8 @@ from pensieve.text import ChatTemplate
 
 log = logging.getLogger("pensieve")
 T = TypeVar("T")
+SWEEP_SECONDS = 1.0
+LATE_SECONDS = 1.0  # of the loop, that are worth a warning
 SHORT_CHARACTERS = 4_096  # tokenised where the turn begins, in less time than a hop between threads
 
 
@@ -284,9 +286,7 @@ class Daemon:
         try:
             await self.in_store(self.conversations.settle, live, ended)
         except PensieveError as error:
-            log.error(
-                "turn %s of %s could not be stored: %s", live.turn_id, live.conversation_id, error
-            )
+            log.error("a turn could not be stored: %s", error, extra=_ids(live))
             live.failure, live.finish = error, FinishReason.FAILED
             self._wake(live.number)
         if (allowance := self._allowances.get(live.tenant)) is not None:
@@ -311,7 +311,7 @@ class Daemon:
         try:
             await self.in_store(self.conversations.fail, live, failure)
         except PensieveError as error:
-            log.error("turn %s could not be marked interrupted: %s", live.turn_id, error)
+            log.error("a turn could not be marked interrupted: %s", error, extra=_ids(live))
             live.failure, live.finish = failure, FinishReason.FAILED
             self._wake(live.number)
 
@@ -337,14 +337,18 @@ class Daemon:
     async def _give_up(self, live: LiveTurn) -> None:
         self._graces.pop(live.number, None)
         if live.finish is None and not self._readers.get(live.number):
-            log.info("turn %s of %s lost its reader", live.turn_id, live.conversation_id)
+            log.info("a turn lost its reader", extra=_ids(live))
             with contextlib.suppress(PensieveError):
                 await self.in_store(self.conversations.interrupt, live.turn_id)
 
     async def _sweep(self) -> None:
-        rested = False
+        rested, before = False, time.monotonic()
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(SWEEP_SECONDS)
+            late = time.monotonic() - before - SWEEP_SECONDS
+            if late > LATE_SECONDS:
+                log.warning("the service stood still for %.1f s: every stream waited", late)
+            before = time.monotonic()
             idle = not (self.conversations.num_live or self._num_arriving)
             if idle and not rested:
                 cycles.rest()
@@ -357,10 +361,10 @@ class Daemon:
                 stalled = now - reader.writing_since
                 if stalled > config.stall_seconds or behind > config.undelivered_tokens_max:
                     log.warning(
-                        "a reader of turn %s is %d tokens behind and took nothing for %.0f s",
-                        reader.live.turn_id,
+                        "a reader is %d tokens behind and took nothing for %.0f s",
                         behind,
                         stalled,
+                        extra=_ids(reader.live),
                     )
                     if reader.task is not None:
                         reader.task.cancel()
@@ -444,3 +448,9 @@ class Daemon:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a task of the daemon failed", exc_info=error)
+
+
+def _ids(live: LiveTurn) -> dict[str, str]:
+    """What a log line says it is about; never what was said."""
+    ids = {"turn_id": str(live.turn_id), "conversation_id": live.conversation_id}
+    return ids | ({"tenant": live.tenant} if live.tenant else {})

@@ -54,6 +54,8 @@ class LiveTurn:
     recompute_reason: str = ""  # should something be recomputed
     figures: dict[str, Any] = field(default_factory=dict)  # usage, as it is stored
     marker: PartMarker | None = None
+    prefix_id: str = ""
+    log: array[int] | None = None  # with the prompt, where there is a prefix to remember
     tail: str = ""  # text after the last token: what a cancelled turn had withheld
 
     @property

@@ -424,8 +424,9 @@ class CreateConversationRequest(google.protobuf.message.Message):
     system_prompt: builtins.str
     """Instructions before the first message."""
     prefix_id: builtins.str
-    """Conversations with the same prefix_id share their system prompt and tools, and its KV-tokens.  The first
-    one fixes them; another text under the same prefix_id is FAILED_PRECONDITION.
+    """Conversations with the same prefix_id share their system prompt and tools.  The first one fixes them;
+    another text under the same prefix_id is FAILED_PRECONDITION.  Once one has finished a turn, others begin
+    with its KV-tokens for all that their first tokens have in common.
     """
     @property
     def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[google.protobuf.struct_pb2.Struct]:

@@ -162,7 +162,7 @@ def test_bad_messages_are_refused_and_harm_nothing(
         (["--device-cache", "3t"], 3, "--device-cache 3t holds 1 chunks"),
         (["--host-cache", "90TiB"], 3, "lower --device-cache or --host-cache"),
         (["--chunk-tokens", "0"], 3, "--chunk-tokens is a whole number"),
-        (["--top-p", "7"], 2, "sampling.top_p: must lie in (0, 1]"),
+        (["--top-p", "7"], 3, "--top-p is a number in 0..1"),
         (["--config", "/nowhere/at/all"], 3, "cannot read /nowhere/at/all"),
         (["--conversation", "../etc"], 2, "conversation_id: must be 1 to 128"),
     ],

@@ -329,13 +329,15 @@ def test_a_waiting_turn_is_not_suspended_for_pages_that_are_on_their_way() -> No
 # -- the end of a turn --
 
 
-def test_cancelling_in_the_queue_touches_nothing() -> None:
+def test_cancelling_in_the_queue_keeps_what_the_log_keeps() -> None:
     stage = Stage(8, 0)
     stage.say("a", 4)
     turn = stage.ask("a", 4)
-    stage.cancel_at(turn, 0)
+    stage.cancel_at(turn, 5)
     assert turn.state is TurnState.FINISHED
     assert stage.where("a") == "d"
+    stage.cancel_at(stage.ask("a", 4), 0)
+    assert stage.where("a") == ""
     assert stage.scheduler.num_turns == 0
 
 

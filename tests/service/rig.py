@@ -128,9 +128,15 @@ class Crowd:
         self.turns: dict[str, LiveTurn] = {}
         self.recent: list[str] = []  # whose turns ended, latest last
         self.num_forks = self.num_rewinds = self.num_cancels = self.num_rushes = 0
+        self.num_shared = 0  # first turns that began with the KV of another conversation
         for name in self.names:
-            prompt = self.random.choice(("", "Be brief.", "The rain is over in Oslo."))
-            runtime.conversations.create(name, system_prompt=prompt)
+            self.create(name)
+
+    def create(self, name: str) -> None:
+        """Some share a prefix, and with it KV; some have the same words in front by chance."""
+        prompt = self.random.choice(("", "Be brief.", "The rain is over in Oslo."))
+        prefix_id = f"p{len(prompt)}" if self.random.random() < 0.5 else ""
+        self.runtime.conversations.create(name, system_prompt=prompt, prefix_id=prefix_id)
 
     def words(self, most: int) -> str:
         return " ".join(
@@ -157,7 +163,10 @@ class Crowd:
             revisions = self.revisions(source)
             self.num_forks += 1
             name = f"f{self.num_forks}"
-            self.runtime.conversations.fork(source, name, self.random.choice(revisions[-2:]))
+            if self.num_forks % 3:
+                self.runtime.conversations.fork(source, name, self.random.choice(revisions[-2:]))
+            else:
+                self.create(name)
             self.names.append(name)
             self.recent.append(name)
         elif roll < 0.92 and resting:
@@ -185,7 +194,7 @@ class Crowd:
         names = [f"r{self.num_rushes}-{i}" for i in range(size)]
         long = Sampling(max_tokens=80, ignore_eos=True)
         for name in names:
-            self.runtime.conversations.create(name)
+            self.create(name)
             self.turns[name] = self.runtime.conversations.send(name, "Oslo", sampling=long)
         self.settle()
         for name in names:
@@ -207,6 +216,9 @@ class Crowd:
         for name, turn in list(self.turns.items()):
             if turn.finish is not None:
                 assert turn.finish is not FinishReason.FAILED, turn.failure
+                assert turn.usage is not None
+                found = turn.usage.device_tokens + turn.usage.host_tokens
+                self.num_shared += bool(found and not turn.history_tokens)
                 del self.turns[name]
                 self.recent.append(name)
 

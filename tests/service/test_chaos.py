@@ -19,7 +19,7 @@ from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
 from tests.service.rig_daemon import ServeProcess, wait_for
 
-NUM_HEALTHY, NUM_TOKENS = 50, 80
+NUM_HEALTHY, NUM_TOKENS = 50, 200
 
 
 def misbehave(kind: str, address: str, count: int) -> subprocess.Popen[str]:
@@ -66,7 +66,7 @@ async def healthy(address: str, name: str) -> list[float]:
 def test_healthy_streams_come_whole_beside_abandoned_stalled_and_slow_ones(tmp_path: Path) -> None:
     process = ServeProcess(
         tmp_path / "data",
-        *("--echo-seconds", "0.1", "--turns-max", "512", "--turns-waiting-max", "2000"),
+        *("--echo-seconds", "0.05", "--turns-max", "512", "--turns-waiting-max", "2000"),
         *("--grace", "0.5", "--keepalive", "3"),
     )
     address = process.start()

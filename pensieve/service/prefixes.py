@@ -1,0 +1,68 @@
+"""Which conversation's KV a new one under the same prefix_id may begin with.
+
+A template decides where a system prompt's tokens end and a user's begin, and some weave the two
+together, so a declared prefix has no tokens of its own.  What two conversations share is what their
+logs have in common from the front, token for token, and that is known when the second one begins.
+
+For each prefix the latest conversation that has finished a turn under it is remembered with its log:
+its KV is the most likely to be there.  It is remembered only once its turn is committed and forgotten
+when it is rewound or deleted, so its cache never holds other tokens than these at these positions.
+A tenant's prefixes are its own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from typing import NamedTuple
+
+PREFIXES_MAX = 256
+TOKENS_MAX = 16_384  # of a log that are remembered
+
+
+class Shared(NamedTuple):
+    conversation_id: str
+    num_tokens: int
+
+
+class Prefixes:
+    def __init__(self, prefixes_max: int = PREFIXES_MAX) -> None:
+        self._prefixes_max = prefixes_max
+        self._latest: OrderedDict[tuple[str, str], tuple[str, array[int]]] = OrderedDict()
+
+    def remember(self, tenant: str, prefix_id: str, conversation_id: str, log: array[int]) -> None:
+        key = (tenant, prefix_id)
+        self._latest[key] = (conversation_id, log[:TOKENS_MAX])
+        self._latest.move_to_end(key)
+        if len(self._latest) > self._prefixes_max:
+            self._latest.popitem(last=False)
+
+    def forget(self, tenant: str, conversation_id: str) -> None:
+        gone = [
+            key
+            for key, (holder, _) in self._latest.items()
+            if key[0] == tenant and holder == conversation_id
+        ]
+        for key in gone:
+            del self._latest[key]
+
+    def shared(self, tenant: str, prefix_id: str, tokens: array[int]) -> Shared | None:
+        """Whose KV covers the front of `tokens`, and how far; never all of it."""
+        found = self._latest.get((tenant, prefix_id))
+        if found is None:
+            return None
+        conversation_id, log = found
+        num_tokens = common(log, tokens[: len(tokens) - 1])
+        return Shared(conversation_id, num_tokens) if num_tokens else None
+
+
+def common(one: array[int], other: array[int]) -> int:
+    """How many leading tokens are the same."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,74 @@
+"""An echo engine that fails when it is told to: `python -m tests.service.faulty_engine FAULTS FD`.
+
+FAULTS is a file of one word a line; the next iteration with slices takes the first line off:
+
+memory   the device has no memory left for the iteration
+nan      the first turn's logits are not numbers
+copy     the next swap-in or swap-out fails
+
+and `start`, on the first line when the process starts, has its memory refused there.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from pensieve.cli import echo_engine, engine_main
+from pensieve.cli.assembly import BuiltEngine, Report
+from pensieve.config import Settings
+from pensieve.core.iteration import Iteration, Outcome, TurnFailure
+from pensieve.engine.mailbox import Mailbox
+from pensieve.engine.ports import Executor, Sink
+from pensieve.errors import DeviceError
+
+
+class FaultyExecutor:
+    def __init__(self, executor: Executor, faults: Path) -> None:
+        self._executor = executor
+        self._faults = faults
+        self._fault = ""
+
+    def launch(self, iteration: Iteration) -> None:
+        copies = bool(iteration.swap_ins or iteration.swap_outs)
+        self._fault = ""
+        if iteration.slices or copies:
+            self._fault = taken(self._faults, ("copy",) if copies else ("memory", "nan"))
+        if self._fault == "memory":
+            raise MemoryError("the device has no memory left")
+        if self._fault == "copy":
+            raise DeviceError("a copy failed: illegal address")
+        self._iteration = iteration
+        self._executor.launch(iteration)
+
+    def collect(self) -> Outcome:
+        outcome = self._executor.collect()
+        if self._fault != "nan":
+            return outcome
+        turn_id = self._iteration.slices[0].turn.turn_id
+        others = tuple(each for each in outcome.samples if each.turn_id != turn_id)
+        failure = TurnFailure(turn_id, "NAN_LOGITS", "logits are not numbers")
+        return Outcome(others, outcome.finished_copies, (failure,))
+
+
+def taken(faults: Path, kinds: tuple[str, ...]) -> str:
+    lines = faults.read_text().split() if faults.exists() else []
+    if not lines or lines[0] not in kinds:
+        return ""
+    faults.write_text("\n".join(lines[1:]))
+    return lines[0]
+
+
+def build(
+    faults: Path, settings: Settings, folder: Path, report: Report, mailbox: Mailbox, sink: Sink
+) -> BuiltEngine:
+    if taken(faults, ("start",)):
+        raise DeviceError("the host refuses to pin so much memory")
+    built = echo_engine.build(0.0, settings, folder, report, mailbox, sink)
+    built.engine.executor = FaultyExecutor(built.engine.executor, faults)
+    return built
+
+
+if __name__ == "__main__":
+    sys.exit(engine_main.main(int(sys.argv[2]), partial(build, Path(sys.argv[1]))))

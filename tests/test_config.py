@@ -1,0 +1,105 @@
+"""Where a setting comes from, and what is said when it is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pensieve.cli.main import main
+from pensieve.config import REACHING, SERVING, SETTINGS, TABLES, TALKING, TierSize, resolve
+from pensieve.errors import ConfigError
+
+SERVE = (SERVING, SETTINGS)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """One file for every command."""
+    path = tmp_path / "pensieve.toml"
+    path.write_text(
+        'address = "[::1]:7000"\n'
+        "grace = 0.5\n"
+        "turns_max = 9\n"
+        "insecure = true\n"
+        'device_cache = "2GiB"\n'
+        'daemon = "unix:/run/p.sock"\n'
+        "temperature = 0\n"
+    )
+    return path
+
+
+def test_a_flag_beats_the_environment_the_environment_the_file_and_the_file_the_default(
+    file: Path,
+) -> None:
+    environ = {"PENSIEVE_GRACE": "2", "PENSIEVE_TURNS_MAX": "8"}
+    resolved = resolve({"turns_max": "7"}, environ, file, SERVE)
+    names = ("turns_max", "grace", "address", "keepalive")
+    assert [resolved.values[name] for name in names] == [7, 2.0, "[::1]:7000", 30.0]
+    sources = [resolved.sources[name] for name in names]
+    assert sources == ["flag", "PENSIEVE_GRACE", str(file), "default"]
+
+
+def test_a_file_may_hold_what_other_commands_need(file: Path) -> None:
+    serve = resolve({}, {}, file, SERVE)
+    assert serve.values["insecure"] is True
+    assert serve.settings.device_cache == TierSize(2 * 2**30, "bytes")
+    assert "daemon" not in serve.values
+    talk = resolve({}, {}, file, (REACHING, TALKING, SETTINGS))
+    assert (talk.values["daemon"], talk.values["temperature"]) == ("unix:/run/p.sock", 0.0)
+    assert "address" not in talk.values
+
+
+def test_only_the_engines_settings_travel_to_it(file: Path) -> None:
+    written = resolve({}, {}, file, SERVE).written
+    assert written["turns_max"] == "9"
+    assert not {"address", "grace", "insecure"} & set(written)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('adress = "a"', "there is no setting 'adress'; 'address' is one"),
+        ("[serve]\ngrace = 1", "there is no setting 'serve'"),
+        ("grace = [1]", "grace is a string, a number, true or false"),
+        ("grace = nan", r"grace \(.*\) is a number in 0..86400, not 'nan'"),
+        ('insecure = "perhaps"', r"insecure \(.*\) is true or false, not 'perhaps'"),
+        ("turns_max = 1.5", r"turns_max \(.*\) is a whole number in 1..65536, not '1.5'"),
+        ("grace = ", "is not valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path: Path, line: str, problem: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(line + "\n")
+    with pytest.raises(ConfigError, match=problem):
+        resolve({}, {}, path, SERVE)
+
+
+def test_a_wrong_variable_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"keepalive \(PENSIEVE_KEEPALIVE\) is a number in 0.5"):
+        resolve({}, {"PENSIEVE_KEEPALIVE": "0"}, None, SERVE)
+
+
+def test_print_config_says_where_values_come_from_and_keeps_secrets(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSIEVE_TOKEN", "hush")
+    assert main(["chat", "--config", str(file), "--seed", "5", "--print-config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "token = (set)  # PENSIEVE_TOKEN" in lines
+    assert "seed = 5  # flag" in lines
+    assert f"daemon = unix:/run/p.sock  # {file}" in lines
+    assert main(["serve", "--config", str(file), "--insecure", "--print-config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "insecure = True  # flag" in lines
+    assert f"grace = 0.5  # {file}" in lines
+    assert main(["admin", "stats", "--config", str(file), "--print-config"]) == 0
+    assert "token = (set)  # PENSIEVE_TOKEN" in capsys.readouterr().out.splitlines()
+
+
+def test_no_two_settings_share_a_name_or_a_flag_of_one_command() -> None:
+    names = [setting.name for table in TABLES for setting in table]
+    assert len(names) == len(set(names))
+    for tables in (SERVE, (REACHING, TALKING, SETTINGS)):
+        flags = [setting.flag for table in tables for setting in table]
+        assert len(flags) == len(set(flags))
