@@ -48,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    # Threads come from this side; the library's own would warn of every child process.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         code: int = arguments.run(arguments)
         return code

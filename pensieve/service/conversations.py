@@ -104,6 +104,7 @@ class Conversations:
         self.store = store
         self.template = template
         self.context_max = context_max
+        template.tokenizer.tokens_max = context_max
         self.defaults = defaults or Sampling()
         self.engine_since = wall_clock()  # KV of earlier turns is gone
         self._mailbox = mailbox

@@ -26,6 +26,7 @@ import hashlib
 import json
 import re
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +34,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from pensieve.errors import InvalidArgument, ModelError
+from pensieve.errors import ContextFull, InvalidArgument, ModelError
 from pensieve.text.traced import written, written_mask
 
 
@@ -48,8 +49,11 @@ class ControlToken(NamedTuple):
     rstrip: bool
 
 
+LONG_CHARACTERS = 8_192
+
+
 class Tokenizer:
-    """Immutable once loaded; may be used from several threads."""
+    """Immutable once loaded, but for `tokens_max`; may be used from several threads."""
 
     def __init__(
         self,
@@ -84,6 +88,7 @@ class Tokenizer:
         self.eos_token_ids = frozenset(eos_token_ids)
         if any(not 0 <= token_id < self.vocab_size for token_id in self.eos_token_ids):
             raise ModelError(f"end-of-turn ids {sorted(self.eos_token_ids)} exceed the vocabulary")
+        self.tokens_max = sys.maxsize  # of one text: a longer one is ContextFull, and gone at once
         self._anchor = f"\ufdd0{secrets.token_hex(16)}\ufdd0"  # between noncharacters
         self._tokenizer.add_tokens([tokenizers.AddedToken(self._anchor, normalized=False)])
         self._forbidden = self.control_ids | {self._tokenizer.token_to_id(self._anchor)}
@@ -169,7 +174,12 @@ class Tokenizer:
         if not text:
             return
         anchor = "" if at_start else self._anchor
-        result = self._tokenizer.encode(anchor + text, add_special_tokens=False)
+        if len(text) < LONG_CHARACTERS:
+            result = self._tokenizer.encode(anchor + text, add_special_tokens=False)
+        else:  # this one lets other threads run meanwhile
+            (result,) = self._tokenizer.encode_batch([anchor + text], add_special_tokens=False)
+        if len(encoded.ids) + len(result) > self.tokens_max:
+            raise ContextFull(len(encoded.ids) + len(result), self.tokens_max)
         skipped = 0 if at_start else 1
         ids = result.ids[skipped:]
         starts = [start - len(anchor) for start, _ in result.offsets[skipped:]]

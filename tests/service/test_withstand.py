@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 import re
 import socket
@@ -113,6 +115,27 @@ def test_a_flood_of_connections_and_headers_leaves_the_admitted_alone(tmp_path: 
         assert rig.ask("later", "hello", sampling=SHORT).completed.revision == 1
         for sock in flood:
             sock.close()
+
+
+def test_a_very_long_message_is_tokenised_beside_the_loop(tmp_path: Path) -> None:
+    with DaemonRig(tmp_path / "data") as rig:
+        beats: list[float] = []
+
+        async def beat() -> None:
+            while True:
+                beats.append(time.monotonic())
+                await asyncio.sleep(0.005)
+
+        task = asyncio.run_coroutine_threadsafe(beat(), rig._loop)
+        began = time.monotonic()
+        with pytest.raises(grpc.RpcError) as error:
+            rig.ask("long", "x" * 1_500_000)
+        took = time.monotonic() - began
+        assert error.value.code() is grpc.StatusCode.OUT_OF_RANGE
+        task.cancel()
+        gaps = [later - earlier for earlier, later in itertools.pairwise(beats)]
+        assert len(gaps) > 10
+        assert max(gaps) < took / 2
 
 
 # -- the disk --

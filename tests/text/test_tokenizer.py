@@ -6,8 +6,10 @@ import pytest
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from pensieve.errors import InvalidArgument, ModelError
+from pensieve.builtin import MODEL_PATH
+from pensieve.errors import ContextFull, InvalidArgument, ModelError
 from pensieve.text import Tokenizer
+from pensieve.text.tokenizer import LONG_CHARACTERS
 from tests.text.families import (
     FAMILIES,
     GEMMA,
@@ -271,3 +273,15 @@ def test_token_text_of_any_id():
     tokenizer = tokenizer_of(QWEN_3)
     assert tokenizer.token_text(tokenizer.token_id("<|im_end|>")) == "<|im_end|>"
     assert tokenizer.token_text(10**9) == tokenizer.token_text(-1) == ""
+
+
+def test_a_long_text_has_the_tokens_of_its_parts_and_too_long_a_one_is_refused():
+    tokenizer = Tokenizer.load(MODEL_PATH)
+    line = "The rain is over in Oslo.\n"
+    short, long = line * 200, line * 400
+    assert len(short) < LONG_CHARACTERS < len(long)
+    assert tokenizer.encode_text(long) == tokenizer.encode_text(short) * 2
+    tokenizer.tokens_max = 50
+    with pytest.raises(ContextFull):
+        tokenizer.encode_text(long)
+    assert len(tokenizer.encode_text(line)) < 50
