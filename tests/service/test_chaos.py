@@ -19,7 +19,7 @@ from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
 from tests.service.rig_daemon import ServeProcess, wait_for
 
-NUM_HEALTHY, NUM_TOKENS = 50, 200
+NUM_HEALTHY, NUM_TOKENS = 50, 400  # as long as it takes to abandon a thousand
 
 
 def misbehave(kind: str, address: str, count: int) -> subprocess.Popen[str]:
@@ -85,7 +85,9 @@ def test_healthy_streams_come_whole_beside_abandoned_stalled_and_slow_ones(tmp_p
         wait_for(lambda: admin.stats().turns_running <= 100)  # the slow ones: the others are gone
         during = admin.stats()
         slow.kill()
+        killed = time.perf_counter()
         wait_for(lambda: admin.stats().turns_running == 0)
+        print(f"{time.perf_counter() - killed:.2f} s until the last turns were given back")
         stalled.kill()
         p99 = [gaps[int(len(gaps) * 0.99)] for gaps in (alone, beside)]
         print(
