@@ -3,7 +3,7 @@
 `planning` measures what a decision costs: `plan` and `commit` of the real scheduler and cache, with
 256 turns generating, a full host tier, and growing numbers of cached conversations.  The executor
 answers at once, so what is timed is bookkeeping alone.  Garbage collection stays on.
-(`service` is in bench_service.py.)
+(`service` is in bench_service.py, `attention` in bench_attention.py.)
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import random
 import sys
 import time
 from array import array
+from pathlib import Path
 from typing import Any
 
 from pensieve.cli import bench_service
+from pensieve.errors import InvalidArgument
 
 CONVERSATIONS = (1_000, 10_000, 100_000)
 
@@ -48,10 +50,78 @@ def add_parser(commands: Any) -> None:
     planning.add_argument("--json", action="store_true", help="print figures as JSON")
     planning.set_defaults(run=planning_command)
     bench_service.add_parser(kinds)
+    attention = kinds.add_parser(
+        "attention",
+        help="attention over scattered pages against torch on keys and values in one piece",
+        description="Times multi_token_attention over pages in random order against torch's fused "
+        "attention on contiguous keys and values (the best of padded batch and loop, with grouped "
+        "heads as they are and folded into rows), against gathering the pages first, and against one "
+        "query at a time. Every answer is checked before it is timed.",
+    )
+    attention.add_argument(
+        "--context",
+        type=_counts,
+        default=(128, 256, 512, 1024, 2048, 4096),
+        metavar="N,N,…",
+        help="tokens of each turn (default: 128,256,512,1024,2048,4096)",
+    )
+    attention.add_argument(
+        "--batch", type=_counts, default=(32, 8), metavar="N,N,…", help="turns (default: 32,8)"
+    )
+    attention.add_argument(
+        "--queries", type=int, default=8, metavar="N", help="tokens of each slice (default: 8)"
+    )
+    attention.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="only this one (default: both)"
+    )
+    attention.add_argument(
+        "--repeats", type=int, default=9, metavar="N", help="times for each median (default: 9)"
+    )
+    attention.add_argument("--json", action="store_true", help="print figures as JSON")
+    attention.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the ratios (needs the extra `bench`)"
+    )
+    attention.set_defaults(run=attention_command)
 
 
 def _counts(text: str) -> tuple[int, ...]:
     return tuple(int(each) for each in text.split(","))
+
+
+def attention_command(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from pensieve.cli import bench_attention as bench
+
+    if min(arguments.context) < arguments.queries:
+        raise InvalidArgument("context", "is at least as long as the queries")
+    bandwidth = bench.read_bytes_per_second()
+    about = {**bench.machine(), "read_bytes_per_second": bandwidth}
+    print(", ".join(f"{name} {value}" for name, value in about.items()), file=sys.stderr)
+    rows = []
+    for shape in bench.shapes(arguments.context, arguments.batch, arguments.queries):
+        if arguments.dtype not in (None, shape.dtype):
+            continue
+        row = bench.measure(shape, arguments.repeats, bandwidth)
+        rows.append(row)
+        print(
+            f"{row.dtype:8} {row.heads}/{row.kv_heads:<2} of {row.head_size:3}, batch {row.batch:2}, "
+            f"context {row.context:5}: {row.seconds * 1e3:7.2f} ms, contiguous "
+            f"{row.contiguous_seconds * 1e3:7.2f} ({row.ratio:.2f} x), copy-out "
+            f"{row.copy_out_seconds * 1e3:7.2f}, token by token "
+            f"{row.token_by_token_seconds * 1e3:7.2f}; {row.bandwidth_share:4.0%} of the bandwidth",
+            file=sys.stderr if arguments.json else sys.stdout,
+            flush=True,
+        )
+    means = bench.geometric_means(rows)
+    if arguments.json:
+        print(json.dumps({**about, "rows": [asdict(row) for row in rows], "ratios": means}))
+    else:
+        for name, ratio in means.items():
+            print(f"{name}: {ratio:.2f} x (geometric mean)")
+    if arguments.plot is not None:
+        bench.plot(rows, arguments.plot)
+    return 0
 
 
 def planning_command(arguments: argparse.Namespace) -> int:

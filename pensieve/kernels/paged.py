@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from pensieve.kernels import reference
+from pensieve.kernels import cpu, reference
 from pensieve.kernels.shapes import Shapes
 
 _PAGES = ("pages", "kv_heads", "slots", "head_size")
@@ -47,17 +47,9 @@ def multi_token_attention(
         )
     if query.numel() and out.data_ptr() == query.data_ptr():
         raise ValueError("multi_token_attention: out aliases query")
-    reference.multi_token_attention(
-        query,
-        key_pages,
-        value_pages,
-        page_table,
-        slice_offsets,
-        slice_turns,
-        slice_starts,
-        scaling,
-        out,
-    )
+    tensors = (query, key_pages, value_pages, page_table, slice_offsets, slice_turns, slice_starts)
+    if query.device.type != "cpu" or not cpu.multi_token_attention(*tensors, scaling, out):
+        reference.multi_token_attention(*tensors, scaling, out)
 
 
 def write_kv(
@@ -74,7 +66,9 @@ def write_kv(
     shapes.unify("slot_mapping", slot_mapping, ("tokens",), torch.int64)
     shapes.unify("key_pages", key_pages, _PAGES, key.dtype)
     shapes.unify("value_pages", value_pages, _PAGES, key.dtype)
-    reference.write_kv(key, value, slot_mapping, key_pages, value_pages)
+    tensors = (key, value, slot_mapping, key_pages, value_pages)
+    if key.device.type != "cpu" or not cpu.write_kv(*tensors):
+        reference.write_kv(*tensors)
 
 
 def copy_pages(
@@ -98,4 +92,7 @@ def copy_pages(
     shapes.unify("source_pages", source_pages, ("copies",), torch.int64)
     shapes.unify("target_pages", target_pages, ("copies",), torch.int64)
     shapes.unify("num_slots", num_slots, ("copies",), torch.int64)
-    reference.copy_pages(source_arena, target_arena, source_pages, target_pages, num_slots)
+    tensors = (source_arena, target_arena, source_pages, target_pages, num_slots)
+    on_cpu = source_arena.device.type == target_arena.device.type == "cpu"
+    if not on_cpu or not cpu.copy_pages(*tensors):
+        reference.copy_pages(*tensors)

@@ -166,7 +166,7 @@ def test_an_error_in_the_worker_reaches_whoever_waits(memory: GatedMemory) -> No
     memory.let_pass(10)
     copier.submit([SwapIn(1, 99, 0, 4)], [])  # there is no host page 99
     for wait in (lambda: copier.wait_layer(2), copier.wait_any, copier.poll):
-        with pytest.raises(DeviceError, match="copying pages between the tiers failed: index 99"):
+        with pytest.raises(DeviceError, match="copying pages between the tiers failed: "):
             wait()
     copier.close()
 

@@ -27,18 +27,25 @@ FIRED = (
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "policy"),
-    [(QWEN_2_5, "llama-gqa", "value"), (LLAMA_3, "qwen3", "lru")],
+    ("family", "kind", "policy", "chunk_tokens"),
+    [
+        (QWEN_2_5, "llama-gqa", "value", 8),
+        (LLAMA_3, "qwen3", "lru", 8),
+        (QWEN_2_5, "llama-gqa", "value", 32),  # pages that the compiled kernels take
+    ],
 )
 def test_every_reply_is_what_plain_transformers_would_have_said(
-    tmp_path: Path, family: Family, kind: str, policy: str
+    tmp_path: Path, family: Family, kind: str, policy: str, chunk_tokens: int
 ) -> None:
+    shape = {"policy": policy, "chunk_tokens": str(chunk_tokens)}
+    if chunk_tokens == 32:
+        shape |= {"device_cache": "800t", "host_cache": "800t"}
     folder = write_model(tmp_path / "model", family, kind)
     total: Counter[str] = Counter()
     crowd: Crowd | None = None
     ranges = 0.0
     for life in range(3):  # the process ends between turns; the history stays
-        runtime = started(folder, tmp_path / "data", policy=policy)
+        runtime = started(folder, tmp_path / "data", **shape)
         with runtime:
             if crowd is None:
                 crowd = Crowd(runtime, seed=4, size=44)
@@ -58,7 +65,7 @@ def test_every_reply_is_what_plain_transformers_would_have_said(
     assert crowd.num_shared > 5, "prefixes were not shared"
 
     reference = Reference(folder)
-    with started(folder, tmp_path / "data") as runtime:
+    with started(folder, tmp_path / "data", **shape) as runtime:
         counts = [reference.wrong_tokens(runtime, name) for name in crowd.names]
     sampled, wrong, ties = (sum(column) for column in zip(*counts, strict=True))
     print(

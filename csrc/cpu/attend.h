@@ -1,0 +1,314 @@
+// multi_token_attention over pages, for one instruction set. Included by one file for each.
+//
+// For each page of the part: turn the keys' tile around, so that a vector holds one dimension (or, with
+// BFLOAT16_DOT, a pair of dimensions) of consecutive slots; scores of up to eight rows at once, in
+// registers; online softmax in base 2; then the values, eight rows by two vectors at once. The tile and the
+// values are read from memory once for all rows of the item: what bounds a decode, and eight queries with
+// a head each, is the speed at which pages arrive. With 32 rows (eight queries, four heads to a group) it
+// is the arithmetic. Measured (Zen 5, two threads, contexts of 512 and more): 50 to 60 % of the read
+// bandwidth with a head each, in bfloat16 and in float; 18 to 26 % with four heads to a group.
+//
+// Slots behind a row's own position are given a score of minus infinity, and the values of slots behind
+// the part's last position are never multiplied: nobody wrote them, and they may hold NaN.
+#pragma once
+
+#include "attention.h"
+#include "vector.h"
+
+#if BFLOAT16_DOT
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using pensieve::kHeadMax;
+using pensieve::kRowsMax;
+using pensieve::kSlots;
+using pensieve::Part;
+using pensieve::Partial;
+
+constexpr int kVectors = kSlots / LANES;  // of one row of scores
+constexpr float kLog2E = 1.44269504088896f;
+
+// The next page's tile, a few lines at each step of the present one's arithmetic: all at once would fill
+// the queue of outstanding loads and stop the arithmetic until it has drained.
+struct Ahead {
+  const char* next;
+  const char* end;
+  void step() {
+    for (int line = 0; line < 2 && next < end; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+  }
+};
+
+struct alignas(64) Scratch {  // of one thread
+  float query[kRowsMax * kHeadMax];  // rows of floats, or of pairs of bfloat16
+  uint32_t keys[kHeadMax * kSlots];  // turned around
+  float values[kSlots * kHeadMax];   // widened, or pairs of slots
+  float scores[kRowsMax * kSlots];
+  float rescale[kRowsMax];
+  Ahead keys_ahead, values_ahead;
+};
+static_assert(sizeof(Scratch) <= pensieve::kScratchBytes);
+
+template <typename Element>
+constexpr bool kDot = BFLOAT16_DOT && sizeof(Element) == 2;
+
+inline Floats multiply_add(Floats sum, Floats a, Floats b) { return sum + a * b; }
+#if BFLOAT16_DOT
+inline Floats dot_add(Floats sum, Words a, Words b) {
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+#endif
+
+void turn_keys(const float* keys, int head_size, uint32_t* turned) {
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(keys);
+  for (int slot = 0; slot < kSlots; slot += LANES)
+    for (int at = 0; at < head_size; at += LANES) {
+      Words rows[LANES];
+      for (int i = 0; i < LANES; ++i) rows[i] = load<Words>(words + (slot + i) * head_size + at);
+      transpose(rows);
+      for (int i = 0; i < LANES; ++i) store(turned + (at + i) * kSlots + slot, rows[i]);
+    }
+}
+
+void turn_keys(const uint16_t* keys, int head_size, uint32_t* turned) {
+  const int num_pairs = head_size / 2;
+  for (int slot = 0; slot < kSlots; slot += LANES)
+    for (int at = 0; at < num_pairs; at += LANES) {
+      Words rows[LANES];
+      for (int i = 0; i < LANES; ++i) rows[i] = load<Words>(keys + (slot + i) * head_size + 2 * at);
+      transpose(rows);
+      for (int i = 0; i < LANES; ++i) {
+        if (kDot<uint16_t>) {
+          store(turned + (at + i) * kSlots + slot, rows[i]);
+        } else {
+          store(turned + 2 * (at + i) * kSlots + slot, (Words)even_half(rows[i]));
+          store(turned + (2 * (at + i) + 1) * kSlots + slot, (Words)odd_half(rows[i]));
+        }
+      }
+    }
+}
+
+// Values as the second product wants them; `num_slots` rows hold something, what follows counts as 0.
+inline const float* ready_values(const float* values, int, int, float*) { return values; }
+
+inline const float* ready_values(const uint16_t* values, int num_slots, int head_size, float* ready) {
+#if BFLOAT16_DOT
+  uint32_t* pairs = reinterpret_cast<uint32_t*>(ready);
+  for (int slot = 0; slot < num_slots; slot += 2)
+    for (int at = 0; at < head_size; at += LANES) {
+      Words first = __builtin_convertvector(load<Halves>(values + slot * head_size + at), Words);
+      Words second{};
+      if (slot + 1 < num_slots)
+        second = __builtin_convertvector(load<Halves>(values + (slot + 1) * head_size + at), Words);
+      store(pairs + (slot / 2) * head_size + at, first | second << 16);
+    }
+#else
+  for (int slot = 0; slot < num_slots; ++slot)
+    for (int at = 0; at < head_size; at += LANES)
+      store(ready + slot * head_size + at, widen(load<Halves>(values + slot * head_size + at)));
+#endif
+  return ready;
+}
+
+template <typename Element>
+inline Floats product_add(Floats sum, uint32_t word, Words vector) {
+#if BFLOAT16_DOT
+  if constexpr (kDot<Element>) return dot_add(sum, Words{} + word, vector);
+#endif
+  float value;
+  memcpy(&value, &word, sizeof value);
+  return multiply_add(sum, splat(value), (Floats)vector);
+}
+
+template <typename Element, int Rows>
+void score(Scratch& scratch, int row, int head_size, float factor) {
+  Floats sums[Rows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = Floats{};
+  const int depth = kDot<Element> ? head_size / 2 : head_size;
+  const uint32_t* query = reinterpret_cast<const uint32_t*>(scratch.query) + row * depth;
+  const uint32_t* turned = scratch.keys;
+  for (int at = 0; at < depth; ++at, query += Rows, turned += kSlots) {
+    scratch.keys_ahead.step();
+    Words keys[kVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) keys[v] = load<Words>(turned + v * LANES);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v)
+        sums[r][v] = product_add<Element>(sums[r][v], query[r], keys[v]);
+  }
+  float* scores = scratch.scores + row * kSlots;
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) store(scores + r * kSlots + v * LANES, sums[r][v] * factor);
+}
+
+// Scores become weights; the row's largest, its sum and how much older sums shrink are brought up to date.
+inline void soften(float* scores, int num_visible, float& largest, float& sum, float& rescale) {
+  Floats row[kVectors];
+  Floats most = splat(-INFINITY);
+  for (int v = 0; v < kVectors; ++v) {
+    row[v] = load<Floats>(scores + v * LANES);
+    if (num_visible < (v + 1) * LANES) {
+      Ints index;
+      for (int i = 0; i < LANES; ++i) index[i] = v * LANES + i;
+      row[v] = index < num_visible ? row[v] : splat(-INFINITY);
+    }
+    most = larger(row[v], most);
+  }
+  const float before = largest, now = max_of(most);
+  if (!(now <= before)) largest = now;  // NaN gets through
+  rescale = 1.0f;
+  if (largest != before) {
+    Floats shrink = exp2_nonpositive(splat(before - largest));
+    rescale = before == -INFINITY ? 0.0f : shrink[0];
+  }
+  Floats total{};
+  for (int v = 0; v < kVectors; ++v) {
+    Floats weight = exp2_nonpositive(row[v] - largest);
+    weight = row[v] == splat(-INFINITY) ? Floats{} : weight;
+    store(scores + v * LANES, weight);
+    total += weight;
+  }
+  sum = sum * rescale + sum_of(total);
+}
+
+template <typename Element, int Rows>
+void add_values(Scratch& scratch, const float* values, int num_slots, int row, int head_size,
+                float* weighted) {
+  constexpr int kStride = kDot<Element> ? kSlots / 2 : kSlots, kAcross = 2;
+  const int depth = kDot<Element> ? (num_slots + 1) / 2 : num_slots;
+  const uint32_t* weights = reinterpret_cast<const uint32_t*>(scratch.scores) + row * kStride;
+  const float* rescale = scratch.rescale + row;
+  weighted += row * head_size;
+  for (int at = 0; at < head_size; at += kAcross * LANES) {
+    Floats sums[Rows][kAcross];
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < kAcross; ++v)
+        sums[r][v] = load<Floats>(weighted + r * head_size + at + v * LANES) * rescale[r];
+    const float* value_row = values + at;
+    for (int slot = 0; slot < depth; ++slot, value_row += head_size) {
+      scratch.values_ahead.step();
+      Words value[kAcross];
+#pragma GCC unroll 2
+      for (int v = 0; v < kAcross; ++v) value[v] = load<Words>(value_row + v * LANES);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < kAcross; ++v)
+          sums[r][v] = product_add<Element>(sums[r][v], weights[r * kStride + slot], value[v]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < kAcross; ++v)
+        store(weighted + r * head_size + at + v * LANES, sums[r][v]);
+  }
+}
+
+#if BFLOAT16_DOT
+// Weights in pairs of bfloat16, over their own floats: row r moves to half its place, so front to back.
+inline void pair_weights(float* scores, int num_rows) {
+  uint32_t* pairs = reinterpret_cast<uint32_t*>(scores);
+  for (int r = 0; r < num_rows; ++r) {
+    __m512 low = _mm512_load_ps(scores + r * kSlots);
+    __m512 high = _mm512_load_ps(scores + r * kSlots + 16);
+    _mm512_store_si512(pairs + r * kSlots / 2, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  }
+}
+#endif
+
+template <template <typename, int> class Act, typename Element, typename... Arguments>
+inline void in_blocks(int num_rows, Arguments&&... arguments) {
+  int row = 0;
+  for (; row + 8 <= num_rows; row += 8) Act<Element, 8>::run(row, arguments...);
+  if (row + 4 <= num_rows) Act<Element, 4>::run(row, arguments...), row += 4;
+  if (row + 2 <= num_rows) Act<Element, 2>::run(row, arguments...), row += 2;
+  if (row < num_rows) Act<Element, 1>::run(row, arguments...);
+}
+
+template <typename Element, int Rows>
+struct Score {
+  static void run(int row, Scratch& scratch, int head_size, float factor) {
+    score<Element, Rows>(scratch, row, head_size, factor);
+  }
+};
+
+template <typename Element, int Rows>
+struct AddValues {
+  static void run(int row, Scratch& scratch, const float* values, int num_slots, int head_size,
+                  float* weighted) {
+    add_values<Element, Rows>(scratch, values, num_slots, row, head_size, weighted);
+  }
+};
+
+inline float as_float(float value) { return value; }
+inline float as_float(uint16_t value) { return widened(value); }
+
+// Rows of a block lie interleaved, so that one pointer reaches the same dimension of all of them.
+template <typename Element, int Rows>
+struct TakeQuery {
+  static void run(int row, Scratch& scratch, const Part& part) {
+    const int depth = kDot<Element> ? part.head_size / 2 : part.head_size;
+    for (int r = 0; r < Rows; ++r) {
+      const Element* from = static_cast<const Element*>(part.query) +
+                            (row + r) / part.group * part.token_stride +
+                            (row + r) % part.group * part.head_stride;
+      float* to = scratch.query + row * depth + r;
+      for (int at = 0; at < depth; ++at)
+        if constexpr (kDot<Element>)
+          memcpy(to + at * Rows, from + 2 * at, 4);
+        else
+          to[at * Rows] = as_float(from[at]);
+    }
+  }
+};
+
+template <typename Element>
+void attend(const Part& part, Partial& partial, void* memory) {
+  Scratch& scratch = *static_cast<Scratch*>(memory);
+  const int head_size = part.head_size, num_rows = part.num_tokens * part.group;
+  in_blocks<TakeQuery, Element>(num_rows, scratch, part);
+  for (int r = 0; r < num_rows; ++r) partial.largest[r] = -INFINITY, partial.sum[r] = 0.0f;
+  memset(partial.weighted, 0, sizeof(float) * num_rows * head_size);
+
+  const float factor = part.scaling * kLog2E;
+  const int tile_bytes = kSlots * head_size * int(sizeof(Element));
+  const int end_position = part.position + part.num_tokens;
+  for (int p = part.first_page; p < part.end_page; ++p) {
+    const int64_t offset = int64_t(part.pages[p]) * part.page_stride;
+    const Element* keys = static_cast<const Element*>(part.keys) + offset;
+    const Element* values = static_cast<const Element*>(part.values) + offset;
+    const int first = p * kSlots;
+    const int num_slots = end_position - first < kSlots ? end_position - first : kSlots;
+    const int64_t next = part.pages[p + 1 < part.end_page ? p + 1 : p] * part.page_stride;
+    const char* next_keys = reinterpret_cast<const char*>(static_cast<const Element*>(part.keys) + next);
+    const char* next_values =
+        reinterpret_cast<const char*>(static_cast<const Element*>(part.values) + next);
+    const int ahead = p + 1 < part.end_page ? tile_bytes : 0;
+    scratch.keys_ahead = {next_keys, next_keys + ahead};
+    scratch.values_ahead = {next_values, next_values + ahead};
+    turn_keys(keys, head_size, scratch.keys);
+    in_blocks<Score, Element>(num_rows, scratch, head_size, factor);
+    for (int r = 0; r < num_rows; ++r) {
+      const int visible = part.position + r / part.group + 1 - first;
+      soften(scratch.scores + r * kSlots, visible, partial.largest[r], partial.sum[r],
+             scratch.rescale[r]);
+    }
+    const float* ready = ready_values(values, num_slots, head_size, scratch.values);
+#if BFLOAT16_DOT
+    if (kDot<Element>) pair_weights(scratch.scores, num_rows);
+#endif
+    in_blocks<AddValues, Element>(num_rows, scratch, ready, num_slots, head_size, partial.weighted);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,53 @@
+// What an instruction set provides, and what it is asked: one part of one item of attention.
+//
+// An item is the rows (query tokens x the query heads of one KV head) of a stretch of one slice; a part
+// is an item over a range of its context's pages. See kernels.cpp for how work is cut and merged.
+#pragma once
+
+#include <cstdint>
+
+namespace pensieve {
+
+constexpr int kSlots = 32;     // of a page
+constexpr int kRowsMax = 64;   // of an item
+constexpr int kHeadMax = 256;  // head size
+
+enum class Type : int32_t { kFloat = 0, kBfloat16 = 1 };
+
+struct Part {
+  const void* query;        // of the item's first row
+  int64_t token_stride;     // elements between query tokens, and between query heads
+  int64_t head_stride;
+  const void* keys;         // arena of the layer, at this KV head
+  const void* values;
+  int64_t page_stride;      // elements between pages
+  const int32_t* pages;     // of the turn
+  int32_t first_page, end_page;
+  int32_t position;         // of the item's first token
+  int32_t num_tokens;       // of the item
+  int32_t group;            // query heads of this KV head
+  int32_t head_size;
+  float scaling;
+};
+
+// A part's answer for each row: the largest score (base 2), the sum of 2^(score - largest), and the
+// values weighted by the same, row by row.
+struct Partial {
+  float largest[kRowsMax];
+  float sum[kRowsMax];
+  alignas(64) float weighted[kRowsMax * kHeadMax];
+};
+
+constexpr int kScratchBytes = 256 << 10;  // that a thread hands to each call, aligned to 64 bytes
+
+using Attend = void (*)(const Part&, Partial&, void* scratch);
+
+struct Kernel {
+  const char* name;
+  int head_multiple;  // of head sizes that it can do
+  Attend attend_float, attend_bfloat16;
+};
+
+extern const Kernel kAvx512Bf16, kAvx512, kAvx2, kPlain;
+
+}  // namespace pensieve

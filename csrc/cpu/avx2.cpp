@@ -1,0 +1,8 @@
+// x86-64 with AVX2 and FMA: vectors of eight floats. Compiled with -mavx2 -mfma.
+#define LANES 8
+#define BFLOAT16_DOT 0
+#include <cmath>
+
+#include "attend.h"
+
+const pensieve::Kernel pensieve::kAvx2 = {"avx2", 16, attend<float>, attend<uint16_t>};

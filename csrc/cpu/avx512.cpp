@@ -1,0 +1,8 @@
+// x86-64 with AVX-512 F, BW, VL, DQ: vectors of sixteen floats. Compiled with -mavx512f and the rest.
+#define LANES 16
+#define BFLOAT16_DOT 0
+#include <cmath>
+
+#include "attend.h"
+
+const pensieve::Kernel pensieve::kAvx512 = {"avx512", 32, attend<float>, attend<uint16_t>};

@@ -1,0 +1,9 @@
+// AVX-512 with BF16: two products of bfloat16 in one instruction. Compiled with -mavx512bf16 besides.
+#define LANES 16
+#define BFLOAT16_DOT 1
+#include <cmath>
+
+#include "attend.h"
+
+const pensieve::Kernel pensieve::kAvx512Bf16 = {"avx512_bf16", 32, attend<float>,
+                                                attend<uint16_t>};

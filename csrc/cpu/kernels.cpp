@@ -1,0 +1,346 @@
+// The C interface: which instruction set, how work is cut, and who does it.
+//
+// Cutting. Attention is a list of items (the rows of a stretch of one slice that share a KV head), each
+// over its own number of pages. Items whose context is long beside what there is to do for each thread
+// are cut into parts; the thread that finishes an item's last part merges them. Threads take parts from
+// one counter, so few long contexts and many short ones both keep all of them busy.
+//
+// Threads. Torch's OpenMP threads spin for a while after each of its own operations. A second pool would
+// have to share the cores with them, so the work runs on the same threads: Python hands over the
+// GOMP_parallel of the library that torch has loaded. Without it, one thread does everything.
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "attention.h"
+
+namespace pensieve {
+namespace {
+
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+Parallel g_parallel = nullptr;
+
+bool runs(const Kernel& kernel) {
+#if HAS_AVX512_BF16
+  if (&kernel == &kAvx512Bf16)
+    return runs(kAvx512) && __builtin_cpu_supports("avx512bf16");
+#endif
+#if HAS_AVX512
+  if (&kernel == &kAvx512)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#endif
+#if HAS_AVX2
+  if (&kernel == &kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+  return &kernel == &kPlain;
+}
+
+const Kernel* const kKernels[] = {
+#if HAS_AVX512_BF16
+    &kAvx512Bf16,
+#endif
+#if HAS_AVX512
+    &kAvx512,
+#endif
+#if HAS_AVX2
+    &kAvx2,
+#endif
+    &kPlain};
+
+// The best one that runs here and takes this head size; `only` names one, for tests.
+const Kernel* kernel_for(int head_size, const char* only) {
+  for (const Kernel* kernel : kKernels)
+    if (runs(*kernel) && head_size % kernel->head_multiple == 0 &&
+        (!only || !*only || !std::strcmp(only, kernel->name)))
+      return kernel;
+  return nullptr;
+}
+
+template <typename Work>
+void on_threads(int num_threads, Work& work) {
+  if (num_threads > 1 && g_parallel) {
+    g_parallel([](void* work) { (*static_cast<Work*>(work))(); }, &work, unsigned(num_threads), 0);
+  } else {
+    work();
+  }
+}
+
+struct Item {
+  int slice, kv_head, first_token, num_tokens;
+  int num_pages;
+  int first_part, num_parts;
+};
+
+struct Memory {  // of one thread
+  Partial partial;
+  alignas(64) char scratch[kScratchBytes];
+};
+
+struct Cut {
+  int item, first_page, end_page;
+};
+
+struct Call {
+  Type type;
+  const void* query;
+  int64_t query_token_stride, query_head_stride;
+  const void *keys, *values;
+  int64_t page_stride, kv_head_stride;
+  const int32_t* page_table;
+  int64_t pages_max;
+  const int32_t *slice_offsets, *slice_turns, *slice_starts;
+  int32_t num_slices, num_heads, num_kv_heads, head_size;
+  float scaling;
+  void* out;
+  int64_t out_token_stride, out_head_stride;
+  int32_t num_threads;
+};
+
+int64_t element_bytes(Type type) { return type == Type::kFloat ? 4 : 2; }
+
+const void* at(const void* base, int64_t elements, Type type) {
+  return static_cast<const char*>(base) + elements * element_bytes(type);
+}
+
+Part part_of(const Call& call, const Item& item, int first_page, int end_page) {
+  const int group = call.num_heads / call.num_kv_heads;
+  const int start = call.slice_starts[item.slice];
+  const int row = call.slice_offsets[item.slice] + item.first_token;
+  Part part;
+  part.query = at(call.query,
+                  row * call.query_token_stride + item.kv_head * group * call.query_head_stride,
+                  call.type);
+  part.token_stride = call.query_token_stride;
+  part.head_stride = call.query_head_stride;
+  part.keys = at(call.keys, item.kv_head * call.kv_head_stride, call.type);
+  part.values = at(call.values, item.kv_head * call.kv_head_stride, call.type);
+  part.page_stride = call.page_stride;
+  part.pages = call.page_table + call.slice_turns[item.slice] * call.pages_max;
+  part.first_page = first_page;
+  part.end_page = end_page;
+  part.position = start + item.first_token;
+  part.num_tokens = item.num_tokens;
+  part.group = group;
+  part.head_size = call.head_size;
+  part.scaling = call.scaling;
+  return part;
+}
+
+uint16_t rounded(float value) {  // to the nearest, ties to even; NaN stays NaN
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+void write_out(const Call& call, const Item& item, const Partial& partial) {
+  const int group = call.num_heads / call.num_kv_heads;
+  const int first_row = call.slice_offsets[item.slice] + item.first_token;
+  for (int t = 0; t < item.num_tokens; ++t)
+    for (int g = 0; g < group; ++g) {
+      const int row = t * group + g;
+      const float* from = partial.weighted + row * call.head_size;
+      const float factor = 1.0f / partial.sum[row];
+      const int64_t to = (first_row + t) * call.out_token_stride +
+                         (item.kv_head * group + g) * call.out_head_stride;
+      if (call.type == Type::kFloat) {
+        float* out = static_cast<float*>(call.out) + to;
+        for (int d = 0; d < call.head_size; ++d) out[d] = from[d] * factor;
+      } else {
+        uint16_t* out = static_cast<uint16_t*>(call.out) + to;
+        for (int d = 0; d < call.head_size; ++d) out[d] = rounded(from[d] * factor);
+      }
+    }
+}
+
+// Into the first of an item's partials.
+void merge(const Item& item, Partial* partials, int num_rows, int head_size) {
+  Partial& all = partials[0];
+  for (int row = 0; row < num_rows; ++row) {
+    float largest = all.largest[row];
+    for (int p = 1; p < item.num_parts; ++p)
+      if (!(partials[p].largest[row] <= largest)) largest = partials[p].largest[row];
+    float* weighted = all.weighted + row * head_size;
+    float sum = 0.0f;
+    for (int p = 0; p < item.num_parts; ++p) {
+      const float before = partials[p].largest[row];
+      const float factor = before == -INFINITY ? 0.0f : std::exp2(before - largest);
+      sum += partials[p].sum[row] * factor;
+      const float* more = partials[p].weighted + row * head_size;
+      for (int d = 0; d < head_size; ++d)
+        weighted[d] = (p ? weighted[d] : 0.0f) + more[d] * factor;
+    }
+    all.sum[row] = sum;
+  }
+}
+
+// Whether every page that a slice reaches is one of the arena's.
+bool within(const Call& call, int64_t num_pages) {
+  for (int slice = 0; slice < call.num_slices; ++slice) {
+    const int length = call.slice_offsets[slice + 1] - call.slice_offsets[slice];
+    const int count = length ? (call.slice_starts[slice] + length + kSlots - 1) / kSlots : 0;
+    const int32_t* pages = call.page_table + call.slice_turns[slice] * call.pages_max;
+    if (count > call.pages_max) return false;
+    for (int i = 0; i < count; ++i)
+      if (pages[i] < 0 || pages[i] >= num_pages) return false;
+  }
+  return true;
+}
+
+void cut(const Call& call, std::vector<Item>& items, std::vector<Cut>& cuts) {
+  const int group = call.num_heads / call.num_kv_heads;
+  const int tokens_max = kRowsMax / group;
+  int64_t pages_in_all = 0;
+  for (int slice = 0; slice < call.num_slices; ++slice) {
+    const int length = call.slice_offsets[slice + 1] - call.slice_offsets[slice];
+    for (int first = 0; first < length; first += tokens_max) {
+      const int count = length - first < tokens_max ? length - first : tokens_max;
+      const int pages = (call.slice_starts[slice] + first + count + kSlots - 1) / kSlots;
+      for (int head = 0; head < call.num_kv_heads; ++head)
+        items.push_back({slice, head, first, count, pages, 0, 1});
+      pages_in_all += int64_t(pages) * call.num_kv_heads;
+    }
+  }
+  const int64_t share = pages_in_all / (call.num_threads * 4) + 1;
+  const int pages_max = share < 16 ? 16 : int(share);
+  for (int i = 0; i < int(items.size()); ++i) {
+    Item& item = items[i];
+    item.first_part = int(cuts.size());
+    if (call.num_threads > 1 && item.num_pages > 2 * pages_max)
+      item.num_parts = (item.num_pages + pages_max - 1) / pages_max;
+    for (int p = 0; p < item.num_parts; ++p)
+      cuts.push_back({i, int(int64_t(item.num_pages) * p / item.num_parts),
+                      int(int64_t(item.num_pages) * (p + 1) / item.num_parts)});
+  }
+}
+
+void attend_all(const Call& call, Attend attend) {
+  std::vector<Item> items;
+  std::vector<Cut> cuts;
+  cut(call, items, cuts);
+  int num_kept = 0;  // parts of items that have several
+  std::vector<int> kept(cuts.size(), -1);
+  for (const Item& item : items)
+    if (item.num_parts > 1)
+      for (int p = 0; p < item.num_parts; ++p) kept[item.first_part + p] = num_kept++;
+  Partial* partials =
+      num_kept ? static_cast<Partial*>(std::aligned_alloc(64, num_kept * sizeof(Partial))) : nullptr;
+  if (num_kept && !partials) {  // no memory for parts: whole items need none
+    cuts.clear();
+    for (int i = 0; i < int(items.size()); ++i) {
+      items[i].first_part = i, items[i].num_parts = 1;
+      cuts.push_back({i, 0, items[i].num_pages});
+    }
+    kept.assign(cuts.size(), -1);
+  }
+  std::vector<std::atomic<int>> remaining(items.size());
+  for (size_t i = 0; i < items.size(); ++i) remaining[i] = items[i].num_parts;
+  std::atomic<int> next{0};
+  auto work = [&] {
+    static thread_local Memory own;
+    for (int taken; (taken = next.fetch_add(1)) < int(cuts.size());) {
+      const Cut& each = cuts[taken];
+      const Item& item = items[each.item];
+      Partial& partial = kept[taken] < 0 ? own.partial : partials[kept[taken]];
+      attend(part_of(call, item, each.first_page, each.end_page), partial, own.scratch);
+      if (item.num_parts == 1) {
+        write_out(call, item, partial);
+      } else if (remaining[each.item].fetch_sub(1) == 1) {
+        Partial* parts = partials + kept[item.first_part];
+        merge(item, parts, item.num_tokens * (call.num_heads / call.num_kv_heads), call.head_size);
+        write_out(call, item, parts[0]);
+      }
+    }
+  };
+  on_threads(cuts.size() > 1 ? call.num_threads : 1, work);
+  std::free(partials);
+}
+
+}  // namespace
+}  // namespace pensieve
+
+using namespace pensieve;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+void pensieve_use_threads_of(void* gomp_parallel) {
+  g_parallel = reinterpret_cast<Parallel>(gomp_parallel);
+}
+
+// The name of the instruction set that would be used; null where none fits.
+const char* pensieve_kernel(int32_t head_size, const char* only) {
+  const Kernel* kernel = kernel_for(head_size, only);
+  return kernel ? kernel->name : nullptr;
+}
+
+// 0; 1 where these shapes are somebody else's; 2 where an index leads out of the arena.
+int32_t pensieve_multi_token_attention(
+    const char* only, int32_t type, const void* query, int64_t query_token_stride,
+    int64_t query_head_stride, const void* keys, const void* values, int64_t page_stride,
+    int64_t kv_head_stride, int64_t num_pages, const int32_t* page_table, int64_t pages_max,
+    const int32_t* slice_offsets, const int32_t* slice_turns, const int32_t* slice_starts,
+    int32_t num_slices, int32_t num_heads, int32_t num_kv_heads, int32_t slots, int32_t head_size,
+    float scaling, void* out, int64_t out_token_stride, int64_t out_head_stride,
+    int32_t num_threads) {
+  const Kernel* kernel = kernel_for(head_size, only);
+  if (!kernel || slots != kSlots || head_size > kHeadMax || num_heads / num_kv_heads > kRowsMax)
+    return 1;
+  const Call call{Type(type),        query,        query_token_stride, query_head_stride,
+                  keys,              values,       page_stride,        kv_head_stride,
+                  page_table,        pages_max,    slice_offsets,      slice_turns,
+                  slice_starts,      num_slices,   num_heads,          num_kv_heads,
+                  head_size,         scaling,      out,                out_token_stride,
+                  out_head_stride,   num_threads < 1 ? 1 : num_threads};
+  if (!within(call, num_pages)) return 2;
+  attend_all(call, Type(type) == Type::kFloat ? kernel->attend_float : kernel->attend_bfloat16);
+  return 0;
+}
+
+// Strides in bytes; a slot is page * slots + place. 0, or 2 and nothing written.
+int32_t pensieve_write_kv(const char* key, int64_t key_token_stride, int64_t key_head_stride,
+                       const char* value, int64_t value_token_stride, int64_t value_head_stride,
+                       const int64_t* slot_mapping, int64_t num_tokens, int32_t num_kv_heads,
+                       int32_t slots, int64_t row_bytes, char* key_pages, char* value_pages,
+                       int64_t page_stride, int64_t kv_head_stride, int64_t num_pages) {
+  for (int64_t t = 0; t < num_tokens; ++t)
+    if (slot_mapping[t] < 0 || slot_mapping[t] >= num_pages * slots) return 2;
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    const int64_t to = slot_mapping[t] / slots * page_stride + slot_mapping[t] % slots * row_bytes;
+    for (int32_t head = 0; head < num_kv_heads; ++head) {
+      std::memcpy(key_pages + to + head * kv_head_stride,
+                  key + t * key_token_stride + head * key_head_stride, row_bytes);
+      std::memcpy(value_pages + to + head * kv_head_stride,
+                  value + t * value_token_stride + head * value_head_stride, row_bytes);
+    }
+  }
+  return 0;
+}
+
+// A page is `num_tiles` (keys and values, times KV heads) tiles of `slots` rows. 0, or 2 and nothing copied.
+int32_t pensieve_copy_pages(const char* source, char* target, const int64_t* source_pages,
+                         const int64_t* target_pages, const int64_t* num_slots, int64_t num_copies,
+                         int32_t num_tiles, int32_t slots, int64_t row_bytes,
+                         int64_t num_source_pages, int64_t num_target_pages) {
+  for (int64_t i = 0; i < num_copies; ++i)
+    if (source_pages[i] < 0 || source_pages[i] >= num_source_pages || target_pages[i] < 0 ||
+        target_pages[i] >= num_target_pages || num_slots[i] < 0 || num_slots[i] > slots)
+      return 2;
+  const int64_t tile_bytes = slots * row_bytes, page_bytes = num_tiles * tile_bytes;
+  for (int64_t i = 0; i < num_copies; ++i) {
+    const char* from = source + source_pages[i] * page_bytes;
+    char* to = target + target_pages[i] * page_bytes;
+    if (num_slots[i] == slots) {
+      std::memcpy(to, from, page_bytes);
+      continue;
+    }
+    for (int32_t tile = 0; tile < num_tiles; ++tile)
+      std::memcpy(to + tile * tile_bytes, from + tile * tile_bytes, num_slots[i] * row_bytes);
+  }
+  return 0;
+}
+}
+#pragma GCC visibility pop

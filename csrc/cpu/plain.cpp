@@ -1,0 +1,8 @@
+// Any 64-bit machine: vectors of four floats, which every one of them has.
+#define LANES 4
+#define BFLOAT16_DOT 0
+#include <cmath>
+
+#include "attend.h"
+
+const pensieve::Kernel pensieve::kPlain = {"plain", 8, attend<float>, attend<uint16_t>};
