@@ -36,9 +36,14 @@ struct Ahead {
   const char* next;
   const char* end;
   void step() {
-    for (int line = 0; line < 2 && next < end; ++line, next += 64) __builtin_prefetch(next, 0, 2);
+    if (next < end) __builtin_prefetch(next, 0, 2), next += 64;
   }
 };
+
+inline Ahead ahead_of(const void* tile, int num_bytes) {
+  const char* first = static_cast<const char*>(tile);
+  return {first, first ? first + num_bytes : nullptr};
+}
 
 struct alignas(64) Scratch {  // of one thread
   float query[kRowsMax * kHeadMax];  // rows of floats, or of pairs of bfloat16
@@ -60,18 +65,21 @@ inline Floats dot_add(Floats sum, Words a, Words b) {
 }
 #endif
 
-void turn_keys(const float* keys, int head_size, uint32_t* turned) {
+void turn_keys(const float* keys, int head_size, uint32_t* turned, Ahead& ahead) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(keys);
   for (int slot = 0; slot < kSlots; slot += LANES)
     for (int at = 0; at < head_size; at += LANES) {
       Words rows[LANES];
       for (int i = 0; i < LANES; ++i) rows[i] = load<Words>(words + (slot + i) * head_size + at);
       transpose(rows);
-      for (int i = 0; i < LANES; ++i) store(turned + (at + i) * kSlots + slot, rows[i]);
+      for (int i = 0; i < LANES; ++i) {
+        if (i & 1) ahead.step();
+        store(turned + (at + i) * kSlots + slot, rows[i]);
+      }
     }
 }
 
-void turn_keys(const uint16_t* keys, int head_size, uint32_t* turned) {
+void turn_keys(const uint16_t* keys, int head_size, uint32_t* turned, Ahead& ahead) {
   const int num_pairs = head_size / 2;
   for (int slot = 0; slot < kSlots; slot += LANES)
     for (int at = 0; at < num_pairs; at += LANES) {
@@ -79,6 +87,7 @@ void turn_keys(const uint16_t* keys, int head_size, uint32_t* turned) {
       for (int i = 0; i < LANES; ++i) rows[i] = load<Words>(keys + (slot + i) * head_size + 2 * at);
       transpose(rows);
       for (int i = 0; i < LANES; ++i) {
+        if (i & 1) ahead.step();
         if (kDot<uint16_t>) {
           store(turned + (at + i) * kSlots + slot, rows[i]);
         } else {
@@ -90,9 +99,12 @@ void turn_keys(const uint16_t* keys, int head_size, uint32_t* turned) {
 }
 
 // Values as the second product wants them; `num_slots` rows hold something, what follows counts as 0.
-inline const float* ready_values(const float* values, int, int, float*) { return values; }
+inline const float* ready_values(const float* values, int, int, float*, Ahead&) {
+  return values;
+}
 
-inline const float* ready_values(const uint16_t* values, int num_slots, int head_size, float* ready) {
+inline const float* ready_values(const uint16_t* values, int num_slots, int head_size, float* ready,
+                                 Ahead& ahead) {
 #if BFLOAT16_DOT
   uint32_t* pairs = reinterpret_cast<uint32_t*>(ready);
   for (int slot = 0; slot < num_slots; slot += 2)
@@ -101,6 +113,7 @@ inline const float* ready_values(const uint16_t* values, int num_slots, int head
       Words second{};
       if (slot + 1 < num_slots)
         second = __builtin_convertvector(load<Halves>(values + (slot + 1) * head_size + at), Words);
+      if (at & LANES) ahead.step();
       store(pairs + (slot / 2) * head_size + at, first | second << 16);
     }
 #else
@@ -289,25 +302,39 @@ void attend(const Part& part, Partial& partial, void* memory) {
     const Element* values = static_cast<const Element*>(part.values) + offset;
     const int first = p * kSlots;
     const int num_slots = end_position - first < kSlots ? end_position - first : kSlots;
-    const int64_t next = part.pages[p + 1 < part.end_page ? p + 1 : p] * part.page_stride;
-    const char* next_keys = reinterpret_cast<const char*>(static_cast<const Element*>(part.keys) + next);
-    const char* next_values =
-        reinterpret_cast<const char*>(static_cast<const Element*>(part.values) + next);
-    const int ahead = p + 1 < part.end_page ? tile_bytes : 0;
-    scratch.keys_ahead = {next_keys, next_keys + ahead};
-    scratch.values_ahead = {next_values, next_values + ahead};
-    turn_keys(keys, head_size, scratch.keys);
+    const void *next_keys = part.keys_after, *next_values = part.values_after;
+    if (p + 1 < part.end_page) {
+      const int64_t next = int64_t(part.pages[p + 1]) * part.page_stride;
+      next_keys = static_cast<const Element*>(part.keys) + next;
+      next_values = static_cast<const Element*>(part.values) + next;
+    }
+    scratch.keys_ahead = ahead_of(next_keys, tile_bytes);
+    scratch.values_ahead = ahead_of(next_values, tile_bytes);
+    turn_keys(keys, head_size, scratch.keys, scratch.keys_ahead);
     in_blocks<Score, Element>(num_rows, scratch, head_size, factor);
     for (int r = 0; r < num_rows; ++r) {
       const int visible = part.position + r / part.group + 1 - first;
       soften(scratch.scores + r * kSlots, visible, partial.largest[r], partial.sum[r],
              scratch.rescale[r]);
     }
-    const float* ready = ready_values(values, num_slots, head_size, scratch.values);
+    const float* ready = ready_values(values, num_slots, head_size, scratch.values,
+                                      scratch.values_ahead);
 #if BFLOAT16_DOT
     if (kDot<Element>) pair_weights(scratch.scores, num_rows);
 #endif
     in_blocks<AddValues, Element>(num_rows, scratch, ready, num_slots, head_size, partial.weighted);
+  }
+}
+
+template <typename Element>
+void write_out(const Partial& partial, int32_t num_tokens, int32_t group, int32_t head_size,
+               void* out, int64_t token_stride, int64_t head_stride) {
+  for (int row = 0; row < num_tokens * group; ++row) {
+    const float* from = partial.weighted + row * head_size;
+    const float factor = 1.0f / partial.sum[row];
+    Element* to = static_cast<Element*>(out) + row / group * token_stride + row % group * head_stride;
+    for (int at = 0; at < head_size; at += LANES)
+      write(to + at, load<Floats>(from + at) * factor);
   }
 }
 

@@ -23,6 +23,7 @@ struct Part {
   int64_t page_stride;      // elements between pages
   const int32_t* pages;     // of the turn
   int32_t first_page, end_page;
+  const void *keys_after, *values_after;  // tiles that this thread reads next; null: none
   int32_t position;         // of the item's first token
   int32_t num_tokens;       // of the item
   int32_t group;            // query heads of this KV head
@@ -42,10 +43,18 @@ constexpr int kScratchBytes = 256 << 10;  // that a thread hands to each call, a
 
 using Attend = void (*)(const Part&, Partial&, void* scratch);
 
+// weighted / sum, as elements: for each token, `group` heads.
+using WriteOut = void (*)(const Partial&, int32_t num_tokens, int32_t group, int32_t head_size,
+                          void* out, int64_t token_stride, int64_t head_stride);
+
+struct Dense;  // in layer.h
+
 struct Kernel {
   const char* name;
   int head_multiple;  // of head sizes that it can do
   Attend attend_float, attend_bfloat16;
+  WriteOut write_float, write_bfloat16;
+  const Dense &dense_float, &dense_bfloat16;
 };
 
 extern const Kernel kAvx512Bf16, kAvx512, kAvx2, kPlain;

@@ -4,5 +4,9 @@
 #include <cmath>
 
 #include "attend.h"
+#include "dense.h"
 
-const pensieve::Kernel pensieve::kAvx2 = {"avx2", 16, attend<float>, attend<uint16_t>};
+const pensieve::Kernel pensieve::kAvx2 = {
+    "avx2", 16,
+    attend<float>, attend<uint16_t>, write_out<float>, write_out<uint16_t>,
+    dense_for<float>, dense_for<uint16_t>};

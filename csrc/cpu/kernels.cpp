@@ -4,10 +4,6 @@
 // over its own number of pages. Items whose context is long beside what there is to do for each thread
 // are cut into parts; the thread that finishes an item's last part merges them. Threads take parts from
 // one counter, so few long contexts and many short ones both keep all of them busy.
-//
-// Threads. Torch's OpenMP threads spin for a while after each of its own operations. A second pool would
-// have to share the cores with them, so the work runs on the same threads: Python hands over the
-// GOMP_parallel of the library that torch has loaded. Without it, one thread does everything.
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
@@ -15,12 +11,14 @@
 #include <vector>
 
 #include "attention.h"
+#include "layer.h"
+#include "threads.h"
 
 namespace pensieve {
-namespace {
 
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 Parallel g_parallel = nullptr;
+
+namespace {
 
 bool runs(const Kernel& kernel) {
 #if HAS_AVX512_BF16
@@ -57,15 +55,6 @@ const Kernel* kernel_for(int head_size, const char* only) {
         (!only || !*only || !std::strcmp(only, kernel->name)))
       return kernel;
   return nullptr;
-}
-
-template <typename Work>
-void on_threads(int num_threads, Work& work) {
-  if (num_threads > 1 && g_parallel) {
-    g_parallel([](void* work) { (*static_cast<Work*>(work))(); }, &work, unsigned(num_threads), 0);
-  } else {
-    work();
-  }
 }
 
 struct Item {
@@ -109,7 +98,7 @@ Part part_of(const Call& call, const Item& item, int first_page, int end_page) {
   const int group = call.num_heads / call.num_kv_heads;
   const int start = call.slice_starts[item.slice];
   const int row = call.slice_offsets[item.slice] + item.first_token;
-  Part part;
+  Part part{};
   part.query = at(call.query,
                   row * call.query_token_stride + item.kv_head * group * call.query_head_stride,
                   call.type);
@@ -129,31 +118,14 @@ Part part_of(const Call& call, const Item& item, int first_page, int end_page) {
   return part;
 }
 
-uint16_t rounded(float value) {  // to the nearest, ties to even; NaN stays NaN
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t(bits >> 16 | 0x40);
-  return uint16_t((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
-}
-
-void write_out(const Call& call, const Item& item, const Partial& partial) {
+void write_out(const Call& call, const Kernel& kernel, const Item& item, const Partial& partial) {
   const int group = call.num_heads / call.num_kv_heads;
-  const int first_row = call.slice_offsets[item.slice] + item.first_token;
-  for (int t = 0; t < item.num_tokens; ++t)
-    for (int g = 0; g < group; ++g) {
-      const int row = t * group + g;
-      const float* from = partial.weighted + row * call.head_size;
-      const float factor = 1.0f / partial.sum[row];
-      const int64_t to = (first_row + t) * call.out_token_stride +
-                         (item.kv_head * group + g) * call.out_head_stride;
-      if (call.type == Type::kFloat) {
-        float* out = static_cast<float*>(call.out) + to;
-        for (int d = 0; d < call.head_size; ++d) out[d] = from[d] * factor;
-      } else {
-        uint16_t* out = static_cast<uint16_t*>(call.out) + to;
-        for (int d = 0; d < call.head_size; ++d) out[d] = rounded(from[d] * factor);
-      }
-    }
+  const int64_t row = call.slice_offsets[item.slice] + item.first_token;
+  const int64_t at = row * call.out_token_stride + item.kv_head * group * call.out_head_stride;
+  const WriteOut write = call.type == Type::kFloat ? kernel.write_float : kernel.write_bfloat16;
+  write(partial, item.num_tokens, group, call.head_size,
+        static_cast<char*>(call.out) + at * element_bytes(call.type), call.out_token_stride,
+        call.out_head_stride);
 }
 
 // Into the first of an item's partials.
@@ -217,7 +189,8 @@ void cut(const Call& call, std::vector<Item>& items, std::vector<Cut>& cuts) {
   }
 }
 
-void attend_all(const Call& call, Attend attend) {
+void attend_all(const Call& call, const Kernel& kernel) {
+  const Attend attend = call.type == Type::kFloat ? kernel.attend_float : kernel.attend_bfloat16;
   std::vector<Item> items;
   std::vector<Cut> cuts;
   cut(call, items, cuts);
@@ -241,17 +214,27 @@ void attend_all(const Call& call, Attend attend) {
   std::atomic<int> next{0};
   auto work = [&] {
     static thread_local Memory own;
-    for (int taken; (taken = next.fetch_add(1)) < int(cuts.size());) {
+    const int num_cuts = int(cuts.size());
+    for (int taken = next.fetch_add(1), following; taken < num_cuts; taken = following) {
+      following = next.fetch_add(1);
       const Cut& each = cuts[taken];
       const Item& item = items[each.item];
+      Part part = part_of(call, item, each.first_page, each.end_page);
+      if (following < num_cuts) {
+        const Cut& after = cuts[following];
+        const Part then = part_of(call, items[after.item], after.first_page, after.end_page);
+        const int64_t page = int64_t(then.pages[then.first_page]) * then.page_stride;
+        part.keys_after = at(then.keys, page, call.type);
+        part.values_after = at(then.values, page, call.type);
+      }
       Partial& partial = kept[taken] < 0 ? own.partial : partials[kept[taken]];
-      attend(part_of(call, item, each.first_page, each.end_page), partial, own.scratch);
+      attend(part, partial, own.scratch);
       if (item.num_parts == 1) {
-        write_out(call, item, partial);
+        write_out(call, kernel, item, partial);
       } else if (remaining[each.item].fetch_sub(1) == 1) {
         Partial* parts = partials + kept[item.first_part];
         merge(item, parts, item.num_tokens * (call.num_heads / call.num_kv_heads), call.head_size);
-        write_out(call, item, parts[0]);
+        write_out(call, kernel, item, parts[0]);
       }
     }
   };
@@ -260,6 +243,13 @@ void attend_all(const Call& call, Attend attend) {
 }
 
 }  // namespace
+
+const Dense& dense_of(const char* only, Type type) {
+  const Kernel* kernel = kernel_for(0, only);
+  if (!kernel) kernel = &kPlain;
+  return type == Type::kFloat ? kernel->dense_float : kernel->dense_bfloat16;
+}
+
 }  // namespace pensieve
 
 using namespace pensieve;
@@ -296,7 +286,7 @@ int32_t pensieve_multi_token_attention(
                   head_size,         scaling,      out,                out_token_stride,
                   out_head_stride,   num_threads < 1 ? 1 : num_threads};
   if (!within(call, num_pages)) return 2;
-  attend_all(call, Type(type) == Type::kFloat ? kernel->attend_float : kernel->attend_bfloat16);
+  attend_all(call, *kernel);
   return 0;
 }
 

@@ -70,6 +70,46 @@ inline float widened(uint16_t half) {
   return value;
 }
 
+// Elements are floats or bfloat16.
+template <typename Element>
+inline Floats read(const Element* from) {
+  if constexpr (sizeof(Element) == 4)
+    return load<Floats>(from);
+  else
+    return widen(load<Halves>(from));
+}
+
+template <typename Element>
+inline float read_one(const Element* from) {
+  if constexpr (sizeof(Element) == 4)
+    return *from;
+  else
+    return widened(*from);
+}
+
+inline Halves rounded(Floats value) {
+  Words bits = (Words)value;
+  Words up = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+  Words nan = bits >> 16 | 0x40;
+  return __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? nan : up, Halves);
+}
+
+template <typename Element>
+inline void write(Element* to, Floats value) {
+  if constexpr (sizeof(Element) == 4)
+    store(to, value);
+  else
+    store(to, rounded(value));
+}
+
+template <typename Element>
+inline void write_one(Element* to, float value) {
+  if constexpr (sizeof(Element) == 4)
+    *to = value;
+  else
+    *to = rounded(value);
+}
+
 // 2 to the power of x, for x <= 0; below -126 it is 2^-126, which no sum notices. Relative error < 2e-7.
 inline Floats exp2_nonpositive(Floats x) {
   x = x < splat(-126.0f) ? splat(-126.0f) : x;  // NaN stays

@@ -21,6 +21,7 @@ import torch
 
 NAME = "libpensieve_cpu.so"
 SLOTS = 32
+MADV_HUGEPAGE = 14
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 only = os.environ.get("PENSIEVE_CPU_KERNEL", "").encode()  # an instruction set, to compare them
@@ -174,6 +175,16 @@ def _done(answer: int) -> bool:
     if answer == 2:
         raise IndexError("a page or slot lies outside the arena")
     return answer == 0
+
+
+def advise_huge(tensor: torch.Tensor) -> None:
+    """Ask for large pages under a tensor that will be read again and again; a wish, not a need."""
+    page = 2 << 20
+    first = -(-tensor.data_ptr() // page) * page
+    end = (tensor.data_ptr() + tensor.nbytes) // page * page
+    if sys.platform == "linux" and end > first:
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_HUGEPAGE)
 
 
 # -- the library --

@@ -27,7 +27,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pensieve.errors import UnsupportedModel
-from pensieve.kernels import multi_token_attention, write_kv
+from pensieve.kernels import dense, multi_token_attention, write_kv
 from pensieve.model.batch import Batch
 from pensieve.model.kv_memory import KVMemory, PageMoves
 
@@ -37,6 +37,11 @@ PROBING = "pensieve-probe"
 
 class ForwardPass(Protocol):
     """What the forward carries to every layer: one per iteration, or the probe's."""
+
+    pages: dense.Pages | None  # what a fused layer needs to do without `attend`
+
+    def arrive(self, layer: int) -> None:
+        """Return when the layer's pages are in place."""
 
     def attend(
         self,
@@ -64,6 +69,21 @@ class PagedPass:
         self._memory = memory
         self._wait_layer = wait_layer
         self._copies = copies
+        self.pages: dense.Pages | None = None
+        if memory.device_arena.device.type == "cpu" and dense.available(memory.device_arena.dtype):
+            self.pages = dense.Pages(
+                memory.device_arena,
+                batch.slot_mapping,
+                batch.page_table,
+                batch.slice_offsets,
+                batch.slice_turns,
+                batch.slice_starts,
+            )
+
+    def arrive(self, layer: int) -> None:
+        self._wait_layer(layer)
+        if self._copies is not None:
+            self._memory.copy_within(layer, self._copies)
 
     def attend(
         self,
@@ -77,9 +97,7 @@ class PagedPass:
     ) -> torch.Tensor:
         layer: int = module.layer_idx  # type: ignore[assignment]  # the probe saw 0..n-1
         memory, batch = self._memory, self.batch
-        self._wait_layer(layer)
-        if self._copies is not None:
-            memory.copy_within(layer, self._copies)
+        self.arrive(layer)
         key_pages, value_pages = memory.key_pages(layer), memory.value_pages(layer)
         write_kv(key, value, batch.slot_mapping, key_pages, value_pages)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -97,11 +115,24 @@ class PagedPass:
         return out
 
 
+class WholeModel(Protocol):
+    """A faster way through the same model."""
+
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        forward_pass: ForwardPass,
+    ) -> torch.Tensor: ...
+
+
 class FlatModel:
     """A transformers model called on one flat batch."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
+        self.whole: WholeModel | None = None  # does all of it, once the layers are fused
         # All families of transformers 5 take it; a model that does not computes every row's logits.
         self._keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
 
@@ -113,6 +144,8 @@ class FlatModel:
         forward_pass: ForwardPass,
     ) -> torch.Tensor:  # (rows, vocab)
         """Logits of the given rows; the others never meet the output matrix."""
+        if self.whole is not None:
+            return self.whole.logits(input_ids, positions, rows, forward_pass)
         output = self.module(
             input_ids=input_ids[None],
             position_ids=positions[None],

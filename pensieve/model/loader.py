@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from pensieve.errors import ModelError, UnsupportedModel
 from pensieve.model.attention import FlatModel
-from pensieve.model.probe import one_line, probe
+from pensieve.model.probe import FusionFailed, one_line, probe
 from pensieve.model.shape import ModelShape
 
 
@@ -54,7 +54,12 @@ def load(
         flat = FlatModel(_read_weights(name, config, dtype))
         report("probing its attention")
         try:
-            shape = probe(flat)
+            try:
+                shape = probe(flat)
+            except FusionFailed as error:
+                report(f"its layers stay as they are: {error}")
+                flat = FlatModel(_read_weights(name, config, dtype))
+                shape = probe(flat, fuse_layers=False)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"cannot serve {name}: {error}") from error
     report(

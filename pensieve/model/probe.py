@@ -30,9 +30,11 @@ from pensieve.core.iteration import Slice
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
 from pensieve.errors import UnsupportedModel
+from pensieve.kernels import dense
 from pensieve.model import attention
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
+from pensieve.model.fused import fuse
 from pensieve.model.kv_memory import KVMemory
 from pensieve.model.shape import ModelShape
 
@@ -57,8 +59,12 @@ _HARMLESS = frozenset(
 )
 
 
-def probe(flat: FlatModel) -> ModelShape:
-    """The shape of a model that can be served; leaves it under our attention."""
+class FusionFailed(UnsupportedModel):
+    """The model does not work, or not the same, once its layers were replaced; its weights are gone."""
+
+
+def probe(flat: FlatModel, *, fuse_layers: bool = True) -> ModelShape:
+    """The shape of a model that can be served; leaves it under our attention, its layers fused."""
     attention.register()
     module = flat.module
     context_max = _context_max(module)
@@ -70,8 +76,14 @@ def probe(flat: FlatModel) -> ModelShape:
             _set_implementation(module, attention.PROBING)
             shape = _observe(flat, prompts[0], context_max)
             _set_implementation(module, attention.SERVING)
-            _compare(flat, shape, prompts, plain, tolerance)
-            _check_far_neighbour(flat, shape, prompts[0])
+            num_replaced = sum(fuse(flat, prompts[0])) if fuse_layers else 0
+            try:
+                _compare(flat, shape, prompts, plain, tolerance)
+                _check_far_neighbour(flat, shape, prompts[0])
+            except Exception as error:
+                if num_replaced:
+                    raise FusionFailed(one_line(error)) from error
+                raise
     except UnsupportedModel:
         raise
     except Exception as error:
@@ -120,6 +132,8 @@ def _set_implementation(module: Any, implementation: str) -> None:
 class _Observer:
     """A forward pass that writes down what arrives and computes nothing."""
 
+    pages: dense.Pages | None = None
+
     def __init__(self, context_max: int) -> None:
         self._context_max = context_max
         self.layers: list[Any] = []
@@ -148,6 +162,9 @@ class _Observer:
         self.sizes.add((query.shape[1], key.shape[1], key.shape[2]))
         self.dtypes.update((query.dtype, key.dtype, value.dtype))
         return torch.zeros_like(query)
+
+    def arrive(self, layer: int) -> None:
+        """Nothing moves."""
 
     def _check_mask(self, layer: Any, attention_mask: torch.Tensor | None) -> None:
         if attention_mask is None:
@@ -252,6 +269,8 @@ class _Recorder:
     their positions were treated differently.
     """
 
+    pages: dense.Pages | None = None
+
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self.arrived: list[torch.Tensor] = []
@@ -268,6 +287,9 @@ class _Recorder:
     ) -> torch.Tensor:
         self.arrived += [each[: self._num_rows].clone() for each in (query, key, value)]
         return torch.zeros_like(query)
+
+    def arrive(self, layer: int) -> None:
+        """Nothing moves."""
 
 
 def _check_far_neighbour(flat: FlatModel, shape: ModelShape, prompt: list[int]) -> None:

@@ -58,6 +58,7 @@ from torch import Tensor
 from pensieve.core.iteration import Logprob
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
+from pensieve.kernels import dense
 
 CPU_PASS_ELEMENTS_MAX = 2**18  # logits worked on at once, but at least one row
 DEVICE_PASS_ELEMENTS_MAX = 2**23  # about 300 MB of int64 and float64 on an accelerator
@@ -90,14 +91,16 @@ class Sampler:
         if not turns:
             return []
         logits = logits[:, : self.vocab_size].float()
-        finite = _finite_rows(logits)
+        likeliest = _likeliest_of_each(logits)
         sampled: list[SampledToken | None] = [None] * len(turns)
-        plain = [row for row, turn in enumerate(turns) if finite[row] and _is_plain(turn)]
-        if plain:
-            token_ids = logits.argmax(-1).tolist()
-            for row in plain:
-                sampled[row] = SampledToken(token_ids[row], None, ())
-        others = [row for row, turn in enumerate(turns) if finite[row] and not _is_plain(turn)]
+        others = []
+        for row, turn in enumerate(turns):
+            if likeliest[row] < 0:
+                continue
+            if _is_plain(turn):
+                sampled[row] = SampledToken(likeliest[row], None, ())
+            else:
+                others.append(row)
         on_cpu = logits.device.type == "cpu"
         elements_max = CPU_PASS_ELEMENTS_MAX if on_cpu else DEVICE_PASS_ELEMENTS_MAX
         rows_max = max(1, elements_max // logits.shape[1])
@@ -174,12 +177,18 @@ class Sampler:
         return state
 
 
-def _finite_rows(logits: Tensor) -> list[bool]:
-    """A sum is finite only if every term is; one that is not may have overflowed: look again."""
-    finite: list[bool] = logits.sum(-1).isfinite().tolist()
+def _likeliest_of_each(logits: Tensor) -> list[int]:
+    """The largest logit of each row, of equals the lowest id; -1 for a row that is not finite."""
+    token_ids: list[int]
+    if logits.device.type == "cpu" and logits.stride(1) == 1 and dense.available(logits.dtype):
+        token_ids = dense.argmax(logits).tolist()
+        return token_ids
+    # A sum is finite only if every term is; one that is not may have overflowed: look again.
+    finite = logits.sum(-1).isfinite().tolist()
+    token_ids = logits.argmax(-1).tolist()
     return [
-        row_is_finite or bool(logits[row].isfinite().all())
-        for row, row_is_finite in enumerate(finite)
+        token_id if finite[row] or bool(logits[row].isfinite().all()) else -1
+        for row, token_id in enumerate(token_ids)
     ]
 
 

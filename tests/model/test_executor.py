@@ -14,6 +14,7 @@ from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
 from pensieve.errors import DeviceError
+from pensieve.kernels import dense
 from pensieve.model.kv_memory import KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel, load
 from tests.model.world import CHUNK_TOKENS, GAP_MAX, World, largest_gap, plain_model
@@ -40,17 +41,24 @@ def test_only_slices_that_need_a_token_yield_one(world: World) -> None:
     assert sample.finish is None
 
 
-def test_logits_are_computed_for_the_needed_rows_only(loaded: Loaded) -> None:
-    model = loaded("llama-gqa")
+@pytest.mark.parametrize("family", ["llama-gqa", "opt"])
+def test_logits_are_computed_for_the_needed_rows_only(
+    family: str, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded(family)
     rows: list[int] = []
-    hook = model.flat.module.lm_head.register_forward_hook(
-        lambda module, inputs, output: rows.append(inputs[0].shape[1])
-    )
+    multiply = dense.Packed.multiply
+
+    def counted(packed: dense.Packed, given: torch.Tensor, out: torch.Tensor) -> None:
+        if packed.outputs == model.shape.vocab_size:
+            rows.append(len(given))
+        multiply(packed, given, out)
+
+    monkeypatch.setattr(dense.Packed, "multiply", counted)
     world = World(model)
     first, second = world.turn(9), world.turn(7)
     world.step((first, 0, 9, True), (second, 0, 5, False))
     world.step((second, 5, 6, False))
-    hook.remove()
     world.executor.close()
     assert rows == [1, 0]
 
@@ -161,11 +169,18 @@ class MeetingMemory(KVMemory):
             self.meeting.wait()
 
 
-def test_compute_of_one_layer_overlaps_with_the_copy_of_the_next(folder_of: FolderOf) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_compute_of_one_layer_overlaps_with_the_copy_of_the_next(
+    compiled: bool, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Layer 0's MLP waits until layer 1's copy has begun, and goes on only when it is done.
 
     Were the copies finished before the forward, or begun when a layer needs them, this would hang.
     """
+    if not compiled:
+        monkeypatch.setattr(dense, "available", lambda dtype: False)
+    elif not dense.available(torch.float32):
+        pytest.skip("there is no compiled library")
     model = load(folder_of("llama-gqa"))
     memory = MeetingMemory(model)
     world = World(model, memory=memory)
@@ -175,14 +190,22 @@ def test_compute_of_one_layer_overlaps_with_the_copy_of_the_next(folder_of: Fold
     page = world.replace_page(turn, 0)[1]
     computed_when_copied: list[list[int]] = []
 
-    def meet(module: torch.nn.Module, inputs: object) -> None:
+    def meet(*_: object) -> None:
         memory.meeting.wait()  # layer 1's copy has begun, and layer 0 is being computed
         memory.meeting.wait()
         computed_when_copied.append(list(memory.layers_in))
 
-    hook = model.flat.module.model.layers[0].mlp.register_forward_pre_hook(meet)
-    outcome = world.decode(turn, swap_ins=[SwapIn(2, 2, page, 4)])
-    hook.remove()
+    first = model.flat.module.model.layers[0]
+    with monkeypatch.context() as patch:
+        if compiled:
+            after_attention = first._inner.after_attention
+            patch.setattr(
+                first._inner, "after_attention", lambda *rows: (meet(), after_attention(*rows))[1]
+            )
+        else:
+            forward = first.mlp.forward
+            patch.setattr(first.mlp, "forward", lambda x: (meet(), forward(x))[1])
+        outcome = world.decode(turn, swap_ins=[SwapIn(2, 2, page, 4)])
     assert computed_when_copied == [[0, 1]]
     assert outcome.finished_copies == (2,)
     world.decode(turn)

@@ -76,12 +76,21 @@ def test_every_movement_keeps_every_token(family: str, folder_of: FolderOf, load
     assert len(outputs) >= 5, "replies that never vary would prove nothing"
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_iterations_keep_every_token(seed: int, folder_of: FolderOf, loaded: Loaded) -> None:
-    """Random cuts, swaps to random pages, holes in random chunks, for several turns at once."""
+@pytest.mark.parametrize(
+    ("family", "chunk_tokens", "seed"),
+    [("llama-gqa", CHUNK_TOKENS, seed) for seed in range(6)]
+    + [(family, 32, seed) for seed, family in enumerate(SERVED)],
+)
+def test_random_iterations_keep_every_token(
+    family: str, chunk_tokens: int, seed: int, folder_of: FolderOf, loaded: Loaded
+) -> None:
+    """Random cuts, swaps to random pages, holes in random chunks, for several turns at once.
+
+    With pages of 32 tokens a fused layer is one call.
+    """
     print("seed", seed)
     rng = random.Random(seed)
-    world = World(loaded("llama-gqa"), device_pages=160, seed=seed)
+    world = World(loaded(family), device_pages=160, seed=seed, chunk_tokens=chunk_tokens)
     turns = [world.turn(rng.randint(1, 20)) for _ in range(4)]
     computed = dict.fromkeys(turns, 0)
     copy_id = 0
@@ -90,9 +99,9 @@ def test_random_iterations_keep_every_token(seed: int, folder_of: FolderOf, load
         for turn in turns:
             if computed[turn] and rng.random() < 0.15:
                 # A full chunk goes by the host to another page, or is dropped.
-                chunk = rng.randrange(-(-computed[turn] // CHUNK_TOKENS))
-                slots = min(CHUNK_TOKENS, computed[turn] - chunk * CHUNK_TOKENS)
-                start = chunk * CHUNK_TOKENS
+                chunk = rng.randrange(-(-computed[turn] // chunk_tokens))
+                slots = min(chunk_tokens, computed[turn] - chunk * chunk_tokens)
+                start = chunk * chunk_tokens
                 if rng.random() < 0.5:
                     out = SwapOut(copy_id, turn.page_table[chunk], turn.turn_id, slots)
                     assert world.step(swap_outs=[out]).finished_copies == (copy_id,)
@@ -108,16 +117,17 @@ def test_random_iterations_keep_every_token(seed: int, folder_of: FolderOf, load
         outcome = world.step(*slices, swap_ins=ins)
         assert set(outcome.finished_copies) == {each.copy_id for each in ins}
     world.executor.close()
-    model = plain_model(folder_of("llama-gqa"))
+    model = plain_model(folder_of(family))
     for turn in turns:
         assert turn.num_output_tokens > 10
         assert largest_gap(model, turn) <= GAP_MAX
 
 
-def test_bfloat16_stays_within_its_rounding(folder_of: FolderOf) -> None:
+@pytest.mark.parametrize("chunk_tokens", [CHUNK_TOKENS, 32])
+def test_bfloat16_stays_within_its_rounding(folder_of: FolderOf, chunk_tokens: int) -> None:
     model = load(folder_of("llama-gqa"), dtype=torch.bfloat16)
     assert model.shape.dtype == torch.bfloat16
-    world = World(model)
+    world = World(model, chunk_tokens=chunk_tokens)
     turns = [world.turn(9), world.turn(4)]
     world.step((turns[0], 0, 7, False), (turns[1], 0, 4, True))
     world.step((turns[0], 7, 9, True), (turns[1], 4, 5, True))

@@ -47,9 +47,10 @@ class World:
         memory: KVMemory | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
+        chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
         self.rng = random.Random(seed)
-        self.memory = memory or KVMemory(model.shape, device_pages, host_pages, CHUNK_TOKENS)
+        self.memory = memory or KVMemory(model.shape, device_pages, host_pages, chunk_tokens)
         self.memory.device_arena.fill_(float("nan"))
         self.memory.host_arena.fill_(float("nan"))
         sampler = Sampler(model.shape.vocab_size, eos_token_ids)
@@ -85,7 +86,7 @@ class World:
         return turn
 
     def extend_pages(self, turn: Turn, num_tokens: int) -> None:
-        while len(turn.page_table) * CHUNK_TOKENS < num_tokens:
+        while len(turn.page_table) * self.memory.chunk_tokens < num_tokens:
             turn.page_table.append(self.free_pages.pop())
 
     def step(

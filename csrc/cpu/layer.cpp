@@ -1,0 +1,204 @@
+// The C interface of the dense parts: products, and what a decoder layer does around its attention.
+#include "layer.h"
+
+#include <atomic>
+
+#include "threads.h"
+
+namespace pensieve {
+namespace {
+
+constexpr int kRowsAtOnce = 192;      // of one piece of work: with a panel they stay in the cache
+constexpr int kRowsWorthThreads = 8;  // below, row by row work is shorter than waking a thread
+
+struct Worker {
+  const Dense& dense;
+  int num_threads;
+
+  void multiply(const Product& product) const {
+    const Linear& linear = *product.linear;
+    const int width = linear.activation ? dense.lanes : 2 * dense.lanes;
+    const int panels = (linear.outputs + width - 1) / width;
+    const int stretches = (product.num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
+    const int pieces = panels * stretches;
+    std::atomic<int> next{0};
+    auto work = [&] {
+      int piece = next.fetch_add(1);
+      while (piece < pieces) {
+        const int following = next.fetch_add(1), panel = piece / stretches;
+        const int ahead = following < pieces && following / stretches != panel ? following / stretches : -1;
+        const int stretch = piece % stretches;
+        dense.multiply(product, panel, int(int64_t(product.num_rows) * stretch / stretches),
+                       int(int64_t(product.num_rows) * (stretch + 1) / stretches), ahead);
+        piece = following;
+      }
+    };
+    on_threads(pieces > 1 ? num_threads : 1, work);
+  }
+
+  template <typename Act>
+  void each_row(int num_rows, Act act) const {
+    std::atomic<int> next{0};
+    const int step = num_rows / (4 * num_threads) + 1;
+    auto work = [&] {
+      for (int first; (first = next.fetch_add(step)) < num_rows;)
+        for (int row = first; row < first + step && row < num_rows; ++row) act(row);
+    };
+    on_threads(num_rows >= kRowsWorthThreads ? num_threads : 1, work);
+  }
+};
+
+}  // namespace
+
+// Of one layer. Buffers have room for the call's rows.
+struct Layer {
+  int32_t type, index, hidden;
+  int32_t num_heads, num_kv_heads, head_size;
+  Norm attention_before, query_norm, key_norm, attention_after, mlp_before, mlp_after;
+  Linear attention_in, attention_out, mlp_in, mlp_out;
+  float factor;  // of what is added to the residual
+  float scaling;
+};
+
+struct Buffers {
+  void* normed;   // (rows, hidden) Element
+  void* turned;   // (rows, queries + keys + values) Element
+  void* gated;    // (rows, mlp) Element
+  float* added;   // (rows, hidden)
+  float* sum;     // (rows, hidden)
+  void* attended; // (rows, heads * head_size) Element
+};
+
+// Of one iteration: positions, and where keys and values of all layers lie.
+struct Pages {
+  int32_t num_rows, num_slices;
+  const void *cosines, *sines;
+  int32_t rotation_float, rotary;
+  const int64_t* slot_mapping;
+  const int32_t *page_table, *slice_offsets, *slice_turns, *slice_starts;
+  int64_t pages_max, num_pages;
+  char* arena;  // (layers, pages, keys and values, KV heads, slots, head size)
+  int32_t slots, num_threads;
+};
+
+}  // namespace pensieve
+
+using namespace pensieve;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// In kernels.cpp.
+int32_t pensieve_multi_token_attention(
+    const char* only, int32_t type, const void* query, int64_t query_token_stride,
+    int64_t query_head_stride, const void* keys, const void* values, int64_t page_stride,
+    int64_t kv_head_stride, int64_t num_pages, const int32_t* page_table, int64_t pages_max,
+    const int32_t* slice_offsets, const int32_t* slice_turns, const int32_t* slice_starts,
+    int32_t num_slices, int32_t num_heads, int32_t num_kv_heads, int32_t slots, int32_t head_size,
+    float scaling, void* out, int64_t out_token_stride, int64_t out_head_stride,
+    int32_t num_threads);
+int32_t pensieve_write_kv(const char* key, int64_t key_token_stride, int64_t key_head_stride,
+                          const char* value, int64_t value_token_stride, int64_t value_head_stride,
+                          const int64_t* slot_mapping, int64_t num_tokens, int32_t num_kv_heads,
+                          int32_t slots, int64_t row_bytes, char* key_pages, char* value_pages,
+                          int64_t page_stride, int64_t kv_head_stride, int64_t num_pages);
+
+// Outputs to a vector, of which a panel has two.
+int32_t pensieve_lanes(const char* only) { return dense_of(only, Type::kFloat).lanes; }
+
+void pensieve_multiply(const char* only, int32_t type, const Product* product, int32_t num_threads) {
+  Worker{dense_of(only, Type(type)), num_threads}.multiply(*product);
+}
+
+// From the residual to queries, keys and values, turned to their positions.
+void pensieve_before_attention(const char* only, const Layer* layer, const Buffers* buffers,
+                               const void* residual, const void* cosines, const void* sines,
+                               int32_t rotation_float, int32_t rotary, int32_t num_rows,
+                               int32_t num_threads) {
+  const Dense& dense = dense_of(only, Type(layer->type));
+  const Worker worker{dense, num_threads};
+  const void* input = residual;
+  if (layer->attention_before.weight) {
+    const Joint joint{residual, layer->type == 0, nullptr, {}, layer->attention_before, 1.0f,
+                      nullptr,  buffers->normed,  layer->hidden};
+    worker.each_row(num_rows, [&](int row) { dense.join(joint, row); });
+    input = buffers->normed;
+  }
+  const int32_t width = layer->attention_in.outputs;
+  worker.multiply({&layer->attention_in, input, layer->hidden, num_rows, buffers->turned, width, 0});
+  const Turning turning{buffers->turned,    width,           cosines,
+                        sines,              rotation_float,  layer->query_norm,
+                        layer->key_norm,    layer->num_heads, layer->num_kv_heads,
+                        layer->head_size,   rotary};
+  worker.each_row(num_rows, [&](int row) { dense.turn(turning, row); });
+}
+
+// From what attention found, (rows, heads * head_size), to the next layer's residual.
+void pensieve_after_attention(const char* only, const Layer* layer, const Buffers* buffers,
+                              const void* residual, const void* attended, void* out,
+                              int32_t num_rows, int32_t num_threads) {
+  const Dense& dense = dense_of(only, Type(layer->type));
+  const Worker worker{dense, num_threads};
+  const int32_t hidden = layer->hidden, wide = layer->mlp_in.outputs;
+  worker.multiply({&layer->attention_out, attended, layer->attention_out.inputs, num_rows,
+                   buffers->added, hidden, 1});
+  const Joint middle{residual,      layer->type == 0, buffers->added, layer->attention_after,
+                     layer->mlp_before, layer->factor, buffers->sum,  buffers->normed, hidden};
+  worker.each_row(num_rows, [&](int row) { dense.join(middle, row); });
+  worker.multiply({&layer->mlp_in, buffers->normed, hidden, num_rows, buffers->gated, wide, 0});
+  worker.multiply({&layer->mlp_out, buffers->gated, wide, num_rows, buffers->added, hidden, 1});
+  const Joint last{buffers->sum, 1, buffers->added, layer->mlp_after, {}, layer->factor,
+                   buffers->sum, out, hidden};
+  worker.each_row(num_rows, [&](int row) { dense.join(last, row); });
+}
+
+// The whole layer, its keys and values written to their slots. 0; 2 where an index leads out of the arena.
+int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buffers,
+                       const Pages* pages, const void* residual, void* out) {
+  const int64_t bytes = layer->type == 0 ? 4 : 2;
+  const int64_t head = int64_t(pages->slots) * layer->head_size;
+  const int64_t half = head * layer->num_kv_heads;
+  char* keys = pages->arena + layer->index * pages->num_pages * 2 * half * bytes;
+  char* values = keys + half * bytes;
+  const int64_t width = layer->attention_in.outputs, size = layer->head_size;
+  const char* query = static_cast<const char*>(buffers->turned);
+  const char* key = query + layer->num_heads * size * bytes;
+  const char* value = key + layer->num_kv_heads * size * bytes;
+  pensieve_before_attention(only, layer, buffers, residual, pages->cosines, pages->sines,
+                            pages->rotation_float, pages->rotary, pages->num_rows,
+                            pages->num_threads);
+  int32_t answer = pensieve_write_kv(key, width * bytes, size * bytes, value, width * bytes,
+                                     size * bytes, pages->slot_mapping, pages->num_rows,
+                                     layer->num_kv_heads, pages->slots, size * bytes, keys, values,
+                                     2 * half * bytes, head * bytes, pages->num_pages);
+  if (answer) return answer;
+  answer = pensieve_multi_token_attention(
+      only, layer->type, query, width, size, keys, values, 2 * half, head, pages->num_pages,
+      pages->page_table, pages->pages_max, pages->slice_offsets, pages->slice_turns,
+      pages->slice_starts, pages->num_slices, layer->num_heads, layer->num_kv_heads, pages->slots,
+      layer->head_size, layer->scaling, buffers->attended, layer->num_heads * size, size,
+      pages->num_threads);
+  if (answer) return answer;
+  pensieve_after_attention(only, layer, buffers, residual, buffers->attended, out, pages->num_rows,
+                           pages->num_threads);
+  return 0;
+}
+
+// out (rows, hidden) = norm(rows)
+void pensieve_normalise(const char* only, int32_t type, const Norm* norm, const void* rows, void* out,
+                        int32_t num_rows, int32_t num_threads) {
+  const Worker worker{dense_of(only, Type(type)), num_threads};
+  const Joint joint{rows, type == 0, nullptr, {}, *norm, 1.0f, nullptr, out, norm->width};
+  worker.each_row(num_rows, [&](int row) { worker.dense.join(joint, row); });
+}
+
+// For each row the place of its largest value, of equals the first; -1 where one is not finite.
+void pensieve_argmax(const char* only, const float* rows, int64_t row_stride, int32_t num_rows,
+                     int32_t width, int64_t* out, int32_t num_threads) {
+  const Worker worker{dense_of(only, Type::kFloat), num_threads};
+  worker.each_row(num_rows, [&](int row) {
+    out[row] = worker.dense.largest(rows + row * row_stride, width);
+  });
+}
+}
+#pragma GCC visibility pop

@@ -1,0 +1,83 @@
+// What an instruction set provides besides attention: the dense parts of a decoder layer.
+//
+// Activations are `Element`s (float or bfloat16), sums and the residual inside a layer are float. A row's
+// result is the same whatever other rows are there: each sum runs over its inputs in one fixed order.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+
+namespace pensieve {
+
+// Weights in panels of two vectors of outputs. For each step (one input, or a pair of bfloat16 inputs) a
+// panel holds the weights of its outputs side by side, so that it is read in one run from front to back.
+struct Linear {
+  const void* panels;
+  const float* bias;   // in the order of the panels' outputs; null: none
+  int32_t inputs;      // of bfloat16: even
+  int32_t outputs;     // columns of the result
+  int32_t activation;  // 0: none. Else a panel's first vector goes through it and multiplies the second
+};
+enum Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2 };
+
+// Root mean square over `width` (a divisor of the row) and weights; null: none.
+struct Norm {
+  const float* weight;
+  int32_t width;
+  float eps;
+};
+
+struct Product {
+  const Linear* linear;
+  const void* rows;
+  int64_t row_stride;  // elements
+  int32_t num_rows;
+  void* out;
+  int64_t out_stride;
+  int32_t out_float;  // the result is float, else Element
+};
+
+// Panel `panel` of rows first..end; meanwhile panel `ahead` is fetched, if it is one.
+using Multiply = void (*)(const Product&, int32_t panel, int32_t first, int32_t end, int32_t ahead);
+
+// sum = base + factor * after(added); out = before(sum). `base` is Element or float, what is null is left out.
+struct Joint {
+  const void* base;
+  int32_t base_float;
+  const float* added;
+  Norm after, before;
+  float factor;
+  float* sum;
+  void* out;
+  int32_t width;
+};
+using Join = void (*)(const Joint&, int32_t row);
+
+// Norms of queries and keys, then the rotation of halves, in place.
+struct Turning {
+  void* rows;  // queries, keys, values of each token
+  int64_t row_stride;
+  const void *cosines, *sines;  // (tokens, rotary), Element or float
+  int32_t rotation_float;
+  Norm query_norm, key_norm;
+  int32_t num_heads, num_kv_heads, head_size, rotary;
+};
+using Turn = void (*)(const Turning&, int32_t row);
+
+// The place of the largest value, of equals the first; -1 where one is not finite.
+using Largest = int32_t (*)(const float* row, int32_t width);
+
+struct Dense {
+  int32_t lanes;
+  int32_t rows_max;  // of one pass over a panel
+  Multiply multiply;
+  Join join;
+  Turn turn;
+  Largest largest;
+};
+
+// Of the best instruction set here, or of the one named `only`.
+const Dense& dense_of(const char* only, Type type);
+
+}  // namespace pensieve
