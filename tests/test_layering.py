@@ -140,7 +140,10 @@ def test_a_room_imports_only_what_its_row_allows(path: Path) -> None:
     assert not found, "\n".join(found)
 
 
-LOADED_LATE = {"cli/bench_attention.py", "cli/bench_step.py"}  # by the command itself: measuring torch is all they do
+LOADED_LATE = {
+    "cli/bench_attention.py",
+    "cli/bench_step.py",
+}  # by the command itself: measuring torch is all they do
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,8 @@ void finish(const Product& product, int32_t panel, int32_t first, int num_rows, 
 }
 
 template <typename Element>
-void multiply(const Product& product, int32_t panel, int32_t first, int32_t end, int32_t ahead) {
+void multiply(const Product& product, int32_t panel, int32_t first, int32_t end,
+              const char* ahead) {
   const pensieve::Linear& linear = *product.linear;
   const int64_t steps = int64_t(linear.inputs) * sizeof(Element) / 4;
   const uint32_t* panels = static_cast<const uint32_t*>(linear.panels);
@@ -127,9 +128,9 @@ void multiply(const Product& product, int32_t panel, int32_t first, int32_t end,
     const int to = first + (end - first) * (block + 1) / blocks;
     const char* next = nullptr;
     int lines = 0;
-    if (ahead >= 0 && kLines > 1 && block < 2) {  // in one pass, or half in each of two
+    if (ahead && kLines > 1 && block < 2) {  // in one pass, or half in each of two
       lines = blocks == 1 ? 2 : 1;
-      next = reinterpret_cast<const char*>(panels + ahead * steps * kPanel) + block * steps * 64;
+      next = ahead + block * steps * 64;
     }
     sums_for<Element>(to - from, std::make_integer_sequence<int, kRows>{})(
         panels + panel * steps * kPanel, rows + from * row_bytes, row_bytes, steps, next, lines, sums);

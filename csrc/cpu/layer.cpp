@@ -13,20 +13,36 @@ constexpr int kRowsWorthThreads = 8;  // below, row by row work is shorter than 
 
 struct Worker {
   const Dense& dense;
+  int64_t element_bytes;
   int num_threads;
 
-  void multiply(const Product& product) const {
+  Worker(const char* only, int32_t type, int num_threads)
+      : dense(dense_of(only, Type(type))),
+        element_bytes(Type(type) == Type::kFloat ? 4 : 2),
+        num_threads(num_threads) {}
+
+  int64_t panel_bytes(const Linear& linear) const {
+    return int64_t(linear.inputs) * 2 * dense.lanes * element_bytes;
+  }
+
+  // Whoever runs out of panels fetches the first ones of `then`, the next product.
+  void multiply(const Product& product, const Linear* then) const {
     const Linear& linear = *product.linear;
+    const char* panels = static_cast<const char*>(linear.panels);
     const int width = linear.activation ? dense.lanes : 2 * dense.lanes;
-    const int panels = (linear.outputs + width - 1) / width;
     const int stretches = (product.num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
-    const int pieces = panels * stretches;
+    const int pieces = (linear.outputs + width - 1) / width * stretches;
     std::atomic<int> next{0};
     auto work = [&] {
       int piece = next.fetch_add(1);
       while (piece < pieces) {
         const int following = next.fetch_add(1), panel = piece / stretches;
-        const int ahead = following < pieces && following / stretches != panel ? following / stretches : -1;
+        const char* ahead = nullptr;
+        if (following >= pieces)
+          ahead = then ? static_cast<const char*>(then->panels) + (following - pieces) * panel_bytes(*then)
+                       : nullptr;
+        else if (following / stretches != panel)
+          ahead = panels + following / stretches * panel_bytes(linear);
         const int stretch = piece % stretches;
         dense.multiply(product, panel, int(int64_t(product.num_rows) * stretch / stretches),
                        int(int64_t(product.num_rows) * (stretch + 1) / stretches), ahead);
@@ -58,6 +74,7 @@ struct Layer {
   Linear attention_in, attention_out, mlp_in, mlp_out;
   float factor;  // of what is added to the residual
   float scaling;
+  const Linear* then;  // what is read after this layer; null: not known
 };
 
 struct Buffers {
@@ -107,7 +124,7 @@ int32_t pensieve_write_kv(const char* key, int64_t key_token_stride, int64_t key
 int32_t pensieve_lanes(const char* only) { return dense_of(only, Type::kFloat).lanes; }
 
 void pensieve_multiply(const char* only, int32_t type, const Product* product, int32_t num_threads) {
-  Worker{dense_of(only, Type(type)), num_threads}.multiply(*product);
+  Worker(only, type, num_threads).multiply(*product, nullptr);
 }
 
 // From the residual to queries, keys and values, turned to their positions.
@@ -115,8 +132,8 @@ void pensieve_before_attention(const char* only, const Layer* layer, const Buffe
                                const void* residual, const void* cosines, const void* sines,
                                int32_t rotation_float, int32_t rotary, int32_t num_rows,
                                int32_t num_threads) {
-  const Dense& dense = dense_of(only, Type(layer->type));
-  const Worker worker{dense, num_threads};
+  const Worker worker(only, layer->type, num_threads);
+  const Dense& dense = worker.dense;
   const void* input = residual;
   if (layer->attention_before.weight) {
     const Joint joint{residual, layer->type == 0, nullptr, {}, layer->attention_before, 1.0f,
@@ -125,7 +142,8 @@ void pensieve_before_attention(const char* only, const Layer* layer, const Buffe
     input = buffers->normed;
   }
   const int32_t width = layer->attention_in.outputs;
-  worker.multiply({&layer->attention_in, input, layer->hidden, num_rows, buffers->turned, width, 0});
+  worker.multiply({&layer->attention_in, input, layer->hidden, num_rows, buffers->turned, width, 0},
+                  &layer->attention_out);
   const Turning turning{buffers->turned,    width,           cosines,
                         sines,              rotation_float,  layer->query_norm,
                         layer->key_norm,    layer->num_heads, layer->num_kv_heads,
@@ -137,16 +155,19 @@ void pensieve_before_attention(const char* only, const Layer* layer, const Buffe
 void pensieve_after_attention(const char* only, const Layer* layer, const Buffers* buffers,
                               const void* residual, const void* attended, void* out,
                               int32_t num_rows, int32_t num_threads) {
-  const Dense& dense = dense_of(only, Type(layer->type));
-  const Worker worker{dense, num_threads};
+  const Worker worker(only, layer->type, num_threads);
+  const Dense& dense = worker.dense;
   const int32_t hidden = layer->hidden, wide = layer->mlp_in.outputs;
   worker.multiply({&layer->attention_out, attended, layer->attention_out.inputs, num_rows,
-                   buffers->added, hidden, 1});
+                   buffers->added, hidden, 1},
+                  &layer->mlp_in);
   const Joint middle{residual,      layer->type == 0, buffers->added, layer->attention_after,
                      layer->mlp_before, layer->factor, buffers->sum,  buffers->normed, hidden};
   worker.each_row(num_rows, [&](int row) { dense.join(middle, row); });
-  worker.multiply({&layer->mlp_in, buffers->normed, hidden, num_rows, buffers->gated, wide, 0});
-  worker.multiply({&layer->mlp_out, buffers->gated, wide, num_rows, buffers->added, hidden, 1});
+  worker.multiply({&layer->mlp_in, buffers->normed, hidden, num_rows, buffers->gated, wide, 0},
+                  &layer->mlp_out);
+  worker.multiply({&layer->mlp_out, buffers->gated, wide, num_rows, buffers->added, hidden, 1},
+                  layer->then);
   const Joint last{buffers->sum, 1, buffers->added, layer->mlp_after, {}, layer->factor,
                    buffers->sum, out, hidden};
   worker.each_row(num_rows, [&](int row) { dense.join(last, row); });
@@ -187,7 +208,7 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
 // out (rows, hidden) = norm(rows)
 void pensieve_normalise(const char* only, int32_t type, const Norm* norm, const void* rows, void* out,
                         int32_t num_rows, int32_t num_threads) {
-  const Worker worker{dense_of(only, Type(type)), num_threads};
+  const Worker worker(only, type, num_threads);
   const Joint joint{rows, type == 0, nullptr, {}, *norm, 1.0f, nullptr, out, norm->width};
   worker.each_row(num_rows, [&](int row) { worker.dense.join(joint, row); });
 }
@@ -195,7 +216,7 @@ void pensieve_normalise(const char* only, int32_t type, const Norm* norm, const 
 // For each row the place of its largest value, of equals the first; -1 where one is not finite.
 void pensieve_argmax(const char* only, const float* rows, int64_t row_stride, int32_t num_rows,
                      int32_t width, int64_t* out, int32_t num_threads) {
-  const Worker worker{dense_of(only, Type::kFloat), num_threads};
+  const Worker worker(only, 0, num_threads);
   worker.each_row(num_rows, [&](int row) {
     out[row] = worker.dense.largest(rows + row * row_stride, width);
   });

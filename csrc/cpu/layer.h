@@ -38,8 +38,9 @@ struct Product {
   int32_t out_float;  // the result is float, else Element
 };
 
-// Panel `panel` of rows first..end; meanwhile panel `ahead` is fetched, if it is one.
-using Multiply = void (*)(const Product&, int32_t panel, int32_t first, int32_t end, int32_t ahead);
+// Panel `panel` of rows first..end; meanwhile as much is fetched from `ahead`, unless it is null.
+using Multiply = void (*)(const Product&, int32_t panel, int32_t first, int32_t end,
+                          const char* ahead);
 
 // sum = base + factor * after(added); out = before(sum). `base` is Element or float, what is null is left out.
 struct Joint {

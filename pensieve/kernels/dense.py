@@ -65,6 +65,7 @@ class _Layer(ctypes.Structure):
         *((name, _Linear) for name in ("attention_in", "attention_out", "mlp_in", "mlp_out")),
         ("factor", ctypes.c_float),
         ("scaling", ctypes.c_float),
+        ("then", ctypes.c_void_p),
     ]
 
 
@@ -380,6 +381,12 @@ class Layer:
             scaling=scaling,
             **{name: norm.struct() for name, norm in norms.items()},
         )
+
+    def followed_by(self, then: Layer | Packed) -> None:
+        """Fetch the first weights of what comes next as soon as this layer's have been read."""
+        first = then._parts[0] if isinstance(then, Layer) else then
+        self._then = first  # kept alive
+        self._struct.then = ctypes.addressof(first.struct)
 
     def fits(self, pages: Pages) -> bool:
         """Whether the compiled attention takes these pages."""

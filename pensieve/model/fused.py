@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -221,7 +222,7 @@ class FusedLayer(torch.nn.Module):
         for name, value in attributes.items():  # what the model's own loop may ask a layer for
             setattr(self, name, value)
         self.layer_idx = layer_idx
-        self._inner = inner
+        self.inner = inner
         self._scaling = scaling
         self._rest = rest
         self._in_tuple = in_tuple
@@ -244,14 +245,14 @@ class FusedLayer(torch.nn.Module):
         forward_pass: ForwardPass,
     ) -> torch.Tensor:
         pages = forward_pass.pages
-        if pages is not None and self._inner.fits(pages):
+        if pages is not None and self.inner.fits(pages):
             forward_pass.arrive(self.layer_idx)
             pages.turn_by(embeddings)
-            return self._inner.whole(residual, pages)
+            return self.inner.whole(residual, pages)
         cosines, sines = (each[0].contiguous() for each in embeddings)
-        query, key, value = self._inner.before_attention(residual, cosines, sines)
+        query, key, value = self.inner.before_attention(residual, cosines, sines)
         attended = forward_pass.attend(self, query, key, value, None, self._scaling, self._rest)
-        return self._inner.after_attention(residual, attended.contiguous())
+        return self.inner.after_attention(residual, attended.contiguous())
 
 
 class _Norms(NamedTuple):
@@ -509,6 +510,9 @@ class FusedModel:
         self._around = around
         self._layers = layers
         self._head = head
+        for layer, then in pairwise(layers):
+            layer.inner.followed_by(then.inner)
+        layers[-1].inner.followed_by(head)
 
     def logits(
         self,
