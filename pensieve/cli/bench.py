@@ -3,7 +3,7 @@
 `planning` measures what a decision costs: `plan` and `commit` of the real scheduler and cache, with
 256 turns generating, a full host tier, and growing numbers of cached conversations.  The executor
 answers at once, so what is timed is bookkeeping alone.  Garbage collection stays on.
-(`service` is in bench_service.py, `attention` in bench_attention.py.)
+(`service`, `chat`, `attention` and `step` are in bench_service.py, bench_chat.py and so on.)
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pensieve.cli import bench_service
+from pensieve.cli import bench_chat, bench_service
 from pensieve.errors import InvalidArgument
 
 CONVERSATIONS = (1_000, 10_000, 100_000)
@@ -50,6 +53,7 @@ def add_parser(commands: Any) -> None:
     planning.add_argument("--json", action="store_true", help="print figures as JSON")
     planning.set_defaults(run=planning_command)
     bench_service.add_parser(kinds)
+    bench_chat.add_parser(kinds)
     attention = kinds.add_parser(
         "attention",
         help="attention over scattered pages against torch on keys and values in one piece",
@@ -82,6 +86,41 @@ def add_parser(commands: Any) -> None:
         "--plot", type=Path, metavar="FILE", help="draw the ratios (needs the extra `bench`)"
     )
     attention.set_defaults(run=attention_command)
+    step = kinds.add_parser(
+        "step",
+        help="an iteration of a model against the time that reading its weights takes",
+        description="Times one iteration (forward, sampling) of turns that generate, alone and beside a "
+        "piece of a prompt, and divides by the time that reading the weights takes at the bandwidth "
+        "measured in between. Before that every turn must say in a batch what it says alone.",
+    )
+    step.add_argument(
+        "model",
+        nargs="?",
+        default="",
+        help="a folder or a hub id (default: random weights of the shape --shape)",
+    )
+    step.add_argument(
+        "--shape",
+        default="0.37B",
+        help="of the random weights: 0.03B, 0.37B or 1.1B (default: 0.37B)",
+    )
+    step.add_argument(
+        "--batch", type=_counts, default=(1, 16, 64), metavar="N,N,…", help="(default: 1,16,64)"
+    )
+    step.add_argument(
+        "--context", type=int, default=64, metavar="N", help="tokens of each turn (default: 64)"
+    )
+    step.add_argument(
+        "--prompt", type=int, default=256, metavar="N", help="tokens of the piece (default: 256)"
+    )
+    step.add_argument(
+        "--repeats", type=int, default=15, metavar="N", help="times for each median (default: 15)"
+    )
+    step.add_argument("--json", action="store_true", help="print figures as JSON")
+    step.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the ratios (needs the extra `bench`)"
+    )
+    step.set_defaults(run=step_command)
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -122,6 +161,64 @@ def attention_command(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         bench.plot(rows, arguments.plot)
     return 0
+
+
+def step_command(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    import torch
+
+    from pensieve.cli import bench_step as bench
+    from pensieve.model.loader import load
+    from pensieve.text.tokenizer import Tokenizer
+
+    if min(arguments.batch) < 1 or arguments.context < 1 or arguments.repeats < 1:
+        raise InvalidArgument("batch, context, repeats", "are at least 1")
+    with measured_model(arguments.model, arguments.shape) as folder:
+        model = load(folder, report=lambda line: print(line, file=sys.stderr, flush=True))
+        tokenizer = Tokenizer.load(folder)
+    about = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    out = sys.stderr if arguments.json else sys.stdout
+    rows = []
+    for row in bench.measure(
+        model,
+        tokenizer,
+        batches=arguments.batch,
+        context=arguments.context,
+        prompt_tokens=arguments.prompt,
+        repeats=arguments.repeats,
+    ):
+        rows.append(row)
+        beside = f" beside {row.prompt_tokens} of a prompt" if row.prompt_tokens else ""
+        print(
+            f"{row.batch:3} turns{beside}: {row.seconds * 1e3:7.2f} ms (p90 "
+            f"{row.p90_seconds * 1e3:.2f}), weights {row.floor_seconds * 1e3:.2f} ms: "
+            f"{row.ratio:.2f} x, {row.tokens_per_second:,.0f} tokens/s",
+            file=out,
+            flush=True,
+        )
+    if arguments.json:
+        print(json.dumps({**about, "rows": [asdict(row) for row in rows]}))
+    if arguments.plot is not None:
+        bench.plot(rows, arguments.plot)
+    return 0
+
+
+@contextmanager
+def measured_model(name: str, shape: str) -> Iterator[Path]:
+    """The folder of the model named, or of one with random weights that is gone afterwards."""
+    from pensieve.cli.assembly import resolve_model
+    from pensieve.cli.random_model import SHAPES, make
+
+    if name:
+        yield resolve_model(name)
+        return
+    if shape not in SHAPES:
+        raise InvalidArgument("shape", f"is one of {', '.join(SHAPES)}")
+    with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
+        print(f"making random weights, {shape}", file=sys.stderr, flush=True)
+        make(Path(folder), SHAPES[shape])
+        yield Path(folder)
 
 
 def planning_command(arguments: argparse.Namespace) -> int:

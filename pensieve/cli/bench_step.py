@@ -5,8 +5,8 @@ that generate (`decode`), and for the same turns beside a piece of a prompt (`mi
 their keys and values were computed by the same model.
 
     floor   bytes of weights that an iteration must read (all but the table of input embeddings, unless it
-            is the output matrix, too) over the bandwidth that two sums over memory reach
-    ratio   time of the step over the floor
+            is the output matrix, too) over the bandwidth with which torch's threads sum up memory
+    ratio   time of the step over the floor; medians, the two measured by turns
 
 Before anything is timed, each turn of the largest batch must say, token for token, what it says when it
 is alone.
@@ -17,13 +17,12 @@ from __future__ import annotations
 import statistics
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from pensieve.cli.bench_attention import read_bytes_per_second
 from pensieve.core.iteration import Iteration, Slice
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
@@ -36,6 +35,7 @@ from pensieve.text.tokenizer import Tokenizer
 
 SLOTS = 32
 CHECKED_TOKENS = 8
+READ_BYTES = 256 << 20  # beyond any cache
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ class Row:
 
 
 class Bench:
-    def __init__(self, model: LoadedModel, tokenizer: Tokenizer, batch_max: int, tokens_max: int):
+    def __init__(
+        self, model: LoadedModel, tokenizer: Tokenizer, batch_max: int, tokens_max: int
+    ) -> None:
         shape = model.shape
         pages = batch_max * -(-tokens_max // SLOTS)
         self._memory = KVMemory(shape, pages, 0, SLOTS)
@@ -114,8 +116,7 @@ def measure(
     context: int,
     prompt_tokens: int,
     repeats: int,
-    bandwidth: float,
-) -> list[Row]:
+) -> Iterator[Row]:
     tokens_max = context + CHECKED_TOKENS + (repeats + 4) * 2 * len(batches) + 8
     largest = max(batches)
     bench = Bench(model, tokenizer, largest + 1, max(tokens_max, prompt_tokens))
@@ -123,17 +124,26 @@ def measure(
         with torch.inference_mode():
             prompts = [bench.prompt(context) for _ in range(largest)]
             turns = _checked(bench, prompts)
-            floor = weight_bytes_read(model) / bandwidth
-            rows = []
+            num_bytes = weight_bytes_read(model)
+            memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
             long = bench.turn(largest, bench.prompt(prompt_tokens + 1))
             piece = Slice(long, 0, prompt_tokens, False)
             for batch in batches:
                 for kind, others in (("decode", ()), ("mixed", (piece,))):
-                    times = [bench.decode(turns[:batch], *others) for _ in range(repeats + 2)][2:]
-                    rows.append(_row(kind, batch, context, prompt_tokens, times, floor))
+                    times, reads = [], []
+                    for _ in range(repeats + 2):
+                        reads.append(_seconds(memory.sum))
+                        times.append(bench.decode(turns[:batch], *others))
+                    floor = num_bytes / READ_BYTES * statistics.median(reads[2:])
+                    yield _row(kind, batch, context, prompt_tokens, times[2:], floor)
     finally:
         bench.close()
-    return rows
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
 
 
 def _checked(bench: Bench, prompts: Sequence[Sequence[int]]) -> list[Turn]:
@@ -178,10 +188,6 @@ def weight_bytes_read(model: LoadedModel) -> int:
     table = module.get_input_embeddings().weight
     tied = getattr(module.config.get_text_config(), "tie_word_embeddings", False)
     return model.shape.weight_bytes - (0 if tied else table.numel() * table.element_size())
-
-
-def bandwidth() -> float:
-    return read_bytes_per_second()
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

@@ -55,7 +55,9 @@ def make(
     """Write the checkpoint; the folder is made if it is missing."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     folder.mkdir(parents=True, exist_ok=True)
     first_word = _write_tokenizer(folder, shape.vocabulary)
     config = LlamaConfig(
