@@ -3,7 +3,7 @@
 `planning` measures what a decision costs: `plan` and `commit` of the real scheduler and cache, with
 256 turns generating, a full host tier, and growing numbers of cached conversations.  The executor
 answers at once, so what is timed is bookkeeping alone.  Garbage collection stays on.
-(`service`, `chat`, `attention` and `step` are in bench_service.py, bench_chat.py and so on.)
+(`service`, `chat`, `swap`, `attention` and `step` are in bench_service.py, bench_chat.py and so on.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pensieve.cli import bench_chat, bench_service
+from pensieve.cli import bench_chat, bench_service, bench_swap
 from pensieve.errors import InvalidArgument
 
 CONVERSATIONS = (1_000, 10_000, 100_000)
@@ -54,6 +54,7 @@ def add_parser(commands: Any) -> None:
     planning.set_defaults(run=planning_command)
     bench_service.add_parser(kinds)
     bench_chat.add_parser(kinds)
+    bench_swap.add_parser(kinds)
     attention = kinds.add_parser(
         "attention",
         help="attention over scattered pages against torch on keys and values in one piece",

@@ -43,13 +43,15 @@ class Shape:
     turns: int
     input_tokens: int
     output_tokens: int
+    rate: float = 0.0  # conversations arriving per second; 0: all at once
+    think_seconds: float = 0.0  # between a reply and the next message, on average
     device_share: float = 0.0  # of what all conversations need together; 0: the daemon's default
 
 
 SHAPES = {
     "short": Shape(16, 4, 64, 64),
     "long": Shape(8, 6, 256, 96),
-    "pressure": Shape(24, 6, 256, 96, device_share=0.25),
+    "pressure": Shape(24, 6, 256, 96, rate=8.0, think_seconds=1.5, device_share=0.25),
 }
 TEMPLATE_TOKENS = 16  # of a turn, beside what is said
 
@@ -104,7 +106,12 @@ def add_parser(kinds: Any) -> None:
         help="; ".join(
             f"{name}: {shape.conversations} conversations x {shape.turns} turns x "
             f"{shape.input_tokens} in / {shape.output_tokens} out"
-            + (", a device tier for a quarter of it" if shape.device_share else "")
+            + (
+                f", {shape.rate:g} arriving a second and thinking for {shape.think_seconds:g} s, "
+                f"on a device tier for {shape.device_share * 100:g} percent of it"
+                if shape.device_share
+                else ", all at once and without thinking"
+            )
             for name, shape in SHAPES.items()
         ),
     )
@@ -113,16 +120,14 @@ def add_parser(kinds: Any) -> None:
     parser.add_argument(
         "--rate",
         type=float,
-        default=0.0,
         metavar="N",
-        help="conversations per second, arriving at random (default: all at once)",
+        help="conversations per second, arriving at random; 0: all at once",
     )
     parser.add_argument(
         "--think",
         type=float,
-        default=0.0,
         metavar="S",
-        help="seconds between a reply and the next message, exponential (default: 0)",
+        help="seconds between a reply and the next message, exponential",
     )
     parser.add_argument(
         "--seed", type=int, metavar="N", help="of the texts (default: another each time)"
@@ -144,7 +149,7 @@ def command(arguments: argparse.Namespace) -> int:
 
     shape = shape_of(arguments)
     seed = arguments.seed if arguments.seed is not None else random.randrange(1 << 30)
-    scripts = scripts_of(shape, seed, arguments.rate, arguments.think)
+    scripts = scripts_of(shape, seed)
     with contextlib.ExitStack() as stack:
         address, admin = arguments.address, ""
         if not address:
@@ -173,8 +178,12 @@ def shape_of(arguments: argparse.Namespace) -> Shape:
     }
     if any(value < 1 for value in changes.values()):
         raise InvalidArgument(", ".join(changes), "are at least 1")
-    if arguments.rate < 0 or arguments.think < 0:
-        raise InvalidArgument("rate, think", "are not negative")
+    for field, name in (("rate", "rate"), ("think_seconds", "think")):
+        value = getattr(arguments, name)
+        if value is not None:
+            if value < 0:
+                raise InvalidArgument(name, "is not negative")
+            changes[field] = value
     return Shape(**{**asdict(named), **changes})
 
 
@@ -190,7 +199,7 @@ def flags_of(arguments: argparse.Namespace, shape: Shape) -> list[str]:
     return [part for name, value in named.items() if value for part in (name, value)]
 
 
-def scripts_of(shape: Shape, seed: int, rate: float = 0.0, think: float = 0.0) -> list[Script]:
+def scripts_of(shape: Shape, seed: int) -> list[Script]:
     """Texts of words that the tokenizer of scripts/make_random_model knows as one token each."""
     from pensieve.cli.random_model import words
 
@@ -198,11 +207,13 @@ def scripts_of(shape: Shape, seed: int, rate: float = 0.0, think: float = 0.0) -
     known = words()[:7_000]  # those of the smallest of its shapes
     scripts, now = [], 0.0
     for _ in range(shape.conversations):
-        now += draw.expovariate(rate) if rate else 0.0
+        now += draw.expovariate(shape.rate) if shape.rate else 0.0
         turns = [
             Said(
                 "".join(draw.choices(known, k=shape.input_tokens)).strip(),
-                draw.expovariate(1 / think) if think and number else 0.0,
+                draw.expovariate(1 / shape.think_seconds)
+                if shape.think_seconds and number
+                else 0.0,
             )
             for number in range(shape.turns)
         ]
