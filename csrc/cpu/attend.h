@@ -118,8 +118,10 @@ inline const float* ready_values(const uint16_t* values, int num_slots, int head
     }
 #else
   for (int slot = 0; slot < num_slots; ++slot)
-    for (int at = 0; at < head_size; at += LANES)
+    for (int at = 0; at < head_size; at += LANES) {
+      if (at % 64 == 0) ahead.step();
       store(ready + slot * head_size + at, widen(load<Halves>(values + slot * head_size + at)));
+    }
 #endif
   return ready;
 }

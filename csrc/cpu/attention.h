@@ -57,6 +57,7 @@ struct Kernel {
   const Dense &dense_float, &dense_bfloat16;
 };
 
-extern const Kernel kAvx512Bf16, kAvx512, kAvx2, kPlain;
+bool amx_works();  // asks for permission, and compares with the kernel without tiles, once
+extern const Kernel kAmx, kAvx512Bf16, kAvx512, kAvx2, kPlain;
 
 }  // namespace pensieve

@@ -21,6 +21,9 @@ Parallel g_parallel = nullptr;
 namespace {
 
 bool runs(const Kernel& kernel) {
+#if HAS_AMX
+  if (&kernel == &kAmx) return runs(kAvx512Bf16) && amx_works();
+#endif
 #if HAS_AVX512_BF16
   if (&kernel == &kAvx512Bf16)
     return runs(kAvx512) && __builtin_cpu_supports("avx512bf16");
@@ -37,6 +40,9 @@ bool runs(const Kernel& kernel) {
 }
 
 const Kernel* const kKernels[] = {
+#if HAS_AMX
+    &kAmx,
+#endif
 #if HAS_AVX512_BF16
     &kAvx512Bf16,
 #endif

@@ -12,7 +12,7 @@ import torch
 
 from pensieve.kernels import copy_pages, cpu, multi_token_attention, reference, write_kv
 
-SETS = ("avx512_bf16", "avx512", "avx2", "plain")
+SETS = ("amx", "avx512_bf16", "avx512", "avx2", "plain")
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
 Slice = tuple[int, int, int]  # turn, start, length
 
