@@ -140,6 +140,13 @@ SETTINGS: Table = (
         "type of weights and KV (auto: the checkpoint's)",
         "TYPE",
     ),
+    Setting(
+        "weights",
+        _choice("native", "int8"),
+        "native",
+        "int8: half of the bytes to read, and other replies: see `pensieve bench step`",
+        "native|int8",
+    ),
     Setting("device_cache", parse_tier_size, "25%", "size of the device tier", "SIZE"),
     Setting("host_cache", parse_tier_size, "25%", "size of the host tier", "SIZE"),
     Setting("policy", _choice("value", "lru"), "value", "what is evicted first", "value|lru"),
@@ -245,6 +252,7 @@ class Settings:
     model: str
     device: str
     dtype: str
+    weights: str
     device_cache: TierSize
     host_cache: TierSize
     policy: str

@@ -68,8 +68,7 @@ void multiply_tiles(const Product& product, int32_t panel, int32_t first, int32_
                     const char* ahead) {
   const pensieve::Linear& linear = *product.linear;
   if (linear.inputs % kTileInputs) return multiply<uint16_t>(product, panel, first, end, ahead);
-  const int64_t panel_bytes = int64_t(linear.inputs) / 2 * kPanel * 4;
-  const char* weights = static_cast<const char*>(linear.panels) + panel * panel_bytes;
+  const char* weights = static_cast<const char*>(linear.panels) + panel * linear.panel_bytes;
   const int64_t row_bytes = product.row_stride * 2;
   alignas(64) float sums[2 * kTileRows * kPanel];
   int shaped = 0;
@@ -91,8 +90,9 @@ void multiply_tiles(const Product& product, int32_t panel, int32_t first, int32_
   TILE_RELEASE();
 }
 
-constexpr pensieve::Dense tiled = {LANES,          2 * kTileRows,  multiply_tiles,
-                                   join<uint16_t>, turn<uint16_t>, largest};
+constexpr pensieve::Dense tiled = {
+    LANES,          2 * kTileRows,  multiply_tiles, multiply<uint16_t, uint8_t>, quantise<uint16_t>,
+    join<uint16_t>, turn<uint16_t>, largest};
 
 // The same product as without tiles, up to rounding, for each way to cut rows.
 bool agrees() {
@@ -106,7 +106,7 @@ bool agrees() {
   };
   for (uint16_t& each : panel) each = drawn();
   for (uint16_t& each : rows) each = drawn();
-  const pensieve::Linear linear{panel, nullptr, kInputs, kPanel, 0};
+  const pensieve::Linear linear{panel, nullptr, nullptr, nullptr, sizeof panel, kInputs, kInputs, kPanel, 0};
   for (int num_rows : {1, 16, 17, 32, 33, kMost}) {
     multiply_tiles({&linear, rows, kInputs, num_rows, with, kPanel, 1}, 0, 0, num_rows, nullptr);
     multiply<uint16_t>({&linear, rows, kInputs, num_rows, without, kPanel, 1}, 0, 0, num_rows, nullptr);

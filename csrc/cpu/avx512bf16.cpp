@@ -1,4 +1,4 @@
-// AVX-512 with BF16: two products of bfloat16 in one instruction. Compiled with -mavx512bf16 besides.
+// AVX-512 with BF16 and VNNI: two products of bfloat16, or four of bytes, in one instruction.
 #define LANES 16
 #define BFLOAT16_DOT 1
 #include <cmath>

@@ -42,6 +42,19 @@ inline Floats add_step(Floats sum, Words weights, uint32_t input) {
   }
 }
 
+// Four inputs, bytes without sign, times four weights with one; the sums are whole numbers.
+template <>
+inline Floats add_step<uint8_t>(Floats sum, Words weights, uint32_t input) {
+#if BFLOAT16_DOT
+  return (Floats)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)(Words{} + input), (__m512i)weights);
+#else
+  Ints whole = (Ints)sum;
+  for (int byte = 0; byte < 4; ++byte)
+    whole += ((Ints)(weights << (24 - 8 * byte)) >> 24) * int32_t(input >> 8 * byte & 255);
+  return (Floats)whole;
+#endif
+}
+
 template <typename Element, int Rows>
 void sums_of(const uint32_t* panel, const char* rows, int64_t row_bytes, int64_t steps,
              const char* ahead, int lines, float* sums) {
@@ -87,6 +100,11 @@ inline Floats activated(Floats x, int32_t activation) {
   return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
 }
 
+inline Floats worth(Floats sums, const pensieve::Linear& linear, int column, float row_scale) {
+  const Ints whole = (Ints)sums - load<Ints>(linear.offsets + column);
+  return __builtin_convertvector(whole, Floats) * load<Floats>(linear.scales + column) * row_scale;
+}
+
 template <typename Element, typename Out>
 void finish(const Product& product, int32_t panel, int32_t first, int num_rows, const float* sums) {
   const pensieve::Linear& linear = *product.linear;
@@ -95,6 +113,10 @@ void finish(const Product& product, int32_t panel, int32_t first, int num_rows, 
   const int count = linear.outputs - column < width ? linear.outputs - column : width;
   for (int r = 0; r < num_rows; ++r) {
     Floats a = load<Floats>(sums + r * kPanel), b = load<Floats>(sums + r * kPanel + LANES);
+    if (linear.scales) {
+      a = worth(a, linear, panel * kPanel, product.row_scales[first + r]);
+      b = worth(b, linear, panel * kPanel + LANES, product.row_scales[first + r]);
+    }
     if (linear.bias) {
       a += load<Floats>(linear.bias + panel * kPanel);
       b += load<Floats>(linear.bias + panel * kPanel + LANES);
@@ -112,13 +134,14 @@ void finish(const Product& product, int32_t panel, int32_t first, int num_rows, 
   }
 }
 
-template <typename Element>
+// Input is what the rows consist of: Elements, or bytes.
+template <typename Element, typename Input = Element>
 void multiply(const Product& product, int32_t panel, int32_t first, int32_t end,
               const char* ahead) {
   const pensieve::Linear& linear = *product.linear;
-  const int64_t steps = int64_t(linear.inputs) * sizeof(Element) / 4;
+  const int64_t steps = int64_t(linear.inputs) * sizeof(Input) / 4;
   const uint32_t* panels = static_cast<const uint32_t*>(linear.panels);
-  const int64_t row_bytes = product.row_stride * sizeof(Element);
+  const int64_t row_bytes = product.row_stride * sizeof(Input);
   const char* rows = static_cast<const char*>(product.rows);
   const int blocks = (end - first + kRows - 1) / kRows;
   alignas(64) float sums[kRows * kPanel];
@@ -132,7 +155,7 @@ void multiply(const Product& product, int32_t panel, int32_t first, int32_t end,
       lines = blocks == 1 ? 2 : 1;
       next = ahead + block * steps * 64;
     }
-    sums_for<Element>(to - from, std::make_integer_sequence<int, kRows>{})(
+    sums_for<Input>(to - from, std::make_integer_sequence<int, kRows>{})(
         panels + panel * steps * kPanel, rows + from * row_bytes, row_bytes, steps, next, lines, sums);
     if (product.out_float)
       finish<Element, float>(product, panel, from, to - from, sums);
@@ -245,6 +268,42 @@ void turn(const Turning& turning, int32_t row) {
     rotate_heads<Element, Element>(turning, row, queries);
 }
 
+template <typename Element>
+float quantise(const void* memory, int32_t width, int32_t padded, uint8_t* out) {
+  const Element* row = static_cast<const Element*>(memory);
+  Floats most{}, odd{};
+  int i = 0;
+  for (; i + LANES <= width; i += LANES) {
+    const Floats x = read(row + i);
+    most = larger(x < 0.0f ? -x : x, most);
+    odd += x - x;  // NaN once anything is not finite
+  }
+  float largest = max_of(most), spoilt = sum_of(odd);
+  for (; i < width; ++i) {
+    const float x = read_one(row + i), size = x < 0.0f ? -x : x;
+    largest = size > largest ? size : largest;
+    spoilt += x - x;
+  }
+  if (spoilt != 0.0f) {  // so is NaN: whatever is multiplied with it must not be finite, either
+    memset(out, pensieve::kZero, padded);
+    return __builtin_nanf("");
+  }
+  const float factor = largest > 0.0f ? 127.0f / largest : 0.0f;
+  const Floats magic = splat(12582912.0f + pensieve::kZero);  // 1.5 * 2^23: adding it rounds
+  for (i = 0; i + LANES <= width; i += LANES) {
+    const Floats shifted = read(row + i) * factor + magic;
+    for (int lane = 0; lane < LANES; ++lane) out[i + lane] = uint8_t(((Words)shifted)[lane]);
+  }
+  for (; i < width; ++i) {
+    const float shifted = read_one(row + i) * factor + magic[0];
+    uint32_t bits;
+    memcpy(&bits, &shifted, sizeof bits);
+    out[i] = uint8_t(bits);
+  }
+  memset(out + width, pensieve::kZero, padded - width);
+  return largest / 127.0f;
+}
+
 inline int32_t largest(const float* row, int32_t width) {
   Floats most = splat(-INFINITY), spread{};
   int i = 0;
@@ -267,7 +326,8 @@ inline int32_t largest(const float* row, int32_t width) {
 }
 
 template <typename Element>
-constexpr pensieve::Dense dense_for = {LANES,         kRows,         multiply<Element>,
-                                       join<Element>, turn<Element>, largest};
+constexpr pensieve::Dense dense_for = {
+    LANES,         kRows,         multiply<Element>, multiply<Element, uint8_t>, quantise<Element>,
+    join<Element>, turn<Element>, largest};
 
 }  // namespace

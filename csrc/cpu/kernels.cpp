@@ -26,7 +26,8 @@ bool runs(const Kernel& kernel) {
 #endif
 #if HAS_AVX512_BF16
   if (&kernel == &kAvx512Bf16)
-    return runs(kAvx512) && __builtin_cpu_supports("avx512bf16");
+    return runs(kAvx512) && __builtin_cpu_supports("avx512bf16") &&
+           __builtin_cpu_supports("avx512vnni");
 #endif
 #if HAS_AVX512
   if (&kernel == &kAvx512)

@@ -2,6 +2,7 @@
 #include "layer.h"
 
 #include <atomic>
+#include <vector>
 
 #include "threads.h"
 
@@ -21,12 +22,30 @@ struct Worker {
         element_bytes(Type(type) == Type::kFloat ? 4 : 2),
         num_threads(num_threads) {}
 
-  int64_t panel_bytes(const Linear& linear) const {
-    return int64_t(linear.inputs) * 2 * dense.lanes * element_bytes;
+  // Rows for int8 weights become bytes first.
+  void multiply(const Product& product, const Linear* then) const {
+    const Linear& linear = *product.linear;
+    if (!linear.scales) return multiply_by(dense.multiply, product, then);
+    static thread_local std::vector<uint8_t> bytes;
+    static thread_local std::vector<float> scales;
+    const int64_t padded = linear.inputs;
+    bytes.resize(padded * product.num_rows);
+    scales.resize(product.num_rows);
+    uint8_t* const to = bytes.data();
+    float* const worth = scales.data();
+    each_row(product.num_rows, [&](int row) {
+      const char* from = static_cast<const char*>(product.rows) + row * product.row_stride * element_bytes;
+      worth[row] = dense.quantise(from, linear.width, int32_t(padded), to + row * padded);
+    });
+    Product quantised = product;
+    quantised.rows = to;
+    quantised.row_stride = padded;
+    quantised.row_scales = worth;
+    multiply_by(dense.multiply_bytes, quantised, then);
   }
 
   // Whoever runs out of panels fetches the first ones of `then`, the next product.
-  void multiply(const Product& product, const Linear* then) const {
+  void multiply_by(Multiply act, const Product& product, const Linear* then) const {
     const Linear& linear = *product.linear;
     const char* panels = static_cast<const char*>(linear.panels);
     const int width = linear.activation ? dense.lanes : 2 * dense.lanes;
@@ -39,13 +58,13 @@ struct Worker {
         const int following = next.fetch_add(1), panel = piece / stretches;
         const char* ahead = nullptr;
         if (following >= pieces)
-          ahead = then ? static_cast<const char*>(then->panels) + (following - pieces) * panel_bytes(*then)
+          ahead = then ? static_cast<const char*>(then->panels) + (following - pieces) * then->panel_bytes
                        : nullptr;
         else if (following / stretches != panel)
-          ahead = panels + following / stretches * panel_bytes(linear);
+          ahead = panels + following / stretches * linear.panel_bytes;
         const int stretch = piece % stretches;
-        dense.multiply(product, panel, int(int64_t(product.num_rows) * stretch / stretches),
-                       int(int64_t(product.num_rows) * (stretch + 1) / stretches), ahead);
+        act(product, panel, int(int64_t(product.num_rows) * stretch / stretches),
+            int(int64_t(product.num_rows) * (stretch + 1) / stretches), ahead);
         piece = following;
       }
     };

@@ -14,11 +14,16 @@ namespace pensieve {
 // panel holds the weights of its outputs side by side, so that it is read in one run from front to back.
 struct Linear {
   const void* panels;
-  const float* bias;   // in the order of the panels' outputs; null: none
-  int32_t inputs;      // of bfloat16: even
+  const float* bias;   // in the order of the panels' outputs, as are the next two; null: none
+  const float* scales;  // of int8 weights: what one is worth; null: the weights are Elements
+  const int32_t* offsets;  // of int8 weights: kZero times the sum of an output's weights
+  int64_t panel_bytes;
+  int32_t inputs;      // of bfloat16: even; of int8: a multiple of 4
+  int32_t width;       // of a row; `inputs` without what fills up the last step
   int32_t outputs;     // columns of the result
   int32_t activation;  // 0: none. Else a panel's first vector goes through it and multiplies the second
 };
+constexpr int kZero = 128;  // what a row's 0 becomes as a byte without sign
 enum Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2 };
 
 // Root mean square over `width` (a divisor of the row) and weights; null: none.
@@ -31,11 +36,12 @@ struct Norm {
 struct Product {
   const Linear* linear;
   const void* rows;
-  int64_t row_stride;  // elements
+  int64_t row_stride;  // elements; of quantised rows: bytes
   int32_t num_rows;
   void* out;
   int64_t out_stride;
   int32_t out_float;  // the result is float, else Element
+  const float* row_scales = nullptr;  // of quantised rows
 };
 
 // Panel `panel` of rows first..end; meanwhile as much is fetched from `ahead`, unless it is null.
@@ -66,13 +72,17 @@ struct Turning {
 };
 using Turn = void (*)(const Turning&, int32_t row);
 
+// A row as bytes around kZero; what one is worth. The bytes behind the row, up to `padded`, are kZero.
+using Quantise = float (*)(const void* row, int32_t width, int32_t padded, uint8_t* out);
+
 // The place of the largest value, of equals the first; -1 where one is not finite.
 using Largest = int32_t (*)(const float* row, int32_t width);
 
 struct Dense {
   int32_t lanes;
   int32_t rows_max;  // of one pass over a panel
-  Multiply multiply;
+  Multiply multiply, multiply_bytes;
+  Quantise quantise;
   Join join;
   Turn turn;
   Largest largest;

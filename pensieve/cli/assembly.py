@@ -250,7 +250,7 @@ def build_engine(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    model = load(folder, dtype=dtype, report=report)
+    model = load(folder, dtype=dtype, int8=settings.weights == "int8", report=report)
     shape, tokenizer = model.shape, texts.template.tokenizer
     if tokenizer.vocab_size > shape.vocab_size:
         raise ModelError(

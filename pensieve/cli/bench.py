@@ -117,6 +117,9 @@ def add_parser(commands: Any) -> None:
     step.add_argument(
         "--repeats", type=int, default=15, metavar="N", help="times for each median (default: 15)"
     )
+    step.add_argument(
+        "--weights", choices=("native", "int8"), default="native", help="(default: native)"
+    )
     step.add_argument("--json", action="store_true", help="print figures as JSON")
     step.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the ratios (needs the extra `bench`)"
@@ -175,11 +178,23 @@ def step_command(arguments: argparse.Namespace) -> int:
 
     if min(arguments.batch) < 1 or arguments.context < 1 or arguments.repeats < 1:
         raise InvalidArgument("batch, context, repeats", "are at least 1")
-    with measured_model(arguments.model, arguments.shape) as folder:
-        model = load(folder, report=lambda line: print(line, file=sys.stderr, flush=True))
-        tokenizer = Tokenizer.load(folder)
-    about = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     out = sys.stderr if arguments.json else sys.stdout
+    about: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    int8 = arguments.weights == "int8"
+    with measured_model(arguments.model, arguments.shape) as folder:
+        exact = bench.Logits.of(load(folder)) if int8 else None
+        model = load(
+            folder, int8=int8, report=lambda line: print(line, file=sys.stderr, flush=True)
+        )
+        tokenizer = Tokenizer.load(folder)
+    if exact is not None:
+        about["accuracy"] = told = bench.Logits.of(model).against(exact)
+        print(
+            f"int8 against the checkpoint's weights: {told['same_token_share']:.1%} of the likeliest "
+            f"tokens are the same, KL divergence {told['kl_divergence']:.4f}, logits off by "
+            f"{told['logit_difference']:.1%} of their range",
+            file=out,
+        )
     rows = []
     for row in bench.measure(
         model,

@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -193,7 +194,8 @@ def flags_of(arguments: argparse.Namespace, shape: Shape) -> list[str]:
     needed = shape.conversations * shape.turns * per_turn
     device, host = arguments.device_cache, arguments.host_cache
     if shape.device_share:
-        device = device or f"{int(needed * shape.device_share)}t"
+        alone = shape.turns * per_turn + 64  # a conversation has to fit
+        device = device or f"{max(int(needed * shape.device_share), alone)}t"
         host = host or f"{2 * needed}t"
     named = {"--device-cache": device, "--host-cache": host, "--weights": arguments.weights}
     return [part for name, value in named.items() if value for part in (name, value)]
@@ -250,13 +252,18 @@ def serving(folder: Path, flags: Sequence[str]) -> Iterator[tuple[str, str]]:
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
+            listening.join()
 
 
-def _drained(process: subprocess.Popen[str], lines: list[str]) -> Any:
-    import threading
+def _drained(process: subprocess.Popen[str], lines: list[str]) -> threading.Thread:
+    """Somebody has to read what it says, or it would wait one day."""
 
-    assert process.stderr is not None
-    thread = threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True)
+    def drain() -> None:
+        assert process.stderr is not None
+        with process.stderr:
+            lines.extend(process.stderr)
+
+    thread = threading.Thread(target=drain, daemon=True)
     thread.start()
     return thread
 

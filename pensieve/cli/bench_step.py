@@ -4,12 +4,13 @@ A step is what the engine asks of its executor: launch, forward, sampling, colle
 that generate (`decode`), and for the same turns beside a piece of a prompt (`mixed`). Contexts are real:
 their keys and values were computed by the same model.
 
-    floor   bytes of weights that an iteration must read (all but the table of input embeddings, unless it
-            is the output matrix, too) over the bandwidth with which torch's threads sum up memory
+    floor   bytes of weights that an iteration must read (all but the table of input embeddings) over the
+            bandwidth with which torch's threads sum up memory
     ratio   time of the step over the floor; medians, the two measured by turns
 
-Before anything is timed, each turn of the largest batch must say, token for token, what it says when it
-is alone.
+With --weights int8 the logits of a few prompts are first compared with those of the checkpoint's own
+weights. Before anything is timed, each turn of the largest batch must say, token for token, what it
+says when it is alone.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from pensieve.core.iteration import Iteration, Slice
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
 from pensieve.errors import ConfigError, PensieveError
+from pensieve.model.attention import PagedPass
+from pensieve.model.batch import Batch
 from pensieve.model.executor import TorchExecutor
+from pensieve.model.fused import FusedLayer, PackedProduct
 from pensieve.model.kv_memory import KVMemory
 from pensieve.model.loader import LoadedModel
 from pensieve.model.sampler import Sampler
@@ -182,12 +188,57 @@ def _row(
     )
 
 
+class Logits(NamedTuple):
+    """Of a few random prompts, every row; (tokens, vocab)."""
+
+    rows: torch.Tensor
+
+    @classmethod
+    def of(cls, model: LoadedModel, num_prompts: int = 4, length: int = 64) -> Logits:
+        draw = torch.Generator().manual_seed(1)
+        vocab_size = model.shape.vocab_size
+        rows = []
+        for _ in range(num_prompts):
+            ids = torch.randint(vocab_size // 2, vocab_size, (length,), generator=draw)
+            turn = Turn(0, "", array("I", ids.tolist()), 0, length, length + 1, Sampling())
+            memory = KVMemory(model.shape, -(-length // SLOTS), 0, SLOTS)
+            turn.page_table = list(range(memory.device_pages))
+            batch = Batch.from_slices([Slice(turn, 0, length, True)], SLOTS)
+            forward_pass = PagedPass(batch, memory, wait_layer=lambda layer: None)
+            positions = torch.arange(length)
+            with torch.inference_mode():
+                logits = model.flat.logits(ids, positions, positions, forward_pass)
+            rows.append(logits.float().clone())
+        return cls(torch.cat(rows))
+
+    def against(self, exact: Logits) -> dict[str, float]:
+        """How far these are from the others: what rounding the weights costs."""
+        got, right = self.rows, exact.rows
+        divergence = F.kl_div(
+            got.log_softmax(-1), right.log_softmax(-1), log_target=True, reduction="none"
+        ).sum(-1)
+        difference = (got - right).abs().amax(-1) / (right.amax(-1) - right.amin(-1))
+        return {
+            "same_token_share": float((got.argmax(-1) == right.argmax(-1)).float().mean()),
+            "kl_divergence": float(divergence.mean()),
+            "logit_difference": float(difference.median()),  # of a row's range
+        }
+
+
 def weight_bytes_read(model: LoadedModel) -> int:
-    """By an iteration. A table of embeddings gives a few rows, unless it is the output matrix, too."""
+    """By an iteration. Of a table of embeddings a few rows, unless it is the output matrix, too."""
     module = model.flat.module
-    table = module.get_input_embeddings().weight
+    table: torch.Tensor = module.get_input_embeddings().weight
+    packed: int = sum(
+        each.weight_bytes
+        for each in module.modules()
+        if isinstance(each, FusedLayer | PackedProduct)
+    )
+    if packed:
+        rest: int = sum(each.nbytes for each in module.parameters())
+        return packed + rest - table.nbytes
     tied = getattr(module.config.get_text_config(), "tie_word_embeddings", False)
-    return model.shape.weight_bytes - (0 if tied else table.numel() * table.element_size())
+    return model.shape.weight_bytes - (0 if tied else table.nbytes)
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

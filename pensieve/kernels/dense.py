@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from pensieve.kernels import cpu
 from pensieve.kernels.shapes import Shapes
 
+ZERO = 128  # what a row's 0 becomes as a byte without sign
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 
 
@@ -29,8 +30,10 @@ def available(dtype: torch.dtype) -> bool:
 class _Linear(ctypes.Structure):
     _fields_: ClassVar = [
         ("panels", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("bias", "scales", "offsets")),
+        ("panel_bytes", ctypes.c_int64),
         ("inputs", ctypes.c_int32),
+        ("width", ctypes.c_int32),
         ("outputs", ctypes.c_int32),
         ("activation", ctypes.c_int32),
     ]
@@ -45,6 +48,7 @@ class _Product(ctypes.Structure):
         ("out", ctypes.c_void_p),
         ("out_stride", ctypes.c_int64),
         ("out_float", ctypes.c_int32),
+        ("row_scales", ctypes.c_void_p),
     ]
 
 
@@ -135,6 +139,9 @@ class Packed:
     """Weights (outputs, inputs) of one product, or of several with the same input, as panels.
 
     With an activation the first half of the outputs goes through it and multiplies the second half.
+
+    With `int8` an output's weights become whole numbers times the largest over 127, and so does each row
+    that is multiplied with them; sums are exact.
     """
 
     def __init__(
@@ -142,6 +149,8 @@ class Packed:
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None] | None = None,
         activation: str | None = None,
+        *,
+        int8: bool = False,
     ) -> None:
         weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         bias = _joined(weights, biases) if biases is not None else None
@@ -157,13 +166,22 @@ class Packed:
             halves = torch.arange(2 * self.outputs).view(2, -1)
             halves = F.pad(halves, (0, -self.outputs % lanes), value=-1)
             order = halves.view(2, -1, lanes).transpose(0, 1).reshape(-1)
-        step = 4 // weight.itemsize
-        self.panels = _panels(weight, order, 2 * lanes, step)
-        self.bias = None if bias is None else _picked(bias.float(), order)
+        self.int8 = int8
+        scales = offsets = None
+        if int8:
+            scales = weight.float().abs().amax(1) / 127
+            weight = (weight.float() / scales.clamp_min(1e-38)[:, None]).round_().to(torch.int8)
+            offsets = _picked(ZERO * weight.sum(1, dtype=torch.int32), order)
+            scales = _picked(scales, order)
+        self._step = 4 // weight.itemsize
+        self.panels = _panels(weight, order, 2 * lanes, self._step)
+        self._sides = (None if bias is None else _picked(bias.float(), order), scales, offsets)
         self.struct = _Linear(
             self.panels.data_ptr(),
-            0 if self.bias is None else self.bias.data_ptr(),
-            self.inputs + self.inputs % step,
+            *(0 if each is None else each.data_ptr() for each in self._sides),
+            self.panels[0].nbytes,
+            self.panels.shape[1] * self._step,
+            self.inputs,
             self.outputs,
             ACTIVATIONS[activation] if activation else 0,
         )
@@ -180,7 +198,7 @@ class Packed:
             )
         if out.dtype not in (self.dtype, torch.float32) or out.stride(1) != 1:
             raise ValueError(f"multiply: out is {out.dtype}, or its rows have gaps")
-        if self.inputs % (4 // rows.itemsize):
+        if not self.int8 and self.inputs % self._step:
             rows = F.pad(rows, (0, 1))
         elif rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -220,7 +238,7 @@ def _picked(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def _panels(weight: torch.Tensor, order: torch.Tensor, width: int, step: int) -> torch.Tensor:
     """(panels, steps, width, step); a few panels at a time, so that no second whole copy exists."""
-    inputs = weight.shape[1] + weight.shape[1] % step
+    inputs = weight.shape[1] + -weight.shape[1] % step
     panels = torch.empty(
         (len(order) // width, inputs // step, width, step), dtype=weight.dtype, device="cpu"
     )
@@ -381,6 +399,10 @@ class Layer:
             scaling=scaling,
             **{name: norm.struct() for name, norm in norms.items()},
         )
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(each.panels.nbytes for each in self._parts[:4])
 
     def followed_by(self, then: Layer | Packed) -> None:
         """Fetch the first weights of what comes next as soon as this layer's have been read."""

@@ -42,8 +42,11 @@ from pensieve.model.attention import FlatModel, ForwardPass
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of the largest change that a layer makes
 
 
-def fuse(flat: FlatModel, prompt: Sequence[int]) -> tuple[int, int]:
-    """Replace what can be; the numbers of layers replaced whole, and of single products packed."""
+def fuse(flat: FlatModel, prompt: Sequence[int], *, int8: bool = False) -> tuple[int, int]:
+    """Replace what can be; the numbers of layers replaced whole, and of single products packed.
+
+    With `int8` the weights inside of layers are rounded, once a layer has proved to have the pattern.
+    """
     module = flat.module
     dtype = next(module.parameters()).dtype
     if not dense.available(dtype):
@@ -59,13 +62,13 @@ def fuse(flat: FlatModel, prompt: Sequence[int]) -> tuple[int, int]:
     while layers:  # given up one by one, each before the next is packed
         parent, name, layer = layers.pop()
         record = records.pop()
-        found = _recognise(layer, record, workspace)
+        found = _recognise(layer, record, workspace, int8)
         if found is not None:
             setattr(parent, name, found)
             fused.append(found)
         else:
             products = [one for one in record.happened if _is_product(one)]
-            num_packed += _pack_products(layer, products)
+            num_packed += _pack_products(layer, products, int8)
     if surroundings is not None and len(fused) == num_layers:
         head = surroundings.head_place()
         assert isinstance(head, PackedProduct)
@@ -238,6 +241,10 @@ class FusedLayer(torch.nn.Module):
         out = self.run(hidden_states[0].contiguous(), position_embeddings, pensieve_pass)
         return (out.unsqueeze(0),) if self._in_tuple else out.unsqueeze(0)
 
+    @property
+    def weight_bytes(self) -> int:
+        return self.inner.weight_bytes
+
     def run(
         self,
         residual: torch.Tensor,  # (tokens, hidden), contiguous
@@ -264,7 +271,7 @@ class _Norms(NamedTuple):
 
 
 def _recognise(
-    layer: torch.nn.Module, record: _Layer, workspace: dense.Workspace
+    layer: torch.nn.Module, record: _Layer, workspace: dense.Workspace, int8: bool
 ) -> FusedLayer | None:
     given, embeddings = record.given, record.arguments.get("position_embeddings")
     answer = record.answer[0] if isinstance(record.answer, tuple) else record.answer
@@ -276,11 +283,12 @@ def _recognise(
     parts = _parts(record.happened, given)
     if parts is None:
         return None
-    attention, pieces = parts
+    attention, pack = parts
     in_tuple = isinstance(record.answer, tuple)
     index: int = _attention_of(layer).layer_idx  # type: ignore[union-attr, assignment]
     plain = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
-    for factor in (1.0, *{v for v in plain.values() if isinstance(v, float) and v != 1.0}):
+
+    def built(factor: float, pieces: dict[str, Any]) -> FusedLayer:
         inner = dense.Layer(
             heads=attention.heads,
             index=index,
@@ -289,14 +297,18 @@ def _recognise(
             workspace=workspace,
             **pieces,
         )
-        fused = FusedLayer(inner, index, attention.scaling, attention.rest, in_tuple, plain)
+        return FusedLayer(inner, index, attention.scaling, attention.rest, in_tuple, plain)
+
+    exact = pack(int8=False)
+    for factor in (1.0, *{v for v in plain.values() if isinstance(v, float) and v != 1.0}):
+        fused = built(factor, exact)
         with torch.inference_mode():
             got = fused(given, position_embeddings=embeddings, pensieve_pass=_CausalPass())
         got = got[0] if in_tuple else got
         change, size = (answer - given).abs().max(), answer.abs().max()
         rounding = torch.finfo(given.dtype).eps * size
         if float((got - answer).abs().max()) <= float(TOLERANCE[given.dtype] * change + rounding):
-            return fused
+            return built(factor, pack(int8=True)) if int8 else fused
     return None
 
 
@@ -315,8 +327,8 @@ def _are_rotations(embeddings: Any, given: torch.Tensor) -> bool:
 
 def _parts(
     happened: Sequence[_Seen | _Attended], given: torch.Tensor
-) -> tuple[_Attended, dict[str, Any]] | None:
-    """The attention, and the arguments of dense.Layer; None if it went another way."""
+) -> tuple[_Attended, Callable[..., dict[str, Any]]] | None:
+    """The attention, and what packs the arguments of dense.Layer; None if it went another way."""
     places = [i for i, one in enumerate(happened) if isinstance(one, _Attended)]
     if len(places) != 1:
         return None
@@ -393,7 +405,7 @@ def _packed(
     norms: dict[str, dense.Norm],
     products: dict[str, list[_Seen]],
     activation: _Seen,
-) -> tuple[_Attended, dict[str, Any]] | None:
+) -> tuple[_Attended, Callable[..., dict[str, Any]]] | None:
     num_heads, num_kv_heads, head_size = attention.heads
     name = _activation(activation.module)
     gates = products["mlp_in"]
@@ -425,14 +437,17 @@ def _packed(
     even = all(size % 2 == 0 for size in (hidden, num_heads * head_size, width // 2))
     if not even:  # pairs of bfloat16
         return None
-    pieces = {
-        "attention_in": _pack(products["in"]),
-        "attention_out": _pack(products["out"]),
-        "mlp_in": _pack(gates, name),
-        "mlp_out": _pack(products["mlp_out"]),
-        "norms": norms,
-    }
-    return attention, pieces
+
+    def pack(int8: bool) -> dict[str, Any]:
+        return {
+            "attention_in": _pack(products["in"], int8=int8),
+            "attention_out": _pack(products["out"], int8=int8),
+            "mlp_in": _pack(gates, name, int8=int8),
+            "mlp_out": _pack(products["mlp_out"], int8=int8),
+            "norms": norms,
+        }
+
+    return attention, pack
 
 
 def _is_product(one: _Seen | _Attended) -> bool:
@@ -445,11 +460,14 @@ def _weight(module: torch.nn.Module) -> torch.Tensor:
     return weight.T if type(module) is Conv1D else weight
 
 
-def _pack(products: Sequence[_Seen], activation: str | None = None) -> dense.Packed:
+def _pack(
+    products: Sequence[_Seen], activation: str | None = None, *, int8: bool = False
+) -> dense.Packed:
     return dense.Packed(
         [_weight(one.module) for one in products],
         [one.module.bias for one in products],  # type: ignore[misc]
         activation,
+        int8=int8,
     )
 
 
@@ -632,6 +650,11 @@ class PackedProduct(torch.nn.Module):
         self._part = part
 
     @property
+    def weight_bytes(self) -> int:
+        """Of all that are multiplied together, told by the first."""
+        return self.packed.panels.nbytes if self._part == 0 else 0
+
+    @property
     def packed(self) -> dense.Packed:
         return self._together.packed
 
@@ -639,11 +662,11 @@ class PackedProduct(torch.nn.Module):
         return self._together.answer(self._part, given)
 
 
-def _pack_products(module: torch.nn.Module, seen: Sequence[Any]) -> int:
+def _pack_products(module: torch.nn.Module, seen: Sequence[Any], int8: bool = False) -> int:
     places = _places(module)
     count = 0
     for group in _groups([one for one in seen if id(one.module) in places], places):
-        together = _Together(_pack(group), [one.answer.shape[-1] for one in group])
+        together = _Together(_pack(group, int8=int8), [one.answer.shape[-1] for one in group])
         for part, one in enumerate(group):
             parent, name = places[id(one.module)]
             setattr(parent, name, PackedProduct(together, part, one.module))

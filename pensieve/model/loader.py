@@ -39,11 +39,13 @@ def load(
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
+    int8: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
     """Load, check and probe a causal language model.
 
-    `dtype` None takes the checkpoint's own.  `report` receives one line per stage.
+    `dtype` None takes the checkpoint's own; `int8` rounds the weights inside of its layers.
+    `report` receives one line per stage.
     """
     name = os.fspath(path_or_id)
     if torch.device(device).type != "cpu":
@@ -55,8 +57,10 @@ def load(
         report("probing its attention")
         try:
             try:
-                shape = probe(flat)
+                shape = probe(flat, int8=int8)
             except FusionFailed as error:
+                if int8:
+                    raise
                 report(f"its layers stay as they are: {error}")
                 flat = FlatModel(_read_weights(name, config, dtype))
                 shape = probe(flat, fuse_layers=False)

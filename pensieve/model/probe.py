@@ -38,6 +38,7 @@ from pensieve.model.fused import fuse
 from pensieve.model.kv_memory import KVMemory
 from pensieve.model.shape import ModelShape
 
+INT8_DIFFERENCE = 0.15  # of the logits' range: a wrong order of weights lies far beyond
 LOW_PRECISION_MIN, LOW_PRECISION_MAX = 1e-2, 5e-2  # of the logits' range
 _CHUNK_TOKENS = 8
 _PROMPT_TOKENS = (29, 12)
@@ -63,8 +64,11 @@ class FusionFailed(UnsupportedModel):
     """The model does not work, or not the same, once its layers were replaced; its weights are gone."""
 
 
-def probe(flat: FlatModel, *, fuse_layers: bool = True) -> ModelShape:
-    """The shape of a model that can be served; leaves it under our attention, its layers fused."""
+def probe(flat: FlatModel, *, fuse_layers: bool = True, int8: bool = False) -> ModelShape:
+    """The shape of a model that can be served; leaves it under our attention, its layers fused.
+
+    With `int8` their weights are rounded, and it is the middle row of logits that has to be near.
+    """
     attention.register()
     module = flat.module
     context_max = _context_max(module)
@@ -76,7 +80,11 @@ def probe(flat: FlatModel, *, fuse_layers: bool = True) -> ModelShape:
             _set_implementation(module, attention.PROBING)
             shape = _observe(flat, prompts[0], context_max)
             _set_implementation(module, attention.SERVING)
-            num_replaced = sum(fuse(flat, prompts[0])) if fuse_layers else 0
+            num_replaced = sum(fuse(flat, prompts[0], int8=int8)) if fuse_layers else 0
+            if int8:
+                if not num_replaced:
+                    raise UnsupportedModel("none of its weights can be made int8 here")
+                tolerance = INT8_DIFFERENCE
             try:
                 _compare(flat, shape, prompts, plain, tolerance)
                 _check_far_neighbour(flat, shape, prompts[0])
@@ -254,7 +262,8 @@ def _compare(
             pieces, torch.split(logits, [stop - start for _, start, stop in pieces]), strict=True
         ):
             rows[which][start:stop] = part
-    difference = _difference(torch.cat(rows), torch.cat(plain), shape.dtype)
+    exact = shape.dtype == torch.float32 and tolerance < LOW_PRECISION_MIN
+    difference = _difference(torch.cat(rows), torch.cat(plain), exact)
     if difference > tolerance:
         raise UnsupportedModel(
             "its logits through our attention differ from its own by "
@@ -346,7 +355,7 @@ def _paged_logits(flat: FlatModel, memory: KVMemory, batch: Batch) -> torch.Tens
     return flat.logits(batch.input_ids, batch.positions, rows, forward_pass).float()
 
 
-def _difference(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> float:
+def _difference(got: torch.Tensor, expected: torch.Tensor, exact: bool) -> float:
     """How far the logits lie apart, as a share of the expected range.
 
     Rounding alone may send a token to another expert, which spoils its row; a wrong attention spoils
@@ -354,7 +363,7 @@ def _difference(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -
     """
     span = (expected.max() - expected.min()).clamp_min(1e-12)
     by_row = (got - expected).abs().amax(dim=1) / span
-    return float(by_row.max() if dtype == torch.float32 else by_row.median())
+    return float(by_row.max() if exact else by_row.median())
 
 
 def _tolerance(module: Any, prompts: list[list[int]], plain: list[torch.Tensor]) -> float:
@@ -371,5 +380,5 @@ def _tolerance(module: Any, prompts: list[list[int]], plain: list[torch.Tensor])
         other = [_plain_logits(module, prompt) for prompt in prompts]
     except Exception:  # a model that only knows the eager one
         return LOW_PRECISION_MIN
-    measured = 2 * _difference(torch.cat(other), torch.cat(plain), dtype)
+    measured = 2 * _difference(torch.cat(other), torch.cat(plain), exact=False)
     return min(max(measured, LOW_PRECISION_MIN), LOW_PRECISION_MAX)

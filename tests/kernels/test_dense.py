@@ -150,3 +150,42 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         packed.multiply(torch.ones(2, 4), torch.ones(3, 6))
     with pytest.raises(ValueError, match=r"out is torch\.float16"):
         packed.multiply(torch.ones(2, 4), torch.ones(2, 6, dtype=torch.float16))
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "rows"),
+    [(64, 96, 1), (63, 33, 5), (5, 1, 3), (512, 256, 25), (96, 70, 300)],
+)
+def test_products_of_bytes(dtype: torch.dtype, inputs: int, outputs: int, rows: int) -> None:
+    """Exact but for the rounding of weights and rows, each to 127 steps of its largest."""
+    weight = drawn(outputs, inputs, dtype=dtype, seed=1)
+    bias = drawn(outputs, dtype=dtype, seed=2)
+    given = drawn(rows, inputs, dtype=dtype, seed=3) * inputs**0.5
+    given[0] = 0
+    packed = dense.Packed([weight], [bias], int8=True)
+    out = torch.empty(rows, outputs)
+    packed.multiply(given, out)
+    worth = weight.float().abs().amax(1) / 127
+    steps = given.float().abs().amax(1, keepdim=True) / 127
+    whole = (weight.float() / worth[:, None]).round().double()
+    around = given.double() / steps.clamp_min(1e-30)
+    right = around @ whole.T * steps * worth + bias.double()
+    # A row's numbers are off by half a step at most, and its products by what that amounts to.
+    most = 0.51 * steps * worth * whole.abs().sum(1)
+    assert bool(((out.double() - right).abs() <= most + 1e-6).all())
+    assert torch.equal(out[0], bias.float())
+    assert packed.panels.nbytes < weight.nbytes + 2 * 16 * (inputs + 4)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_of_bytes_that_is_not_finite_stays_so(odd: float) -> None:
+    packed = dense.Packed([torch.ones(3, 40)], int8=True)
+    given = torch.ones(3, 40)
+    given[1, 39] = odd
+    out = torch.empty(3, 3)
+    packed.multiply(given, out)
+    assert out[1].isfinite().logical_not().all()
+    assert torch.allclose(out[[0, 2]], torch.tensor(40.0))

@@ -17,7 +17,15 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("kernels", "layer", "amx", "avx512bf16", "avx512", "plain")
 FLAGS = (
     *("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
+    *(
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mavx512bf16",
+        "-mavx512vnni",
+        "-mfma",
+    ),
     *("-DHAS_AMX=1", "-DHAS_AVX512_BF16=1", "-DHAS_AVX512=1", "-DEMULATED_TILES=1"),
 )
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from pensieve.errors import UnsupportedModel
 from pensieve.kernels import dense
 from pensieve.model import fused, loader
 from pensieve.model.attention import FlatModel
@@ -218,3 +219,29 @@ def test_without_the_library_the_model_stays_as_it_is(
 def test_half_precision_of_ten_bits_is_left_to_torch() -> None:
     flat = flat_model("llama-gqa", torch.float16)
     assert counts(flat.module) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma", "opt", "gpt2"])
+def test_weights_made_int8(family: str, dtype: torch.dtype) -> None:
+    plain = tiny_model(SERVED[family]()).to(dtype)
+    ids, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
+    exact, rounded = FlatModel(plain), FlatModel(copy.deepcopy(plain))
+    probe(exact)
+    probe(rounded, int8=True)
+    assert counts(rounded.module) == counts(exact.module)
+    with torch.inference_mode():
+        right, got = (
+            flat.logits(ids, positions, positions, fused._CausalPass()).float()
+            for flat in (exact, rounded)
+        )
+    difference = (got - right).abs().amax(1) / (right.max() - right.min())
+    assert 1e-4 < float(difference.median()) < 0.1
+
+
+def test_int8_without_the_library_is_refused(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense, "available", lambda dtype: False)
+    with pytest.raises(UnsupportedModel, match="none of its weights can be made int8"):
+        load(folder_of("llama-gqa"), int8=True)
