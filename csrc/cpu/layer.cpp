@@ -2,6 +2,7 @@
 #include "layer.h"
 
 #include <atomic>
+#include <cstring>
 #include <vector>
 
 #include "threads.h"
@@ -192,9 +193,11 @@ void pensieve_after_attention(const char* only, const Layer* layer, const Buffer
   worker.each_row(num_rows, [&](int row) { dense.join(last, row); });
 }
 
-// The whole layer, its keys and values written to their slots. 0; 2 where an index leads out of the arena.
+// The whole layer, its keys and values written to their slots. Unless num_kept is -1, only these rows
+// go on behind the attention, and `out` has no others. 0; 2 where an index leads out of the arena.
 int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buffers,
-                       const Pages* pages, const void* residual, void* out) {
+                       const Pages* pages, const void* residual, const int64_t* kept,
+                       int32_t num_kept, void* out) {
   const int64_t bytes = layer->type == 0 ? 4 : 2;
   const int64_t head = int64_t(pages->slots) * layer->head_size;
   const int64_t half = head * layer->num_kv_heads;
@@ -219,7 +222,20 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
       layer->head_size, layer->scaling, buffers->attended, layer->num_heads * size, size,
       pages->num_threads);
   if (answer) return answer;
-  pensieve_after_attention(only, layer, buffers, residual, buffers->attended, out, pages->num_rows,
+  const void* attended = buffers->attended;
+  int32_t num_rows = pages->num_rows;
+  if (num_kept >= 0) {  // into buffers that nobody needs any more
+    const int64_t wide = layer->num_heads * size * bytes, narrow = layer->hidden * bytes;
+    char *to = static_cast<char*>(buffers->turned), *base = static_cast<char*>(buffers->normed);
+    for (int32_t i = 0; i < num_kept; ++i) {
+      std::memcpy(to + i * wide, static_cast<const char*>(attended) + kept[i] * wide, wide);
+      std::memcpy(base + i * narrow, static_cast<const char*>(residual) + kept[i] * narrow, narrow);
+    }
+    attended = to;
+    residual = base;
+    num_rows = num_kept;
+  }
+  pensieve_after_attention(only, layer, buffers, residual, attended, out, num_rows,
                            pages->num_threads);
   return 0;
 }

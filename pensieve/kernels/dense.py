@@ -112,7 +112,10 @@ def _library() -> Any:
         *(int32, int32),
     ]
     found.pensieve_after_attention.restype = None
-    found.pensieve_layer.argtypes = [text, pointer, pointer, pointer, pointer, pointer]
+    found.pensieve_layer.argtypes = [
+        *(text, pointer, pointer, pointer, pointer),
+        *(pointer, int32, pointer),
+    ]
     found.pensieve_layer.restype = int32
     found.pensieve_normalise.argtypes = [text, int32, pointer, pointer, pointer, int32, int32]
     found.pensieve_normalise.restype = None
@@ -419,16 +422,21 @@ class Layer:
             and cpu.instruction_set(self._dtype, head_size) is not None
         )
 
-    def whole(self, residual: torch.Tensor, pages: Pages) -> torch.Tensor:
-        """The next layer's residual, (tokens, hidden); this layer's keys and values are in their slots."""
+    def whole(
+        self, residual: torch.Tensor, pages: Pages, kept: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The next layer's residual, of all rows or those of `kept`; keys and values are in their slots."""
         self._workspace.reserve(len(residual), self._widths, self._dtype)
-        out = torch.empty_like(residual)
+        num_rows = len(residual) if kept is None else len(kept)
+        out = torch.empty((num_rows, residual.shape[1]), dtype=residual.dtype)
         answer = _library().pensieve_layer(
             cpu.only,
             ctypes.addressof(self._struct),
             ctypes.addressof(self._workspace.struct),
             ctypes.addressof(pages.struct),
             residual.data_ptr(),
+            None if kept is None else kept.data_ptr(),
+            -1 if kept is None else num_rows,
             out.data_ptr(),
         )
         if answer == 2:

@@ -250,15 +250,19 @@ class FusedLayer(torch.nn.Module):
         residual: torch.Tensor,  # (tokens, hidden), contiguous
         embeddings: tuple[torch.Tensor, torch.Tensor],
         forward_pass: ForwardPass,
+        kept: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """The next layer's residual, of all rows or of those that are `kept` (int64, contiguous)."""
         pages = forward_pass.pages
         if pages is not None and self.inner.fits(pages):
             forward_pass.arrive(self.layer_idx)
             pages.turn_by(embeddings)
-            return self.inner.whole(residual, pages)
+            return self.inner.whole(residual, pages, kept)
         cosines, sines = (each[0].contiguous() for each in embeddings)
         query, key, value = self.inner.before_attention(residual, cosines, sines)
         attended = forward_pass.attend(self, query, key, value, None, self._scaling, self._rest)
+        if kept is not None:
+            residual, attended = residual[kept], attended[kept]
         return self.inner.after_attention(residual, attended.contiguous())
 
 
@@ -545,11 +549,11 @@ class FusedModel:
         if around.table_factor != 1:
             hidden = hidden * around.table_factor
         embeddings = around.rotations(hidden[None], positions[None])
-        for layer in self._layers:
+        for layer in self._layers[:-1]:
             hidden = layer.run(hidden, embeddings, forward_pass)
-        kept = around.norm(hidden[rows])
+        hidden = self._layers[-1].run(hidden, embeddings, forward_pass, rows)
         logits = torch.empty((len(rows), self._head.outputs), dtype=torch.float32)
-        self._head.multiply(kept, logits)
+        self._head.multiply(around.norm(hidden), logits)
         return logits if around.head_factor == 1 else logits.mul_(around.head_factor)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,19 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from pensieve.core.iteration import Slice
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import Turn
 from pensieve.errors import UnsupportedModel
 from pensieve.kernels import dense
 from pensieve.model import fused, loader
-from pensieve.model.attention import FlatModel
+from pensieve.model.attention import FlatModel, PagedPass
+from pensieve.model.batch import Batch
 from pensieve.model.fused import FusedLayer, PackedProduct, fuse
+from pensieve.model.kv_memory import KVMemory
 from pensieve.model.loader import load
 from pensieve.model.probe import probe
+from pensieve.model.shape import ModelShape
 from tests.model.world import GAP_MAX, World, largest_gap, plain_model
 from tests.models import SERVED, tiny_model
 
@@ -106,6 +113,35 @@ def test_who_shares_the_batch_changes_no_bit(family: str, dtype: torch.dtype) ->
         together = logits([0, 1, 2, 3]).split(lengths)
         for which, rows in enumerate(together):
             assert torch.equal(logits([which]), rows), which
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slots", [32, 8])
+@pytest.mark.parametrize("family", ["llama-gqa", "olmo2", "qwen3"])
+def test_rows_that_need_no_logits_change_no_bit(
+    family: str, slots: int, dtype: torch.dtype
+) -> None:
+    flat = flat_model(family, dtype)
+    heads = flat.module.config.num_key_value_heads, flat.module.config.num_attention_heads
+    size = (
+        getattr(flat.module.config, "head_dim", None) or flat.module.config.hidden_size // heads[1]
+    )
+    shape = ModelShape(2, heads[1], heads[0], size, 128, 64, dtype, 0, 0)
+    ids = torch.arange(3, 43)
+    turn = Turn(0, "", array("I", ids.tolist()), 0, 40, 41, Sampling())
+    answers = []
+    with torch.inference_mode():
+        for rows in (list(range(40)), [39], [], [3, 31, 32], [7, 2]):
+            memory = KVMemory(shape, 6, 0, slots)
+            turn.page_table = [3, 1, 5, 0, 2][: -(-40 // slots)]
+            batch = Batch.from_slices([Slice(turn, 0, 40, True)], slots)
+            forward_pass = PagedPass(batch, memory, wait_layer=lambda layer: None)
+            chosen = torch.tensor(rows, dtype=torch.int64)
+            logits = flat.logits(ids, batch.positions, chosen, forward_pass)
+            assert len(logits) == len(rows)
+            answers.append((rows, logits))
+    for rows, logits in answers[1:]:
+        assert torch.equal(logits, answers[0][1][rows])
 
 
 class LateGate(LlamaMLP):
