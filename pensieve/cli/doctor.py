@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -68,9 +69,25 @@ def findings() -> Iterator[tuple[str, str]]:
         str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
     )
     yield "memory available", f"{available_memory_bytes() / 2**30:.1f} GiB"
+    yield "cpu kernels", _cpu_kernels()
     yield "accelerator", _accelerator()
     data = Path(os.environ.get("PENSIEVE_DATA") or default_data_folder(os.environ))
     yield "data folder", f"{data} ({_state(data)})"
+
+
+def _cpu_kernels() -> str:
+    try:
+        import torch
+
+        from pensieve.kernels import cpu
+    except ImportError:
+        return "unknown: torch is missing"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        name = cpu.instruction_set(torch.float32, 64)
+    if name is None:
+        return "missing: installed without a C++ compiler; everything runs in torch, and slower"
+    return f"{name}, {torch.get_num_threads()} threads"
 
 
 def _accelerator() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -310,6 +311,9 @@ def test_the_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> N
     assert told["problems"] == []
     assert {"pensieve", "torch", "sqlite", "memory available", "data folder"} <= set(
         told["findings"]
+    )
+    assert re.fullmatch(
+        r"(amx|avx\d+(_bf16)?|plain), \d+ threads|missing: .*", told["findings"]["cpu kernels"]
     )
 
 
