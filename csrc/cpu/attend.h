@@ -212,6 +212,7 @@ void add_values(Scratch& scratch, const float* values, int num_slots, int row, i
     const float* value_row = values + at;
     for (int slot = 0; slot < depth; ++slot, value_row += head_size) {
       scratch.values_ahead.step();
+      if (sizeof(Element) == 4) scratch.values_ahead.step();  // floats were not made ready before
       Words value[kAcross];
 #pragma GCC unroll 2
       for (int v = 0; v < kAcross; ++v) value[v] = load<Words>(value_row + v * LANES);
