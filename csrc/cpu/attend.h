@@ -5,8 +5,8 @@
 // registers; online softmax in base 2; then the values, eight rows by two vectors at once. The tile and the
 // values are read from memory once for all rows of the item: what bounds a decode, and eight queries with
 // a head each, is the speed at which pages arrive. With 32 rows (eight queries, four heads to a group) it
-// is the arithmetic. Measured (Zen 5, two threads, contexts of 512 and more): 50 to 60 % of the read
-// bandwidth with a head each, in bfloat16 and in float; 18 to 26 % with four heads to a group.
+// is the arithmetic. Measured (Zen 5, two threads, contexts of 512 and more): 50 to 80 % of the read
+// bandwidth with a head each, in bfloat16 and in float; 20 to 40 % with four heads to a group.
 //
 // Slots behind a row's own position are given a score of minus infinity, and the values of slots behind
 // the part's last position are never multiplied: nobody wrote them, and they may hold NaN.
