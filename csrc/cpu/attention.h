@@ -10,6 +10,7 @@ namespace pensieve {
 
 constexpr int kSlots = 32;     // of a page
 constexpr int kRowsMax = 64;   // of an item
+constexpr int kPagesMax = 64;  // of a part
 constexpr int kHeadMax = 256;  // head size
 
 enum class Type : int32_t { kFloat = 0, kBfloat16 = 1 };
@@ -34,9 +35,8 @@ struct Part {
 // A part's answer for each row: the largest score (base 2), the sum of 2^(score - largest), and the
 // values weighted by the same, row by row.
 struct Partial {
-  float largest[kRowsMax];
-  float sum[kRowsMax];
-  alignas(64) float weighted[kRowsMax * kHeadMax];
+  float *largest, *sum;  // (rows)
+  float* weighted;       // (rows, head size)
 };
 
 constexpr int kScratchBytes = 256 << 10;  // that a thread hands to each call, aligned to 64 bytes

@@ -1,9 +1,11 @@
 // The C interface: which instruction set, how work is cut, and who does it.
 //
 // Cutting. Attention is a list of items (the rows of a stretch of one slice that share a KV head), each
-// over its own number of pages. Items whose context is long beside what there is to do for each thread
-// are cut into parts; the thread that finishes an item's last part merges them. Threads take parts from
-// one counter, so few long contexts and many short ones both keep all of them busy.
+// over its own number of pages. An item is cut into parts after every kPagesMax pages; the thread that
+// finishes an item's last part merges them, in their order. Threads take parts from one counter, so few
+// long contexts and many short ones both keep all of them busy. Where is cut depends on nothing but the
+// position in the context: a row's result is the same in any batch, in a long slice or alone, and with
+// any number of threads.
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
@@ -68,10 +70,12 @@ struct Item {
   int slice, kv_head, first_token, num_tokens;
   int num_pages;
   int first_part, num_parts;
+  int64_t kept;  // floats before this item's partials, where it has several
 };
 
 struct Memory {  // of one thread
-  Partial partial;
+  alignas(64) float weighted[kRowsMax * kHeadMax];
+  float largest[kRowsMax], sum[kRowsMax];
   alignas(64) char scratch[kScratchBytes];
 };
 
@@ -135,25 +139,40 @@ void write_out(const Call& call, const Kernel& kernel, const Item& item, const P
         call.out_head_stride);
 }
 
+// Floats of one of an item's partials, whole lines of them.
+int64_t partial_floats(int num_rows, int head_size) {
+  return (int64_t(num_rows) * (head_size + 2) + 15) / 16 * 16;
+}
+
+Partial partial_at(float* memory, int num_rows, int head_size) {
+  float* const behind = memory + int64_t(num_rows) * head_size;
+  return {behind, behind + num_rows, memory};
+}
+
 // Into the first of an item's partials.
-void merge(const Item& item, Partial* partials, int num_rows, int head_size) {
-  Partial& all = partials[0];
+Partial merge(const Item& item, float* memory, int num_rows, int head_size) {
+  const int64_t stride = partial_floats(num_rows, head_size);
+  const Partial all = partial_at(memory, num_rows, head_size);
   for (int row = 0; row < num_rows; ++row) {
     float largest = all.largest[row];
-    for (int p = 1; p < item.num_parts; ++p)
-      if (!(partials[p].largest[row] <= largest)) largest = partials[p].largest[row];
-    float* weighted = all.weighted + row * head_size;
+    for (int p = 1; p < item.num_parts; ++p) {
+      const float other = partial_at(memory + p * stride, num_rows, head_size).largest[row];
+      if (!(other <= largest)) largest = other;
+    }
+    float* weighted = all.weighted + int64_t(row) * head_size;
     float sum = 0.0f;
     for (int p = 0; p < item.num_parts; ++p) {
-      const float before = partials[p].largest[row];
+      const Partial part = partial_at(memory + p * stride, num_rows, head_size);
+      const float before = part.largest[row];
       const float factor = before == -INFINITY ? 0.0f : std::exp2(before - largest);
-      sum += partials[p].sum[row] * factor;
-      const float* more = partials[p].weighted + row * head_size;
+      sum += part.sum[row] * factor;
+      const float* more = part.weighted + int64_t(row) * head_size;
       for (int d = 0; d < head_size; ++d)
         weighted[d] = (p ? weighted[d] : 0.0f) + more[d] * factor;
     }
     all.sum[row] = sum;
   }
+  return all;
 }
 
 // Whether every page that a slice reaches is one of the arena's.
@@ -169,53 +188,38 @@ bool within(const Call& call, int64_t num_pages) {
   return true;
 }
 
-void cut(const Call& call, std::vector<Item>& items, std::vector<Cut>& cuts) {
+// How many floats all partials take that have to be kept.
+int64_t cut(const Call& call, std::vector<Item>& items, std::vector<Cut>& cuts) {
   const int group = call.num_heads / call.num_kv_heads;
   const int tokens_max = kRowsMax / group;
-  int64_t pages_in_all = 0;
+  int64_t kept = 0;
   for (int slice = 0; slice < call.num_slices; ++slice) {
     const int length = call.slice_offsets[slice + 1] - call.slice_offsets[slice];
     for (int first = 0; first < length; first += tokens_max) {
       const int count = length - first < tokens_max ? length - first : tokens_max;
       const int pages = (call.slice_starts[slice] + first + count + kSlots - 1) / kSlots;
-      for (int head = 0; head < call.num_kv_heads; ++head)
-        items.push_back({slice, head, first, count, pages, 0, 1});
-      pages_in_all += int64_t(pages) * call.num_kv_heads;
+      const int parts = (pages + kPagesMax - 1) / kPagesMax;
+      for (int head = 0; head < call.num_kv_heads; ++head) {
+        const int item = int(items.size());
+        items.push_back({slice, head, first, count, pages, int(cuts.size()), parts, kept});
+        if (parts > 1) kept += parts * partial_floats(count * group, call.head_size);
+        for (int p = 0; p < parts; ++p)
+          cuts.push_back({item, p * kPagesMax, p + 1 < parts ? (p + 1) * kPagesMax : pages});
+      }
     }
   }
-  const int64_t share = pages_in_all / (call.num_threads * 4) + 1;
-  const int pages_max = share < 16 ? 16 : int(share);
-  for (int i = 0; i < int(items.size()); ++i) {
-    Item& item = items[i];
-    item.first_part = int(cuts.size());
-    if (call.num_threads > 1 && item.num_pages > 2 * pages_max)
-      item.num_parts = (item.num_pages + pages_max - 1) / pages_max;
-    for (int p = 0; p < item.num_parts; ++p)
-      cuts.push_back({i, int(int64_t(item.num_pages) * p / item.num_parts),
-                      int(int64_t(item.num_pages) * (p + 1) / item.num_parts)});
-  }
+  return kept;
 }
 
-void attend_all(const Call& call, const Kernel& kernel) {
+// False where there is no memory for partials.
+bool attend_all(const Call& call, const Kernel& kernel) {
   const Attend attend = call.type == Type::kFloat ? kernel.attend_float : kernel.attend_bfloat16;
   std::vector<Item> items;
   std::vector<Cut> cuts;
-  cut(call, items, cuts);
-  int num_kept = 0;  // parts of items that have several
-  std::vector<int> kept(cuts.size(), -1);
-  for (const Item& item : items)
-    if (item.num_parts > 1)
-      for (int p = 0; p < item.num_parts; ++p) kept[item.first_part + p] = num_kept++;
-  Partial* partials =
-      num_kept ? static_cast<Partial*>(std::aligned_alloc(64, num_kept * sizeof(Partial))) : nullptr;
-  if (num_kept && !partials) {  // no memory for parts: whole items need none
-    cuts.clear();
-    for (int i = 0; i < int(items.size()); ++i) {
-      items[i].first_part = i, items[i].num_parts = 1;
-      cuts.push_back({i, 0, items[i].num_pages});
-    }
-    kept.assign(cuts.size(), -1);
-  }
+  const int64_t num_kept = cut(call, items, cuts);
+  float* const kept =
+      num_kept ? static_cast<float*>(std::aligned_alloc(64, num_kept * sizeof(float))) : nullptr;
+  if (num_kept && !kept) return false;
   std::vector<std::atomic<int>> remaining(items.size());
   for (size_t i = 0; i < items.size(); ++i) remaining[i] = items[i].num_parts;
   std::atomic<int> next{0};
@@ -234,19 +238,25 @@ void attend_all(const Call& call, const Kernel& kernel) {
         part.keys_after = at(then.keys, page, call.type);
         part.values_after = at(then.values, page, call.type);
       }
-      Partial& partial = kept[taken] < 0 ? own.partial : partials[kept[taken]];
-      attend(part, partial, own.scratch);
       if (item.num_parts == 1) {
+        Partial partial{own.largest, own.sum, own.weighted};
+        attend(part, partial, own.scratch);
         write_out(call, kernel, item, partial);
-      } else if (remaining[each.item].fetch_sub(1) == 1) {
-        Partial* parts = partials + kept[item.first_part];
-        merge(item, parts, item.num_tokens * (call.num_heads / call.num_kv_heads), call.head_size);
-        write_out(call, kernel, item, parts[0]);
+        continue;
       }
+      const int num_rows = item.num_tokens * part.group;
+      float* const first = kept + item.kept;
+      Partial partial =
+          partial_at(first + (taken - item.first_part) * partial_floats(num_rows, call.head_size),
+                     num_rows, call.head_size);
+      attend(part, partial, own.scratch);
+      if (remaining[each.item].fetch_sub(1) == 1)
+        write_out(call, kernel, item, merge(item, first, num_rows, call.head_size));
     }
   };
   on_threads(cuts.size() > 1 ? call.num_threads : 1, work);
-  std::free(partials);
+  std::free(kept);
+  return true;
 }
 
 }  // namespace
@@ -274,7 +284,7 @@ const char* pensieve_kernel(int32_t head_size, const char* only) {
   return kernel ? kernel->name : nullptr;
 }
 
-// 0; 1 where these shapes are somebody else's; 2 where an index leads out of the arena.
+// 0; 1 where these shapes are somebody else's; 2 where an index leads out of the arena; 3: no memory.
 int32_t pensieve_multi_token_attention(
     const char* only, int32_t type, const void* query, int64_t query_token_stride,
     int64_t query_head_stride, const void* keys, const void* values, int64_t page_stride,
@@ -293,8 +303,7 @@ int32_t pensieve_multi_token_attention(
                   head_size,         scaling,      out,                out_token_stride,
                   out_head_stride,   num_threads < 1 ? 1 : num_threads};
   if (!within(call, num_pages)) return 2;
-  attend_all(call, *kernel);
-  return 0;
+  return attend_all(call, *kernel) ? 0 : 3;
 }
 
 // Strides in bytes; a slot is page * slots + place. 0, or 2 and nothing written.

@@ -105,7 +105,7 @@ def multi_token_attention(
         out.stride(1),
         torch.get_num_threads(),
     )
-    return _done(answer)
+    return done(answer)
 
 
 def write_kv(
@@ -141,7 +141,7 @@ def write_kv(
         key_pages.stride(1) * size,
         len(key_pages),
     )
-    return _done(answer)
+    return done(answer)
 
 
 def copy_pages(
@@ -168,12 +168,15 @@ def copy_pages(
         len(source_arena),
         len(target_arena),
     )
-    return _done(answer)
+    return done(answer)
 
 
-def _done(answer: int) -> bool:
+def done(answer: int) -> bool:
+    """What an attention's answer says: done, or not for it."""
     if answer == 2:
         raise IndexError("a page or slot lies outside the arena")
+    if answer == 3:
+        raise MemoryError("not enough memory for attention over so long a context")
     return answer == 0
 
 

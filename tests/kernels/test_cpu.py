@@ -235,3 +235,41 @@ def test_a_write_through_the_public_function_uses_it() -> None:
         warnings.simplefilter("error")
         write_kv(row, row, torch.tensor([3]), arena[:, 0], arena[:, 1])
     assert float(arena[0, 0, 0, 3].sum()) == 64.0
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_the_same_in_any_batch_slice_and_number_of_threads(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts that are cut, and such that are cut for some rows of a slice only."""
+    heads, kv_heads, head_size, pages = 4, 2, 32, 150
+    draw = torch.Generator().manual_seed(5)
+    arena = torch.randn((pages, 2, kv_heads, 32, head_size), generator=draw).to(dtype)
+    table = torch.randperm(pages, generator=draw).int()[None]
+    query = torch.randn((90, heads, head_size), generator=draw).to(dtype)
+    scaling = head_size**-0.5
+
+    def attend(first: int, starts: list[int], lengths: list[int]) -> torch.Tensor:
+        tokens = sum(lengths)
+        out = torch.full((tokens, heads, head_size), float("nan"), dtype=dtype)
+        assert cpu.multi_token_attention(
+            query[first : first + tokens],
+            *(arena[:, 0], arena[:, 1], table),
+            torch.tensor([0, *lengths]).cumsum(0).int(),
+            torch.zeros(len(lengths), dtype=torch.int32),
+            torch.tensor(starts, dtype=torch.int32),
+            scaling,
+            out,
+        )
+        return out
+
+    for start in (2048 - 40, 4096 - 1, 4600):  # a part ends after 64 pages
+        whole = attend(0, [start], [90])
+        for row in (0, 39, 40, 41, 89):
+            assert torch.equal(attend(row, [start + row], [1]), whole[row : row + 1]), row
+        pieces = attend(0, [start, start + 7, start + 60], [7, 53, 30])
+        assert torch.equal(pieces, whole)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+        assert torch.equal(attend(0, [start], [90]), whole)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
