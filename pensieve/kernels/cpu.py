@@ -244,12 +244,26 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _gomp_parallel() -> int | None:
-    """Of the OpenMP library that torch has loaded; a path that is loaded already loads nothing."""
+    """Of the OpenMP library that torch has loaded; opening what is loaded already loads nothing."""
     home = Path(torch.__file__).parent
-    for folder in (home / "lib", home.parent / "torch.libs"):
-        for path in sorted(folder.glob("libgomp*.so*")):
-            try:
-                return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value
-            except (OSError, AttributeError):
-                continue
+    found = [
+        path
+        for folder in (home / "lib", home.parent / "torch.libs")
+        for path in sorted(folder.glob("libgomp*.so*"))
+    ]
+    for path in (*found, *_loaded("libgomp", "libiomp5", "libomp")):
+        try:
+            return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
     return None
+
+
+def _loaded(*names: str) -> list[Path]:
+    """Libraries of this process whose file names begin so: some builds of torch bring another OpenMP."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {Path(line.split(maxsplit=5)[5]) for line in lines if line.count(" /")}
+    return sorted(path for path in paths if path.name.startswith(names))

@@ -98,8 +98,7 @@ def test_random_slices_over_random_shapes(seed: int) -> None:
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_context_is_cut_and_merged(dtype: torch.dtype) -> None:
-    """One KV head and two threads: the context is the only thing that there is to share out."""
-    assert torch.get_num_threads() > 1 or dtype is not None
+    """After each 64 pages; what one thread found is merged with what another did."""
     compare([(0, 5000, 3)], 2, 1, 64, dtype)
     compare([(0, 9000, 1), (1, 40, 1)], 4, 1, 64, dtype, seed=1)
 
