@@ -125,21 +125,6 @@ using namespace pensieve;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// In kernels.cpp.
-int32_t pensieve_multi_token_attention(
-    const char* only, int32_t type, const void* query, int64_t query_token_stride,
-    int64_t query_head_stride, const void* keys, const void* values, int64_t page_stride,
-    int64_t kv_head_stride, int64_t num_pages, const int32_t* page_table, int64_t pages_max,
-    const int32_t* slice_offsets, const int32_t* slice_turns, const int32_t* slice_starts,
-    int32_t num_slices, int32_t num_heads, int32_t num_kv_heads, int32_t slots, int32_t head_size,
-    float scaling, void* out, int64_t out_token_stride, int64_t out_head_stride,
-    int32_t num_threads);
-int32_t pensieve_write_kv(const char* key, int64_t key_token_stride, int64_t key_head_stride,
-                          const char* value, int64_t value_token_stride, int64_t value_head_stride,
-                          const int64_t* slot_mapping, int64_t num_tokens, int32_t num_kv_heads,
-                          int32_t slots, int64_t row_bytes, char* key_pages, char* value_pages,
-                          int64_t page_stride, int64_t kv_head_stride, int64_t num_pages);
-
 // Outputs to a vector, of which a panel has two.
 int32_t pensieve_lanes(const char* only) { return dense_of(only, Type::kFloat).lanes; }
 

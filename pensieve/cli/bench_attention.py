@@ -26,7 +26,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pensieve.errors import ConfigError, PensieveError
+from pensieve.cli import plots
+from pensieve.errors import PensieveError
 from pensieve.kernels import cpu, multi_token_attention, reference
 
 SLOTS = 32
@@ -262,14 +263,7 @@ def machine() -> dict[str, str | int | None]:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """The ratio over the context, a line for each type and heads, batches and head sizes averaged."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: install the extra `bench`") from None
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure, axes = plots.axes()
     for dtype, kv_heads in sorted({(row.dtype, row.kv_heads) for row in rows}):
         ratios: dict[int, list[float]] = {}
         for row in rows:

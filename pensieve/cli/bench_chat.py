@@ -33,7 +33,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pensieve.errors import ConfigError, InvalidArgument, PensieveError, Unavailable
+from pensieve.cli import plots
+from pensieve.errors import InvalidArgument, PensieveError, Unavailable
 
 START_SECONDS = 300.0
 
@@ -391,14 +392,7 @@ def told(figures: dict[str, Any]) -> str:
 
 def plot(turns: Sequence[Turn], path: Path) -> None:
     """Distributions of the time to first token and of the gaps."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: install the extra `bench`") from None
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure, axes = plots.axes()
     lines = {
         "first token, first turn": [t.first_token_seconds for t in turns if t.number == 0],
         "first token, later turns": [t.first_token_seconds for t in turns if t.number > 0],

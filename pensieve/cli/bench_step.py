@@ -26,10 +26,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pensieve.cli import plots
 from pensieve.core.iteration import Iteration, Slice
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
-from pensieve.errors import ConfigError, PensieveError
+from pensieve.errors import PensieveError
 from pensieve.model.attention import PagedPass
 from pensieve.model.batch import Batch
 from pensieve.model.executor import TorchExecutor
@@ -243,14 +244,7 @@ def weight_bytes_read(model: LoadedModel) -> int:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """The ratio over the batch, a line for each kind."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: install the extra `bench`") from None
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure, axes = plots.axes()
     for kind in ("decode", "mixed"):
         some = [row for row in rows if row.kind == kind]
         axes.plot([row.batch for row in some], [row.ratio for row in some], marker="o", label=kind)

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pensieve.errors import ConfigError, InvalidArgument, PensieveError
+from pensieve.cli import plots
+from pensieve.errors import InvalidArgument, PensieveError
 
 PLACES = ("device", "host", "dropped")
 SETTLE_SECONDS = 10.0  # for a history to move
@@ -220,14 +221,7 @@ def _wait(true: Callable[[], bool], otherwise: str) -> None:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """The time to the first token for each place of the history."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: install the extra `bench`") from None
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    figure, axes = plots.axes(6, 4)
     axes.bar([row["place"] for row in rows], [row["ttft_seconds"] * 1e3 for row in rows])
     axes.set(ylabel="time to first token (ms)", xlabel="where the history was")
     figure.savefig(path)

@@ -11,19 +11,10 @@ import pytest
 import torch
 
 from pensieve.kernels import copy_pages, cpu, multi_token_attention, reference, write_kv
+from tests.kernels.conftest import SETS
 
-SETS = ("amx", "avx512_bf16", "avx512", "avx2", "plain")
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
 Slice = tuple[int, int, int]  # turn, start, length
-
-
-@pytest.fixture(params=SETS)
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    name: str = request.param
-    monkeypatch.setattr(cpu, "only", name.encode())
-    if cpu.instruction_set(torch.float32, 64) != name:
-        pytest.skip(f"this machine has no {name}")
-    return name
 
 
 def arena_of(num_pages: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -6,20 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pensieve.kernels import cpu, dense
-from tests.kernels.test_cpu import SETS
+from pensieve.kernels import dense
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 TYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(params=SETS)
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    name: str = request.param
-    monkeypatch.setattr(cpu, "only", name.encode())
-    if cpu.instruction_set(torch.float32, 64) != name:
-        pytest.skip(f"this machine has no {name}")
-    return name
 
 
 def close(got: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -1,0 +1,19 @@
+"""Each instruction set that this machine has, by turns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pensieve.kernels import cpu
+
+SETS = ("amx", "avx512_bf16", "avx512", "avx2", "plain")
+
+
+@pytest.fixture(params=SETS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name: str = request.param
+    monkeypatch.setattr(cpu, "only", name.encode())
+    if cpu.instruction_set(torch.float32, 64) != name:
+        pytest.skip(f"this machine has no {name}")
+    return name
