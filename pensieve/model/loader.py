@@ -60,7 +60,7 @@ def load(
                 shape = probe(flat, int8=int8)
             except FusionFailed as error:
                 if int8:
-                    raise
+                    raise UnsupportedModel(f"its weights cannot be int8: {error}") from error
                 report(f"its layers stay as they are: {error}")
                 flat = FlatModel(_read_weights(name, config, dtype))
                 shape = probe(flat, fuse_layers=False)

@@ -60,7 +60,7 @@ _HARMLESS = frozenset(
 )
 
 
-class FusionFailed(UnsupportedModel):
+class FusionFailed(Exception):
     """The model does not work, or not the same, once its layers were replaced; its weights are gone."""
 
 
@@ -92,7 +92,7 @@ def probe(flat: FlatModel, *, fuse_layers: bool = True, int8: bool = False) -> M
                 if num_replaced:
                     raise FusionFailed(one_line(error)) from error
                 raise
-    except UnsupportedModel:
+    except (UnsupportedModel, FusionFailed):
         raise
     except Exception as error:
         raise UnsupportedModel(
