@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <vector>
 
 #include "attention.h"
@@ -303,7 +304,11 @@ int32_t pensieve_multi_token_attention(
                   head_size,         scaling,      out,                out_token_stride,
                   out_head_stride,   num_threads < 1 ? 1 : num_threads};
   if (!within(call, num_pages)) return 2;
-  return attend_all(call, *kernel) ? 0 : 3;
+  try {
+    return attend_all(call, *kernel) ? 0 : 3;
+  } catch (const std::bad_alloc&) {
+    return 3;
+  }
 }
 
 // Strides in bytes; a slot is page * slots + place. 0, or 2 and nothing written.

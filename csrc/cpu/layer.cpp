@@ -163,7 +163,7 @@ void pensieve_after_attention(const char* only, const Layer* layer, const Buffer
   const Worker worker(only, layer->type, num_threads);
   const Dense& dense = worker.dense;
   const int32_t hidden = layer->hidden, wide = layer->mlp_in.outputs;
-  worker.multiply({&layer->attention_out, attended, layer->attention_out.inputs, num_rows,
+  worker.multiply({&layer->attention_out, attended, layer->attention_out.width, num_rows,
                    buffers->added, hidden, 1},
                   &layer->mlp_in);
   const Joint middle{residual,      layer->type == 0, buffers->added, layer->attention_after,

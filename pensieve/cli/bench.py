@@ -92,7 +92,7 @@ def add_parser(commands: Any) -> None:
         help="an iteration of a model against the time that reading its weights takes",
         description="Times one iteration (forward, sampling) of turns that generate, alone and beside a "
         "piece of a prompt, and divides by the time that reading the weights takes at the bandwidth "
-        "measured in between. Before that every turn must say in a batch what it says alone.",
+        "measured in between. Before that several turns must say in a batch what they say alone.",
     )
     step.add_argument(
         "model",

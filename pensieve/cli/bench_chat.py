@@ -314,11 +314,12 @@ async def replay(address: str, scripts: Sequence[Script], output_tokens: int) ->
                 last_turn=False,
             )
             arrived = [time.perf_counter() async for delta in turn if delta.text]
+            ended = time.perf_counter()  # a reply may consist of what is no text
             usage = (await turn.reply()).usage
             turns.append(
                 Turn(
                     number=index,
-                    first_token_seconds=arrived[0] - began,
+                    first_token_seconds=(arrived or [ended])[0] - began,
                     total_seconds=time.perf_counter() - began,
                     gaps=[after - before for before, after in pairwise(arrived)],
                     output_tokens=usage.output_tokens,

@@ -9,8 +9,8 @@ their keys and values were computed by the same model.
     ratio   time of the step over the floor; medians, the two measured by turns
 
 With --weights int8 the logits of a few prompts are first compared with those of the checkpoint's own
-weights. Before anything is timed, each turn of the largest batch must say, token for token, what it
-says when it is alone.
+weights. Before anything is timed, several turns of the largest batch must say, token for token, what
+they say when they are alone.
 """
 
 from __future__ import annotations

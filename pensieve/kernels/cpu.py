@@ -123,6 +123,7 @@ def write_kv(
     if key_pages.stride()[1:] != tile or value_pages.stride() != key_pages.stride():
         return False
     size = key.element_size()
+    slot_mapping = slot_mapping.contiguous()
     answer: int = found.pensieve_write_kv(
         key.data_ptr(),
         key.stride(0) * size,
@@ -130,7 +131,7 @@ def write_kv(
         value.data_ptr(),
         value.stride(0) * size,
         value.stride(1) * size,
-        slot_mapping.contiguous().data_ptr(),
+        slot_mapping.data_ptr(),
         len(slot_mapping),
         num_kv_heads,
         slots,
@@ -155,12 +156,11 @@ def copy_pages(
     if found is None or not (source_arena.is_contiguous() and target_arena.is_contiguous()):
         return False
     _, two, num_kv_heads, slots, head_size = source_arena.shape
+    moves = (source_pages.contiguous(), target_pages.contiguous(), num_slots.contiguous())
     answer: int = found.pensieve_copy_pages(
         source_arena.data_ptr(),
         target_arena.data_ptr(),
-        source_pages.contiguous().data_ptr(),
-        target_pages.contiguous().data_ptr(),
-        num_slots.contiguous().data_ptr(),
+        *(each.data_ptr() for each in moves),
         len(num_slots),
         two * num_kv_heads,
         slots,
@@ -245,6 +245,10 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
 
 def _gomp_parallel() -> int | None:
     """Of the OpenMP library that torch has loaded; opening what is loaded already loads nothing."""
+    try:  # one that was loaded before everything else serves torch, too
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, TypeError, AttributeError):
+        pass
     home = Path(torch.__file__).parent
     found = [
         path

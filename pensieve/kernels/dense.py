@@ -126,6 +126,8 @@ def _library() -> Any:
 
 def argmax(rows: torch.Tensor) -> torch.Tensor:
     """int64 (rows): where each row of float32 is largest, of equals the first; -1 if one is not finite."""
+    assert rows.dtype == torch.float32
+    assert rows.stride(1) == 1
     out = torch.empty(len(rows), dtype=torch.int64)
     _library().pensieve_argmax(
         cpu.only,
@@ -336,15 +338,15 @@ class Workspace:
 
     def __init__(self) -> None:
         self._num_rows = 0
-        self._widths: tuple[int, ...] = ()
+        self._made_for: tuple[object, ...] = ()
         self._tensors: list[torch.Tensor] = []
         self.struct = _Buffers()
 
     def reserve(self, num_rows: int, widths: tuple[int, int, int, int], dtype: torch.dtype) -> None:
         """For rows of the hidden size, of queries, keys and values, of the MLP, and of heads."""
-        if num_rows <= self._num_rows and widths == self._widths:
+        if num_rows <= self._num_rows and (*widths, dtype) == self._made_for:
             return
-        self._num_rows, self._widths = max(num_rows, self._num_rows), widths
+        self._num_rows, self._made_for = max(num_rows, self._num_rows), (*widths, dtype)
         rows, (hidden, turned, gated, heads) = self._num_rows, widths
         self._tensors = [
             *(torch.empty((rows, width), dtype=dtype) for width in (hidden, turned, gated)),
@@ -439,7 +441,8 @@ class Layer:
             -1 if kept is None else num_rows,
             out.data_ptr(),
         )
-        assert cpu.done(answer), "the compiled attention does not take these pages"
+        if not cpu.done(answer):
+            raise RuntimeError("the compiled attention does not take these pages")
         return out
 
     def before_attention(

@@ -19,7 +19,8 @@ iteration is a loop over compiled layers and nothing else.
 **Any other product** (torch's Linear, GPT-2's Conv1D) keeps its place in the module's own code and gets
 packed weights; products that the same parent calls with the same input become one.
 
-Weights are packed layer by layer and the originals given up as they go, so the model exists only once.
+Weights are packed layer by layer and the originals given up as they go, so the model exists only once,
+but for a table of embeddings that is the output matrix, too.
 The load probe compares the result with the plain model; if it does not agree, the loader starts over
 without any of this.
 """
@@ -39,7 +40,8 @@ from transformers.pytorch_utils import Conv1D
 from pensieve.kernels import dense
 from pensieve.model.attention import FlatModel, ForwardPass
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of the largest change that a layer makes
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest change that a layer makes
+NORM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of the largest value
 
 
 def fuse(flat: FlatModel, prompt: Sequence[int], *, int8: bool = False) -> tuple[int, int]:
@@ -54,7 +56,7 @@ def fuse(flat: FlatModel, prompt: Sequence[int], *, int8: bool = False) -> tuple
     layers = _decoder_layers(module)
     num_layers = len(layers)
     records, outside, logits = _watch(flat, prompt, [layer for _, _, layer in layers])
-    surroundings = _surroundings(module, records, outside, prompt, logits)
+    surroundings = _surroundings(flat, records, outside, prompt, logits)
     workspace = dense.Workspace()
     num_packed = _pack_products(module, [one for one in outside if _is_product(one)])
     fused: list[FusedLayer] = []
@@ -85,6 +87,7 @@ class _Seen(NamedTuple):
     module: torch.nn.Module
     given: torch.Tensor
     answer: Any
+    others: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # arguments beside the first
 
 
 @dataclass
@@ -176,13 +179,15 @@ def _watch(
     def leave(module: Any, args: tuple[Any, ...], answer: Any) -> None:
         inside.pop().answer = answer
 
-    def leaf(module: torch.nn.Module, args: tuple[Any, ...], answer: Any) -> None:
+    def leaf(
+        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], answer: Any
+    ) -> None:
         if not args or isinstance(module, torch.nn.Dropout | torch.nn.Identity):
             return
-        seen = _Seen(module, args[0], answer)
+        seen = _Seen(module, args[0], answer, (args[1:], kwargs))
         if not inside:
             outside.append(seen)
-        elif len(args) == 1 and isinstance(answer, torch.Tensor):
+        elif len(args) == 1 and not kwargs and isinstance(answer, torch.Tensor):
             inside[-1].happened.append(seen)
 
     def attended(one: _Attended) -> None:
@@ -195,7 +200,7 @@ def _watch(
         handles.append(layer.register_forward_hook(leave))
     for each in flat.module.modules():
         if not list(each.children()):
-            handles.append(each.register_forward_hook(leaf))
+            handles.append(each.register_forward_hook(leaf, with_kwargs=True))
     try:
         ids = torch.tensor(prompt)
         positions = torch.arange(len(ids))
@@ -455,7 +460,12 @@ def _packed(
 
 
 def _is_product(one: _Seen | _Attended) -> bool:
-    return isinstance(one, _Seen) and type(one.module) in (torch.nn.Linear, Conv1D)
+    return (
+        isinstance(one, _Seen)
+        and type(one.module) in (torch.nn.Linear, Conv1D)
+        and one.module.weight.dtype == one.given.dtype
+        and dense.available(one.given.dtype)
+    )
 
 
 def _weight(module: torch.nn.Module) -> torch.Tensor:
@@ -483,19 +493,29 @@ def _norm(seen: _Seen) -> dense.Norm | None:
     width = len(parameters[0])
     if seen.given.shape[-1] % width or seen.given.shape != seen.answer.shape:
         return None
-    given = seen.given.float()
-    given = given.view(*given.shape[:-1], -1, width)
-    square = given.pow(2).mean(-1, keepdim=True)
-    expected = seen.answer.float()
     numbers = [each for each in vars(seen.module).values() if isinstance(each, float)]
+    small = seen.given * 1e-3  # there eps shows
+    pairs = [(seen.given, seen.answer), (small, seen.module(small))]
+    best: tuple[float, dense.Norm] | None = None
     for eps in numbers:
-        unit = (given / (square + eps).sqrt()).flatten(-2)
         for weight in (parameters[0].float(), 1 + parameters[0].float()):
-            got = unit * weight.repeat(seen.given.shape[-1] // width)
-            worst = (got - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
-            if float(worst) <= TOLERANCE[seen.given.dtype]:
-                return dense.Norm(weight.contiguous(), eps)
-    return None
+            norm = dense.Norm(weight.contiguous(), eps)
+            off = [_off(norm, given, answer) for given, answer in pairs]
+            fits = all(worst <= NORM_TOLERANCE[seen.given.dtype] for worst, _ in off)
+            mean = sum(mean for _, mean in off)
+            if fits and (best is None or mean < best[0]):
+                best = mean, norm
+    return None if best is None else best[1]
+
+
+def _off(norm: dense.Norm, given: torch.Tensor, answer: torch.Tensor) -> tuple[float, float]:
+    """How far the norm is from the answer, at most and on average, by the largest value."""
+    width = len(norm.weight)
+    rows = given.float().view(*given.shape[:-1], -1, width)
+    got = rows / (rows.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+    right = answer.float()
+    difference = (got.flatten(-2) - right).abs() / right.abs().max().clamp_min(1e-12)
+    return float(difference.max()), float(difference.mean())
 
 
 def _activation(module: torch.nn.Module) -> str | None:
@@ -517,7 +537,7 @@ class _Surroundings:
 
     table: torch.nn.Embedding
     table_factor: float
-    rotations: torch.nn.Module
+    rotations: Callable[[torch.Tensor, torch.Tensor], Any]  # of (1, tokens, …), (1, tokens)
     norm: dense.Norm
     head_place: Callable[[], Any]  # what stands now where the output product stood
     head_factor: float
@@ -558,7 +578,7 @@ class FusedModel:
 
 
 def _surroundings(
-    module: torch.nn.Module,
+    flat: FlatModel,
     records: Sequence[_Layer],
     outside: Sequence[_Seen],
     prompt: Sequence[int],
@@ -578,16 +598,23 @@ def _surroundings(
     heads = [one for one in outside if _is_product(one)]
     if not len(tables) == len(rotations) == len(norms) == len(heads) == 1:
         return None
+    chained = all(
+        after.given is (one.answer[0] if isinstance(one.answer, tuple) else one.answer)
+        for one, after in pairwise(records)
+    )
     table, head = tables[0], heads[0]
     norm = _norm(norms[0])
     table_factor = _factor(table.answer, first)
     head_factor = _factor(head.answer[0], logits)
-    again = rotations[0].module(first, torch.arange(len(prompt))[None])
+    turning = _turning(rotations[0])
+    again = turning(first, torch.arange(len(prompt))[None])
     if (
         norm is None
+        or not chained
         or table_factor is None
         or head_factor is None
         or not torch.equal(head.given, norms[0].answer)
+        or _factor(64 * head.answer[0], _with_larger_logits(flat, prompt, head.module, 64)) is None
         or not all(
             torch.equal(one, other) for one, other in zip(again, embeddings or (), strict=True)
         )
@@ -596,11 +623,38 @@ def _surroundings(
     return _Surroundings(
         table=table.module,  # type: ignore[arg-type]
         table_factor=table_factor,
-        rotations=rotations[0].module,
+        rotations=turning,
         norm=norm,
-        head_place=partial(getattr, *_places(module)[id(head.module)]),
+        head_place=partial(getattr, *_places(flat.module)[id(head.module)]),
         head_factor=head_factor,
     )
+
+
+def _turning(seen: _Seen) -> Callable[[torch.Tensor, torch.Tensor], Any]:
+    """The call that gave the rotations, for other positions: its one tensor beside the first."""
+    args, kwargs = seen.others
+
+    def turning(hidden: torch.Tensor, positions: torch.Tensor) -> Any:
+        def put(argument: Any) -> Any:
+            return positions if isinstance(argument, torch.Tensor) else argument
+
+        named = {name: put(argument) for name, argument in kwargs.items()}
+        return seen.module(hidden, *map(put, args), **named)
+
+    return turning
+
+
+def _with_larger_logits(
+    flat: FlatModel, prompt: Sequence[int], head: torch.nn.Module, times: int
+) -> torch.Tensor:
+    """What becomes of an output product that is so much larger: a cap would show."""
+    hook = head.register_forward_hook(lambda module, args, answer: answer * times)
+    try:
+        ids = torch.tensor(prompt)
+        positions = torch.arange(len(ids))
+        return flat.logits(ids, positions, positions, _CausalPass())
+    finally:
+        hook.remove()
 
 
 def _factor(before: torch.Tensor, after: torch.Tensor) -> float | None:
@@ -610,7 +664,7 @@ def _factor(before: torch.Tensor, after: torch.Tensor) -> float | None:
     wide, right = before.double(), after.double()
     factor = float((wide * right).sum() / (wide * wide).sum())
     worst = float((wide * factor - right).abs().max() / right.abs().max())
-    if worst > torch.finfo(after.dtype).eps:
+    if not worst <= torch.finfo(after.dtype).eps:  # nor NaN
         return None
     return 1.0 if torch.equal(before, after) else factor
 

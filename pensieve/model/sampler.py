@@ -180,7 +180,7 @@ class Sampler:
 def _likeliest_of_each(logits: Tensor) -> list[int]:
     """The largest logit of each row, of equals the lowest id; -1 for a row that is not finite."""
     token_ids: list[int]
-    if logits.device.type == "cpu" and logits.stride(1) == 1 and dense.available(logits.dtype):
+    if logits.device.type == "cpu" and logits.stride(1) == 1 and dense.available(torch.float32):
         token_ids = dense.argmax(logits).tolist()
         return token_ids
     # A sum is finite only if every term is; one that is not may have overflowed: look again.

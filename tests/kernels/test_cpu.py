@@ -263,3 +263,17 @@ def test_a_row_is_the_same_in_any_batch_slice_and_number_of_threads(
         monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
         assert torch.equal(attend(0, [start], [90]), whole)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_index_columns_of_a_table() -> None:
+    source = torch.randn(6, 2, 1, 32, 32)
+    target = torch.zeros_like(source)
+    moves = torch.tensor([[0, 3, 32], [5, 1, 32], [2, 2, 32]])
+    assert cpu.copy_pages(source, target, *(moves[:, column] for column in range(3)))
+    assert torch.equal(target[[3, 1, 2]], source[[0, 5, 2]])
+    slots = torch.stack([torch.arange(4) * 7, torch.zeros(4, dtype=torch.int64)], 1)[:, 0]
+    key, value = torch.randn(2, 4, 1, 32)
+    pages = torch.zeros(6, 2, 1, 32, 32)
+    assert cpu.write_kv(key, value, slots, pages[:, 0], pages[:, 1])
+    assert torch.equal(pages[0, 0, 0, [0, 7, 14, 21]], key[:, 0])

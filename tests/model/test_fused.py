@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from pensieve.core.iteration import Slice
@@ -23,7 +24,7 @@ from pensieve.model.batch import Batch
 from pensieve.model.fused import FusedLayer, PackedProduct, fuse
 from pensieve.model.kv_memory import KVMemory
 from pensieve.model.loader import load
-from pensieve.model.probe import probe
+from pensieve.model.probe import FusionFailed, probe
 from pensieve.model.shape import ModelShape
 from tests.model.world import GAP_MAX, World, largest_gap, plain_model
 from tests.models import SERVED, tiny_model
@@ -281,3 +282,95 @@ def test_int8_without_the_library_is_refused(
     monkeypatch.setattr(dense, "available", lambda dtype: False)
     with pytest.raises(UnsupportedModel, match="none of its weights can be made int8"):
         load(folder_of("llama-gqa"), int8=True)
+
+
+class Capped(torch.nn.Module):
+    """An output product with a cap that small logits do not show."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 15 * torch.tanh(self.inner(x) / 15)
+
+
+def test_a_cap_on_logits_is_kept() -> None:
+    plain = tiny_model(SERVED["llama-gqa"]()).to(torch.bfloat16)
+    with torch.no_grad():
+        plain.lm_head.weight.mul_(0.01)
+    plain.lm_head = Capped(plain.lm_head)
+    flat = FlatModel(plain)
+    probe(flat)
+    assert counts(flat.module)[0] == 2
+    assert flat.whole is None
+
+
+def test_a_norm_with_one_added_to_large_weights() -> None:
+    plain = tiny_model(SERVED["gemma"]()).to(torch.bfloat16)
+    norm = plain.model.layers[0].input_layernorm
+    with torch.no_grad():
+        norm.weight.uniform_(60, 70)
+    given = torch.randn(1, 45, norm.weight.shape[0]).to(torch.bfloat16)
+    with torch.inference_mode():
+        found = fused._norm(fused._Seen(norm, given, norm(given)))
+    assert found is not None
+    assert torch.equal(found.weight, 1 + norm.weight.float())
+
+
+def test_rotations_that_ask_for_more_than_positions() -> None:
+    config = transformers.Gemma3TextConfig(
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1),
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        layer_types=["full_attention"] * 2,
+    )
+    flat = FlatModel(tiny_model(config))
+    probe(flat)
+    assert counts(flat.module) == (2, 1)
+
+
+def test_a_fusion_that_breaks_down_leaves_the_model_as_it_is(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("odd weights")
+
+    monkeypatch.setattr(fused, "_parts", broken)
+    lines: list[str] = []
+    model = load(folder_of("llama-gqa"), report=lines.append)
+    assert any("stay as they are: odd weights" in line for line in lines)
+    assert counts(model.flat.module) == (0, 0)
+
+
+def test_the_probe_runs_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = dense.Layer.whole
+
+    def wrong(layer: dense.Layer, *rows: Any) -> torch.Tensor:
+        return whole(layer, *rows) * 1.2
+
+    monkeypatch.setattr(dense.Layer, "whole", wrong)
+    with pytest.raises(FusionFailed, match="its logits through our attention differ"):
+        probe(FlatModel(tiny_model(SERVED["llama-gqa"]())))
+
+
+def test_int8_with_heads_that_are_no_multiple_of_four() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=30,
+        intermediate_size=46,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=6,
+        max_position_embeddings=64,
+    )
+    flat = FlatModel(tiny_model(config))
+    probe(flat, int8=True)  # compares with the plain model
+    assert counts(flat.module) == (2, 1)
