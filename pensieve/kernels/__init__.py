@@ -5,9 +5,9 @@
     copy_pages              pages move between arenas, or inside one
 
 One Python function per kernel (`paged`) checks shapes as algebra (`shapes`) and calls the
-implementation for the tensors' device.  The torch implementation (`reference`) runs anywhere and is
-what faster ones are tested against: `cpu` will hold the one that calls csrc/cpu through ctypes,
-`cuda` the one that compiles and launches csrc/cuda; `paged` is where they are chosen.
+implementation for the tensors' device: `cpu` (csrc/cpu through ctypes) or `cuda` (csrc/cuda, compiled by
+`nvrtc`, what each block does planned by `work`).  The torch implementation (`reference`) runs anywhere, does
+what the others are not for, and is what they are tested against.
 
 Layout.  A layer's arena is (pages, 2, kv_heads, slots, head_size), keys then values, so one page of
 one layer is one contiguous run and so is the tile of one head.  `key_pages` and `value_pages` are

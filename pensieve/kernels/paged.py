@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from pensieve.kernels import cpu, reference
+from pensieve.kernels import cpu, cuda, reference
 from pensieve.kernels.shapes import Shapes
+from pensieve.kernels.work import Work
 
 _PAGES = ("pages", "kv_heads", "slots", "head_size")
 
@@ -25,6 +26,8 @@ def multi_token_attention(
     slice_starts: torch.Tensor,  # int32 (slices): position of the slice's first token
     scaling: float,
     out: torch.Tensor,  # (tokens, heads, head_size); may not alias query
+    work: Work
+    | None = None,  # a GPU's plan for these slices; made here, at some cost, if it is not given
 ) -> None:
     """out[t] = softmax(scaling · query[t] · Kᵀ) · V over positions 0 … position of t, per head.
 
@@ -48,8 +51,17 @@ def multi_token_attention(
     if query.numel() and out.data_ptr() == query.data_ptr():
         raise ValueError("multi_token_attention: out aliases query")
     tensors = (query, key_pages, value_pages, page_table, slice_offsets, slice_turns, slice_starts)
-    if query.device.type != "cpu" or not cpu.multi_token_attention(*tensors, scaling, out):
-        reference.multi_token_attention(*tensors, scaling, out)
+    match query.device.type:
+        case "cuda" if cuda.takes(query, key_pages):
+            work = work or cuda.work_of(query, key_pages, slice_offsets, slice_starts)
+            rows = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
+            tensors = (rows, *tensors[1:])
+            for launch in cuda.attention_launches(*tensors, scaling, out, work):
+                cuda.launch(launch, query.device)
+        case "cpu" if cpu.multi_token_attention(*tensors, scaling, out):
+            pass
+        case _:
+            reference.multi_token_attention(*tensors, scaling, out)
 
 
 def write_kv(
@@ -67,8 +79,13 @@ def write_kv(
     shapes.unify("key_pages", key_pages, _PAGES, key.dtype)
     shapes.unify("value_pages", value_pages, _PAGES, key.dtype)
     tensors = (key, value, slot_mapping, key_pages, value_pages)
-    if key.device.type != "cpu" or not cpu.write_kv(*tensors):
-        reference.write_kv(*tensors)
+    match key.device.type:
+        case "cuda" if cuda.takes(key, key_pages):
+            cuda.launch(cuda.write_kv_launch(*tensors), key.device)
+        case "cpu" if cpu.write_kv(*tensors):
+            pass
+        case _:
+            reference.write_kv(*tensors)
 
 
 def copy_pages(
@@ -93,6 +110,10 @@ def copy_pages(
     shapes.unify("target_pages", target_pages, ("copies",), torch.int64)
     shapes.unify("num_slots", num_slots, ("copies",), torch.int64)
     tensors = (source_arena, target_arena, source_pages, target_pages, num_slots)
-    on_cpu = source_arena.device.type == target_arena.device.type == "cpu"
-    if not on_cpu or not cpu.copy_pages(*tensors):
-        reference.copy_pages(*tensors)
+    match source_arena.device.type, target_arena.device.type:
+        case "cuda", "cuda" if cuda.takes_arena(source_arena):
+            cuda.launch(cuda.copy_pages_launch(*tensors), target_arena.device)
+        case "cpu", "cpu" if cpu.copy_pages(*tensors):
+            pass
+        case _:
+            reference.copy_pages(*tensors)

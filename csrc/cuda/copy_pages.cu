@@ -1,0 +1,48 @@
+// Pages of one layer move between arenas, or inside one: device to device, or between the device and pinned
+// host memory that is mapped into the device's addresses.
+//
+//   target[target_pages[i], :, :, :num_slots[i]] <- source[source_pages[i], :, :, :num_slots[i]]
+//
+// A page is 2 · kv_heads tiles of 32 · head_size elements, each contiguous; the first num_slots rows of a tile
+// are copied, 16 bytes at a time, bit for bit.  A block takes whole pages, one after another, so that few
+// blocks suffice where the link is the limit: copies across the bus must not take the machine from the
+// computation beside them.  Loads go four deep before the first store, which keeps enough of them
+// under way to hide the bus.
+//
+// Beside it stands the copy engine (runs of neighbouring pages, one asynchronous copy each): it needs no
+// multiprocessor but pays per run.  pensieve/model/device_copier.py chooses by size; scripts/bench_gpu measures.
+#include <element.h>
+
+namespace {
+
+constexpr int THREADS = 256, DEPTH = 4;
+
+struct alignas(16) Piece {
+  uint32 words[4];
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    copy_pages(const Piece* source_arena,  // (source pages, tiles, 32, row_pieces)
+               const int64* source_pages, const int64* target_pages, const int64* num_slots,
+               int num_copies, int tiles, int row_pieces,
+               Piece* target_arena) {  // (target pages, tiles, 32, row_pieces)
+  const int64 tile_pieces = int64(32) * row_pieces, page_pieces = tiles * tile_pieces;
+  for (int copy = blockIdx.x; copy < num_copies; copy += gridDim.x) {
+    const Piece* const source = source_arena + source_pages[copy] * page_pieces;
+    Piece* const target = target_arena + target_pages[copy] * page_pieces;
+    const int run = static_cast<int>(num_slots[copy]) * row_pieces;  // pieces of a tile to be copied
+    const int total = run * tiles;
+    const auto place = [&](int index) { return index / run * tile_pieces + index % run; };
+    for (int first = threadIdx.x; first < total; first += THREADS * DEPTH) {
+      Piece held[DEPTH];
+#pragma unroll
+      for (int i = 0; i < DEPTH; ++i)
+        if (first + i * THREADS < total) held[i] = source[place(first + i * THREADS)];
+#pragma unroll
+      for (int i = 0; i < DEPTH; ++i)
+        if (first + i * THREADS < total) target[place(first + i * THREADS)] = held[i];
+    }
+  }
+}

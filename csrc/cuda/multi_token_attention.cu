@@ -1,0 +1,424 @@
+// Every slice of an iteration attends to its turn's whole context, over pages that lie anywhere.
+//
+//   out[t, h] = softmax(scale · query[t, h] · Kᵀ) · V   over positions 0 … position of t
+//
+// One block of four warps does one item of work (include/work.h) for one KV head.  The rows of an item
+// are query tokens times the heads of a group.  How many there are decides how the warps share it:
+//
+//   narrow, at most 32 rows   decodes and short pieces.  All four warps take the same rows and every
+//                             fourth run of 16 keys each, through rings of their own: no warp waits for
+//                             another until their four results are merged.  Bound by the memory.
+//   wide, up to 128 rows      prefill.  Each warp takes 32 of the rows (16 where a head is 256 long),
+//                             all share a ring of pages.  Bound by the matrix rate: a page that lies in
+//                             shared memory is used for 32 rows a warp.
+//
+// Keys and values come by cp.async, STAGES runs ahead, as groups K V K V …; one wait before the scores and
+// one before the values, each leaving the other 2 STAGES - 2 groups under way.  What was just read is
+// overwritten behind the next such wait, when every thread that read it has passed it.
+//
+// Scores and values are products on the matrix units (m16n8k16); the query stays in registers where
+// it fits and is read again from shared memory where it does not.  Positions that a row does not see
+// are masked in the runs that reach beyond the item's first row; in all others nothing is asked.  Slots
+// behind the last key are filled with zeros on the way, because a slot that nobody wrote may hold NaN.
+//
+// A part of a longer context leaves normalised rows and log2 of their sums; merge_parts.cu joins them.
+//
+// Versions and what they reached (share of a large copy's bandwidth; of a large product's rate):
+//   1  this one.  Not yet run on a GPU; scripts/bench_gpu prints the figures.
+#include <element.h>
+#include <ptx.h>
+#include <softmax.h>
+#include <tile.h>
+#include <work.h>
+
+#ifndef HEAD_SIZE
+#define HEAD_SIZE 128
+#endif
+#ifndef ELEMENT
+#define ELEMENT Bf16
+#endif
+
+namespace {
+
+using Element = ELEMENT;
+constexpr int HEAD = HEAD_SIZE;
+constexpr int PAGE = 32;
+constexpr int WARPS = 4;
+constexpr int THREADS = 32 * WARPS;
+constexpr int COLUMNS = HEAD / 8;  // of a product with the values, eight elements each
+constexpr int STEPS = HEAD / 16;   // of a product with the keys
+
+struct Arguments {
+  const Element* query;
+  const Element* key_pages;
+  const Element* value_pages;
+  const int* page_table;
+  const int* slice_offsets;
+  const int* slice_turns;
+  const int* slice_starts;
+  const WorkItem* items;
+  int kv_heads, group, pages_max;
+  int64 page_stride, query_stride, out_stride;  // elements
+  float scale;                                  // holds log2(e)
+  float* part_values;
+  float* part_sums;
+  Element* out;
+};
+
+// How the four warps share an item.
+template <int ROW_TILES, bool WIDE>
+struct Plan {
+  static constexpr int ROWS = 16 * ROW_TILES * (WIDE ? WARPS : 1);
+  static constexpr int KEYS = WIDE ? PAGE : 16;    // of a run
+  static constexpr int TEAM = WIDE ? THREADS : 32; // threads that share a ring
+  static constexpr int STAGES = WIDE ? (HEAD == 256 ? 2 : 3) : HEAD == 256 ? 1 : HEAD == 64 ? 3 : 2;
+  static constexpr int RING = 2 * STAGES * KEYS * HEAD;  // elements
+  static constexpr int RINGS = WIDE ? 1 : WARPS;
+  static constexpr int ELEMENTS = ROWS * HEAD + RINGS * RING;
+  static constexpr bool KEEPS_QUERY = ROW_TILES * STEPS <= 8;  // in registers
+  static constexpr int MERGED_STRIDE = HEAD + 8;                // floats of a row
+  static constexpr int MERGED_BYTES = WIDE ? 0 : WARPS * ROWS * (MERGED_STRIDE + 2) * 4;
+  static constexpr int BYTES = ELEMENTS * 2 > MERGED_BYTES ? ELEMENTS * 2 : MERGED_BYTES;
+
+  static __device__ __forceinline__ void sync() {
+    if constexpr (WIDE)
+      ptx::sync_block();
+    else
+      ptx::sync_warp();
+  }
+};
+
+constexpr int WIDE_TILES = HEAD == 256 ? 1 : 2;
+__device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+constexpr int SHARED_BYTES =
+    larger(Plan<WIDE_TILES, true>::BYTES, larger(Plan<1, false>::BYTES, HEAD == 256 ? 0 : Plan<2, false>::BYTES));
+static_assert(SHARED_BYTES <= 99 * 1024, "what a block of sm_86 and sm_89 may have");
+
+// The rows of an item: where they come from and where they go.  What is seldom asked is read from memory
+// each time, which leaves the registers to the products.
+struct Rows {
+  const Arguments& arguments;
+  const WorkItem& item;
+  int head;
+
+  // Positions that the row sees, within the item's.
+  __device__ __forceinline__ int limit(int row) const {
+    if (row >= item.num_rows) return item.key_end;
+    const int position = arguments.slice_starts[item.slice] + (item.row_begin + row) / arguments.group;
+    return position + 1 < item.key_end ? position + 1 : item.key_end;
+  }
+
+  __device__ __forceinline__ int64 offset(int row, int64 stride) const {
+    const int token = (item.row_begin + row) / arguments.group;
+    const int member = (item.row_begin + row) % arguments.group;
+    return (arguments.slice_offsets[item.slice] + token) * stride + int64(head * arguments.group + member) * HEAD;
+  }
+
+  // Row `row` of the partial results, for this head.
+  __device__ __forceinline__ int64 part(int row) const {
+    return int64(item.part_row + row) * arguments.kv_heads + head;
+  }
+
+  // Two neighbouring elements of a finished row.
+  __device__ __forceinline__ void write(int row, int column, float first, float second) const {
+    if (item.part_row < 0) {
+      uint32* target = reinterpret_cast<uint32*>(arguments.out + offset(row, arguments.out_stride) + column);
+      *target = ptx::pack<Element>(first, second);
+    } else {
+      float* target = arguments.part_values + part(row) * HEAD + column;
+      target[0] = first;
+      target[1] = second;
+    }
+  }
+
+  // log2 of the row's sum, for the merge.
+  __device__ __forceinline__ void write_sum(int row, float sum) const {
+    if (item.part_row >= 0) arguments.part_sums[part(row)] = sum;
+  }
+};
+
+// The pages of one context, and one head's keys or values in them.
+struct Pages {
+  const int* table;
+  const Element* keys;
+  const Element* values;
+  int64 stride;
+  int key_end;  // of the item
+
+  // Starts copying KEYS keys (or values) from position `first` to `target`.
+  template <int KEYS, int TEAM>
+  __device__ __forceinline__ void fetch(uint32 target, const Element* base, int page, int first,
+                                        int member) const {
+    const Element* source = base + page * stride + first % PAGE * HEAD;
+    const int left = key_end - first;
+    constexpr int PIECES = Tile<HEAD>::PIECES;
+#pragma unroll 2
+    for (int i = 0; i < KEYS * PIECES / TEAM; ++i) {
+      const int row = (member + i * TEAM) / PIECES, piece = (member + i * TEAM) % PIECES;
+      ptx::copy_16_async(Tile<HEAD>::piece(Tile<HEAD>::row(target, row), piece),
+                         source + row * HEAD + piece * 8, row < left);
+    }
+  }
+
+  __device__ __forceinline__ int page(int first) const { return first < key_end ? table[first / PAGE] : 0; }
+};
+
+template <int ROW_TILES, bool WIDE>
+__device__ __forceinline__ void attend(const Arguments& arguments, const WorkItem& item, int head,
+                                       unsigned char* shared_memory) {
+  using P = Plan<ROW_TILES, WIDE>;
+  using Tiles = Tile<HEAD>;
+  constexpr int KEYS = P::KEYS, STAGES = P::STAGES, KEY_COLUMNS = KEYS / 8;
+  const int thread = threadIdx.x, warp = thread / 32;
+  const Lane lane(thread);
+  const Rows rows{arguments, item, head};
+  const int member = WIDE ? thread : lane.lane;
+  const int first_row = WIDE ? warp * 16 * ROW_TILES : 0;  // of this warp, among the item's
+
+  // -- the query, once --
+  const uint32 query = ptx::shared_address(shared_memory);
+  for (int i = thread; i < P::ROWS * Tiles::PIECES; i += THREADS) {
+    const int row = i / Tiles::PIECES, piece = i % Tiles::PIECES;
+    const bool there = row < item.num_rows;
+    const int64 offset = there ? rows.offset(row, arguments.query_stride) : 0;
+    ptx::copy_16_async(Tiles::piece(Tiles::row(query, row), piece), arguments.query + offset + piece * 8, there);
+  }
+  ptx::close_copies();
+  ptx::wait_for_all_but<0>();
+  ptx::sync_block();
+  const uint32 left_row = Tiles::piece(Tiles::row(query, first_row + lane.left_row()), lane.left_piece());
+  const auto read_query = [&](uint32(&left)[4], int tile, int step) {
+    ptx::load_matrices(left, Tiles::piece(left_row + tile * 16 * Tiles::ROW_BYTES, step * 2));
+  };
+  uint32 kept[P::KEEPS_QUERY ? ROW_TILES : 1][P::KEEPS_QUERY ? STEPS : 1][4];
+  if constexpr (P::KEEPS_QUERY)
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) read_query(kept[tile][step], tile, step);
+
+  // -- the rings --
+  constexpr uint32 RUN_BYTES = KEYS * Tiles::ROW_BYTES;
+  const uint32 ring = query + P::ROWS * Tiles::ROW_BYTES + (WIDE ? 0 : warp * P::RING * 2);
+  const auto keys_of = [&](int run) { return ring + run % STAGES * (2 * RUN_BYTES); };
+  const auto values_of = [&](int run) { return keys_of(run) + RUN_BYTES; };
+  const Pages pages{arguments.page_table + int64(arguments.slice_turns[item.slice]) * arguments.pages_max,
+                    arguments.key_pages + int64(head) * PAGE * HEAD,
+                    arguments.value_pages + int64(head) * PAGE * HEAD, arguments.page_stride, item.key_end};
+  const auto first_of = [&](int run) { return item.key_begin + (WIDE ? run : run * WARPS + warp) * KEYS; };
+  const int span = item.key_end - first_of(0), every = WIDE ? KEYS : KEYS * WARPS;
+  const int num_runs = span > 0 ? (span + every - 1) / every : 0;
+
+  int key_page = 0, value_page = 0;
+#pragma unroll
+  for (int run = 0; run < STAGES; ++run) {
+    value_page = pages.page(first_of(run));
+    pages.fetch<KEYS, P::TEAM>(keys_of(run), pages.keys, value_page, first_of(run), member);
+    ptx::close_copies();
+    if (run < STAGES - 1) {
+      pages.fetch<KEYS, P::TEAM>(values_of(run), pages.values, value_page, first_of(run), member);
+      ptx::close_copies();
+    }
+  }
+  key_page = pages.page(first_of(STAGES));
+
+  const int last_row = first_row + 16 * ROW_TILES - 1;
+  const int limit_min = rows.limit(first_row);  // what the warp's first row sees, and its last one
+  const int limit_max =
+      first_row < item.num_rows ? rows.limit(last_row < item.num_rows ? last_row : item.num_rows - 1) : 0;
+
+  Softmax<ROW_TILES> softmax;
+  float values[ROW_TILES][COLUMNS][4] = {};
+
+  for (int run = 0; run < num_runs; ++run) {
+    const int first = first_of(run);
+    ptx::wait_for_all_but<2 * STAGES - 2>();
+    P::sync();  // the keys of this run are there; the values of the one before have been read
+    pages.fetch<KEYS, P::TEAM>(values_of(run + STAGES - 1), pages.values, value_page,
+                               first_of(run + STAGES - 1), member);
+    ptx::close_copies();
+
+    const bool visible = first < limit_max;  // to any row of this warp
+    float scores[ROW_TILES][KEY_COLUMNS][4] = {};
+    if (visible) {
+      const uint32 right_row = Tiles::piece(Tiles::row(keys_of(run), lane.right_row()), lane.right_piece());
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        uint32 left[ROW_TILES][4];
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile)
+          if constexpr (P::KEEPS_QUERY)
+            for (int i = 0; i < 4; ++i) left[tile][i] = kept[tile][step][i];
+          else
+            read_query(left[tile], tile, step);
+#pragma unroll
+        for (int column = 0; column < KEY_COLUMNS; column += 2) {
+          uint32 right[4];
+          ptx::load_matrices(right, Tiles::piece(right_row + column * 8 * Tiles::ROW_BYTES, step * 2));
+#pragma unroll
+          for (int tile = 0; tile < ROW_TILES; ++tile) {
+            ptx::multiply<Element>(scores[tile][column], left[tile], right[0], right[1]);
+            ptx::multiply<Element>(scores[tile][column + 1], left[tile], right[2], right[3]);
+          }
+        }
+      }
+    }
+
+    ptx::wait_for_all_but<2 * STAGES - 2>();
+    P::sync();  // the values of this run are there; its keys have been read
+    pages.fetch<KEYS, P::TEAM>(keys_of(run + STAGES), pages.keys, key_page, first_of(run + STAGES), member);
+    ptx::close_copies();
+    value_page = key_page;
+    key_page = pages.page(first_of(run + STAGES + 1));
+    if (!visible) continue;
+
+    if (first + KEYS > limit_min) {
+#pragma unroll
+      for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int limit = rows.limit(first_row + tile * 16 + half * 8 + lane.row) - first - lane.pair;
+#pragma unroll
+          for (int column = 0; column < KEY_COLUMNS; ++column)
+#pragma unroll
+            for (int side = 0; side < 2; ++side)
+              if (column * 8 + side >= limit) scores[tile][column][2 * half + side] = ptx::nothing();
+        }
+    }
+    float corrections[ROW_TILES][2];
+    bool changed = false;
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        corrections[tile][half] = softmax.take(scores[tile], tile, half, arguments.scale);
+        changed |= corrections[tile][half] != 1.0f;
+      }
+    if (ptx::any(changed)) {
+#pragma unroll
+      for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+        for (int column = 0; column < COLUMNS; ++column)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) values[tile][column][i] *= corrections[tile][i / 2];
+    }
+    const uint32 value_row = Tiles::piece(Tiles::row(values_of(run), lane.left_row()), lane.left_piece());
+#pragma unroll
+    for (int step = 0; step < KEYS / 16; ++step) {
+      uint32 left[ROW_TILES][4];
+#pragma unroll
+      for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float(&pair)[4] = scores[tile][step * 2 + i / 2];
+          left[tile][i] = ptx::pack<Element>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+        }
+#pragma unroll
+      for (int column = 0; column < COLUMNS; column += 2) {
+        uint32 right[4];
+        ptx::load_matrices_transposed(right,
+                                      Tiles::piece(value_row + step * 16 * Tiles::ROW_BYTES, column));
+#pragma unroll
+        for (int tile = 0; tile < ROW_TILES; ++tile) {
+          ptx::multiply<Element>(values[tile][column], left[tile], right[0], right[1]);
+          ptx::multiply<Element>(values[tile][column + 1], left[tile], right[2], right[3]);
+        }
+      }
+    }
+  }
+  ptx::wait_for_all_but<0>();
+
+  if constexpr (WIDE) {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = first_row + tile * 16 + half * 8 + lane.row;
+        const float sum = softmax.whole_sum(tile, half);
+        if (row >= item.num_rows) continue;
+        const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+        for (int column = 0; column < COLUMNS; ++column)
+          rows.write(row, column * 8 + lane.pair, values[tile][column][2 * half] * share,
+                     values[tile][column][2 * half + 1] * share);
+        if (lane.pair == 0)
+          rows.write_sum(row, sum == 0.0f ? ptx::nothing() : softmax.largest[tile][half] * arguments.scale + ptx::log2(sum));
+      }
+  } else {
+    ptx::sync_block();  // the rings are no longer read; they hold the four results now
+    constexpr int STRIDE = P::MERGED_STRIDE;
+    float* const merged = reinterpret_cast<float*>(shared_memory);
+    float* const maxima = merged + WARPS * P::ROWS * STRIDE;  // of each warp and row; then the sums
+    float* const sums = maxima + WARPS * P::ROWS;
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp * P::ROWS + tile * 16 + half * 8 + lane.row;
+        const float sum = softmax.whole_sum(tile, half);
+        if (lane.pair == 0) {
+          const float largest = softmax.largest[tile][half];
+          maxima[row] = largest == ptx::nothing() ? ptx::nothing() : largest * arguments.scale;
+          sums[row] = sum;
+        }
+#pragma unroll
+        for (int column = 0; column < COLUMNS; ++column)
+#pragma unroll
+          for (int side = 0; side < 2; ++side)
+            merged[row * STRIDE + column * 8 + lane.pair + side] = values[tile][column][2 * half + side];
+      }
+    ptx::sync_block();
+    for (int i = thread; i < item.num_rows * (HEAD / 2); i += THREADS) {
+      const int row = i / (HEAD / 2), column = i % (HEAD / 2) * 2;
+      float largest = ptx::nothing(), sum = 0.0f, first = 0.0f, second = 0.0f;
+#pragma unroll
+      for (int other = 0; other < WARPS; ++other) largest = fmaxf(largest, maxima[other * P::ROWS + row]);
+      const float base = largest == ptx::nothing() ? 0.0f : largest;
+#pragma unroll
+      for (int other = 0; other < WARPS; ++other) {
+        const int place = other * P::ROWS + row;
+        const float weight = ptx::exp2(maxima[place] - base);
+        sum += weight * sums[place];
+        first += weight * merged[place * STRIDE + column];
+        second += weight * merged[place * STRIDE + column + 1];
+      }
+      const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
+      rows.write(row, column, first * share, second * share);
+      if (column == 0) rows.write_sum(row, sum == 0.0f ? ptx::nothing() : base + ptx::log2(sum));
+    }
+  }
+}
+
+}  // namespace
+
+// How much shared memory a block needs; read from the compiled kernel's module.
+extern "C" __device__ const int multi_token_attention_shared_bytes = SHARED_BYTES;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    multi_token_attention(const Element* query,      // (tokens, heads, head_size), rows query_stride apart
+                          const Element* key_pages,  // (pages, kv_heads, 32, head_size), page_stride apart
+                          const Element* value_pages,
+                          const int* page_table,     // (turns, pages_max)
+                          const int* slice_offsets,  // (slices + 1)
+                          const int* slice_turns,    // (slices)
+                          const int* slice_starts,   // (slices)
+                          const WorkItem* items,     // gridDim.x / kv_heads of them
+                          int kv_heads, int group, int pages_max, int64 page_stride, int64 query_stride,
+                          int64 out_stride, float scale,
+                          float* part_values,  // (part rows, kv_heads, head_size)
+                          float* part_sums,    // (part rows, kv_heads)
+                          Element* out) {      // (tokens, heads, head_size)
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const Arguments arguments{query,        key_pages,   value_pages, page_table,   slice_offsets, slice_turns,
+                            slice_starts, items,       kv_heads,    group,        pages_max,     page_stride,
+                            query_stride, out_stride,  scale,       part_values,  part_sums,     out};
+  const WorkItem& item = items[blockIdx.x / kv_heads];
+  const int head = blockIdx.x % kv_heads;
+  if (item.num_rows <= 0) return;
+  if (item.num_rows <= 16)
+    attend<1, false>(arguments, item, head, shared_memory);
+  else if (HEAD < 256 && item.num_rows <= 32)
+    attend<HEAD < 256 ? 2 : 1, false>(arguments, item, head, shared_memory);
+  else
+    attend<WIDE_TILES, true>(arguments, item, head, shared_memory);
+}

@@ -1,0 +1,20 @@
+// The two types that keys and values come in, and integers of known width.  No library header is
+// needed, so a kernel compiles with nothing but this folder.
+#pragma once
+
+using uint16 = unsigned short;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+using int64 = long long;
+
+struct Bf16 {
+  uint16 bits;
+};
+struct Fp16 {
+  uint16 bits;
+};
+
+template <class First, class Second>
+constexpr bool same = false;
+template <class Type>
+constexpr bool same<Type, Type> = true;

@@ -1,0 +1,118 @@
+// The instructions that C++ has no words for, one function each, for sm_80 and newer.  What only
+// Hopper has is in hopper.h.
+//
+// Shared memory is addressed by its own 32-bit addresses.  The tests put another folder first on the
+// include path, whose ptx.h does the same on a CPU.
+#pragma once
+#include <element.h>
+
+namespace ptx {
+
+__device__ __forceinline__ uint32 shared_address(const void* pointer) {
+  return static_cast<uint32>(__cvta_generic_to_shared(pointer));
+}
+
+// -- between the lanes of a warp --
+
+__device__ __forceinline__ float shuffle_xor(float value, int mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+__device__ __forceinline__ bool any(bool value) { return __any_sync(0xffffffffu, value) != 0; }
+
+__device__ __forceinline__ void sync_warp() { __syncwarp(); }
+
+__device__ __forceinline__ void sync_block() { __syncthreads(); }
+
+// -- numbers --
+
+// -infinity: the largest of no scores.
+__device__ __forceinline__ float nothing() { return __uint_as_float(0xff800000u); }
+
+__device__ __forceinline__ float exp2(float value) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value));
+  return power;
+}
+
+__device__ __forceinline__ float log2(float value) {
+  float exponent;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(exponent) : "f"(value));
+  return exponent;
+}
+
+// Two floats rounded to nearest even; `low` lies first in memory.
+template <class Element>
+__device__ __forceinline__ uint32 pack(float low, float high) {
+  uint32 packed;
+  if constexpr (same<Element, Bf16>)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+template <class Element>
+__device__ __forceinline__ float widen(Element value) {
+  if constexpr (same<Element, Bf16>) return __uint_as_float(uint32(value.bits) << 16);
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+  return wide;
+}
+
+// -- memory --
+
+// 16 bytes from global to shared memory, beside everything else; zeros where `there` is false.
+__device__ __forceinline__ void copy_16_async(uint32 target, const void* source, bool there) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+               "r"(there ? 16 : 0)
+               : "memory");
+}
+
+// Closes a group of copies; `wait_for_all_but<N>` returns when all but the last N groups are there.
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int N>
+__device__ __forceinline__ void wait_for_all_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// -- matrices --
+
+// Four matrices of 8 x 8 elements; lanes 8i to 8i + 7 name the rows of the i-th.  Lane l gets elements
+// 2 (l % 4) and its successor of row l / 4 of each.
+__device__ __forceinline__ void load_matrices(uint32 (&fragments)[4], uint32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
+               : "r"(row)
+               : "memory");
+}
+
+// As above, each matrix transposed.
+__device__ __forceinline__ void load_matrices_transposed(uint32 (&fragments)[4], uint32 row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragments[0]), "=r"(fragments[1]), "=r"(fragments[2]), "=r"(fragments[3])
+               : "r"(row)
+               : "memory");
+}
+
+// sums (16 x 8) += left (16 x 16) times right (16 x 8).  Lane l holds of the sums elements 2 (l % 4) and
+// its successor of rows l / 4 and l / 4 + 8.
+template <class Element>
+__device__ __forceinline__ void multiply(float (&sums)[4], const uint32 (&left)[4], uint32 right_low,
+                                         uint32 right_high) {
+  if constexpr (same<Element, Bf16>)
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_low), "r"(right_high));
+  else
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right_low), "r"(right_high));
+}
+
+}  // namespace ptx

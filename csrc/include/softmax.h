@@ -1,0 +1,53 @@
+// Softmax over keys that arrive a few at a time: each row keeps the largest score so far and the sum
+// of 2^(score - largest), and what was accumulated under a smaller maximum is scaled down.
+//
+// Scores are multiplied by `scale`, which holds log2(e), on the way.  A lane holds two rows of 16 (row
+// l / 4 and the one 8 below) and shares them with the three lanes beside it.  A row that has seen no key
+// has maximum -infinity, sum 0.  A NaN among the scores makes the row's sum NaN, and nobody else's.
+#pragma once
+#include <ptx.h>
+
+template <int ROW_TILES>
+struct Softmax {
+  float largest[ROW_TILES][2];
+  float sum[ROW_TILES][2];
+
+  __device__ __forceinline__ Softmax() {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) largest[tile][half] = ptx::nothing(), sum[tile][half] = 0.0f;
+  }
+
+  // Turns `scores` into powers and returns what the values so far have to be multiplied by.
+  template <int COLUMNS>
+  __device__ __forceinline__ float take(float (&scores)[COLUMNS][4], int tile, int half, float scale) {
+    float most = largest[tile][half];
+#pragma unroll
+    for (int column = 0; column < COLUMNS; ++column)
+      most = fmaxf(most, fmaxf(scores[column][2 * half], scores[column][2 * half + 1]));
+    most = fmaxf(most, ptx::shuffle_xor(most, 1));
+    most = fmaxf(most, ptx::shuffle_xor(most, 2));
+    const float base = most == ptx::nothing() ? 0.0f : most * scale;
+    const float correction = ptx::exp2(largest[tile][half] * scale - base);
+    largest[tile][half] = most;
+    float added = 0.0f;
+#pragma unroll
+    for (int column = 0; column < COLUMNS; ++column)
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        float& score = scores[column][2 * half + side];
+        score = ptx::exp2(score * scale - base);
+        added += score;
+      }
+    sum[tile][half] = sum[tile][half] * correction + added;
+    return correction;
+  }
+
+  // The sum over the four lanes of a row.
+  __device__ __forceinline__ float whole_sum(int tile, int half) const {
+    float whole = sum[tile][half];
+    whole += ptx::shuffle_xor(whole, 1);
+    return whole + ptx::shuffle_xor(whole, 2);
+  }
+};

@@ -1,0 +1,41 @@
+// How a tile of keys, values or query rows lies in shared memory: row by row, the 16-byte pieces of a row
+// permuted so that eight rows read at one column, or one row read whole, meet every bank once.
+#pragma once
+#include <element.h>
+#include <ptx.h>
+
+template <int HEAD>
+struct Tile {
+  static_assert(HEAD % 32 == 0, "a row is whole groups of pieces");
+  static constexpr int PIECES = HEAD / 8;                // of eight elements
+  static constexpr int GROUP = HEAD % 64 == 0 ? 8 : 4;   // pieces permuted among themselves
+  static constexpr uint32 ROW_BYTES = HEAD * 2;
+
+  // The address of a row's first piece; a tile begins at a multiple of 128 bytes.
+  static __device__ __forceinline__ uint32 row(uint32 tile, int row) {
+    return (tile + row * ROW_BYTES) ^ ((GROUP == 8 ? row & 7 : row >> 1 & 3) << 4);
+  }
+
+  // Of its piece `piece`.  A lane's share of the number may be put in first: the permutation is an
+  // exclusive or of address bits that are zero in the row's beginning.
+  static __device__ __forceinline__ uint32 piece(uint32 row, int piece) {
+    return (row ^ (piece % GROUP << 4)) + piece / GROUP * (GROUP * 16);
+  }
+};
+
+// Several fragments of the same rows, as ldmatrix and mma number them.
+//
+//   lane l, matrix m = l / 8:     its row of the 16 x 16 left operand at piece `step`
+struct Lane {
+  int lane, row, pair;  // row l / 4 and first element 2 (l % 4) of what a lane holds
+
+  __device__ __forceinline__ explicit Lane(int thread)
+      : lane(thread % 32), row((thread % 32) / 4), pair((thread % 32) % 4 * 2) {}
+
+  // Left operand: rows 0-7 and 8-15 of one piece, then of the next.
+  __device__ __forceinline__ int left_row() const { return lane % 16; }
+  __device__ __forceinline__ int left_piece() const { return lane / 16; }
+  // Right operand from rows that are its columns (keys): two pieces of eight rows, then of the next eight.
+  __device__ __forceinline__ int right_row() const { return lane / 16 * 8 + lane % 8; }
+  __device__ __forceinline__ int right_piece() const { return lane / 8 % 2; }
+};

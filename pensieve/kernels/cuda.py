@@ -1,0 +1,300 @@
+"""The kernels of csrc/cuda: what each is launched with, and the launch itself.
+
+A function ending in `_launch` (or `_launches`) turns tensors into a `Launch`: which kernel, how many blocks,
+which arguments.  It is plain arithmetic, so the tests carry the same launch out on a CPU.  `launch` does it
+on the GPU: the code comes from `nvrtc`, is loaded once per device, and goes onto torch's current stream, so
+a CUDA graph captures it like any operation of torch.  Nothing is allocated, waited for or read back.
+
+Tensors go over as addresses and strides; whatever the layout of torch or CuPy objects, nothing else of
+them is needed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from pensieve.errors import DeviceError
+from pensieve.kernels import nvrtc
+from pensieve.kernels.nvrtc import Kernel
+from pensieve.kernels.work import PAGE, Merge, Plan, Tiling, Work, plan_work
+
+HEAD_SIZES = (64, 96, 128, 256)
+ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+LOG2_E = 1.4426950408889634
+BLOCKS_PER_MULTIPROCESSOR = 2  # of multi_token_attention
+COPY_BLOCKS = 32  # enough for the bus, and a fraction of the machine
+
+Argument = tuple[Literal["p", "i", "l", "f"], float]  # pointer, int32, int64, float
+
+
+class Launch(NamedTuple):
+    kernel: Kernel
+    blocks: int
+    threads: int
+    arguments: tuple[Argument, ...]
+    shared: str = ""  # the constant of the source that says how much dynamic shared memory it needs
+
+
+def takes(query: torch.Tensor, key_pages: torch.Tensor) -> bool:
+    """Whether the kernels are for tensors like these; torch does what they are not for."""
+    _, _, slots, head_size = key_pages.shape
+    return query.dtype in ELEMENTS and slots == PAGE and head_size in HEAD_SIZES
+
+
+def takes_arena(arena: torch.Tensor) -> bool:
+    """Whether `copy_pages` is for pages like these: any element, rows of whole 16 bytes."""
+    _, _, _, slots, head_size = arena.shape
+    return slots == PAGE and head_size * arena.element_size() % 16 == 0
+
+
+def tiling(head_size: int) -> Tiling:
+    """How multi_token_attention.cu shares rows: its `Plan`s."""
+    return Tiling(16, 64) if head_size == 256 else Tiling(32, 128)
+
+
+# -- the plan of an iteration --
+
+
+def plan(
+    lengths: list[int], starts: list[int], heads: int, kv_heads: int, head_size: int, slots: int
+) -> Plan:
+    return plan_work(lengths, starts, heads // kv_heads, kv_heads, tiling(head_size), slots)
+
+
+def work_of(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    slice_offsets: torch.Tensor,
+    slice_starts: torch.Tensor,
+) -> Work:
+    """Planned from the tensors themselves: reads them back, so it is for single calls."""
+    offsets = slice_offsets.tolist()
+    lengths = [end - begin for begin, end in zip(offsets, offsets[1:], strict=False)]
+    kv_heads, _, head_size = key_pages.shape[1:]
+    made = plan(
+        lengths, slice_starts.tolist(), query.shape[1], kv_heads, head_size, slots(query.device)
+    )
+    return Work.of(made, kv_heads, head_size, query.device)
+
+
+@cache
+def slots(device: torch.device) -> int:
+    """Blocks of multi_token_attention that run at once."""
+    if device.type != "cuda":
+        return 8
+    found: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return found * BLOCKS_PER_MULTIPROCESSOR
+
+
+# -- launches --
+
+
+def attention_launches(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    slice_offsets: torch.Tensor,
+    slice_turns: torch.Tensor,
+    slice_starts: torch.Tensor,
+    scaling: float,
+    out: torch.Tensor,
+    work: Work,
+) -> list[Launch]:
+    """The kernel, and the merge of what was cut; none for no work."""
+    kv_heads, head_size = key_pages.shape[1], key_pages.shape[3]
+    heads = query.shape[1]
+    if not scaling > 0:
+        raise ValueError(f"multi_token_attention: scaling is {scaling}, it has to be positive")
+    for name, tensor in (("query", query), ("out", out)):
+        if tensor.stride()[1:] != (head_size, 1) or tensor.stride(0) % 8:
+            raise ValueError(f"multi_token_attention: {name} has strides {tensor.stride()}")
+    for name, tensor in (("key_pages", key_pages), ("value_pages", value_pages)):
+        if tensor.stride() != (key_pages.stride(0), PAGE * head_size, head_size, 1):
+            raise ValueError(f"multi_token_attention: {name} has strides {tensor.stride()}")
+    for name, tensor in (("query", query), ("key_pages", key_pages), ("value_pages", value_pages)):
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"multi_token_attention: {name} does not begin at 16 bytes")
+    defines = (f"HEAD_SIZE={head_size}", f"ELEMENT={ELEMENTS[query.dtype]}")
+    launches = [
+        Launch(
+            Kernel("multi_token_attention.cu", "multi_token_attention", defines),
+            len(work.items) * kv_heads,
+            128,
+            (
+                *_pointers(query, key_pages, value_pages, page_table),
+                *_pointers(slice_offsets, slice_turns, slice_starts, work.items),
+                ("i", kv_heads),
+                ("i", heads // kv_heads),
+                ("i", page_table.stride(0)),
+                ("l", key_pages.stride(0)),
+                ("l", query.stride(0)),
+                ("l", out.stride(0)),
+                ("f", scaling * LOG2_E),
+                *_pointers(work.part_values, work.part_sums, out),
+            ),
+            "multi_token_attention_shared_bytes",
+        )
+    ]
+    if len(work.merges):
+        launches.append(
+            Launch(
+                Kernel("merge_parts.cu", "merge_parts", defines),
+                len(work.merges) * kv_heads,
+                128,
+                (
+                    *_pointers(work.part_values, work.part_sums, slice_offsets, work.merges),
+                    ("i", kv_heads),
+                    ("i", heads // kv_heads),
+                    ("l", out.stride(0)),
+                    *_pointers(out),
+                ),
+            )
+        )
+    return launches
+
+
+def write_kv_launch(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+) -> Launch:
+    num_tokens, kv_heads, head_size = key.shape
+    return Launch(
+        Kernel("write_kv.cu", "write_kv", _element(key, head_size)),
+        num_tokens,
+        128,
+        (
+            *_pointers(key, value, slot_mapping),
+            ("i", kv_heads),
+            ("l", key.stride(0)),
+            ("l", key.stride(1)),
+            ("l", value.stride(0)),
+            ("l", value.stride(1)),
+            ("l", key_pages.stride(0)),
+            *_pointers(key_pages, value_pages),
+        ),
+    )
+
+
+def rotate_and_write_kv_launch(
+    query: torch.Tensor,  # (tokens, heads, head_size)
+    key: torch.Tensor,  # (tokens, kv_heads, head_size)
+    value: torch.Tensor,
+    cosine: torch.Tensor,  # (tokens, rotated)
+    sine: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    rotated_query: torch.Tensor,  # (tokens, heads, head_size), contiguous
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+) -> Launch:
+    num_tokens, heads, head_size = query.shape
+    return Launch(
+        Kernel("write_kv.cu", "rotate_and_write_kv", _element(key, head_size)),
+        num_tokens,
+        128,
+        (
+            *_pointers(query, key, value, cosine, sine, slot_mapping),
+            ("i", heads),
+            ("i", key.shape[1]),
+            ("i", cosine.shape[1]),
+            ("l", query.stride(0)),
+            ("l", key.stride(0)),
+            ("l", value.stride(0)),
+            ("l", key_pages.stride(0)),
+            *_pointers(rotated_query, key_pages, value_pages),
+        ),
+    )
+
+
+def copy_pages_launch(
+    source_arena: torch.Tensor,
+    target_arena: torch.Tensor,
+    source_pages: torch.Tensor,
+    target_pages: torch.Tensor,
+    num_slots: torch.Tensor,
+) -> Launch:
+    _, two, kv_heads, _, head_size = source_arena.shape
+    return Launch(
+        Kernel("copy_pages.cu", "copy_pages"),
+        min(len(source_pages), COPY_BLOCKS),
+        256,
+        (
+            *_pointers(source_arena, source_pages, target_pages, num_slots),
+            ("i", len(source_pages)),
+            ("i", two * kv_heads),
+            ("i", head_size * source_arena.element_size() // 16),
+            *_pointers(target_arena),
+        ),
+    )
+
+
+def _pointers(*tensors: torch.Tensor) -> tuple[Argument, ...]:
+    return tuple(("p", tensor.data_ptr()) for tensor in tensors)
+
+
+def _element(tensor: torch.Tensor, head_size: int) -> tuple[str, ...]:
+    return (f"HEAD_SIZE={head_size}", f"ELEMENT={ELEMENTS[tensor.dtype]}")
+
+
+# -- on a GPU --
+
+
+def launch(wanted: Launch, device: torch.device) -> None:
+    """Put it onto torch's current stream of that device."""
+    if not wanted.blocks:
+        return
+    import cupy
+    import numpy
+
+    function, shared_bytes = _loaded(wanted.kernel, wanted.shared, device.index or 0)
+    types = {"p": numpy.uint64, "i": numpy.int32, "l": numpy.int64, "f": numpy.float32}
+    arguments = tuple(types[kind](value) for kind, value in wanted.arguments)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    with cupy.cuda.Device(device.index or 0), cupy.cuda.ExternalStream(stream):
+        function((wanted.blocks,), (wanted.threads,), arguments, shared_mem=shared_bytes)
+
+
+@cache
+def _loaded(kernel: Kernel, shared: str, device_index: int) -> tuple[Any, int]:
+    """The function on that device, and the dynamic shared memory that it needs."""
+    import cupy
+
+    path = nvrtc.cubin(kernel, architecture(device_index))
+    with cupy.cuda.Device(device_index):
+        module = cupy.RawModule(path=str(path))
+        function = module.get_function(kernel.name)
+        shared_bytes = 0
+        if shared:
+            constant = cupy.ndarray((1,), dtype=cupy.int32, memptr=module.get_global(shared))
+            shared_bytes = int(constant[0])
+            function.max_dynamic_shared_size_bytes = shared_bytes
+    return function, shared_bytes
+
+
+def architecture(device_index: int = 0) -> str:
+    """What to compile for; Hopper's own instructions have a name of their own."""
+    major, minor = torch.cuda.get_device_capability(device_index)
+    if (major, minor) < (8, 0):
+        name = torch.cuda.get_device_name(device_index)
+        raise DeviceError(f"{name} is of compute capability {major}.{minor}; 8.0 is needed")
+    return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+
+
+__all__ = [
+    "Kernel",
+    "Launch",
+    "Merge",
+    "attention_launches",
+    "copy_pages_launch",
+    "launch",
+    "rotate_and_write_kv_launch",
+    "takes",
+    "work_of",
+    "write_kv_launch",
+]

@@ -1,0 +1,62 @@
+"""Runs the kernels of csrc/cuda on a CPU; cuda.h says how."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from pensieve.kernels.cuda import Launch
+
+HERE = Path(__file__).parent
+CSRC = HERE.parents[2] / "csrc"
+ENTRY = """
+#include "cuda.h"
+#include SOURCE
+extern "C" void emulate(unsigned blocks, unsigned threads, void** arguments, int backwards) {
+  emulated::launch(KERNEL, blocks, threads, arguments, backwards != 0);
+}
+"""
+TYPES = {"p": ctypes.c_uint64, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
+FOLDER = tempfile.TemporaryDirectory(prefix="pensieve-emulated-")
+
+needs_x86 = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="the emulation's fibers are for x86-64"
+)
+
+
+@functools.cache
+def library(source: str, defines: tuple[str, ...], kernel: str) -> ctypes.CDLL:
+    """The kernel compiled for this CPU."""
+    name = hashlib.sha256(repr((source, defines, kernel)).encode()).hexdigest()[:16]
+    entry = Path(FOLDER.name) / f"{name}.cpp"
+    entry.write_text(ENTRY, encoding="utf-8")
+    built = entry.with_suffix(".so")
+    subprocess.run(
+        [
+            *("g++", "-std=c++20", "-O2", "-shared", "-fPIC", "-w"),
+            *(f"-I{folder}" for folder in (HERE, CSRC / "include", CSRC)),
+            *(f'-DSOURCE="cuda/{source}"', f"-DKERNEL={kernel}"),
+            *(f"-D{define}" for define in defines),
+            *(str(entry), "-o", str(built)),
+        ],
+        check=True,
+    )
+    return ctypes.CDLL(str(built))
+
+
+def run(launch: Launch, *, backwards: bool = False) -> None:
+    """Carry a launch out on tensors in this machine's memory."""
+    found = library(launch.kernel.source, launch.kernel.defines, launch.kernel.name)
+    values = [TYPES[kind](value) for kind, value in launch.arguments]
+    pointers = (ctypes.c_void_p * len(values))(
+        *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values)
+    )
+    if launch.blocks:
+        found.emulate(launch.blocks, launch.threads, pointers, int(backwards))

@@ -1,0 +1,192 @@
+// A grid of CUDA threads on a CPU, so that the kernels of csrc/cuda can be run where there is no GPU.
+//
+// The kernel's own source is compiled as C++; only ptx.h (beside this file) is another.  Every thread of a
+// block is a fiber with a stack of its own.  A fiber runs until it has to wait for others (a barrier, an
+// instruction of the whole warp), then the next one runs.  Blocks run one after another.
+//
+// What this finds: wrong indices, wrong fragments, missing waits for asynchronous copies (they are made only
+// when they are waited for), barriers that not all reach, uses of shared memory before it is written
+// (it is filled with NaN before each block), reads outside of a tensor where the tests put guards.  The order of the
+// fibers can be turned round, which shows results that depend on it.  What it cannot find: what a
+// compiler for a GPU does, races inside one run of a fiber, and anything about speed.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__
+#define __align__(n)
+#define __grid_constant__
+#define EMULATED 1
+
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
+inline Index threadIdx, blockIdx, blockDim, gridDim;
+
+constexpr std::size_t SHARED_MAX = 228 * 1024;
+alignas(1024) inline unsigned char shared_memory[SHARED_MAX];
+
+extern "C" void emulated_switch(void** from, void* to);
+asm(R"(
+.text
+.globl emulated_switch
+.type emulated_switch, @function
+emulated_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size emulated_switch, .-emulated_switch
+)");
+
+namespace emulated {
+
+constexpr std::size_t STACK_BYTES = 128 * 1024;
+
+[[noreturn]] inline void fail(const char* what) {
+  std::fprintf(stderr, "emulated kernel: block %u, thread %u: %s\n", blockIdx.x, threadIdx.x, what);
+  std::abort();
+}
+
+struct AsyncCopy {
+  unsigned char* target;
+  const void* source;
+  bool there;
+};
+
+struct Fiber {
+  void* stack_pointer = nullptr;
+  std::unique_ptr<unsigned char[]> stack{new unsigned char[STACK_BYTES]};
+  bool done = false;
+  std::vector<std::vector<AsyncCopy>> copies;  // closed groups, oldest first
+  std::vector<AsyncCopy> open_copies;
+};
+
+// Some threads meet here; generation n + 1 begins when all have come.
+struct Barrier {
+  unsigned expected = 0, arrived = 0;
+  unsigned long generation = 0;
+};
+
+// What the lanes of a warp (or the threads of a warpgroup) lay down for each other; two, used in turn.
+struct Exchange {
+  uint32_t words[2][128][8];
+  Barrier barrier;
+};
+
+inline std::vector<Fiber> fibers;
+inline std::vector<Exchange> warps, warpgroups;
+inline Barrier block_barrier;
+inline void* scheduler_stack = nullptr;
+inline unsigned long progress = 0;  // things that let somebody go on
+inline std::function<void()> body;
+
+inline void pause() {
+  Fiber& fiber = fibers[threadIdx.x];
+  const unsigned self = threadIdx.x;
+  emulated_switch(&fiber.stack_pointer, scheduler_stack);
+  threadIdx.x = self;
+}
+
+inline void meet(Barrier& barrier) {
+  const unsigned long generation = barrier.generation;
+  if (++barrier.arrived == barrier.expected) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    ++progress;
+    return;
+  }
+  while (barrier.generation == generation) pause();
+}
+
+// Lays down this thread's words and waits for those of the others.
+template <std::size_t N>
+inline const uint32_t (&exchange(Exchange& place, unsigned index, const uint32_t (&words)[N]))[128][8] {
+  const unsigned side = place.barrier.generation % 2;
+  std::memcpy(place.words[side][index], words, sizeof words);
+  meet(place.barrier);
+  return place.words[side];
+}
+
+inline void start() {
+  body();
+  fibers[threadIdx.x].done = true;
+  ++progress;
+  pause();
+  std::abort();
+}
+
+inline void run_block(unsigned threads, bool backwards) {
+  fibers.resize(threads);
+  warps.assign(threads / 32, {});
+  warpgroups.assign((threads + 127) / 128, {});
+  for (Exchange& warp : warps) warp.barrier.expected = 32;
+  for (Exchange& group : warpgroups) group.barrier.expected = 128;
+  block_barrier = {threads, 0, 0};
+  std::memset(shared_memory, 0xff, sizeof shared_memory);
+  for (Fiber& fiber : fibers) {
+    fiber.done = false;
+    fiber.copies.clear();
+    fiber.open_copies.clear();
+    auto* top = reinterpret_cast<void**>(
+        reinterpret_cast<std::uintptr_t>(fiber.stack.get() + STACK_BYTES - 64) & ~std::uintptr_t(63));
+    *--top = nullptr;                             // so that `start` finds its stack aligned
+    *--top = reinterpret_cast<void*>(&start);     // where the first switch returns to
+    top -= 6;
+    std::memset(top, 0, 6 * sizeof(void*));
+    fiber.stack_pointer = top;
+  }
+  for (unsigned left = threads; left > 0;) {
+    const unsigned long before = progress;
+    for (unsigned i = 0; i < threads; ++i) {
+      threadIdx.x = backwards ? threads - 1 - i : i;
+      Fiber& fiber = fibers[threadIdx.x];
+      if (fiber.done) continue;
+      emulated_switch(&scheduler_stack, fiber.stack_pointer);
+      if (fiber.done) --left;
+    }
+    if (left > 0 && progress == before) fail("every thread waits");
+  }
+}
+
+template <class... Arguments, std::size_t... I>
+inline void call(void (*kernel)(Arguments...), void** arguments, std::index_sequence<I...>) {
+  kernel(*static_cast<std::remove_reference_t<Arguments>*>(arguments[I])...);
+}
+
+template <class... Arguments>
+inline void launch(void (*kernel)(Arguments...), unsigned blocks, unsigned threads, void** arguments,
+                   bool backwards) {
+  gridDim.x = blocks;
+  blockDim.x = threads;
+  body = [=] { call(kernel, arguments, std::index_sequence_for<Arguments...>{}); };
+  for (unsigned block = 0; block < blocks; ++block) {
+    blockIdx.x = backwards ? blocks - 1 - block : block;
+    run_block(threads, backwards);
+  }
+}
+
+}  // namespace emulated

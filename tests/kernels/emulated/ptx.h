@@ -1,0 +1,150 @@
+// The functions of csrc/include/ptx.h on emulated threads; see cuda.h.
+#pragma once
+#include <element.h>
+
+#include "cuda.h"
+
+namespace ptx {
+
+inline uint32 shared_address(const void* pointer) {
+  const auto offset = static_cast<const unsigned char*>(pointer) - shared_memory;
+  if (offset < 0 || offset >= std::ptrdiff_t(SHARED_MAX)) emulated::fail("not in shared memory");
+  return static_cast<uint32>(offset);
+}
+
+inline unsigned char* at(uint32 address, uint32 bytes) {
+  if (address % bytes) emulated::fail("a shared address that is not aligned");
+  if (address + bytes > SHARED_MAX) emulated::fail("a shared address that is too large");
+  return shared_memory + address;
+}
+
+inline emulated::Exchange& warp() { return emulated::warps[threadIdx.x / 32]; }
+
+inline uint32 bits_of(float value) {
+  uint32 bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float float_of(uint32 bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+inline float shuffle_xor(float value, int mask) {
+  const uint32 words[1] = {bits_of(value)};
+  return float_of(emulated::exchange(warp(), threadIdx.x % 32, words)[threadIdx.x % 32 ^ mask][0]);
+}
+
+inline bool any(bool value) {
+  const uint32 words[1] = {value};
+  const auto& all = emulated::exchange(warp(), threadIdx.x % 32, words);
+  bool found = false;
+  for (int lane = 0; lane < 32; ++lane) found |= all[lane][0] != 0;
+  return found;
+}
+
+inline void sync_warp() { emulated::meet(warp().barrier); }
+
+inline void sync_block() { emulated::meet(emulated::block_barrier); }
+
+inline float nothing() { return float_of(0xff800000u); }
+
+inline float exp2(float value) { return std::exp2f(value); }
+
+inline float log2(float value) { return std::log2f(value); }
+
+template <class Element>
+inline float widen(Element value) {
+  if constexpr (same<Element, Bf16>) return float_of(uint32(value.bits) << 16);
+  _Float16 half;
+  std::memcpy(&half, &value, 2);
+  return float(half);
+}
+
+template <class Element>
+inline uint32 narrow(float value) {
+  if constexpr (same<Element, Bf16>) {
+    const uint32 bits = bits_of(value);
+    if (value != value) return 0x7fff;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  }
+  const _Float16 half = static_cast<_Float16>(value);
+  uint16 bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+}
+
+template <class Element>
+inline uint32 pack(float low, float high) {
+  return narrow<Element>(high) << 16 | narrow<Element>(low);
+}
+
+// An asynchronous copy is made when its group is waited for, and not a moment before.
+inline void copy_16_async(uint32 target, const void* source, bool there) {
+  if (there && reinterpret_cast<std::uintptr_t>(source) % 16) emulated::fail("a source that is not aligned");
+  emulated::fibers[threadIdx.x].open_copies.push_back({at(target, 16), source, there});
+}
+
+inline void close_copies() {
+  emulated::Fiber& fiber = emulated::fibers[threadIdx.x];
+  fiber.copies.push_back(std::move(fiber.open_copies));
+  fiber.open_copies.clear();
+}
+
+template <int N>
+inline void wait_for_all_but() {
+  emulated::Fiber& fiber = emulated::fibers[threadIdx.x];
+  while (fiber.copies.size() > N) {
+    for (const emulated::AsyncCopy& copy : fiber.copies.front())
+      if (copy.there)
+        std::memcpy(copy.target, copy.source, 16);
+      else
+        std::memset(copy.target, 0, 16);
+    fiber.copies.erase(fiber.copies.begin());
+  }
+}
+
+inline void load_any_matrices(uint32 (&fragments)[4], uint32 row, bool transposed) {
+  const uint32 words[1] = {row};
+  const unsigned lane = threadIdx.x % 32;
+  const auto& rows = emulated::exchange(warp(), lane, words);
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    uint16 pair[2];
+    for (int i = 0; i < 2; ++i) {
+      const unsigned line = transposed ? lane % 4 * 2 + i : lane / 4;
+      const unsigned column = transposed ? lane / 4 : lane % 4 * 2 + i;
+      std::memcpy(&pair[i], at(rows[matrix * 8 + line][0], 16) + column * 2, 2);
+    }
+    fragments[matrix] = uint32(pair[1]) << 16 | pair[0];
+  }
+}
+
+inline void load_matrices(uint32 (&fragments)[4], uint32 row) { load_any_matrices(fragments, row, false); }
+
+inline void load_matrices_transposed(uint32 (&fragments)[4], uint32 row) {
+  load_any_matrices(fragments, row, true);
+}
+
+template <class Element>
+inline float half_of(uint32 word, int index) {
+  return widen(Element{static_cast<uint16>(index ? word >> 16 : word)});
+}
+
+template <class Element>
+inline void multiply(float (&sums)[4], const uint32 (&left)[4], uint32 right_low, uint32 right_high) {
+  const uint32 words[6] = {left[0], left[1], left[2], left[3], right_low, right_high};
+  const unsigned lane = threadIdx.x % 32;
+  const auto& all = emulated::exchange(warp(), lane, words);
+  for (int i = 0; i < 4; ++i) {
+    const unsigned row = lane / 4, column = lane % 4 * 2 + i % 2;
+    for (unsigned k = 0; k < 16; ++k) {
+      const uint32 from_left = all[row * 4 + k % 8 / 2][i / 2 + k / 8 * 2];
+      const uint32 from_right = all[column * 4 + k % 8 / 2][4 + k / 8];
+      sums[i] += half_of<Element>(from_left, k % 2) * half_of<Element>(from_right, k % 2);
+    }
+  }
+}
+
+}  // namespace ptx

@@ -1,0 +1,190 @@
+"""Every CUDA kernel compiles here, without a GPU, to the instructions it is meant to use."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.errors import DeviceError
+from pensieve.kernels import nvrtc
+from pensieve.kernels.nvrtc import ARCHITECTURES, Kernel
+
+SHAPES = [(element, head_size) for element in ("Bf16", "Fp16") for head_size in (64, 96, 128, 256)]
+SOURCES = sorted(path.name for path in (nvrtc.sources() / "cuda").glob("*.cu"))
+REGISTERS_MAX = {"multi_token_attention.cu": 255}  # the others: 64
+EXPECTED = {"multi_token_attention.cu": ("HMMA.16816.F32", "LDGSTS", "LDSM.16.MT88", "MUFU.EX2")}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    yield tmp_path / "pensieve" / "cubin"
+
+
+def dump(path: Path, option: str) -> str:
+    from importlib.metadata import files
+
+    tool = next(
+        Path(str(each.locate()))
+        for each in files("nvidia-cuda-cuobjdump") or ()
+        if each.name == "cuobjdump"
+    )
+    return subprocess.run([tool, option, path], check=True, capture_output=True, text=True).stdout
+
+
+def kernel_of(source: str, element: str = "Bf16", head_size: int = 128) -> Kernel:
+    return Kernel(source, "", (f"ELEMENT={element}", f"HEAD_SIZE={head_size}"))
+
+
+def examine(source: str, architecture: str, element: str, head_size: int) -> None:
+    path = nvrtc.cubin(kernel_of(source, element, head_size), architecture)
+    usage = re.findall(
+        r"Function (\w+):\s+REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", dump(path, "-res-usage")
+    )
+    assert usage, "no function in it"
+    for name, registers, stack, local in usage:
+        assert int(registers) <= REGISTERS_MAX.get(source, 64), (name, registers)
+        assert (int(stack), int(local)) == (0, 0), f"{name} spills"
+    sass = dump(path, "-sass")
+    for instruction in EXPECTED.get(source, ()):
+        assert instruction in sass, f"no {instruction} in {source} for {architecture}"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_kernel_compiles_without_spills_to_the_instructions_it_needs(
+    source: str, architecture: str
+) -> None:
+    examine(source, architecture, "Bf16", 128)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("element", "head_size"), SHAPES)
+def test_so_does_every_element_and_head_size(
+    source: str, architecture: str, element: str, head_size: int
+) -> None:
+    examine(source, architecture, element, head_size)
+
+
+def test_pages_are_copied_sixteen_bytes_at_a_time() -> None:
+    sass = dump(nvrtc.cubin(kernel_of("copy_pages.cu"), "sm_80"), "-sass")
+    assert "LDG.E.128" in sass
+    assert "STG.E.128" in sass
+
+
+# -- where the code lies --
+
+
+def test_what_was_compiled_is_kept_and_found_again(own_cache: Path) -> None:
+    first = nvrtc.cubin(kernel_of("write_kv.cu"), "sm_80")
+    written = first.stat().st_mtime_ns
+    assert first.parent == own_cache
+    assert stat.S_IMODE(own_cache.stat().st_mode) == 0o700
+    assert nvrtc.cubin(kernel_of("write_kv.cu"), "sm_80") == first
+    assert first.stat().st_mtime_ns == written
+    others = {
+        nvrtc.cubin(kernel_of("write_kv.cu"), "sm_86"),
+        nvrtc.cubin(kernel_of("write_kv.cu", head_size=64), "sm_80"),
+        nvrtc.cubin(kernel_of("write_kv.cu", element="Fp16"), "sm_80"),
+    }
+    assert len(others | {first}) == 4
+
+
+def test_a_damaged_file_is_not_used_but_made_again(own_cache: Path) -> None:
+    path = nvrtc.cubin(kernel_of("write_kv.cu"), "sm_80")
+    code = path.read_bytes()
+    path.write_bytes(code[:-1] + bytes([code[-1] ^ 1]))
+    again = nvrtc.cubin(kernel_of("write_kv.cu"), "sm_80")
+    assert again.read_bytes() == code
+    assert [each.suffix for each in own_cache.iterdir()].count(".cubin") == 1
+
+
+def test_a_changed_header_is_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = nvrtc.key_of(kernel_of("write_kv.cu"), "sm_80", "13.0")
+    assert before != nvrtc.key_of(kernel_of("write_kv.cu"), "sm_80", "13.5")
+    monkeypatch.setattr(nvrtc, "_headers", lambda: b"others")
+    assert before != nvrtc.key_of(kernel_of("write_kv.cu"), "sm_80", "13.0")
+
+
+def test_what_is_shipped_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = kernel_of("write_kv.cu")
+    folder = tmp_path / "shipped"
+    folder.mkdir()
+    monkeypatch.setattr(nvrtc, "SHIPPED", folder)
+    path = nvrtc.store(folder, nvrtc.key_of(kernel, "sm_80", "shipped"), b"code")
+    monkeypatch.setattr(nvrtc, "compiler_version", lambda: pytest.fail("asked the compiler"))
+    assert nvrtc.cubin(kernel, "sm_80") == path
+
+
+def test_a_folder_that_others_may_write_to_is_refused(own_cache: Path) -> None:
+    own_cache.mkdir(parents=True)
+    own_cache.chmod(0o777)
+    with pytest.raises(DeviceError, match="yours alone"):
+        nvrtc.cubin(kernel_of("write_kv.cu"), "sm_80")
+
+
+def test_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(DeviceError, match="XDG_CACHE_HOME"):
+        nvrtc.cubin(kernel_of("write_kv.cu"), "sm_80")
+
+
+def test_what_does_not_compile_says_where(own_cache: Path) -> None:
+    with pytest.raises(DeviceError, match=r"write_kv.cu does not compile for sm_80 .*Nothing"):
+        nvrtc.cubin(Kernel("write_kv.cu", "", ("ELEMENT=Nothing",)), "sm_80")
+    assert not list(own_cache.glob("*.cubin"))
+
+
+def test_without_cupy_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "cupy.py").write_text("raise ImportError('not here')")
+    program = (
+        "from pensieve.kernels import nvrtc\n"
+        "from pensieve.errors import DeviceError\n"
+        "try: nvrtc.cubin(nvrtc.Kernel('write_kv.cu', ''), 'sm_80')\n"
+        "except DeviceError as error: print(error)\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "pensieve-serve[cuda13]" in told
+
+
+def test_two_that_need_the_same_code_compile_it_once(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = []
+    compiled = nvrtc.compiled
+
+    def counted(kernel: Kernel, architecture: str) -> bytes:
+        times.append(kernel)
+        return compiled(kernel, architecture)
+
+    monkeypatch.setattr(nvrtc, "compiled", counted)
+    threads = [
+        threading.Thread(target=nvrtc.cubin, args=(kernel_of("merge_parts.cu"), "sm_80"))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(times) == 1
+    assert len(list(own_cache.glob("*.cubin"))) == 1
