@@ -27,6 +27,7 @@
 //   1  this one.  Not yet run on a GPU; scripts/bench_gpu prints the figures.
 #include <element.h>
 #include <ptx.h>
+#include <rows.h>
 #include <softmax.h>
 #include <tile.h>
 #include <work.h>
@@ -47,23 +48,6 @@ constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
 constexpr int COLUMNS = HEAD / 8;  // of a product with the values, eight elements each
 constexpr int STEPS = HEAD / 16;   // of a product with the keys
-
-struct Arguments {
-  const Element* query;
-  const Element* key_pages;
-  const Element* value_pages;
-  const int* page_table;
-  const int* slice_offsets;
-  const int* slice_turns;
-  const int* slice_starts;
-  const WorkItem* items;
-  int kv_heads, group, pages_max;
-  int64 page_stride, query_stride, out_stride;  // elements
-  float scale;                                  // holds log2(e)
-  float* part_values;
-  float* part_sums;
-  Element* out;
-};
 
 // How the four warps share an item.
 template <int ROW_TILES, bool WIDE>
@@ -94,49 +78,6 @@ constexpr int SHARED_BYTES =
     larger(Plan<WIDE_TILES, true>::BYTES, larger(Plan<1, false>::BYTES, HEAD == 256 ? 0 : Plan<2, false>::BYTES));
 static_assert(SHARED_BYTES <= 99 * 1024, "what a block of sm_86 and sm_89 may have");
 
-// The rows of an item: where they come from and where they go.  What is seldom asked is read from memory
-// each time, which leaves the registers to the products.
-struct Rows {
-  const Arguments& arguments;
-  const WorkItem& item;
-  int head;
-
-  // Positions that the row sees, within the item's.
-  __device__ __forceinline__ int limit(int row) const {
-    if (row >= item.num_rows) return item.key_end;
-    const int position = arguments.slice_starts[item.slice] + (item.row_begin + row) / arguments.group;
-    return position + 1 < item.key_end ? position + 1 : item.key_end;
-  }
-
-  __device__ __forceinline__ int64 offset(int row, int64 stride) const {
-    const int token = (item.row_begin + row) / arguments.group;
-    const int member = (item.row_begin + row) % arguments.group;
-    return (arguments.slice_offsets[item.slice] + token) * stride + int64(head * arguments.group + member) * HEAD;
-  }
-
-  // Row `row` of the partial results, for this head.
-  __device__ __forceinline__ int64 part(int row) const {
-    return int64(item.part_row + row) * arguments.kv_heads + head;
-  }
-
-  // Two neighbouring elements of a finished row.
-  __device__ __forceinline__ void write(int row, int column, float first, float second) const {
-    if (item.part_row < 0) {
-      uint32* target = reinterpret_cast<uint32*>(arguments.out + offset(row, arguments.out_stride) + column);
-      *target = ptx::pack<Element>(first, second);
-    } else {
-      float* target = arguments.part_values + part(row) * HEAD + column;
-      target[0] = first;
-      target[1] = second;
-    }
-  }
-
-  // log2 of the row's sum, for the merge.
-  __device__ __forceinline__ void write_sum(int row, float sum) const {
-    if (item.part_row >= 0) arguments.part_sums[part(row)] = sum;
-  }
-};
-
 // The pages of one context, and one head's keys or values in them.
 struct Pages {
   const int* table;
@@ -164,14 +105,14 @@ struct Pages {
 };
 
 template <int ROW_TILES, bool WIDE>
-__device__ __forceinline__ void attend(const Arguments& arguments, const WorkItem& item, int head,
+__device__ __forceinline__ void attend(const Arguments<Element>& arguments, const WorkItem& item, int head,
                                        unsigned char* shared_memory) {
   using P = Plan<ROW_TILES, WIDE>;
   using Tiles = Tile<HEAD>;
   constexpr int KEYS = P::KEYS, STAGES = P::STAGES, KEY_COLUMNS = KEYS / 8;
   const int thread = threadIdx.x, warp = thread / 32;
   const Lane lane(thread);
-  const Rows rows{arguments, item, head};
+  const Rows<Element, HEAD> rows{arguments, item, head};
   const int member = WIDE ? thread : lane.lane;
   const int first_row = WIDE ? warp * 16 * ROW_TILES : 0;  // of this warp, among the item's
 
@@ -409,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                           float* part_sums,    // (part rows, kv_heads)
                           Element* out) {      // (tokens, heads, head_size)
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const Arguments arguments{query,        key_pages,   value_pages, page_table,   slice_offsets, slice_turns,
+  const Arguments<Element> arguments{query,        key_pages,   value_pages, page_table,   slice_offsets, slice_turns,
                             slice_starts, items,       kv_heads,    group,        pages_max,     page_stride,
                             query_stride, out_stride,  scale,       part_values,  part_sums,     out};
   const WorkItem& item = items[blockIdx.x / kv_heads];

@@ -77,6 +77,10 @@ __device__ __forceinline__ void wait_for_all_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+__device__ __forceinline__ void store_16_zeros(uint32 target) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(target), "r"(0) : "memory");
+}
+
 // -- matrices --
 
 // Four matrices of 8 x 8 elements; lanes 8i to 8i + 7 name the rows of the i-th.  Lane l gets elements

@@ -11,6 +11,9 @@ them is needed.
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +25,7 @@ from pensieve.kernels.nvrtc import Kernel
 from pensieve.kernels.work import PAGE, Merge, Plan, Tiling, Work, plan_work
 
 HEAD_SIZES = (64, 96, 128, 256)
+HOPPER_HEAD_SIZES = (64, 128)
 ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 LOG2_E = 1.4426950408889634
 BLOCKS_PER_MULTIPROCESSOR = 2  # of multi_token_attention
@@ -72,12 +76,19 @@ def work_of(
 ) -> Work:
     """Planned from the tensors themselves: reads them back, so it is for single calls."""
     offsets = slice_offsets.tolist()
-    lengths = [end - begin for begin, end in zip(offsets, offsets[1:], strict=False)]
+    lengths = [end - begin for begin, end in itertools.pairwise(offsets)]
     kv_heads, _, head_size = key_pages.shape[1:]
     made = plan(
         lengths, slice_starts.tolist(), query.shape[1], kv_heads, head_size, slots(query.device)
     )
-    return Work.of(made, kv_heads, head_size, query.device)
+    return Work.of(made, kv_heads, head_size, query.device, wide_above(head_size, query.device))
+
+
+def wide_above(head_size: int, device: torch.device) -> int | None:
+    """On Hopper, wide items have a kernel of their own."""
+    if device.type != "cuda" or architecture(device.index or 0) != "sm_90a":
+        return None
+    return tiling(head_size).narrow_max if head_size in HOPPER_HEAD_SIZES else None
 
 
 @cache
@@ -103,8 +114,12 @@ def attention_launches(
     scaling: float,
     out: torch.Tensor,
     work: Work,
+    map_of: Callable[[torch.Tensor], int] | None = None,
 ) -> list[Launch]:
-    """The kernel, and the merge of what was cut; none for no work."""
+    """The kernel, the one for Hopper's wide items, and the merge of what was cut.
+
+    `map_of` gives the address of a tensor map of key or value pages.
+    """
     kv_heads, head_size = key_pages.shape[1], key_pages.shape[3]
     heads = query.shape[1]
     if not scaling > 0:
@@ -119,26 +134,57 @@ def attention_launches(
         if tensor.data_ptr() % 16:
             raise ValueError(f"multi_token_attention: {name} does not begin at 16 bytes")
     defines = (f"HEAD_SIZE={head_size}", f"ELEMENT={ELEMENTS[query.dtype]}")
-    launches = [
-        Launch(
-            Kernel("multi_token_attention.cu", "multi_token_attention", defines),
-            len(work.items) * kv_heads,
-            128,
-            (
-                *_pointers(query, key_pages, value_pages, page_table),
-                *_pointers(slice_offsets, slice_turns, slice_starts, work.items),
-                ("i", kv_heads),
-                ("i", heads // kv_heads),
-                ("i", page_table.stride(0)),
-                ("l", key_pages.stride(0)),
-                ("l", query.stride(0)),
-                ("l", out.stride(0)),
-                ("f", scaling * LOG2_E),
-                *_pointers(work.part_values, work.part_sums, out),
-            ),
-            "multi_token_attention_shared_bytes",
+    rows = (
+        ("l", query.stride(0)),
+        ("l", out.stride(0)),
+        ("f", scaling * LOG2_E),
+        *_pointers(work.part_values, work.part_sums, out),
+    )
+    heads_and_pages: tuple[Argument, ...] = (
+        ("i", kv_heads),
+        ("i", heads // kv_heads),
+        ("i", page_table.stride(0)),
+    )
+    index = _pointers(page_table, slice_offsets, slice_turns, slice_starts)
+    launches = []
+    if len(work.wide_items):
+        num_items = len(work.wide_items) * kv_heads
+        map_of = map_of or _map_of
+        launches.append(
+            Launch(
+                Kernel("multi_token_attention_hopper.cu", "multi_token_attention", defines),
+                min(num_items, slots(query.device) // BLOCKS_PER_MULTIPROCESSOR),
+                384,
+                (
+                    *_pointers(query),
+                    ("p", map_of(key_pages)),
+                    ("p", map_of(value_pages)),
+                    *index,
+                    *_pointers(work.wide_items),
+                    ("i", num_items),
+                    *heads_and_pages,
+                    *rows,
+                ),
+                "multi_token_attention_shared_bytes",
+            )
         )
-    ]
+    if len(work.items):
+        launches.append(
+            Launch(
+                Kernel("multi_token_attention.cu", "multi_token_attention", defines),
+                len(work.items) * kv_heads,
+                128,
+                (
+                    *_pointers(query, key_pages, value_pages),
+                    *index,
+                    *_pointers(work.items),
+                    *heads_and_pages,
+                    ("l", key_pages.stride(0)),
+                    *rows,
+                ),
+                "multi_token_attention_shared_bytes",
+            )
+        )
     if len(work.merges):
         launches.append(
             Launch(
@@ -242,6 +288,66 @@ def _element(tensor: torch.Tensor, head_size: int) -> tuple[str, ...]:
     return (f"HEAD_SIZE={head_size}", f"ELEMENT={ELEMENTS[tensor.dtype]}")
 
 
+# -- tensor maps --
+
+
+class MapShape(NamedTuple):
+    """Pages as the tensor memory accelerator sees them: (pages, kv_heads · 32, head_size)."""
+
+    address: int
+    sizes: tuple[int, int, int]  # elements, the innermost first
+    strides: tuple[int, int]  # bytes, of the second and the third
+    box: tuple[int, int, int]
+
+
+def map_shape(pages: torch.Tensor) -> MapShape:
+    num_pages, kv_heads, _, head_size = pages.shape
+    return MapShape(
+        pages.data_ptr(),
+        (head_size, kv_heads * PAGE, num_pages),
+        (head_size * 2, pages.stride(0) * 2),
+        (64, PAGE, 1),
+    )
+
+
+_maps: dict[tuple[torch.device, torch.dtype, MapShape], torch.Tensor] = {}
+
+
+def _map_of(pages: torch.Tensor) -> int:
+    """The address on the device of a map of these pages; made once, and kept."""
+    key = (pages.device, pages.dtype, map_shape(pages))
+    found = _maps.get(key)
+    if found is None:
+        found = _maps[key] = _encoded(key[2], pages.dtype).to(pages.device)
+    return found.data_ptr()
+
+
+def _encoded(shape: MapShape, dtype: torch.dtype) -> torch.Tensor:
+    """128 bytes that the driver makes (cuTensorMapEncodeTiled)."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    room = torch.empty(256, dtype=torch.uint8)
+    begin = -room.data_ptr() % 64
+    code: int = driver.cuTensorMapEncodeTiled(
+        ctypes.c_void_p(room.data_ptr() + begin),
+        ctypes.c_int(
+            9 if dtype == torch.bfloat16 else 6
+        ),  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, _FLOAT16
+        ctypes.c_uint32(3),
+        ctypes.c_void_p(shape.address),
+        (ctypes.c_uint64 * 3)(*shape.sizes),
+        (ctypes.c_uint64 * 2)(*shape.strides),
+        (ctypes.c_uint32 * 3)(*shape.box),
+        (ctypes.c_uint32 * 3)(1, 1, 1),
+        ctypes.c_int(0),  # not interleaved
+        ctypes.c_int(3),  # CU_TENSOR_MAP_SWIZZLE_128B
+        ctypes.c_int(2),  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+        ctypes.c_int(0),  # what lies outside is zero
+    )
+    if code:
+        raise DeviceError(f"cuTensorMapEncodeTiled answers {code} for {shape}")
+    return room[begin : begin + 128].clone()
+
+
 # -- on a GPU --
 
 
@@ -250,10 +356,14 @@ def launch(wanted: Launch, device: torch.device) -> None:
     if not wanted.blocks:
         return
     import cupy
-    import numpy
 
     function, shared_bytes = _loaded(wanted.kernel, wanted.shared, device.index or 0)
-    types = {"p": numpy.uint64, "i": numpy.int32, "l": numpy.int64, "f": numpy.float32}
+    types: dict[str, Any] = {
+        "p": cupy.uint64,
+        "i": cupy.int32,
+        "l": cupy.int64,
+        "f": cupy.float32,
+    }
     arguments = tuple(types[kind](value) for kind, value in wanted.arguments)
     stream = torch.cuda.current_stream(device).cuda_stream
     with cupy.cuda.Device(device.index or 0), cupy.cuda.ExternalStream(stream):

@@ -7,8 +7,8 @@ Where a kernel's code (a cubin) comes from, in this order:
 3. compiled now, which takes a second or two, and kept in the cache.
 
 A file's name is `key-digest.cubin`.  The key is the SHA-256 of everything that the code depends on: the
-source and every header, the definitions, the architecture, the options, and for the cache the compiler's version.
-The digest is the SHA-256 of what is inside, and a file is used only if it fits.
+source and every header, the definitions, the architecture, the options, and for the cache the version of
+the compiler.  The digest is the SHA-256 of what is inside, and a file is used only if it fits.
 
 Why processes do not disturb each other: a file appears under its name complete (written beside, then
 renamed), and while one process compiles a key another one that needs it waits at its lock.  The cache

@@ -2,13 +2,13 @@
 
 A **tile** is a run of rows of one slice (a row: one query token with one head of its group, so a slice of n
 tokens has n · group rows); all its rows see the context up to its last token.  A tile becomes one
-**item** of work, or several **parts** that are merged afterwards.  csrc/include/work.h describes both records.
+**item** of work, or several **parts** that are merged afterwards; csrc/include/work.h has both records.
 
 How tiles are cut along the rows: a slice of few rows (`narrow_max`) is one narrow tile; a longer one is
 wide tiles of `wide` rows, and what is left over is narrow if it fits.
 
-How a context is cut.  Let `slots` be how many blocks the device runs at once, and the cost of an item its pages
-(a page of a wide tile costs twice).  With parts no longer than `limit` there are n blocks, which take
+How a context is cut.  Let `slots` be how many blocks the device runs at once, and the cost of an item its
+pages (a page of a wide tile costs twice).  With parts no longer than `limit` there are n blocks, which take
 ⌈n / slots⌉ waves, so the time is at most
 
     min(⌈n / slots⌉ · limit, total / slots + limit)        (longest first, any of them may be last)
@@ -83,16 +83,29 @@ class Work(NamedTuple):
     """A plan on its device, with room for the results of parts."""
 
     items: torch.Tensor  # int32 (items, 6)
+    wide_items: torch.Tensor  # int32 (items, 6): those for a kernel of their own, if there is one
     merges: torch.Tensor  # int32 (merges, 5)
     part_values: torch.Tensor  # float (part rows, kv_heads, head_size)
     part_sums: torch.Tensor  # float (part rows, kv_heads)
 
     @classmethod
-    def of(cls, plan: Plan, kv_heads: int, head_size: int, device: torch.device | str) -> Work:
+    def of(
+        cls,
+        plan: Plan,
+        kv_heads: int,
+        head_size: int,
+        device: torch.device | str,
+        wide_above: int | None = None,  # items of more rows are put among the wide ones
+    ) -> Work:
+        def table(rows: Sequence[tuple[int, ...]], columns: int) -> torch.Tensor:
+            return torch.tensor(rows, dtype=torch.int32).reshape(-1, columns).to(device)
+
+        most = wide_above or float("inf")
         rows = plan.num_part_rows
         return cls(
-            torch.tensor(plan.items, dtype=torch.int32).reshape(-1, 6).to(device),
-            torch.tensor(plan.merges, dtype=torch.int32).reshape(-1, 5).to(device),
+            table([item for item in plan.items if item.num_rows <= most], 6),
+            table([item for item in plan.items if item.num_rows > most], 6),
+            table(plan.merges, 5),
             torch.empty(rows, kv_heads, head_size, dtype=torch.float32, device=device),
             torch.empty(rows, kv_heads, dtype=torch.float32, device=device),
         )

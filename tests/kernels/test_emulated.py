@@ -9,10 +9,11 @@ import torch
 
 from pensieve.kernels import cuda, reference
 from pensieve.kernels.work import Tiling, Work, plan_work
-from tests.kernels.emulated import needs_x86, run
+from tests.kernels.emulated import map_of, needs_x86, run
 
 pytestmark = needs_x86
 Slice = tuple[int, int, int]  # turn, start, length
+NARROW = 32
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -30,6 +31,7 @@ def attend(
     seed: int = 0,
     spread: float = 1.0,
     backwards: bool = False,
+    hopper: bool = False,
 ) -> int:
     """Compares; how many tiles were cut.  Pages lie anywhere, and what no turn has written is NaN."""
     draw = torch.Generator().manual_seed(seed)
@@ -56,12 +58,13 @@ def attend(
     )
     scaling = head_size**-0.5
     plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, slots)
-    work = Work.of(plan, kv_heads, head_size, "cpu")
+    work = Work.of(plan, kv_heads, head_size, "cpu", NARROW if hopper else None)
+    assert bool(len(work.wide_items)) == hopper
     work.part_values.fill_(float("nan"))
     work.part_sums.fill_(float("nan"))
     out = torch.full((tokens, heads, head_size), float("nan"), dtype=dtype)
     for launch in cuda.attention_launches(
-        query, arena[:, 0], arena[:, 1], *index, scaling, out, work
+        query, arena[:, 0], arena[:, 1], *index, scaling, out, work, map_of
     ):
         run(launch, backwards=backwards)
     right = torch.empty(out.shape)
@@ -93,6 +96,21 @@ def test_long_contexts_are_cut_and_merged(length: int) -> None:
 def test_wide_tiles_are_cut_and_merged() -> None:
     """Rows in the first part see all of its keys, those of the last not one of a later row's."""
     assert attend([(0, 300, 80)], 2, 1, 64, slots=6) >= 1
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (6, 2)])
+def test_wide_tiles_on_hopper(head_size: int, heads: int, kv_heads: int) -> None:
+    """The last stage full, almost empty, and beginning with a page that is nobody's."""
+    slices = [(0, 0, 1), (1, 0, 150), (2, 190, 66), (3, 380, 70), (4, 5, 1)]
+    attend(slices, heads, kv_heads, head_size, hopper=True)
+
+
+def test_hopper_in_half_precision_backwards_and_cut() -> None:
+    slices = [(0, 100, 40), (1, 97, 128)]
+    attend(slices, 2, 1, 128, torch.float16, hopper=True)
+    attend(slices, 2, 1, 64, slots=2, backwards=True, hopper=True)
+    assert attend([(0, 900, 40)], 2, 1, 64, slots=8, hopper=True) == 1
 
 
 @pytest.mark.parametrize("seed", range(4))

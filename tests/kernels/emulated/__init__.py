@@ -11,7 +11,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
+from pensieve.kernels import cuda
 from pensieve.kernels.cuda import Launch
 
 HERE = Path(__file__).parent
@@ -25,6 +27,27 @@ extern "C" void emulate(unsigned blocks, unsigned threads, void** arguments, int
 """
 TYPES = {"p": ctypes.c_uint64, "i": ctypes.c_int32, "l": ctypes.c_int64, "f": ctypes.c_float}
 FOLDER = tempfile.TemporaryDirectory(prefix="pensieve-emulated-")
+
+
+class Map(ctypes.Structure):
+    """What stands in for a tensor map; see hopper.h."""
+
+    _fields_ = (
+        ("base", ctypes.c_uint64),
+        ("size", ctypes.c_int64 * 3),
+        ("strides", ctypes.c_int64 * 2),
+        ("box", ctypes.c_int64 * 3),
+    )
+
+
+def map_of(pages: torch.Tensor) -> int:
+    address, sizes, strides, box = cuda.map_shape(pages)
+    made = Map(address, sizes, strides, box)
+    MAPS.append(made)
+    return ctypes.addressof(made)
+
+
+MAPS: list[Map] = []  # kept for as long as launches may name them
 
 needs_x86 = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="the emulation's fibers are for x86-64"

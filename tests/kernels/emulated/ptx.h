@@ -106,6 +106,8 @@ inline void wait_for_all_but() {
   }
 }
 
+inline void store_16_zeros(uint32 target) { std::memset(at(target, 16), 0, 16); }
+
 inline void load_any_matrices(uint32 (&fragments)[4], uint32 row, bool transposed) {
   const uint32 words[1] = {row};
   const unsigned lane = threadIdx.x % 32;

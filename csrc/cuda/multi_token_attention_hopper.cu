@@ -1,0 +1,328 @@
+// multi_token_attention for Hopper (sm_90a): the wide items of an iteration, on warpgroup products.
+//
+// A block of three warpgroups stays on its multiprocessor and does every gridDim-th item, longest first.
+// One warpgroup fetches, two compute, 64 of the item's 128 rows each:
+//
+//   producer    one thread; page by page, boxes of 64 elements x 32 keys by the tensor memory accelerator, to
+//               where eight rows of 128 bytes are permuted as the products want them.  It runs ahead by as
+//               many stages as there is room for, over the end of an item into the next.
+//   consumers   S = Q Kᵀ of 128 keys, softmax, O += P V.  The product with the values of one stage runs while the
+//               scores of the next become powers:
+//
+//                   issue S(n) ── issue O += P V(n-1) ── wait S ── powers of S ── wait O ── scale O, round P
+//
+//               Q and P are left operands in registers, keys and values right operands in shared memory.
+//
+// A stage is 128 keys, stored as halves of 64 elements: [half][key][64].  Keys and values have barriers of their
+// own: `full` counts the bytes of a stage, `empty` the warps that are done with it.  Both sides count
+// stages from the beginning of the kernel; stage n lies in slot n % STAGES, in the phase n / STAGES.
+//
+// The last stage of an item may hold less than 128 keys.  What lies behind them is masked among the scores, and the
+// values' rows are set to zero by the consumers, because a slot that nobody wrote may hold NaN.
+//
+// Versions and what they reached (share of a large product's rate):
+//   1  this one.  Not yet run on a GPU; scripts/bench_gpu prints the figures.
+#include <element.h>
+#include <hopper.h>
+#include <ptx.h>
+#include <rows.h>
+#include <softmax.h>
+#include <tile.h>
+#include <work.h>
+
+#ifndef HEAD_SIZE
+#define HEAD_SIZE 128
+#endif
+#ifndef ELEMENT
+#define ELEMENT Bf16
+#endif
+
+// On other architectures, and for other head sizes, there is nothing here: multi_token_attention.cu does it.
+#if (HEAD_SIZE == 64 || HEAD_SIZE == 128) && (defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(EMULATED))
+
+namespace {
+
+using Element = ELEMENT;
+constexpr int HEAD = HEAD_SIZE;
+constexpr int PAGE = 32;
+constexpr int CONSUMERS = 2;  // warpgroups
+constexpr int THREADS = 128 * (1 + CONSUMERS);
+constexpr int KEYS = 128;      // of a stage
+constexpr int STAGES = HEAD == 64 ? 4 : 3;
+constexpr int HALVES = HEAD / 64;
+constexpr int ROW_BYTES = 128;
+constexpr int BOX_BYTES = PAGE * ROW_BYTES;
+constexpr int HALF_BYTES = KEYS * ROW_BYTES;
+constexpr int STAGE_BYTES = HALVES * HALF_BYTES;  // of keys, or of values
+constexpr int SHARED_BYTES = 2 * STAGES * STAGE_BYTES + 1024;
+constexpr int STEPS = HEAD / 16;         // of a product with the keys
+constexpr int KEY_COLUMNS = KEYS / 8;    // of the scores
+constexpr int COLUMNS = HEAD / 8;        // of the values
+constexpr int CONSUMERS_MEET = 1;        // a named barrier
+constexpr int EIGHT_ROWS = 8 * ROW_BYTES;
+
+// Where everything lies in shared memory.
+struct Stages {
+  uint32 base;
+
+  __device__ __forceinline__ uint32 barrier(int kind, int slot) const { return base + (kind * STAGES + slot) * 8; }
+  __device__ __forceinline__ uint32 full_keys(int slot) const { return barrier(0, slot); }
+  __device__ __forceinline__ uint32 full_values(int slot) const { return barrier(1, slot); }
+  __device__ __forceinline__ uint32 empty_keys(int slot) const { return barrier(2, slot); }
+  __device__ __forceinline__ uint32 empty_values(int slot) const { return barrier(3, slot); }
+  __device__ __forceinline__ uint32 keys(int slot) const { return base + 1024 + slot * STAGE_BYTES; }
+  __device__ __forceinline__ uint32 values(int slot) const { return keys(slot) + STAGES * STAGE_BYTES; }
+};
+
+// A count of stages since the kernel began.
+struct Turn {
+  int count = 0;
+  __device__ __forceinline__ int slot() const { return count % STAGES; }
+  __device__ __forceinline__ uint32 phase() const { return count / STAGES & 1; }
+};
+
+__device__ __forceinline__ int stages_of(const WorkItem& item) {
+  return (item.key_end - item.key_begin + KEYS - 1) / KEYS;
+}
+
+// -- the producer --
+
+// Starts copying one stage of keys (or values); says how many bytes will come before it does.
+__device__ __forceinline__ void fetch(uint32 target, uint32 barrier, const void* map, const int* pages,
+                                      int num_pages, int head) {
+  hopper::arrive_expecting(barrier, num_pages * HALVES * BOX_BYTES);
+  for (int index = 0; index < num_pages; ++index) {
+    const int page = pages[index];
+    for (int half = 0; half < HALVES; ++half)
+      hopper::copy_box(target + half * HALF_BYTES + index * BOX_BYTES, map, half * 64, head * PAGE, page, barrier);
+  }
+}
+
+__device__ __forceinline__ void produce(const Arguments<Element>& arguments, int num_items, const void* key_map,
+                                        const void* value_map, const Stages& stages) {
+  Turn turn;
+  for (int index = blockIdx.x; index < num_items; index += gridDim.x) {
+    const WorkItem item = arguments.items[index / arguments.kv_heads];
+    const int head = index % arguments.kv_heads;
+    if (item.num_rows <= 0) continue;
+    const int* const table =
+        arguments.page_table + int64(arguments.slice_turns[item.slice]) * arguments.pages_max;
+    for (int stage = 0; stage < stages_of(item); ++stage, ++turn.count) {
+      const int first = item.key_begin + stage * KEYS, left = item.key_end - first;
+      const int num_pages = ((left < KEYS ? left : KEYS) + PAGE - 1) / PAGE;
+      const int slot = turn.slot();
+      hopper::wait(stages.empty_keys(slot), turn.phase() ^ 1);
+      fetch(stages.keys(slot), stages.full_keys(slot), key_map, table + first / PAGE, num_pages, head);
+      hopper::wait(stages.empty_values(slot), turn.phase() ^ 1);
+      fetch(stages.values(slot), stages.full_values(slot), value_map, table + first / PAGE, num_pages, head);
+    }
+  }
+}
+
+// -- the consumers --
+
+struct Consumer {
+  const Stages& stages;
+  const int thread;  // of its warpgroup
+  const Lane lane;
+  Turn turn;  // of keys
+
+  __device__ __forceinline__ explicit Consumer(const Stages& stages)
+      : stages(stages), thread(threadIdx.x % 128), lane(threadIdx.x) {}
+
+  __device__ __forceinline__ void scores_of(float (&scores)[KEY_COLUMNS][4], const uint32 (&query)[STEPS][4]) const {
+    const int slot = turn.slot();
+    hopper::wait(stages.full_keys(slot), turn.phase());
+    hopper::begin_products();
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      const uint32 keys = stages.keys(slot) + step / 4 * HALF_BYTES + step % 4 * 32;
+      hopper::multiply<Element, false>(scores, query[step], hopper::descriptor(keys, 16, EIGHT_ROWS), step > 0);
+    }
+    hopper::close_products();
+  }
+
+  __device__ __forceinline__ void add_values(float (&sums)[COLUMNS][4], const uint32 (&powers)[KEYS / 16][4],
+                                             int slot) const {
+    hopper::begin_products();
+#pragma unroll
+    for (int step = 0; step < KEYS / 16; ++step) {
+      const uint32 values = stages.values(slot) + step * 16 * ROW_BYTES;
+      hopper::multiply<Element, true>(sums, powers[step], hopper::descriptor(values, HALF_BYTES, EIGHT_ROWS), true);
+    }
+    hopper::close_products();
+  }
+
+  // Waits for a stage of values; sets those behind the item's last key to zero.
+  __device__ __forceinline__ void await_values(int slot, uint32 phase, int left) const {
+    hopper::wait(stages.full_values(slot), phase);
+    if (left >= KEYS) return;
+    const int first = 128 * (threadIdx.x / 128 - 1) + thread;  // both consumers share the work
+    for (int i = left * 8 * HALVES + first; i < KEYS * 8 * HALVES; i += 128 * CONSUMERS) {
+      const int row = i / (8 * HALVES), piece = i % (8 * HALVES);
+      ptx::store_16_zeros(stages.values(slot) + piece / 8 * HALF_BYTES + row * ROW_BYTES + piece % 8 * 16);
+    }
+    hopper::publish_shared();
+    hopper::meet(CONSUMERS_MEET, 128 * CONSUMERS);
+  }
+
+  __device__ __forceinline__ void release(uint32 barrier) const {
+    if (lane.lane == 0) hopper::arrive(barrier);
+  }
+
+  // Masks what a row does not see, and turns scores into powers.
+  __device__ __forceinline__ void weigh(float (&scores)[KEY_COLUMNS][4], Softmax<1>& softmax, float (&corrections)[2],
+                                        const Rows<Element, HEAD>& rows, int first_row, int first) const {
+    if (first + KEYS > rows.limit(first_row)) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int limit = rows.limit(first_row + half * 8 + lane.row) - first - lane.pair;
+#pragma unroll
+        for (int column = 0; column < KEY_COLUMNS; ++column)
+#pragma unroll
+          for (int side = 0; side < 2; ++side)
+            if (column * 8 + side >= limit) scores[column][2 * half + side] = ptx::nothing();
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      corrections[half] = softmax.take(scores, 0, half, rows.arguments.scale);
+  }
+
+  __device__ __forceinline__ void round(uint32 (&powers)[KEYS / 16][4], const float (&scores)[KEY_COLUMNS][4]) const {
+#pragma unroll
+    for (int step = 0; step < KEYS / 16; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float(&pair)[4] = scores[step * 2 + i / 2];
+        powers[step][i] = ptx::pack<Element>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+      }
+  }
+
+  __device__ __forceinline__ void consume(const Arguments<Element>& arguments, const WorkItem& item, int head) {
+    const Rows<Element, HEAD> rows{arguments, item, head};
+    const int first_row = (threadIdx.x / 128 - 1) * 64 + thread / 32 * 16;  // of this warp
+    uint32 query[STEPS][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + half * 8 + lane.row;
+      const bool there = row < item.num_rows;
+      const Element* const source = arguments.query + (there ? rows.offset(row, arguments.query_stride) : 0);
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+        for (int side = 0; side < 2; ++side)
+          query[step][half + 2 * side] =
+              there ? *reinterpret_cast<const uint32*>(source + step * 16 + side * 8 + lane.pair) : 0;
+    }
+
+    Softmax<1> softmax;
+    float scores[KEY_COLUMNS][4], values[COLUMNS][4] = {}, corrections[2];
+    uint32 powers[KEYS / 16][4];
+    const int num_stages = stages_of(item);
+
+    scores_of(scores, query);
+    hopper::wait_for_products_but<0>();
+    hopper::pin(scores);
+    release(stages.empty_keys(turn.slot()));
+    weigh(scores, softmax, corrections, rows, first_row, item.key_begin);
+    round(powers, scores);
+    for (int stage = 1; stage < num_stages; ++stage) {
+      const int slot = turn.slot();
+      const uint32 phase = turn.phase();
+      ++turn.count;
+      hopper::pin(values);
+      hopper::pin(powers);
+      scores_of(scores, query);
+      await_values(slot, phase, KEYS);
+      add_values(values, powers, slot);
+      hopper::wait_for_products_but<1>();
+      hopper::pin(scores);
+      release(stages.empty_keys(turn.slot()));
+      weigh(scores, softmax, corrections, rows, first_row, item.key_begin + stage * KEYS);
+      hopper::wait_for_products_but<0>();
+      hopper::pin(values);
+      release(stages.empty_values(slot));
+#pragma unroll
+      for (int column = 0; column < COLUMNS; ++column)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[column][i] *= corrections[i / 2];
+      round(powers, scores);
+    }
+    hopper::pin(values);
+    hopper::pin(powers);
+    await_values(turn.slot(), turn.phase(), item.key_end - item.key_begin - (num_stages - 1) * KEYS);
+    add_values(values, powers, turn.slot());
+    hopper::wait_for_products_but<0>();
+    hopper::pin(values);
+    release(stages.empty_values(turn.slot()));
+    ++turn.count;
+
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + half * 8 + lane.row;
+      const float sum = softmax.whole_sum(0, half);
+      if (row >= item.num_rows) continue;
+      const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+      for (int column = 0; column < COLUMNS; ++column)
+        rows.write(row, column * 8 + lane.pair, values[column][2 * half] * share,
+                   values[column][2 * half + 1] * share);
+      if (lane.pair == 0)
+        rows.write_sum(row, sum == 0.0f ? ptx::nothing() : softmax.largest[0][half] * arguments.scale + ptx::log2(sum));
+    }
+  }
+};
+
+}  // namespace
+
+extern "C" __device__ const int multi_token_attention_shared_bytes = SHARED_BYTES;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    multi_token_attention(const Element* query,   // (tokens, heads, head_size), rows query_stride apart
+                          const void* key_map,    // of (pages, kv_heads * 32, head_size), boxes of 32 x 64
+                          const void* value_map,  // alike
+                          const int* page_table,     // (turns, pages_max)
+                          const int* slice_offsets,  // (slices + 1)
+                          const int* slice_turns,    // (slices)
+                          const int* slice_starts,   // (slices)
+                          const WorkItem* items,     // those with more rows than a narrow one
+                          int num_items,             // times kv_heads
+                          int kv_heads, int group, int pages_max, int64 query_stride, int64 out_stride,
+                          float scale,
+                          float* part_values,  // (part rows, kv_heads, head_size)
+                          float* part_sums,    // (part rows, kv_heads)
+                          Element* out) {      // (tokens, heads, head_size)
+  extern __shared__ __align__(1024) unsigned char shared_memory[];
+  const Arguments<Element> arguments{query,        nullptr, nullptr,  page_table, slice_offsets, slice_turns,
+                                     slice_starts, items,   kv_heads, group,      pages_max,     0,
+                                     query_stride, out_stride, scale, part_values, part_sums,    out};
+  const Stages stages{ptx::shared_address(shared_memory)};
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < STAGES; ++slot) {
+      hopper::init_barrier(stages.full_keys(slot), 1);
+      hopper::init_barrier(stages.full_values(slot), 1);
+      hopper::init_barrier(stages.empty_keys(slot), 4 * CONSUMERS);  // warps
+      hopper::init_barrier(stages.empty_values(slot), 4 * CONSUMERS);
+    }
+    hopper::publish_barriers();
+  }
+  ptx::sync_block();
+  if (threadIdx.x < 128) {
+    hopper::registers_down_to<24>();
+    if (threadIdx.x == 0) {
+      hopper::prefetch_map(key_map);
+      hopper::prefetch_map(value_map);
+      produce(arguments, num_items, key_map, value_map, stages);
+    }
+  } else {
+    hopper::registers_up_to<240>();
+    Consumer consumer(stages);
+    for (int index = blockIdx.x; index < num_items; index += gridDim.x) {
+      const WorkItem& item = items[index / kv_heads];
+      if (item.num_rows > 0) consumer.consume(arguments, item, index % kv_heads);
+    }
+  }
+}
+
+#endif

@@ -1,0 +1,67 @@
+// What multi_token_attention is given, and how the rows of an item (work.h) lie in it.
+#pragma once
+#include <element.h>
+#include <ptx.h>
+#include <work.h>
+
+template <class Element>
+struct Arguments {
+  const Element* query;
+  const Element* key_pages;
+  const Element* value_pages;
+  const int* page_table;
+  const int* slice_offsets;
+  const int* slice_turns;
+  const int* slice_starts;
+  const WorkItem* items;
+  int kv_heads, group, pages_max;
+  int64 page_stride, query_stride, out_stride;  // elements
+  float scale;                                  // holds log2(e)
+  float* part_values;
+  float* part_sums;
+  Element* out;
+};
+
+// The rows of an item: where they come from and where they go.  What is seldom asked is read from memory
+// each time, which leaves the registers to the products.
+template <class Element, int HEAD>
+struct Rows {
+  const Arguments<Element>& arguments;
+  const WorkItem& item;
+  int head;
+
+  // Positions that the row sees, within the item's.
+  __device__ __forceinline__ int limit(int row) const {
+    if (row >= item.num_rows) return item.key_end;
+    const int position = arguments.slice_starts[item.slice] + (item.row_begin + row) / arguments.group;
+    return position + 1 < item.key_end ? position + 1 : item.key_end;
+  }
+
+  __device__ __forceinline__ int64 offset(int row, int64 stride) const {
+    const int token = (item.row_begin + row) / arguments.group;
+    const int member = (item.row_begin + row) % arguments.group;
+    return (arguments.slice_offsets[item.slice] + token) * stride + int64(head * arguments.group + member) * HEAD;
+  }
+
+  // Row `row` of the partial results, for this head.
+  __device__ __forceinline__ int64 part(int row) const {
+    return int64(item.part_row + row) * arguments.kv_heads + head;
+  }
+
+  // Two neighbouring elements of a finished row.
+  __device__ __forceinline__ void write(int row, int column, float first, float second) const {
+    if (item.part_row < 0) {
+      uint32* target = reinterpret_cast<uint32*>(arguments.out + offset(row, arguments.out_stride) + column);
+      *target = ptx::pack<Element>(first, second);
+    } else {
+      float* target = arguments.part_values + part(row) * HEAD + column;
+      target[0] = first;
+      target[1] = second;
+    }
+  }
+
+  // log2 of the row's sum, for the merge.
+  __device__ __forceinline__ void write_sum(int row, float sum) const {
+    if (item.part_row >= 0) arguments.part_sums[part(row)] = sum;
+  }
+};
