@@ -282,7 +282,7 @@ def _build_engine(
     cost = CostProfile.analytic(
         shape.num_parameters,
         shape.num_layers,
-        num_ranks * shape.num_heads,
+        model.num_heads,
         shape.head_size,
         settings.chunk_tokens,
     )

@@ -232,6 +232,7 @@ class Leader(Rank):
             if dist.is_initialized() and dist.get_backend() == "nccl":
                 # gloo sees a broken connection; NCCL would wait for its timeout
                 dist.distributed_c10d._abort_process_group()
+            shutil.rmtree(self._folder, ignore_errors=True)  # nobody may be left to do it later
         follower.said.put(None)
 
     def _say(self, what: str, **values: Any) -> None:

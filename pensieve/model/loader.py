@@ -32,6 +32,7 @@ class LoadedModel:
     name: str  # the path or id it was loaded from
     flat: FlatModel
     shape: ModelShape  # with the heads of this rank
+    num_heads: int  # of all ranks together
     eos_token_ids: frozenset[int]  # those the checkpoint names; a chat template may add its own
 
 
@@ -75,7 +76,14 @@ def load(
         f"{shape.num_layers} layers, {shape.kv_bytes_per_token} bytes of KV per token"
         f"{f' on each of {rank.num_ranks} ranks' if rank else ''}, context {shape.context_max}"
     )
-    return LoadedModel(name, flat, shape, _eos_token_ids(flat.module))
+    num_heads = shape.num_heads
+    if rank is not None:
+        num_heads = int(config.get_text_config().num_attention_heads)
+        if shape.num_heads == num_heads:
+            report(
+                "transformers' plan for it leaves its attention whole: each rank keeps KV of all heads"
+            )
+    return LoadedModel(name, flat, shape, num_heads, _eos_token_ids(flat.module))
 
 
 def _read_config(name: str) -> Any:

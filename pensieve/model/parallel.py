@@ -59,7 +59,7 @@ class ParallelExecutor:
         except DeviceError:
             raise
         except RuntimeError as error:  # what a broken collective raises
-            raise self._leader.failure(one_line(error)) from error
+            raise self._lost(error) from error
 
     def collect(self) -> Outcome:
         iteration = self._launched.popleft()
@@ -68,7 +68,7 @@ class ParallelExecutor:
         except DeviceError:
             raise
         except RuntimeError as error:  # on a device, a collective may break after the launch
-            raise self._leader.failure(one_line(error)) from error
+            raise self._lost(error) from error
         tally = self._leader.tally
         tally.add(outcome.finished_copies)
         finished = tally.take(wait=not iteration.slices)
@@ -77,3 +77,6 @@ class ParallelExecutor:
     def close(self) -> None:
         self._own.close()
         self._leader.close()
+
+    def _lost(self, error: RuntimeError) -> DeviceError:
+        return self._leader.failure(f"the ranks lost each other: {one_line(error)}")
