@@ -74,7 +74,7 @@ def _follow(pipe: Pipe, settings: Mapping[str, Any]) -> None:
     )
     pipe.say("probed", **parts_of(model.shape))
     pages = rank.hear("pages")
-    executor = FollowingExecutor(model, KVMemory(model.shape, **pages), pipe)
+    executor = FollowingExecutor(model, KVMemory(model.shape, **pages, device=device), pipe)
     pipe.say("ready")
     while True:
         order = rank.next_frame()
@@ -129,7 +129,8 @@ class FollowingExecutor:
         self._submit(iteration)
         copies = PageMoves.from_copies(iteration.copies) if iteration.copies else None
         if iteration.slices:
-            batch = Batch.from_slices(iteration.slices, self._memory.chunk_tokens)
+            device = self._memory.device_arena.device
+            batch = Batch.from_slices(iteration.slices, self._memory.chunk_tokens, device)
             forward_pass = PagedPass(batch, self._memory, self._copier.wait_layer, copies)
             self._model.flat.logits(
                 batch.input_ids, batch.positions, batch.logit_rows, forward_pass

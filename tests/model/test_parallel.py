@@ -207,6 +207,27 @@ def ends(pid: int) -> bool:
     return not alive(pid)
 
 
+def test_a_copy_is_reported_when_the_slowest_rank_has_it(folder_of: FolderOf) -> None:
+    with parallel_world(folder_of("mistral")) as world:
+        turn = world.turn(8)
+        world.step((turn, 0, 8, True))
+        (pid,) = world.leader.pids
+        os.kill(pid, signal.SIGSTOP)
+        out = SwapOut(5, turn.page_table[0], 0, 4)
+        world.executor.launch(Iteration(9, (), swap_outs=(out,)))
+        finished: list[tuple[int, ...]] = []
+        waiting = threading.Thread(
+            target=lambda: finished.append(world.executor.collect().finished_copies)
+        )
+        waiting.start()
+        waiting.join(0.3)
+        assert finished == []
+        assert not world.memory.host_arena[:, 0].isnan().any(), "rank 0 has long done it"
+        os.kill(pid, signal.SIGCONT)
+        waiting.join(5)
+        assert finished == [(5,)]
+
+
 def test_a_follower_that_dies_is_a_device_error(folder_of: FolderOf) -> None:
     with parallel_world(folder_of("mistral")) as world:
         turn = world.turn(9, num_outputs_max=10_000)
