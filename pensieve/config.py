@@ -154,6 +154,13 @@ SETTINGS: Table = (
     Setting("token_budget", _whole(1, 1 << 20), "512", "tokens of one iteration", "N"),
     Setting("turns_max", _whole(1, 1 << 16), "64", "turns computed at once", "N"),
     Setting("threads", _whole(0, 1024), "0", "threads that compute (0: torch's choice)", "N"),
+    Setting(
+        "tensor_parallel",
+        _whole(1, 64),
+        "1",
+        "ranks that share each layer: one GPU each, or processes on the CPU",
+        "N",
+    ),
     DATA,
     Setting("journal", _file, "", "append a journal of all iterations to this file", "FILE"),
 )
@@ -260,6 +267,7 @@ class Settings:
     token_budget: int
     turns_max: int
     threads: int
+    tensor_parallel: int
     data: Path
     journal: Path | None
 

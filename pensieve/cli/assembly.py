@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from pensieve.engine.engine import Engine
     from pensieve.engine.mailbox import Mailbox, Outbox
     from pensieve.engine.ports import Sink
+    from pensieve.model.leader import Leader
+    from pensieve.model.loader import LoadedModel
     from pensieve.service.conversations import Conversations
     from pensieve.store.conversation_store import ConversationStore
     from pensieve.text import ChatTemplate
@@ -233,9 +236,20 @@ def build_engine(
     sink: Sink,
 ) -> BuiltEngine:
     """Load the model and put cache, scheduler and executor around it."""
-    report("loading torch")
-    import torch
+    with ExitStack() as undo:
+        return _build_engine(settings, folder, texts, report, mailbox, sink, undo)
 
+
+def _build_engine(
+    settings: Settings,
+    folder: Path,
+    texts: LoadedTexts,
+    report: Report,
+    mailbox: Mailbox,
+    sink: Sink,
+    undo: ExitStack,
+) -> BuiltEngine:
+    """What `undo` holds is closed unless all goes well."""
     from pensieve.core.cache import CacheConfig, KVCache
     from pensieve.core.cost import CostProfile
     from pensieve.core.retention import policy_named
@@ -244,30 +258,31 @@ def build_engine(
     from pensieve.engine.journal import Journal
     from pensieve.model.executor import TorchExecutor
     from pensieve.model.kv_memory import KVMemory
-    from pensieve.model.loader import load
+    from pensieve.model.parallel import ParallelExecutor
     from pensieve.model.sampler import Sampler
 
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    model = load(folder, dtype=dtype, int8=settings.weights == "int8", report=report)
+    model, leader = _load_model(settings, folder, report, undo)
+    num_ranks = settings.tensor_parallel
     shape, tokenizer = model.shape, texts.template.tokenizer
     if tokenizer.vocab_size > shape.vocab_size:
         raise ModelError(
             f"the tokenizer knows {tokenizer.vocab_size} tokens, the model {shape.vocab_size}"
         )
 
-    page_bytes = shape.kv_bytes_per_page(settings.chunk_tokens)
+    page_bytes = num_ranks * shape.kv_bytes_per_page(settings.chunk_tokens)  # of all ranks
     device_pages, host_pages = _tier_pages(settings, page_bytes)
     memory = KVMemory(shape, device_pages, host_pages, settings.chunk_tokens)
+    if leader is not None:
+        leader.allocate(device_pages, host_pages, settings.chunk_tokens)
+    device_size, host_size = (_size(pages * page_bytes) for pages in (device_pages, host_pages))
     report(
-        f"KV pools: device {_size(memory.device_bytes)} = {device_pages * settings.chunk_tokens:,} "
-        f"tokens, host {_size(memory.host_bytes)} = {host_pages * settings.chunk_tokens:,} tokens"
+        f"KV pools: device {device_size} = {device_pages * settings.chunk_tokens:,} "
+        f"tokens, host {host_size} = {host_pages * settings.chunk_tokens:,} tokens"
     )
     cost = CostProfile.analytic(
         shape.num_parameters,
         shape.num_layers,
-        shape.num_heads,
+        model.num_heads,
         shape.head_size,
         settings.chunk_tokens,
     )
@@ -275,12 +290,16 @@ def build_engine(
     scheduler_config = SchedulerConfig(settings.token_budget, settings.turns_max)
     context_max = min(shape.context_max, cache_config.device_tokens_max)
     engine_config = EngineConfig(context_max)
-    executor = TorchExecutor(
+    own = TorchExecutor(
         model,
         memory,
         Sampler(shape.vocab_size, model.eos_token_ids | texts.template.end_of_turn_ids),
         tokenizer,
     )
+    undo.callback(own.close)
+    executor: TorchExecutor | ParallelExecutor = own
+    if leader is not None:
+        executor = ParallelExecutor(own, leader, settings.chunk_tokens)
     journal_file = None
     observers = []
     if settings.journal is not None:
@@ -307,6 +326,7 @@ def build_engine(
     )
     gc.collect()
     gc.freeze()  # the modules' objects live as long as the process; no collection need walk them
+    undo.pop_all()
     return BuiltEngine(
         engine,
         executor,
@@ -317,6 +337,47 @@ def build_engine(
         page_bytes,
         journal_file,
     )
+
+
+def _load_model(
+    settings: Settings, folder: Path, report: Report, undo: ExitStack
+) -> tuple[LoadedModel, Leader | None]:
+    """The model, or rank 0's part of it and the other ranks."""
+    report("loading torch")
+    import torch
+
+    from pensieve.model.leader import Leader
+    from pensieve.model.loader import check_divisible, load
+    from pensieve.model.ranks import check_machine
+
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    num_ranks = settings.tensor_parallel
+    if num_ranks == 1:
+        return load(folder, dtype=dtype, int8=settings.weights == "int8", report=report), None
+    if settings.weights == "int8":
+        raise ConfigError("--weights int8 is for one rank: --tensor-parallel 1")
+    device = torch.device("cpu")
+    check_machine(device, num_ranks)
+    check_divisible(folder, num_ranks)
+    num_threads = max(torch.get_num_threads() // num_ranks, 1)
+    torch.set_num_threads(num_threads)
+    report(f"starting {num_ranks - 1} more rank{'s' if num_ranks > 2 else ''}")
+    followed = {
+        "folder": str(folder),
+        "dtype": None if settings.dtype == "auto" else settings.dtype,
+        "num_threads": num_threads,
+    }
+    leader = Leader(num_ranks, device, followed)
+    undo.callback(leader.close)
+    try:
+        model = load(folder, dtype=dtype, rank=leader, report=report)
+    except (ModelError, RuntimeError) as error:  # perhaps only a broken collective
+        leader.explain(error)
+        raise
+    leader.check_shapes(model.shape)
+    return model, leader
 
 
 def _tier_pages(settings: Settings, page_bytes: int) -> tuple[int, int]:

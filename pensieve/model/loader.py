@@ -8,7 +8,7 @@ and refuses it, with the reason, if it cannot be served exactly.  Each way to fa
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from pensieve.errors import ModelError, UnsupportedModel
 from pensieve.model.attention import FlatModel
 from pensieve.model.probe import FusionFailed, one_line, probe
+from pensieve.model.ranks import ParallelModel, Rank
 from pensieve.model.shape import ModelShape
 
 
@@ -30,7 +31,8 @@ class LoadedModel:
 
     name: str  # the path or id it was loaded from
     flat: FlatModel
-    shape: ModelShape
+    shape: ModelShape  # with the heads of this rank
+    num_heads: int  # of all ranks together
     eos_token_ids: frozenset[int]  # those the checkpoint names; a chat template may add its own
 
 
@@ -40,11 +42,14 @@ def load(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     int8: bool = False,
+    rank: Rank | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
     """Load, check and probe a causal language model.
 
-    `dtype` None takes the checkpoint's own; `int8` rounds the weights inside of its layers.
+    `dtype` None takes the checkpoint's own; `int8` rounds the weights inside of its layers.  With a
+    `rank` it is a part of the model, and every rank loads its own at the same time; its layers stay
+    as they are, since transformers' hooks in them are what joins the parts.
     `report` receives one line per stage.
     """
     name = os.fspath(path_or_id)
@@ -53,25 +58,32 @@ def load(
     with _quiet_transformers():
         report(f"loading {name}")
         config = _read_config(name)
-        flat = FlatModel(_read_weights(name, config, dtype))
+        flat = _read_model(name, config, dtype, rank)
         report("probing its attention")
         try:
             try:
-                shape = probe(flat, int8=int8)
+                shape = probe(flat, fuse_layers=rank is None, int8=int8)
             except FusionFailed as error:
                 if int8:
                     raise UnsupportedModel(f"its weights cannot be int8: {error}") from error
                 report(f"its layers stay as they are: {error}")
-                flat = FlatModel(_read_weights(name, config, dtype))
+                flat = _read_model(name, config, dtype, rank)
                 shape = probe(flat, fuse_layers=False)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"cannot serve {name}: {error}") from error
     report(
         f"{type(flat.module).__name__}: {shape.num_parameters / 1e6:.1f} M parameters, "
-        f"{shape.num_layers} layers, {shape.kv_bytes_per_token} bytes of KV per token, "
-        f"context {shape.context_max}"
+        f"{shape.num_layers} layers, {shape.kv_bytes_per_token} bytes of KV per token"
+        f"{f' on each of {rank.num_ranks} ranks' if rank else ''}, context {shape.context_max}"
     )
-    return LoadedModel(name, flat, shape, _eos_token_ids(flat.module))
+    num_heads = shape.num_heads
+    if rank is not None:
+        num_heads = int(config.get_text_config().num_attention_heads)
+        if shape.num_heads == num_heads:
+            report(
+                "transformers' plan for it leaves its attention whole: each rank keeps KV of all heads"
+            )
+    return LoadedModel(name, flat, shape, num_heads, _eos_token_ids(flat.module))
 
 
 def _read_config(name: str) -> Any:
@@ -98,7 +110,38 @@ def _read_config(name: str) -> Any:
     return config
 
 
-def _read_weights(name: str, config: Any, dtype: torch.dtype | None) -> Any:
+def check_divisible(path_or_id: str | os.PathLike[str], num_ranks: int) -> None:
+    """Raise UnsupportedModel unless transformers can give that many ranks equal parts of a model."""
+    name = os.fspath(path_or_id)
+    with _quiet_transformers():
+        config = _read_config(name).get_text_config()
+    if not getattr(config, "base_model_tp_plan", None):
+        raise UnsupportedModel(
+            f"cannot divide {name} among {num_ranks} ranks: transformers has no tensor-parallel "
+            f"plan for {config.model_type}"
+        )
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if num_kv_heads % num_ranks:
+        raise UnsupportedModel(
+            f"cannot divide {name} among {num_ranks} ranks: it has {num_kv_heads} KV heads, "
+            "and each rank needs as many"
+        )
+
+
+def _read_model(name: str, config: Any, dtype: torch.dtype | None, rank: Rank | None) -> FlatModel:
+    if rank is None:
+        return FlatModel(_read_weights(name, config, dtype))
+    from transformers.distributed import DistributedConfig
+
+    parts = {"distributed_config": DistributedConfig(tp_size=rank.num_ranks)}
+    module = _read_weights(name, config, dtype, parts)
+    rank.meet()  # reading may take one of them minutes longer; a collective has less patience
+    return ParallelModel(module, rank)
+
+
+def _read_weights(
+    name: str, config: Any, dtype: torch.dtype | None, parts: Mapping[str, Any] | None = None
+) -> Any:
     try:
         module, loading = AutoModelForCausalLM.from_pretrained(
             name,
@@ -108,6 +151,7 @@ def _read_weights(name: str, config: Any, dtype: torch.dtype | None) -> Any:
             trust_remote_code=False,
             output_loading_info=True,
             attn_implementation="eager",  # whatever its config asks for; the probe puts ours in
+            **(parts or {}),
         )
     except Exception as error:
         raise ModelError(f"cannot load the weights of {name}: {one_line(error)}") from error

@@ -1,0 +1,148 @@
+"""What rank 0 and a follower say to each other: frames on a pipe, and an iteration as numbers.
+
+A frame is a kind, a length and a body.  Words are JSON (settings, what was reached, what failed);
+an order is an iteration as 64-bit integers, which is what is sent thousands of times:
+
+    index, and the numbers of slices, turns, copies, swap-ins and swap-outs
+    each slice      row of its turn, start, stop, whether it needs a token
+    each movement   as in core.iteration
+    each turn       the number of its pages that its slices reach, and those pages
+
+There are no token ids in it.  Some are not known when an iteration is launched, so all of them come
+with the batch itself, from device to device (`ranks.ParallelModel`).  What a follower unpacks is an
+Iteration whose turns have pages and nothing else.
+
+Nothing is pickled, and no class has to agree with anything but this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+from array import array
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from pensieve.core.iteration import Iteration, PageCopy, Slice, SwapIn, SwapOut
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import Turn
+
+FRAME_BYTES_MAX = 1 << 30  # of one frame; an order of a million pages has 8 MB
+_HEADER = struct.Struct("<BI")
+_WORDS, _ORDER = 0, 1
+_NO_SAMPLING = Sampling()
+
+
+class Words(NamedTuple):
+    """Something said once in a while."""
+
+    what: str
+    values: dict[str, Any]
+
+
+Frame = Words | Iteration
+
+
+class Pipe:
+    """One end of a socket pair; one thread receives, any may send."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._sending = threading.Lock()
+        self._blank = array("I")  # the token ids of unpacked turns: as long as the longest, all 0
+
+    def say(self, what: str, **values: Any) -> None:
+        self._send(_WORDS, json.dumps([what, values]).encode())
+
+    def order(self, packed: array[int]) -> None:
+        self._send(_ORDER, packed.tobytes())
+
+    def receive(self) -> Frame | None:
+        """The next frame; None when the other end is gone."""
+        try:
+            kind, num_bytes = _HEADER.unpack(self._read(_HEADER.size))
+            body = self._read(num_bytes)
+        except (EOFError, OSError):
+            return None
+        if kind == _WORDS:
+            return Words(*json.loads(bytes(body)))
+        return unpack(array("q", bytes(body)), self._blank)
+
+    def close(self) -> None:
+        """Also wakes whoever receives, at both ends."""
+        with contextlib.suppress(OSError):  # the other end is gone already
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _send(self, kind: int, body: bytes) -> None:
+        assert len(body) <= FRAME_BYTES_MAX, len(body)
+        with self._sending:
+            self._socket.sendall(_HEADER.pack(kind, len(body)) + body)
+
+    def _read(self, num_bytes: int) -> bytearray:
+        body = bytearray(num_bytes)
+        rest = memoryview(body)
+        while rest:
+            count = self._socket.recv_into(rest)
+            if not count:
+                raise EOFError
+            rest = rest[count:]
+        return body
+
+
+def pack(iteration: Iteration, chunk_tokens: int) -> array[int]:
+    """What a follower needs of an iteration."""
+    rows: dict[int, int] = {}  # id(turn) -> row
+    turns: list[Turn] = []
+    reached: list[int] = []  # the furthest stop of each turn
+    slices = array("q")
+    for turn, start, stop, needs_token in iteration.slices:
+        row = rows.setdefault(id(turn), len(turns))
+        if row == len(turns):
+            turns.append(turn)
+            reached.append(0)
+        reached[row] = max(reached[row], stop)
+        slices.extend((row, start, stop, needs_token))
+    movements = (iteration.copies, iteration.swap_ins, iteration.swap_outs)
+    packed = array("q", (iteration.index, len(iteration.slices), len(turns), *map(len, movements)))
+    packed += slices
+    for movement in movements:
+        for each in movement:
+            packed.extend(each)
+    for turn, stop in zip(turns, reached, strict=True):
+        pages = turn.page_table[: -(-stop // chunk_tokens)]
+        packed.append(len(pages))
+        packed.extend(pages)
+    return packed
+
+
+def unpack(packed: array[int], blank: array[int]) -> Iteration:
+    """The iteration again; `blank` grows to the longest context and stands for all token ids."""
+    numbers = iter(packed)
+    index, num_slices, num_turns, num_copies, num_ins, num_outs = islice(numbers, 6)
+    slices = list(_rows(numbers, num_slices, 4))
+    copies = [PageCopy(*row) for row in _rows(numbers, num_copies, 3)]
+    swap_ins = [SwapIn(*row) for row in _rows(numbers, num_ins, 4)]
+    swap_outs = [SwapOut(*row) for row in _rows(numbers, num_outs, 4)]
+    longest = max((stop for _, _, stop, _ in slices), default=0)
+    blank.frombytes(bytes(blank.itemsize * max(longest - len(blank), 0)))
+    turns = [
+        Turn(row, "", blank, 0, 0, 0, _NO_SAMPLING, page_table=list(islice(numbers, next(numbers))))
+        for row in range(num_turns)
+    ]
+    return Iteration(
+        index,
+        tuple(Slice(turns[row], start, stop, bool(needs)) for row, start, stop, needs in slices),
+        tuple(copies),
+        tuple(swap_ins),
+        tuple(swap_outs),
+    )
+
+
+def _rows(numbers: Iterator[int], count: int, width: int) -> Iterator[tuple[int, ...]]:
+    for _ in range(count):
+        yield tuple(islice(numbers, width))

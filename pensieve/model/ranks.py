@@ -1,0 +1,117 @@
+"""One model on several devices: what a rank shares with the others.
+
+Every rank is a process with a part of each layer, cut by the plan that `transformers` has for the
+model: a rank has some of the heads, and the KV of those heads in its own two tiers.  All ranks call
+the same layers in the same order; where their parts meet, `transformers` adds or gathers them with
+torch.distributed (NCCL between GPUs, gloo between processes on a CPU).
+
+The processes are of one machine.  They find each other by a file in a folder that only their user
+may enter, and speak over the loopback interface or the GPUs' own links.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pensieve.errors import ConfigError
+from pensieve.model.attention import FlatModel, ForwardPass
+
+COLLECTIVE_SECONDS = 60.0  # a rank that lets the others wait longer is as good as dead
+
+
+class Rank(ABC):
+    """This process as one of `num_ranks`."""
+
+    def __init__(self, index: int, num_ranks: int) -> None:
+        self.index = index
+        self.num_ranks = num_ranks
+        self._joined = False
+
+    @abstractmethod
+    def meet(self) -> None:
+        """Return when every rank has come here, however long it takes; raise when one never will."""
+
+    def join(self, folder: Path, device: torch.device) -> None:
+        """Become part of the process group that meets in this folder, all ranks at the same time."""
+        if dist.is_initialized():
+            raise ConfigError("this process computes another model on several ranks already")
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(self.index)
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            init_method=f"file://{folder / 'store'}",
+            rank=self.index,
+            world_size=self.num_ranks,
+            timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+        )
+        self._joined = True
+
+    def leave(self) -> None:
+        if self._joined:
+            dist.destroy_process_group()
+            self._joined = False
+
+    def agree_on(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Rank 0's token ids, on every rank."""
+        dist.broadcast(input_ids, src=0)
+        return input_ids
+
+
+class ParallelModel(FlatModel):
+    """This rank's part of a model; every rank calls it for the same batch, and rank 0's ids count.
+
+    The ids come by a collective, not with the order, so rank 0 may fill them in as late as it likes
+    (a token that an earlier iteration has sampled is known on its device first).
+    """
+
+    def __init__(self, module: Any, rank: Rank) -> None:
+        super().__init__(module)
+        self._rank = rank
+        # transformers makes this group itself, with a patience of half an hour.
+        timeout = timedelta(seconds=COLLECTIVE_SECONDS)
+        dist.distributed_c10d._set_pg_timeout(timeout, module._device_mesh.get_group("tp"))
+
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        forward_pass: ForwardPass,
+    ) -> torch.Tensor:
+        return super().logits(self._rank.agree_on(input_ids), positions, rows, forward_pass)
+
+
+def check_machine(device: torch.device, num_ranks: int) -> None:
+    """Raise ConfigError unless this machine can be that many ranks."""
+    if find_spec("accelerate") is None:
+        raise ConfigError(
+            "--tensor-parallel needs the package accelerate: install pensieve-serve[parallel]"
+        )
+    if device.type == "cuda":
+        if torch.cuda.device_count() < num_ranks:
+            raise ConfigError(
+                f"--tensor-parallel {num_ranks} needs as many GPUs; "
+                f"this machine shows {torch.cuda.device_count()}"
+            )
+    elif torch.accelerator.is_available():  # where transformers would put the parts
+        raise ConfigError(
+            "--tensor-parallel on the CPU needs CUDA_VISIBLE_DEVICES to be empty: "
+            "transformers puts the parts of a model on accelerators where there are any"
+        )
+
+
+def _loopback() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), "lo")
