@@ -41,6 +41,7 @@ class TorchExecutor:
         tokenizer: Tokenizer,
     ) -> None:
         """The sampler's `eos_token_ids` end a turn: the checkpoint's and the chat template's."""
+        self.depth = 1
         self._model = model
         self._memory = memory
         self._sampler = sampler
