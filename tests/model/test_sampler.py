@@ -21,8 +21,10 @@ from transformers import (
 
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
+from pensieve.model import draw as draw_module
 from pensieve.model import sampler as sampler_module
-from pensieve.model.sampler import SampledToken, Sampler, philox4x32, uniform_limbs
+from pensieve.model.draw import Row, philox4x32, uniform_limbs
+from pensieve.model.sampler import SampledToken, Sampler
 
 MANY = 64  # positions at which a random draw is compared
 
@@ -46,6 +48,11 @@ def make_turn(
         sampling=sampling,
         decoding=Remembers(),
     )
+
+
+def make_row(sampling: Sampling) -> Row:
+    turn = make_turn(sampling)
+    return Row(turn, len(turn.tokens))
 
 
 def make_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
@@ -133,7 +140,7 @@ def test_the_random_number_depends_on_all_bits_of_seed_and_position() -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 1000, 151_936, 2**20])
 def test_the_weights_of_a_row_sum_to_less_than_the_scaling_can_bear(vocab_size: int) -> None:
-    assert 2**60 <= vocab_size * 2 ** sampler_module._weight_bits(vocab_size) < 2**62
+    assert 2**60 <= vocab_size * 2 ** draw_module._weight_bits(vocab_size) < 2**62
 
 
 def test_scaling_by_the_random_number_is_exact_to_the_last_bit() -> None:
@@ -141,7 +148,7 @@ def test_scaling_by_the_random_number_is_exact_to_the_last_bit() -> None:
     masses = [0, 1, 2**31 - 1, 2**31, 2**62 - 1] + [rng.randrange(2**62) for _ in range(500)]
     draws = [0, 1, 2**31 - 1, 2**31, 2**62 - 1] + [rng.randrange(2**62) for _ in range(500)]
     draws = draws[::-1]
-    scaled = sampler_module._scale(
+    scaled = draw_module._scale(
         torch.tensor(masses),
         torch.tensor([draw >> 31 for draw in draws]),
         torch.tensor([draw & 0x7FFFFFFF for draw in draws]),
@@ -234,7 +241,7 @@ def test_how_many_tokens_are_looked_at_first_changes_nothing(
     ]
     wide = Sampler(600).sample(logits, turns)
     for widths in ((1,), (2, 3), (7, 50), ()):
-        monkeypatch.setattr(sampler_module, "HEAD_WIDTHS", widths)
+        monkeypatch.setattr(draw_module, "HEAD_WIDTHS", widths)
         assert Sampler(600).sample(logits, turns) == wide, widths
 
 
@@ -247,16 +254,16 @@ def test_the_first_look_decides_wherever_the_tokens_kept_end_within_it() -> None
         Sampling(temperature=9.0, top_k=20),
         Sampling(temperature=1.0),
     ]
-    token_ids = sampler_module._draw_from_head(values, [make_turn(each) for each in decided], 256)
-    assert all(token_id >= 0 for token_id in token_ids)
+    token_ids = draw_module._draw_from_head(values, [make_row(each) for each in decided], 256)
+    assert bool((token_ids >= 0).all())
     undecided = [
         Sampling(temperature=9.0, top_p=0.9),
         Sampling(temperature=99.0, min_p=0.01),
         Sampling(temperature=9.0, top_k=257),
         Sampling(temperature=99.0, top_p=0.999999),
     ]
-    turns = [make_turn(each) for each in undecided]
-    assert sampler_module._draw_from_head(values, turns, 256) == [-1] * 4
+    rows = [make_row(each) for each in undecided]
+    assert draw_module._draw_from_head(values, rows, 256).tolist() == [-1] * 4
 
 
 @pytest.mark.parametrize(
@@ -272,7 +279,7 @@ def test_the_ends_and_the_middle_of_the_random_number_choose_exactly(
     monkeypatch: pytest.MonkeyPatch, limbs: tuple[int, int], expected: list[int]
 ) -> None:
     """Of 2 equal tokens and of 63 almost equal ones, whose weights come close to overflow."""
-    monkeypatch.setattr(sampler_module, "uniform_limbs", lambda seed, position: limbs)
+    monkeypatch.setattr(draw_module, "uniform_limbs", lambda seed, position: limbs)
     assert token_of([0.0] * 2, Sampling(temperature=1.0)) == expected[0]
     assert token_of([0.0] * 62 + [-0.01], Sampling(temperature=1.0)) == expected[1]
 
