@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
-from pensieve.model.transfer import indices, upload
+from pensieve.model.transfer import indices, reading_is_free, upload
 
 HEAD_WIDTHS = (256, 8192)  # likeliest tokens looked at, before the whole row is
 
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 def draw(values: Tensor, rows: Sequence[Row]) -> Tensor:
     """int64 (rows): one token for each row of `values`, all of which are finite or -infinity."""
-    return _draw_looking(values, rows) if values.device.type == "cpu" else _draw_blind(values, rows)
+    return _draw_looking(values, rows) if reading_is_free(values) else _draw_blind(values, rows)
 
 
 def select(values: Tensor, rows: Sequence[int]) -> Tensor:

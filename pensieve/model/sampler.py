@@ -56,7 +56,7 @@ from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
 from pensieve.kernels import dense
 from pensieve.model.draw import Row, column, draw, report, select
-from pensieve.model.transfer import ReadBack, indices, upload
+from pensieve.model.transfer import ReadBack, indices, reading_is_free, upload
 
 CPU_PASS_ELEMENTS_MAX = 2**18  # logits worked on at once, but at least one row
 DEVICE_PASS_ELEMENTS_MAX = 2**23  # about 300 MB of int64 and float64 on an accelerator
@@ -146,7 +146,7 @@ class Sampler:
             index = indices(part, logits.device)
             is_finite = ids.index_select(0, index) >= 0
             values = logits.index_select(0, index)
-            if not (on_cpu and bool(is_finite.all())):
+            if not (reading_is_free(values) and bool(is_finite.all())):
                 values.masked_fill_(~is_finite.unsqueeze(1), 0.0)
             newest = newest_ids.index_select(0, index) if newest_ids is not None else None
             drawn = self._draw_part(values, [rows[row] for row in part], newest)

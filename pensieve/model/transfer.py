@@ -16,6 +16,11 @@ import torch
 from torch import Tensor
 
 
+def reading_is_free(values: Tensor) -> bool:
+    """Whether the host can look at values without waiting for a device."""
+    return values.device.type == "cpu"
+
+
 def upload(values: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on the device."""
     if device.type == "cpu":

@@ -525,6 +525,104 @@ def test_rows_that_want_different_numbers_of_alternatives_share_a_batch() -> Non
     assert len({each.logprob for each in sampled if each is not None}) == 1
 
 
+# -- one token ahead, and on a device -----------------------------------------------------------------
+
+
+def make_turns() -> list[Turn]:
+    """Every option at several places; min_tokens and logprobs for some."""
+    rng = random.Random(11)
+    return [
+        make_turn(
+            replace(
+                sampling,
+                seed=rng.randrange(2**64),
+                logprobs=rng.choice((None, 0, 3)),
+                min_tokens=rng.choice((0, 0, 4)),
+            ),
+            context=rng.choices(range(300), k=rng.randrange(1, 50)),
+            reply=rng.choices(range(20), k=rng.randrange(1, 8)),
+        )
+        for sampling in [*OPTIONS.values(), Sampling(), Sampling(logprobs=2)] * 4
+    ]
+
+
+def test_a_row_ahead_is_sampled_as_if_its_log_were_complete() -> None:
+    """Whether its memory was made before or is made now; the newest id is on the device alone."""
+    logits = make_logits(len(make_turns()), 300, seed=2)
+    sampler = Sampler(300, frozenset({2, 9}))
+    complete = make_turns()
+    expected = sampler.sample(logits, complete)
+    for remembers in (False, True):
+        short = make_turns()
+        if remembers:
+            for turn in short:
+                turn.tokens, whole = turn.tokens[:-2], turn.tokens
+                sampler.sample(logits[:1], [turn])
+                turn.tokens = whole
+        newest = torch.tensor([turn.tokens.pop() for turn in short])
+        rows = [Row(turn, len(turn.tokens) + 1) for turn in short]
+        assert all(row.is_ahead for row in rows)
+        assert sampler.draw(logits, rows, newest).read() == expected
+        # Nothing of it was remembered: the log may still say otherwise.
+        for turn, whole in zip(short, make_turns(), strict=True):
+            turn.tokens.append(whole.tokens[-1])
+        assert sampler.sample(logits, short) == expected
+
+
+def test_rows_ahead_and_others_share_a_batch() -> None:
+    logits = make_logits(len(make_turns()), 300, seed=2)
+    sampler = Sampler(300, frozenset({2, 9}))
+    expected = sampler.sample(logits, make_turns())
+    turns = make_turns()
+    newest = torch.tensor([turn.tokens[-1] for turn in turns])
+    rows = [Row(turn, len(turn.tokens)) for turn in turns]
+    for turn in turns[::3]:
+        turn.tokens.pop()
+    assert sampler.draw(logits, rows, newest).read() == expected
+
+
+def test_a_row_ahead_of_a_token_that_nobody_gave_is_a_mistake() -> None:
+    turn = make_turn(Sampling(presence_penalty=1.0))
+    with pytest.raises(AssertionError, match="nobody gave"):
+        Sampler(5).draw(torch.zeros(1, 5), [Row(turn, len(turn.tokens) + 1)])
+
+
+@pytest.mark.parametrize("vocab_size", [100, 255, 256, 257, 1000])
+def test_a_device_that_is_never_asked_draws_the_same(
+    vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = make_logits(len(make_turns()), vocab_size, seed=6).bfloat16()
+    logits[5, 7] = math.nan
+    logits[6, vocab_size - 1] = math.inf
+    looking = Sampler(vocab_size, frozenset({2})).sample(logits, make_turns())
+    for module in (draw_module, sampler_module):
+        monkeypatch.setattr(module, "reading_is_free", lambda values: False)
+    monkeypatch.setattr(sampler_module.dense, "available", lambda dtype: False)
+    assert Sampler(vocab_size, frozenset({2})).sample(logits, make_turns()) == looking
+    assert [n for n, each in enumerate(looking) if each is None] == [5, 6]
+
+
+@pytest.mark.parametrize(("top_k", "width"), [(1, 256), (256, 256), (257, 999), (0, 999)])
+def test_a_row_is_looked_at_as_widely_as_it_may_take(top_k: int, width: int) -> None:
+    sampling = Sampling(temperature=9.0, top_k=top_k)
+    assert draw_module._width_surely_enough(sampling, 999) == width
+    answers = draw_module._draw_from_head(make_logits(1, 999), [make_row(sampling)], width)
+    assert answers.item() >= 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_without_compiled_kernels_a_row_that_is_not_finite_fails_alone_too(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_module.dense, "available", lambda dtype: False)
+    logits = make_logits(4, 100)
+    logits[1, 99] = value
+    logits[2] = 3.4e38
+    sampled = Sampler(100).sample(logits, [make_turn(Sampling()) for _ in range(4)])
+    assert [each is None for each in sampled] == [False, True, False, False]
+    assert sampled[2] == SampledToken(0, None, ())
+
+
 # -- batches ----------------------------------------------------------------------------------------
 
 
