@@ -79,7 +79,9 @@ class LedgerExecutor:
         late: float = 0.5,  # how likely an outstanding copy is not to have finished
         failing: float = 0.0,  # how likely a sampled row is NaN
         stops: bool = True,  # False: a reply ends at its length only
+        depth: int = 1,
     ) -> None:
+        self.depth = depth
         self.chunk_tokens = chunk_tokens
         self.device: list[list[Slot | None]] = [[None] * chunk_tokens for _ in range(device_pages)]
         self.host: list[list[Slot | None]] = [[None] * chunk_tokens for _ in range(host_pages)]
@@ -102,6 +104,7 @@ class LedgerExecutor:
     # -- the port --
 
     def launch(self, iteration: Iteration) -> None:
+        assert len(self._launched) <= 1, "more is launched than the scheduler can plan ahead"
         swapping_in = any(isinstance(copy, SwapIn) for copy in self._outstanding.values())
         assert not (iteration.swap_ins and iteration.swap_outs), "both directions in one iteration"
         assert not (iteration.swap_outs and swapping_in), "a swap-out starts during a swap-in"

@@ -55,6 +55,8 @@ def next_token(state: int, num_tokens: int, end_id: int) -> int:
 class EchoExecutor:
     """Answers each iteration at once, or after `seconds`; copies are done when they are asked for."""
 
+    depth = 1
+
     def __init__(self, tokenizer: Tokenizer, end_id: int, seconds: float) -> None:
         self._tokenizer = tokenizer
         self._end_id = end_id

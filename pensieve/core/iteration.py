@@ -11,6 +11,9 @@ The executor's contract, on which the bookkeeping relies:
   later outcome.  Until then the core moves neither of its pages.  Page-to-page `copies` are finished
   when their iteration is collected and are not reported.
 * An iteration without slices is collected when at least one outstanding copy has finished.
+* An iteration may be launched while the one before it is not collected.  The last position of a
+  slice may then be one whose token that iteration samples; the executor puts it in its place.  If
+  that row fails, or turns out to have ended its turn, what comes of the slice is thrown away.
 * A slice that `needs_token` yields exactly one `Sample` or one `TurnFailure`; other slices yield
   nothing unless they fail.
 """

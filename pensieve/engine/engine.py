@@ -1,17 +1,28 @@
 """The loop.
 
-`step` is one iteration from mailbox to sink.  It runs in one thread; nothing else touches the
-scheduler.  A message that asks for something impossible ends its own turn and nothing else: limits
-are checked here once more although the service checks them first.
+`step` plans one iteration and takes in one outcome.  It runs in one thread; nothing else touches the
+scheduler.  An executor of depth 2 computes while the next iteration is planned and launched:
+
+    depth 1     plan 1, launch 1, collect 1 │ plan 2, launch 2, collect 2 │ …
+    depth 2     plan 1, launch 1 │ plan 2, launch 2, collect 1 │ plan 3, launch 3, collect 2 │ …
+
+An iteration is collected and committed in the step that fills the executor, or that finds nothing
+to plan without its outcome; so a step that returns False leaves nothing behind.  It runs ahead
+however few turns there are.  What that costs: one token for each turn that turns out finished
+(`tokens_idle`), and a message may find one iteration more before it.
+
+A message that asks for something impossible ends its own turn and nothing else: limits are checked
+here once more although the service checks them first.
 
 When the executor fails as a whole (a device error, out of memory), the engine is done: `run` ends
-every turn with ENGINE_FAILED, closes the mailbox and raises.  The conversations are in the store;
-whoever started the engine starts another.
+every turn with ENGINE_FAILED, closes the mailbox and raises; what was launched is given up.  The
+conversations are in the store; whoever started the engine starts another.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -68,20 +79,19 @@ class Engine:
         self.sink = sink
         self.metrics = Metrics(scheduler, clock.now())
         self._observers: tuple[Observer, ...] = (self.metrics, *observers)
+        self._launched: deque[Iteration] = deque()  # and not collected, oldest first
 
     def step(self) -> bool:
-        """One iteration; False when there was nothing to do."""
+        """Launch what can be planned, take in what is due; False when there was nothing to do."""
         self._deliver(self.mailbox.drain())
         iteration = self._plan()
-        if iteration is None:
+        if iteration is not None:
+            self.executor.launch(iteration)
+            self._launched.append(iteration)
+        elif not self._launched:
             return False
-        self.executor.launch(iteration)
-        outcome = self.executor.collect()
-        now = self.clock.now()
-        progress = self.scheduler.commit(iteration, outcome, now)
-        for observer in self._observers:
-            observer.committed(iteration, outcome, now)
-        self._publish(self._events(progress))
+        if iteration is None or len(self._launched) >= self.executor.depth:
+            self._take_in(self._launched.popleft())
         return True
 
     def run(self) -> None:
@@ -204,6 +214,14 @@ class Engine:
         return iteration
 
     # -- out --
+
+    def _take_in(self, iteration: Iteration) -> None:
+        outcome = self.executor.collect()
+        now = self.clock.now()
+        progress = self.scheduler.commit(iteration, outcome, now)
+        for observer in self._observers:
+            observer.committed(iteration, outcome, now)
+        self._publish(self._events(progress))
 
     def _publish(self, events: Sequence[Event]) -> None:
         if events:

@@ -2,14 +2,17 @@
 
 It holds each message (lengths, never token ids or text), each `now`, and of each outcome what the
 core took from it: finished copies, which turns sampled a token and whether it was their last, and
-failures.  Fed back into a fresh scheduler, these give the identical sequence of iterations: the
-scheduler reads no clock and no token's value.  `replay` does that and compares a hash per iteration.
+failures.  An outcome belongs to the oldest iteration that had none yet, so the order of the lines
+says how far planning ran ahead.  Fed back into a fresh scheduler, these give the identical sequence
+of iterations: the scheduler reads no clock and no token's value.  `replay` does that and compares a
+hash per iteration.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
@@ -89,6 +92,8 @@ class Journal:
 class _Recorded:
     """A replay has no clock, executor or sink: the journal says what they said."""
 
+    depth = 1
+
     def now(self) -> float:
         return 0.0
 
@@ -118,7 +123,7 @@ def replay(lines: Iterable[str]) -> int:
     config = EngineConfig(**header["engine"])
     engine = Engine(config, scheduler, recorded, recorded, Mailbox(), recorded)
     agreed = 0
-    iteration: Iteration | None = None
+    planned: deque[Iteration] = deque()  # and not committed
     for number, entry in enumerate(entries, 2):
         if "message" in entry:
             engine.take(_message(entry), entry["now"])
@@ -127,9 +132,11 @@ def replay(lines: Iterable[str]) -> int:
             scheduler.drain_ended()
             if (hash_of(iteration) if iteration else None) != entry["iteration"]:
                 raise ValueError(f"line {number}: the replay plans {iteration}")
-            agreed += iteration is not None
+            if iteration is not None:
+                planned.append(iteration)
+                agreed += 1
         else:
-            if iteration is None:
+            if not planned:
                 raise ValueError(f"line {number}: an outcome without an iteration")
             outcome = Outcome(
                 tuple(
@@ -139,8 +146,7 @@ def replay(lines: Iterable[str]) -> int:
                 tuple(entry["copies"]),
                 tuple(TurnFailure(turn_id, reason, "") for turn_id, reason in entry["failures"]),
             )
-            scheduler.commit(iteration, outcome, entry["commit"])
-            iteration = None
+            scheduler.commit(planned.popleft(), outcome, entry["commit"])
     return agreed
 
 

@@ -17,6 +17,13 @@ class Clock(Protocol):
 class Executor(Protocol):
     """Carries iterations out; core/iteration.py says what the scheduler relies on."""
 
+    @property
+    def depth(self) -> int:
+        """How many iterations may be launched and not collected.
+
+        1, or 2 if it computes one while the next is planned.
+        """
+
     def launch(self, iteration: Iteration) -> None: ...
 
     def collect(self) -> Outcome:

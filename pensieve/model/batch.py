@@ -9,18 +9,32 @@ with absolute positions, one turn whose page table it attends through, and a sta
     slice_starts                         the position of its first token
     page_table                           entry i of a row is the page of chunk i; padding is page 0
     logit_rows                           last rows of the slices that need a token
+    logit_turns, logit_positions         whose they are, and where the sampled token will stand
+
+The last token of a slice may be one that the iteration before samples and that only the device
+knows (`SampledIds`).  It is put in its place there; where that row failed, token 0 stands for it,
+and nobody wants what comes of it.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from pensieve.core.iteration import Slice
 from pensieve.core.turn import Turn
+from pensieve.model.transfer import indices, upload
+
+
+class SampledIds(NamedTuple):
+    """Tokens of an iteration that is not collected."""
+
+    ids: torch.Tensor  # int64 (rows), on the device; -1: a row that failed
+    rows: Mapping[int, int]  # turn_id -> row
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +47,8 @@ class Batch:
     slice_turns: torch.Tensor  # int32 (slices)
     slice_starts: torch.Tensor  # int32 (slices)
     logit_rows: torch.Tensor  # int64 (rows)
-    logit_turns: tuple[Turn, ...]  # the turn of each logit row
+    logit_turns: tuple[Turn, ...]
+    logit_positions: tuple[int, ...]
 
     @classmethod
     def from_slices(
@@ -41,9 +56,12 @@ class Batch:
         slices: Sequence[Slice],
         chunk_tokens: int,
         device: str | torch.device = "cpu",
+        sampled: SampledIds | None = None,
     ) -> Batch:
         """The tensors of an iteration's slices; there must be at least one."""
+        device = torch.device(device)
         token_ids = array("I")
+        awaited: list[tuple[int, int]] = []  # entry of token_ids, row of sampled
         positions: list[int] = []
         slots: list[int] = []
         offsets = [0]
@@ -52,10 +70,14 @@ class Batch:
         slice_turns: list[int] = []
         logit_rows: list[int] = []
         logit_turns: list[Turn] = []
+        logit_positions: list[int] = []
         pages_max = 1
         for turn, start, stop, needs_token in slices:
             token_ids.extend(turn.tokens[start:stop])
             positions.extend(range(start, stop))
+            if stop == len(turn.tokens) + 1 and sampled is not None:
+                awaited.append((len(token_ids), sampled.rows[turn.turn_id]))
+                token_ids.append(0)
             pages = turn.page_table
             slots.extend(
                 pages[position // chunk_tokens] * chunk_tokens + position % chunk_tokens
@@ -70,20 +92,28 @@ class Batch:
             if needs_token:
                 logit_rows.append(len(positions) - 1)
                 logit_turns.append(turn)
+                logit_positions.append(stop)
         assert len(token_ids) == len(positions), "a slice reaches beyond its turn's tokens"
         table = torch.zeros(len(turns), pages_max, dtype=torch.int32)
         for row, turn in enumerate(turns):
             pages = turn.page_table[:pages_max]
             table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         starts = [piece.start for piece in slices]
+        input_ids = upload(torch.frombuffer(token_ids, dtype=torch.int32).to(torch.int64), device)
+        if awaited:
+            assert sampled is not None
+            entries, rows = zip(*awaited, strict=True)
+            known = sampled.ids.index_select(0, indices(rows, device)).clamp_(min=0)
+            input_ids.index_copy_(0, indices(entries, device), known)
         return cls(
-            input_ids=torch.frombuffer(token_ids, dtype=torch.int32).to(device, torch.int64),
-            positions=torch.tensor(positions, dtype=torch.int64, device=device),
-            slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
-            page_table=table.to(device),
-            slice_offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
-            slice_turns=torch.tensor(slice_turns, dtype=torch.int32, device=device),
-            slice_starts=torch.tensor(starts, dtype=torch.int32, device=device),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+            input_ids=input_ids,
+            positions=indices(positions, device),
+            slot_mapping=indices(slots, device),
+            page_table=upload(table, device),
+            slice_offsets=upload(torch.tensor(offsets, dtype=torch.int32), device),
+            slice_turns=upload(torch.tensor(slice_turns, dtype=torch.int32), device),
+            slice_starts=upload(torch.tensor(starts, dtype=torch.int32), device),
+            logit_rows=indices(logit_rows, device),
             logit_turns=tuple(logit_turns),
+            logit_positions=tuple(logit_positions),
         )

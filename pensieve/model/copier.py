@@ -16,7 +16,8 @@ Why no page is read or written wrongly:
 * A swap-in writes device pages that nothing reads before `wait_layer` of that layer: the core gives
   them to no slice of an earlier iteration, and every layer of a later forward waits first.
 * A swap-out reads slots written by earlier iterations.  Their forwards have returned when `submit`
-  is called, and nobody writes those slots again: full chunks never change, and of a partly filled
+  is called (on a CPU `launch` computes, also when the iteration before is not yet collected), and
+  nobody writes those slots again: full chunks never change, and of a partly filled
   one only `num_slots` are copied while new tokens go behind them.
 * The core moves neither page of a copy before that copy is reported, so no target is written twice
   and no source is reused.  The report is made under the lock, after the last layer.

@@ -1,7 +1,8 @@
 """An iteration made real with torch: the executor that serves.
 
-`launch` hands the swaps to the copier and runs the forward; `collect` samples, turns tokens into
-text and says which copies have finished.  The contract is in core.iteration:
+`launch` hands the swaps to the copier, and the device the forward and the sampling; `collect` waits
+for the sampled ids, turns them into text and says which copies have finished.  The contract is in
+core.iteration:
 
 * page copies happen layer by layer inside the forward, before that layer is written, after it has
   waited for the swap-ins; an iteration without slices does them at once;
@@ -9,11 +10,27 @@ text and says which copies have finished.  The contract is in core.iteration:
 * a row of logits with NaN or infinity fails its turn and no other: rows of a flat batch meet only
   in attention, which reads one turn's pages, and slots that nobody wrote reach no result.
 
-The executor is synchronous: `launch`, then `collect`, from one thread.  It reads turns and writes
-nothing of them but `decoding`.
+At depth 2 an iteration may be launched before the one before it is collected, and then feeds tokens
+that it alone samples:
+
+    launch n      forward n ─ sample n ─> ids of n (on the device) ─── one copy ───> collect n
+    launch n + 1  ids of n into the batch ─> forward n + 1 ─ sample n + 1 ─> …
+
+Replies are those of depth 1, to the last bit of a logprob, because whatever a step depends on is
+complete when the step is taken:
+
+* `launch` asks a turn for its tokens, its pages and its sampler's memory, and nothing later changes
+  what it took: positions are captured, and the sampler is told when a log is one token short.
+* `collect n` runs after `n - 1` was committed, so text, stop strings and lengths see the very log
+  that they see at depth 1.  Of a turn that has ended meanwhile only the id is reported.
+
+One thread launches and collects.  The executor reads turns and writes nothing of them but `decoding`.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
 
 import torch
 
@@ -21,13 +38,22 @@ from pensieve.core.iteration import Iteration, Outcome, Sample, TurnFailure
 from pensieve.core.turn import Turn
 from pensieve.errors import DeviceError
 from pensieve.model.attention import PagedPass
-from pensieve.model.batch import Batch
+from pensieve.model.batch import Batch, SampledIds
 from pensieve.model.copier import Copier
 from pensieve.model.decoding import Decoding
+from pensieve.model.draw import Row
 from pensieve.model.kv_memory import KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel
-from pensieve.model.sampler import Sampler
+from pensieve.model.sampler import Drawn, Sampler
 from pensieve.text.tokenizer import Tokenizer
+
+
+class _Launched(NamedTuple):
+    """An iteration that is not collected."""
+
+    iteration: Iteration
+    rows: list[Row]  # that are sampled
+    drawn: Drawn | None  # for each of them
 
 
 class TorchExecutor:
@@ -39,45 +65,69 @@ class TorchExecutor:
         memory: KVMemory,
         sampler: Sampler,
         tokenizer: Tokenizer,
+        depth: int | None = None,
     ) -> None:
-        """The sampler's `eos_token_ids` end a turn: the checkpoint's and the chat template's."""
+        """The sampler's `eos_token_ids` end a turn: the checkpoint's and the chat template's.
+
+        On a CPU `launch` computes, so running ahead would gain nothing: its depth is 1 unless asked.
+        """
+        self._device = memory.device_arena.device
+        self.depth = depth or (1 if self._device.type == "cpu" else 2)
+        assert self.depth in (1, 2), "the scheduler plans one iteration ahead"
         self._model = model
         self._memory = memory
         self._sampler = sampler
         self._tokenizer = tokenizer
         self._copier = Copier(memory)
-        self._launched: Iteration | None = None
-        self._logits: torch.Tensor | None = None  # (rows, vocab) of the launched iteration
-        self._logit_turns: tuple[Turn, ...] = ()
+        self._launched: deque[_Launched] = deque()
 
     @torch.inference_mode()
     def launch(self, iteration: Iteration) -> None:
-        """Start the iteration's copies and compute its slices."""
-        assert self._launched is None, "the last iteration was not collected"
-        self._launched = iteration
+        """Start the iteration's copies, its slices and its samples."""
+        assert len(self._launched) < self.depth, "an earlier iteration was not collected"
         self._copier.submit(iteration.swap_ins, iteration.swap_outs)
         copies = PageMoves.from_copies(iteration.copies) if iteration.copies else None
+        rows: list[Row] = []
+        drawn: Drawn | None = None
         if iteration.slices:
-            batch = Batch.from_slices(iteration.slices, self._memory.chunk_tokens)
-            self._logits = self._forward(batch, copies)
-            self._logit_turns = batch.logit_turns
+            batch = Batch.from_slices(
+                iteration.slices, self._memory.chunk_tokens, self._device, self._sampled_ids()
+            )
+            logits = self._forward(batch, copies)
+            rows = [
+                Row(*each) for each in zip(batch.logit_turns, batch.logit_positions, strict=True)
+            ]
+            for turn in batch.logit_turns:
+                self._decoding(turn)  # where the sampler's memory is
+            if rows:
+                newest_ids = batch.input_ids.index_select(0, batch.logit_rows)
+                drawn = self._sampler.draw(logits, rows, newest_ids)
         elif copies is not None:
             for layer in range(self._memory.shape.num_layers):
                 self._copier.wait_layer(layer)
                 self._memory.copy_within(layer, copies)
+        self._launched.append(_Launched(iteration, rows, drawn))
 
     @torch.inference_mode()
     def collect(self) -> Outcome:
-        """What the launched iteration brought."""
-        iteration, self._launched = self._launched, None
-        assert iteration is not None, "no iteration is launched"
-        samples, failures = self._sample()
-        finished = self._copier.poll() if iteration.slices else self._copier.wait_any()
+        """What the oldest launched iteration brought."""
+        assert self._launched, "no iteration is launched"
+        launched = self._launched.popleft()
+        samples, failures = self._read(launched)
+        wait = not launched.iteration.slices
+        finished = self._copier.wait_any() if wait else self._copier.poll()
         return Outcome(tuple(samples), finished, tuple(failures))
 
     def close(self) -> None:
         """End the copier; nothing can be launched afterwards."""
         self._copier.close()
+
+    def _sampled_ids(self) -> SampledIds | None:
+        """Tokens that the iteration launched last samples and the core does not know."""
+        if not self._launched or (drawn := self._launched[-1].drawn) is None:
+            return None
+        rows = {row.turn.turn_id: index for index, row in enumerate(self._launched[-1].rows)}
+        return SampledIds(drawn.ids, rows)
 
     def _forward(self, batch: Batch, copies: PageMoves | None) -> torch.Tensor:
         forward_pass = PagedPass(batch, self._memory, self._copier.wait_layer, copies)
@@ -92,21 +142,20 @@ class TorchExecutor:
             raise
         return logits.float()
 
-    def _sample(self) -> tuple[list[Sample], list[TurnFailure]]:
-        logits, turns = self._logits, self._logit_turns
-        self._logits, self._logit_turns = None, ()
+    def _read(self, launched: _Launched) -> tuple[list[Sample], list[TurnFailure]]:
         samples: list[Sample] = []
         failures: list[TurnFailure] = []
-        if logits is None or not turns:
-            return samples, failures
-        decodings = [self._decoding(turn) for turn in turns]
-        sampled = self._sampler.sample(logits, turns)
-        for turn, decoding, token in zip(turns, decodings, sampled, strict=True):
+        sampled = launched.drawn.read() if launched.drawn is not None else []
+        for (turn, position), token in zip(launched.rows, sampled, strict=True):
             if token is None:
-                message = f"the model's logits at position {len(turn.tokens) - 1} are not finite"
+                message = f"the model's logits at position {position - 1} are not finite"
                 failures.append(TurnFailure(turn.turn_id, "NAN_LOGITS", message))
                 continue
-            text, finish = decoding.accept(turn, token.token_id)
+            if turn.finish is not None:  # it was computed for nothing
+                samples.append(Sample(turn.turn_id, token.token_id))
+                continue
+            assert position == len(turn.tokens), "the iteration before it was not committed"
+            text, finish = self._decoding(turn).accept(turn, token.token_id)
             samples.append(
                 Sample(
                     turn.turn_id,

@@ -18,26 +18,22 @@ Columns beyond `vocab_size` (padding of the output matrix) are never looked at. 
 with the client's penalties and biases, believed.  `top_logprobs` lists the likeliest tokens,
 whether or not the sampled one is among them, and never an impossible one.
 
-**Whoever shares the batch changes nothing.**  Floating-point sums depend on how a library splits
-them, and that depends on the batch's shape, the number of threads and the device.  So nothing here
-sums floats: a token's probability becomes the integer `weight = floor(2^s exp((x - max) / T))`, an
-elementwise function, and all sums, cumulative sums and comparisons are over integers and exact in
-any order.  s is chosen so that a row's sum stays below 2^62; what falls below 2^-s of the likeliest
-token (2^-44 for 150,000 tokens) is never drawn.
-
-**The order of tokens** is by descending logit, then ascending id.  `_sort_keys` packs both into one
-int64, so that no two tokens tie and a partial sort is the beginning of the full one.  Every cut
-keeps a prefix of this order.  Usually the first 256 tokens show where the prefix ends, or (nothing
-cut) already contain the drawn token; only a row for which they do not is looked at more widely.
-
-**The random number** of a token is Philox4x32-10 of (seed, position): the seed is the key and the
-token's absolute position in the conversation's log, `len(turn.tokens)`, is the counter.  Both are
-in the stored log, so suspension, a restarted engine and another device repeat it, and no state
-of a generator exists.  Hence `sample` must be called when the log ends with the token before.
+**Drawing** is in draw.py: a row's token depends on its logits, its `Sampling` and its position in the
+log, never on who shares the batch.
 
 **Memory** is `SamplingState`, kept in `turn.decoding.sampling_state`: which ids the context holds
 and how often this reply used each.  It follows the log by reading what was appended since the last
 call; where it is missing it is read from the whole log.  It can be thrown away at any time.
+
+**One token ahead.**  The log may lack the token before the one to be drawn (`Row.is_ahead`): it is
+known to the device and not to the host.  What depends on the position alone (the random number,
+min_tokens) knows the position; what depends on the token (the penalties) takes it from the device,
+into the copy of `seen` and `counts` that the batch makes anyway.  So a row is treated as if its log
+were complete, and memory still holds nothing but the log.
+
+**Nobody waits.**  `draw` only gives the device work, and a row that is not finite becomes the id -1
+there (worked on as zeros, so that nothing goes out of range).  `Drawn.read` waits for one copy of
+everything that the host wants to know.
 
 Greedy rows without further wishes cost one argmax.  The others are worked on a few rows at a time
 (the two `…_PASS_ELEMENTS_MAX`), which bounds the memory and, on a CPU, keeps a row in the cache:
@@ -59,10 +55,11 @@ from pensieve.core.iteration import Logprob
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
 from pensieve.kernels import dense
+from pensieve.model.draw import Row, column, draw, report, select
+from pensieve.model.transfer import ReadBack, indices, reading_is_free, upload
 
 CPU_PASS_ELEMENTS_MAX = 2**18  # logits worked on at once, but at least one row
 DEVICE_PASS_ELEMENTS_MAX = 2**23  # about 300 MB of int64 and float64 on an accelerator
-HEAD_WIDTHS = (256, 8192)  # likeliest tokens looked at, before the whole row is
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -78,93 +75,145 @@ class RemembersSampling(Protocol):
     sampling_state: object | None
 
 
+class _Report(NamedTuple):
+    """What rows that ask for logprobs are told: int64 (rows, 1 + width + width).
+
+    The drawn token's and the likeliest ones' log-probabilities (the bits of float64), their ids.
+    """
+
+    rows: list[int]
+    num_top: list[int]  # for each of them
+    told: Tensor
+
+
+class Drawn:
+    """Tokens that the device draws, and their way to the host."""
+
+    def __init__(self, ids: Tensor, reports: list[_Report]) -> None:
+        self.ids = ids  # int64 (rows), on the device; -1 where a row was not finite
+        self._reports = reports
+        told = [each.told.flatten() for each in reports]
+        self._arriving = ReadBack(torch.cat([ids, *told]) if told else ids)
+
+    def read(self) -> list[SampledToken | None]:
+        """Wait for them; None where a row of logits was not finite."""
+        arrived = self._arriving.wait()
+        token_ids = arrived[: len(self.ids)].tolist()
+        sampled = [
+            SampledToken(token_id, None, ()) if token_id >= 0 else None for token_id in token_ids
+        ]
+        offset = len(token_ids)
+        for rows, num_top, on_device in self._reports:
+            told = arrived[offset : offset + on_device.numel()].view(on_device.shape)
+            offset += on_device.numel()
+            width = (told.shape[1] - 1) // 2
+            logprobs = told[:, : 1 + width].contiguous().view(torch.float64).tolist()
+            top_ids = told[:, 1 + width :].tolist()
+            for row, num, ids, values in zip(rows, num_top, top_ids, logprobs, strict=True):
+                if token_ids[row] >= 0:
+                    top = zip(ids[:num], values[1 : num + 1], strict=True)
+                    possible = tuple(Logprob(*each) for each in top if each[1] > -math.inf)
+                    sampled[row] = SampledToken(token_ids[row], values[0], possible)
+        return sampled
+
+
 class Sampler:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int] = frozenset()) -> None:
         assert vocab_size > 0
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, turns: Sequence[Turn]) -> list[SampledToken | None]:
-        """The next token of each turn; None where its row of (num_turns, vocab) is not finite."""
-        assert logits.shape[0] == len(turns), (logits.shape, len(turns))
-        if not turns:
-            return []
+        """The next token of each turn, whose logs are complete, at once."""
+        return self.draw(logits, [Row(turn, len(turn.tokens)) for turn in turns]).read()
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, rows: Sequence[Row], newest_ids: Tensor | None = None) -> Drawn:
+        """Begin to draw a token for each row of (rows, vocab).
+
+        `newest_ids` (rows), on the device, are the tokens before those: rows that are ahead need them.
+        """
+        assert logits.shape[0] == len(rows), (logits.shape, len(rows))
         logits = logits[:, : self.vocab_size].float()
-        likeliest = _likeliest_of_each(logits)
-        sampled: list[SampledToken | None] = [None] * len(turns)
-        others = []
-        for row, turn in enumerate(turns):
-            if likeliest[row] < 0:
-                continue
-            if _is_plain(turn):
-                sampled[row] = SampledToken(likeliest[row], None, ())
-            else:
-                others.append(row)
+        ids = _likeliest_of_each(logits)
+        others = [row for row, each in enumerate(rows) if not _is_plain(each)]
         on_cpu = logits.device.type == "cpu"
         elements_max = CPU_PASS_ELEMENTS_MAX if on_cpu else DEVICE_PASS_ELEMENTS_MAX
         rows_max = max(1, elements_max // logits.shape[1])
+        reports: list[_Report] = []
         for first in range(0, len(others), rows_max):
             part = others[first : first + rows_max]
-            answers = self._sample_part(logits[part], [turns[row] for row in part])
-            for row, answer in zip(part, answers, strict=True):
-                sampled[row] = answer
-        return sampled
+            index = indices(part, logits.device)
+            is_finite = ids.index_select(0, index) >= 0
+            values = logits.index_select(0, index)
+            if not (reading_is_free(values) and bool(is_finite.all())):
+                values.masked_fill_(~is_finite.unsqueeze(1), 0.0)
+            newest = newest_ids.index_select(0, index) if newest_ids is not None else None
+            drawn = self._draw_part(values, [rows[row] for row in part], newest)
+            ids.index_copy_(0, index, torch.where(is_finite, drawn, -1))
+            reported = [n for n, row in enumerate(part) if rows[row].sampling.logprobs is not None]
+            if reported:
+                num_top = [rows[part[n]].sampling.logprobs or 0 for n in reported]
+                logprobs, top_ids = report(
+                    select(values, reported),
+                    select(drawn, reported),
+                    min(max(num_top), self.vocab_size, values.shape[1]),
+                )
+                told = torch.cat((logprobs.view(torch.int64), top_ids), dim=1)
+                reports.append(_Report([part[n] for n in reported], num_top, told))
+        return Drawn(ids, reports)
 
-    def _sample_part(self, values: Tensor, turns: list[Turn]) -> list[SampledToken]:
-        """`values` (num_turns, vocab) belongs to this call and is changed in place."""
-        self._adjust(values, turns)
-        drawn = [row for row, turn in enumerate(turns) if turn.sampling.temperature > 0]
-        token_ids = [0] * len(turns)
-        if len(drawn) < len(turns):
-            token_ids = values.argmax(-1).tolist()
-        if drawn:
-            answers = _draw(_select(values, drawn), [turns[row] for row in drawn])
-            for row, token_id in zip(drawn, answers, strict=True):
-                token_ids[row] = token_id
-        sampled = [SampledToken(token_id, None, ()) for token_id in token_ids]
-        reported = [row for row, turn in enumerate(turns) if turn.sampling.logprobs is not None]
-        if reported:
-            reports = _report(
-                _select(values, reported),
-                [token_ids[row] for row in reported],
-                [turns[row].sampling.logprobs or 0 for row in reported],
-            )
-            for row, report in zip(reported, reports, strict=True):
-                sampled[row] = report
-        return sampled
+    def _draw_part(self, values: Tensor, rows: list[Row], newest_ids: Tensor | None) -> Tensor:
+        """`values` (rows, vocab) belongs to this call and is changed in place."""
+        self._adjust(values, rows, newest_ids)
+        hot = [n for n, row in enumerate(rows) if row.sampling.temperature > 0]
+        if len(hot) == len(rows):
+            return draw(values, rows)
+        token_ids = values.argmax(-1)
+        if hot:
+            drawn = draw(select(values, hot), [rows[n] for n in hot])
+            token_ids.index_copy_(0, indices(hot, values.device), drawn)
+        return token_ids
 
-    def _adjust(self, values: Tensor, turns: list[Turn]) -> None:
+    def _adjust(self, values: Tensor, rows: list[Row], newest_ids: Tensor | None) -> None:
         """Penalties, biases and the mask, in place, on the rows that have any."""
         states = {
-            row: self._state_of(turn, values) for row, turn in enumerate(turns) if _adjusts(turn)
+            n: self._state_of(row.turn, values) for n, row in enumerate(rows) if _adjusts(row)
         }
         if not states:
             return
-        options = [turn.sampling for turn in turns]
-        repeated = [row for row in states if options[row].repetition_penalty != 1]
+        options = [row.sampling for row in rows]
+        repeated = [n for n in states if options[n].repetition_penalty != 1]
         if repeated:
-            penalties = [options[row].repetition_penalty for row in repeated]
-            penalty = _column(penalties, values, torch.float32)
-            seen = torch.stack([states[row].seen for row in repeated])
-            before = values[repeated]
+            index = indices(repeated, values.device)
+            penalties = [options[n].repetition_penalty for n in repeated]
+            penalty = column(penalties, values, torch.float32)
+            seen = torch.stack([states[n].seen for n in repeated])
+            if (ahead := _ahead(rows, repeated, newest_ids, seen)) is not None:
+                at, is_ahead = ahead
+                seen.scatter_(1, at, seen.gather(1, at) | is_ahead)
+            before = values.index_select(0, index)
             after = torch.where(before < 0, before * penalty, before / penalty)
-            values[repeated] = torch.where(seen, after, before)
-        counted = [row for row in states if _counts_reply(options[row])]
+            values.index_copy_(0, index, torch.where(seen, after, before))
+        counted = [n for n in states if _counts_reply(options[n])]
         if counted:
-            presences = [options[row].presence_penalty for row in counted]
-            frequencies = [options[row].frequency_penalty for row in counted]
-            counts = torch.stack([states[row].counts for row in counted])
-            values[counted] -= counts * _column(frequencies, values, torch.float32)
-            values[counted] -= (counts > 0) * _column(presences, values, torch.float32)
-        for row, state in states.items():
+            index = indices(counted, values.device)
+            presences = [options[n].presence_penalty for n in counted]
+            frequencies = [options[n].frequency_penalty for n in counted]
+            counts = torch.stack([states[n].counts for n in counted])
+            if (ahead := _ahead(rows, counted, newest_ids, counts)) is not None:
+                at, is_ahead = ahead
+                counts.scatter_add_(1, at, is_ahead.to(torch.int32))
+            values[index] -= counts * column(frequencies, values, torch.float32)
+            values[index] -= (counts > 0) * column(presences, values, torch.float32)
+        for n, state in states.items():
             if state.bias is not None:
                 ids, biases = state.bias
-                values[row].index_add_(0, ids, biases)
+                values[n].index_add_(0, ids, biases)
         values.clamp_(-FLOAT32_MAX, FLOAT32_MAX)
-        for row, state in states.items():
-            if _is_masked(turns[row]) and len(state.ending_ids) < values.shape[1]:
-                values[row].index_fill_(0, state.ending_ids, -math.inf)
+        for n, state in states.items():
+            if _is_masked(rows[n]) and len(state.ending_ids) < values.shape[1]:
+                values[n].index_fill_(0, state.ending_ids, -math.inf)
 
     def _state_of(self, turn: Turn, values: Tensor) -> SamplingState:
         decoding = cast(RemembersSampling, turn.decoding)
@@ -177,33 +226,38 @@ class Sampler:
         return state
 
 
-def _likeliest_of_each(logits: Tensor) -> list[int]:
+def _likeliest_of_each(logits: Tensor) -> Tensor:
     """The largest logit of each row, of equals the lowest id; -1 for a row that is not finite."""
-    token_ids: list[int]
     if logits.device.type == "cpu" and logits.stride(1) == 1 and dense.available(torch.float32):
-        token_ids = dense.argmax(logits).tolist()
-        return token_ids
-    # A sum is finite only if every term is; one that is not may have overflowed: look again.
-    finite = logits.sum(-1).isfinite().tolist()
-    token_ids = logits.argmax(-1).tolist()
-    return [
-        token_id if finite[row] or bool(logits[row].isfinite().all()) else -1
-        for row, token_id in enumerate(token_ids)
-    ]
+        return dense.argmax(logits)
+    lowest, highest = logits.aminmax(dim=-1)  # both are NaN if one logit is
+    return torch.where(lowest.isfinite() & highest.isfinite(), logits.argmax(-1), -1)
 
 
-def _is_plain(turn: Turn) -> bool:
-    sampling = turn.sampling
-    return sampling.temperature == 0 and sampling.logprobs is None and not _adjusts(turn)
+def _ahead(
+    rows: list[Row], some: list[int], newest_ids: Tensor | None, like: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """For some rows, if any is ahead: where in (rows, vocab) the token before stands, and whether
+    the log lacks it.  Both (rows, 1)."""
+    if not any(rows[n].is_ahead for n in some):
+        return None
+    assert newest_ids is not None, "a row is ahead of a token that nobody gave"
+    at = newest_ids.index_select(0, indices(some, like.device)).clamp(0, like.shape[1] - 1)
+    return at.unsqueeze(1), column([rows[n].is_ahead for n in some], like, torch.bool)
 
 
-def _adjusts(turn: Turn) -> bool:
-    sampling = turn.sampling
+def _is_plain(row: Row) -> bool:
+    sampling = row.sampling
+    return sampling.temperature == 0 and sampling.logprobs is None and not _adjusts(row)
+
+
+def _adjusts(row: Row) -> bool:
+    sampling = row.sampling
     return (
         sampling.repetition_penalty != 1
         or _counts_reply(sampling)
         or bool(sampling.logit_bias)
-        or _is_masked(turn)
+        or _is_masked(row)
     )
 
 
@@ -211,8 +265,8 @@ def _counts_reply(sampling: Sampling) -> bool:
     return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
 
 
-def _is_masked(turn: Turn) -> bool:
-    return turn.num_output_tokens < turn.sampling.min_tokens
+def _is_masked(row: Row) -> bool:
+    return row.position - row.turn.prompt_end < row.sampling.min_tokens
 
 
 @dataclass(slots=True)
@@ -242,15 +296,13 @@ class SamplingState:
             seen=torch.zeros(num_seen, dtype=torch.bool, device=device),
             counts=torch.zeros(num_counts, dtype=torch.int32, device=device),
             bias=(
-                torch.tensor(list(biases), dtype=torch.int64, device=device),
-                torch.tensor(list(biases.values()), dtype=torch.float32, device=device),
+                indices(list(biases), device),
+                upload(torch.tensor(list(biases.values()), dtype=torch.float32), device),
             )
             if biases
             else None,
-            ending_ids=torch.tensor(
-                sorted(token_id for token_id in ending_ids if token_id < vocab_size),
-                dtype=torch.int64,
-                device=device,
+            ending_ids=indices(
+                sorted(token_id for token_id in ending_ids if token_id < vocab_size), device
             ),
         )
 
@@ -268,160 +320,5 @@ def _ids_of(tokens: array[int], like: Tensor) -> Tensor:
     """Those of `tokens` (a copy: a tensor over it would forbid the log to grow) that `like` has."""
     if not tokens:
         return torch.empty(0, dtype=torch.int64, device=like.device)
-    ids = torch.frombuffer(tokens, dtype=torch.int32).to(like.device, torch.int64)
-    return ids[(ids >= 0) & (ids < len(like))]
-
-
-def _select(values: Tensor, rows: list[int]) -> Tensor:
-    return values if len(rows) == len(values) else values[rows]
-
-
-def _column(
-    numbers: list[float] | list[int], like: Tensor, dtype: torch.dtype = torch.float64
-) -> Tensor:
-    """(num_turns, 1), on the device of `like`."""
-    return torch.tensor(numbers, dtype=dtype, device=like.device).unsqueeze(1)
-
-
-def _draw(values: Tensor, turns: list[Turn]) -> list[int]:
-    """One token for each row, from as many of its likeliest tokens as it takes."""
-    token_ids = [-1] * len(turns)
-    undecided = list(range(len(turns)))
-    for width in (*(width for width in HEAD_WIDTHS if width < values.shape[1]), values.shape[1]):
-        answers = _draw_from_head(
-            _select(values, undecided), [turns[row] for row in undecided], width
-        )
-        for row, token_id in zip(undecided, answers, strict=True):
-            token_ids[row] = token_id
-        undecided = [row for row in undecided if token_ids[row] < 0]
-        if not undecided:
-            break
-    assert not undecided, "the whole row did not decide"
-    return token_ids
-
-
-def _draw_from_head(values: Tensor, turns: list[Turn], width: int) -> list[int]:
-    """A token for each row of `values`; -1 where its `width` likeliest tokens do not decide."""
-    vocab_size = values.shape[1]
-    options = [turn.sampling for turn in turns]
-    top_k_of = [min(each.top_k or vocab_size, vocab_size) for each in options]
-    draws = [uniform_limbs(turn.sampling.seed, len(turn.tokens)) for turn in turns]
-    temperature = _column([each.temperature for each in options], values)
-    top_p = _column([each.top_p for each in options], values)
-    min_p = _column([each.min_p for each in options], values)
-    top_k = _column(top_k_of, values, torch.int64)
-    draw_high = _column([high for high, _ in draws], values, torch.int64)
-    draw_low = _column([low for _, low in draws], values, torch.int64)
-
-    ids = _likeliest(values, width)  # (num_turns, width)
-    largest = values.gather(1, ids[:, :1])
-    weights = _weights(values.gather(1, ids), largest, temperature, vocab_size)
-    upto = weights.cumsum(-1)  # the weight of each token and all before it
-    if width < vocab_size and vocab_size in top_k_of:
-        total = _weights(values, largest, temperature, vocab_size).sum(-1, keepdim=True)
-    else:
-        total = upto[:, -1:]  # all there is, or (every row has a top_k) not looked at
-
-    # Each cut keeps a prefix; `kept` is the shortest of them, as far as the head shows it.
-    top_k_mass = torch.where(top_k < vocab_size, upto.gather(1, top_k.clamp(max=width) - 1), total)
-    top_p_mass = (top_p * top_k_mass).ceil().to(torch.int64).clamp(min=1)  # exact to 2^-53 of it
-    weight_min = (min_p * 2.0 ** _weight_bits(vocab_size)).ceil().to(torch.int64).clamp(min=1)
-    rank = torch.arange(width, device=values.device)
-    kept = (rank < top_k) & (upto - weights < top_p_mass) & (weights >= weight_min)
-    num_kept = kept.sum(-1, keepdim=True)
-
-    uncut = (top_k == vocab_size) & (top_p == 1) & (min_p == 0)
-    ends_in_head = (num_kept < width) | (top_k <= width)
-    knows_top_k_mass = (top_k <= width) | (top_k == vocab_size)
-    mass = torch.where(ends_in_head, upto.gather(1, num_kept - 1), total)
-    target = _scale(mass, draw_high, draw_low)
-    index = (upto <= target).sum(-1, keepdim=True)
-    decided = knows_top_k_mass & (ends_in_head | uncut) & (index < width)
-    token_ids = torch.where(decided, ids.gather(1, index.clamp(max=width - 1)), -1)
-    drawn: list[int] = token_ids.squeeze(1).tolist()
-    return drawn
-
-
-def _likeliest(values: Tensor, width: int) -> Tensor:
-    """The ids of the `width` largest values of each row, in the order of tokens."""
-    keys = _sort_keys(values)
-    return (-keys.topk(width, dim=-1).values) & 0xFFFF_FFFF
-
-
-def _sort_keys(values: Tensor) -> Tensor:
-    """int64 keys, no two alike in a row: a larger value, or an equal one of lower id, is larger.
-
-    The bits of a float32, read as an integer, sort as the float does once those of negative numbers
-    are inverted.  Adding zero turns -0 into +0, which is equal and must tie.
-    """
-    bits = (values + 0.0).view(torch.int32)
-    bits ^= (bits >> 31) & 0x7FFF_FFFF
-    ids = torch.arange(values.shape[1], device=values.device)
-    return (bits.to(torch.int64) << 32) - ids
-
-
-def _weight_bits(vocab_size: int) -> int:
-    """s, such that vocab_size weights of at most 2^s sum to less than 2^62."""
-    return 62 - vocab_size.bit_length()
-
-
-def _weights(values: Tensor, largest: Tensor, temperature: Tensor, vocab_size: int) -> Tensor:
-    """Fixed-point probabilities relative to the likeliest token's, whose weight is 2^s."""
-    exponent = (values.to(torch.float64) - largest).div_(temperature)
-    return exponent.exp_().mul_(2.0 ** _weight_bits(vocab_size)).to(torch.int64)
-
-
-def _scale(mass: Tensor, draw_high: Tensor, draw_low: Tensor) -> Tensor:
-    """floor(mass * draw / 2^62), exactly, for mass < 2^62 and a draw of two limbs of 31 bits.
-
-    With mass = a 2^31 + b, every product and sum below stays under 2^63.
-    """
-    mass_high, mass_low = mass >> 31, mass & 0x7FFF_FFFF
-    middle = mass_high * draw_low + mass_low * draw_high + ((mass_low * draw_low) >> 31)
-    return mass_high * draw_high + (middle >> 31)
-
-
-def _report(values: Tensor, token_ids: list[int], num_top: list[int]) -> list[SampledToken]:
-    """The sampled tokens with their log-probabilities and those of the likeliest tokens."""
-    vocab_size = values.shape[1]
-    width = min(max(num_top), vocab_size)
-    sampled_ids = _column(token_ids, values, torch.int64)
-    top_ids = _likeliest(values, max(width, 1))
-    largest = values.gather(1, top_ids[:, :1])
-    one = torch.ones_like(largest, dtype=torch.float64)
-    total = _weights(values, largest, one, vocab_size).sum(-1, keepdim=True)
-    log_total = largest + (total.to(torch.float64) / 2.0 ** _weight_bits(vocab_size)).log()
-    reported = values.gather(1, torch.cat((sampled_ids, top_ids), dim=1)) - log_total
-    reports = []
-    for token_id, row_ids, row, num in zip(
-        token_ids, top_ids.tolist(), reported.tolist(), num_top, strict=True
-    ):
-        top = zip(row_ids[:num], row[1 : num + 1], strict=True)
-        possible = tuple(Logprob(*each) for each in top if each[1] > -math.inf)
-        reports.append(SampledToken(token_id, row[0], possible))
-    return reports
-
-
-def uniform_limbs(seed: int, position: int) -> tuple[int, int]:
-    """The random number of a token: (high, low) of 31 bits each, uniform in 0..2^62-1."""
-    counter = (position & 0xFFFF_FFFF, position >> 32, 0, 0)
-    high, low, _, _ = philox4x32(counter, (seed & 0xFFFF_FFFF, seed >> 32))
-    return high >> 1, low >> 1
-
-
-def philox4x32(
-    counter: tuple[int, int, int, int], key: tuple[int, int]
-) -> tuple[int, int, int, int]:
-    """Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011): ten rounds of multiply and exchange."""
-    word0, word1, word2, word3 = counter
-    key0, key1 = key
-    for _ in range(10):
-        product0, product2 = 0xD251_1F53 * word0, 0xCD9E_8D57 * word2
-        word0, word1, word2, word3 = (
-            (product2 >> 32) ^ word1 ^ key0,
-            product2 & 0xFFFF_FFFF,
-            (product0 >> 32) ^ word3 ^ key1,
-            product0 & 0xFFFF_FFFF,
-        )
-        key0, key1 = (key0 + 0x9E37_79B9) & 0xFFFF_FFFF, (key1 + 0xBB67_AE85) & 0xFFFF_FFFF
-    return word0, word1, word2, word3
+    ids = torch.frombuffer(tokens, dtype=torch.int32).to(torch.int64)
+    return upload(ids[(ids >= 0) & (ids < len(like))], like.device)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import threading
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
-from pensieve.core.iteration import Iteration
+from pensieve.core.iteration import Iteration, Outcome
 from pensieve.core.retention import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
@@ -29,14 +31,17 @@ from pensieve.engine.mailbox import (
     ForkConversation,
     GetStats,
     Mailbox,
+    Message,
     Outbox,
     RewindConversation,
     SubmitTurn,
     TurnDelta,
     TurnEnded,
 )
+from pensieve.engine.ports import Observer
 from pensieve.errors import DeviceError, QueueFull, Unavailable
 from tests.fakes import LedgerExecutor, VirtualClock, reply_to
+from tests.scale import SCALE
 
 COST = CostProfile.analytic(num_parameters=1000, num_layers=2, num_heads=2, head_size=8)
 CACHE = CacheConfig(device_pages=12, host_pages=20, chunk_tokens=4)
@@ -59,16 +64,55 @@ class ListSink:
         return [event.token_id for event in deltas if event.turn_id == turn_id]
 
 
+class Auditor:
+    """An observer that checks every invariant after every commit, and counts."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.num_commits = 0
+        self.num_ahead = 0  # commits while a later iteration was launched already
+        self._num_planned = 0
+
+    def received(self, message: Message, now: float) -> None:
+        return
+
+    def planned(self, iteration: Iteration | None, now: float) -> None:
+        self._num_planned += iteration is not None
+
+    def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
+        self.scheduler.check(now)
+        self.num_commits += 1
+        self.num_ahead += self._num_planned > self.num_commits
+
+    def published(self, events: Sequence[Event]) -> None:
+        return
+
+
 class Rig:
-    def __init__(self, seed: int = 0, journal: io.StringIO | None = None) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        journal: io.StringIO | None = None,
+        *,
+        depth: int = 1,
+        failing: float = 0.0,
+        stops: bool = True,
+    ) -> None:
         self.clock = VirtualClock()
         policy = policy_named("value", COST, CACHE.chunk_tokens)
         self.scheduler = Scheduler(KVCache(CACHE, policy), SCHEDULER)
         self.executor = LedgerExecutor(
-            CACHE.device_pages, CACHE.host_pages, CACHE.chunk_tokens, seed
+            CACHE.device_pages,
+            CACHE.host_pages,
+            CACHE.chunk_tokens,
+            seed,
+            failing=failing,
+            stops=stops,
+            depth=depth,
         )
         self.mailbox, self.sink = Mailbox(), ListSink()
-        observers = []
+        self.auditor = Auditor(self.scheduler)
+        observers: list[Observer] = [self.auditor]
         if journal is not None:
             observers.append(Journal(journal, ENGINE, CACHE, SCHEDULER, "value", COST))
         self.engine = Engine(
@@ -254,7 +298,7 @@ def test_an_outbox_makes_its_writer_wait_when_it_is_full():
     assert outbox.get() is None
 
 
-def traffic(rig: Rig, seed: int, num_messages: int) -> None:
+def traffic(rig: Rig, seed: int, num_messages: int, reply_max: int = 9) -> None:
     """Several conversations at once, with everything that a client may ask for."""
     choose = random.Random(seed)
     logs: dict[str, list[int]] = {}
@@ -274,7 +318,8 @@ def traffic(rig: Rig, seed: int, num_messages: int) -> None:
                 name = choose.choice(resting)
                 prompt = [choose.randrange(500) for _ in range(choose.randint(1, 9))]
                 prompts[turn_id] = (name, logs[name] + prompt)
-                rig.mailbox.put(submit(turn_id, name, logs[name], prompt, choose.randint(1, 9)))
+                reply = choose.randint(1, reply_max)
+                rig.mailbox.put(submit(turn_id, name, logs[name], prompt, reply))
         elif roll < 0.7 and running:
             turn, (name, _) = next((t, p) for t, p in prompts.items() if p[0] in running)
             rig.mailbox.put(CancelTurn(turn, len(logs[name])))
@@ -307,13 +352,127 @@ def traffic(rig: Rig, seed: int, num_messages: int) -> None:
     rig.run()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_journal_replays_to_the_same_iterations(seed: int):
+def test_a_journal_replays_to_the_same_iterations(seed: int, depth: int):
     lines = io.StringIO()
-    rig = Rig(seed, lines)
+    rig = Rig(seed, lines, depth=depth, failing=0.02)
     traffic(rig, seed, 60)
     lines.seek(0)
     assert replay(lines) == rig.scheduler.counters.iterations > 60
+
+
+def test_a_journal_tells_how_far_planning_ran_ahead():
+    lines = io.StringIO()
+    rig = Rig(0, lines, depth=2, stops=False)
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3], reply=3))
+    rig.run()
+    kinds = [next(iter(json.loads(line))) for line in lines.getvalue().splitlines()[1:]]
+    ahead = ["message", "plan", "plan", "commit", "plan", "commit", "plan", "commit", "plan"]
+    assert kinds == ahead
+    lines.seek(0)
+    assert replay(lines) == 3
+
+
+# -- one iteration ahead ----------------------------------------------------------------------------
+
+
+def test_the_next_iteration_is_launched_before_the_present_one_is_collected():
+    told: list[str] = []
+    rig = Rig(depth=2, stops=False)
+    launch, collect = rig.executor.launch, rig.executor.collect
+
+    def noted_launch(iteration: Iteration) -> None:
+        told.append(f"launch {iteration.index}")
+        launch(iteration)
+
+    def noted_collect() -> Outcome:
+        told.append("collect")
+        return collect()
+
+    rig.executor.launch = noted_launch  # type: ignore[method-assign]
+    rig.executor.collect = noted_collect  # type: ignore[method-assign]
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3], reply=3))
+    steps = []
+    while rig.engine.step():
+        steps.append(" ".join(told))
+        told.clear()
+    assert steps == ["launch 1", "launch 2 collect", "launch 3 collect", "collect"]
+    assert told == []
+    assert rig.sink.said(1) == reply_to([1, 2, 3], 6, stops=False)
+    assert rig.scheduler.counters.idle_tokens == 0  # an end by length is known beforehand
+
+
+def test_a_turn_that_stops_costs_one_token_for_nothing_when_planning_runs_ahead():
+    prompt = next([n] for n in range(99) if len(reply_to([n], 30)) == 4)
+    for depth, idle in ((1, 0), (2, 1)):
+        rig = Rig(depth=depth)
+        rig.mailbox.put(submit(1, "a", [], prompt, reply=29))
+        rig.mailbox.put(GetStats(1))
+        rig.run()
+        assert rig.sink.said(1) == reply_to(prompt, 30)
+        assert rig.scheduler.counters.idle_tokens == idle
+        assert rig.engine.metrics.figures(1.0)["tokens_idle"] == idle
+        assert rig.scheduler.counters.tokens == 1 + 3 + idle
+
+
+def test_an_iteration_that_waits_for_a_copy_is_collected_when_one_has_finished():
+    """With nothing to compute meanwhile; whoever comes then is launched first."""
+    rig = Rig(depth=2, stops=False)
+    rig.executor.late = 1.0
+    rig.mailbox.put(submit(1, "a", [], list(range(20)), reply=2))
+    rig.run()
+    rig.mailbox.put(EvictConversation("a", to_host=True))
+    rig.engine.step()
+    assert len(rig.executor.outstanding) == 6  # swap-outs alone: launched, not collected
+    rig.mailbox.put(submit(2, "b", [], [1, 2], reply=2))
+    rig.engine.step()
+    assert len(rig.executor.outstanding) == 5
+    assert rig.sink.said(2) == []
+    rig.run()
+    assert rig.executor.outstanding == []
+    assert rig.sink.said(2) == reply_to([1, 2], 4, stops=False)
+
+
+def test_an_executor_that_fails_ahead_ends_every_turn():
+    rig = Rig(depth=2)
+    launch = rig.executor.launch
+
+    def failing(iteration: Iteration) -> None:
+        if iteration.index == 3:
+            raise DeviceError("the device is gone")
+        launch(iteration)
+
+    rig.executor.launch = failing  # type: ignore[method-assign]
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3], reply=9))
+    rig.mailbox.put(submit(2, "b", [], [1, 2, 3], reply=9))
+    with pytest.raises(DeviceError):
+        rig.engine.run()
+    assert {end.failure for end in rig.sink.ends().values()} == {"ENGINE_FAILED"}
+    assert set(rig.sink.ends()) == {1, 2}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_reply_is_right_however_far_planning_runs_ahead(depth: int):
+    """Turns, cancels, forks, rewinds, deletions and evictions; every commit is audited."""
+    total: Counter[str] = Counter()
+    for seed in range(40 * SCALE):
+        rig = Rig(seed, depth=depth, failing=0.01 if seed % 2 else 0.0)
+        try:
+            traffic(rig, seed, 60, reply_max=30)
+        except BaseException as error:
+            error.add_note(f"seed {seed} at depth {depth}")
+            raise
+        assert rig.auditor.num_commits == rig.scheduler.counters.iterations
+        assert not rig.scheduler.num_turns
+        assert rig.executor.outstanding == []
+        total.update(vars(rig.scheduler.counters))
+        total.update(vars(rig.scheduler.cache.counters))
+        total["ahead"] += rig.auditor.num_ahead
+    wanted = {"suspensions", "resumptions", "failed", "swapped_in", "dropped", "copied_on_write"}
+    never = sorted(each for each in wanted if not total[each])
+    assert not never, f"never happened: {never} in {dict(total)}"
+    assert (total["ahead"] > 0) == (total["idle_tokens"] > 0) == (depth == 2), dict(total)
 
 
 def test_a_journal_that_was_tampered_with_is_refused():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 import torch
 
 from pensieve.core.iteration import Slice
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
-from pensieve.model.batch import Batch
+from pensieve.model.batch import Batch, SampledIds
 
 
 def turn_of(turn_id: int, tokens: list[int], pages: list[int]) -> Turn:
@@ -33,6 +34,7 @@ def test_slices_of_two_turns_one_of_them_with_a_hole() -> None:
     assert batch.slice_starts.tolist() == [1, 1, 7]
     assert batch.logit_rows.tolist() == [2, 4]
     assert batch.logit_turns == (second, first)
+    assert batch.logit_positions == (2, 9)
     assert batch.page_table.dtype == batch.slice_offsets.dtype == torch.int32
     assert batch.input_ids.dtype == batch.slot_mapping.dtype == torch.int64
 
@@ -42,3 +44,27 @@ def test_pages_beyond_what_the_slices_reach_are_left_out() -> None:
     batch = Batch.from_slices([Slice(turn, 0, 5, False)], 4)
     assert batch.page_table.tolist() == [[9, 8]]
     assert batch.logit_rows.tolist() == []
+
+
+def test_a_token_that_only_the_device_knows_is_put_in_its_place() -> None:
+    first, second = turn_of(1, [10, 11, 12], [7]), turn_of(2, [20], [4, 5])
+    failed = turn_of(3, [30, 31], [6])
+    sampled = SampledIds(torch.tensor([77, -1, 88]), {2: 0, 3: 1, 1: 2})
+    slices = [
+        Slice(first, 1, 4, True),
+        Slice(failed, 2, 3, True),
+        Slice(second, 0, 1, False),
+        Slice(second, 1, 2, True),
+    ]
+    batch = Batch.from_slices(slices, 4, sampled=sampled)
+    assert batch.input_ids.tolist() == [11, 12, 88, 0, 20, 77]
+    assert batch.positions.tolist() == [1, 2, 3, 2, 0, 1]
+    assert batch.logit_positions == (4, 3, 2)
+    assert sampled.ids.tolist() == [77, -1, 88]
+
+
+@pytest.mark.parametrize("sampled", [None, SampledIds(torch.tensor([77]), {1: 0})])
+def test_a_slice_beyond_what_is_known_or_sampled_is_a_mistake(sampled: SampledIds | None) -> None:
+    turn = turn_of(1, [10, 11], [7, 8])
+    with pytest.raises(AssertionError, match="reaches beyond"):
+        Batch.from_slices([Slice(turn, 0, 4 if sampled else 3, True)], 4, sampled=sampled)

@@ -21,8 +21,10 @@ from transformers import (
 
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
+from pensieve.model import draw as draw_module
 from pensieve.model import sampler as sampler_module
-from pensieve.model.sampler import SampledToken, Sampler, philox4x32, uniform_limbs
+from pensieve.model.draw import Row, philox4x32, uniform_limbs
+from pensieve.model.sampler import SampledToken, Sampler
 
 MANY = 64  # positions at which a random draw is compared
 
@@ -46,6 +48,11 @@ def make_turn(
         sampling=sampling,
         decoding=Remembers(),
     )
+
+
+def make_row(sampling: Sampling) -> Row:
+    turn = make_turn(sampling)
+    return Row(turn, len(turn.tokens))
 
 
 def make_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
@@ -133,7 +140,7 @@ def test_the_random_number_depends_on_all_bits_of_seed_and_position() -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 1000, 151_936, 2**20])
 def test_the_weights_of_a_row_sum_to_less_than_the_scaling_can_bear(vocab_size: int) -> None:
-    assert 2**60 <= vocab_size * 2 ** sampler_module._weight_bits(vocab_size) < 2**62
+    assert 2**60 <= vocab_size * 2 ** draw_module._weight_bits(vocab_size) < 2**62
 
 
 def test_scaling_by_the_random_number_is_exact_to_the_last_bit() -> None:
@@ -141,7 +148,7 @@ def test_scaling_by_the_random_number_is_exact_to_the_last_bit() -> None:
     masses = [0, 1, 2**31 - 1, 2**31, 2**62 - 1] + [rng.randrange(2**62) for _ in range(500)]
     draws = [0, 1, 2**31 - 1, 2**31, 2**62 - 1] + [rng.randrange(2**62) for _ in range(500)]
     draws = draws[::-1]
-    scaled = sampler_module._scale(
+    scaled = draw_module._scale(
         torch.tensor(masses),
         torch.tensor([draw >> 31 for draw in draws]),
         torch.tensor([draw & 0x7FFFFFFF for draw in draws]),
@@ -234,7 +241,7 @@ def test_how_many_tokens_are_looked_at_first_changes_nothing(
     ]
     wide = Sampler(600).sample(logits, turns)
     for widths in ((1,), (2, 3), (7, 50), ()):
-        monkeypatch.setattr(sampler_module, "HEAD_WIDTHS", widths)
+        monkeypatch.setattr(draw_module, "HEAD_WIDTHS", widths)
         assert Sampler(600).sample(logits, turns) == wide, widths
 
 
@@ -247,16 +254,16 @@ def test_the_first_look_decides_wherever_the_tokens_kept_end_within_it() -> None
         Sampling(temperature=9.0, top_k=20),
         Sampling(temperature=1.0),
     ]
-    token_ids = sampler_module._draw_from_head(values, [make_turn(each) for each in decided], 256)
-    assert all(token_id >= 0 for token_id in token_ids)
+    token_ids = draw_module._draw_from_head(values, [make_row(each) for each in decided], 256)
+    assert bool((token_ids >= 0).all())
     undecided = [
         Sampling(temperature=9.0, top_p=0.9),
         Sampling(temperature=99.0, min_p=0.01),
         Sampling(temperature=9.0, top_k=257),
         Sampling(temperature=99.0, top_p=0.999999),
     ]
-    turns = [make_turn(each) for each in undecided]
-    assert sampler_module._draw_from_head(values, turns, 256) == [-1] * 4
+    rows = [make_row(each) for each in undecided]
+    assert draw_module._draw_from_head(values, rows, 256).tolist() == [-1] * 4
 
 
 @pytest.mark.parametrize(
@@ -272,7 +279,7 @@ def test_the_ends_and_the_middle_of_the_random_number_choose_exactly(
     monkeypatch: pytest.MonkeyPatch, limbs: tuple[int, int], expected: list[int]
 ) -> None:
     """Of 2 equal tokens and of 63 almost equal ones, whose weights come close to overflow."""
-    monkeypatch.setattr(sampler_module, "uniform_limbs", lambda seed, position: limbs)
+    monkeypatch.setattr(draw_module, "uniform_limbs", lambda seed, position: limbs)
     assert token_of([0.0] * 2, Sampling(temperature=1.0)) == expected[0]
     assert token_of([0.0] * 62 + [-0.01], Sampling(temperature=1.0)) == expected[1]
 
@@ -518,6 +525,104 @@ def test_rows_that_want_different_numbers_of_alternatives_share_a_batch() -> Non
     assert len({each.logprob for each in sampled if each is not None}) == 1
 
 
+# -- one token ahead, and on a device -----------------------------------------------------------------
+
+
+def make_turns() -> list[Turn]:
+    """Every option at several places; min_tokens and logprobs for some."""
+    rng = random.Random(11)
+    return [
+        make_turn(
+            replace(
+                sampling,
+                seed=rng.randrange(2**64),
+                logprobs=rng.choice((None, 0, 3)),
+                min_tokens=rng.choice((0, 0, 4)),
+            ),
+            context=rng.choices(range(300), k=rng.randrange(1, 50)),
+            reply=rng.choices(range(20), k=rng.randrange(1, 8)),
+        )
+        for sampling in [*OPTIONS.values(), Sampling(), Sampling(logprobs=2)] * 4
+    ]
+
+
+def test_a_row_ahead_is_sampled_as_if_its_log_were_complete() -> None:
+    """Whether its memory was made before or is made now; the newest id is on the device alone."""
+    logits = make_logits(len(make_turns()), 300, seed=2)
+    sampler = Sampler(300, frozenset({2, 9}))
+    complete = make_turns()
+    expected = sampler.sample(logits, complete)
+    for remembers in (False, True):
+        short = make_turns()
+        if remembers:
+            for turn in short:
+                turn.tokens, whole = turn.tokens[:-2], turn.tokens
+                sampler.sample(logits[:1], [turn])
+                turn.tokens = whole
+        newest = torch.tensor([turn.tokens.pop() for turn in short])
+        rows = [Row(turn, len(turn.tokens) + 1) for turn in short]
+        assert all(row.is_ahead for row in rows)
+        assert sampler.draw(logits, rows, newest).read() == expected
+        # Nothing of it was remembered: the log may still say otherwise.
+        for turn, whole in zip(short, make_turns(), strict=True):
+            turn.tokens.append(whole.tokens[-1])
+        assert sampler.sample(logits, short) == expected
+
+
+def test_rows_ahead_and_others_share_a_batch() -> None:
+    logits = make_logits(len(make_turns()), 300, seed=2)
+    sampler = Sampler(300, frozenset({2, 9}))
+    expected = sampler.sample(logits, make_turns())
+    turns = make_turns()
+    newest = torch.tensor([turn.tokens[-1] for turn in turns])
+    rows = [Row(turn, len(turn.tokens)) for turn in turns]
+    for turn in turns[::3]:
+        turn.tokens.pop()
+    assert sampler.draw(logits, rows, newest).read() == expected
+
+
+def test_a_row_ahead_of_a_token_that_nobody_gave_is_a_mistake() -> None:
+    turn = make_turn(Sampling(presence_penalty=1.0))
+    with pytest.raises(AssertionError, match="nobody gave"):
+        Sampler(5).draw(torch.zeros(1, 5), [Row(turn, len(turn.tokens) + 1)])
+
+
+@pytest.mark.parametrize("vocab_size", [100, 255, 256, 257, 1000])
+def test_a_device_that_is_never_asked_draws_the_same(
+    vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = make_logits(len(make_turns()), vocab_size, seed=6).bfloat16()
+    logits[5, 7] = math.nan
+    logits[6, vocab_size - 1] = math.inf
+    looking = Sampler(vocab_size, frozenset({2})).sample(logits, make_turns())
+    for module in (draw_module, sampler_module):
+        monkeypatch.setattr(module, "reading_is_free", lambda values: False)
+    monkeypatch.setattr(sampler_module.dense, "available", lambda dtype: False)
+    assert Sampler(vocab_size, frozenset({2})).sample(logits, make_turns()) == looking
+    assert [n for n, each in enumerate(looking) if each is None] == [5, 6]
+
+
+@pytest.mark.parametrize(("top_k", "width"), [(1, 256), (256, 256), (257, 999), (0, 999)])
+def test_a_row_is_looked_at_as_widely_as_it_may_take(top_k: int, width: int) -> None:
+    sampling = Sampling(temperature=9.0, top_k=top_k)
+    assert draw_module._width_surely_enough(sampling, 999) == width
+    answers = draw_module._draw_from_head(make_logits(1, 999), [make_row(sampling)], width)
+    assert answers.item() >= 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_without_compiled_kernels_a_row_that_is_not_finite_fails_alone_too(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler_module.dense, "available", lambda dtype: False)
+    logits = make_logits(4, 100)
+    logits[1, 99] = value
+    logits[2] = 3.4e38
+    sampled = Sampler(100).sample(logits, [make_turn(Sampling()) for _ in range(4)])
+    assert [each is None for each in sampled] == [False, True, False, False]
+    assert sampled[2] == SampledToken(0, None, ())
+
+
 # -- batches ----------------------------------------------------------------------------------------
 
 
@@ -559,7 +664,10 @@ def test_small_passes_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch) 
     logits = make_logits(len(OPTIONS), 50)
 
     def turns() -> list[Turn]:
-        return [make_turn(sampling, context=[3], reply=[4]) for sampling in OPTIONS.values()]
+        asked = (
+            replace(each, logprobs=(None, 0, 2)[n % 3]) for n, each in enumerate(OPTIONS.values())
+        )
+        return [make_turn(sampling, context=[3], reply=[4]) for sampling in asked]
 
     whole = Sampler(50).sample(logits, turns())
     for elements in (1, 100, 149, 150):

@@ -48,13 +48,14 @@ class World:
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
         chunk_tokens: int = CHUNK_TOKENS,
+        depth: int | None = None,
     ) -> None:
         self.rng = random.Random(seed)
         self.memory = memory or KVMemory(model.shape, device_pages, host_pages, chunk_tokens)
         self.memory.device_arena.fill_(float("nan"))
         self.memory.host_arena.fill_(float("nan"))
         sampler = Sampler(model.shape.vocab_size, eos_token_ids)
-        self.executor = TorchExecutor(model, self.memory, sampler, LetterTokenizer())
+        self.executor = TorchExecutor(model, self.memory, sampler, LetterTokenizer(), depth)
         self.free_pages = list(range(self.memory.device_pages))
         self.rng.shuffle(self.free_pages)
         self.turns: list[Turn] = []
@@ -101,6 +102,16 @@ class World:
 
         Exactly the turns named as failing may fail: NaN from a poisoned page would, too.
         """
+        self.launch(*slices, copies=copies, swap_ins=swap_ins, swap_outs=swap_outs)
+        return self.collect(failing)
+
+    def launch(
+        self,
+        *slices: tuple[Turn, int, int, bool],
+        copies: Sequence[PageCopy] = (),
+        swap_ins: Sequence[SwapIn] = (),
+        swap_outs: Sequence[SwapOut] = (),
+    ) -> None:
         iteration = Iteration(
             self._index,
             tuple(Slice(*each) for each in slices),
@@ -112,6 +123,8 @@ class World:
         for turn, _, stop, _ in slices:
             self.extend_pages(turn, stop)
         self.executor.launch(iteration)
+
+    def collect(self, failing: Sequence[Turn] = ()) -> Outcome:
         outcome = self.executor.collect()
         failed = [failure.turn_id for failure in outcome.failures]
         assert failed == [turn.turn_id for turn in failing], outcome.failures

@@ -25,6 +25,8 @@ from pensieve.errors import DeviceError
 
 
 class FaultyExecutor:
+    depth = 1
+
     def __init__(self, executor: Executor, faults: Path) -> None:
         self._executor = executor
         self._faults = faults

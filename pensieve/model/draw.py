@@ -1,0 +1,227 @@
+"""One token of each row of logits, and the log-probabilities of those that a client asks about.
+
+**Whoever shares the batch changes nothing.**  Floating-point sums depend on how a library splits
+them, and that depends on the batch's shape, the number of threads and the device.  So nothing here
+sums floats: a token's probability becomes the integer `weight = floor(2^s exp((x - max) / T))`, an
+elementwise function, and all sums, cumulative sums and comparisons are over integers and exact in
+any order.  s is chosen so that a row's sum stays below 2^62; what falls below 2^-s of the likeliest
+token (2^-44 for 150,000 tokens) is never drawn.
+
+**The order of tokens** is by descending logit, then ascending id.  `_sort_keys` packs both into one
+int64, so that no two tokens tie and a partial sort is the beginning of the full one.  Every cut
+keeps a prefix of this order.  Usually the first 256 tokens show where the prefix ends, or (nothing
+cut) already contain the drawn token; only a row for which they do not is looked at more widely.
+To look costs nothing on a CPU.  On a device it would mean to wait for everything launched so far,
+so there a row is looked at once, as widely as its `Sampling` alone may require: 256 tokens for a
+top_k of at most that, else all of them, sorted.
+
+**The random number** of a token is Philox4x32-10 of (seed, position): the seed is the key and the
+token's absolute position in the conversation's log is the counter.  Both are in the stored log, so
+suspension, a restarted engine and another device repeat it, and no state of a generator exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import Turn
+from pensieve.model.transfer import indices, reading_is_free, upload
+
+HEAD_WIDTHS = (256, 8192)  # likeliest tokens looked at, before the whole row is
+
+
+class Row(NamedTuple):
+    """Whose logits these are, and where in its log the token that they give will stand."""
+
+    turn: Turn
+    position: int
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.turn.sampling
+
+    @property
+    def is_ahead(self) -> bool:
+        """The token before it is being computed and not in the log yet."""
+        return self.position > len(self.turn.tokens)
+
+
+def draw(values: Tensor, rows: Sequence[Row]) -> Tensor:
+    """int64 (rows): one token for each row of `values`, all of which are finite or -infinity."""
+    return _draw_looking(values, rows) if reading_is_free(values) else _draw_blind(values, rows)
+
+
+def select(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Those rows, in ascending order; `values` itself if they are all."""
+    if len(rows) == len(values):
+        return values
+    return values.index_select(0, indices(rows, values.device))
+
+
+def column(
+    numbers: Sequence[float] | Sequence[int], like: Tensor, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """(rows, 1), on the device of `like`."""
+    return upload(torch.tensor(numbers, dtype=dtype), like.device).unsqueeze(1)
+
+
+def _draw_looking(values: Tensor, rows: Sequence[Row]) -> Tensor:
+    """From as many of a row's likeliest tokens as it takes."""
+    vocab_size = values.shape[1]
+    token_ids = [-1] * len(rows)
+    undecided = list(range(len(rows)))
+    for width in (*(width for width in HEAD_WIDTHS if width < vocab_size), vocab_size):
+        answers = _draw_from_head(
+            select(values, undecided), [rows[each] for each in undecided], width
+        )
+        for each, token_id in zip(undecided, answers.tolist(), strict=True):
+            token_ids[each] = token_id
+        undecided = [each for each in undecided if token_ids[each] < 0]
+        if not undecided:
+            break
+    assert not undecided, "the whole row did not decide"
+    return torch.tensor(token_ids)
+
+
+def _draw_blind(values: Tensor, rows: Sequence[Row]) -> Tensor:
+    """From as many of a row's likeliest tokens as it may take, without asking."""
+    vocab_size = values.shape[1]
+    widths = [_width_surely_enough(row.sampling, vocab_size) for row in rows]
+    token_ids = torch.empty(len(rows), dtype=torch.int64, device=values.device)
+    for width in sorted(set(widths)):
+        part = [each for each, of_row in enumerate(widths) if of_row == width]
+        answers = _draw_from_head(select(values, part), [rows[each] for each in part], width)
+        token_ids.index_copy_(0, indices(part, values.device), answers)
+    return token_ids
+
+
+def _width_surely_enough(sampling: Sampling, vocab_size: int) -> int:
+    short = 0 < sampling.top_k <= HEAD_WIDTHS[0] < vocab_size
+    return HEAD_WIDTHS[0] if short else vocab_size
+
+
+def _draw_from_head(values: Tensor, rows: Sequence[Row], width: int) -> Tensor:
+    """A token for each row of `values`; -1 where its `width` likeliest tokens do not decide."""
+    vocab_size = values.shape[1]
+    options = [row.sampling for row in rows]
+    top_k_of = [min(each.top_k or vocab_size, vocab_size) for each in options]
+    draws = [uniform_limbs(row.sampling.seed, row.position) for row in rows]
+    temperature = column([each.temperature for each in options], values)
+    top_p = column([each.top_p for each in options], values)
+    min_p = column([each.min_p for each in options], values)
+    top_k = column(top_k_of, values, torch.int64)
+    draw_high = column([high for high, _ in draws], values, torch.int64)
+    draw_low = column([low for _, low in draws], values, torch.int64)
+
+    ids = _likeliest(values, width)  # (rows, width)
+    largest = values.gather(1, ids[:, :1])
+    weights = _weights(values.gather(1, ids), largest, temperature, vocab_size)
+    upto = weights.cumsum(-1)  # the weight of each token and all before it
+    if width < vocab_size and vocab_size in top_k_of:
+        total = _weights(values, largest, temperature, vocab_size).sum(-1, keepdim=True)
+    else:
+        total = upto[:, -1:]  # all there is, or (every row has a top_k) not looked at
+
+    # Each cut keeps a prefix; `kept` is the shortest of them, as far as the head shows it.
+    top_k_mass = torch.where(top_k < vocab_size, upto.gather(1, top_k.clamp(max=width) - 1), total)
+    top_p_mass = (top_p * top_k_mass).ceil().to(torch.int64).clamp(min=1)  # exact to 2^-53 of it
+    weight_min = (min_p * 2.0 ** _weight_bits(vocab_size)).ceil().to(torch.int64).clamp(min=1)
+    rank = torch.arange(width, device=values.device)
+    kept = (rank < top_k) & (upto - weights < top_p_mass) & (weights >= weight_min)
+    num_kept = kept.sum(-1, keepdim=True)
+
+    uncut = (top_k == vocab_size) & (top_p == 1) & (min_p == 0)
+    ends_in_head = (num_kept < width) | (top_k <= width)
+    knows_top_k_mass = (top_k <= width) | (top_k == vocab_size)
+    mass = torch.where(ends_in_head, upto.gather(1, num_kept - 1), total)
+    target = _scale(mass, draw_high, draw_low)
+    index = (upto <= target).sum(-1, keepdim=True)
+    decided = knows_top_k_mass & (ends_in_head | uncut) & (index < width)
+    return torch.where(decided, ids.gather(1, index.clamp(max=width - 1)), -1).squeeze(1)
+
+
+def report(values: Tensor, token_ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """float64 (rows, 1 + width), int64 (rows, width): log-probabilities of the drawn token and of the
+    likeliest ones, and the ids of these."""
+    top_ids = _likeliest(values, max(width, 1))
+    largest = values.gather(1, top_ids[:, :1])
+    one = torch.ones_like(largest, dtype=torch.float64)
+    total = _weights(values, largest, one, values.shape[1]).sum(-1, keepdim=True)
+    log_total = largest + (total.to(torch.float64) / 2.0 ** _weight_bits(values.shape[1])).log()
+    top_ids = top_ids[:, :width]
+    return values.gather(
+        1, torch.cat((token_ids.unsqueeze(1), top_ids), dim=1)
+    ) - log_total, top_ids
+
+
+def _likeliest(values: Tensor, width: int) -> Tensor:
+    """The ids of the `width` largest values of each row, in the order of tokens."""
+    keys = _sort_keys(values)
+    if width < values.shape[1]:
+        keys = keys.topk(width, dim=-1).values
+    else:
+        keys = keys.sort(dim=-1, descending=True).values
+    return (-keys) & 0xFFFF_FFFF
+
+
+def _sort_keys(values: Tensor) -> Tensor:
+    """int64 keys, no two alike in a row: a larger value, or an equal one of lower id, is larger.
+
+    The bits of a float32, read as an integer, sort as the float does once those of negative numbers
+    are inverted.  Adding zero turns -0 into +0, which is equal and must tie.
+    """
+    bits = (values + 0.0).view(torch.int32)
+    bits ^= (bits >> 31) & 0x7FFF_FFFF
+    ids = torch.arange(values.shape[1], device=values.device)
+    return (bits.to(torch.int64) << 32) - ids
+
+
+def _weight_bits(vocab_size: int) -> int:
+    """s, such that vocab_size weights of at most 2^s sum to less than 2^62."""
+    return 62 - vocab_size.bit_length()
+
+
+def _weights(values: Tensor, largest: Tensor, temperature: Tensor, vocab_size: int) -> Tensor:
+    """Fixed-point probabilities relative to the likeliest token's, whose weight is 2^s."""
+    exponent = (values.to(torch.float64) - largest).div_(temperature)
+    return exponent.exp_().mul_(2.0 ** _weight_bits(vocab_size)).to(torch.int64)
+
+
+def _scale(mass: Tensor, draw_high: Tensor, draw_low: Tensor) -> Tensor:
+    """floor(mass * draw / 2^62), exactly, for mass < 2^62 and a draw of two limbs of 31 bits.
+
+    With mass = a 2^31 + b, every product and sum below stays under 2^63.
+    """
+    mass_high, mass_low = mass >> 31, mass & 0x7FFF_FFFF
+    middle = mass_high * draw_low + mass_low * draw_high + ((mass_low * draw_low) >> 31)
+    return mass_high * draw_high + (middle >> 31)
+
+
+def uniform_limbs(seed: int, position: int) -> tuple[int, int]:
+    """The random number of a token: (high, low) of 31 bits each, uniform in 0..2^62-1."""
+    counter = (position & 0xFFFF_FFFF, position >> 32, 0, 0)
+    high, low, _, _ = philox4x32(counter, (seed & 0xFFFF_FFFF, seed >> 32))
+    return high >> 1, low >> 1
+
+
+def philox4x32(
+    counter: tuple[int, int, int, int], key: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """Philox4x32-10 (Salmon, Moraes, Dror, Shaw 2011): ten rounds of multiply and exchange."""
+    word0, word1, word2, word3 = counter
+    key0, key1 = key
+    for _ in range(10):
+        product0, product2 = 0xD251_1F53 * word0, 0xCD9E_8D57 * word2
+        word0, word1, word2, word3 = (
+            (product2 >> 32) ^ word1 ^ key0,
+            product2 & 0xFFFF_FFFF,
+            (product0 >> 32) ^ word3 ^ key1,
+            product0 & 0xFFFF_FFFF,
+        )
+        key0, key1 = (key0 + 0x9E37_79B9) & 0xFFFF_FFFF, (key1 + 0xBB67_AE85) & 0xFFFF_FFFF
+    return word0, word1, word2, word3
