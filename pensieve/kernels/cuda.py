@@ -134,7 +134,7 @@ def attention_launches(
         if tensor.data_ptr() % 16:
             raise ValueError(f"multi_token_attention: {name} does not begin at 16 bytes")
     defines = (f"HEAD_SIZE={head_size}", f"ELEMENT={ELEMENTS[query.dtype]}")
-    rows = (
+    rows: tuple[Argument, ...] = (
         ("l", query.stride(0)),
         ("l", out.stride(0)),
         ("f", scaling * LOG2_E),

@@ -94,8 +94,13 @@ def copy_pages(
     source_pages: torch.Tensor,  # int64 (copies)
     target_pages: torch.Tensor,  # int64 (copies); no page twice, none that is also a source
     num_slots: torch.Tensor,  # int64 (copies): how many leading slots of the page are copied
+    *,
+    mapped: bool = False,
 ) -> None:
-    """Copy pages of one layer, bit for bit; the arenas may be one and the same, or lie apart."""
+    """Copy pages of one layer, bit for bit; the arenas may be one and the same, or lie apart.
+
+    `mapped` says that an arena in the host's memory is page-locked and mapped for the other's device.
+    """
     tail = ("two", "kv_heads", "slots", "head_size")
     shapes = Shapes("copy_pages")
     shapes.unify("source_arena", source_arena, ("source_arena_pages", *tail), anywhere=True)
@@ -111,9 +116,13 @@ def copy_pages(
     shapes.unify("num_slots", num_slots, ("copies",), torch.int64)
     tensors = (source_arena, target_arena, source_pages, target_pages, num_slots)
     match source_arena.device.type, target_arena.device.type:
-        case "cuda", "cuda" if cuda.takes_arena(source_arena):
-            cuda.launch(cuda.copy_pages_launch(*tensors), target_arena.device)
         case "cpu", "cpu" if cpu.copy_pages(*tensors):
             pass
+        case source, target if (
+            "cuda" in (source, target)
+            and (mapped or source == target)
+            and cuda.takes_arena(source_arena)
+        ):
+            cuda.launch(cuda.copy_pages_launch(*tensors), source_pages.device)
         case _:
             reference.copy_pages(*tensors)

@@ -9,11 +9,14 @@ hold anything.
 
 Both tiers number their pages from 0.  Movements are given as `PageMoves` (built once per job) and
 done one layer at a time, which is what lets copying overlap with computing.
+
+On a GPU the host tier is page-locked and mapped (host_arena.py).  Scattered pages cross the bus by the kernel
+`copy_pages`, one launch a layer; long runs of neighbours by the copy engine, one asynchronous copy each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +24,19 @@ import torch
 from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
 from pensieve.errors import DeviceError
 from pensieve.kernels import copy_pages
+from pensieve.model import host_arena
 from pensieve.model.shape import ModelShape
+from pensieve.model.transfer import upload
+
+RUN_BYTES_MIN = 1 << 20  # of one layer, on average, for the copy engine to be worth a call per run
+
+
+class Run(NamedTuple):
+    """Neighbouring pages that move to neighbouring pages."""
+
+    source_page: int
+    target_page: int
+    num_pages: int
 
 
 class PageMoves(NamedTuple):
@@ -30,6 +45,7 @@ class PageMoves(NamedTuple):
     source_pages: torch.Tensor
     target_pages: torch.Tensor
     num_slots: torch.Tensor
+    runs: tuple[Run, ...] = ()  # the same moves, if they are long enough for the copy engine
 
     @classmethod
     def from_copies(cls, copies: Sequence[PageCopy]) -> PageMoves:
@@ -48,6 +64,21 @@ class PageMoves(NamedTuple):
         table = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3)
         return cls(*table.T.contiguous())
 
+    def joined(self, chunk_tokens: int) -> tuple[Run, ...]:
+        """As runs of whole pages, longest possible; none if a page is not copied whole."""
+        if bool((self.num_slots != chunk_tokens).any()):
+            return ()
+        runs: list[Run] = []
+        pairs = zip(self.source_pages.tolist(), self.target_pages.tolist(), strict=True)
+        for source, target in sorted(pairs):
+            if runs:
+                first_source, first_target, count = runs[-1]
+                if (source, target) == (first_source + count, first_target + count):
+                    runs[-1] = Run(first_source, first_target, count + 1)
+                    continue
+            runs.append(Run(source, target, 1))
+        return tuple(runs)
+
 
 class KVMemory:
     """Arenas of both tiers for one model."""
@@ -59,6 +90,7 @@ class KVMemory:
         host_pages: int,
         chunk_tokens: int,
         device: str | torch.device = "cpu",
+        report: Callable[[str], None] = lambda line: None,
     ) -> None:
         if device_pages < 1 or host_pages < 0 or chunk_tokens < 1:
             raise DeviceError(
@@ -68,24 +100,22 @@ class KVMemory:
         self.shape = shape
         self.chunk_tokens = chunk_tokens
         self.page_bytes = shape.kv_bytes_per_page(chunk_tokens)
+        device = torch.device(device)
         self.device_arena = self._allocate("device", device_pages, device)
-        self.host_arena = self._allocate("host", host_pages, "cpu")
+        if device.type == "cpu":
+            self.host_arena = self._allocate("host", host_pages, device)
+        else:
+            locked = host_arena.allocate(host_pages * self.page_bytes, device, report)
+            self.host_arena = locked.view(shape.dtype).view(self._arena_shape(host_pages))
 
-    def _allocate(self, tier: str, num_pages: int, device: str | torch.device) -> torch.Tensor:
+    def _arena_shape(self, num_pages: int) -> tuple[int, ...]:
         shape = self.shape
+        tile = (shape.num_kv_heads, self.chunk_tokens, shape.head_size)
+        return (shape.num_layers, num_pages, 2, *tile)
+
+    def _allocate(self, tier: str, num_pages: int, device: torch.device) -> torch.Tensor:
         try:
-            return torch.empty(
-                (
-                    shape.num_layers,
-                    num_pages,
-                    2,
-                    shape.num_kv_heads,
-                    self.chunk_tokens,
-                    shape.head_size,
-                ),
-                dtype=shape.dtype,
-                device=device,
-            )
+            return torch.empty(self._arena_shape(num_pages), dtype=self.shape.dtype, device=device)
         except (MemoryError, RuntimeError) as error:
             gibibytes = num_pages * self.page_bytes / 2**30
             raise DeviceError(
@@ -116,12 +146,32 @@ class KVMemory:
     def value_pages(self, layer: int) -> torch.Tensor:
         return self.device_arena[layer, :, 1]
 
+    def prepared(self, moves: PageMoves) -> PageMoves:
+        """Where the arenas' device wants them, and cut for its copy engine if that is the faster way."""
+        device = self.device_arena.device
+        if device.type == "cpu":
+            return moves
+        runs = moves.joined(self.chunk_tokens)
+        layer_bytes = self.page_bytes // self.shape.num_layers
+        if sum(run.num_pages for run in runs) * layer_bytes < len(runs) * RUN_BYTES_MIN:
+            runs = ()
+        sources, targets, num_slots = (upload(each, device) for each in moves[:3])
+        return PageMoves(sources, targets, num_slots, runs)
+
     def copy_within(self, layer: int, moves: PageMoves) -> None:
         """Device page to device page."""
-        copy_pages(self.device_arena[layer], self.device_arena[layer], *moves)
+        copy_pages(self.device_arena[layer], self.device_arena[layer], *moves[:3])
 
     def swap_in(self, layer: int, moves: PageMoves) -> None:
-        copy_pages(self.host_arena[layer], self.device_arena[layer], *moves)
+        self._cross(self.host_arena[layer], self.device_arena[layer], moves)
 
     def swap_out(self, layer: int, moves: PageMoves) -> None:
-        copy_pages(self.device_arena[layer], self.host_arena[layer], *moves)
+        self._cross(self.device_arena[layer], self.host_arena[layer], moves)
+
+    @staticmethod
+    def _cross(source: torch.Tensor, target: torch.Tensor, moves: PageMoves) -> None:
+        for first_source, first_target, count in moves.runs:
+            run = source[first_source : first_source + count]
+            target[first_target : first_target + count].copy_(run, non_blocking=True)
+        if not moves.runs:
+            copy_pages(source, target, *moves[:3], mapped=True)

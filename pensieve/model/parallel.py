@@ -51,6 +51,10 @@ class ParallelExecutor:
         self._chunk_tokens = chunk_tokens
         self._launched: deque[Iteration] = deque()
 
+    @property
+    def depth(self) -> int:
+        return self._own.depth
+
     def launch(self, iteration: Iteration) -> None:
         self._leader.order(pack(iteration, self._chunk_tokens))
         self._launched.append(iteration)
