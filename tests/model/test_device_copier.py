@@ -137,9 +137,10 @@ def test_pages_go_out_and_come_back_whatever_the_order(
     assert not wrong, wrong[0]
 
 
-def test_swap_outs_yield_to_swap_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_swap_outs_yield_to_swap_ins(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_copier, "UNIT_BYTES", 1)
-    streams = FakeStreams(0)
+    streams = FakeStreams(seed)
     memory = StreamedMemory(streams)
     gate = streams.swap_out
     copier = DeviceCopier(memory, streams)
@@ -151,6 +152,9 @@ def test_swap_outs_yield_to_swap_ins(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.001)
     copier.submit([SwapIn(2, 5, 5, SIZE)], [])
     streams.going.set()
+    while copier._outs:  # the worker goes on by itself
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
     assert sorted(collect(copier, 2)) == [1, 2]
     copier.close()
     assert memory.told == [("out", 0), ("in", 0), ("in", 1), ("in", 2), ("out", 1), ("out", 2)]
