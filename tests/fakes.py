@@ -124,11 +124,10 @@ class LedgerExecutor:
             assert None not in self.device[swap_out.device_page][: swap_out.num_slots]
             self._outstanding[swap_out.copy_id] = swap_out
         self._land_some()
-        for piece in iteration.slices:
-            self._write(piece.turn, piece.start, piece.stop)
         samples: list[Sample] = []
         failures: list[TurnFailure] = []
-        for piece in iteration.slices:
+        for piece in iteration.slices:  # in order: an executor may compute them one after another
+            self._write(piece.turn, piece.start, piece.stop)
             self._attend(piece.turn, piece.stop)
             if not piece.needs_token:
                 continue

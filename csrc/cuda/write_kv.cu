@@ -8,8 +8,7 @@
 //
 // with half = rotated / 2, in float and rounded once.  The query goes to `rotated_query`, the key to its page.
 //
-// One block does one token; a thread moves two neighbouring elements at a time.  A negative slot is nobody's
-// (the padding of a captured graph).
+// One block does one token; a thread moves two neighbouring elements at a time.
 //
 // Bound by the launch: 16 tokens of 8 KV heads of 128 are 128 KB, a tenth of a microsecond's bandwidth.
 #include <element.h>
@@ -56,7 +55,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
              Element* key_pages,      // (pages, kv_heads, 32, head_size), page_stride apart
              Element* value_pages) {  // alike
   const int64 token = blockIdx.x, slot = slot_mapping[token];
-  if (slot < 0) return;
   const int64 page = slot / PAGE * page_stride + slot % PAGE * HEAD_SIZE;
   for (int i = threadIdx.x; i < kv_heads * (HEAD_SIZE / 2); i += THREADS) {
     const int head = i / (HEAD_SIZE / 2), column = i % (HEAD_SIZE / 2) * 2;
@@ -92,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     return row < heads ? rotated_query + (token * heads + row) * HEAD_SIZE
                        : key_pages + page + int64(row - heads) * PAGE * HEAD_SIZE;
   };
-  const int rows = slot < 0 ? heads : heads + kv_heads;
+  const int rows = heads + kv_heads;
   for (int i = threadIdx.x; i < rows * quarter; i += THREADS) {
     const int first = i % quarter * 2;
     rotate(target_of(i / quarter), source_of(i / quarter), cosine, sine, first, first + half);
@@ -101,7 +99,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int column = rotated + i % rest * 2;
     copy_pair(target_of(i / rest) + column, source_of(i / rest) + column);
   }
-  if (slot < 0) return;
   for (int i = threadIdx.x; i < kv_heads * (HEAD_SIZE / 2); i += THREADS) {
     const int head = i / (HEAD_SIZE / 2), column = i % (HEAD_SIZE / 2) * 2;
     copy_pair(value_pages + page + int64(head) * PAGE * HEAD_SIZE + column,

@@ -5,8 +5,9 @@ The executor's contract, on which the bookkeeping relies:
 * `copies` are done before any slice of the same iteration is written, `swap_ins` before any slice
   attends to their pages (a layer waits for that layer's copy only).  Both see every write of
   earlier iterations; so do `swap_outs`.
-* In each layer the keys and values of *all* slices are written before any slice attends, so a slice
-  may attend to what another slice of the same iteration computes.
+* A slice may attend to what a slice before it in the same iteration computes, and to nothing that a later
+  one does.  So in each layer the keys and values of all slices are written before any slice attends; or
+  the slices are computed in several goes, in their order.
 * A copy is named by its `copy_id` and reported once in `Outcome.finished_copies`, in this or in any
   later outcome.  Until then the core moves neither of its pages.  Page-to-page `copies` are finished
   when their iteration is collected and are not reported.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -42,10 +42,9 @@ class Launch(NamedTuple):
     shared: str = ""  # the constant of the source that says how much dynamic shared memory it needs
 
 
-def takes(query: torch.Tensor, key_pages: torch.Tensor) -> bool:
-    """Whether the kernels are for tensors like these; torch does what they are not for."""
-    _, _, slots, head_size = key_pages.shape
-    return query.dtype in ELEMENTS and slots == PAGE and head_size in HEAD_SIZES
+def takes(dtype: torch.dtype, page_slots: int, head_size: int) -> bool:
+    """Whether the kernels are for KV like this; torch does what they are not for."""
+    return dtype in ELEMENTS and page_slots == PAGE and head_size in HEAD_SIZES
 
 
 def takes_arena(arena: torch.Tensor) -> bool:
@@ -63,9 +62,16 @@ def tiling(head_size: int) -> Tiling:
 
 
 def plan(
-    lengths: list[int], starts: list[int], heads: int, kv_heads: int, head_size: int, slots: int
+    lengths: Sequence[int],
+    starts: Sequence[int],
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    slots: int,
+    waves_more: int | None = None,
 ) -> Plan:
-    return plan_work(lengths, starts, heads // kv_heads, kv_heads, tiling(head_size), slots)
+    group = heads // kv_heads
+    return plan_work(lengths, starts, group, kv_heads, tiling(head_size), slots, waves_more)
 
 
 def work_of(

@@ -52,7 +52,7 @@ def multi_token_attention(
         raise ValueError("multi_token_attention: out aliases query")
     tensors = (query, key_pages, value_pages, page_table, slice_offsets, slice_turns, slice_starts)
     match query.device.type:
-        case "cuda" if cuda.takes(query, key_pages):
+        case "cuda" if cuda.takes(query.dtype, *key_pages.shape[2:]):
             work = work or cuda.work_of(query, key_pages, slice_offsets, slice_starts)
             rows = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
             tensors = (rows, *tensors[1:])
@@ -80,7 +80,7 @@ def write_kv(
     shapes.unify("value_pages", value_pages, _PAGES, key.dtype)
     tensors = (key, value, slot_mapping, key_pages, value_pages)
     match key.device.type:
-        case "cuda" if cuda.takes(key, key_pages):
+        case "cuda" if cuda.takes(key.dtype, *key_pages.shape[2:]):
             cuda.launch(cuda.write_kv_launch(*tensors), key.device)
         case "cpu" if cpu.write_kv(*tensors):
             pass

@@ -118,14 +118,18 @@ def plan_work(
     kv_heads: int,
     tiling: Tiling,
     slots: int,
+    waves_more: int | None = None,
 ) -> Plan:
-    """Work for slices of these lengths that begin at these positions."""
+    """Work for slices of these lengths that begin at these positions.
+
+    With `waves_more` 0 there are at most slots / kv_heads + 1 items more than tiles.
+    """
     tiles = [
         tile
         for index, (length, start) in enumerate(zip(lengths, starts, strict=True))
         for tile in tiles_of(index, length, start, group, tiling)
     ]
-    limit = part_limit([tile.cost for tile in tiles], kv_heads, slots)
+    limit = part_limit([tile.cost for tile in tiles], kv_heads, slots, waves_more)
     items: list[tuple[int, Item]] = []
     merges: list[Merge] = []
     num_part_rows = 0
@@ -162,7 +166,9 @@ def tiles_of(slice_index: int, length: int, start: int, group: int, tiling: Tili
     return tiles
 
 
-def part_limit(costs: Sequence[int], kv_heads: int, slots: int) -> int:
+def part_limit(
+    costs: Sequence[int], kv_heads: int, slots: int, waves_more: int | None = None
+) -> int:
     """How long a part may be."""
     if not costs:
         return PART_PAGES_MIN
@@ -171,7 +177,8 @@ def part_limit(costs: Sequence[int], kv_heads: int, slots: int) -> int:
     if fewest > WAVES_MORE:
         return max(int(mean) + 1, PART_PAGES_MIN)
     best, least = max(costs), float("inf")
-    for waves in range(fewest, fewest + WAVES_MORE + 1):
+    last = fewest + (WAVES_MORE if waves_more is None else waves_more)
+    for waves in range(fewest, last + 1):
         limit = _smallest_limit(costs, waves * slots // kv_heads)
         time = min(waves * limit, mean + limit) + waves * WAVE_COST
         if time < least:

@@ -28,6 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from pensieve.errors import UnsupportedModel
 from pensieve.kernels import dense, multi_token_attention, write_kv
+from pensieve.kernels.work import Work
 from pensieve.model.batch import Batch
 from pensieve.model.kv_memory import KVMemory, PageMoves
 
@@ -64,8 +65,10 @@ class PagedPass:
         memory: KVMemory,
         wait_layer: Callable[[int], None],
         copies: PageMoves | None = None,
+        work: Work | None = None,
     ) -> None:
         self.batch = batch
+        self._work = work
         self._memory = memory
         self._wait_layer = wait_layer
         self._copies = copies
@@ -111,6 +114,7 @@ class PagedPass:
             batch.slice_starts,
             scaling,
             out,
+            self._work,
         )
         return out
 

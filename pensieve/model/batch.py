@@ -10,6 +10,7 @@ with absolute positions, one turn whose page table it attends through, and a sta
     page_table                           entry i of a row is the page of chunk i; padding is page 0
     logit_rows                           last rows of the slices that need a token
     logit_turns, logit_positions         whose they are, and where the sampled token will stand
+    lengths, starts                      of the slices, where the host can see them
 
 The last token of a slice may be one that the iteration before samples and that only the device
 knows (`SampledIds`).  It is put in its place there; where that row failed, token 0 stands for it,
@@ -49,6 +50,8 @@ class Batch:
     logit_rows: torch.Tensor  # int64 (rows)
     logit_turns: tuple[Turn, ...]
     logit_positions: tuple[int, ...]
+    lengths: Sequence[int]  # of the slices, for the host
+    starts: Sequence[int]
 
     @classmethod
     def from_slices(
@@ -116,4 +119,6 @@ class Batch:
             logit_rows=indices(logit_rows, device),
             logit_turns=tuple(logit_turns),
             logit_positions=tuple(logit_positions),
+            lengths=[piece.stop - piece.start for piece in slices],
+            starts=starts,
         )

@@ -97,6 +97,11 @@ class Copier:
             )
             self._raise_error()
 
+    @property
+    def arriving(self) -> bool:
+        """Whether a swap-in is outstanding."""
+        return bool(self._swap_ins)
+
     def poll(self) -> tuple[int, ...]:
         """The ids of copies that finished since the last report, without waiting."""
         with self._changed:

@@ -36,14 +36,14 @@ import torch
 
 from pensieve.core.iteration import Iteration, Outcome, Sample, TurnFailure
 from pensieve.core.turn import Turn
-from pensieve.errors import DeviceError
-from pensieve.model.attention import PagedPass
-from pensieve.model.batch import Batch, SampledIds
-from pensieve.model.copier import Copier
+from pensieve.model.batch import SampledIds
 from pensieve.model.decoding import Decoding
 from pensieve.model.draw import Row
-from pensieve.model.kv_memory import KVMemory, PageMoves
+from pensieve.model.forward import Forward, copier_for
+from pensieve.model.graphs import DecodeGraphs
+from pensieve.model.kv_memory import KVMemory
 from pensieve.model.loader import LoadedModel
+from pensieve.model.ranks import ParallelModel
 from pensieve.model.sampler import Drawn, Sampler
 from pensieve.text.tokenizer import Tokenizer
 
@@ -66,19 +66,19 @@ class TorchExecutor:
         sampler: Sampler,
         tokenizer: Tokenizer,
         depth: int | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         """The sampler's `eos_token_ids` end a turn: the checkpoint's and the chat template's.
 
         On a CPU `launch` computes, so running ahead would gain nothing: its depth is 1 unless asked.
         """
-        self._device = memory.device_arena.device
-        self.depth = depth or (1 if self._device.type == "cpu" else 2)
+        self.depth = depth or (1 if memory.device_arena.device.type == "cpu" else 2)
         assert self.depth in (1, 2), "the scheduler plans one iteration ahead"
-        self._model = model
-        self._memory = memory
         self._sampler = sampler
         self._tokenizer = tokenizer
-        self._copier = Copier(memory)
+        self._copier = copier_for(memory)
+        alone = not isinstance(model.flat, ParallelModel)
+        self._forward = Forward(model.flat, memory, self._copier, halves=alone, graphs=graphs)
         self._launched: deque[_Launched] = deque()
 
     @torch.inference_mode()
@@ -86,26 +86,19 @@ class TorchExecutor:
         """Start the iteration's copies, its slices and its samples."""
         assert len(self._launched) < self.depth, "an earlier iteration was not collected"
         self._copier.submit(iteration.swap_ins, iteration.swap_outs)
-        copies = PageMoves.from_copies(iteration.copies) if iteration.copies else None
+        copies = self._forward.page_copies(iteration)
         rows: list[Row] = []
         drawn: Drawn | None = None
         if iteration.slices:
-            batch = Batch.from_slices(
-                iteration.slices, self._memory.chunk_tokens, self._device, self._sampled_ids()
-            )
-            logits = self._forward(batch, copies)
-            rows = [
-                Row(*each) for each in zip(batch.logit_turns, batch.logit_positions, strict=True)
-            ]
-            for turn in batch.logit_turns:
+            computed = self._forward.run(iteration.slices, copies, self._sampled_ids())
+            pairs = zip(computed.turns, computed.positions, strict=True)
+            rows = [Row(*each) for each in pairs]
+            for turn in computed.turns:
                 self._decoding(turn)  # where the sampler's memory is
             if rows:
-                newest_ids = batch.input_ids.index_select(0, batch.logit_rows)
-                drawn = self._sampler.draw(logits, rows, newest_ids)
+                drawn = self._sampler.draw(computed.logits, rows, computed.newest_ids)
         elif copies is not None:
-            for layer in range(self._memory.shape.num_layers):
-                self._copier.wait_layer(layer)
-                self._memory.copy_within(layer, copies)
+            self._forward.copy_pages(copies)
         self._launched.append(_Launched(iteration, rows, drawn))
 
     @torch.inference_mode()
@@ -128,19 +121,6 @@ class TorchExecutor:
             return None
         rows = {row.turn.turn_id: index for index, row in enumerate(self._launched[-1].rows)}
         return SampledIds(drawn.ids, rows)
-
-    def _forward(self, batch: Batch, copies: PageMoves | None) -> torch.Tensor:
-        forward_pass = PagedPass(batch, self._memory, self._copier.wait_layer, copies)
-        try:
-            logits = self._model.flat.logits(
-                batch.input_ids, batch.positions, batch.logit_rows, forward_pass
-            )
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(error, MemoryError) or "not enough memory" in str(error):
-                tokens = len(batch.input_ids)
-                raise DeviceError(f"out of memory in a batch of {tokens} tokens") from error
-            raise
-        return logits.float()
 
     def _read(self, launched: _Launched) -> tuple[list[Sample], list[TurnFailure]]:
         samples: list[Sample] = []

@@ -27,10 +27,8 @@ import torch
 
 from pensieve.core.iteration import Iteration
 from pensieve.errors import ModelError, PensieveError
-from pensieve.model.attention import PagedPass
-from pensieve.model.batch import Batch
-from pensieve.model.copier import Copier
-from pensieve.model.kv_memory import KVMemory, PageMoves
+from pensieve.model.forward import Forward, copier_for
+from pensieve.model.kv_memory import KVMemory
 from pensieve.model.leader import parts_of
 from pensieve.model.loader import LoadedModel, load
 from pensieve.model.orders import Frame, Pipe, Words
@@ -116,10 +114,9 @@ class FollowingExecutor:
     """Carries out the same iterations as rank 0's executor, over this rank's part of the pages."""
 
     def __init__(self, model: LoadedModel, memory: KVMemory, pipe: Pipe) -> None:
-        self._model = model
-        self._memory = memory
         self._pipe = pipe
-        self._copier = Copier(memory)
+        self._copier = copier_for(memory)
+        self._forward = Forward(model.flat, memory, self._copier, halves=False)
         self._num_outstanding = 0  # copies that were submitted and not yet told
         self._submitted = threading.Condition()
         threading.Thread(target=self._report, daemon=True).start()
@@ -127,18 +124,11 @@ class FollowingExecutor:
     @torch.inference_mode()
     def launch(self, iteration: Iteration) -> None:
         self._submit(iteration)
-        copies = PageMoves.from_copies(iteration.copies) if iteration.copies else None
+        copies = self._forward.page_copies(iteration)
         if iteration.slices:
-            device = self._memory.device_arena.device
-            batch = Batch.from_slices(iteration.slices, self._memory.chunk_tokens, device)
-            forward_pass = PagedPass(batch, self._memory, self._copier.wait_layer, copies)
-            self._model.flat.logits(
-                batch.input_ids, batch.positions, batch.logit_rows, forward_pass
-            )
+            self._forward.run(iteration.slices, copies)
         elif copies is not None:
-            for layer in range(self._memory.shape.num_layers):
-                self._copier.wait_layer(layer)
-                self._memory.copy_within(layer, copies)
+            self._forward.copy_pages(copies)
 
     def _submit(self, iteration: Iteration) -> None:
         num_copies = len(iteration.swap_ins) + len(iteration.swap_outs)

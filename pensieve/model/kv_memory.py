@@ -101,7 +101,7 @@ class KVMemory:
         self.chunk_tokens = chunk_tokens
         self.page_bytes = shape.kv_bytes_per_page(chunk_tokens)
         device = torch.device(device)
-        self.device_arena = self._allocate("device", device_pages, device)
+        self.device_arena = self._allocate("device", device_pages + 1, device)
         if device.type == "cpu":
             self.host_arena = self._allocate("host", host_pages, device)
         else:
@@ -125,7 +125,12 @@ class KVMemory:
 
     @property
     def device_pages(self) -> int:
-        return self.device_arena.shape[1]
+        return self.device_arena.shape[1] - 1
+
+    @property
+    def spare_page(self) -> int:
+        """The page behind the last: no turn has it; rows that only fill a batch up write there."""
+        return self.device_pages
 
     @property
     def host_pages(self) -> int:

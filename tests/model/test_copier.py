@@ -25,7 +25,7 @@ class GatedMemory(KVMemory):
     def __init__(self) -> None:
         super().__init__(SHAPE, 8, 8, 4)
         self.device_arena.copy_(torch.arange(self.device_arena.numel()).view_as(self.device_arena))
-        self.host_arena.copy_(-self.device_arena)
+        self.host_arena.copy_(-self.device_arena[:, :8])
         self.begun: list[tuple[str, int]] = []
         self.gate = threading.Semaphore(0)
         self._begun = threading.Condition()
@@ -188,7 +188,7 @@ def test_memory_says_what_it_holds_and_refuses_what_does_not_fit() -> None:
     memory = KVMemory(SHAPE, 8, 5, 4)
     assert memory.page_bytes == 2 * 3 * 1 * 4 * 4 * 4
     assert (memory.device_bytes, memory.host_bytes) == (8 * 384, 5 * 384)
-    assert memory.device_arena.shape == (3, 8, 2, 1, 4, 4)
+    assert memory.device_arena.shape == (3, 8 + 1, 2, 1, 4, 4)
     assert memory.key_pages(1).data_ptr() == memory.device_arena[1].data_ptr()
     with pytest.raises(DeviceError, match=r"cannot allocate .* GiB for the host tier"):
         KVMemory(SHAPE, 8, 1 << 50, 4)

@@ -134,7 +134,7 @@ def test_a_slice_attends_to_what_another_slice_of_the_iteration_computes(
     first = world.turn(6)
     second = world.turn(0, tokens=[*first.tokens[:4], 40, 41])
     second.page_table[0] = first.page_table[0]
-    world.step((second, 4, 6, True), (first, 0, 6, True))
+    world.step((first, 0, 6, True), (second, 4, 6, True))
     plain = plain_model(folder_of("llama-gqa"))
     assert largest_gap(plain, first) <= GAP_MAX
     assert largest_gap(plain, second) <= GAP_MAX

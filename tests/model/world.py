@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pensieve.core.iteration import Iteration, Outcome, PageCopy, Slice, SwapIn,
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
 from pensieve.model.executor import TorchExecutor
+from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv_memory import KVMemory
 from pensieve.model.loader import LoadedModel
 from pensieve.model.sampler import Sampler
@@ -49,13 +50,15 @@ class World:
         seed: int = 0,
         chunk_tokens: int = CHUNK_TOKENS,
         depth: int | None = None,
+        graphs: Callable[[KVMemory], DecodeGraphs] | None = None,
     ) -> None:
         self.rng = random.Random(seed)
         self.memory = memory or KVMemory(model.shape, device_pages, host_pages, chunk_tokens)
         self.memory.device_arena.fill_(float("nan"))
         self.memory.host_arena.fill_(float("nan"))
+        made = graphs(self.memory) if graphs is not None else None
         sampler = Sampler(model.shape.vocab_size, eos_token_ids)
-        self.executor = TorchExecutor(model, self.memory, sampler, LetterTokenizer(), depth)
+        self.executor = TorchExecutor(model, self.memory, sampler, LetterTokenizer(), depth, made)
         self.free_pages = list(range(self.memory.device_pages))
         self.rng.shuffle(self.free_pages)
         self.turns: list[Turn] = []

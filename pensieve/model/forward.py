@@ -1,0 +1,151 @@
+"""The model's part of an iteration: from slices to logits.
+
+The batch is built where the model is.  On a GPU the attention's work is planned here, once for all layers,
+and an iteration that only decodes, with nothing under way to the device, runs as a captured graph
+(graphs.py).
+
+When memory does not suffice for a batch it is computed in two halves, one after the other, and so on;
+nobody's turn fails for it.  That changes nothing else: a slice needs only what slices before it compute
+(core.iteration), page copies come before everything, and doing them, or a part of a layer's writes, a second
+time writes what is there already.  A single token that does not fit ends the engine, and so does any batch
+where several ranks compute together, since the others would not halve theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from pensieve.core.iteration import Iteration, Slice
+from pensieve.core.turn import Turn
+from pensieve.errors import DeviceError
+from pensieve.kernels.work import Work
+from pensieve.model.attention import FlatModel, PagedPass
+from pensieve.model.batch import Batch, SampledIds
+from pensieve.model.copier import Copier
+from pensieve.model.device_copier import DeviceCopier
+from pensieve.model.graphs import DecodeGraphs, plan_of
+from pensieve.model.kv_memory import KVMemory, PageMoves
+
+
+class Computed(NamedTuple):
+    """Rows of logits, whose they are, and what they follow."""
+
+    logits: torch.Tensor  # float32 (rows, vocab)
+    newest_ids: torch.Tensor  # int64 (rows): the tokens that the rows were computed from
+    turns: tuple[Turn, ...]
+    positions: tuple[int, ...]  # where a sampled token will stand
+
+
+def copier_for(memory: KVMemory) -> Copier | DeviceCopier:
+    return Copier(memory) if memory.device_arena.device.type == "cpu" else DeviceCopier(memory)
+
+
+class Forward:
+    """One model over one KV memory."""
+
+    def __init__(
+        self,
+        flat: FlatModel,
+        memory: KVMemory,
+        copier: Copier | DeviceCopier,
+        *,
+        halves: bool = True,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        self._flat = flat
+        self._memory = memory
+        self._copier = copier
+        self._halves = halves
+        self._graphs = graphs
+        self._device = memory.device_arena.device
+
+    def run(
+        self,
+        slices: Sequence[Slice],
+        copies: PageMoves | None = None,
+        sampled: SampledIds | None = None,
+    ) -> Computed:
+        """Compute slices; there must be at least one."""
+        try:
+            return self._once(slices, copies, sampled)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            num_tokens = sum(piece.stop - piece.start for piece in slices)
+            if num_tokens == 1 or not self._halves:
+                raise DeviceError(f"out of memory in a batch of {num_tokens} tokens") from error
+        # Outside of the handler, whose traceback would keep the failed half's tensors.
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        first, second = halves(slices, num_tokens // 2)
+        return _joined(self.run(first, copies, sampled), self.run(second, None, sampled))
+
+    def page_copies(self, iteration: Iteration) -> PageMoves | None:
+        """Where the device wants them."""
+        if not iteration.copies:
+            return None
+        return self._memory.prepared(PageMoves.from_copies(iteration.copies))
+
+    def copy_pages(self, copies: PageMoves) -> None:
+        """Copies of an iteration without slices."""
+        for layer in range(self._memory.shape.num_layers):
+            self._copier.wait_layer(layer)
+            self._memory.copy_within(layer, copies)
+
+    def _once(
+        self, slices: Sequence[Slice], copies: PageMoves | None, sampled: SampledIds | None
+    ) -> Computed:
+        batch = Batch.from_slices(slices, self._memory.chunk_tokens, self._device, sampled)
+        graphs = self._graphs
+        if graphs is not None and copies is None and graphs.takes(batch, self._copier.arriving):
+            logits = graphs.logits(batch)
+        else:
+            shape = self._memory.shape
+            work: Work | None = None
+            if (planned := plan_of(batch, self._memory)) is not None:
+                plan, wide_above = planned
+                work = Work.of(plan, shape.num_kv_heads, shape.head_size, self._device, wide_above)
+            forward_pass = PagedPass(batch, self._memory, self._copier.wait_layer, copies, work)
+            logits = self._flat.logits(
+                batch.input_ids, batch.positions, batch.logit_rows, forward_pass
+            ).float()
+        newest_ids = batch.input_ids.index_select(0, batch.logit_rows)
+        return Computed(logits, newest_ids, batch.logit_turns, batch.logit_positions)
+
+
+def halves(slices: Sequence[Slice], num_first: int) -> tuple[list[Slice], list[Slice]]:
+    """The first so many tokens, and the others."""
+    first: list[Slice] = []
+    second: list[Slice] = []
+    left = num_first
+    for piece in slices:
+        length = piece.stop - piece.start
+        if length <= left:
+            first.append(piece)
+        elif left == 0:
+            second.append(piece)
+        else:
+            middle = piece.start + left
+            first.append(piece._replace(stop=middle, needs_token=False))
+            second.append(piece._replace(start=middle))
+        left = max(left - length, 0)
+    return first, second
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or "not enough memory" in str(error)  # torch's allocator on a CPU
+    )
+
+
+def _joined(first: Computed, second: Computed) -> Computed:
+    return Computed(
+        torch.cat((first.logits, second.logits)),
+        torch.cat((first.newest_ids, second.newest_ids)),
+        first.turns + second.turns,
+        first.positions + second.positions,
+    )

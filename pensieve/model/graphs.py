@@ -1,0 +1,225 @@
+"""Decode iterations of a GPU as captured graphs: a layer's launches, all layers', given to it as one.
+
+At batch 1 to 64 a layer of an 8 B model takes some 100 microseconds, and a transformers layer is some 20
+launches; launched one by one they would bound the speed.  A graph is captured for each of a few batch
+sizes (`buckets`) and replayed for every iteration that only decodes.
+
+What a graph reads lies in tensors that stay: token ids, positions, slots, page tables, and the work list
+of the attention.  Before a replay the iteration's values are copied into their first rows, on the same
+stream, so the graph before it has read them.  The rows that remain are nobody's: they are at position 0 of
+a page that no turn has (`KVMemory.spare_page`), no item of work is theirs, and their logits are never
+looked at.
+
+The work list has a fixed length, so its plan keeps to the fewest waves (work.py); it is filled up with
+empty items.
+
+What cannot be captured (modelling code that asks the device for values, as some routers of experts do)
+runs as before; the reason is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from pensieve.kernels import cuda
+from pensieve.kernels.work import Plan, Work
+from pensieve.model.attention import FlatModel, PagedPass
+from pensieve.model.batch import Batch
+from pensieve.model.kv_memory import KVMemory
+from pensieve.model.probe import one_line
+from pensieve.model.transfer import upload
+
+Replay = Callable[[], Any]
+Capture = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Replay]]
+
+
+def buckets(turns_max: int) -> list[int]:
+    """Batch sizes that graphs are captured for: at most a quarter of rows is nobody's, from 8 upward."""
+    return sorted({1, 2, 4, *range(8, turns_max, 8), turns_max} & set(range(1, turns_max + 1)))
+
+
+def plan_of(
+    batch: Batch, memory: KVMemory, waves_more: int | None = None
+) -> tuple[Plan, int | None] | None:
+    """The attention's work for a batch, and which items Hopper's kernel takes; None on a CPU."""
+    shape, device = memory.shape, memory.device_arena.device
+    if device.type != "cuda" or not cuda.takes(shape.dtype, memory.chunk_tokens, shape.head_size):
+        return None
+    plan = cuda.plan(
+        batch.lengths,
+        batch.starts,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_size,
+        cuda.slots(device),
+        waves_more,
+    )
+    return plan, cuda.wide_above(shape.head_size, device)
+
+
+class _Bucket(NamedTuple):
+    logits: torch.Tensor  # float32 (rows, vocab)
+    replay: Replay
+
+
+class DecodeGraphs:
+    """The graphs of one model over one KV memory."""
+
+    def __init__(
+        self,
+        flat: FlatModel,
+        memory: KVMemory,
+        turns_max: int,
+        capture: Capture | None = None,
+    ) -> None:
+        shape, device = memory.shape, memory.device_arena.device
+        self._flat = flat
+        self._memory = memory
+        self._capture = capture or capture_cuda(device)
+        self._graphs: dict[int, _Bucket] = {}
+        self._sizes = buckets(turns_max)
+        self.failure = ""  # why there are none
+        rows, pages_max = turns_max, -(-shape.context_max // memory.chunk_tokens)
+        pages_max = min(pages_max, memory.device_pages)
+
+        def numbers(*sizes: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(sizes, dtype=dtype, device=device)
+
+        self._input_ids = numbers(rows)
+        self._positions = numbers(rows)
+        self._slots = numbers(rows)
+        self._page_table = numbers(rows, pages_max, dtype=torch.int32)
+        self._starts = numbers(rows, dtype=torch.int32)
+        self._nobody = memory.spare_page * memory.chunk_tokens
+        self._rest(0, rows)
+        self._work: Work | None = None
+        if device.type == "cuda" and cuda.takes(shape.dtype, memory.chunk_tokens, shape.head_size):
+            self._extra_items = cuda.slots(device) // shape.num_kv_heads + 1
+            items = rows + self._extra_items
+            part_rows = items * (shape.num_heads // shape.num_kv_heads)
+            heads = shape.num_kv_heads
+            self._work = Work(
+                numbers(items, 6, dtype=torch.int32),
+                numbers(0, 6, dtype=torch.int32),
+                numbers(self._extra_items, 5, dtype=torch.int32),
+                torch.empty(part_rows, heads, shape.head_size, device=device),
+                torch.empty(part_rows, heads, device=device),
+            )
+
+    def capture(self) -> None:
+        """Capture all of them, the largest first: the others fit into the memory that it takes."""
+        group = self._memory.shape.num_heads // self._memory.shape.num_kv_heads
+        if group > cuda.tiling(self._memory.shape.head_size).narrow_max:
+            self.failure = f"groups of {group} heads are not for the graphs' work lists"
+            return
+        try:
+            for size in reversed(self._sizes):
+                batch = self._batch(size)
+
+                def compute(batch: Batch = batch, size: int = size) -> torch.Tensor:
+                    forward_pass = PagedPass(
+                        batch, self._memory, lambda layer: None, None, self._work_of(size)
+                    )
+                    return self._flat.logits(
+                        batch.input_ids, batch.positions, batch.logit_rows, forward_pass
+                    ).float()
+
+                self._graphs[size] = _Bucket(*self._capture(compute))
+        except RuntimeError as error:
+            self._graphs.clear()
+            self.failure = one_line(error)
+
+    def takes(self, batch: Batch, arriving: bool) -> bool:
+        """Whether it only decodes, nothing is on its way to the device, and a graph is large enough."""
+        return (
+            bool(self._graphs)
+            and not arriving
+            and len(batch.lengths) <= self._sizes[-1]
+            and len(batch.logit_turns) == len(batch.lengths) == len(batch.page_table)
+            and all(length == 1 for length in batch.lengths)
+        )
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """float32 (rows, vocab), good until the next call."""
+        rows = len(batch.lengths)
+        size = next(size for size in self._sizes if size >= rows)
+        self._input_ids[:rows].copy_(batch.input_ids)
+        self._positions[:rows].copy_(batch.positions)
+        self._slots[:rows].copy_(batch.slot_mapping)
+        self._starts[:rows].copy_(batch.slice_starts)
+        self._page_table[:rows, : batch.page_table.shape[1]].copy_(batch.page_table)
+        self._rest(rows, size)
+        if self._work is not None:
+            planned = plan_of(batch, self._memory, waves_more=0)
+            assert planned is not None
+            self._put(planned[0], size)
+        graph = self._graphs[size]
+        graph.replay()
+        return graph.logits[:rows]
+
+    def _rest(self, first: int, last: int) -> None:
+        """Rows that are nobody's."""
+        self._positions[first:last].zero_()
+        self._slots[first:last].fill_(self._nobody)
+        self._starts[first:last].zero_()
+        self._page_table[first:last, 0].fill_(self._memory.spare_page)
+
+    def _batch(self, size: int) -> Batch:
+        device = self._input_ids.device
+        index = torch.arange(size + 1, dtype=torch.int32, device=device)
+        return Batch(
+            input_ids=self._input_ids[:size],
+            positions=self._positions[:size],
+            slot_mapping=self._slots[:size],
+            page_table=self._page_table[:size],
+            slice_offsets=index,
+            slice_turns=index[:size],
+            slice_starts=self._starts[:size],
+            logit_rows=torch.arange(size, device=device),
+            logit_turns=(),
+            logit_positions=(),
+            lengths=[1] * size,
+            starts=[0] * size,
+        )
+
+    def _work_of(self, size: int) -> Work | None:
+        """The beginning of the work list, as much as a plan for so many rows may need."""
+        if self._work is None:
+            return None
+        return self._work._replace(items=self._work.items[: size + self._extra_items])
+
+    def _put(self, plan: Plan, size: int) -> None:
+        assert self._work is not None
+        for rows, table, limit in (
+            (plan.items, self._work.items, size + self._extra_items),
+            (plan.merges, self._work.merges, self._extra_items),
+        ):
+            assert len(rows) <= limit, (len(rows), limit)
+            padded = torch.zeros(limit, table.shape[1], dtype=torch.int32)
+            if rows:
+                padded[: len(rows)] = torch.tensor(rows, dtype=torch.int32)
+            table[:limit].copy_(upload(padded, table.device))
+
+
+def capture_cuda(device: torch.device) -> Capture:
+    """Captures in one pool of memory; what is captured is run once before, so that nothing is loaded then."""
+    pool: list[Any] = []
+
+    def capture(compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
+        aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(aside):
+            compute()
+        torch.cuda.current_stream(device).wait_stream(aside)
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool[0] if pool else None):
+            logits = compute()
+        if not pool:
+            pool.append(graph.pool())
+        return logits, graph.replay
+
+    return capture

@@ -1,0 +1,233 @@
+"""Batches in halves where memory is short; decode iterations from captured graphs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pensieve.core.iteration import PageCopy, Slice, SwapIn, SwapOut
+from pensieve.errors import DeviceError
+from pensieve.kernels.work import Tiling, plan_work
+from pensieve.model.forward import halves
+from pensieve.model.graphs import DecodeGraphs, buckets
+from pensieve.model.kv_memory import KVMemory, PageMoves
+from pensieve.model.loader import LoadedModel, load
+from tests.model.world import GAP_MAX, World, largest_gap, plain_model
+
+FolderOf = Callable[[str], Path]
+Loaded = Callable[[str], LoadedModel]
+
+
+class ShortOfMemory:
+    """A model that computes no more than so many tokens at once."""
+
+    def __init__(self, model: LoadedModel, tokens_max: int) -> None:
+        self.tokens_max = tokens_max
+        self.computed: list[int] = []
+        self._logits = model.flat.logits
+
+    def __call__(self, input_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if len(input_ids) > self.tokens_max:
+            self._logits(input_ids, *rest)  # it may have written anything before it failed
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.computed.append(len(input_ids))
+        return self._logits(input_ids, *rest)
+
+
+def test_a_batch_that_does_not_fit_is_computed_in_parts(
+    folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slices that share a chunk, a page copy before them, and rows of every half."""
+    model = load(folder_of("llama-gqa"))
+    world = World(model)
+    first = world.turn(11)
+    second = world.turn(0, tokens=[*first.tokens[:4], 40, 41, 42])
+    second.page_table[0] = first.page_table[0]
+    third = world.turn(0, tokens=[*first.tokens[:6], 7])
+    third.page_table[0] = first.page_table[0]
+    world.step((first, 0, 6, False))
+    short = ShortOfMemory(model, 3)
+    monkeypatch.setattr(model.flat, "logits", short)
+    outcome = world.step(
+        (first, 6, 11, True),
+        (second, 4, 7, True),
+        (third, 6, 7, True),
+        copies=[PageCopy(first.page_table[1], third.page_table[1], 2)],
+    )
+    assert sum(short.computed) == 9
+    assert max(short.computed) <= 3
+    assert [sample.turn_id for sample in outcome.samples] == [0, 1, 2]
+    for _ in range(4):
+        world.decode(first, second, third)
+    world.executor.close()
+    plain = plain_model(folder_of("llama-gqa"))
+    assert max(largest_gap(plain, turn) for turn in (first, second, third)) <= GAP_MAX
+
+
+def test_a_single_token_that_does_not_fit_ends_the_engine(
+    folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(folder_of("llama-gqa"))
+    world = World(model)
+    monkeypatch.setattr(model.flat, "logits", ShortOfMemory(model, 0))
+    with pytest.raises(DeviceError, match="out of memory in a batch of 1 tokens"):
+        world.launch((world.turn(5), 0, 5, True))
+    world.executor.close()
+
+
+def test_halves_keep_the_order_and_who_needs_a_token() -> None:
+    turns: list[Any] = ["a", "b", "c"]
+    slices = [
+        Slice(turns[0], 3, 4, True),
+        Slice(turns[1], 0, 6, True),
+        Slice(turns[2], 9, 10, False),
+    ]
+    for num_first in range(1, 8):
+        first, second = halves(slices, num_first)
+        assert sum(piece.stop - piece.start for piece in first) == num_first
+        positions = [
+            (piece.turn, position)
+            for piece in (*first, *second)
+            for position in range(piece.start, piece.stop)
+        ]
+        assert positions == [("a", 3), *(("b", i) for i in range(6)), ("c", 9)]
+        assert [piece.turn for piece in (*first, *second) if piece.needs_token] == ["a", "b"]
+
+
+# -- graphs --
+
+
+class Captured:
+    """In the place of CUDA's capture: a replay computes again, from the same tensors into the same."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.replays = 0
+
+    def __call__(
+        self, compute: Callable[[], torch.Tensor]
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        logits = compute()
+        self.sizes.append(len(logits))
+
+        def replay() -> None:
+            self.replays += 1
+            logits.copy_(compute())
+
+        return logits, replay
+
+
+def graphed(model: LoadedModel, captured: Captured, turns_max: int = 8) -> Any:
+    def made(memory: KVMemory) -> DecodeGraphs:
+        graphs = DecodeGraphs(model.flat, memory, turns_max, captured)
+        with torch.inference_mode():
+            graphs.capture()
+        memory.device_arena[:, : memory.device_pages].fill_(float("nan"))
+        return graphs
+
+    return made
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_graphs_say_what_the_model_says(loaded: Loaded, folder_of: FolderOf, depth: int) -> None:
+    """Turns come and go, so graphs of all sizes run between mixed iterations; pages move meanwhile."""
+    model, captured = loaded("llama-gqa"), Captured()
+    world = World(model, device_pages=200, depth=depth, graphs=graphed(model, captured))
+    assert captured.sizes == [8, 4, 2, 1]
+    draw = random.Random(depth)
+    running: list[Any] = []
+    replayed = set()
+    for step in range(60):
+        if step % 7 == 0 and len(running) < 8:
+            for turn in [world.turn(draw.randint(1, 9)) for _ in range(draw.randint(1, 3))]:
+                world.step((turn, 0, len(turn.tokens), True))
+                running.append(turn)
+        before = captured.replays
+        world.decode(*running[:8])
+        if captured.replays > before:
+            replayed.add(len(running[:8]))
+        if step % 11 == 10:
+            running.pop(draw.randrange(len(running)))
+    world.executor.close()
+    assert len(replayed) >= 4, "graphs were hardly used"
+    plain = plain_model(folder_of("llama-gqa"))
+    assert max(largest_gap(plain, turn) for turn in world.turns) <= GAP_MAX
+
+
+def test_graphs_run_only_where_nothing_else_happens(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, captured = loaded("llama-gqa"), Captured()
+    world = World(model, graphs=graphed(model, captured))
+    first, second, third = world.turn(4), world.turn(9), world.turn(4)
+    world.step((first, 0, 4, True), (third, 0, 4, True))
+    assert captured.replays == 0, "a prefill"
+    world.decode(first)
+    assert captured.replays == 1
+    at = len(first.tokens)
+    world.step((first, at - 1, at, True), (second, 0, 5, False))
+    assert captured.replays == 1, "a decode beside a piece of prefill"
+    old, new = world.replace_page(third, 0)
+    del old
+    world.step((third, 0, 4, False))
+    world.decode(first, copies=[PageCopy(third.page_table[0], world.free_pages.pop(), 4)])
+    assert captured.replays == 1, "a page copy"
+    world.step(swap_outs=[SwapOut(1, new, 0, 4)])
+    world.memory.device_arena[:, new] = float("nan")
+    swap_in = world.memory.swap_in
+
+    def slow(layer: int, moves: PageMoves) -> None:
+        time.sleep(0.05)
+        swap_in(layer, moves)
+
+    monkeypatch.setattr(world.memory, "swap_in", slow)
+    world.decode(third, swap_ins=[SwapIn(2, 0, new, 4)])
+    assert captured.replays == 1, "a swap-in"
+    world.decode(first, third)
+    assert captured.replays == 2
+    world.executor.close()
+
+
+def test_what_cannot_be_captured_runs_as_before(loaded: Loaded) -> None:
+    def refuse(compute: Callable[[], torch.Tensor]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model = loaded("llama-gqa")
+    world = World(model, graphs=graphed(model, refuse))  # type: ignore[arg-type]
+    turn = world.turn(4)
+    world.step((turn, 0, 4, True))
+    assert world.decode(turn).samples
+    world.executor.close()
+    graphs = world.executor._forward._graphs
+    assert graphs is not None
+    assert "not permitted" in graphs.failure
+
+
+@pytest.mark.parametrize("turns_max", [1, 3, 8, 64, 70])
+def test_buckets_waste_little(turns_max: int) -> None:
+    sizes = buckets(turns_max)
+    assert sizes[-1] == turns_max
+    for rows in range(1, turns_max + 1):
+        size = next(size for size in sizes if size >= rows)
+        assert size <= max(2 * rows, rows + 7)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_work_list_of_the_fewest_waves_fits_into_a_graph(seed: int) -> None:
+    draw = random.Random(seed)
+    kv_heads, slots = draw.choice((1, 2, 8)), draw.choice((8, 132, 264))
+    rows = draw.randint(1, 64)
+    starts = [int(40_000 * draw.random() ** draw.choice((1, 6))) for _ in range(rows)]
+    plan = plan_work([1] * rows, starts, 4, kv_heads, Tiling(32, 128), slots, waves_more=0)
+    assert len(plan.items) <= rows + slots // kv_heads + 1
+    assert len(plan.merges) <= slots // kv_heads + 1
+    assert plan.num_part_rows <= 4 * (rows + slots // kv_heads + 1)
+    for items in itertools.pairwise(plan.items):
+        assert items[0].num_rows == 4
