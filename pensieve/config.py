@@ -35,7 +35,7 @@ class TierSize(NamedTuple):
     """The size of a tier: bytes, tokens, or a share of the memory that is available."""
 
     amount: float
-    unit: str  # "bytes", "tokens", "share"
+    unit: str  # "bytes", "tokens", "share"; "auto": whoever knows the device decides
 
     def pages(self, page_bytes: int, chunk_tokens: int, available_bytes: int) -> int:
         if self.unit == "tokens":
@@ -44,6 +44,8 @@ class TierSize(NamedTuple):
         return int(total) // page_bytes
 
     def __str__(self) -> str:
+        if self.unit == "auto":
+            return "auto"
         if self.unit == "tokens":
             return f"{int(self.amount)}t"
         if self.unit == "share":
@@ -52,7 +54,9 @@ class TierSize(NamedTuple):
 
 
 def parse_tier_size(text: str) -> TierSize:
-    """`6GiB`, `512MiB`, `20000t` (tokens) or `60%` (of the memory available)."""
+    """`6GiB`, `512MiB`, `20000t` (tokens), `60%` (of the memory available) or `auto`."""
+    if text.strip() == "auto":
+        return TierSize(0, "auto")
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z%]+)\s*", text)
     if match is not None:
         amount, unit = float(match[1]), match[2]
@@ -62,7 +66,7 @@ def parse_tier_size(text: str) -> TierSize:
             return TierSize(amount / 100, "share")
         if unit.upper() in UNITS:
             return TierSize(amount * UNITS[unit.upper()], "bytes")
-    raise ValueError("is a size such as 6GiB, 512MiB, 20000t (tokens) or 60% (at most 95%)")
+    raise ValueError("is a size such as 6GiB, 512MiB, 20000t (tokens), 60% (at most 95%), or auto")
 
 
 def _choice(*allowed: str) -> Callable[[str], str]:
@@ -94,6 +98,12 @@ def _number(low: float, high: float) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
+        raise ValueError("is one of auto, cpu, cuda, cuda:N")
+    return text
 
 
 def _switch(text: str) -> bool:
@@ -132,7 +142,13 @@ SETTINGS: Table = (
     Setting(
         "model", str, "", "a folder or a hub id (default: the small model that ships)", "MODEL"
     ),
-    Setting("device", _choice("auto", "cpu"), "auto", "where to compute", "auto|cpu"),
+    Setting(
+        "device",
+        _device,
+        "auto",
+        "where to compute (auto: a GPU, if there is one)",
+        "auto|cpu|cuda[:N]",
+    ),
     Setting(
         "dtype",
         _choice("auto", "float32", "bfloat16", "float16"),
@@ -147,8 +163,20 @@ SETTINGS: Table = (
         "int8: half of the bytes to read, and other replies: see `pensieve bench step`",
         "native|int8",
     ),
-    Setting("device_cache", parse_tier_size, "25%", "size of the device tier", "SIZE"),
-    Setting("host_cache", parse_tier_size, "25%", "size of the host tier", "SIZE"),
+    Setting(
+        "device_cache",
+        parse_tier_size,
+        "auto",
+        "size of the device tier (auto: a quarter of memory; on a GPU, what is left of its own)",
+        "SIZE",
+    ),
+    Setting(
+        "host_cache",
+        parse_tier_size,
+        "auto",
+        "size of the host tier (auto: a quarter of memory)",
+        "SIZE",
+    ),
     Setting("policy", _choice("value", "lru"), "value", "what is evicted first", "value|lru"),
     Setting("chunk_tokens", _whole(1, 1024), "32", "tokens of a chunk", "N"),
     Setting("token_budget", _whole(1, 1 << 20), "512", "tokens of one iteration", "N"),

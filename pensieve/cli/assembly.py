@@ -17,11 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from pensieve.config import Settings, available_memory_bytes
+from pensieve.config import Settings, TierSize, available_memory_bytes
 from pensieve.core.sampling import Sampling
 from pensieve.errors import ConfigError, ModelError, PensieveError, UnsupportedModel
 
 if TYPE_CHECKING:
+    import torch
+
     from pensieve.engine.engine import Engine
     from pensieve.engine.mailbox import Mailbox, Outbox
     from pensieve.engine.ports import Sink
@@ -250,6 +252,9 @@ def _build_engine(
     undo: ExitStack,
 ) -> BuiltEngine:
     """What `undo` holds is closed unless all goes well."""
+    report("loading torch")
+    import torch
+
     from pensieve.core.cache import CacheConfig, KVCache
     from pensieve.core.cost import CostProfile
     from pensieve.core.retention import policy_named
@@ -257,9 +262,11 @@ def _build_engine(
     from pensieve.engine.engine import Engine, EngineConfig
     from pensieve.engine.journal import Journal
     from pensieve.model.executor import TorchExecutor
+    from pensieve.model.graphs import DecodeGraphs
     from pensieve.model.kv_memory import KVMemory
     from pensieve.model.parallel import ParallelExecutor
     from pensieve.model.sampler import Sampler
+    from pensieve.model.sizing import free_for_kv
 
     model, leader = _load_model(settings, folder, report, undo)
     num_ranks = settings.tensor_parallel
@@ -269,9 +276,26 @@ def _build_engine(
             f"the tokenizer knows {tokenizer.vocab_size} tokens, the model {shape.vocab_size}"
         )
 
+    sampler = Sampler(shape.vocab_size, model.eos_token_ids | texts.template.end_of_turn_ids)
+    device = model.flat.module.device
+    device_bytes = None  # the host's
+    if device.type == "cuda":
+        report("measuring what is left of the GPU's memory")
+        if leader is not None:
+            leader.say_measure(settings.token_budget, settings.turns_max, settings.chunk_tokens)
+        device_bytes = free_for_kv(
+            model,
+            settings.token_budget,
+            settings.turns_max,
+            settings.chunk_tokens,
+            device,
+            (sampler, tokenizer),
+        )
+        if leader is not None:
+            device_bytes = num_ranks * min(device_bytes, *leader.hear_measured())
     page_bytes = num_ranks * shape.kv_bytes_per_page(settings.chunk_tokens)  # of all ranks
-    device_pages, host_pages = _tier_pages(settings, page_bytes)
-    memory = KVMemory(shape, device_pages, host_pages, settings.chunk_tokens)
+    device_pages, host_pages = _tier_pages(settings, page_bytes, device_bytes)
+    memory = KVMemory(shape, device_pages, host_pages, settings.chunk_tokens, device, report)
     if leader is not None:
         leader.allocate(device_pages, host_pages, settings.chunk_tokens)
     device_size, host_size = (_size(pages * page_bytes) for pages in (device_pages, host_pages))
@@ -290,12 +314,17 @@ def _build_engine(
     scheduler_config = SchedulerConfig(settings.token_budget, settings.turns_max)
     context_max = min(shape.context_max, cache_config.device_tokens_max)
     engine_config = EngineConfig(context_max)
-    own = TorchExecutor(
-        model,
-        memory,
-        Sampler(shape.vocab_size, model.eos_token_ids | texts.template.end_of_turn_ids),
-        tokenizer,
-    )
+    graphs = None
+    if device.type == "cuda" and leader is None:
+        graphs = DecodeGraphs(model.flat, memory, settings.turns_max)
+        with torch.inference_mode():
+            graphs.capture()
+        report(
+            f"decoding runs without graphs: {graphs.failure}"
+            if graphs.failure
+            else f"captured graphs for up to {settings.turns_max} turns"
+        )
+    own = TorchExecutor(model, memory, sampler, tokenizer, graphs=graphs)
     undo.callback(own.close)
     executor: TorchExecutor | ParallelExecutor = own
     if leader is not None:
@@ -343,7 +372,6 @@ def _load_model(
     settings: Settings, folder: Path, report: Report, undo: ExitStack
 ) -> tuple[LoadedModel, Leader | None]:
     """The model, or rank 0's part of it and the other ranks."""
-    report("loading torch")
     import torch
 
     from pensieve.model.leader import Leader
@@ -354,11 +382,17 @@ def _load_model(
         torch.set_num_threads(settings.threads)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     num_ranks = settings.tensor_parallel
+    device = chosen_device(settings)
+    int8 = settings.weights == "int8"
+    if device.type == "cuda":
+        if int8:
+            raise ConfigError("--weights int8 is for CPUs: --device cpu")
+        _check_kernels(settings, device, report)
+        torch.cuda.set_device(device)
     if num_ranks == 1:
-        return load(folder, dtype=dtype, int8=settings.weights == "int8", report=report), None
-    if settings.weights == "int8":
+        return load(folder, dtype=dtype, device=device, int8=int8, report=report), None
+    if int8:
         raise ConfigError("--weights int8 is for one rank: --tensor-parallel 1")
-    device = torch.device("cpu")
     check_machine(device, num_ranks)
     check_divisible(folder, num_ranks)
     num_threads = max(torch.get_num_threads() // num_ranks, 1)
@@ -372,7 +406,7 @@ def _load_model(
     leader = Leader(num_ranks, device, followed)
     undo.callback(leader.close)
     try:
-        model = load(folder, dtype=dtype, rank=leader, report=report)
+        model = load(folder, dtype=dtype, device=device, rank=leader, report=report)
     except (ModelError, RuntimeError) as error:  # perhaps only a broken collective
         leader.explain(error)
         raise
@@ -380,22 +414,72 @@ def _load_model(
     return model, leader
 
 
-def _tier_pages(settings: Settings, page_bytes: int) -> tuple[int, int]:
-    """Pages of the device and the host tier, held against the memory there is."""
+def chosen_device(settings: Settings) -> torch.device:
+    """Where to compute; ConfigError if that is not there."""
+    import torch
+
+    name = settings.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        built = "" if torch.version.cuda else " (it was built without CUDA)"
+        raise ConfigError(f"--device {name}: torch {torch.__version__} finds no GPU{built}")
+    index = int(name.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name}: there are {torch.cuda.device_count()} GPUs")
+    if index and settings.tensor_parallel > 1:
+        raise ConfigError("--tensor-parallel takes the first GPUs: --device cuda")
+    return torch.device("cuda", index)
+
+
+def _check_kernels(settings: Settings, device: torch.device, report: Report) -> None:
+    """The kernels can be had for this GPU; compiling them takes a few seconds the first time."""
+    from pensieve.kernels import cuda, work
+
+    if settings.chunk_tokens != work.PAGE:
+        raise ConfigError(f"--chunk-tokens is {work.PAGE} on a GPU: the kernels' pages are")
+    report(f"kernels for {cuda.architecture(device.index)}")
+    cuda.prepare(device.index)
+
+
+def _tier_pages(settings: Settings, page_bytes: int, device_bytes: int | None) -> tuple[int, int]:
+    """Pages of both tiers, held against the memory there is; the device's own, if it has some."""
     available = available_memory_bytes()
-    most = TOKENS_MAX // settings.chunk_tokens
+    share = TierSize(0.25, "share")
+    host = share if settings.host_cache.unit == "auto" else settings.host_cache
+    on_device = settings.device_cache
+    if on_device.unit == "auto":
+        on_device = share if device_bytes is None else TierSize(1.0, "share")
     device_pages, host_pages = (
-        min(size.pages(page_bytes, settings.chunk_tokens, available), most)
-        if size.unit == "share"
-        else size.pages(page_bytes, settings.chunk_tokens, available)
-        for size in (settings.device_cache, settings.host_cache)
+        size.pages(page_bytes, settings.chunk_tokens, memory)
+        for size, memory in (
+            (on_device, available if device_bytes is None else device_bytes),
+            (host, available),
+        )
     )
+    if device_bytes is None:
+        most = TOKENS_MAX // settings.chunk_tokens
+        device_pages = min(device_pages, most) if on_device.unit == "share" else device_pages
+        host_pages = min(host_pages, most) if host.unit == "share" else host_pages
     if device_pages < 4:
         raise ConfigError(
             f"--device-cache {settings.device_cache} holds {device_pages} chunks of "
             f"{settings.chunk_tokens} tokens ({page_bytes:,} bytes each); 4 are needed"
         )
-    if (device_pages + host_pages) * page_bytes > available:
+    if device_bytes is not None:
+        if device_pages * page_bytes > device_bytes:
+            raise ConfigError(
+                f"--device-cache {settings.device_cache} needs {_size(device_pages * page_bytes)}, and "
+                f"{_size(device_bytes)} of the GPU are left beside weights and workspace"
+            )
+        if host_pages * page_bytes > available:
+            raise ConfigError(
+                f"--host-cache {settings.host_cache} needs {_size(host_pages * page_bytes)}, and "
+                f"{_size(available)} are available"
+            )
+    elif (device_pages + host_pages) * page_bytes > available:
         raise ConfigError(
             f"the two tiers need {(device_pages + host_pages) * page_bytes / 2**30:.1f} GiB and "
             f"{available / 2**30:.1f} GiB are available; lower --device-cache or --host-cache"

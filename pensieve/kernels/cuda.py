@@ -22,7 +22,7 @@ import torch
 from pensieve.errors import DeviceError
 from pensieve.kernels import nvrtc
 from pensieve.kernels.nvrtc import Kernel
-from pensieve.kernels.work import PAGE, Merge, Plan, Tiling, Work, plan_work
+from pensieve.kernels.work import PAGE, Plan, Tiling, Work, plan_work
 
 HEAD_SIZES = (64, 96, 128, 256)
 HOPPER_HEAD_SIZES = (64, 128)
@@ -376,6 +376,11 @@ def launch(wanted: Launch, device: torch.device) -> None:
         function((wanted.blocks,), (wanted.threads,), arguments, shared_mem=shared_bytes)
 
 
+def prepare(device_index: int) -> None:
+    """Raise DeviceError if kernels cannot be had for this device, before anything large is loaded."""
+    _loaded(Kernel("copy_pages.cu", "copy_pages"), "", device_index)
+
+
 @cache
 def _loaded(kernel: Kernel, shared: str, device_index: int) -> tuple[Any, int]:
     """The function on that device, and the dynamic shared memory that it needs."""
@@ -400,17 +405,3 @@ def architecture(device_index: int = 0) -> str:
         name = torch.cuda.get_device_name(device_index)
         raise DeviceError(f"{name} is of compute capability {major}.{minor}; 8.0 is needed")
     return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
-
-
-__all__ = [
-    "Kernel",
-    "Launch",
-    "Merge",
-    "attention_launches",
-    "copy_pages_launch",
-    "launch",
-    "rotate_and_write_kv_launch",
-    "takes",
-    "work_of",
-    "write_kv_launch",
-]

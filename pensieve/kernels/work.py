@@ -25,7 +25,7 @@ The functions are pure: lengths and starts in, lists out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -96,9 +96,11 @@ class Work(NamedTuple):
         head_size: int,
         device: torch.device | str,
         wide_above: int | None = None,  # items of more rows are put among the wide ones
+        upload: Callable[[torch.Tensor, torch.device], torch.Tensor] = torch.Tensor.to,
     ) -> Work:
         def table(rows: Sequence[tuple[int, ...]], columns: int) -> torch.Tensor:
-            return torch.tensor(rows, dtype=torch.int32).reshape(-1, columns).to(device)
+            made = torch.tensor(rows, dtype=torch.int32).reshape(-1, columns)
+            return upload(made, torch.device(device))
 
         most = wide_above or float("inf")
         rows = plan.num_part_rows

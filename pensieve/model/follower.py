@@ -34,6 +34,7 @@ from pensieve.model.loader import LoadedModel, load
 from pensieve.model.orders import Frame, Pipe, Words
 from pensieve.model.probe import one_line
 from pensieve.model.ranks import Rank
+from pensieve.model.sizing import free_for_kv
 
 
 def serve(sock: socket.socket) -> None:
@@ -60,7 +61,8 @@ def _follow(pipe: Pipe, settings: Mapping[str, Any]) -> None:
     folder = Path(settings["meeting_folder"])
     rank = Follower(settings["index"], settings["num_ranks"], pipe, folder)
     torch.set_num_threads(settings["num_threads"])
-    device = torch.device(settings["device"])
+    cuda = settings["device"] == "cuda"
+    device = torch.device("cuda", settings["index"]) if cuda else torch.device("cpu")
     pipe.say("here")
     rank.join(folder, device)
     dtype = settings["dtype"]
@@ -71,8 +73,12 @@ def _follow(pipe: Pipe, settings: Mapping[str, Any]) -> None:
         rank=rank,
     )
     pipe.say("probed", **parts_of(model.shape))
-    pages = rank.hear("pages")
-    executor = FollowingExecutor(model, KVMemory(model.shape, **pages, device=device), pipe)
+    words = rank.next_words()
+    if words.what == "measure":
+        pipe.say("measured", num_bytes=free_for_kv(model, **words.values, device=device))
+        words = rank.next_words()
+    assert words.what == "pages", words
+    executor = FollowingExecutor(model, KVMemory(model.shape, **words.values, device=device), pipe)
     pipe.say("ready")
     while True:
         order = rank.next_frame()
@@ -95,10 +101,14 @@ class Follower(Rank):
         self.hear("met")
 
     def hear(self, what: str) -> dict[str, Any]:
-        words = self.next_frame()
-        assert isinstance(words, Words), words
+        words = self.next_words()
         assert words.what == what, words
         return words.values
+
+    def next_words(self) -> Words:
+        words = self.next_frame()
+        assert isinstance(words, Words), words
+        return words
 
     def next_frame(self) -> Frame:
         return self._frames.get()

@@ -28,6 +28,7 @@ from pensieve.model.copier import Copier
 from pensieve.model.device_copier import DeviceCopier
 from pensieve.model.graphs import DecodeGraphs, plan_of
 from pensieve.model.kv_memory import KVMemory, PageMoves
+from pensieve.model.transfer import upload
 
 
 class Computed(NamedTuple):
@@ -107,7 +108,9 @@ class Forward:
             work: Work | None = None
             if (planned := plan_of(batch, self._memory)) is not None:
                 plan, wide_above = planned
-                work = Work.of(plan, shape.num_kv_heads, shape.head_size, self._device, wide_above)
+                work = Work.of(
+                    plan, shape.num_kv_heads, shape.head_size, self._device, wide_above, upload
+                )
             forward_pass = PagedPass(batch, self._memory, self._copier.wait_layer, copies, work)
             logits = self._flat.logits(
                 batch.input_ids, batch.positions, batch.logit_rows, forward_pass

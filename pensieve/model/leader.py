@@ -11,6 +11,8 @@ Each follower is a program of its own with one inherited socket: no fork, no pic
     met                              ──>
       ──── all probe: the same forwards, collectives in them ─────
                                      <──        probed, and the shape of its part
+  (a GPU's: measure                  ──>        the largest batch, together
+                                     <──        measured)
     pages                            ──>        allocates both tiers
                                      <──        ready
     order, order, …                  ──>        follows (parallel.py)
@@ -165,6 +167,16 @@ class Leader(Rank):
                 raise UnsupportedModel(
                     f"its parts differ: rank {index} has {values}, rank 0 {parts_of(shape)}"
                 )
+
+    def say_measure(self, token_budget: int, turns_max: int, chunk_tokens: int) -> None:
+        """Every rank tries out the largest batch; this one has to, at the same time."""
+        self._say(
+            "measure", token_budget=token_budget, turns_max=turns_max, chunk_tokens=chunk_tokens
+        )
+
+    def hear_measured(self) -> list[int]:
+        """Bytes that the followers have left for KV."""
+        return [values["num_bytes"] for values in self._hear("measured")]
 
     def allocate(self, device_pages: int, host_pages: int, chunk_tokens: int) -> None:
         """Return when every follower has its two tiers."""

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from pensieve.errors import ModelError, UnsupportedModel
+from pensieve.errors import DeviceError, ModelError, UnsupportedModel
 from pensieve.model.attention import FlatModel
 from pensieve.model.probe import FusionFailed, one_line, probe
 from pensieve.model.ranks import ParallelModel, Rank
@@ -53,21 +53,21 @@ def load(
     `report` receives one line per stage.
     """
     name = os.fspath(path_or_id)
-    if torch.device(device).type != "cpu":
-        raise ModelError(f"cannot load {name} on {device}: this version computes on the CPU only")
+    device = torch.device(device)
+    fuse_layers = rank is None and device.type == "cpu"  # what replaces them is in csrc/cpu
     with _quiet_transformers():
         report(f"loading {name}")
         config = _read_config(name)
-        flat = _read_model(name, config, dtype, rank)
+        flat = _read_model(name, config, dtype, device, rank)
         report("probing its attention")
         try:
             try:
-                shape = probe(flat, fuse_layers=rank is None, int8=int8)
+                shape = probe(flat, fuse_layers=fuse_layers, int8=int8)
             except FusionFailed as error:
                 if int8:
                     raise UnsupportedModel(f"its weights cannot be int8: {error}") from error
                 report(f"its layers stay as they are: {error}")
-                flat = _read_model(name, config, dtype, rank)
+                flat = _read_model(name, config, dtype, device, rank)
                 shape = probe(flat, fuse_layers=False)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"cannot serve {name}: {error}") from error
@@ -128,15 +128,26 @@ def check_divisible(path_or_id: str | os.PathLike[str], num_ranks: int) -> None:
         )
 
 
-def _read_model(name: str, config: Any, dtype: torch.dtype | None, rank: Rank | None) -> FlatModel:
+def _read_model(
+    name: str, config: Any, dtype: torch.dtype | None, device: torch.device, rank: Rank | None
+) -> FlatModel:
     if rank is None:
-        return FlatModel(_read_weights(name, config, dtype))
+        return FlatModel(_on(device, _read_weights(name, config, dtype), name))
     from transformers.distributed import DistributedConfig
 
     parts = {"distributed_config": DistributedConfig(tp_size=rank.num_ranks)}
     module = _read_weights(name, config, dtype, parts)
     rank.meet()  # reading may take one of them minutes longer; a collective has less patience
     return ParallelModel(module, rank)
+
+
+def _on(device: torch.device, module: Any, name: str) -> Any:
+    if device.type == "cpu":
+        return module
+    try:
+        return module.to(device)
+    except (RuntimeError, AssertionError) as error:  # out of memory; a torch without CUDA
+        raise DeviceError(f"cannot put {name} on {device}: {one_line(error)}") from error
 
 
 def _read_weights(

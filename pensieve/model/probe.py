@@ -87,7 +87,7 @@ def probe(flat: FlatModel, *, fuse_layers: bool = True, int8: bool = False) -> M
                 tolerance = INT8_DIFFERENCE
             try:
                 _compare(flat, shape, prompts, plain, tolerance, _CHUNK_TOKENS)
-                if num_replaced:  # with pages as they are served
+                if num_replaced or module.device.type != "cpu":  # with pages as they are served
                     _compare(flat, shape, prompts, plain, tolerance, cpu.SLOTS)
                 _check_far_neighbour(flat, shape, prompts[0])
             except Exception as error:
@@ -135,7 +135,8 @@ def _prompts(module: Any, context_max: int) -> list[list[int]]:
 
 def _plain_logits(module: Any, prompt: Sequence[int]) -> torch.Tensor:
     """The model's own attention on one prompt alone, (tokens, vocab)."""
-    logits: torch.Tensor = module(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
+    ids = torch.tensor([prompt], device=module.device)
+    logits: torch.Tensor = module(input_ids=ids, use_cache=False).logits[0]
     return logits.float()
 
 
@@ -214,9 +215,12 @@ class _Observer:
 def _observe(flat: FlatModel, prompt: list[int], context_max: int) -> ModelShape:
     """One prompt at positions 0 … n-1: what each layer hands to its attention."""
     observer = _Observer(context_max)
-    tokens = len(prompt)
+    tokens, device = len(prompt), flat.module.device
     logits = flat.logits(
-        torch.tensor(prompt), torch.arange(tokens), torch.tensor([tokens - 1]), observer
+        torch.tensor(prompt, device=device),
+        torch.arange(tokens, device=device),
+        torch.tensor([tokens - 1], device=device),
+        observer,
     )
     module = flat.module
     config = module.config.get_text_config()
@@ -264,11 +268,12 @@ def _compare(
     chunk_tokens: int,
 ) -> None:
     """Both prompts in scattered pages, in uneven pieces that share flat batches."""
-    memory, turns = _paged(shape, prompts, chunk_tokens)
+    device = flat.module.device
+    memory, turns = _paged(shape, prompts, chunk_tokens, device)
     rows = [torch.empty_like(each) for each in plain]
     for pieces in _pieces([len(prompt) for prompt in prompts]):
         slices = [Slice(turns[which], start, stop, True) for which, start, stop in pieces]
-        logits = _paged_logits(flat, memory, Batch.from_slices(slices, chunk_tokens))
+        logits = _paged_logits(flat, memory, Batch.from_slices(slices, chunk_tokens, device))
         for (which, start, stop), part in zip(
             pieces, torch.split(logits, [stop - start for _, start, stop in pieces]), strict=True
         ):
@@ -318,10 +323,12 @@ def _check_far_neighbour(flat: FlatModel, shape: ModelShape, prompt: list[int]) 
     # A second table is one of positions: it has no rotary frequencies, and nothing past its end.
     far = shape.context_max - 1 if len(embeddings) > 1 else 4 * shape.context_max
     recorders = []
+    device = flat.module.device
     for neighbour in (0, far):
         recorder = _Recorder(len(prompt))
-        positions = torch.tensor([*range(len(prompt)), neighbour])
-        flat.logits(torch.tensor([*prompt, prompt[0]]), positions, positions[:0], recorder)
+        positions = torch.tensor([*range(len(prompt)), neighbour], device=device)
+        ids = torch.tensor([*prompt, prompt[0]], device=device)
+        flat.logits(ids, positions, positions[:0], recorder)
         recorders.append(recorder)
     if not all(map(torch.equal, recorders[0].arrived, recorders[1].arrived)):
         raise UnsupportedModel(
@@ -331,11 +338,11 @@ def _check_far_neighbour(flat: FlatModel, shape: ModelShape, prompt: list[int]) 
 
 
 def _paged(
-    shape: ModelShape, prompts: list[list[int]], chunk_tokens: int
+    shape: ModelShape, prompts: list[list[int]], chunk_tokens: int, device: torch.device
 ) -> tuple[KVMemory, list[Turn]]:
     """Memory just large enough, its pages handed out in reverse and by turns."""
     counts = [-(-len(prompt) // chunk_tokens) for prompt in prompts]
-    memory = KVMemory(shape, sum(counts), 0, chunk_tokens)
+    memory = KVMemory(shape, sum(counts), 0, chunk_tokens, device)
     free = list(range(sum(counts)))
     turns = []
     for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
@@ -363,7 +370,7 @@ def _pieces(lengths: list[int]) -> list[list[tuple[int, int, int]]]:
 
 def _paged_logits(flat: FlatModel, memory: KVMemory, batch: Batch) -> torch.Tensor:
     """Logits of every row, (tokens, vocab)."""
-    rows = torch.arange(len(batch.input_ids))
+    rows = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
     forward_pass = PagedPass(batch, memory, wait_layer=lambda layer: None)
     return flat.logits(batch.input_ids, batch.positions, rows, forward_pass).float()
 

@@ -251,7 +251,7 @@ def test_every_setting_says_where_it_comes_from(
     assert "policy = lru  # " + str(file) in said
     assert "token_budget = 128  # PENSIEVE_TOKEN_BUDGET" in said
     assert "chunk_tokens = 8  # flag" in said
-    assert "host_cache = 25%  # default" in said
+    assert "host_cache = auto  # default" in said
     file.write_text("colour = 1\n")
     assert main(arguments) == 3
     assert "there is no setting 'colour'" in capsys.readouterr().err

@@ -1,0 +1,324 @@
+"""The executor's way on a GPU, with tensors that have a device and no values.
+
+Torch's fake tensors know shapes, types and devices: an operation on tensors of two devices raises, and so
+does whatever asks the device for a value.  So this shows that `launch` never waits for the device, that
+everything it is given lies there, and which kernels are launched; not what they compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pensieve.core.iteration import Iteration, PageCopy, Slice, SwapIn, SwapOut
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import Turn
+from pensieve.kernels import cuda
+from pensieve.kernels.cuda import Launch
+from pensieve.model import attention, device_copier, host_arena, transfer
+from pensieve.model.attention import FlatModel
+from pensieve.model.executor import TorchExecutor
+from pensieve.model.graphs import DecodeGraphs
+from pensieve.model.kv_memory import KVMemory, PageMoves
+from pensieve.model.loader import LoadedModel
+from pensieve.model.sampler import Drawn, SampledToken, Sampler
+from pensieve.model.shape import ModelShape
+from pensieve.model.sizing import widest
+from tests.model.streams import FakeStreams
+from tests.model.world import LetterTokenizer
+
+DEVICE = torch.device("cuda", 0)
+SHAPE = ModelShape(2, 4, 2, 64, 100, 512, torch.bfloat16, 0, 0)
+EVERYTHING = Sampling(
+    temperature=0.8,
+    top_k=5,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias=((3, 1.0),),
+    min_tokens=4,
+    logprobs=2,
+)
+
+
+# Some operations ask for a guard of the device, which a torch without CUDA has not: this one does nothing.
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+};
+namespace {
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU; the real one is tested")
+    folder = tmp_path_factory.mktemp("guard")
+    (folder / "guard.cpp").write_text(GUARD)
+    home = Path(torch.__file__).parent
+    subprocess.run(
+        [
+            *("g++", "-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}"),
+            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+            *(folder / "guard.cpp", "-o", folder / "guard.so", f"-L{home / 'lib'}", "-lc10"),
+        ],
+        check=True,
+    )
+    ctypes.CDLL(str(folder / "guard.so"))
+
+
+class Pretended:
+    """A GPU of which nothing exists but the shapes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, mode: FakeTensorMode) -> None:
+        self.launched: list[tuple[str, Launch]] = []  # stream, launch
+        self.streams = FakeStreams(0)
+        self.mode = mode
+        # In place, these ask for the device's own kernels; what they do can be said otherwise.
+        for name in ("index_copy", "index_add", "index_fill", "scatter", "scatter_add"):
+            function = getattr(torch.Tensor, name)
+
+            def in_place(tensor: torch.Tensor, *rest: Any, _do: Any = function) -> torch.Tensor:
+                return tensor.copy_(_do(tensor, *rest))
+
+            monkeypatch.setattr(torch.Tensor, name + "_", in_place)
+        monkeypatch.setattr(cuda, "launch", self.launch)
+        monkeypatch.setattr(cuda, "_pointers", self.pointers)
+        monkeypatch.setattr(FakeTensor, "data_ptr", lambda tensor: id(tensor) * 16, raising=False)
+        monkeypatch.setattr(cuda, "_map_of", lambda pages: 16)
+        monkeypatch.setattr(cuda, "slots", lambda device: 264)
+        monkeypatch.setattr(cuda, "architecture", lambda index=0: "sm_90a")
+        monkeypatch.setattr(
+            host_arena,
+            "allocate",
+            lambda size, device, report: torch.empty(size, dtype=torch.uint8),
+        )
+        monkeypatch.setattr(device_copier, "TorchStreams", lambda device: self.streams)
+        monkeypatch.setattr(transfer, "upload", self.upload)
+        for module in (
+            "pensieve.model.batch.upload",
+            "pensieve.model.forward.upload",
+            "pensieve.model.kv_memory.upload",
+            "pensieve.model.graphs.upload",
+            "pensieve.model.draw.upload",
+            "pensieve.model.sampler.upload",
+        ):
+            monkeypatch.setattr(module, self.upload)
+        monkeypatch.setattr("pensieve.model.sampler.ReadBack", OnItsWay)
+        monkeypatch.setattr(
+            Drawn, "read", lambda drawn: [SampledToken(0, None, ())] * len(drawn.ids)
+        )
+        monkeypatch.setattr(PageMoves, "_of", really(PageMoves._of))
+        monkeypatch.setattr(PageMoves, "joined", really(PageMoves.joined))
+        monkeypatch.setattr(  # which looks at the host's own values
+            "pensieve.model.sampler._ids_of",
+            lambda tokens, like: torch.empty(len(tokens), dtype=torch.int64, device=like.device),
+        )
+
+    def upload(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        assert values.device.type == "cpu"
+        return torch.empty(values.shape, dtype=values.dtype, device=device)
+
+    def pointers(self, *tensors: torch.Tensor) -> tuple[tuple[str, int], ...]:
+        for tensor in tensors:
+            on_host = tensor.device.type == "cpu" and tensor.dim() == 5  # a layer of the host tier
+            assert on_host or tensor.device == DEVICE, f"{tensor.shape} is on {tensor.device}"
+        return tuple(("p", 16) for _ in tensors)
+
+    def launch(self, launch: Launch, device: torch.device) -> None:
+        assert device == DEVICE
+        stream = {
+            id(self.streams.compute): "compute",
+            id(self.streams.swap_in): "swap_in",
+            id(self.streams.swap_out): "swap_out",
+        }[id(self.streams.current)]
+        self.launched.append((stream, launch))
+
+    def take(self) -> list[tuple[str, str]]:
+        """(stream, kernel) of what was launched since the last time."""
+        told = [(stream, launch.kernel.name) for stream, launch in self.launched]
+        self.launched.clear()
+        return told
+
+
+class OnItsWay:
+    """A read-back; what would arrive nobody knows."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        assert values.device == DEVICE
+
+
+def really(function: Any) -> Any:
+    """The same with real tensors: the host's own arithmetic."""
+
+    def called(*arguments: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*arguments)
+
+    return called
+
+
+@pytest.fixture
+def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
+    attention.register()
+    with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield Pretended(monkeypatch, mode)
+
+
+def executor_on(gpu: Pretended, graphs: bool = False) -> tuple[TorchExecutor, KVMemory]:
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        vocab_size=100,
+        max_position_embeddings=512,
+    )
+    with torch.inference_mode(False):
+        module = LlamaForCausalLM(config).eval().requires_grad_(False)
+    move(module)
+    module.set_attn_implementation(attention.SERVING)
+    model = LoadedModel("pretended", FlatModel(module), SHAPE, 4, frozenset())
+    memory = KVMemory(SHAPE, 40, 20, 32, DEVICE)
+    assert memory.host_arena.shape[1] == 20
+    made = None
+    if graphs:
+        made = DecodeGraphs(model.flat, memory, 8, lambda compute: (compute(), lambda: None))
+        with torch.inference_mode():
+            made.capture()
+        assert not made.failure
+        gpu.take()
+    sampler = Sampler(SHAPE.vocab_size)
+    return TorchExecutor(model, memory, sampler, LetterTokenizer(), graphs=made), memory  # type: ignore[arg-type]
+
+
+def move(module: torch.nn.Module) -> None:
+    """To the device, in place; `Module.to` swaps tensors, which fake ones do not allow."""
+    for each in module.modules():
+        for name, parameter in list(each.named_parameters(recurse=False)):
+            moved = parameter.detach().to(DEVICE, torch.bfloat16)
+            each._parameters[name] = torch.nn.Parameter(moved, requires_grad=False)
+        for name, buffer in list(each.named_buffers(recurse=False)):
+            each._buffers[name] = buffer.to(DEVICE)
+
+
+def turn_of(index: int, num_tokens: int, pages: list[int], sampling: Sampling) -> Turn:
+    tokens = array("I", [7] * num_tokens)
+    turn = Turn(index, "c", tokens, 0, num_tokens, num_tokens + 50, sampling)
+    turn.page_table = pages
+    return turn
+
+
+def layers(*kernels: str) -> list[tuple[str, str]]:
+    return [("compute", name) for _ in range(SHAPE.num_layers) for name in kernels]
+
+
+PLAIN = Sampling(ignore_eos=True)
+
+
+def test_launching_asks_the_device_for_nothing(gpu: Pretended) -> None:
+    """Prefill, decode and a token that only the device knows, at depth 2, with every way to sample."""
+    executor, _ = executor_on(gpu)
+    assert executor.depth == 2
+    first = turn_of(0, 40, [3, 1], EVERYTHING)
+    second = turn_of(1, 150, [5, 6, 7, 8, 9], PLAIN)
+    third = turn_of(2, 5, [11], Sampling(temperature=1.0, seed=1, ignore_eos=True))
+    slices = (
+        Slice(first, 0, 40, True),
+        Slice(second, 0, 150, False),
+        Slice(third, 0, 5, True),
+    )
+    executor.launch(Iteration(0, slices))
+    narrow_and_wide = ("write_kv", "multi_token_attention", "multi_token_attention", "merge_parts")
+    assert gpu.take() == layers(*narrow_and_wide)
+    first.pending_tokens = third.pending_tokens = 1
+    ahead = (Slice(first, 40, 41, True), Slice(third, 5, 6, True))
+    executor.launch(Iteration(1, ahead))
+    assert gpu.take() == layers("write_kv", "multi_token_attention")
+    outcome = executor.collect()
+    assert [sample.turn_id for sample in outcome.samples] == [0, 2]
+    assert not outcome.failures
+    executor.close()
+
+
+def test_a_long_context_is_cut_and_merged_in_every_layer(gpu: Pretended) -> None:
+    executor, _ = executor_on(gpu)
+    turn = turn_of(0, 500, list(range(16)), PLAIN)
+    executor.launch(Iteration(0, (Slice(turn, 499, 500, True),)))
+    assert gpu.take() == layers("write_kv", "multi_token_attention", "merge_parts")
+    executor.close()
+
+
+def test_pages_move_on_streams_of_their_own(gpu: Pretended) -> None:
+    executor, _ = executor_on(gpu)
+    turn = turn_of(0, 40, [3, 1], PLAIN)
+    slices = (Slice(turn, 32, 40, True),)
+    ins, copies = (SwapIn(1, 4, 3, 32),), (PageCopy(9, 1, 5),)
+    executor.launch(Iteration(0, slices, copies, ins))
+    told = gpu.take()
+    assert told[: SHAPE.num_layers] == [("swap_in", "copy_pages")] * SHAPE.num_layers
+    expected = ("copy_pages", "write_kv", "multi_token_attention")
+    assert told[SHAPE.num_layers :] == layers(*expected)
+    assert executor.collect().finished_copies in ((), (1,))
+    executor.launch(Iteration(1, (), (), (), (SwapOut(2, 3, 5, 32),)))
+    finished = executor.collect().finished_copies
+    assert 1 in finished or 2 in finished
+    while 2 not in finished:
+        executor.launch(Iteration(2, ()))
+        finished = executor.collect().finished_copies
+    assert gpu.take() == [("swap_out", "copy_pages")] * SHAPE.num_layers
+    executor.close()
+
+
+def test_long_runs_of_pages_take_the_copy_engine(
+    gpu: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pensieve.model.kv_memory.RUN_BYTES_MIN", 3 * 2 * 2 * 32 * 64 * 2)
+    executor, _ = executor_on(gpu)
+    run = tuple(SwapIn(each, each, 10 + each, 32) for each in range(3))
+    executor.launch(Iteration(0, (), (), run))
+    assert gpu.take() == [], "a kernel where the copy engine was faster"
+    assert executor.collect().finished_copies == (0, 1, 2)
+    executor.launch(Iteration(1, (), (), run[:2]))
+    assert gpu.take() == [("swap_in", "copy_pages")] * SHAPE.num_layers
+    executor.close()
+
+
+def test_decoding_replays_a_graph(gpu: Pretended) -> None:
+    """Nothing but the copies into its tensors is done; a mixed iteration runs layer by layer."""
+    executor, _ = executor_on(gpu, graphs=True)
+    turns = [turn_of(index, 40 + index, [2 * index, 2 * index + 1], PLAIN) for index in range(3)]
+    decodes = tuple(Slice(turn, len(turn.tokens) - 1, len(turn.tokens), True) for turn in turns)
+    executor.launch(Iteration(0, decodes))
+    assert gpu.take() == []
+    executor.launch(Iteration(1, (Slice(turns[0], 0, 8, False),)))
+    assert gpu.take() == layers("write_kv", "multi_token_attention")
+    assert len(executor.collect().samples) == 3
+    executor.close()
+
+
+def test_the_widest_batch_is_what_it_says() -> None:
+    for num_tokens, turns_max in ((512, 64), (64, 64), (1, 1), (300, 1)):
+        slices, num_pages = widest(num_tokens, turns_max, 1000, 32)
+        assert sum(piece.stop - piece.start for piece in slices) == num_tokens
+        assert len(slices) == turns_max
+        pages = [page for piece in slices for page in piece.turn.page_table]
+        assert pages == list(range(num_pages))
+        assert all(piece.needs_token for piece in slices)
