@@ -142,6 +142,8 @@ def test_a_room_imports_only_what_its_row_allows(path: Path) -> None:
 
 LOADED_LATE = {
     "cli/bench_attention.py",
+    "cli/bench_gpu.py",
+    "cli/bench_load.py",
     "cli/bench_step.py",
 }  # by the command itself: measuring torch is all they do
 

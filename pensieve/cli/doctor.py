@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -25,6 +26,7 @@ PACKAGES = (
     "sqlite-utils",
     "pysqlite3",
 )
+OPTIONAL = ("cupy-cuda13x", "cupy-cuda12x", "accelerate")
 
 
 def add_parser(commands: Any) -> None:
@@ -61,6 +63,9 @@ def findings() -> Iterator[tuple[str, str]]:
             yield name, metadata.version(name)
         except metadata.PackageNotFoundError:
             yield name, "missing"
+    for name in OPTIONAL:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield name, metadata.version(name)
     from pensieve.store.connection import preferred_driver
 
     yield "sqlite", f"{preferred_driver.sqlite_version} ({preferred_driver.__name__})"
@@ -70,7 +75,8 @@ def findings() -> Iterator[tuple[str, str]]:
     )
     yield "memory available", f"{available_memory_bytes() / 2**30:.1f} GiB"
     yield "cpu kernels", _cpu_kernels()
-    yield "accelerator", _accelerator()
+    yield "gpu", _gpu()
+    yield "gpu kernels", _gpu_kernels()
     data = Path(os.environ.get("PENSIEVE_DATA") or default_data_folder(os.environ))
     yield "data folder", f"{data} ({_state(data)})"
 
@@ -90,14 +96,49 @@ def _cpu_kernels() -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
-def _accelerator() -> str:
+def _gpu() -> str:
     try:
         import torch
     except ImportError:
         return "unknown: torch is missing"
     if not torch.cuda.is_available():
-        return "none; the device tier is in memory"
-    return f"{torch.cuda.get_device_name(0)}; this version computes on the CPU"
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch"
+        return f"none that {built} finds; the device tier is in memory"
+    names = [
+        f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability "
+        f"{found.major}.{found.minor}"
+        for found in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
+    return f"{' · '.join(names)}; torch is built for CUDA {torch.version.cuda}"
+
+
+def _gpu_kernels() -> str:
+    """Where their code would come from; compiling one shows that they can be compiled."""
+    try:
+        import torch
+
+        from pensieve.errors import DeviceError
+        from pensieve.kernels import cuda, nvrtc
+    except ImportError:
+        return "unknown: torch is missing"
+    has_gpu = torch.cuda.is_available()
+    kernel = nvrtc.Kernel("copy_pages.cu", "copy_pages")
+    try:
+        architecture = cuda.architecture(0) if has_gpu else "sm_80"
+        if nvrtc.shipped(kernel, architecture) is not None:
+            return f"shipped for {architecture}"
+        nvrtc.cubin(kernel, architecture)
+        told = f"compiled for {architecture} by NVRTC {nvrtc.compiler_version()} (CuPy)"
+        wrong_cuda = (
+            has_gpu
+            and nvrtc.compiler_version().split(".")[0] != str(torch.version.cuda).split(".")[0]
+        )
+        if wrong_cuda:
+            return f"{told}; missing: CuPy is for another CUDA than torch ({torch.version.cuda})"
+        return f"{told}, kept in {nvrtc.cache_folder()}"
+    except DeviceError as error:
+        text = " ".join(str(error).split())
+        return f"missing: {text}" if has_gpu else f"none: {text}"
 
 
 def _state(data: Path) -> str:
@@ -119,5 +160,7 @@ def wrong(found: dict[str, str]) -> Iterator[str]:
             f"SQLite {found['sqlite']} may damage a history when two connections checkpoint at once; "
             "install pysqlite3"
         )
+    if "missing:" in found["gpu kernels"]:
+        yield f"the GPU cannot be used: {found['gpu kernels']}"
     if "cannot be written" in found["data folder"]:
         yield f"the data folder cannot be written: {found['data folder']}"

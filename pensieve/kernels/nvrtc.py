@@ -207,3 +207,37 @@ def _lock(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield  # the lock ends with the file
+
+
+# -- shipping --
+
+
+def variants() -> Iterator[tuple[Kernel, str]]:
+    """Every source with every element and head size that it is compiled for, on every architecture."""
+    for source in sorted(path.name for path in (sources() / "cuda").glob("*.cu")):
+        for architecture in ARCHITECTURES:
+            if "hopper" in source and architecture != "sm_90a":
+                continue
+            if source == "copy_pages.cu":
+                yield Kernel(source, ""), architecture
+                continue
+            for head_size in (64, 128) if "hopper" in source else (64, 96, 128, 256):
+                for element in ("Bf16", "Fp16"):
+                    defines = (f"HEAD_SIZE={head_size}", f"ELEMENT={element}")
+                    yield Kernel(source, "", defines), architecture
+
+
+def main() -> int:
+    """Compile what is not there yet into `SHIPPED`."""
+    SHIPPED.mkdir(exist_ok=True)
+    wanted = list(variants())
+    for number, (kernel, architecture) in enumerate(wanted, 1):
+        if shipped(kernel, architecture) is None:
+            key = key_of(kernel, architecture, "shipped")
+            store(SHIPPED, key, compiled(kernel, architecture))
+        print(f"{number}/{len(wanted)} {kernel.source} {' '.join(kernel.defines)} {architecture}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

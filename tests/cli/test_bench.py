@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from pensieve.cli import bench_attention, bench_chat, bench_step, bench_swap
+from pensieve.cli import (
+    bench_attention,
+    bench_chat,
+    bench_gpu,
+    bench_load,
+    bench_step,
+    bench_swap,
+)
 from pensieve.cli import random_model as random_model_of
 from pensieve.cli.main import main
 from pensieve.cli.random_model import RandomShape
@@ -217,3 +224,48 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
     bench_swap.plot([{"place": "host", "ttft_seconds": 0.1}], tmp_path / "swap.png")
     for path in tmp_path.glob("*.png"):
         assert path.stat().st_size > 1000
+
+
+def test_every_section_of_the_gpu_bench_runs_small(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the CPU it checks and measures the same things, on other kernels."""
+    out = tmp_path / "figures.jsonl"
+    sections = "device,kernels,attention,decode,prefill,swap,hidden,exactness,load"
+    small = ["--small", "--device", "cpu", "--out", str(out), "--sections", sections]
+    assert bench_gpu.main(small) == 0, capsys.readouterr()
+    told = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {each["section"] for each in told} == set(sections.split(","))
+    assert all("failed" not in each for each in told)
+    ratios = {each["kind"]: each["ratio"] for each in told if "ratio" in each and "kind" in each}
+    assert set(ratios) == {"stateless", "device only", "two tiers", "two, LRU"}
+    assert ratios["stateless"] == 1.0
+
+
+def test_the_gpu_bench_times_nothing_that_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_gpu.Paged, "run", lambda self: self.out.fill_(0.5))
+    out = tmp_path / "figures.jsonl"
+    small = ["--small", "--device", "cpu", "--out", str(out), "--sections", "kernels,decode"]
+    assert bench_gpu.main(small) == 1
+    told = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [each["section"] for each in told if each.get("failed")] == ["kernels", "decode"]
+    assert not any("seconds" in each for each in told)
+
+
+def test_throughput_is_compared_at_one_latency() -> None:
+    points = [(0.01, 100.0), (0.03, 300.0), (0.02, 220.0)]
+    assert bench_load.throughput_at(points, 0.025) == pytest.approx(260.0)
+    assert bench_load.throughput_at(points, 0.5) == 300.0
+    assert bench_load.throughput_at(points, 0.001) == 100.0
+
+
+def test_conversations_are_as_long_as_theirs() -> None:
+    found = bench_load.talks(5.0, 200.0, 3.0, 1000, 1)
+    assert len(found) == pytest.approx(1000, rel=0.15)
+    talks = [talk for _, talk in found]
+    turns = sum(len(talk.says) for talk in talks)
+    assert turns / len(talks) == pytest.approx(5.56, rel=0.1)
+    assert sum(len(each) for t in talks for each in t.says) / turns == pytest.approx(37.8, rel=0.1)
+    assert sum(sum(talk.outputs) for talk in talks) / turns == pytest.approx(204.6, rel=0.1)

@@ -312,6 +312,9 @@ def test_the_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> N
     assert {"pensieve", "torch", "sqlite", "memory available", "data folder"} <= set(
         told["findings"]
     )
+    assert re.match(
+        "compiled for sm_|shipped for|none: |missing: ", told["findings"]["gpu kernels"]
+    )
     assert re.fullmatch(
         r"(amx|avx\d+(_bf16)?|plain), \d+ threads|missing: .*", told["findings"]["cpu kernels"]
     )
