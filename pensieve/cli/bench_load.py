@@ -49,6 +49,7 @@ from pensieve.errors import PensieveError
 from pensieve.kernels.work import PAGE
 from pensieve.model.attention import SERVING, FlatModel, register
 from pensieve.model.executor import TorchExecutor
+from pensieve.model.fused import fuse
 from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv_memory import KVMemory
 from pensieve.model.loader import LoadedModel
@@ -76,8 +77,11 @@ class Mute:
         return b" "
 
 
-def random_model(device: torch.device, small: bool) -> LoadedModel:
-    """In the shape of Llama 3 8B (small: a few layers of nothing), made where it is used."""
+def random_model(device: torch.device, small: bool, *, plain: bool = False) -> LoadedModel:
+    """In the shape of Llama 3 8B (small: a few layers of nothing), made where it is used.
+
+    Always the same weights; `plain` leaves the layers as transformers has them.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     hidden, mlp, layers, vocabulary = (256, 512, 2, 512) if small else (4096, 14_336, 32, 128_256)
@@ -96,6 +100,7 @@ def random_model(device: torch.device, small: bool) -> LoadedModel:
         module = LlamaForCausalLM(config)
     rotary = type(module.model.rotary_emb)(config)  # whose frequencies are no weights
     module = module.to(torch.bfloat16).to_empty(device=device)
+    torch.manual_seed(0)
     module.model.rotary_emb = rotary.to(device)
     for parameter in module.parameters():
         if parameter.dim() > 1:
@@ -109,7 +114,12 @@ def random_model(device: torch.device, small: bool) -> LoadedModel:
         *(layers, heads, kv_heads, head_size, vocabulary, CONTEXT_MAX),
         *(torch.bfloat16, count, 2 * count),
     )
-    return LoadedModel("random", FlatModel(module), shape, heads, frozenset())
+    flat = FlatModel(module)
+    if not plain:
+        num_replaced, _ = fuse(flat, range(3, 40))
+        if num_replaced != layers:
+            raise PensieveError(f"{num_replaced} of {layers} layers were replaced")
+    return LoadedModel("random", flat, shape, heads, frozenset())
 
 
 def executor_of(
@@ -447,7 +457,8 @@ def section_exactness(bench: Bench, model: LoadedModel) -> None:
     )
     if not recomputed:
         raise PensieveError("the pressure was none: nothing was computed again")
-    told = [(name, wrong_tokens(model, bench.device, each)) for name, each in said.items()]
+    right = random_model(bench.device, bench.small, plain=True)
+    told = [(name, wrong_tokens(right, bench.device, each)) for name, each in said.items()]
     if any(wrong for _, wrong in told):
         raise PensieveError(f"tokens that the model would not say: {told}")
     count = sum(len(talk.replied) for each in said.values() for talk in each)
@@ -464,15 +475,12 @@ def wrong_tokens(model: LoadedModel, device: torch.device, said: Sequence[Talk])
     """Of all replies, given the ids before them: tokens whose logit lies far below the largest."""
     model.flat.module.set_attn_implementation("sdpa")
     wrong = 0
-    try:
-        for talk in said:
-            ids = torch.tensor(list(talk.tokens), device=device)
-            logits = model.flat.module(input_ids=ids[None], use_cache=False).logits[0].float()
-            at = torch.tensor(talk.replied, device=device)
-            before = logits[at - 1]
-            largest = before.amax(1)
-            gaps = (largest - before.gather(1, ids[at, None])[:, 0]) / (largest - before.amin(1))
-            wrong += int((gaps > BF16_GAP).sum())
-    finally:
-        model.flat.module.set_attn_implementation(SERVING)
+    for talk in said:
+        ids = torch.tensor(list(talk.tokens), device=device)
+        logits = model.flat.module(input_ids=ids[None], use_cache=False).logits[0].float()
+        at = torch.tensor(talk.replied, device=device)
+        before = logits[at - 1]
+        largest = before.amax(1)
+        gaps = (largest - before.gather(1, ids[at, None])[:, 0]) / (largest - before.amin(1))
+        wrong += int((gaps > BF16_GAP).sum())
     return wrong

@@ -27,7 +27,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pensieve.errors import UnsupportedModel
-from pensieve.kernels import dense, multi_token_attention, write_kv
+from pensieve.kernels import dense, joined, multi_token_attention, write_kv
 from pensieve.kernels.work import Work
 from pensieve.model.batch import Batch
 from pensieve.model.kv_memory import KVMemory, PageMoves
@@ -39,7 +39,7 @@ PROBING = "pensieve-probe"
 class ForwardPass(Protocol):
     """What the forward carries to every layer: one per iteration, or the probe's."""
 
-    pages: dense.Pages | None  # what a fused layer needs to do without `attend`
+    pages: Any  # what a fused layer needs to do without `attend`: of `dense`, of `joined`, or None
 
     def arrive(self, layer: int) -> None:
         """Return when the layer's pages are in place."""
@@ -72,16 +72,14 @@ class PagedPass:
         self._memory = memory
         self._wait_layer = wait_layer
         self._copies = copies
-        self.pages: dense.Pages | None = None
-        if memory.device_arena.device.type == "cpu" and dense.available(memory.device_arena.dtype):
-            self.pages = dense.Pages(
-                memory.device_arena,
-                batch.slot_mapping,
-                batch.page_table,
-                batch.slice_offsets,
-                batch.slice_turns,
-                batch.slice_starts,
-            )
+        self.pages: Any = None
+        arena = memory.device_arena
+        tensors = (arena, batch.slot_mapping, batch.page_table)
+        index = (batch.slice_offsets, batch.slice_turns, batch.slice_starts)
+        if arena.device.type != "cpu":
+            self.pages = joined.Pages(*tensors, *index, work)
+        elif dense.available(arena.dtype):
+            self.pages = dense.Pages(*tensors, *index)
 
     def arrive(self, layer: int) -> None:
         self._wait_layer(layer)

@@ -1,4 +1,6 @@
-"""Layers and products replaced by compiled ones, by pattern: what a model does is measured, not its name.
+"""Layers and products replaced by faster ones, by pattern: what a model does is measured, not its name.
+
+On a CPU the faster ones are compiled (`kernels.dense`), on a GPU joined (`kernels.joined`).
 
 One forward over a prompt is watched.  Whatever is found is checked against what the module itself
 answered, before it takes the module's place:
@@ -37,11 +39,17 @@ import torch
 import torch.nn.functional as F
 from transformers.pytorch_utils import Conv1D
 
-from pensieve.kernels import dense
+from pensieve.kernels import dense, joined
 from pensieve.model.attention import FlatModel, ForwardPass
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest change that a layer makes
-NORM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of the largest value
+# Of the largest change that a layer makes, and of the largest value of a norm.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+NORM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+
+def kernels_on(device: torch.device) -> Any:
+    """The module that replaced parts are made of: both have the same names."""
+    return dense if device.type == "cpu" else joined
 
 
 def fuse(flat: FlatModel, prompt: Sequence[int], *, int8: bool = False) -> tuple[int, int]:
@@ -50,14 +58,15 @@ def fuse(flat: FlatModel, prompt: Sequence[int], *, int8: bool = False) -> tuple
     With `int8` the weights inside of layers are rounded, once a layer has proved to have the pattern.
     """
     module = flat.module
-    dtype = next(module.parameters()).dtype
-    if not dense.available(dtype):
+    first = next(module.parameters())
+    kernels = kernels_on(first.device)
+    if not kernels.available(first.dtype):
         return 0, 0
     layers = _decoder_layers(module)
     num_layers = len(layers)
     records, outside, logits = _watch(flat, prompt, [layer for _, _, layer in layers])
     surroundings = _surroundings(flat, records, outside, prompt, logits)
-    workspace = dense.Workspace()
+    workspace = kernels.Workspace()
     num_packed = _pack_products(module, [one for one in outside if _is_product(one)])
     fused: list[FusedLayer] = []
     outside.clear()
@@ -113,7 +122,7 @@ class _Layer:
 class _CausalPass:
     """A forward pass over one prompt from its beginning: plain causal attention."""
 
-    pages: dense.Pages | None = None
+    pages: Any = None
 
     def __init__(self, seen: Callable[[_Attended], None] = lambda attended: None) -> None:
         self._seen = seen
@@ -202,8 +211,8 @@ def _watch(
         if not list(each.children()):
             handles.append(each.register_forward_hook(leaf, with_kwargs=True))
     try:
-        ids = torch.tensor(prompt)
-        positions = torch.arange(len(ids))
+        ids = torch.tensor(prompt, device=flat.module.device)
+        positions = torch.arange(len(ids), device=ids.device)
         logits = flat.logits(ids, positions, positions, _CausalPass(attended))
     finally:
         for handle in handles:
@@ -219,7 +228,7 @@ class FusedLayer(torch.nn.Module):
 
     def __init__(
         self,
-        inner: dense.Layer,
+        inner: Any,  # a Layer of `dense` or `joined`
         layer_idx: int,
         scaling: float,
         rest: dict[str, Any],
@@ -248,7 +257,7 @@ class FusedLayer(torch.nn.Module):
 
     @property
     def weight_bytes(self) -> int:
-        return self.inner.weight_bytes
+        return int(self.inner.weight_bytes)
 
     def run(
         self,
@@ -262,25 +271,27 @@ class FusedLayer(torch.nn.Module):
         if pages is not None and self.inner.fits(pages):
             forward_pass.arrive(self.layer_idx)
             pages.turn_by(embeddings)
-            return self.inner.whole(residual, pages, kept)
+            whole: torch.Tensor = self.inner.whole(residual, pages, kept)
+            return whole
         cosines, sines = (each[0].contiguous() for each in embeddings)
         query, key, value = self.inner.before_attention(residual, cosines, sines)
         attended = forward_pass.attend(self, query, key, value, None, self._scaling, self._rest)
         if kept is not None:
             residual, attended = residual[kept], attended[kept]
-        return self.inner.after_attention(residual, attended.contiguous())
+        after: torch.Tensor = self.inner.after_attention(residual, attended.contiguous())
+        return after
 
 
 class _Norms(NamedTuple):
     """A call of a norm."""
 
-    norm: dense.Norm
+    norm: Any
     given: torch.Tensor
     answer: torch.Tensor
 
 
 def _recognise(
-    layer: torch.nn.Module, record: _Layer, workspace: dense.Workspace, int8: bool
+    layer: torch.nn.Module, record: _Layer, workspace: Any, int8: bool
 ) -> FusedLayer | None:
     given, embeddings = record.given, record.arguments.get("position_embeddings")
     answer = record.answer[0] if isinstance(record.answer, tuple) else record.answer
@@ -298,7 +309,7 @@ def _recognise(
     plain = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
 
     def built(factor: float, pieces: dict[str, Any]) -> FusedLayer:
-        inner = dense.Layer(
+        inner = kernels_on(given.device).Layer(
             heads=attention.heads,
             index=index,
             scaling=attention.scaling,
@@ -343,7 +354,7 @@ def _parts(
         return None
     attention = happened[places[0]]
     assert isinstance(attention, _Attended)
-    norms: dict[str, dense.Norm] = {}
+    norms: dict[str, Any] = {}
     products: dict[str, list[_Seen]] = {"in": [], "out": [], "mlp_in": [], "mlp_out": []}
 
     # Before the attention.
@@ -400,7 +411,7 @@ def _parts(
     return _packed(attention, norms, products, activation)
 
 
-def _place(loose: list[_Norms], product: _Seen, norms: dict[str, dense.Norm]) -> bool:
+def _place(loose: list[_Norms], product: _Seen, norms: dict[str, Any]) -> bool:
     """Norms between the attention's product and the first of the MLP: which side of the sum?"""
     if loose and product.given is loose[-1].answer:
         norms["mlp_before"] = loose.pop().norm
@@ -411,7 +422,7 @@ def _place(loose: list[_Norms], product: _Seen, norms: dict[str, dense.Norm]) ->
 
 def _packed(
     attention: _Attended,
-    norms: dict[str, dense.Norm],
+    norms: dict[str, Any],
     products: dict[str, list[_Seen]],
     activation: _Seen,
 ) -> tuple[_Attended, Callable[..., dict[str, Any]]] | None:
@@ -464,7 +475,7 @@ def _is_product(one: _Seen | _Attended) -> bool:
         isinstance(one, _Seen)
         and type(one.module) in (torch.nn.Linear, Conv1D)
         and one.module.weight.dtype == one.given.dtype
-        and dense.available(one.given.dtype)
+        and kernels_on(one.given.device).available(one.given.dtype)
     )
 
 
@@ -474,18 +485,16 @@ def _weight(module: torch.nn.Module) -> torch.Tensor:
     return weight.T if type(module) is Conv1D else weight
 
 
-def _pack(
-    products: Sequence[_Seen], activation: str | None = None, *, int8: bool = False
-) -> dense.Packed:
-    return dense.Packed(
+def _pack(products: Sequence[_Seen], activation: str | None = None, *, int8: bool = False) -> Any:
+    return kernels_on(products[0].given.device).Packed(
         [_weight(one.module) for one in products],
-        [one.module.bias for one in products],  # type: ignore[misc]
+        [one.module.bias for one in products],
         activation,
         int8=int8,
     )
 
 
-def _norm(seen: _Seen) -> dense.Norm | None:
+def _norm(seen: _Seen) -> Any:
     """The weights with which this call was x / rms(x) · weight."""
     parameters = list(seen.module.parameters())
     if len(parameters) != 1 or parameters[0].dim() != 1:
@@ -496,10 +505,10 @@ def _norm(seen: _Seen) -> dense.Norm | None:
     numbers = [each for each in vars(seen.module).values() if isinstance(each, float)]
     small = seen.given * 1e-3  # there eps shows
     pairs = [(seen.given, seen.answer), (small, seen.module(small))]
-    best: tuple[float, dense.Norm] | None = None
+    best: tuple[float, Any] | None = None
     for eps in numbers:
         for weight in (parameters[0].float(), 1 + parameters[0].float()):
-            norm = dense.Norm(weight.contiguous(), eps)
+            norm = kernels_on(seen.given.device).Norm(weight.contiguous(), eps)
             off = [_off(norm, given, answer) for given, answer in pairs]
             fits = all(worst <= NORM_TOLERANCE[seen.given.dtype] for worst, _ in off)
             mean = sum(mean for _, mean in off)
@@ -508,7 +517,7 @@ def _norm(seen: _Seen) -> dense.Norm | None:
     return None if best is None else best[1]
 
 
-def _off(norm: dense.Norm, given: torch.Tensor, answer: torch.Tensor) -> tuple[float, float]:
+def _off(norm: Any, given: torch.Tensor, answer: torch.Tensor) -> tuple[float, float]:
     """How far the norm is from the answer, at most and on average, by the largest value."""
     width = len(norm.weight)
     rows = given.float().view(*given.shape[:-1], -1, width)
@@ -538,7 +547,7 @@ class _Surroundings:
     table: torch.nn.Embedding
     table_factor: float
     rotations: Callable[[torch.Tensor, torch.Tensor], Any]  # of (1, tokens, …), (1, tokens)
-    norm: dense.Norm
+    norm: Any
     head_place: Callable[[], Any]  # what stands now where the output product stood
     head_factor: float
 
@@ -546,9 +555,7 @@ class _Surroundings:
 class FusedModel:
     """The whole forward of a model all of whose layers are fused."""
 
-    def __init__(
-        self, around: _Surroundings, layers: Sequence[FusedLayer], head: dense.Packed
-    ) -> None:
+    def __init__(self, around: _Surroundings, layers: Sequence[FusedLayer], head: Any) -> None:
         self._around = around
         self._layers = layers
         self._head = head
@@ -572,7 +579,9 @@ class FusedModel:
         for layer in self._layers[:-1]:
             hidden = layer.run(hidden, embeddings, forward_pass)
         hidden = self._layers[-1].run(hidden, embeddings, forward_pass, rows)
-        logits = torch.empty((len(rows), self._head.outputs), dtype=torch.float32)
+        logits = torch.empty(
+            (len(rows), self._head.outputs), dtype=torch.float32, device=hidden.device
+        )
         self._head.multiply(around.norm(hidden), logits)
         return logits if around.head_factor == 1 else logits.mul_(around.head_factor)
 
@@ -607,7 +616,7 @@ def _surroundings(
     table_factor = _factor(table.answer, first)
     head_factor = _factor(head.answer[0], logits)
     turning = _turning(rotations[0])
-    again = turning(first, torch.arange(len(prompt))[None])
+    again = turning(first, torch.arange(len(prompt), device=first.device)[None])
     if (
         norm is None
         or not chained
@@ -650,8 +659,8 @@ def _with_larger_logits(
     """What becomes of an output product that is so much larger: a cap would show."""
     hook = head.register_forward_hook(lambda module, args, answer: answer * times)
     try:
-        ids = torch.tensor(prompt)
-        positions = torch.arange(len(ids))
+        ids = torch.tensor(prompt, device=flat.module.device)
+        positions = torch.arange(len(ids), device=ids.device)
         return flat.logits(ids, positions, positions, _CausalPass())
     finally:
         hook.remove()
@@ -675,7 +684,7 @@ def _factor(before: torch.Tensor, after: torch.Tensor) -> float | None:
 class _Together:
     """Packed weights of products that get the same input; each part takes its columns."""
 
-    def __init__(self, packed: dense.Packed, sizes: Sequence[int]) -> None:
+    def __init__(self, packed: Any, sizes: Sequence[int]) -> None:
         self.packed = packed
         self._sizes = list(sizes)
         self._given: torch.Tensor | None = None
@@ -684,7 +693,7 @@ class _Together:
     def answer(self, part: int, given: torch.Tensor) -> torch.Tensor:
         if given is not self._given or self._answers[part] is None:
             rows = given.reshape(-1, given.shape[-1])
-            out = torch.empty((len(rows), sum(self._sizes)), dtype=given.dtype)
+            out = torch.empty((len(rows), sum(self._sizes)), dtype=given.dtype, device=given.device)
             self.packed.multiply(rows, out)
             whole = out.view(*given.shape[:-1], out.shape[1])
             self._given, self._answers = given, list(torch.split(whole, self._sizes, dim=-1))
@@ -713,7 +722,7 @@ class PackedProduct(torch.nn.Module):
         return self.packed.panels.nbytes if self._part == 0 else 0
 
     @property
-    def packed(self) -> dense.Packed:
+    def packed(self) -> Any:
         return self._together.packed
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,6 @@ def load(
     """
     name = os.fspath(path_or_id)
     device = torch.device(device)
-    fuse_layers = rank is None and device.type == "cpu"  # what replaces them is in csrc/cpu
     with _quiet_transformers():
         report(f"loading {name}")
         config = _read_config(name)
@@ -62,7 +61,7 @@ def load(
         report("probing its attention")
         try:
             try:
-                shape = probe(flat, fuse_layers=fuse_layers, int8=int8)
+                shape = probe(flat, fuse_layers=rank is None, int8=int8)
             except FusionFailed as error:
                 if int8:
                     raise UnsupportedModel(f"its weights cannot be int8: {error}") from error

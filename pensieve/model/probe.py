@@ -30,7 +30,7 @@ from pensieve.core.iteration import Slice
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
 from pensieve.errors import UnsupportedModel
-from pensieve.kernels import cpu, dense
+from pensieve.kernels import cpu
 from pensieve.model import attention
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
@@ -151,7 +151,7 @@ def _set_implementation(module: Any, implementation: str) -> None:
 class _Observer:
     """A forward pass that writes down what arrives and computes nothing."""
 
-    pages: dense.Pages | None = None
+    pages: Any = None
 
     def __init__(self, context_max: int) -> None:
         self._context_max = context_max
@@ -294,7 +294,7 @@ class _Recorder:
     their positions were treated differently.
     """
 
-    pages: dense.Pages | None = None
+    pages: Any = None
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows

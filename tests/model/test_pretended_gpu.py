@@ -22,14 +22,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pensieve.core.iteration import Iteration, PageCopy, Slice, SwapIn, SwapOut
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
-from pensieve.kernels import cuda
+from pensieve.kernels import cuda, joined
 from pensieve.kernels.cuda import Launch
-from pensieve.model import attention, device_copier, host_arena, transfer
+from pensieve.model import attention, device_copier, fused, host_arena, transfer
 from pensieve.model.attention import FlatModel
 from pensieve.model.executor import TorchExecutor
+from pensieve.model.fused import FusedModel
 from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv_memory import KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel
+from pensieve.model.probe import probe
 from pensieve.model.sampler import Drawn, SampledToken, Sampler
 from pensieve.model.shape import ModelShape
 from pensieve.model.sizing import widest
@@ -132,6 +134,8 @@ class Pretended:
 
     def upload(self, values: torch.Tensor, device: torch.device) -> torch.Tensor:
         assert values.device.type == "cpu"
+        if device.type == "cpu":
+            return values
         return torch.empty(values.shape, dtype=values.dtype, device=device)
 
     def pointers(self, *tensors: torch.Tensor) -> tuple[tuple[str, int], ...]:
@@ -180,22 +184,48 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
         yield Pretended(monkeypatch, mode)
 
 
-def executor_on(gpu: Pretended, graphs: bool = False) -> tuple[TorchExecutor, KVMemory]:
-    config = LlamaConfig(
-        hidden_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        vocab_size=100,
-        max_position_embeddings=512,
-    )
-    with torch.inference_mode(False):
-        module = LlamaForCausalLM(config).eval().requires_grad_(False)
+def flat_on(gpu: Pretended, joins: bool) -> FlatModel:
+    """A model on the device; with `joins` its layers are replaced, as the loader does there."""
+    with unset_fake_temporarily(), torch.inference_mode(False):
+        config = LlamaConfig(
+            hidden_size=256,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            vocab_size=100,
+            max_position_embeddings=512,
+        )
+        module = LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
+        flat = FlatModel(module)
+        if not joins:
+            module.set_attn_implementation(attention.SERVING)
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(fused, "kernels_on", lambda device: joined)
+                probe(flat)
+            assert flat.whole is not None
     move(module)
-    module.set_attn_implementation(attention.SERVING)
-    model = LoadedModel("pretended", FlatModel(module), SHAPE, 4, frozenset())
+    if isinstance(flat.whole, FusedModel):
+        inner = [layer.inner for layer in flat.whole._layers]
+        products = [flat.whole._head, *(each for layer in inner for each in layer._products)]
+        norms = [flat.whole._around.norm, *(n for layer in inner for n in layer._norms.values())]
+        for product in products:
+            product.panels = there(product.panels)
+        for norm in norms:
+            norm.weight = there(norm.weight)
+            norm._in_type = {
+                dtype: None if each is None else there(each)
+                for dtype, each in norm._in_type.items()
+            }
+    return flat
+
+
+def executor_on(
+    gpu: Pretended, graphs: bool = False, joins: bool = False
+) -> tuple[TorchExecutor, KVMemory]:
+    model = LoadedModel("pretended", flat_on(gpu, joins), SHAPE, 4, frozenset())
     memory = KVMemory(SHAPE, 40, 20, 32, DEVICE)
     assert memory.host_arena.shape[1] == 20
     made = None
@@ -209,14 +239,18 @@ def executor_on(gpu: Pretended, graphs: bool = False) -> tuple[TorchExecutor, KV
     return TorchExecutor(model, memory, sampler, LetterTokenizer(), graphs=made), memory  # type: ignore[arg-type]
 
 
+def there(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE)
+
+
 def move(module: torch.nn.Module) -> None:
     """To the device, in place; `Module.to` swaps tensors, which fake ones do not allow."""
     for each in module.modules():
         for name, parameter in list(each.named_parameters(recurse=False)):
-            moved = parameter.detach().to(DEVICE, torch.bfloat16)
+            moved = there(parameter)
             each._parameters[name] = torch.nn.Parameter(moved, requires_grad=False)
         for name, buffer in list(each.named_buffers(recurse=False)):
-            each._buffers[name] = buffer.to(DEVICE)
+            each._buffers[name] = there(buffer)
 
 
 def turn_of(index: int, num_tokens: int, pages: list[int], sampling: Sampling) -> Turn:
@@ -255,6 +289,19 @@ def test_launching_asks_the_device_for_nothing(gpu: Pretended) -> None:
     outcome = executor.collect()
     assert [sample.turn_id for sample in outcome.samples] == [0, 2]
     assert not outcome.failures
+    executor.close()
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_joined_layers_turn_rows_on_the_way(gpu: Pretended, graphs: bool) -> None:
+    executor, _ = executor_on(gpu, graphs, joins=True)
+    first, second = turn_of(0, 40, [3, 1], EVERYTHING), turn_of(1, 20, [5], PLAIN)
+    executor.launch(Iteration(0, (Slice(first, 0, 40, True), Slice(second, 0, 20, False))))
+    assert gpu.take() == layers("rotate_and_write_kv", "multi_token_attention")
+    first.pending_tokens = 1
+    executor.launch(Iteration(1, (Slice(first, 40, 41, True),)))
+    assert gpu.take() == ([] if graphs else layers("rotate_and_write_kv", "multi_token_attention"))
+    assert [sample.turn_id for sample in executor.collect().samples] == [0]
     executor.close()
 
 
