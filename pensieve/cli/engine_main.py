@@ -115,4 +115,8 @@ def build_with_model(
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), build_with_model))
+    status = main(int(sys.argv[1]), build_with_model)
+    if status:
+        # What a device that has failed would be asked in Python's own farewell may never be answered.
+        sys.stderr.flush()
+        os._exit(status)
