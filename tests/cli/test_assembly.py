@@ -1,0 +1,89 @@
+"""From settings to tiers and devices, as far as it needs no engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pensieve.cli import assembly
+from pensieve.cli.assembly import _tier_pages, chosen_device
+from pensieve.config import Settings, resolve
+from pensieve.errors import ConfigError
+from pensieve.model import sizing
+from pensieve.model.sizing import MARGIN_BYTES, MARGIN_SHARE, free_for_kv
+
+GIB = 2**30
+PAGE_BYTES = 4 << 20
+
+
+def settings_of(**written: str) -> Settings:
+    return resolve(written, {}).settings
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "available_memory_bytes", lambda: 64 * GIB)
+
+
+def test_on_a_cpu_both_tiers_share_its_memory() -> None:
+    most = assembly.TOKENS_MAX // 32
+    assert _tier_pages(settings_of(), PAGE_BYTES, None) == (4096, 4096)
+    assert _tier_pages(settings_of(), 1 << 10, None) == (most, most), "small models need no more"
+    given = settings_of(device_cache="640t", host_cache="1GiB")
+    assert _tier_pages(given, PAGE_BYTES, None) == (20, 256)
+    with pytest.raises(ConfigError, match="the two tiers need"):
+        _tier_pages(settings_of(device_cache="40GiB", host_cache="40GiB"), PAGE_BYTES, None)
+
+
+def test_a_gpu_has_memory_of_its_own() -> None:
+    assert _tier_pages(settings_of(), PAGE_BYTES, 100 * GIB) == (25_600, 4096)
+    given = settings_of(device_cache="50%", host_cache="60GiB")
+    assert _tier_pages(given, PAGE_BYTES, 100 * GIB) == (12_800, 15_360)
+    with pytest.raises(ConfigError, match=r"--device-cache .*101.*100.0 GiB of the GPU are left"):
+        _tier_pages(settings_of(device_cache="101GiB"), PAGE_BYTES, 100 * GIB)
+    with pytest.raises(ConfigError, match=r"--host-cache .*65.*64.0 GiB are available"):
+        _tier_pages(settings_of(host_cache="65GiB"), PAGE_BYTES, 100 * GIB)
+    with pytest.raises(ConfigError, match="4 are needed"):
+        _tier_pages(settings_of(), PAGE_BYTES, 0)
+
+
+def test_a_gpu_that_is_not_there_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert chosen_device(settings_of()) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="finds no GPU"):
+        chosen_device(settings_of(device="cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert chosen_device(settings_of()) == torch.device("cuda", 0)
+    assert chosen_device(settings_of(device="cuda:1")) == torch.device("cuda", 1)
+    assert chosen_device(settings_of(device="cpu")) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="there are 2 GPUs"):
+        chosen_device(settings_of(device="cuda:2"))
+    with pytest.raises(ConfigError, match="the first GPUs"):
+        chosen_device(settings_of(device="cuda:1", tensor_parallel="2"))
+
+
+def test_what_is_left_for_kv_is_what_nothing_else_was_seen_to_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights take 20 GiB, a decode batch 1 and the largest batch 3 besides."""
+    device = torch.device("cuda", 0)
+    held, peak = 20 * GIB, 20 * GIB
+    ran: list[int] = []
+
+    def run_once(model: Any, num_tokens: int, *rest: Any) -> None:
+        nonlocal peak
+        ran.append(num_tokens)
+        peak = max(peak, held + (1 if num_tokens == 8 else 3) * GIB)
+
+    monkeypatch.setattr(sizing, "run_once", run_once)
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peak)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
+    found = free_for_kv(None, 512, 8, 32, device)  # type: ignore[arg-type]
+    assert ran == [8, 512]
+    assert found == 56 * GIB - MARGIN_BYTES - int(MARGIN_SHARE * 80 * GIB)
