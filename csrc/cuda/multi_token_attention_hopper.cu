@@ -60,6 +60,7 @@ constexpr int KEY_COLUMNS = KEYS / 8;    // of the scores
 constexpr int COLUMNS = HEAD / 8;        // of the values
 constexpr int CONSUMERS_MEET = 1;        // a named barrier
 constexpr int EIGHT_ROWS = 8 * ROW_BYTES;
+constexpr int UNUSED = 1000;             // a place behind the barriers
 
 // Where everything lies in shared memory.
 struct Stages {
@@ -172,8 +173,9 @@ struct Consumer {
 
   // Masks what a row does not see, and turns scores into powers.
   __device__ __forceinline__ void weigh(float (&scores)[KEY_COLUMNS][4], Softmax<1>& softmax, float (&corrections)[2],
-                                        const Rows<Element, HEAD>& rows, int first_row, int first) const {
-    if (first + KEYS > rows.limit(first_row)) {
+                                        const Rows<Element, HEAD>& rows, int first_row, int limit_min,
+                                        int first) const {
+    if (first + KEYS > limit_min) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int limit = rows.limit(first_row + half * 8 + lane.row) - first - lane.pair;
@@ -219,13 +221,14 @@ struct Consumer {
     Softmax<1> softmax;
     float scores[KEY_COLUMNS][4], values[COLUMNS][4] = {}, corrections[2];
     uint32 powers[KEYS / 16][4];
-    const int num_stages = stages_of(item);
+    const int num_stages = stages_of(item), key_begin = item.key_begin;
+    const int limit_min = rows.limit(first_row);  // what the warp's first row sees
 
     scores_of(scores, query);
     hopper::wait_for_products_but<0>();
     hopper::pin(scores);
     release(stages.empty_keys(turn.slot()));
-    weigh(scores, softmax, corrections, rows, first_row, item.key_begin);
+    weigh(scores, softmax, corrections, rows, first_row, limit_min, key_begin);
     round(powers, scores);
     for (int stage = 1; stage < num_stages; ++stage) {
       const int slot = turn.slot();
@@ -239,9 +242,11 @@ struct Consumer {
       hopper::wait_for_products_but<1>();
       hopper::pin(scores);
       release(stages.empty_keys(turn.slot()));
-      weigh(scores, softmax, corrections, rows, first_row, item.key_begin + stage * KEYS);
+      weigh(scores, softmax, corrections, rows, first_row, limit_min, key_begin + stage * KEYS);
+      hopper::finish_before_waiting(softmax.sum[0][0] + softmax.sum[0][1], stages.base + UNUSED);
       hopper::wait_for_products_but<0>();
       hopper::pin(values);
+      hopper::pin(powers);
       release(stages.empty_values(slot));
 #pragma unroll
       for (int column = 0; column < COLUMNS; ++column)
@@ -311,8 +316,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x < 128) {
     hopper::registers_down_to<24>();
     if (threadIdx.x == 0) {
-      hopper::prefetch_map(key_map);
-      hopper::prefetch_map(value_map);
+      hopper::acquire_map(key_map);
+      hopper::acquire_map(value_map);
       produce(arguments, num_items, key_map, value_map, stages);
     }
   } else {

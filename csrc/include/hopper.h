@@ -50,8 +50,9 @@ __device__ __forceinline__ void copy_box(uint32 target, const void* map, int x, 
       : "memory");
 }
 
-__device__ __forceinline__ void prefetch_map(const void* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+// A map that the host wrote to global memory is read through a path of its own: this makes it see it.
+__device__ __forceinline__ void acquire_map(const void* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
 }
 
 // What this thread wrote to shared memory becomes visible to the accelerator and to warpgroup products.
@@ -96,6 +97,19 @@ __device__ __forceinline__ void close_products() {
 template <int N>
 __device__ __forceinline__ void wait_for_products_but() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// Keeps what made `never_negative` in front of the wait that follows: ptxas moves waits for products ahead of
+// whatever it can, but not ahead of a store, even of one that never happens (to `address`).
+__device__ __forceinline__ void finish_before_waiting(float never_negative, uint32 address) {
+  asm volatile(
+      "{\n"
+      ".reg .pred impossible;\n"
+      "setp.lt.f32 impossible, %0, 0f00000000;\n"
+      "@impossible st.shared.b32 [%1], %1;\n"
+      "}\n" ::"f"(never_negative),
+      "r"(address)
+      : "memory");
 }
 
 // Keeps the compiler from moving uses of registers across waits and fences.

@@ -29,7 +29,8 @@ struct Softmax {
     most = fmaxf(most, ptx::shuffle_xor(most, 1));
     most = fmaxf(most, ptx::shuffle_xor(most, 2));
     const float base = most == ptx::nothing() ? 0.0f : most * scale;
-    const float correction = ptx::exp2(largest[tile][half] * scale - base);
+    // From the difference, so that it is exactly 1 where the maximum stays: products are fused with sums.
+    const float correction = ptx::exp2((largest[tile][half] - (most == ptx::nothing() ? 0.0f : most)) * scale);
     largest[tile][half] = most;
     float added = 0.0f;
 #pragma unroll

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from pensieve.config import Settings, TierSize, available_memory_bytes
 from pensieve.core.sampling import Sampling
-from pensieve.errors import ConfigError, ModelError, PensieveError, UnsupportedModel
+from pensieve.errors import (
+    ConfigError,
+    DeviceError,
+    ModelError,
+    PensieveError,
+    UnsupportedModel,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
     from pensieve.text import ChatTemplate
 
 TOKENS_MAX = 500_000  # of a tier whose size is a share of memory: small models need no more
+GPU_TIMES = 4  # as many where the models are larger
 Report = Callable[[str], None]
 
 
@@ -139,6 +146,7 @@ class Runtime:
 
     def _run(self) -> None:
         try:
+            self._built.adopt_thread()
             self.engine.run()
         except BaseException as error:
             self.failure = error
@@ -222,6 +230,14 @@ class BuiltEngine:
     host_pages: int
     page_bytes: int
     journal: TextIO | None
+    device: torch.device | None = None
+
+    def adopt_thread(self) -> None:
+        """A thread begins with the first GPU; the one that calls this gets ours."""
+        if self.device is not None and self.device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(self.device)
 
     def close(self) -> None:
         self.executor.close()
@@ -365,6 +381,7 @@ def _build_engine(
         host_pages,
         page_bytes,
         journal_file,
+        device,
     )
 
 
@@ -385,10 +402,14 @@ def _load_model(
     device = chosen_device(settings)
     int8 = settings.weights == "int8"
     if device.type == "cuda":
-        if int8:
-            raise ConfigError("--weights int8 is for CPUs: --device cpu")
-        _check_kernels(settings, device, report)
-        torch.cuda.set_device(device)
+        try:
+            torch.cuda.set_device(device)
+            _check_kernels(settings, device, report)
+        except (DeviceError, ConfigError) as error:
+            if settings.device != "auto":
+                raise
+            report(f"computing on the CPU: {error}")
+            device = torch.device("cpu")
     if num_ranks == 1:
         return load(folder, dtype=dtype, device=device, int8=int8, report=report), None
     if int8:
@@ -438,6 +459,8 @@ def _check_kernels(settings: Settings, device: torch.device, report: Report) -> 
     """The kernels can be had for this GPU; compiling them takes a few seconds the first time."""
     from pensieve.kernels import cuda, work
 
+    if settings.weights == "int8":
+        raise ConfigError("--weights int8 is for CPUs: --device cpu")
     if settings.chunk_tokens != work.PAGE:
         raise ConfigError(f"--chunk-tokens is {work.PAGE} on a GPU: the kernels' pages are")
     report(f"kernels for {cuda.architecture(device.index)}")
@@ -459,10 +482,9 @@ def _tier_pages(settings: Settings, page_bytes: int, device_bytes: int | None) -
             (host, available),
         )
     )
-    if device_bytes is None:
-        most = TOKENS_MAX // settings.chunk_tokens
-        device_pages = min(device_pages, most) if on_device.unit == "share" else device_pages
-        host_pages = min(host_pages, most) if host.unit == "share" else host_pages
+    most = TOKENS_MAX * (1 if device_bytes is None else GPU_TIMES) // settings.chunk_tokens
+    device_pages = min(device_pages, most) if on_device.unit == "share" else device_pages
+    host_pages = min(host_pages, most) if host.unit == "share" else host_pages
     if device_pages < 4:
         raise ConfigError(
             f"--device-cache {settings.device_cache} holds {device_pages} chunks of "

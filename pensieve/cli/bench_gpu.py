@@ -166,7 +166,9 @@ class Paged:
         work = None
         if device.type == "cuda" and cuda.takes(dtype, PAGE, head_size):
             starts = [start for start, _ in slices]
-            plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, cuda.slots(device))
+            plan = cuda.plan(
+                lengths, starts, heads, kv_heads, head_size, cuda.slots(device, head_size)
+            )
             above = cuda.wide_above(head_size, device)
             work = Work.of(plan, kv_heads, head_size, device, above)
         return cls(
@@ -290,9 +292,15 @@ def usable(ways: dict[str, Run], right: torch.Tensor) -> dict[str, Run]:
     found = {}
     for name, run in ways.items():
         try:
-            answer = run().reshape(right.shape)
+            answer = run().reshape(right.shape).clone()
+            if right.is_cuda:
+                torch.cuda.set_sync_debug_mode("error")  # what waits cannot be captured
+                run()
         except Exception:  # no such kernel for these shapes
             continue
+        finally:
+            if right.is_cuda:
+                torch.cuda.set_sync_debug_mode("default")
         check(f"torch ({name})", answer, right)
         found[name] = run
     if not found:
@@ -564,6 +572,9 @@ def main(given: list[str] | None = None) -> int:
     device = torch.device(arguments.device)
     if device.type == "cpu" and not arguments.small:
         parser.error("there is no GPU here; --small tries it out on the CPU")
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
     failed = []
     with arguments.out.open("a", encoding="utf-8") as out, torch.inference_mode():
         bench = Bench(device, arguments.small, out, arguments.minutes, time.perf_counter())

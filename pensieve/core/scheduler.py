@@ -94,6 +94,7 @@ class Scheduler:
         self._uncommitted: deque[_Uncommitted] = deque()
         self._ended: list[Progress] = []  # ends that no outcome brings
         self._cuts: dict[str, int] = {}  # rewinds that wait for an uncommitted slice
+        self._evictions: dict[str, bool] = {}  # evictions that do, and whether to the host
         self._num_arrivals = 0
         self._index = 0
         self._size = cache.config.chunk_tokens
@@ -136,6 +137,18 @@ class Scheduler:
         if turn is not None:
             self.cancel(turn.turn_id, 0, now)
         self.rewind(conversation_id, 0, now)
+
+    def evict(self, conversation_id: str, to_host: bool, now: float) -> int:
+        """Give up a resting conversation's KV; one whose last turn has an uncommitted slice, after it.
+
+        How many chunks go, as far as it is known now.
+        """
+        conversation = self.cache.conversations.get(conversation_id)
+        if conversation is not None and conversation.turn_id in self._leaving:
+            self._evictions[conversation_id] = to_host
+            return sum(chunk.resident for chunk in conversation.chunks())
+        leave = self.cache.move_to_host if to_host else self.cache.evict
+        return leave(conversation_id, now)
 
     def plan(self, now: float) -> Iteration | None:
         """The next iteration, or None when there is nothing to do."""
@@ -436,6 +449,8 @@ class Scheduler:
             self.cache.rewind(turn.conversation_id, turn.keep_tokens, now)
         if (cut := self._cuts.pop(turn.conversation_id, None)) is not None:
             self.cache.rewind(turn.conversation_id, cut, now)
+        if (to_host := self._evictions.pop(turn.conversation_id, None)) is not None:
+            self.evict(turn.conversation_id, to_host, now)
 
     def _discard(self, turn: Turn, now: float) -> None:
         for chunk in self.cache.discard(turn, now):

@@ -138,8 +138,7 @@ class Engine:
             case DeleteConversation(conversation_id):
                 scheduler.delete(conversation_id, now)
             case EvictConversation(conversation_id, to_host, query_id):
-                leave = cache.move_to_host if to_host else cache.evict
-                num_chunks = leave(conversation_id, now)
+                num_chunks = scheduler.evict(conversation_id, to_host, now)
                 if query_id:
                     return [Answer(query_id, figures={"chunks": num_chunks})]
             case ListCached(query_id, limit, least_valuable):

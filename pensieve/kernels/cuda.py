@@ -28,7 +28,19 @@ HEAD_SIZES = (64, 96, 128, 256)
 HOPPER_HEAD_SIZES = (64, 128)
 ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 LOG2_E = 1.4426950408889634
-BLOCKS_PER_MULTIPROCESSOR = 2  # of multi_token_attention
+# Shared memory in KiB: what a block of multi_token_attention takes, by head size (and 1 of the driver's);
+# what a multiprocessor has, by compute capability (100 where it is not named).
+BLOCK_KIB = {64: 52, 96: 60, 128: 80, 256: 96}
+MULTIPROCESSOR_KIB = {
+    (8, 0): 164,
+    (8, 7): 164,
+    (9, 0): 228,
+    (10, 0): 228,
+    (10, 3): 228,
+    (11, 0): 228,
+}
+BLOCKS_MAX = 2  # that fit into a multiprocessor's registers
+CAN_USE_HOST_POINTERS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 COPY_BLOCKS = 32  # enough for the bus, and a fraction of the machine
 
 Argument = tuple[Literal["p", "i", "l", "f"], float]  # pointer, int32, int64, float
@@ -85,7 +97,12 @@ def work_of(
     lengths = [end - begin for begin, end in itertools.pairwise(offsets)]
     kv_heads, _, head_size = key_pages.shape[1:]
     made = plan(
-        lengths, slice_starts.tolist(), query.shape[1], kv_heads, head_size, slots(query.device)
+        lengths,
+        slice_starts.tolist(),
+        query.shape[1],
+        kv_heads,
+        head_size,
+        slots(query.device, head_size),
     )
     return Work.of(made, kv_heads, head_size, query.device, wide_above(head_size, query.device))
 
@@ -98,12 +115,18 @@ def wide_above(head_size: int, device: torch.device) -> int | None:
 
 
 @cache
-def slots(device: torch.device) -> int:
+def slots(device: torch.device, head_size: int) -> int:
     """Blocks of multi_token_attention that run at once."""
+    room = MULTIPROCESSOR_KIB.get(torch.cuda.get_device_capability(device), 100)
+    blocks = min(BLOCKS_MAX, room // (BLOCK_KIB[head_size] + 1))
+    return blocks * multiprocessors(device)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 8
-    found: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return found * BLOCKS_PER_MULTIPROCESSOR
+        return 4  # of a GPU that is emulated
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 # -- launches --
@@ -159,7 +182,7 @@ def attention_launches(
         launches.append(
             Launch(
                 Kernel("multi_token_attention_hopper.cu", "multi_token_attention", defines),
-                min(num_items, slots(query.device) // BLOCKS_PER_MULTIPROCESSOR),
+                min(num_items, multiprocessors(query.device)),
                 384,
                 (
                     *_pointers(query),
@@ -217,6 +240,9 @@ def write_kv_launch(
     value_pages: torch.Tensor,
 ) -> Launch:
     num_tokens, kv_heads, head_size = key.shape
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.stride(2) != 1 or tensor.stride(0) % 2 or tensor.stride(1) % 2:
+            raise ValueError(f"write_kv: {name} has strides {tensor.stride()}")
     return Launch(
         Kernel("write_kv.cu", "write_kv", _element(key, head_size)),
         num_tokens,
@@ -246,6 +272,13 @@ def rotate_and_write_kv_launch(
     value_pages: torch.Tensor,
 ) -> Launch:
     num_tokens, heads, head_size = query.shape
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.stride()[1:] != (head_size, 1) or tensor.stride(0) % 2:
+            raise ValueError(f"rotate_and_write_kv: {name} has strides {tensor.stride()}")
+    if cosine.shape[1] % 4 or not (cosine.is_contiguous() and sine.is_contiguous()):
+        raise ValueError(
+            "rotate_and_write_kv: cosine and sine are (tokens, a multiple of 4), contiguous"
+        )
     return Launch(
         Kernel("write_kv.cu", "rotate_and_write_kv", _element(key, head_size)),
         num_tokens,
@@ -324,7 +357,8 @@ def _map_of(pages: torch.Tensor) -> int:
     key = (pages.device, pages.dtype, map_shape(pages))
     found = _maps.get(key)
     if found is None:
-        found = _maps[key] = _encoded(key[2], pages.dtype).to(pages.device)
+        with torch.cuda.device(pages.device):  # the driver asks for a context
+            found = _maps[key] = _encoded(key[2], pages.dtype).to(pages.device)
     return found.data_ptr()
 
 
@@ -332,7 +366,7 @@ def _encoded(shape: MapShape, dtype: torch.dtype) -> torch.Tensor:
     """128 bytes that the driver makes (cuTensorMapEncodeTiled)."""
     driver = ctypes.CDLL("libcuda.so.1")
     room = torch.empty(256, dtype=torch.uint8)
-    begin = -room.data_ptr() % 64
+    begin = -room.data_ptr() % 128
     code: int = driver.cuTensorMapEncodeTiled(
         ctypes.c_void_p(room.data_ptr() + begin),
         ctypes.c_int(
@@ -371,14 +405,26 @@ def launch(wanted: Launch, device: torch.device) -> None:
         "f": cupy.float32,
     }
     arguments = tuple(types[kind](value) for kind, value in wanted.arguments)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    with cupy.cuda.Device(device.index or 0), cupy.cuda.ExternalStream(stream):
-        function((wanted.blocks,), (wanted.threads,), arguments, shared_mem=shared_bytes)
+    stream = _Stream(torch.cuda.current_stream(device).cuda_stream)
+    with torch.cuda.device(device):
+        function(
+            (wanted.blocks,), (wanted.threads,), arguments, shared_mem=shared_bytes, stream=stream
+        )
+
+
+class _Stream(NamedTuple):
+    """Torch's stream as CuPy wants to see one."""
+
+    ptr: int
 
 
 def prepare(device_index: int) -> None:
     """Raise DeviceError if kernels cannot be had for this device, before anything large is loaded."""
     _loaded(Kernel("copy_pages.cu", "copy_pages"), "", device_index)
+    import cupy
+
+    if not cupy.cuda.runtime.deviceGetAttribute(CAN_USE_HOST_POINTERS, device_index):
+        raise DeviceError("this machine gives page-locked memory other addresses on its GPU")
 
 
 @cache
@@ -387,15 +433,19 @@ def _loaded(kernel: Kernel, shared: str, device_index: int) -> tuple[Any, int]:
     import cupy
 
     path = nvrtc.cubin(kernel, architecture(device_index))
-    with cupy.cuda.Device(device_index):
-        module = cupy.RawModule(path=str(path))
-        function = module.get_function(kernel.name)
-        shared_bytes = 0
-        if shared:
-            constant = cupy.ndarray((1,), dtype=cupy.int32, memptr=module.get_global(shared))
-            shared_bytes = int(constant[0])
-            function.max_dynamic_shared_size_bytes = shared_bytes
-    return function, shared_bytes
+    try:
+        with torch.cuda.device(device_index):
+            module = cupy.RawModule(path=str(path))
+            function = module.get_function(kernel.name)
+            shared_bytes = 0
+            if shared:
+                constant = cupy.ndarray((1,), dtype=cupy.int32, memptr=module.get_global(shared))
+                shared_bytes = int(constant[0])
+                function.max_dynamic_shared_size_bytes = shared_bytes
+                function.preferred_shared_memory_carveout = 100
+            return function, shared_bytes
+    except Exception as error:  # CuPy's own kinds: a driver that is too old, no memory
+        raise DeviceError(f"{kernel.name} cannot be loaded from {path}: {error}") from error
 
 
 def architecture(device_index: int = 0) -> str:
@@ -404,4 +454,7 @@ def architecture(device_index: int = 0) -> str:
     if (major, minor) < (8, 0):
         name = torch.cuda.get_device_name(device_index)
         raise DeviceError(f"{name} is of compute capability {major}.{minor}; 8.0 is needed")
-    return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+    if (major, minor) == (9, 0):
+        return "sm_90a"
+    # Code for the first of a generation runs on all of it, and every compiler that knows one knows the first.
+    return f"sm_{major}0" if major >= 10 else f"sm_{major}{minor}"

@@ -16,8 +16,9 @@ accident.
 Why no page is read or written wrongly:
 
 * A swap-in reads host pages whose swap-out was reported, that is, after the host saw its event.  It writes
-  device pages that no launched iteration reads or writes (a turn keeps its pages until its last slice is
-  committed), and whoever reads them later waits for its layer on the device.
+  device pages that a launched iteration may still read or write: one that samples nothing is committed
+  before the device has come to its end.  So it waits for an event that `submit` records on the computing
+  stream, behind all of them; and whoever reads the pages later waits for its layer on the device.
 * A swap-out reads slots that iterations before this one wrote.  Their forwards may still run, so the first
   unit waits for an event that `submit` records on the computing stream, behind all of them.  Nobody writes
   those slots again: full chunks never change, and of a partly filled one only `num_slots` count.
@@ -37,7 +38,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -57,8 +58,6 @@ class Event(Protocol):
 class Stream(Protocol):
     def wait_event(self, event: Any) -> None: ...
 
-    def record_event(self) -> Any: ...
-
 
 class Streams(Protocol):
     """What the copier needs of a device."""
@@ -72,6 +71,12 @@ class Streams(Protocol):
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """What is launched inside goes to this stream."""
+
+    def record(self, stream: Any) -> Event:
+        """Behind what the stream has been given."""
+
+    def adopt_thread(self) -> None:
+        """The calling thread works with this device from now on."""
 
 
 class TorchStreams:
@@ -88,6 +93,14 @@ class TorchStreams:
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
+
+    def record(self, stream: Any) -> Event:
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return cast(Event, event)
+
+    def adopt_thread(self) -> None:
+        torch.cuda.set_device(self._device)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,7 +142,7 @@ class DeviceCopier:
         """Begin these copies; whatever earlier iterations write was launched already."""
         if swap_ins:
             moves = self._memory.prepared(PageMoves.from_swap_ins(swap_ins))
-            ready = self._streams.compute.record_event()  # the page numbers have arrived
+            ready = self._streams.record(self._streams.compute)
             job = _In(tuple(each.copy_id for each in swap_ins), moves, [])
             stream = self._streams.swap_in
             with self._changed, self._streams.on(stream):
@@ -139,12 +152,12 @@ class DeviceCopier:
                     stream.wait_event(self._unit)
                 for layer in range(self._num_layers):
                     self._memory.swap_in(layer, moves)
-                    job.events.append(stream.record_event())
+                    job.events.append(self._streams.record(stream))
                 self._ins.append(job)
         if swap_outs:
             moves = self._memory.prepared(PageMoves.from_swap_outs(swap_outs))
             ids = tuple(each.copy_id for each in swap_outs)
-            after = self._streams.compute.record_event()
+            after = self._streams.record(self._streams.compute)
             with self._changed:
                 self._outs.append(_Out(ids, moves, after))
                 self._changed.notify_all()
@@ -194,6 +207,9 @@ class DeviceCopier:
             self._closing = True
             self._changed.notify_all()
         self._worker.join()
+        if self._error is None:  # nobody may let go of the memory before
+            for stream in (self._streams.swap_in, self._streams.swap_out):
+                self._streams.record(stream).synchronize()
 
     def _sweep(self) -> None:
         """Swap-ins whose last event the device has passed are finished, in order."""
@@ -214,6 +230,7 @@ class DeviceCopier:
 
     def _run(self) -> None:
         try:
+            self._streams.adopt_thread()
             with torch.inference_mode():
                 while (given := self._give_unit()) is not None:
                     job, event = given
@@ -251,5 +268,5 @@ class DeviceCopier:
             for layer in range(job.next_layer, min(job.next_layer + count, self._num_layers)):
                 self._memory.swap_out(layer, job.moves)
                 job.next_layer = layer + 1
-            self._unit = stream.record_event()
+            self._unit = self._streams.record(stream)
         return job, self._unit

@@ -39,7 +39,7 @@ from pensieve.core.turn import Turn
 from pensieve.model.batch import SampledIds
 from pensieve.model.decoding import Decoding
 from pensieve.model.draw import Row
-from pensieve.model.forward import Forward, copier_for
+from pensieve.model.forward import Computed, Forward, copier_for, is_out_of_memory
 from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv_memory import KVMemory
 from pensieve.model.loader import LoadedModel
@@ -96,7 +96,7 @@ class TorchExecutor:
             for turn in computed.turns:
                 self._decoding(turn)  # where the sampler's memory is
             if rows:
-                drawn = self._sampler.draw(computed.logits, rows, computed.newest_ids)
+                drawn = self._draw(computed, rows)
         elif copies is not None:
             self._forward.copy_pages(copies)
         self._launched.append(_Launched(iteration, rows, drawn))
@@ -114,6 +114,16 @@ class TorchExecutor:
     def close(self) -> None:
         """End the copier; nothing can be launched afterwards."""
         self._copier.close()
+
+    def _draw(self, computed: Computed, rows: list[Row]) -> Drawn:
+        try:
+            return self._sampler.draw(computed.logits, rows, computed.newest_ids)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        if computed.logits.is_cuda:
+            torch.cuda.empty_cache()
+        return self._sampler.draw(computed.logits, rows, computed.newest_ids)
 
     def _sampled_ids(self) -> SampledIds | None:
         """Tokens that the iteration launched last samples and the core does not know."""

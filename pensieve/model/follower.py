@@ -125,6 +125,7 @@ class FollowingExecutor:
 
     def __init__(self, model: LoadedModel, memory: KVMemory, pipe: Pipe) -> None:
         self._pipe = pipe
+        self._device = memory.device_arena.device
         self._copier = copier_for(memory)
         self._forward = Forward(model.flat, memory, self._copier, halves=False)
         self._num_outstanding = 0  # copies that were submitted and not yet told
@@ -151,6 +152,8 @@ class FollowingExecutor:
     def _report(self) -> None:
         """The reporter thread."""
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
             while True:
                 with self._submitted:
                     self._submitted.wait_for(lambda: self._num_outstanding > 0)

@@ -30,6 +30,13 @@ from pensieve.model.graphs import DecodeGraphs, plan_of
 from pensieve.model.kv_memory import KVMemory, PageMoves
 from pensieve.model.transfer import upload
 
+OUT_OF_MEMORY = (
+    "can't allocate memory",  # torch's allocator on a CPU
+    "not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
 
 class Computed(NamedTuple):
     """Rows of logits, whose they are, and what they follow."""
@@ -82,7 +89,9 @@ class Forward:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         first, second = halves(slices, num_tokens // 2)
-        return _joined(self.run(first, copies, sampled), self.run(second, None, sampled))
+        before = self.run(first, copies, sampled)
+        before = before._replace(logits=before.logits.clone())  # a graph's are good until the next
+        return _joined(before, self.run(second, None, sampled))
 
     def page_copies(self, iteration: Iteration) -> PageMoves | None:
         """Where the device wants them."""
@@ -139,9 +148,8 @@ def halves(slices: Sequence[Slice], num_first: int) -> tuple[list[Slice], list[S
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return (
-        isinstance(error, MemoryError | torch.OutOfMemoryError)
-        or "not enough memory" in str(error)  # torch's allocator on a CPU
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        sign in str(error) for sign in OUT_OF_MEMORY
     )
 
 

@@ -13,6 +13,8 @@ looked at.
 The work list has a fixed length, so its plan keeps to the fewest waves (work.py); it is filled up with
 empty items.
 
+Logits go to one tensor that all graphs share: they are good until the next replay.
+
 What cannot be captured (modelling code that asks the device for values, as some routers of experts do)
 runs as before; the reason is reported.
 """
@@ -32,13 +34,16 @@ from pensieve.model.kv_memory import KVMemory
 from pensieve.model.probe import one_line
 from pensieve.model.transfer import upload
 
+ROWS_MAX = 256  # of a graph
 Replay = Callable[[], Any]
-Capture = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Replay]]
+Capture = Callable[[Callable[[], None]], Replay]  # of something that writes where it always does
 
 
 def buckets(turns_max: int) -> list[int]:
-    """Batch sizes that graphs are captured for: at most a quarter of rows is nobody's, from 8 upward."""
-    return sorted({1, 2, 4, *range(8, turns_max, 8), turns_max} & set(range(1, turns_max + 1)))
+    """Batch sizes that graphs are captured for; larger batches decode without."""
+    largest = min(turns_max, ROWS_MAX)
+    steps = {1, 2, 4, *range(8, 64, 8), *range(64, ROWS_MAX, 32), largest}
+    return sorted(size for size in steps if size <= largest)
 
 
 def plan_of(
@@ -54,14 +59,14 @@ def plan_of(
         shape.num_heads,
         shape.num_kv_heads,
         shape.head_size,
-        cuda.slots(device),
+        cuda.slots(device, shape.head_size),
         waves_more,
     )
     return plan, cuda.wide_above(shape.head_size, device)
 
 
 class _Bucket(NamedTuple):
-    logits: torch.Tensor  # float32 (rows, vocab)
+    batch: Batch  # a captured kernel knows addresses, and keeps nothing alive
     replay: Replay
 
 
@@ -82,7 +87,7 @@ class DecodeGraphs:
         self._graphs: dict[int, _Bucket] = {}
         self._sizes = buckets(turns_max)
         self.failure = ""  # why there are none
-        rows, pages_max = turns_max, -(-shape.context_max // memory.chunk_tokens)
+        rows, pages_max = self._sizes[-1], -(-shape.context_max // memory.chunk_tokens)
         pages_max = min(pages_max, memory.device_pages)
 
         def numbers(*sizes: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -93,11 +98,14 @@ class DecodeGraphs:
         self._slots = numbers(rows)
         self._page_table = numbers(rows, pages_max, dtype=torch.int32)
         self._starts = numbers(rows, dtype=torch.int32)
+        self._index = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._rows = torch.arange(rows, device=device)
+        self._logits = torch.empty(rows, shape.vocab_size, device=device)
         self._nobody = memory.spare_page * memory.chunk_tokens
         self._rest(0, rows)
         self._work: Work | None = None
         if device.type == "cuda" and cuda.takes(shape.dtype, memory.chunk_tokens, shape.head_size):
-            self._extra_items = cuda.slots(device) // shape.num_kv_heads + 1
+            self._extra_items = cuda.slots(device, shape.head_size) // shape.num_kv_heads + 1
             items = rows + self._extra_items
             part_rows = items * (shape.num_heads // shape.num_kv_heads)
             heads = shape.num_kv_heads
@@ -115,19 +123,24 @@ class DecodeGraphs:
         if group > cuda.tiling(self._memory.shape.head_size).narrow_max:
             self.failure = f"groups of {group} heads are not for the graphs' work lists"
             return
+        shape, device = self._memory.shape, self._input_ids.device
+        if device.type == "cuda" and self._work is None:
+            self.failure = f"attention runs in torch ({shape.dtype}, heads of {shape.head_size})"
+            return
         try:
             for size in reversed(self._sizes):
                 batch = self._batch(size)
 
-                def compute(batch: Batch = batch, size: int = size) -> torch.Tensor:
+                def compute(batch: Batch = batch, size: int = size) -> None:
                     forward_pass = PagedPass(
                         batch, self._memory, lambda layer: None, None, self._work_of(size)
                     )
-                    return self._flat.logits(
+                    logits = self._flat.logits(
                         batch.input_ids, batch.positions, batch.logit_rows, forward_pass
-                    ).float()
+                    )
+                    self._logits[:size].copy_(logits)
 
-                self._graphs[size] = _Bucket(*self._capture(compute))
+                self._graphs[size] = _Bucket(batch, self._capture(compute))
         except RuntimeError as error:
             self._graphs.clear()
             self.failure = one_line(error)
@@ -156,9 +169,8 @@ class DecodeGraphs:
             planned = plan_of(batch, self._memory, waves_more=0)
             assert planned is not None
             self._put(planned[0], size)
-        graph = self._graphs[size]
-        graph.replay()
-        return graph.logits[:rows]
+        self._graphs[size].replay()
+        return self._logits[:rows]
 
     def _rest(self, first: int, last: int) -> None:
         """Rows that are nobody's."""
@@ -168,17 +180,15 @@ class DecodeGraphs:
         self._page_table[first:last, 0].fill_(self._memory.spare_page)
 
     def _batch(self, size: int) -> Batch:
-        device = self._input_ids.device
-        index = torch.arange(size + 1, dtype=torch.int32, device=device)
         return Batch(
             input_ids=self._input_ids[:size],
             positions=self._positions[:size],
             slot_mapping=self._slots[:size],
             page_table=self._page_table[:size],
-            slice_offsets=index,
-            slice_turns=index[:size],
+            slice_offsets=self._index[: size + 1],
+            slice_turns=self._index[:size],
             slice_starts=self._starts[:size],
-            logit_rows=torch.arange(size, device=device),
+            logit_rows=self._rows[:size],
             logit_turns=(),
             logit_positions=(),
             lengths=[1] * size,
@@ -205,21 +215,32 @@ class DecodeGraphs:
 
 
 def capture_cuda(device: torch.device) -> Capture:
-    """Captures in one pool of memory; what is captured is run once before, so that nothing is loaded then."""
-    pool: list[Any] = []
+    """Captures into one pool of memory, on one stream.
 
-    def capture(compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-        aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    Before, it is run twice: once to load what is loaded at the first use, once to see that nothing in it
+    waits for the device.  A capture that is broken off would leave its stream and its pool behind.
+    """
+    made: list[Any] = []
+
+    def capture(compute: Callable[[], None]) -> Replay:
+        if not made:
+            made.extend((torch.cuda.Stream(device), torch.cuda.graph_pool_handle()))  # type: ignore[no-untyped-call]
+        aside, pool = made
         aside.wait_stream(torch.cuda.current_stream(device))
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(aside):
             compute()
+            torch.cuda.synchronize(device)
+            before = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                compute()
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+            torch.cuda.synchronize(device)
+            with torch.cuda.graph(graph, pool=pool, stream=aside):
+                compute()
         torch.cuda.current_stream(device).wait_stream(aside)
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool[0] if pool else None):
-            logits = compute()
-        if not pool:
-            pool.append(graph.pool())
-        return logits, graph.replay
+        return graph.replay
 
     return capture

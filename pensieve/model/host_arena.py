@@ -3,7 +3,7 @@
 Asynchronous copies need memory that cannot be paged out, and `copy_pages` reads and writes it straight from
 the device.  It is mapped anonymously (so it begins at a page and is not rounded up, as torch's own
 pinned allocator does, to a power of two), put on the NUMA node that the GPU hangs on, and registered
-with the driver piece by piece: locking is slow (several GiB a second at best), so whoever waits is told
+with the driver layer by layer: locking is slow (several GiB a second at best), so whoever waits is told
 how far it is.
 """
 
@@ -21,40 +21,61 @@ import torch
 
 from pensieve.errors import DeviceError
 
-PIECE_BYTES = 1 << 30
+REPORTED_BYTES = 1 << 30  # locking less is done before anybody wonders
 REGISTER_PORTABLE, REGISTER_MAPPED = 1, 2
 MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # the number of the system call
 
 
+class _Locked(mmap.mmap):
+    """Anonymous memory; what the driver knows of it is forgotten before it goes."""
+
+    address = 0
+    registered: tuple[int, ...] = ()  # where pieces begin
+
+    def __del__(self) -> None:
+        for first in self.registered:
+            _unregister(self.address + first)
+
+
 def allocate(
-    num_bytes: int, device: torch.device, report: Callable[[str], None] = lambda line: None
+    num_pieces: int,
+    piece_bytes: int,
+    device: torch.device,
+    report: Callable[[str], None] = lambda line: None,
 ) -> torch.Tensor:
-    """uint8 (num_bytes), page-locked; lives as long as the tensor does."""
+    """uint8 (num_pieces * piece_bytes), page-locked; lives as long as the tensor does.
+
+    No copy may cross the border of two registrations, so they are those of the pieces (a layer's), which
+    no copy leaves; pieces that are no whole number of memory pages are registered as one.
+    """
+    num_bytes = num_pieces * piece_bytes
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
+    if piece_bytes % mmap.PAGESIZE:
+        num_pieces, piece_bytes = 1, num_bytes
     try:
-        mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, ValueError) as error:
+        mapped = _Locked(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped.madvise(mmap.MADV_DONTFORK)
+    except (OSError, ValueError, OverflowError) as error:
         raise DeviceError(
             f"the host has no {num_bytes / 2**30:.1f} GiB for the host tier: {error}; "
             "lower --host-cache"
         ) from error
     arena = torch.frombuffer(mapped, dtype=torch.uint8)
+    mapped.address = arena.data_ptr()
+    told = 0
     with _preferring(numa_node(device)):
-        for first, size in pieces(num_bytes):
-            code = _register(arena.data_ptr() + first, size)
+        for first in range(0, num_bytes, piece_bytes):
+            code = _register(mapped.address + first, piece_bytes)
             if code:
                 raise DeviceError(refusal(code, first, num_bytes))
-            if num_bytes > PIECE_BYTES:
-                report(f"locking the host tier: {(first + size) / num_bytes:.0%}")
+            mapped.registered += (first,)
+            share = 10 * (first + piece_bytes) // num_bytes
+            if share > told and num_bytes > REPORTED_BYTES:
+                told = share
+                report(f"locking the host tier: {10 * share}%")
     return arena
-
-
-def pieces(num_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first, size), each but the last a whole number of gibibytes."""
-    for first in range(0, num_bytes, PIECE_BYTES):
-        yield first, min(PIECE_BYTES, num_bytes - first)
 
 
 def refusal(code: int, locked: int, num_bytes: int) -> str:
@@ -69,6 +90,11 @@ def _register(address: int, num_bytes: int) -> int:
     """0, or the error of the CUDA runtime."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     return int(cudart.cudaHostRegister(address, num_bytes, REGISTER_PORTABLE | REGISTER_MAPPED))
+
+
+def _unregister(address: int) -> None:
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cudart.cudaHostUnregister(address)
 
 
 def numa_node(device: torch.device, root: Path = Path("/sys/bus/pci/devices")) -> int | None:

@@ -105,7 +105,8 @@ class KVMemory:
         if device.type == "cpu":
             self.host_arena = self._allocate("host", host_pages, device)
         else:
-            locked = host_arena.allocate(host_pages * self.page_bytes, device, report)
+            layer_bytes = host_pages * self.page_bytes // shape.num_layers
+            locked = host_arena.allocate(shape.num_layers, layer_bytes, device, report)
             self.host_arena = locked.view(shape.dtype).view(self._arena_shape(host_pages))
 
     def _arena_shape(self, num_pages: int) -> tuple[int, ...]:

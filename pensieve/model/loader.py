@@ -7,6 +7,7 @@ and refuses it, with the reason, if it cannot be served exactly.  Each way to fa
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -60,12 +61,14 @@ def load(
         flat = _read_model(name, config, dtype, device, rank)
         report("probing its attention")
         try:
-            try:
-                shape = probe(flat, fuse_layers=rank is None, int8=int8)
-            except FusionFailed as error:
-                if int8:
-                    raise UnsupportedModel(f"its weights cannot be int8: {error}") from error
-                report(f"its layers stay as they are: {error}")
+            shape = _probed(flat, rank is None, int8, report)
+            if (
+                shape is None
+            ):  # by now nothing holds what was replaced, so one model is in memory at a time
+                del flat
+                gc.collect()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
                 flat = _read_model(name, config, dtype, device, rank)
                 shape = probe(flat, fuse_layers=False)
         except UnsupportedModel as error:
@@ -83,6 +86,19 @@ def load(
                 "transformers' plan for it leaves its attention whole: each rank keeps KV of all heads"
             )
     return LoadedModel(name, flat, shape, num_heads, _eos_token_ids(flat.module))
+
+
+def _probed(
+    flat: FlatModel, fuse_layers: bool, int8: bool, report: Callable[[str], None]
+) -> ModelShape | None:
+    """None if replacing its layers failed: its weights are gone."""
+    try:
+        return probe(flat, fuse_layers=fuse_layers, int8=int8)
+    except FusionFailed as error:
+        if int8:
+            raise UnsupportedModel(f"its weights cannot be int8: {error}") from error
+        report(f"its layers stay as they are: {error}")
+    return None
 
 
 def _read_config(name: str) -> Any:

@@ -3,7 +3,8 @@
 Weights are there already.  What else needs memory is tried out once: the largest batch there can be (the
 budget of tokens, a row of logits for every turn), with sampling that asks for everything, and the batch
 of a decode iteration, whose memory the captured graphs keep.  The most that torch's allocator ever held is
-what they need; a margin is left for what is not torch's (CUDA's own context, the graphs' nodes, fragments).
+what they need, but for the trials' own KV; a margin is left for what is not torch's (the graphs' nodes,
+what a library loads later, fragments).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pensieve.core.turn import Turn
 from pensieve.model.decoding import Decoding
 from pensieve.model.draw import Row
 from pensieve.model.forward import Forward, copier_for
+from pensieve.model.graphs import ROWS_MAX
 from pensieve.model.kv_memory import KVMemory
 from pensieve.model.loader import LoadedModel
 from pensieve.model.sampler import Sampler
@@ -48,16 +50,18 @@ def free_for_kv(
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved(device)
-    free, total = torch.cuda.mem_get_info(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    most: list[int] = []
     for num_tokens in (turns_max, max(token_budget, turns_max)):
-        run_once(model, num_tokens, turns_max, chunk_tokens, device, sampler)
+        torch.cuda.reset_peak_memory_stats(device)
+        trial_bytes = run_once(model, num_tokens, turns_max, chunk_tokens, device, sampler)
         torch.cuda.synchronize(device)
+        most.append(torch.cuda.max_memory_reserved(device) - held - trial_bytes)
         torch.cuda.empty_cache()
-        if num_tokens == turns_max:
-            graphs = torch.cuda.max_memory_reserved(device) - held
-    workspace = torch.cuda.max_memory_reserved(device) - held
-    return max(free - workspace - graphs - MARGIN_BYTES - int(MARGIN_SHARE * total), 0)
+    free, total = torch.cuda.mem_get_info(device)  # what was loaded by the trials is counted now
+    kept = torch.cuda.memory_reserved(device) - held
+    graphs = most[0] + 4 * min(turns_max, ROWS_MAX) * model.shape.vocab_size
+    needed = max(most) - kept + graphs + MARGIN_BYTES + int(MARGIN_SHARE * total)
+    return max(free - needed, 0)
 
 
 def run_once(
@@ -67,14 +71,16 @@ def run_once(
     chunk_tokens: int,
     device: torch.device,
     sampler: tuple[Sampler, Tokenizer] | None = None,
-) -> None:
-    """One iteration of so many tokens, of as many turns as there may be."""
+) -> int:
+    """One iteration of so many tokens, of as many turns as there may be; the bytes of its own KV."""
     slices, num_pages = widest(num_tokens, turns_max, model.shape.context_max, chunk_tokens)
     memory = KVMemory(model.shape, num_pages, 0, chunk_tokens, device)
     copier = copier_for(memory)
     try:
         with torch.inference_mode():
-            computed = Forward(model.flat, memory, copier, halves=False).run(slices)
+            forward = Forward(model.flat, memory, copier, halves=False)
+            forward.run([piece._replace(needs_token=False) for piece in slices])
+            computed = forward.run(slices)
             if sampler is not None:
                 chooser, tokenizer = sampler
                 for turn in computed.turns:
@@ -84,6 +90,7 @@ def run_once(
                 chooser.draw(computed.logits, rows, computed.newest_ids).read()
     finally:
         copier.close()
+    return memory.device_arena.nbytes
 
 
 def widest(

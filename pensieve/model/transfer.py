@@ -40,10 +40,11 @@ class ReadBack:
         self._arrived: torch.cuda.Event | None = None
         self._values = values
         if values.device.type != "cpu":
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
+            with torch.cuda.device(values.device):  # a thread begins with the first one
+                self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+                self._values.copy_(values, non_blocking=True)
+                self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._arrived.record(torch.cuda.current_stream(values.device))
 
     def wait(self) -> Tensor:
         """Its values, once the device has computed them."""

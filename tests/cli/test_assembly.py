@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from pensieve.cli import assembly
 from pensieve.cli.assembly import _tier_pages, chosen_device
 from pensieve.config import Settings, resolve
-from pensieve.errors import ConfigError
+from pensieve.errors import ConfigError, DeviceError
 from pensieve.model import sizing
 from pensieve.model.sizing import MARGIN_BYTES, MARGIN_SHARE, free_for_kv
 
@@ -68,15 +71,16 @@ def test_a_gpu_that_is_not_there_is_said_to_be_missing(monkeypatch: pytest.Monke
 def test_what_is_left_for_kv_is_what_nothing_else_was_seen_to_need(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Weights take 20 GiB, a decode batch 1 and the largest batch 3 besides."""
+    """Weights take 20 GiB; a decode batch 1 and the largest batch 3 besides, and 2 for their own KV."""
     device = torch.device("cuda", 0)
-    held, peak = 20 * GIB, 20 * GIB
+    held = peak = 20 * GIB
     ran: list[int] = []
 
-    def run_once(model: Any, num_tokens: int, *rest: Any) -> None:
+    def run_once(model: Any, num_tokens: int, *rest: Any) -> int:
         nonlocal peak
         ran.append(num_tokens)
-        peak = max(peak, held + (1 if num_tokens == 8 else 3) * GIB)
+        peak = held + (3 if num_tokens == 8 else 5) * GIB
+        return 2 * GIB
 
     monkeypatch.setattr(sizing, "run_once", run_once)
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
@@ -84,6 +88,31 @@ def test_what_is_left_for_kv_is_what_nothing_else_was_seen_to_need(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peak)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
-    found = free_for_kv(None, 512, 8, 32, device)  # type: ignore[arg-type]
+    model: Any = SimpleNamespace(shape=SimpleNamespace(vocab_size=1000))
+    found = free_for_kv(model, 512, 8, 32, device)
     assert ran == [8, 512]
-    assert found == 56 * GIB - MARGIN_BYTES - int(MARGIN_SHARE * 80 * GIB)
+    logits = 4 * 8 * 1000  # of the graphs
+    assert found == 56 * GIB - logits - MARGIN_BYTES - int(MARGIN_SHARE * 80 * GIB)
+
+
+def test_auto_falls_back_to_the_cpu_where_the_gpu_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise DeviceError("the CUDA kernels need CuPy")
+
+    loaded: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(assembly, "_check_kernels", refuse)
+    monkeypatch.setattr(
+        "pensieve.model.loader.load", lambda folder, device, **_: loaded.append(device)
+    )
+    told: list[str] = []
+    with ExitStack() as undo:
+        assembly._load_model(settings_of(), tmp_path, told.append, undo)
+        assert loaded == [torch.device("cpu")]
+        assert any("computing on the CPU: the CUDA kernels need CuPy" in line for line in told)
+        with pytest.raises(DeviceError, match="need CuPy"):
+            assembly._load_model(settings_of(device="cuda"), tmp_path, told.append, undo)

@@ -159,6 +159,26 @@ def test_a_second_turn_computes_only_what_is_new():
     assert usage.recomputed_tokens == 0
 
 
+@pytest.mark.parametrize("to_host", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_eviction_right_after_the_end_is_not_lost(depth: int, to_host: bool):
+    """At depth 2 a turn that ends by what it says still has a slice under way, which holds its pages."""
+    rig = Rig(depth=depth)
+    rig.mailbox.put(submit(1, "a", [], [5, 6, 7], reply=400))  # it stops before
+    while 1 not in rig.sink.ends():
+        assert rig.engine.step()
+        rig.clock.advance(0.05)
+    assert rig.sink.ends()[1].finish is FinishReason.STOP
+    assert (rig.scheduler.cache.conversations["a"].turn_id is None) == (depth == 1)
+    rig.mailbox.put(EvictConversation("a", to_host=to_host, query_id=7))
+    rig.run()
+    answer = next(event for event in rig.sink.events if isinstance(event, Answer))
+    assert answer.figures["chunks"] > 0
+    assert {place for _, _, place, _ in rig.scheduler.cache.places("a")} <= (
+        {"host"} if to_host else set()
+    )
+
+
 def test_a_message_turns_a_warm_into_the_turn():
     rig = Rig()
     rig.mailbox.put(submit(1, "a", [], list(range(5, 35)), reply=3))

@@ -9,7 +9,7 @@ import torch
 
 from pensieve.kernels import cuda, reference
 from pensieve.kernels.work import Tiling, Work, plan_work
-from tests.kernels.emulated import map_of, needs_x86, run
+from tests.kernels.emulated import map_of, needs_x86, run, shared_bytes
 
 pytestmark = needs_x86
 Slice = tuple[int, int, int]  # turn, start, length
@@ -32,6 +32,7 @@ def attend(
     spread: float = 1.0,
     backwards: bool = False,
     hopper: bool = False,
+    early: bool = False,
 ) -> int:
     """Compares; how many tiles were cut.  Pages lie anywhere, and what no turn has written is NaN."""
     draw = torch.Generator().manual_seed(seed)
@@ -66,7 +67,7 @@ def attend(
     for launch in cuda.attention_launches(
         query, arena[:, 0], arena[:, 1], *index, scaling, out, work, map_of
     ):
-        run(launch, backwards=backwards)
+        run(launch, backwards=backwards, early=early)
     right = torch.empty(out.shape)
     wide = arena.float()
     reference.multi_token_attention(query.float(), wide[:, 0], wide[:, 1], *index, scaling, right)
@@ -129,8 +130,25 @@ def test_the_order_of_threads_and_blocks_does_not_matter() -> None:
     attend([(0, 200, 3), (1, 10, 50)], 4, 2, 64, slots=9, backwards=True)
 
 
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_nothing_is_overwritten_before_it_was_read(hopper: bool, backwards: bool) -> None:
+    """Copies that arrive as early as they may."""
+    slices = [(0, 700, 40), (1, 500, 1), (2, 97, 128)]
+    attend(slices, 2, 1, 64, early=True, hopper=hopper, backwards=backwards)
+    attend(slices, 2, 2, 128, early=True, hopper=hopper, backwards=backwards)
+
+
 def test_scores_far_from_zero_and_far_apart() -> None:
     attend([(0, 200, 4)], 2, 2, 64, spread=10.0)
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_a_block_takes_the_shared_memory_that_plans_reckon_with(head_size: int) -> None:
+    defines = (f"HEAD_SIZE={head_size}", "ELEMENT=Bf16")
+    kernel = cuda.Kernel("multi_token_attention.cu", "multi_token_attention", defines)
+    needed = shared_bytes(cuda.Launch(kernel, 1, 128, (), "multi_token_attention_shared_bytes"))
+    assert needed <= cuda.BLOCK_KIB[head_size] * 1024 < needed + 4096
 
 
 def test_slices_and_items_of_nothing() -> None:

@@ -85,18 +85,23 @@ def test_so_does_every_element_and_head_size(
     examine(source, architecture, element, head_size)
 
 
-def test_hoppers_products_overlap() -> None:
-    """The scores of the next stage and the values of this one are under way together.
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_hoppers_products_overlap(head_size: int) -> None:
+    """While the values of a stage are multiplied, the scores of the next become powers.
 
-    ptxas makes each product wait where it cannot follow the registers; then there would be a wait
-    behind every HGMMA.
+    ptxas makes each product wait where it cannot follow the registers, and moves waits ahead where it may;
+    both would show here.
     """
-    sass = dump(nvrtc.cubin(kernel_of(HOPPER), "sm_90a"), "-sass")
-    told = re.findall(r"HGMMA\S+|WARPGROUP.DEPBAR.LE gsb0, 0x\d", sass)
-    waits = [each for each in told if not each.startswith("HGMMA")]
-    assert len(told) - len(waits) == 4 * 8, "four products of eight steps"
-    assert waits.count("WARPGROUP.DEPBAR.LE gsb0, 0x1") == 1
+    sass = dump(nvrtc.cubin(kernel_of(HOPPER, head_size=head_size), "sm_90a"), "-sass")
+    told = re.findall(r"HGMMA|MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d", sass)
+    waits = [each for each in told if each.startswith("W")]
+    assert told.count("HGMMA") == 2 * (head_size // 16 + 8), (
+        "two products with keys, two with values"
+    )
     assert len(waits) == 4
+    under_way = next(i for i, each in enumerate(told) if each.endswith("0x1"))
+    done = next(i for i in range(under_way + 1, len(told)) if told[i].endswith("0x0"))
+    assert told[under_way + 1 : done] == ["MUFU.EX2"] * 66, "64 powers and two corrections"
 
 
 def test_pages_are_copied_sixteen_bytes_at_a_time() -> None:

@@ -74,6 +74,12 @@ class FakeStreams:
         found: FakeStream = getattr(self._current, "stream", self.compute)
         return found
 
+    def record(self, stream: FakeStream) -> FakeEvent:
+        return stream.record_event()
+
+    def adopt_thread(self) -> None:
+        """There is one device."""
+
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:
         before = self.current

@@ -103,12 +103,13 @@ class Pretended:
         monkeypatch.setattr(cuda, "_pointers", self.pointers)
         monkeypatch.setattr(FakeTensor, "data_ptr", lambda tensor: id(tensor) * 16, raising=False)
         monkeypatch.setattr(cuda, "_map_of", lambda pages: 16)
-        monkeypatch.setattr(cuda, "slots", lambda device: 264)
+        monkeypatch.setattr(cuda, "slots", lambda device, head_size: 264)
+        monkeypatch.setattr(cuda, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(cuda, "architecture", lambda index=0: "sm_90a")
         monkeypatch.setattr(
             host_arena,
             "allocate",
-            lambda size, device, report: torch.empty(size, dtype=torch.uint8),
+            lambda count, size, device, report: torch.empty(count * size, dtype=torch.uint8),
         )
         monkeypatch.setattr(device_copier, "TorchStreams", lambda device: self.streams)
         monkeypatch.setattr(transfer, "upload", self.upload)
@@ -230,7 +231,7 @@ def executor_on(
     assert memory.host_arena.shape[1] == 20
     made = None
     if graphs:
-        made = DecodeGraphs(model.flat, memory, 8, lambda compute: (compute(), lambda: None))
+        made = DecodeGraphs(model.flat, memory, 8, lambda compute: compute() or (lambda: None))
         with torch.inference_mode():
             made.capture()
         assert not made.failure

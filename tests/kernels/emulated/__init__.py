@@ -21,7 +21,10 @@ CSRC = HERE.parents[2] / "csrc"
 ENTRY = """
 #include "cuda.h"
 #include SOURCE
-extern "C" void emulate(unsigned blocks, unsigned threads, void** arguments, int backwards) {
+extern "C" void emulate(unsigned blocks, unsigned threads, unsigned shared, void** arguments,
+                        int backwards, int early) {
+  emulated::early = early != 0;
+  emulated::shared_bytes = shared;
   emulated::launch(KERNEL, blocks, threads, arguments, backwards != 0);
 }
 """
@@ -49,6 +52,9 @@ def map_of(pages: torch.Tensor) -> int:
 
 MAPS: list[Map] = []  # kept for as long as launches may name them
 
+# A GPU fuses products and sums, so where this CPU can it does, too.
+FUSED = ("-mfma", "-ffp-contract=fast") if " fma " in Path("/proc/cpuinfo").read_text() else ()
+
 needs_x86 = pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="the emulation's fibers are for x86-64"
 )
@@ -63,7 +69,7 @@ def library(source: str, defines: tuple[str, ...], kernel: str) -> ctypes.CDLL:
     built = entry.with_suffix(".so")
     subprocess.run(
         [
-            *("g++", "-std=c++20", "-O2", "-shared", "-fPIC", "-w"),
+            *("g++", "-std=c++20", "-O2", "-shared", "-fPIC", "-w", *FUSED),
             *(f"-I{folder}" for folder in (HERE, CSRC / "include", CSRC)),
             *(f'-DSOURCE="cuda/{source}"', f"-DKERNEL={kernel}"),
             *(f"-D{define}" for define in defines),
@@ -74,7 +80,15 @@ def library(source: str, defines: tuple[str, ...], kernel: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(built))
 
 
-def run(launch: Launch, *, backwards: bool = False) -> None:
+def shared_bytes(launch: Launch) -> int:
+    """Dynamic shared memory of a block, as the source says."""
+    if not launch.shared:
+        return 0
+    found = library(launch.kernel.source, launch.kernel.defines, launch.kernel.name)
+    return ctypes.c_int.in_dll(found, launch.shared).value
+
+
+def run(launch: Launch, *, backwards: bool = False, early: bool = False) -> None:
     """Carry a launch out on tensors in this machine's memory."""
     found = library(launch.kernel.source, launch.kernel.defines, launch.kernel.name)
     values = [TYPES[kind](value) for kind, value in launch.arguments]
@@ -82,4 +96,11 @@ def run(launch: Launch, *, backwards: bool = False) -> None:
         *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values)
     )
     if launch.blocks:
-        found.emulate(launch.blocks, launch.threads, pointers, int(backwards))
+        found.emulate(
+            launch.blocks,
+            launch.threads,
+            shared_bytes(launch),
+            pointers,
+            int(backwards),
+            int(early),
+        )

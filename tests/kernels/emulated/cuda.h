@@ -4,11 +4,12 @@
 // block is a fiber with a stack of its own.  A fiber runs until it has to wait for others (a barrier, an
 // instruction of the whole warp), then the next one runs.  Blocks run one after another.
 //
-// What this finds: wrong indices, wrong fragments, missing waits for asynchronous copies (they are made only
-// when they are waited for), barriers that not all reach, uses of shared memory before it is written
-// (it is filled with NaN before each block), reads outside of a tensor where the tests put guards.  The order of the
-// fibers can be turned round, which shows results that depend on it.  What it cannot find: what a
-// compiler for a GPU does, races inside one run of a fiber, and anything about speed.
+// What this finds: wrong indices, wrong fragments, missing waits for asynchronous copies (made only when they are
+// waited for), memory that is overwritten too early (with `early` they are made at once), barriers that not all
+// reach, uses of shared memory before it is written (it is filled with NaN before each block) or beyond what the
+// launch asks for, reads outside of a tensor where the tests put guards.  The order of the fibers can be turned
+// round, which shows results that depend on it.  What it cannot find: fences that are missing, what a compiler
+// for a GPU does, races inside one run of a fiber, and anything about speed.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -75,6 +76,13 @@ struct AsyncCopy {
   unsigned char* target;
   const void* source;
   bool there;
+
+  void make() const {
+    if (there)
+      std::memcpy(target, source, 16);
+    else
+      std::memset(target, 0, 16);
+  }
 };
 
 struct Fiber {
@@ -102,6 +110,8 @@ inline std::vector<Exchange> warps, warpgroups;
 inline Barrier block_barrier;
 inline void* scheduler_stack = nullptr;
 inline unsigned long progress = 0;  // things that let somebody go on
+inline bool early = false;          // asynchronous copies happen at once
+inline std::size_t shared_bytes = SHARED_MAX;  // that the launch asks for
 inline std::function<void()> body;
 
 inline void pause() {

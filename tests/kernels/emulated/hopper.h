@@ -1,7 +1,7 @@
 // The functions of csrc/include/hopper.h on emulated threads; see cuda.h.
 //
 // Everything asynchronous happens as late as it may: a box is copied when somebody waits for its barrier, a
-// product is made when it is waited for, and reads its operands then.
+// product is made when it is waited for, and reads its operands then.  Or, with `early`, boxes are copied at once.
 #pragma once
 #include <map>
 
@@ -93,11 +93,18 @@ inline void wait(uint32 address, uint32 parity) {
 }
 
 inline void copy_box(uint32 target, const void* map, int x, int y, int z, uint32 barrier) {
-  barrier_at(barrier).boxes.push_back({target, static_cast<const Map*>(map), x, y, z});
+  const Box box{target, static_cast<const Map*>(map), x, y, z};
+  if (emulated::early) {
+    copy(box, barrier_at(barrier));
+    end_phase_if_complete(barrier_at(barrier));
+  } else {
+    barrier_at(barrier).boxes.push_back(box);
+  }
   ++emulated::progress;
 }
 
-inline void prefetch_map(const void*) {}
+inline void acquire_map(const void*) {}
+inline void finish_before_waiting(float, uint32) {}
 inline void publish_shared() {}
 
 template <int COUNT>
@@ -141,6 +148,7 @@ inline void wait_for_products_but() {
     pending[threadIdx.x].closed.erase(pending[threadIdx.x].closed.begin());
     for (const auto& product : products) product();
   }
+  ptx::sync_warp();  // a warp waits as one
 }
 
 template <class Registers>

@@ -14,7 +14,7 @@ inline uint32 shared_address(const void* pointer) {
 
 inline unsigned char* at(uint32 address, uint32 bytes) {
   if (address % bytes) emulated::fail("a shared address that is not aligned");
-  if (address + bytes > SHARED_MAX) emulated::fail("a shared address that is too large");
+  if (address + bytes > emulated::shared_bytes) emulated::fail("a shared address that is too large");
   return shared_memory + address;
 }
 
@@ -81,10 +81,14 @@ inline uint32 pack(float low, float high) {
   return narrow<Element>(high) << 16 | narrow<Element>(low);
 }
 
-// An asynchronous copy is made when its group is waited for, and not a moment before.
+// An asynchronous copy is made when its group is waited for, and not a moment before; or, with `early`, at once.
 inline void copy_16_async(uint32 target, const void* source, bool there) {
   if (there && reinterpret_cast<std::uintptr_t>(source) % 16) emulated::fail("a source that is not aligned");
-  emulated::fibers[threadIdx.x].open_copies.push_back({at(target, 16), source, there});
+  const emulated::AsyncCopy copy{at(target, 16), source, there};
+  if (emulated::early)
+    copy.make();
+  else
+    emulated::fibers[threadIdx.x].open_copies.push_back(copy);
 }
 
 inline void close_copies() {
@@ -97,11 +101,7 @@ template <int N>
 inline void wait_for_all_but() {
   emulated::Fiber& fiber = emulated::fibers[threadIdx.x];
   while (fiber.copies.size() > N) {
-    for (const emulated::AsyncCopy& copy : fiber.copies.front())
-      if (copy.there)
-        std::memcpy(copy.target, copy.source, 16);
-      else
-        std::memset(copy.target, 0, 16);
+    for (const emulated::AsyncCopy& copy : fiber.copies.front()) copy.make();
     fiber.copies.erase(fiber.copies.begin());
   }
 }
