@@ -24,18 +24,6 @@ MASK = (1 << 61) - 1
 Slot = tuple[int, int]  # (prefix, turn that computed it)
 
 
-class VirtualClock:
-    def __init__(self, now: float = 0.0) -> None:
-        self._now = now
-
-    def now(self) -> float:
-        return self._now
-
-    def advance(self, seconds: float) -> None:
-        assert seconds >= 0
-        self._now += seconds
-
-
 def extend_prefix(prefix: int, token_id: int) -> int:
     return (prefix * 1_000_003 + token_id + 12_345) & MASK
 

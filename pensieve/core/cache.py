@@ -40,7 +40,8 @@ from pensieve.core.chronicle import Chronicle
 from pensieve.core.chunk import Branch, Chunk, Conversation
 from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
 from pensieve.core.pages import PagePool
-from pensieve.core.retention import RetentionPolicy, RetentionQueue, Role, value_of
+from pensieve.core.retention import RetentionPolicy, RetentionQueue, Role
+from pensieve.core.returning import Turned
 from pensieve.core.turn import Turn
 
 
@@ -202,6 +203,8 @@ class KVCache:
 
         self.conversations[turn.conversation_id] = conversation
         conversation.turn_id = turn.turn_id
+        if turn.usage.admitted_at is None:  # else it resumes
+            self.policy.returned(turn.conversation_id, now)
         if tail is not None:
             self._hold(tail)
             self._truncate(conversation, tail.index * size, now)
@@ -278,6 +281,11 @@ class KVCache:
                 break
         conversation.turn_id = None
         conversation.idle_since = now - away_seconds
+        if turn.finish is not None:  # else it is suspended
+            said = Turned(
+                turn.prompt_end - turn.history_tokens, turn.num_output_tokens, len(turn.tokens)
+            )
+            self.policy.rested(turn.conversation_id, said, now)
         conversation.num_tokens = len(turn.chunks) * size
         turn.chunks, turn.page_table = [], []
         path = conversation.path()
@@ -343,7 +351,7 @@ class KVCache:
             branch = chunk.branch
             if branch is not None and not branch.num_running and chunk.dirty:
                 in_class = self.policy.class_of(branch, chunk.index, now)
-                value = value_of(self.policy, in_class, now - branch.idle_since)
+                value = self.policy.value(in_class, now - branch.idle_since)
                 if chunk.host_page is not None or self._take_host_page(chunk, value, now):
                     swap_outs.append(self._start_swap_out(chunk))
                     continue
@@ -388,6 +396,7 @@ class KVCache:
         source = self.conversations.get(source_id)
         if source is None:
             return
+        self.policy.forked(target_id)
         target = Conversation(target_id, now)
         # A running source's chunks count as far as they go: only committed positions are forked.
         held = source.num_tokens
@@ -403,6 +412,9 @@ class KVCache:
         for each in target.path():
             each.holders[target] = None
             each.idle_since = now
+            if not each.num_running:  # a policy that learns may think less of it now
+                for queue in self._queues:
+                    queue.offer(each, now)
         self.conversations[target_id] = target
 
     def rewind(self, conversation_id: str, num_tokens: int, now: float) -> None:
@@ -487,7 +499,7 @@ class KVCache:
             for chunk in branch.chunks:
                 if chunk.resident:
                     in_class = self.policy.class_of(branch, chunk.index, now)
-                    values.append(value_of(self.policy, in_class, now - branch.idle_since))
+                    values.append(self.policy.value(in_class, now - branch.idle_since))
                     break
         return min(values, default=None)
 

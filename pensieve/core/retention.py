@@ -26,13 +26,14 @@ a walk over what is cached.  The value found is exact up to one class (a ratio o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from pensieve.core.chunk import Branch, Chunk, Entry
 from pensieve.core.cost import CostProfile
+from pensieve.core.returning import ReturnPolicy, Turned
 
 NUM_CLASSES = 64
 CLASS_RATIO = 1.1
@@ -52,45 +53,70 @@ QUALIFIES: dict[Role, Callable[[Chunk], bool]] = {
 
 
 class RetentionPolicy(Protocol):
-    """What a chunk is worth: the value of its class over its idle time (of some least length)."""
+    """What a chunk is worth, by its class and idle time; within a class the longer idle is worth less."""
 
     name: str
-    idle_min: float  # seconds
-
-    @property
-    def class_values(self) -> Sequence[float]: ...
+    num_classes: int
+    class_ratio: float  # between the values of neighbouring classes, at most
+    ordered: bool  # a higher class is worth more, whatever the idle time
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
-        """A class 0 <= i < NUM_CLASSES that does not exceed the chunk's value."""
+        """A class 0 <= i < num_classes that does not exceed the chunk's value."""
+
+    def value(self, class_index: int, idle_seconds: float) -> float: ...
+
+    def rested(self, name: str, turned: Turned, now: float) -> None:
+        """A turn of that conversation has ended."""
+
+    def returned(self, name: str, now: float) -> None:
+        """A turn of it begins."""
+
+    def forked(self, name: str) -> None:
+        """A conversation of that name begins as a fork of another."""
 
 
-def value_of(policy: RetentionPolicy, class_index: int, idle_seconds: float) -> float:
-    return policy.class_values[class_index] / max(idle_seconds, policy.idle_min)
+class Oblivious:
+    """A policy that learns nothing."""
+
+    def rested(self, name: str, turned: Turned, now: float) -> None:
+        pass
+
+    def returned(self, name: str, now: float) -> None:
+        pass
+
+    def forked(self, name: str) -> None:
+        pass
 
 
-class LruPolicy:
+class LruPolicy(Oblivious):
     """Least recently active conversation first, leading chunk first."""
 
     name = "lru"
-    class_values = (1.0,)
-    idle_min = 1e-9
+    num_classes = 1
+    class_ratio = 1.0
+    ordered = True
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         return 0
 
+    def value(self, class_index: int, idle_seconds: float) -> float:
+        return 1.0 / max(idle_seconds, 1e-9)
 
-class ValuePolicy:
+
+class ValuePolicy(Oblivious):
     """retention_value = cost(l) / T, summed over the holders (seconds of recompute per second idle)."""
 
     name = "value"
-    idle_min = 1.0
+    num_classes = NUM_CLASSES
+    class_ratio = CLASS_RATIO
+    ordered = True
 
     def __init__(self, cost: CostProfile, chunk_tokens: int) -> None:
         self._cost = cost
         self._chunk_tokens = chunk_tokens
         self._least_cost = cost.chunk_seconds(0)
         self._steps: list[float] = []  # by chunk index: log(cost / least cost) / log(ratio)
-        self.class_values = [self._least_cost * CLASS_RATIO**i for i in range(NUM_CLASSES)]
+        self._values = [self._least_cost * CLASS_RATIO**i for i in range(NUM_CLASSES)]
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         while chunk_index >= len(self._steps):
@@ -101,13 +127,21 @@ class ValuePolicy:
             steps += math.log(branch.weight(now), CLASS_RATIO)
         return min(max(int(steps), 0), NUM_CLASSES - 1)
 
+    def value(self, class_index: int, idle_seconds: float) -> float:
+        return self._values[class_index] / (idle_seconds if idle_seconds > 1.0 else 1.0)
+
+
+POLICIES = ("lru", "value", "return")
+
 
 def policy_named(name: str, cost: CostProfile, chunk_tokens: int) -> RetentionPolicy:
     if name == "lru":
         return LruPolicy()
     if name == "value":
         return ValuePolicy(cost, chunk_tokens)
-    raise ValueError(f"no retention policy is named {name!r} (lru, value)")
+    if name == "return":
+        return ReturnPolicy(cost, chunk_tokens)
+    raise ValueError(f"no retention policy is named {name!r} ({', '.join(POLICIES)})")
 
 
 class RetentionQueue:
@@ -117,7 +151,7 @@ class RetentionQueue:
         self.role = role
         self.policy = policy
         self._qualifies = QUALIFIES[role]
-        self._heaps: list[list[Entry]] = [[] for _ in range(NUM_CLASSES)]
+        self._heaps: list[list[Entry]] = [[] for _ in range(policy.num_classes)]
         self._occupied: list[int] = []  # classes whose heap is not empty
         self._serial = 0
         self._num_live = 0
@@ -125,7 +159,7 @@ class RetentionQueue:
 
     def least(self, now: float) -> tuple[float, Chunk] | None:
         """The least valuable chunk that qualifies, and its value."""
-        heaps, values, idle_min = self._heaps, self.policy.class_values, self.policy.idle_min
+        heaps, value_of = self._heaps, self.policy.value
         while True:
             best_value, best_since, best_class = math.inf, math.inf, -1
             unsettled = -1
@@ -135,8 +169,7 @@ class RetentionQueue:
                 if branch is None or branch.num_running or since != branch.idle_since:
                     unsettled = class_index
                     break
-                idle = now - since
-                value = values[class_index] / (idle if idle > idle_min else idle_min)
+                value = value_of(class_index, now - since)
                 if value < best_value or (value == best_value and since < best_since):
                     best_value, best_since, best_class = value, since, class_index
             if unsettled >= 0:
@@ -149,7 +182,9 @@ class RetentionQueue:
             chunk = self.candidate(branch)
             if chunk is None:
                 self._remove_head(best_class)
-            elif (now_class := self.policy.class_of(branch, chunk.index, now)) > best_class:
+            elif self._exceeds(
+                now_class := self.policy.class_of(branch, chunk.index, now), best_class
+            ):
                 self._remove_head(best_class)
                 self._push(branch, now_class)
             else:
@@ -163,10 +198,16 @@ class RetentionQueue:
         class_index = self.policy.class_of(branch, chunk.index, now)
         entry = branch.entries[self.role]
         if entry is not None:
-            if entry.class_index <= class_index and entry.since <= branch.idle_since:
+            exceeds = self._exceeds(class_index, entry.class_index)
+            same = entry.class_index == class_index or (self.policy.ordered and exceeds)
+            if same and entry.since <= branch.idle_since:
                 return  # still a lower bound
             self.withdraw(branch)
         self._push(branch, class_index)
+
+    def _exceeds(self, class_index: int, other: int) -> bool:
+        """Another class, and worth more if that can be said of classes."""
+        return class_index > other or (class_index != other and not self.policy.ordered)
 
     def requalify(self, chunk: Chunk, branch: Branch, now: float) -> None:
         """`chunk` of an idle branch did not qualify and may do so now."""
@@ -255,10 +296,10 @@ class RetentionQueue:
             since, class_index = entry.since, entry.class_index
             assert since <= branch.idle_since, f"{self.role.name}: {branch} is overvalued by time"
             assert entry.start == branch.start, f"{self.role.name}: {branch} was offered elsewhere"
-            believed = value_of(self.policy, class_index, now - since)
+            believed = self.policy.value(class_index, now - since)
             true_class = self.policy.class_of(branch, first.index, now)
-            value = value_of(self.policy, true_class, now - branch.idle_since)
-            slack = 1.0 if since == branch.idle_since else CLASS_RATIO  # a class is rounded down
+            value = self.policy.value(true_class, now - branch.idle_since)
+            slack = 1.0 if since == branch.idle_since else self.policy.class_ratio  # rounded down
             assert believed <= value * slack * (1 + 1e-9), (
                 f"{self.role.name}: {branch} is overvalued, {believed} > {value}"
             )

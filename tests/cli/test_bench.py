@@ -242,6 +242,18 @@ def test_every_section_of_the_gpu_bench_runs_small(
     assert ratios["stateless"] == 1.0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+def test_a_gpu_says_what_the_references_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kernels, captured graphs, swaps, and replies under pressure, on the real thing."""
+    out = str(tmp_path / "figures.jsonl")
+    checks = "device,kernels,attention,decode,prefill,swap,hidden,exactness"
+    small = ["--small", "--device", "cuda", "--out", out, "--sections", checks]
+    assert bench_gpu.main(small) == 0, capsys.readouterr()
+
+
 def test_the_gpu_bench_times_nothing_that_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,13 +17,13 @@ from pensieve.core.cost import CostProfile
 from pensieve.core.retention import (
     CLASS_RATIO,
     NUM_CLASSES,
+    POLICIES,
     QUALIFIES,
     LruPolicy,
     RetentionPolicy,
     RetentionQueue,
     Role,
     ValuePolicy,
-    value_of,
 )
 from tests.core.world import Stage
 
@@ -314,9 +314,9 @@ def test_classes_are_steps_of_ten_percent() -> None:
     cost = CostProfile.measured_at({32: 0.0, 64: 1.0, 128: 3.0}, other_seconds=1.0)
     policy, branch = ValuePolicy(cost, SIZE), value_forest().grow(0, 4, [0.0])
     assert [policy.class_of(branch, index, 0.0) for index in range(4)] == [0, 7, 11, 14]
-    assert value_of(policy, 0, 10.0) == pytest.approx(0.1)
-    assert value_of(policy, 7, 10.0) == pytest.approx(1.1**7 / 10)
-    assert value_of(policy, 7, 0.2) == value_of(policy, 7, 1.0)
+    assert policy.value(0, 10.0) == pytest.approx(0.1)
+    assert policy.value(7, 10.0) == pytest.approx(1.1**7 / 10)
+    assert policy.value(7, 0.2) == policy.value(7, 1.0)
     shared = value_forest().grow(0, 1, [0.0] * 3)
     assert policy.class_of(shared, 0, 100.0) == 11  # log(3) / log(1.1) = 11.5
 
@@ -361,7 +361,7 @@ def test_a_shared_system_prompt_outlives_the_private_chunks_behind_it() -> None:
     assert sum(len(stage.where(name).replace("-", "")) - 2 for name in "abc") < 6
 
 
-@pytest.mark.parametrize("policy", ["lru", "value"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_whoever_says_good_bye_makes_room_first(policy: str) -> None:
     """b spoke last, and will be away; a may come back at any time."""
     stage = Stage(16, 0, policy=policy)

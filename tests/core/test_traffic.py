@@ -17,6 +17,10 @@ from tests.scale import SCALE
 SHAPES = {
     "two tiers": Shape(),
     "lru, no host": Shape(policy="lru", host_pages=0),
+    "who returns": Shape(policy="return"),
+    "who returns, restless, planned ahead": Shape(
+        policy="return", restless=True, overlap=True, conversations=10, device_pages=14
+    ),
     "tiny device, large host": Shape(device_pages=8, host_pages=30),
     "large device, tiny host, late copies": Shape(
         device_pages=40, host_pages=12, conversations=12, late=0.9

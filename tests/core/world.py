@@ -17,7 +17,8 @@ from pensieve.core.retention import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Progress, Scheduler, SchedulerConfig, tokens_of
 from pensieve.core.turn import FinishReason, Turn
-from tests.fakes import VOCAB, LedgerExecutor, VirtualClock, reply_to
+from pensieve.sim.virtual_clock import VirtualClock
+from tests.fakes import VOCAB, LedgerExecutor, reply_to
 
 COST = CostProfile.analytic(
     num_parameters=1000, num_layers=2, num_heads=2, head_size=8, chunk_tokens=4

@@ -40,7 +40,8 @@ from pensieve.engine.mailbox import (
 )
 from pensieve.engine.ports import Observer
 from pensieve.errors import DeviceError, QueueFull, Unavailable
-from tests.fakes import LedgerExecutor, VirtualClock, reply_to
+from pensieve.sim.virtual_clock import VirtualClock
+from tests.fakes import LedgerExecutor, reply_to
 from tests.scale import SCALE
 
 COST = CostProfile.analytic(num_parameters=1000, num_layers=2, num_heads=2, head_size=8)

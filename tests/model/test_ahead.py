@@ -34,7 +34,7 @@ from pensieve.model.executor import TorchExecutor
 from pensieve.model.kv_memory import KVMemory
 from pensieve.model.loader import LoadedModel, load
 from pensieve.model.sampler import Sampler
-from tests.fakes import VirtualClock
+from pensieve.sim.virtual_clock import VirtualClock
 from tests.model.world import GAP_MAX, LetterTokenizer, World, largest_gap, plain_model
 
 FolderOf = Callable[[str], Path]

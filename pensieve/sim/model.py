@@ -1,0 +1,156 @@
+"""What an iteration and a copy cost, in seconds, from published shapes and data sheets.
+
+An iteration is bound by whichever is slower of reading and computing, for the dense part and for attention
+apart:
+
+    dense       max(weight bytes / bandwidth, 2 · parameters · tokens / rate)
+    attention   max(KV bytes of the contexts / bandwidth, 4 · layers · heads · head size · pairs / rate)
+
+plus a fixed overhead.  `EFFICIENCY` is what real kernels reach of a data sheet's figures.  A copy between the
+tiers takes its bytes over the link's rate, each direction by itself.
+
+These are assumptions, and every report says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pensieve.core.cost import CostProfile
+
+EFFICIENCY = 0.6
+
+
+@dataclass(frozen=True)
+class ModelPreset:
+    """A decoder as published; weights and KV are of two bytes."""
+
+    name: str
+    parameters: float
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+
+    @property
+    def weight_bytes(self) -> float:
+        return 2 * self.parameters
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * 2 * self.layers * self.kv_heads * self.head_size
+
+
+MODELS = {
+    preset.name: preset
+    for preset in (
+        ModelPreset("opt-13b", 13e9, 40, 40, 40, 128),
+        ModelPreset("opt-66b", 66e9, 64, 72, 72, 128),
+        ModelPreset("llama2-13b-gqa", 12.6e9, 40, 40, 10, 128),
+        ModelPreset("llama2-70b", 69e9, 80, 64, 8, 128),
+        ModelPreset("llama3-8b", 8.03e9, 32, 32, 8, 128),
+        ModelPreset("qwen2-7b", 7.6e9, 28, 28, 4, 128),
+        ModelPreset("mistral-7b", 7.24e9, 32, 32, 8, 128),
+        ModelPreset("random-0.37b", 0.37e9, 24, 16, 4, 64),
+    )
+}
+
+
+@dataclass(frozen=True)
+class HardwarePreset:
+    name: str
+    operations_per_second: float
+    bytes_per_second: float
+    link_bytes_per_second: float  # each way
+    device_bytes: float
+    overhead_seconds: float = 0.0005
+    devices: int = 1
+
+
+HARDWARE = {
+    preset.name: preset
+    for preset in (
+        HardwarePreset("a100-80gb", 312e12, 2.039e12, 25e9, 80e9),
+        HardwarePreset("h200", 989e12, 4.8e12, 55e9, 141e9),
+        HardwarePreset("cpu", 1.5e12, 35e9, 17e9, 16e9, 0.001),
+    )
+}
+INSTANT = "instant"
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of an iteration and of copies, for one model on one machine."""
+
+    dense_seconds_per_token: float
+    dense_seconds_min: float  # reading the weights
+    attention_seconds_per_pair: float  # of a token and one that it sees
+    attention_seconds_per_key: float  # reading a context's KV once
+    overhead_seconds: float
+    layers: int
+    kv_bytes_per_token: int
+    link_bytes_per_second: float
+    source: str
+
+    @classmethod
+    def of(cls, model: ModelPreset, hardware: HardwarePreset) -> CostModel:
+        rate = hardware.operations_per_second * hardware.devices * EFFICIENCY
+        bandwidth = hardware.bytes_per_second * hardware.devices * EFFICIENCY
+        return cls(
+            2 * model.parameters / rate,
+            model.weight_bytes / bandwidth,
+            4 * model.layers * model.heads * model.head_size / rate,
+            model.kv_bytes_per_token / bandwidth,
+            hardware.overhead_seconds,
+            model.layers,
+            model.kv_bytes_per_token,
+            hardware.link_bytes_per_second * hardware.devices,
+            f"{model.name} on {hardware.devices} x {hardware.name}, data sheets x {EFFICIENCY:g}",
+        )
+
+    def iteration_seconds(self, spans: list[tuple[int, int]]) -> float:
+        """Of slices [start, stop)."""
+        tokens = pairs = keys = 0
+        for start, stop in spans:
+            tokens += stop - start
+            pairs += (stop - start) * (start + stop + 1) // 2
+            keys += stop
+        if not tokens:
+            return 0.0
+        dense = max(self.dense_seconds_min, self.dense_seconds_per_token * tokens)
+        attention = max(
+            self.attention_seconds_per_key * keys, self.attention_seconds_per_pair * pairs
+        )
+        return dense + attention + self.overhead_seconds
+
+    def copy_seconds(self, tokens: int) -> float:
+        return tokens * self.kv_bytes_per_token / self.link_bytes_per_second
+
+    def recompute(self, chunk_tokens: int) -> CostProfile:
+        """For retention: a chunk behind a context, computed in good company."""
+        return CostProfile(
+            tuple(
+                (1 << power, self.attention_seconds_per_pair * chunk_tokens * (1 << power))
+                for power in range(18)
+            ),
+            self.dense_seconds_per_token * chunk_tokens,
+        )
+
+    def scaled(self, factor: float) -> CostModel:
+        """A machine that is so many times as slow."""
+        return replace(
+            self,
+            dense_seconds_per_token=self.dense_seconds_per_token * factor,
+            dense_seconds_min=self.dense_seconds_min * factor,
+            attention_seconds_per_pair=self.attention_seconds_per_pair * factor,
+            attention_seconds_per_key=self.attention_seconds_per_key * factor,
+            overhead_seconds=self.overhead_seconds * factor,
+        )
+
+
+def instant(chunk_tokens: int, kv_bytes_per_token: int = 131_072) -> tuple[CostModel, CostProfile]:
+    """Iterations and copies take no time; recomputing a chunk costs 1 + l / 32,000 of its dense part."""
+    free = CostModel(0, 0, 0, 0, 0, 1, kv_bytes_per_token, float("inf"), "iterations take no time")
+    dense = 0.01
+    points = tuple((1 << power, dense * (1 << power) / 32_000) for power in range(18))
+    return free, CostProfile(points, dense)

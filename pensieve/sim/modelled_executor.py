@@ -1,0 +1,95 @@
+"""Carries iterations out on a virtual clock: nothing is computed, and everything takes its time.
+
+An iteration begins when it is launched and ends after what `CostModel` says.  Each direction between the
+tiers is one link, busy until its last copy is through.  The layers of a swap-in arrive one after another, and
+a layer computes when it is there and the one before is done, so with C the time of computing, S that of
+copying, begun at s, and L layers the iteration ends at
+
+    max(begin + C,  s + S/L + C,  s + S + C/L)
+
+Swap-outs begin when the link is free and disturb nobody.  A copy is reported by the first outcome at or
+after its end; an iteration without slices ends when one outstanding copy has.
+
+Turns end by their length; which tokens they say is nobody's business (all are token 0).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from pensieve.core.iteration import Iteration, Outcome, Sample
+from pensieve.core.turn import FinishReason
+from pensieve.sim.model import CostModel
+from pensieve.sim.virtual_clock import VirtualClock
+
+Watcher = Callable[[Iteration, float, float], None]  # iteration, begun, ended
+
+
+class ModelledExecutor:
+    depth = 1
+
+    def __init__(
+        self, cost: CostModel, clock: VirtualClock, watcher: Watcher | None = None
+    ) -> None:
+        self._cost = cost
+        self._clock = clock
+        self._watcher = watcher
+        self._launched: tuple[Iteration, float, float] | None = None  # begun, ends
+        self._inward: deque[tuple[float, int]] = deque()  # (end, copy_id), in order
+        self._outward: deque[tuple[float, int]] = deque()
+        self._in_free = self._out_free = 0.0
+        self.busy_seconds = 0.0
+
+    def launch(self, iteration: Iteration) -> None:
+        assert self._launched is None, "an earlier iteration was not collected"
+        cost, now = self._cost, self._clock.now()
+        compute = cost.iteration_seconds([(each.start, each.stop) for each in iteration.slices])
+        ends = now + compute
+        if iteration.swap_ins:
+            begun = max(now, self._in_free)
+            copying = cost.copy_seconds(sum(each.num_slots for each in iteration.swap_ins))
+            self._in_free = begun + copying
+            self._inward.extend((self._in_free, each.copy_id) for each in iteration.swap_ins)
+            if iteration.slices:
+                layers = cost.layers
+                ends = max(
+                    ends, begun + copying / layers + compute, begun + copying + compute / layers
+                )
+        if iteration.swap_outs:
+            begun = max(now, self._out_free)
+            copying = cost.copy_seconds(sum(each.num_slots for each in iteration.swap_outs))
+            self._out_free = begun + copying
+            self._outward.extend((self._out_free, each.copy_id) for each in iteration.swap_outs)
+        self._launched = (iteration, now, ends)
+
+    def collect(self) -> Outcome:
+        assert self._launched is not None, "no iteration is launched"
+        (iteration, begun, ends), self._launched = self._launched, None
+        if not iteration.slices:
+            ends = min(
+                (queue[0][0] for queue in (self._inward, self._outward) if queue), default=ends
+            )
+        self._clock.advance_to(ends)
+        now = self._clock.now()
+        if iteration.slices:
+            self.busy_seconds += now - begun
+        if self._watcher is not None:
+            self._watcher(iteration, begun, now)
+        samples = tuple(
+            Sample(
+                piece.turn.turn_id,
+                0,
+                FinishReason.LENGTH if piece.stop + 1 >= piece.turn.length_max else None,
+            )
+            for piece in iteration.slices
+            if piece.needs_token
+        )
+        return Outcome(samples, self._finished(now))
+
+    def _finished(self, now: float) -> tuple[int, ...]:
+        found = []
+        for queue in (self._inward, self._outward):
+            while queue and queue[0][0] <= now:
+                found.append(queue.popleft()[1])
+        return tuple(found)

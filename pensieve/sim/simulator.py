@@ -1,0 +1,217 @@
+"""Plays a trace to an engine: the daemon's own, on a virtual clock.
+
+A visit waits for its time, and for the turn before it in its conversation to end (whoever types has seen the
+reply).  Then it is a message in the mailbox like any other: after a fork where it begins with another
+conversation's past, after a rewind where it keeps only a part of its own.
+
+What is in memory is what is due, and the length of each conversation that may go on; a trace is read as it is
+played.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.iteration import Iteration
+from pensieve.core.retention import RetentionPolicy
+from pensieve.core.sampling import Sampling
+from pensieve.core.scheduler import Scheduler, SchedulerConfig
+from pensieve.engine.engine import Engine, EngineConfig
+from pensieve.engine.mailbox import (
+    Event,
+    ForkConversation,
+    Mailbox,
+    RewindConversation,
+    SubmitTurn,
+    TurnDelta,
+    TurnEnded,
+)
+from pensieve.sim.model import CostModel
+from pensieve.sim.modelled_executor import ModelledExecutor
+from pensieve.sim.trace import Visit
+from pensieve.sim.virtual_clock import VirtualClock
+
+COST_CONTEXT = 32_000  # cost(l) / c = 1 + l / this, in reports
+
+
+@dataclass
+class Counts:
+    """What came of a trace."""
+
+    turns: int = 0
+    refused: int = 0  # larger than what can be served
+    history_tokens: int = 0  # of earlier turns, that turns began with
+    recomputed_tokens: int = 0  # of them, whose KV was gone
+    recompute_cost: float = 0.0  # of those, in costs of a chunk without context
+    device_tokens: int = 0
+    host_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    iterations: int = 0
+    seconds: float = 0.0  # of the virtual clock, from the first message to the last token
+    latencies: list[float] = field(default_factory=list)  # of a turn, over its output tokens
+    first_tokens: list[float] = field(default_factory=list)  # seconds to each turn's first token
+    gaps: list[float] = field(default_factory=list)  # between tokens of a reply, if they are kept
+
+
+@dataclass(slots=True)
+class _Person:
+    """A conversation that may go on."""
+
+    length: int = 0  # of its log
+    running: bool = False
+    waiting: list[Visit] = field(default_factory=list)
+
+
+class Simulator:
+    def __init__(
+        self,
+        cost: CostModel,
+        policy: RetentionPolicy,
+        cache: CacheConfig,
+        scheduler: SchedulerConfig,
+        *,
+        context_max: int | None = None,
+        keep_gaps: bool = False,
+        count_from: float = 0.0,  # turns that begin before are played and not counted
+    ) -> None:
+        self.clock = VirtualClock()
+        self.executor = ModelledExecutor(cost, self.clock, self._watch)
+        self.scheduler = Scheduler(KVCache(cache, policy), scheduler)
+        self.mailbox = Mailbox(1 << 20)
+        self.config = EngineConfig(
+            min(context_max or cache.device_tokens_max, cache.device_tokens_max), 1 << 20
+        )
+        self.engine = Engine(
+            self.config, self.scheduler, self.executor, self.clock, self.mailbox, self
+        )
+        self.counts = Counts()
+        self._chunk_tokens = cache.chunk_tokens
+        self._keep_gaps = keep_gaps
+        self._count_from = count_from
+        self._people: dict[str, _Person] = {}
+        self._due: list[tuple[float, int, Visit]] = []
+        self._num_due = 0
+        self._turns: dict[int, tuple[str, Visit, float]] = {}  # conversation, visit, submitted at
+        self._last_token: dict[int, float] = {}
+        self._num_turns = 0
+
+    def run(self, visits: Iterable[Visit]) -> Counts:
+        """To the end of the trace, and of every turn."""
+        source = iter(visits)
+        ahead = next(source, None)
+        while True:
+            now = self.clock.now()
+            while ahead is not None and (ahead.at is None or ahead.at <= now):
+                self._arrive(ahead)
+                ahead = next(source, None)
+            while self._due and self._due[0][0] <= now:
+                self._begin(heapq.heappop(self._due)[2])
+            if self.engine.step():
+                continue
+            moments = [self._due[0][0]] if self._due else []
+            if ahead is not None and ahead.at is not None:
+                moments.append(ahead.at)
+            if not moments:
+                break
+            self.clock.advance_to(min(moments))
+        self.counts.iterations = self.scheduler.counters.iterations
+        return self.counts
+
+    # -- who speaks --
+
+    def _arrive(self, visit: Visit) -> None:
+        person = self._people.setdefault(visit.conversation, _Person())
+        if person.running or person.waiting or visit.at is None:
+            person.waiting.append(visit)
+            self._call(visit.conversation)
+        else:
+            person.running = True
+            self._begin(visit)
+
+    def _call(self, name: str) -> None:
+        """Whoever waits for the end of a turn speaks, after a while."""
+        person = self._people[name]
+        if person.running or not person.waiting:
+            return
+        visit = person.waiting.pop(0)
+        person.running = True
+        first = self.clock.now() + visit.after
+        self._num_due += 1
+        heapq.heappush(self._due, (max(first, visit.at or 0.0), self._num_due, visit))
+
+    def _begin(self, visit: Visit) -> None:
+        name, now = visit.conversation, self.clock.now()
+        person = self._people[name]
+        if visit.fork_of:
+            source = self._people.get(visit.fork_of)
+            person.length = min(visit.history_tokens or 0, source.length if source else 0)
+            if visit.history_tokens is None and source is not None:
+                person.length = source.length
+            self.mailbox.put(ForkConversation(visit.fork_of, person.length, name))
+        elif visit.history_tokens is not None and visit.history_tokens < person.length:
+            person.length = visit.history_tokens
+            self.mailbox.put(RewindConversation(name, person.length))
+        history = person.length
+        tokens = history + visit.input_tokens
+        if tokens + visit.output_tokens >= self.config.context_max:
+            self.counts.refused += 1
+            person.running = False
+            self._call(name)
+            return
+        self._num_turns += 1
+        self._turns[self._num_turns] = (name, visit, now)
+        sampling = Sampling(max_tokens=visit.output_tokens)
+        self.mailbox.put(SubmitTurn(self._num_turns, name, bytes(4 * tokens), history, sampling))
+
+    # -- what the engine says --
+
+    def publish(self, events: Sequence[Event]) -> None:
+        now = self.clock.now()
+        for event in events:
+            if isinstance(event, TurnDelta):
+                if self._keep_gaps:
+                    before = self._last_token.get(event.turn_id)
+                    if before is not None:
+                        self.counts.gaps.append(now - before)
+                    self._last_token[event.turn_id] = now
+            elif isinstance(event, TurnEnded):
+                self._ended(event, now)
+
+    def _ended(self, event: TurnEnded, now: float) -> None:
+        name, visit, since = self._turns.pop(event.turn_id)
+        self._last_token.pop(event.turn_id, None)
+        person, counts, usage = self._people[name], self.counts, event.usage
+        person.running = False
+        if event.failure is not None:
+            counts.refused += 1
+        else:
+            history = person.length
+            person.length += visit.input_tokens + usage.output_tokens
+            if since >= self._count_from:
+                counts.turns += 1
+                counts.history_tokens += history
+                counts.recomputed_tokens += usage.recomputed_tokens
+                counts.device_tokens += usage.device_tokens
+                counts.host_tokens += usage.host_tokens
+                counts.input_tokens += visit.input_tokens
+                counts.output_tokens += usage.output_tokens
+                counts.seconds = now - self._count_from
+                counts.latencies.append((now - since) / max(usage.output_tokens, 1))
+                if usage.first_token_at is not None:
+                    counts.first_tokens.append(usage.first_token_at - since)
+        self._call(name)
+
+    def _watch(self, iteration: Iteration, begun: float, ended: float) -> None:
+        """What is computed again of earlier turns' KV costs more the longer its context is."""
+        for turn, start, stop, _ in iteration.slices:
+            stop = min(stop, turn.history_tokens - 1, turn.computed_to)
+            if start < stop and self._turns[turn.turn_id][2] >= self._count_from:
+                tokens = stop - start
+                middle = (start + stop) / 2
+                self.counts.recompute_cost += (
+                    tokens / self._chunk_tokens * (1 + middle / COST_CONTEXT)
+                )

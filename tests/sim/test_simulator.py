@@ -1,0 +1,223 @@
+"""Traces played to the real engine: what takes how long, and what is still there."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+
+import pytest
+
+from pensieve.cli.main import main
+from pensieve.core.cache import CacheConfig
+from pensieve.core.iteration import Iteration, Slice, SwapIn, SwapOut
+from pensieve.core.retention import POLICIES, policy_named
+from pensieve.core.sampling import Sampling
+from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.turn import FinishReason, Turn
+from pensieve.sim.model import HARDWARE, MODELS, CostModel, instant
+from pensieve.sim.modelled_executor import ModelledExecutor
+from pensieve.sim.simulator import Counts, Simulator
+from pensieve.sim.trace import HABITS, Visit, drawn
+from pensieve.sim.virtual_clock import VirtualClock
+
+SLOW = CostModel(0.001, 0.01, 0.0, 0.0, 0.0, 10, 1000, 1e6, "made up")  # a token a millisecond
+
+
+def simulator(
+    cost: CostModel | None = None,
+    policy: str = "lru",
+    device_tokens: int = 3200,
+    host_tokens: int = 0,
+    *,
+    budget: int = 512,
+    keep_gaps: bool = False,
+    count_from: float = 0.0,
+) -> Simulator:
+    free, recompute = instant(32)
+    return Simulator(
+        cost or free,
+        policy_named(policy, recompute, 32),
+        CacheConfig(device_tokens // 32, host_tokens // 32),
+        SchedulerConfig(budget, 16),
+        keep_gaps=keep_gaps,
+        count_from=count_from,
+    )
+
+
+def play(*visits: Visit, **options: object) -> Counts:
+    one = simulator(**options)  # type: ignore[arg-type]
+    counts = one.run(visits)
+    one.scheduler.check(one.clock.now())
+    assert not one.scheduler.running
+    return counts
+
+
+def test_a_turn_takes_what_its_iterations_take() -> None:
+    """Prefill of 100 tokens in 0.1 s, then four iterations that read the weights in 0.01 s each."""
+    one = simulator(SLOW, keep_gaps=True)
+    counts = one.run([Visit("a", 5.0, 100, 5)])
+    assert one.clock.now() == pytest.approx(5.0 + 0.1 + 4 * 0.01)
+    assert counts.first_tokens == [pytest.approx(0.1)]
+    assert counts.latencies == [pytest.approx(0.14 / 5)]
+    assert counts.gaps == [pytest.approx(0.01)] * 4
+    assert (counts.turns, counts.input_tokens, counts.output_tokens) == (1, 100, 5)
+
+
+def test_a_later_turn_waits_for_the_reply_and_finds_its_history() -> None:
+    visits = (Visit("a", 0.0, 100, 5), Visit("a", 0.01, 10, 2), Visit("a", None, 7, 2, 3.0))
+    one = simulator(SLOW)
+    counts = one.run(visits)
+    assert counts.turns == 3
+    assert counts.history_tokens == 105 + 117
+    assert counts.device_tokens == 104 + 116, "all but the last token of each reply"
+    assert counts.recomputed_tokens == 0
+    ends = 0.1 + 4 * 0.01 + 0.011 + 0.01
+    assert one.clock.now() == pytest.approx(ends + 3.0 + 0.01 + 0.01)
+
+
+def test_what_was_evicted_is_computed_again_and_costs_more_the_longer_its_context_is() -> None:
+    first, second = Visit("a", 0.0, 1600, 1), Visit("b", 10.0, 2880, 1)
+    counts = play(first, second, Visit("a", 20.0, 1, 1))
+    assert counts.history_tokens == 1601
+    assert counts.recomputed_tokens == 1280, "40 of its 50 chunks made room, the leading ones"
+    assert counts.recompute_cost == pytest.approx(1280 / 32 * (1 + 640 / 32_000), rel=0.01)
+
+
+def test_the_host_tier_brings_it_back_instead() -> None:
+    first, second = Visit("a", 0.0, 1600, 1), Visit("b", 10.0, 2880, 1)
+    counts = play(first, second, Visit("a", 20.0, 1, 1), host_tokens=6400)
+    assert counts.recomputed_tokens == 0
+    assert counts.host_tokens > 0
+    assert counts.recompute_cost == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (100, 1.0 + 0.1 / 10),  # computing takes longer: it waits for the first layer only
+        (5000, 5.0 + 1.0 / 10),  # copying does: the last layer computes when it is there
+    ],
+)
+def test_a_swap_in_hides_behind_the_compute_but_for_a_layer(tokens: int, ends: float) -> None:
+    """A thousand new tokens take a second; a thousand of the history take one on this link."""
+    clock = VirtualClock()
+    executor = ModelledExecutor(SLOW, clock)
+    turn = Turn(1, "a", array("I", bytes(4000)), 0, 1000, 1001, Sampling())
+    ins = (SwapIn(5, 0, 0, tokens),)
+    executor.launch(Iteration(1, (Slice(turn, 0, 1000, True),), (), ins))
+    outcome = executor.collect()
+    assert clock.now() == pytest.approx(ends)
+    assert outcome.finished_copies == (5,)
+    assert outcome.samples[0].finish is FinishReason.LENGTH
+
+
+def test_a_direction_is_busy_until_its_last_copy_and_the_other_is_not() -> None:
+    clock = VirtualClock()
+    executor = ModelledExecutor(SLOW, clock)
+    executor.launch(Iteration(1, (), (), (), (SwapOut(1, 0, 0, 1000),)))
+    assert (executor.collect().finished_copies, clock.now()) == ((1,), 1.0)
+    executor.launch(Iteration(2, (), (), (), (SwapOut(2, 0, 0, 3000), SwapOut(3, 1, 1, 1000))))
+    turn = Turn(1, "a", array("I", bytes(400)), 0, 100, 200, Sampling())
+    assert (executor.collect().finished_copies, clock.now()) == ((2, 3), 5.0)
+    executor.launch(Iteration(3, (), (), (), (SwapOut(4, 0, 0, 2000),)))
+    assert executor.collect().finished_copies == (4,)
+    executor.launch(Iteration(4, (Slice(turn, 0, 100, True),), (), (SwapIn(5, 0, 0, 50),)))
+    assert executor.collect().finished_copies == (5,)
+    assert clock.now() == pytest.approx(7.0 + 0.1 + 0.05 / 10)
+
+
+def test_forks_and_cuts_keep_what_they_share() -> None:
+    counts = play(
+        Visit("a", 0.0, 320, 8),
+        Visit("b", 1.0, 10, 1, 0.0, 328, "a"),
+        Visit("a", 2.0, 10, 1, 0.0, 200),
+    )
+    assert counts.recomputed_tokens == 0
+    assert counts.history_tokens == 328 + 200
+
+
+def test_a_turn_that_is_too_large_is_refused_and_the_next_goes_on() -> None:
+    counts = play(Visit("a", 0.0, 5000, 1), Visit("a", 1.0, 10, 1))
+    assert (counts.refused, counts.turns) == (1, 1)
+
+
+def test_what_comes_before_is_played_and_not_counted() -> None:
+    visits = [Visit("a", 0.0, 100, 5), Visit("b", 50.0, 100, 5), Visit("a", 60.0, 10, 5)]
+    counts = play(*visits, count_from=30.0)
+    assert (counts.turns, counts.history_tokens, counts.input_tokens) == (2, 105, 110)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("host_tokens", [0, 20_000])
+def test_a_crowd_under_pressure_loses_nothing(policy: str, host_tokens: int) -> None:
+    """Every turn ends, every history is found or computed again, and the cache's invariants hold."""
+    visits = list(drawn(HABITS["sharegpt"], 0.3, 300.0, 3, reaction_seconds=20.0))
+    one = simulator(
+        CostModel.of(MODELS["llama3-8b"], HARDWARE["a100-80gb"]),
+        policy,
+        device_tokens=12_800,
+        host_tokens=host_tokens,
+    )
+    counts = one.run(visits)
+    one.scheduler.check(one.clock.now())
+    assert counts.turns + counts.refused == len(visits)
+    assert counts.history_tokens > 10 * counts.input_tokens / 2
+    known = counts.device_tokens + counts.host_tokens + counts.recomputed_tokens
+    with_history = counts.history_tokens - known
+    assert 0 <= with_history <= counts.turns, "the last token of a log is not yet computed"
+    assert (counts.host_tokens > 0) == (host_tokens > 0)
+    assert counts.recomputed_tokens > 0
+
+
+def test_the_same_trace_is_played_the_same() -> None:
+    visits = list(drawn(HABITS["sharegpt"], 0.5, 100.0, 5, reaction_seconds=10.0))
+    cost = CostModel.of(MODELS["mistral-7b"], HARDWARE["h200"])
+    one, other = (simulator(cost, "return", 6400, 6400) for _ in range(2))
+    assert one.run(visits) == other.run(visits)
+
+
+def test_published_shapes() -> None:
+    assert MODELS["llama3-8b"].kv_bytes_per_token == 131_072
+    assert MODELS["opt-13b"].kv_bytes_per_token == 819_200
+    assert MODELS["llama2-70b"].kv_bytes_per_token == 327_680
+
+
+# -- the command --
+
+
+def test_the_command_compares_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {"conversation": name, "at": at, "input_tokens": 1500, "output_tokens": 3}
+        for at in range(0, 60, 10)
+        for name in "abc"
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, lines)) + "\nbroken\n")
+    given = ["simulate", str(trace), "--hardware", "instant", "--device-tokens", "20k"]
+    assert main([*given, "--host-tokens", "0", "--json"]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert [row["policy"] for row in told["rows"]] == ["lru", "value", "return"]
+    assert len({row["history_tokens"] for row in told["rows"]}) == 1
+    assert told["problems"] == 1
+    assert "line 19 (" in err
+    assert main([*given, "--policy", "lru"]) == 0
+    assert "recomputed" in capsys.readouterr().out
+
+
+def test_the_command_draws_and_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn_ones = ["--workload", "sharegpt", "--rate", "0.5", "--seconds", "20", "--reaction", "5"]
+    assert main(["simulate", *drawn_ones, "--model", "qwen2-7b", "--policy", "value"]) == 0
+    out, err = capsys.readouterr()
+    assert "qwen2-7b on 1 x h200" in err
+    assert "P90 ms/token" in out
+    for wrong, text in (
+        (["--policy", "best"], "none of lru, value, return"),
+        (["--workload", "sharegpt", "x.jsonl"], "not both"),
+        ([], "name files"),
+        (["missing.jsonl"], "cannot read missing.jsonl"),
+        (["--workload", "sharegpt", "--rate", "0"], "above 0"),
+    ):
+        assert main(["simulate", *wrong]) in (2, 3)
+        assert text in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""What a trace says, and what is said of lines that say nothing."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import pytest
+
+from pensieve.sim.trace import HABITS, Problems, Visit, drawn, read
+
+
+def visits(*lines: object) -> list[Visit]:
+    problems = Problems()
+    found = list(read((json.dumps(line) for line in lines), problems))
+    assert not problems.count, problems.lines
+    return found
+
+
+def request(at: int, num_inputs: int, ids: list[int], num_outputs: int = 10) -> dict[str, object]:
+    return {
+        "timestamp": at,
+        "input_length": num_inputs,
+        "output_length": num_outputs,
+        "hash_ids": ids,
+    }
+
+
+def test_a_request_continues_the_latest_whose_blocks_it_begins_with() -> None:
+    first, other, second, third = visits(
+        request(0, 1100, [0, 1, 2]),
+        request(500, 1100, [0, 7, 8]),
+        request(1000, 1300, [0, 1, 9]),  # the last block of the first was partial
+        request(2000, 2000, [0, 1, 9, 10]),
+    )
+    assert (first.conversation, other.conversation) == ("r0", "r1")
+    assert first.history_tokens is None
+    assert (second.conversation, second.history_tokens, second.input_tokens) == ("r0", 1110, 190)
+    assert second.at == 1.0
+    assert (third.conversation, third.history_tokens, third.input_tokens) == ("r0", 1310, 690)
+
+
+def test_the_first_block_relates_nobody() -> None:
+    found = visits(request(0, 400, [0]), request(1, 900, [0, 3]), request(2, 900, [0, 4]))
+    assert [visit.conversation for visit in found] == ["r0", "r1", "r2"]
+    assert all(visit.history_tokens is None for visit in found)
+
+
+def test_a_second_continuation_is_a_fork_and_a_shorter_one_a_cut() -> None:
+    _, second, fork, cut = visits(
+        request(0, 1100, [0, 1, 2], 400),
+        request(1, 1600, [0, 1, 5, 6]),
+        request(2, 1700, [0, 1, 3, 4]),
+        request(3, 1650, [0, 1, 5, 9]),
+    )
+    assert second.conversation == "r0"
+    assert (fork.conversation, fork.fork_of, fork.history_tokens) == ("r2", "r0", 1500)
+    assert cut.conversation == "r0"
+    assert cut.history_tokens == 1610
+
+    _, shorter = visits(request(0, 1500, [0, 1, 2], 400), request(1, 1400, [0, 1, 2]))
+    assert shorter.history_tokens == 1399, "a turn brings at least one token"
+    assert shorter.input_tokens == 1
+
+
+def test_plain_lines() -> None:
+    first, second = visits(
+        {"conversation": "a", "at": 2, "input_tokens": 5, "output_tokens": 7},
+        {"conversation": "a", "after": 3.5, "input_tokens": 1, "output_tokens": 1},
+    )
+    assert first == Visit("a", 2.0, 5, 7)
+    assert (second.at, second.after) == (None, 3.5)
+
+
+def test_broken_lines_are_counted_and_named() -> None:
+    good = json.dumps({"conversation": "a", "at": 0, "input_tokens": 5, "output_tokens": 7})
+    lines = [
+        good,
+        "{",
+        "[]",
+        "",
+        '{"conversation": "a", "at": 0, "input_tokens": 5}',
+        '{"conversation": "a", "at": 0, "input_tokens": 0, "output_tokens": 7}',
+        '{"conversation": "a", "at": NaN, "input_tokens": 1, "output_tokens": 7}',
+        '{"timestamp": 1, "input_length": 3, "output_length": true, "hash_ids": []}',
+        good,
+    ]
+    problems = Problems()
+    assert len(list(read(lines, problems))) == 2
+    assert problems.count == 6
+    assert [line for line, _ in problems.lines] == [2, 3, 5, 6, 7, 8]
+    assert "output_tokens is missing" in problems.lines[2][1]
+    assert "at least 1, not 0" in problems.lines[3][1]
+
+
+def test_drawn_conversations_are_as_long_as_published() -> None:
+    found = list(drawn(HABITS["sharegpt"], 2.0, 3000.0, seed=1))
+    first = [visit for visit in found if visit.at is not None]
+    assert len(first) == pytest.approx(6000, rel=0.05)
+    assert len(found) / len(first) == pytest.approx(5.56, rel=0.05)
+    assert statistics.mean(v.input_tokens for v in found) == pytest.approx(37.8, rel=0.05)
+    assert statistics.mean(v.output_tokens for v in found) == pytest.approx(204.6, rel=0.05)
+    assert [v.at for v in first] == sorted(v.at for v in first if v.at is not None)
+    assert found == list(drawn(HABITS["sharegpt"], 2.0, 3000.0, seed=1))
+    assert max(v.after for v in found) > 120
