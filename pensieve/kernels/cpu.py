@@ -28,7 +28,7 @@ only = os.environ.get("PENSIEVE_CPU_KERNEL", "").encode()  # an instruction set,
 
 
 @cache
-def library() -> ctypes.CDLL | None:
+def compiled_library() -> ctypes.CDLL | None:
     """The loaded library; None, after a warning, where there is none."""
     for folder in _folders():
         if (folder / NAME).exists():
@@ -47,7 +47,7 @@ def library() -> ctypes.CDLL | None:
 
 def instruction_set(dtype: torch.dtype, head_size: int) -> str | None:
     """The name of what `multi_token_attention` would use; None: torch."""
-    found = library()
+    found = compiled_library()
     if found is None or dtype not in TYPES:
         return None
     name: bytes | None = found.pensieve_kernel(head_size, only)
@@ -66,7 +66,7 @@ def multi_token_attention(
     out: torch.Tensor,
 ) -> bool:
     """False, and nothing done, where these tensors are not for it."""
-    found = library() if query.dtype in TYPES else None
+    found = compiled_library() if query.dtype in TYPES else None
     if found is None or query.stride(2) != 1 or out.stride(2) != 1:
         return False
     _, num_heads, head_size = query.shape
@@ -115,7 +115,7 @@ def write_kv(
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
 ) -> bool:
-    found = library()
+    found = compiled_library()
     _, num_kv_heads, slots, head_size = key_pages.shape
     tile = (slots * head_size, head_size, 1)
     if found is None or key.stride(2) != 1 or value.stride(2) != 1:
@@ -152,7 +152,7 @@ def copy_pages(
     target_pages: torch.Tensor,
     num_slots: torch.Tensor,
 ) -> bool:
-    found = library()
+    found = compiled_library()
     if found is None or not (source_arena.is_contiguous() and target_arena.is_contiguous()):
         return False
     _, two, num_kv_heads, slots, head_size = source_arena.shape

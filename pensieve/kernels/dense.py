@@ -24,7 +24,7 @@ ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 
 
 def available(dtype: torch.dtype) -> bool:
-    return dtype in cpu.TYPES and cpu.library() is not None
+    return dtype in cpu.TYPES and cpu.compiled_library() is not None
 
 
 class _Linear(ctypes.Structure):
@@ -96,7 +96,7 @@ class _Pages(ctypes.Structure):
 
 @cache
 def _library() -> Any:
-    found = cpu.library()
+    found = cpu.compiled_library()
     assert found is not None
     pointer, int32, text = ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p
     found.pensieve_lanes.argtypes = [text]

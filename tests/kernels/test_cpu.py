@@ -190,7 +190,7 @@ def test_an_index_outside_the_arena_is_refused_and_nothing_is_touched() -> None:
 
 def test_the_library_is_there_and_is_used() -> None:
     """An installation with a compiler has it; without one the other tests of this file are skipped."""
-    assert cpu.library() is not None
+    assert cpu.compiled_library() is not None
     assert cpu.instruction_set(torch.bfloat16, 64) in SETS
     assert cpu.instruction_set(torch.float16, 64) is None
 
