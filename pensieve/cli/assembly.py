@@ -276,7 +276,7 @@ def _build_engine(
     from pensieve.core.retention import policy_named
     from pensieve.core.scheduler import Scheduler, SchedulerConfig
     from pensieve.engine.engine import Engine, EngineConfig
-    from pensieve.engine.journal import Journal
+    from pensieve.engine.journal import Journal, opened
     from pensieve.model.executor import TorchExecutor
     from pensieve.model.graphs import DecodeGraphs
     from pensieve.model.kv_memory import KVMemory
@@ -349,12 +349,28 @@ def _build_engine(
     observers = []
     if settings.journal is not None:
         try:
-            journal_file = settings.journal.open("w", encoding="utf-8")
+            journal_file = opened(settings.journal)
         except OSError as error:
             raise ConfigError(f"cannot write {settings.journal}: {error.strerror}") from error
+        computed_by = {
+            "name": folder.name,
+            "device": str(device),
+            "parameters": shape.num_parameters,
+            "layers": shape.num_layers,
+            "heads": model.num_heads,
+            "head_size": shape.head_size,
+            "weight_bytes": shape.weight_bytes,
+            "kv_bytes_per_token": num_ranks * shape.kv_bytes_per_token,
+        }
         observers.append(
             Journal(
-                journal_file, engine_config, cache_config, scheduler_config, settings.policy, cost
+                journal_file,
+                engine_config,
+                cache_config,
+                scheduler_config,
+                settings.policy,
+                cost,
+                computed_by,
             )
         )
     engine = Engine(

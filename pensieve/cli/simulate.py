@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from pensieve.cli import simulate_journal
 from pensieve.core.retention import POLICIES
 from pensieve.errors import ConfigError, InvalidArgument
 from pensieve.sim.model import HARDWARE, INSTANT, MODELS
@@ -78,6 +79,7 @@ def add_parser(commands: Any) -> None:
         help="turns that begin before are played and not counted",
     )
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    simulate_journal.add_arguments(parser)
     parser.set_defaults(run=command)
 
 
@@ -90,6 +92,10 @@ def command(arguments: argparse.Namespace) -> int:
     from pensieve.sim.simulator import Simulator
     from pensieve.sim.trace import Problems
 
+    if arguments.journal is not None:
+        return simulate_journal.run(arguments)
+    if arguments.fit is not None:
+        raise InvalidArgument("fit", "what is fitted is a --journal")
     names = arguments.policy.split(",")
     if unknown := [name for name in names if name not in POLICIES]:
         raise InvalidArgument("policy", f"{unknown[0]!r} is none of {', '.join(POLICIES)}")
@@ -99,7 +105,10 @@ def command(arguments: argparse.Namespace) -> int:
         raise InvalidArgument("rate, seconds, reaction", "are above 0")
     if arguments.device_tokens < 4 * CHUNK_TOKENS:
         raise InvalidArgument("device_tokens", f"is at least {4 * CHUNK_TOKENS}")
-    if arguments.hardware == INSTANT:
+    if arguments.cost is not None:
+        cost = simulate_journal.cost_of(arguments.cost)
+        recompute = cost.recompute(CHUNK_TOKENS)
+    elif arguments.hardware == INSTANT:
         cost, recompute = instant(CHUNK_TOKENS)
     else:
         cost = CostModel.of(MODELS[arguments.model], HARDWARE[arguments.hardware])
@@ -116,10 +125,14 @@ def command(arguments: argparse.Namespace) -> int:
                 arguments.device_tokens // CHUNK_TOKENS, arguments.host_tokens // CHUNK_TOKENS
             ),
             SchedulerConfig(arguments.token_budget, arguments.turns_max),
-            keep_gaps=arguments.hardware != INSTANT,
+            keep_gaps=arguments.cost is not None or arguments.hardware != INSTANT,
             count_from=arguments.count_from,
         )
         with ExitStack() as files:
+            if arguments.record is not None:
+                files.enter_context(
+                    simulate_journal.recorded(arguments.record, simulator, name, recompute, cost)
+                )
             counts = simulator.run(_visits(arguments, problems, files))
         rows.append(report.figures(name, counts))
         print(f"{name}: {counts.turns:,} turns", file=sys.stderr, flush=True)

@@ -81,6 +81,10 @@ class Engine:
         self._observers: tuple[Observer, ...] = (self.metrics, *observers)
         self._launched: deque[Iteration] = deque()  # and not collected, oldest first
 
+    def observe(self, observer: Observer) -> None:
+        """Tell one more what happens, from now on."""
+        self._observers = (*self._observers, observer)
+
     def step(self) -> bool:
         """Launch what can be planned, take in what is due; False when there was nothing to do."""
         self._deliver(self.mailbox.drain())

@@ -4,8 +4,13 @@ It holds each message (lengths, never token ids or text), each `now`, and of eac
 core took from it: finished copies, which turns sampled a token and whether it was their last, and
 failures.  An outcome belongs to the oldest iteration that had none yet, so the order of the lines
 says how far planning ran ahead.  Fed back into a fresh scheduler, these give the identical sequence
-of iterations: the scheduler reads no clock and no token's value.  `replay` does that and compares a
+of iterations: the scheduler reads no clock and no token's value.  `Replay` does that and compares a
 hash per iteration.
+
+An engine that is started again appends to the journal of the one before, so a journal is one or more
+engines, each beginning with its configuration.  Every line is written at once: what a killed engine
+leaves out is at most the line it was writing, and that is no damage; anything else that cannot be
+understood is.
 """
 
 from __future__ import annotations
@@ -13,9 +18,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO, get_args
 
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
@@ -24,11 +30,34 @@ from pensieve.core.retention import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
 from pensieve.core.turn import FinishReason
-from pensieve.engine import mailbox
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.mailbox import Event, Mailbox, Message, SubmitTurn
 
 VERSION = 1
+MESSAGES = {each.__name__: each for each in get_args(Message)}
+
+
+class JournalError(ValueError):
+    """A journal does not replay; `line` is where."""
+
+    def __init__(self, line: int, problem: str) -> None:
+        super().__init__(f"line {line}: {problem}")
+        self.line = line
+
+
+class NotAJournal(JournalError):
+    """It is something else, or another version wrote it."""
+
+
+def opened(path: Path) -> TextIO:
+    """To write a journal at the end of what is there; every line reaches the file at once."""
+    file = path.open("a", encoding="utf-8", buffering=1)
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as before:
+            before.seek(-1, 2)
+            if before.read() != b"\n":  # its writer was killed
+                file.write("\n")
+    return file
 
 
 def hash_of(iteration: Iteration) -> str:
@@ -39,7 +68,10 @@ def hash_of(iteration: Iteration) -> str:
 
 
 class Journal:
-    """An observer that writes; `lines` is a text file opened for appending."""
+    """An observer that writes; `lines` is a text file opened for appending.
+
+    `model` says what computed: nothing in a replay depends on it, but costs that are fitted to a journal do.
+    """
 
     def __init__(
         self,
@@ -49,6 +81,7 @@ class Journal:
         scheduler: SchedulerConfig,
         policy: str,
         cost: CostProfile,
+        model: Mapping[str, Any] | None = None,
     ) -> None:
         self._lines = lines
         self._write(
@@ -59,6 +92,7 @@ class Journal:
                 "scheduler": asdict(scheduler),
                 "policy": policy,
                 "cost": asdict(cost),
+                "model": dict(model or {}),
             }
         )
 
@@ -107,47 +141,166 @@ class _Recorded:
         return
 
 
-def replay(lines: Iterable[str]) -> int:
-    """Plan again what a journal recorded; how many iterations agreed.  ValueError where one differs."""
-    entries = (json.loads(line) for line in lines if line.strip())
-    header = next(entries, None)
-    if header is None or header.get("version") != VERSION:
-        raise ValueError("not a journal that this version can read")
-    cache_config = CacheConfig(**header["cache"])
-    cost_values = header["cost"]
-    points = tuple((int(at), float(seconds)) for at, seconds in cost_values["attention_seconds"])
-    cost = CostProfile(points, cost_values["other_seconds"], cost_values["measured"])
-    policy = policy_named(header["policy"], cost, cache_config.chunk_tokens)
-    scheduler = Scheduler(KVCache(cache_config, policy), SchedulerConfig(**header["scheduler"]))
-    recorded = _Recorded()
-    config = EngineConfig(**header["engine"])
-    engine = Engine(config, scheduler, recorded, recorded, Mailbox(), recorded)
-    agreed = 0
-    planned: deque[Iteration] = deque()  # and not committed
-    for number, entry in enumerate(entries, 2):
+class Replayed(NamedTuple):
+    """An iteration that was planned again as it was recorded, with the times of the recording.
+
+    It was computed from `begun` on: from its plan, or from the end of the one before if that was still
+    computed then.
+    """
+
+    iteration: Iteration
+    begun: float
+    ended: float
+    finished_copies: tuple[int, ...]
+
+
+class Replay:
+    """Plan again what a journal recorded; iterating yields what was committed, and remembers nothing.
+
+    JournalError where the replay plans something else, or where the journal cannot be understood.
+    """
+
+    def __init__(self, lines: Iterable[str]) -> None:
+        self.num_agreed = 0  # iterations planned as they were recorded
+        self.num_engines = 0
+        self.cut_off: list[int] = []  # lines that a killed engine did not finish
+        self.model: dict[str, Any] = {}  # of the last engine
+        self._lines = lines
+
+    def __iter__(self) -> Iterator[Replayed]:
+        engine: _Again | None = None
+        for number, entry in self._entries():
+            try:
+                if "version" in entry or engine is None:
+                    _check_version(entry, number)
+                    engine = _Again(entry)
+                    self.num_engines += 1
+                    self.model = dict(entry.get("model") or {})
+                    continue
+                replayed = engine.take(entry)
+            except _Differs as difference:
+                raise JournalError(number, f"the replay plans {difference}") from None
+            except NotAJournal:
+                raise
+            except (
+                ArithmeticError,
+                AssertionError,
+                AttributeError,
+                LookupError,
+                MemoryError,
+                TypeError,
+                ValueError,
+            ) as error:
+                why = " ".join(str(error).split()) or type(error).__name__
+                raise JournalError(number, f"cannot be replayed ({why})") from error
+            self.num_agreed += entry.get("iteration") is not None
+            if replayed is not None:
+                yield replayed
+
+    def _entries(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Every line that is whole, with its number; one line is read ahead."""
+        damaged = 0  # the line before, if it was
+        for number, line in enumerate(self._lines, 1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+                whole = isinstance(entry, dict)
+            except (ValueError, RecursionError):
+                whole = False
+            if damaged:
+                if not (whole and "version" in entry):
+                    raise JournalError(damaged, "is damaged")
+                self.cut_off.append(damaged)
+            damaged = 0 if whole else number
+            if damaged == 1:
+                raise NotAJournal(1, "not a journal")
+            if whole:
+                yield number, entry
+        if damaged:
+            self.cut_off.append(damaged)
+
+
+class _Differs(Exception):
+    """The iteration that was planned is not the one that was recorded."""
+
+
+class _Again:
+    """One engine of a journal, planning again."""
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        cache = CacheConfig(**header["cache"])
+        known = header["cost"]
+        points = tuple((int(at), float(seconds)) for at, seconds in known["attention_seconds"])
+        cost = CostProfile(points, known["other_seconds"], known["measured"])
+        policy = policy_named(header["policy"], cost, cache.chunk_tokens)
+        self._scheduler = Scheduler(KVCache(cache, policy), SchedulerConfig(**header["scheduler"]))
+        recorded = _Recorded()
+        config = EngineConfig(**header["engine"])
+        self._engine = Engine(config, self._scheduler, recorded, recorded, Mailbox(), recorded)
+        self._planned: deque[tuple[Iteration, float]] = deque()  # and not committed; when
+        self._ended = float("-inf")  # the iteration before
+
+    def take(self, entry: dict[str, Any]) -> Replayed | None:
         if "message" in entry:
-            engine.take(_message(entry), entry["now"])
-        elif "plan" in entry:
-            iteration = scheduler.plan(entry["plan"])
-            scheduler.drain_ended()
+            self._engine.take(_message(entry), entry["now"])
+            return None
+        if "plan" in entry:
+            now = entry["plan"]
+            iteration = self._scheduler.plan(now)
+            self._scheduler.drain_ended()
             if (hash_of(iteration) if iteration else None) != entry["iteration"]:
-                raise ValueError(f"line {number}: the replay plans {iteration}")
+                raise _Differs(_described(iteration))
             if iteration is not None:
-                planned.append(iteration)
-                agreed += 1
-        else:
-            if not planned:
-                raise ValueError(f"line {number}: an outcome without an iteration")
-            outcome = Outcome(
-                tuple(
-                    Sample(turn_id, 0, FinishReason(finish) if finish else None)
-                    for turn_id, finish in entry["samples"]
-                ),
-                tuple(entry["copies"]),
-                tuple(TurnFailure(turn_id, reason, "") for turn_id, reason in entry["failures"]),
-            )
-            scheduler.commit(planned.popleft(), outcome, entry["commit"])
-    return agreed
+                self._planned.append((iteration, now))
+            return None
+        now = entry["commit"]
+        if not self._planned:
+            raise ValueError("an outcome without an iteration")
+        outcome = Outcome(
+            tuple(
+                Sample(turn_id, 0, FinishReason(finish) if finish else None)
+                for turn_id, finish in entry["samples"]
+            ),
+            tuple(entry["copies"]),
+            tuple(TurnFailure(turn_id, reason, "") for turn_id, reason in entry["failures"]),
+        )
+        iteration, planned = self._planned.popleft()
+        self._scheduler.commit(iteration, outcome, now)
+        begun, self._ended = max(planned, self._ended), now
+        return Replayed(iteration, begun, now, outcome.finished_copies)
+
+
+def _check_version(header: Mapping[str, Any], line: int) -> None:
+    if "version" not in header:
+        raise NotAJournal(line, "not a journal")
+    if header["version"] != VERSION:
+        raise NotAJournal(line, f"a journal of version {header['version']}; this reads {VERSION}")
+
+
+def replay(lines: Iterable[str]) -> int:
+    """Plan again what a journal recorded; how many iterations agreed.  JournalError where one differs."""
+    again = Replay(lines)
+    for _ in again:
+        pass
+    if not again.num_engines:
+        raise NotAJournal(1, "not a journal: it is empty")
+    return again.num_agreed
+
+
+def _described(iteration: Iteration | None) -> str:
+    """For a person who compares two iterations."""
+    if iteration is None:
+        return "nothing"
+    slices = ", ".join(f"turn {s.turn.turn_id} [{s.start}, {s.stop})" for s in iteration.slices[:8])
+    more = ", …" if len(iteration.slices) > 8 else ""
+    moves = (
+        (len(iteration.copies), "copies"),
+        (len(iteration.swap_ins), "swap-ins"),
+        (len(iteration.swap_outs), "swap-outs"),
+    )
+    rest = "".join(f", {count} {kind}" for count, kind in moves if count)
+    return f"iteration {iteration.index}: {slices or 'no slices'}{more}{rest}"
 
 
 def _message(entry: dict[str, Any]) -> Message:
@@ -155,5 +308,5 @@ def _message(entry: dict[str, Any]) -> Message:
     if entry["message"] == "SubmitTurn":
         values["tokens"] = bytes(4 * values["tokens"])
         values["sampling"] = Sampling(**values["sampling"])
-    message: Message = getattr(mailbox, entry["message"])(**values)
+    message: Message = MESSAGES[entry["message"]](**values)
     return message

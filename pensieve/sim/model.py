@@ -14,6 +14,7 @@ These are assumptions, and every report says so.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from pensieve.core.cost import CostProfile
@@ -78,6 +79,16 @@ HARDWARE = {
 INSTANT = "instant"
 
 
+def work_of(spans: Iterable[tuple[int, int]]) -> tuple[int, int, int]:
+    """Of slices [start, stop): tokens, pairs of a token and one that it sees, keys that are read."""
+    tokens = pairs = keys = 0
+    for start, stop in spans:
+        tokens += stop - start
+        pairs += (stop - start) * (start + stop + 1) // 2
+        keys += stop
+    return tokens, pairs, keys
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Seconds of an iteration and of copies, for one model on one machine."""
@@ -110,11 +121,10 @@ class CostModel:
 
     def iteration_seconds(self, spans: list[tuple[int, int]]) -> float:
         """Of slices [start, stop)."""
-        tokens = pairs = keys = 0
-        for start, stop in spans:
-            tokens += stop - start
-            pairs += (stop - start) * (start + stop + 1) // 2
-            keys += stop
+        return self.pass_seconds(*work_of(spans))
+
+    def pass_seconds(self, tokens: int, pairs: int, keys: int) -> float:
+        """Of one pass through the model; see `work_of`."""
         if not tokens:
             return 0.0
         dense = max(self.dense_seconds_min, self.dense_seconds_per_token * tokens)

@@ -1,0 +1,220 @@
+"""`pensieve simulate --journal`: what a daemon did, planned again; and costs fitted to it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pensieve.errors import ConfigError, InvalidArgument
+
+if TYPE_CHECKING:
+    from pensieve.core.cost import CostProfile
+    from pensieve.engine.journal import Replay
+    from pensieve.sim.fitting import Fit, Observations
+    from pensieve.sim.model import CostModel
+    from pensieve.sim.simulator import Simulator
+
+TOLD_EVERY = 200_000  # iterations
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "journals",
+        "`pensieve serve --journal FILE` records what decided its iterations: lengths and times, no text.",
+    )
+    group.add_argument(
+        "--journal",
+        type=Path,
+        metavar="FILE",
+        help="no trace: plan again what this journal recorded, and compare; exit status 1 where an "
+        "iteration differs",
+    )
+    group.add_argument(
+        "--fit",
+        type=Path,
+        metavar="FILE",
+        help="with --journal: fit costs to the times of its iterations, print the error, and write them here",
+    )
+    group.add_argument(
+        "--cost",
+        type=Path,
+        metavar="FILE",
+        help="take the costs that --fit wrote, not those of --model on --hardware",
+    )
+    group.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="append a journal of what is simulated to this file, as `serve --journal` does",
+    )
+
+
+def cost_of(path: Path) -> CostModel:
+    """Of a file that --fit wrote."""
+    from pensieve.sim import cost_file
+
+    try:
+        return cost_file.read(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} {error}") from error
+
+
+@contextmanager
+def recorded(
+    path: Path, simulator: Simulator, policy: str, recompute: CostProfile, cost: CostModel
+) -> Iterator[None]:
+    """What this simulator's engine does meanwhile is written to a journal."""
+    from pensieve.engine.journal import Journal, opened
+
+    scheduler = simulator.scheduler
+    computed_by = {
+        "name": cost.source,
+        "device": "simulated",
+        "layers": cost.layers,
+        "kv_bytes_per_token": cost.kv_bytes_per_token,
+    }
+    try:
+        file = opened(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    with file:
+        simulator.engine.observe(
+            Journal(
+                file,
+                simulator.config,
+                scheduler.cache.config,
+                scheduler.config,
+                policy,
+                recompute,
+                computed_by,
+            )
+        )
+        yield
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from pensieve.engine.journal import JournalError, NotAJournal, Replay
+    from pensieve.sim.fitting import Observations
+
+    path = arguments.journal
+    if arguments.traces or arguments.workload is not None:
+        raise InvalidArgument(
+            "journal", "a journal says what happened; name no trace or --workload"
+        )
+    replay, seen = Replay(_lines(path)), Observations()
+    problem = None
+    try:
+        for replayed in replay:
+            seen.add(replayed)
+            if replay.num_agreed % TOLD_EVERY == 0:
+                print(f"{replay.num_agreed:,} iterations", file=sys.stderr, flush=True)
+    except NotAJournal as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except JournalError as error:
+        problem = str(error)
+    if not replay.num_engines:
+        raise ConfigError(f"{path} is empty: not a journal")
+    told: dict[str, Any] = {
+        "journal": str(path),
+        "iterations": replay.num_agreed,
+        "engines": replay.num_engines,
+        "lines_cut_off": replay.cut_off,
+        "problem": problem,
+    }
+    if not arguments.json:
+        print("\n".join(_said(path, replay, problem)))
+    if problem is None and arguments.fit is not None:
+        fit = _fitted(arguments, replay, seen)
+        told["fit"] = {
+            "cost": {name: value for name, value in vars(fit.cost).items() if name != "source"},
+            "errors": [each._asdict() for each in fit.errors],
+            "found": fit.found,
+            "assumed": fit.assumed,
+        }
+        if not arguments.json:
+            print("\n".join(_shown(arguments.fit, fit)))
+    if arguments.json:
+        print(json.dumps(told))
+    return 0 if problem is None else 1
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            yield from file
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _said(path: Path, replay: Replay, problem: str | None) -> Iterator[str]:
+    engines = f", by {replay.num_engines} engines" if replay.num_engines > 1 else ""
+    agreed = f"{replay.num_agreed:,} iterations{engines}"
+    if problem is None:
+        yield f"{path}: {agreed}, all planned again as they were recorded"
+    else:
+        yield f"{path}: {problem}; {agreed} before it agreed"
+    for line in replay.cut_off[:3]:
+        yield f"  line {line} was cut off when its engine was killed, and is left out"
+    if len(replay.cut_off) > 3:
+        yield f"  so were {len(replay.cut_off) - 3} more"
+
+
+def _fitted(arguments: argparse.Namespace, replay: Replay, seen: Observations) -> Fit:
+    from pensieve.sim import cost_file
+    from pensieve.sim.fitting import assumed_for, fitted
+    from pensieve.sim.model import HARDWARE, INSTANT, MODELS, CostModel
+
+    hardware = arguments.hardware
+    if str(replay.model.get("device", "")).startswith("cpu"):
+        hardware = "cpu"
+    if hardware == INSTANT:
+        raise InvalidArgument("hardware", "a fit stands on a machine's data sheet: name one")
+    assumed = assumed_for(replay.model, HARDWARE[hardware])
+    if assumed is None:  # written by something that did not say what computed
+        assumed = CostModel.of(MODELS[arguments.model], HARDWARE[hardware])
+        known = {name: replay.model.get(name) for name in ("layers", "kv_bytes_per_token")}
+        if all(isinstance(value, int) and value > 0 for value in known.values()):
+            assumed = replace(assumed, **known)  # type: ignore[arg-type]
+    name = replay.model.get("name") or arguments.model
+    source = f"fitted to {replay.num_agreed:,} iterations of {name} in {arguments.journal.name}"
+    try:
+        fit = fitted(seen, assumed, source)
+    except ValueError as error:
+        raise ConfigError(f"{arguments.journal} cannot be fitted: {error}") from error
+    try:
+        arguments.fit.write_text(cost_file.written(fit) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {arguments.fit}: {error.strerror}") from error
+    return fit
+
+
+def _shown(path: Path, fit: Fit) -> Iterator[str]:
+    yield "error of the fit, |predicted - measured| / measured, over iterations that were not fitted:"
+    yield f"{'':>14}{'iterations':>12}{'held out':>10}{'median':>9}{'P90':>9}"
+    for each in fit.errors:
+        median, p90 = ("-" if v is None else f"{v:.1%}" for v in (each.median, each.p90))
+        yield f"{each.kind:>14}{each.seen:>12,}{each.held_out:>10,}{median:>9}{p90:>9}"
+    cost = fit.cost
+    values = (
+        ("dense_seconds_per_token", cost.dense_seconds_per_token * 1e6, "µs per token"),
+        ("dense_seconds_min", cost.dense_seconds_min * 1e3, "ms at least (reading the weights)"),
+        ("attention_seconds_per_pair", cost.attention_seconds_per_pair * 1e9, "ns per pair"),
+        ("attention_seconds_per_key", cost.attention_seconds_per_key * 1e9, "ns per key read"),
+        ("overhead_seconds", cost.overhead_seconds * 1e3, "ms per iteration"),
+        ("link_bytes_per_second", cost.link_bytes_per_second / 1e9, "GB/s between the tiers"),
+    )
+    yield f"costs, in {path}:"
+    for name, value, unit in values:
+        found = "" if name in fit.found else "   (assumed)"
+        yield f"  {name:<28}{'inf' if math.isinf(value) else format(value, '.4g'):>10} {unit}{found}"
+    for note in fit.assumed:
+        yield f"  {note}"
