@@ -7,7 +7,8 @@ apart:
     attention   max(KV bytes of the contexts / bandwidth, 4 · layers · heads · head size · pairs / rate)
 
 plus a fixed overhead.  `EFFICIENCY` is what real kernels reach of a data sheet's figures.  A copy between the
-tiers takes its bytes over the link's rate, each direction by itself.
+tiers takes its bytes over the link's rate, each direction by itself.  Several devices (tensor parallel) are
+one that is so many times as large and as fast: what they say to each other takes no time here.
 
 These are assumptions, and every report says so.
 """
@@ -49,6 +50,7 @@ MODELS = {
         ModelPreset("opt-66b", 66e9, 64, 72, 72, 128),
         ModelPreset("llama2-13b-gqa", 12.6e9, 40, 40, 10, 128),
         ModelPreset("llama2-70b", 69e9, 80, 64, 8, 128),
+        ModelPreset("yi-34b", 34.4e9, 60, 56, 8, 128),
         ModelPreset("llama3-8b", 8.03e9, 32, 32, 8, 128),
         ModelPreset("qwen2-7b", 7.6e9, 28, 28, 4, 128),
         ModelPreset("mistral-7b", 7.24e9, 32, 32, 8, 128),
@@ -64,19 +66,37 @@ class HardwarePreset:
     bytes_per_second: float
     link_bytes_per_second: float  # each way
     device_bytes: float
+    host_bytes: float  # of a device's share of the machine, for KV
     overhead_seconds: float = 0.0005
     devices: int = 1
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.devices * self.device_bytes
 
 
 HARDWARE = {
     preset.name: preset
     for preset in (
-        HardwarePreset("a100-80gb", 312e12, 2.039e12, 25e9, 80e9),
-        HardwarePreset("h200", 989e12, 4.8e12, 55e9, 141e9),
-        HardwarePreset("cpu", 1.5e12, 35e9, 17e9, 16e9, 0.001),
+        HardwarePreset("a100-80gb", 312e12, 2.039e12, 25e9, 80e9, 220e9),
+        HardwarePreset("h200", 989e12, 4.8e12, 55e9, 141e9, 220e9),
+        HardwarePreset("cpu", 1.5e12, 35e9, 17e9, 16e9, 32e9, 0.001),
     )
 }
 INSTANT = "instant"
+DEVICE_SHARE = (
+    0.9  # of a device's memory for weights and KV; the rest is for what is being computed
+)
+
+
+def device_tokens_of(model: ModelPreset, hardware: HardwarePreset) -> int:
+    """How much KV fits beside the weights; less than 1 where they do not fit themselves."""
+    room = hardware.memory_bytes * DEVICE_SHARE - model.weight_bytes
+    return int(room / model.kv_bytes_per_token)
+
+
+def host_tokens_of(model: ModelPreset, hardware: HardwarePreset) -> int:
+    return int(hardware.devices * hardware.host_bytes / model.kv_bytes_per_token)
 
 
 def work_of(spans: Iterable[tuple[int, int]]) -> tuple[int, int, int]:
@@ -144,6 +164,7 @@ class CostModel:
                 for power in range(18)
             ),
             self.dense_seconds_per_token * chunk_tokens,
+            copy_seconds=self.copy_seconds(chunk_tokens),
         )
 
     def scaled(self, factor: float) -> CostModel:

@@ -7,6 +7,11 @@ copying, begun at s, and L layers the iteration ends at
 
     max(begin + C,  s + S/L + C,  s + S + C/L)
 
+An iteration is one pass through the model.  With `phases="separate"` one with both kinds of work is two, the
+prompts' pass and then the one of the turns that generate: the weights are read twice, and whoever generates
+waits for the prompts, as in engines that batch the phases apart.  (There the prompts' first tokens are out
+before the second pass; here the iteration's tokens come together, so they are late by a pass of decodes.)
+
 Swap-outs begin when the link is free and disturb nobody.  A copy is reported by the first outcome at or
 after its end; an iteration without slices ends when one outstanding copy has.
 
@@ -16,13 +21,14 @@ Turns end by their length; which tokens they say is nobody's business (all are t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from pensieve.core.iteration import Iteration, Outcome, Sample
+from pensieve.core.iteration import Iteration, Outcome, Sample, Slice
 from pensieve.core.turn import FinishReason
 from pensieve.sim.model import CostModel
 from pensieve.sim.virtual_clock import VirtualClock
 
+PHASES = ("unified", "separate")
 Watcher = Callable[[Iteration, float, float], None]  # iteration, begun, ended
 
 
@@ -30,21 +36,31 @@ class ModelledExecutor:
     depth = 1
 
     def __init__(
-        self, cost: CostModel, clock: VirtualClock, watcher: Watcher | None = None
+        self,
+        cost: CostModel,
+        clock: VirtualClock,
+        watcher: Watcher | None = None,
+        phases: str = "unified",
     ) -> None:
+        assert phases in PHASES, f"{phases!r} is none of {PHASES}"
         self._cost = cost
         self._clock = clock
         self._watcher = watcher
+        self._separate = phases == "separate"
         self._launched: tuple[Iteration, float, float] | None = None  # begun, ends
         self._inward: deque[tuple[float, int]] = deque()  # (end, copy_id), in order
         self._outward: deque[tuple[float, int]] = deque()
         self._in_free = self._out_free = 0.0
         self.busy_seconds = 0.0
 
+    def become(self, cost: CostModel) -> None:
+        """From the next iteration on another machine: one on which nothing took time has been prepared."""
+        self._cost = cost
+
     def launch(self, iteration: Iteration) -> None:
         assert self._launched is None, "an earlier iteration was not collected"
         cost, now = self._cost, self._clock.now()
-        compute = cost.iteration_seconds([(each.start, each.stop) for each in iteration.slices])
+        compute = self._compute_seconds(iteration.slices)
         ends = now + compute
         if iteration.swap_ins:
             begun = max(now, self._in_free)
@@ -76,16 +92,36 @@ class ModelledExecutor:
             self.busy_seconds += now - begun
         if self._watcher is not None:
             self._watcher(iteration, begun, now)
-        samples = tuple(
-            Sample(
-                piece.turn.turn_id,
-                0,
-                FinishReason.LENGTH if piece.stop + 1 >= piece.turn.length_max else None,
+        samples = []
+        for turn, _, stop, needs_token in iteration.slices:
+            if not needs_token:
+                continue
+            if stop + 1 >= turn.length_max:
+                samples.append(Sample(turn.turn_id, 0, FinishReason.LENGTH))
+                continue
+            sample = turn.decoding  # all of a turn's tokens are alike, but for the last
+            if not isinstance(sample, Sample):
+                turn.decoding = sample = Sample(turn.turn_id, 0)
+            samples.append(sample)
+        return Outcome(tuple(samples), self._finished(now))
+
+    def _compute_seconds(self, slices: Sequence[Slice]) -> float:
+        cost = self._cost
+        tokens = pairs = keys = 0
+        decodes = decode_keys = 0  # of turns that generate: one token each, which sees all the keys
+        for turn, start, stop, _ in slices:
+            if stop - start == 1 and start >= turn.prompt_end:
+                decodes += 1
+                decode_keys += stop
+            else:
+                tokens += stop - start
+                pairs += (stop - start) * (start + stop + 1) // 2
+                keys += stop
+        if self._separate:
+            return cost.pass_seconds(tokens, pairs, keys) + cost.pass_seconds(
+                decodes, decode_keys, decode_keys
             )
-            for piece in iteration.slices
-            if piece.needs_token
-        )
-        return Outcome(samples, self._finished(now))
+        return cost.pass_seconds(tokens + decodes, pairs + decode_keys, keys + decode_keys)
 
     def _finished(self, now: float) -> tuple[int, ...]:
         found = []

@@ -9,21 +9,27 @@ from pensieve.sim.simulator import Counts
 
 COLUMNS = (
     ("policy", "policy", "{}"),
+    ("rate", "rate", "{:g}"),
+    ("device_size", "device size", "{:,}"),
+    ("host_size", "host size", "{:,}"),
     ("turns", "turns", "{:,}"),
     ("history_tokens", "history tokens", "{:,}"),
     ("recomputed_tokens", "recomputed", "{:,}"),
     ("recompute_cost", "cost", "{:,.0f}"),
     ("saved", "against lru", "{:+.1%}"),
+    ("hit_rate", "found", "{:.1%}"),
     ("first_token_p50", "first token P50 s", "{:.3f}"),
     ("normalized_p90", "P90 ms/token", "{:.1f}"),
+    ("gap_p99", "P99 gap ms", "{:.1f}"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),
 )
+SWEPT = ("rate", "device_size", "host_size")  # shown where they differ
 
 
 def figures(policy: str, counts: Counts) -> dict[str, Any]:
     """One row: plain numbers, None where there is nothing to say."""
     seconds = counts.seconds
-    p90 = quantile(counts.latencies, 0.9)
+    found = counts.device_tokens + counts.host_tokens
     return {
         "policy": policy,
         "turns": counts.turns,
@@ -33,29 +39,40 @@ def figures(policy: str, counts: Counts) -> dict[str, Any]:
         "host_tokens": counts.host_tokens,
         "recomputed_tokens": counts.recomputed_tokens,
         "recompute_cost": counts.recompute_cost,
+        "hit_rate": found / (found + counts.recomputed_tokens) if found else None,
         "input_tokens": counts.input_tokens,
         "output_tokens": counts.output_tokens,
         "iterations": counts.iterations,
         "seconds": seconds,
-        "tokens_per_second": counts.output_tokens / seconds if seconds else None,
-        "first_token_p50": quantile(counts.first_tokens, 0.5),
-        "first_token_p99": quantile(counts.first_tokens, 0.99),
-        "normalized_p50": _milliseconds(quantile(counts.latencies, 0.5)),
-        "normalized_p90": _milliseconds(p90),
-        "gap_p99": _milliseconds(quantile(counts.gaps, 0.99)),
+        "tokens_per_second": counts.said_tokens / seconds if seconds else None,
+        "first_token_p50": counts.first_tokens.quantile(0.5),
+        "first_token_p99": counts.first_tokens.quantile(0.99),
+        "normalized_p50": _milliseconds(counts.latencies.quantile(0.5)),
+        "normalized_p90": _milliseconds(counts.latencies.quantile(0.9)),
+        "gap_p99": _milliseconds(counts.gaps.quantile(0.99)),
     }
 
 
 def compared(rows: Sequence[dict[str, Any]]) -> None:
-    """Adds to each row how much less recompute cost it has than `lru`, where that is there."""
-    base = next((row["recompute_cost"] for row in rows if row["policy"] == "lru"), None)
+    """Adds to each row how much less recompute cost it has than `lru` in its place, if that is there."""
+    bases = {_place(row): row["recompute_cost"] for row in rows if row["policy"] == "lru"}
     for row in rows:
+        base = bases.get(_place(row))
         row["saved"] = (row["recompute_cost"] / base - 1) if base else None
 
 
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(key) for key in SWEPT)
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Columns that say something in some row."""
-    shown = [each for each in COLUMNS if any(row.get(each[0]) is not None for row in rows)]
+    """Columns that say something in some row, and of what may be swept what differs."""
+    shown = [
+        each
+        for each in COLUMNS
+        if any(row.get(each[0]) is not None for row in rows)
+        and (each[0] not in SWEPT or len({row.get(each[0]) for row in rows}) > 1)
+    ]
     lines = [[title for _, title, _ in shown]]
     for row in rows:
         lines.append(
@@ -66,13 +83,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in lines
     )
-
-
-def quantile(values: Sequence[float], share: float) -> float | None:
-    if not values:
-        return None
-    ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
 def _milliseconds(seconds: float | None) -> float | None:

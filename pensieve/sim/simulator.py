@@ -4,14 +4,18 @@ A visit waits for its time, and for the turn before it in its conversation to en
 reply).  Then it is a message in the mailbox like any other: after a fork where it begins with another
 conversation's past, after a rewind where it keeps only a part of its own.
 
+With `stateless` a conversation is forgotten when its turn has ended, and a fork brings nothing: each turn
+computes its whole history again, in the same batches, by the same scheduler.  That is the server without a
+memory to compare with.
+
 What is in memory is what is due, and the length of each conversation that may go on; a trace is read as it is
-played.
+played, and figures are kept in a fixed room (series.py).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pensieve.core.cache import CacheConfig, KVCache
@@ -31,10 +35,20 @@ from pensieve.engine.mailbox import (
 )
 from pensieve.sim.model import CostModel
 from pensieve.sim.modelled_executor import ModelledExecutor
+from pensieve.sim.series import Distribution, Series
 from pensieve.sim.trace import Visit
 from pensieve.sim.virtual_clock import VirtualClock
 
 COST_CONTEXT = 32_000  # cost(l) / c = 1 + l / this, in reports
+WATCHED = (
+    "running",
+    "queued",
+    "tokens",
+    "device",
+    "clean",
+    "host",
+)  # shares of a tier for the last three
+STEPS_TOLD = 2000  # of the engine, from one call of `told` to the next
 
 
 @dataclass
@@ -49,12 +63,13 @@ class Counts:
     device_tokens: int = 0
     host_tokens: int = 0
     input_tokens: int = 0
-    output_tokens: int = 0
+    output_tokens: int = 0  # of turns that were counted
+    said_tokens: int = 0  # of any turn, since counting began
     iterations: int = 0
-    seconds: float = 0.0  # of the virtual clock, from the first message to the last token
-    latencies: list[float] = field(default_factory=list)  # of a turn, over its output tokens
-    first_tokens: list[float] = field(default_factory=list)  # seconds to each turn's first token
-    gaps: list[float] = field(default_factory=list)  # between tokens of a reply, if they are kept
+    seconds: float = 0.0  # of the virtual clock, from where counting began to the last token
+    latencies: Distribution = field(default_factory=Distribution)  # of a turn, over its tokens
+    first_tokens: Distribution = field(default_factory=Distribution)  # to each turn's first token
+    gaps: Distribution = field(default_factory=Distribution)  # in a reply, if they are kept
 
 
 @dataclass(slots=True)
@@ -77,9 +92,13 @@ class Simulator:
         context_max: int | None = None,
         keep_gaps: bool = False,
         count_from: float = 0.0,  # turns that begin before are played and not counted
+        until: float | None = None,  # the clock stops here, whatever is left
+        stateless: bool = False,
+        phases: str = "unified",
+        keep_series: bool = False,
     ) -> None:
         self.clock = VirtualClock()
-        self.executor = ModelledExecutor(cost, self.clock, self._watch)
+        self.executor = ModelledExecutor(cost, self.clock, self._watch, phases)
         self.scheduler = Scheduler(KVCache(cache, policy), scheduler)
         self.mailbox = Mailbox(1 << 20)
         self.config = EngineConfig(
@@ -92,6 +111,9 @@ class Simulator:
         self._chunk_tokens = cache.chunk_tokens
         self._keep_gaps = keep_gaps
         self._count_from = count_from
+        self._until = until
+        self._stateless = stateless
+        self.series = Series(WATCHED) if keep_series else None
         self._people: dict[str, _Person] = {}
         self._due: list[tuple[float, int, Visit]] = []
         self._num_due = 0
@@ -99,12 +121,20 @@ class Simulator:
         self._last_token: dict[int, float] = {}
         self._num_turns = 0
 
-    def run(self, visits: Iterable[Visit]) -> Counts:
-        """To the end of the trace, and of every turn."""
+    def run(
+        self, visits: Iterable[Visit], told: Callable[[float, Counts], None] | None = None
+    ) -> Counts:
+        """To the end of the trace, and of every turn; `told` hears now and then how far it is."""
         source = iter(visits)
         ahead = next(source, None)
+        num_steps = 0
         while True:
             now = self.clock.now()
+            if self._until is not None and now >= self._until:
+                break
+            num_steps += 1
+            if told is not None and num_steps % STEPS_TOLD == 0:
+                told(now, self.counts)
             while ahead is not None and (ahead.at is None or ahead.at <= now):
                 self._arrive(ahead)
                 ahead = next(source, None)
@@ -117,7 +147,10 @@ class Simulator:
                 moments.append(ahead.at)
             if not moments:
                 break
-            self.clock.advance_to(min(moments))
+            moment = min(moments)
+            if self._until is not None:
+                moment = min(moment, self._until)
+            self.clock.advance_to(moment)
         self.counts.iterations = self.scheduler.counters.iterations
         return self.counts
 
@@ -151,10 +184,13 @@ class Simulator:
             person.length = min(visit.history_tokens or 0, source.length if source else 0)
             if visit.history_tokens is None and source is not None:
                 person.length = source.length
-            self.mailbox.put(ForkConversation(visit.fork_of, person.length, name))
+            if not self._stateless:
+                self.mailbox.put(ForkConversation(visit.fork_of, person.length, name))
         elif visit.history_tokens is not None and visit.history_tokens < person.length:
             person.length = visit.history_tokens
             self.mailbox.put(RewindConversation(name, person.length))
+        if visit.log_tokens is not None:
+            person.length = visit.log_tokens
         history = person.length
         tokens = history + visit.input_tokens
         if tokens + visit.output_tokens >= self.config.context_max:
@@ -171,15 +207,26 @@ class Simulator:
 
     def publish(self, events: Sequence[Event]) -> None:
         now = self.clock.now()
+        counted = now >= self._count_from
+        since = self._last_token
+        gaps: dict[float, int] = {}  # most turns said their last token in the same iteration
+        num_said = 0
         for event in events:
             if isinstance(event, TurnDelta):
+                num_said += 1
                 if self._keep_gaps:
-                    before = self._last_token.get(event.turn_id)
-                    if before is not None:
-                        self.counts.gaps.append(now - before)
-                    self._last_token[event.turn_id] = now
+                    turn_id = event.turn_id
+                    if counted and turn_id in since:
+                        gap = now - since[turn_id]
+                        gaps[gap] = gaps.get(gap, 0) + 1
+                    since[turn_id] = now
             elif isinstance(event, TurnEnded):
                 self._ended(event, now)
+        if counted:
+            self.counts.said_tokens += num_said
+            self.counts.seconds = now - self._count_from
+            for gap, times in gaps.items():
+                self.counts.gaps.add(gap, times)
 
     def _ended(self, event: TurnEnded, now: float) -> None:
         name, visit, since = self._turns.pop(event.turn_id)
@@ -199,15 +246,18 @@ class Simulator:
                 counts.host_tokens += usage.host_tokens
                 counts.input_tokens += visit.input_tokens
                 counts.output_tokens += usage.output_tokens
-                counts.seconds = now - self._count_from
-                counts.latencies.append((now - since) / max(usage.output_tokens, 1))
+                counts.latencies.add((now - since) / max(usage.output_tokens, 1))
                 if usage.first_token_at is not None:
-                    counts.first_tokens.append(usage.first_token_at - since)
+                    counts.first_tokens.add(usage.first_token_at - since)
+        if self._stateless:
+            self.mailbox.put(RewindConversation(name, 0))
         self._call(name)
 
     def _watch(self, iteration: Iteration, begun: float, ended: float) -> None:
         """What is computed again of earlier turns' KV costs more the longer its context is."""
         for turn, start, stop, _ in iteration.slices:
+            if start >= turn.history_tokens - 1:
+                continue
             stop = min(stop, turn.history_tokens - 1, turn.computed_to)
             if start < stop and self._turns[turn.turn_id][2] >= self._count_from:
                 tokens = stop - start
@@ -215,3 +265,19 @@ class Simulator:
                 self.counts.recompute_cost += (
                     tokens / self._chunk_tokens * (1 + middle / COST_CONTEXT)
                 )
+        if self.series is not None:
+            self.series.add(ended, self._watched(iteration))
+
+    def _watched(self, iteration: Iteration) -> tuple[float, ...]:
+        """See `WATCHED`: of a device tier what somebody would miss, then what the host has, too."""
+        cache, scheduler = self.scheduler.cache, self.scheduler
+        device, host = cache.device, cache.host
+        clean = cache.clean_pages
+        return (
+            len(scheduler.running),
+            len(scheduler.queued) + len(scheduler.suspended),
+            iteration.num_tokens,
+            (device.num_pages - device.num_empty - clean) / device.num_pages,
+            clean / device.num_pages,
+            (host.num_pages - host.num_empty) / host.num_pages if host.num_pages else 0.0,
+        )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.core.turn import FinishReason, Turn
 from pensieve.sim.model import HARDWARE, MODELS, CostModel, instant
-from pensieve.sim.modelled_executor import ModelledExecutor
+from pensieve.sim.modelled_executor import PHASES, ModelledExecutor
 from pensieve.sim.simulator import Counts, Simulator
 from pensieve.sim.trace import HABITS, Visit, drawn
 from pensieve.sim.virtual_clock import VirtualClock
@@ -31,8 +33,7 @@ def simulator(
     host_tokens: int = 0,
     *,
     budget: int = 512,
-    keep_gaps: bool = False,
-    count_from: float = 0.0,
+    **options: Any,
 ) -> Simulator:
     free, recompute = instant(32)
     return Simulator(
@@ -40,8 +41,7 @@ def simulator(
         policy_named(policy, recompute, 32),
         CacheConfig(device_tokens // 32, host_tokens // 32),
         SchedulerConfig(budget, 16),
-        keep_gaps=keep_gaps,
-        count_from=count_from,
+        **options,
     )
 
 
@@ -58,9 +58,10 @@ def test_a_turn_takes_what_its_iterations_take() -> None:
     one = simulator(SLOW, keep_gaps=True)
     counts = one.run([Visit("a", 5.0, 100, 5)])
     assert one.clock.now() == pytest.approx(5.0 + 0.1 + 4 * 0.01)
-    assert counts.first_tokens == [pytest.approx(0.1)]
-    assert counts.latencies == [pytest.approx(0.14 / 5)]
-    assert counts.gaps == [pytest.approx(0.01)] * 4
+    assert (counts.first_tokens.count, counts.first_tokens.total) == (1, pytest.approx(0.1))
+    assert (counts.latencies.count, counts.latencies.total) == (1, pytest.approx(0.14 / 5))
+    assert (counts.gaps.count, counts.gaps.total) == (4, pytest.approx(4 * 0.01))
+    assert counts.gaps.quantile(0.99) == pytest.approx(0.01, rel=0.003)
     assert (counts.turns, counts.input_tokens, counts.output_tokens) == (1, 100, 5)
 
 
@@ -221,3 +222,128 @@ def test_the_command_draws_and_explains(capsys: pytest.CaptureFixture[str]) -> N
     ):
         assert main(["simulate", *wrong]) in (2, 3)
         assert text in capsys.readouterr().err
+
+
+# -- baselines --
+
+
+def test_separate_phases_read_the_weights_twice_and_decodes_wait_for_the_prompt() -> None:
+    """Prompt of 100 tokens 0.1 s, a pass of decodes 0.01 s: together 0.101 s, apart 0.11 s."""
+    visits = [Visit("a", 0.0, 100, 5), Visit("b", 0.11, 100, 1)]
+    unified, separate = (simulator(SLOW, keep_gaps=True, phases=each) for each in PHASES)
+    gaps = unified.run(visits).gaps
+    assert gaps.total == pytest.approx(3 * 0.01 + 0.101)
+    gaps = separate.run(visits).gaps
+    assert gaps.total == pytest.approx(3 * 0.01 + 0.11)
+    assert gaps.quantile(0.99) == pytest.approx(0.11, rel=0.003)
+    assert separate.clock.now() - unified.clock.now() == pytest.approx(0.009)
+
+
+def test_whole_prompts_first_stall_whoever_generates() -> None:
+    """A prompt of 2000 tokens in slices of 100, or in one of two seconds."""
+    visits = [Visit("a", 0.0, 100, 30), Visit("b", 0.11, 2000, 1)]
+    longest = []
+    for budget, phases in ((101, "unified"), (1_000_000, "separate")):
+        one = simulator(SLOW, budget=budget, keep_gaps=True, phases=phases)
+        longest.append(one.run(visits).gaps.quantile(0.999))
+    assert longest[0] == pytest.approx(0.101, rel=0.003)
+    assert longest[1] == pytest.approx(2.01, rel=0.003)
+
+
+def test_a_turn_computed_again_is_no_decode() -> None:
+    """One token of a hole is work of a prompt, although it is one token."""
+    clock = VirtualClock()
+    executor = ModelledExecutor(SLOW, clock, phases="separate")
+    turn = Turn(1, "a", array("I", bytes(4 * 40)), 0, 40, 50, Sampling())
+    executor.launch(Iteration(1, (Slice(turn, 3, 4, False), Slice(turn, 40, 41, True))))
+    executor.collect()
+    assert clock.now() == pytest.approx(0.02)
+
+
+def test_without_state_every_turn_computes_its_history_again() -> None:
+    visits = [
+        Visit("a", 0.0, 100, 5),
+        Visit("a", None, 10, 5, 3.0),
+        Visit("a", None, 10, 5, 3.0),
+        Visit("b", 30.0, 10, 5, 0.0, 105, "a"),
+    ]
+    one = simulator(SLOW, stateless=True)
+    counts = one.run(visits)
+    one.scheduler.check(one.clock.now())
+    assert counts.history_tokens == 105 + 120 + 105
+    assert counts.recomputed_tokens == 104 + 119 + 104, "all but the last token, which is new"
+    assert counts.device_tokens == counts.host_tokens == 0
+    assert one.scheduler.cache.device.num_empty == one.scheduler.cache.device.num_pages
+    second_prompt = counts.first_tokens.total - 0.1 - 0.13 - 0.115
+    assert second_prompt == pytest.approx(0.115), "history and message in the same batch"
+
+
+def test_the_clock_may_stop_while_the_load_goes_on() -> None:
+    one = simulator(SLOW, until=0.125)
+    counts = one.run([Visit("a", 0.0, 100, 50), Visit("b", 7.0, 100, 5)])
+    assert (counts.turns, counts.said_tokens) == (0, 4)
+    assert one.clock.now() == pytest.approx(0.13), "the iteration that was under way ended"
+    idle = simulator(SLOW, until=5.0)
+    assert idle.run([Visit("b", 7.0, 100, 5)]).turns == 0
+    assert idle.clock.now() == 5.0
+
+
+# -- sweeps and plots --
+
+
+def test_sweeps_and_their_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    swept = ["--rate", "0.5,2", "--host-tokens", "0,50k", "--device-tokens", "10k"]
+    given = ["--workload", "sharegpt", "--seconds", "40", "--reaction", "5", "--policy", "value"]
+    folder = tmp_path / "drawn" / "here"
+    plotted = ["--plot", str(folder), "--json"]
+    assert main(["simulate", *given, *swept, "--model", "opt-13b", *plotted]) == 0
+    out, err = capsys.readouterr()
+    rows = json.loads(out)["rows"]
+    places = [(row["rate"], row["host_size"]) for row in rows]
+    assert places == [(0.5, 0), (0.5, 50_000), (2.0, 0), (2.0, 50_000)]
+    assert all(row["device_size"] == 10_000 and row["seconds"] <= 40.1 for row in rows)
+    assert rows[0]["series"]["tokens"]
+    assert "4 of 4, value" in err
+    names = {path.name for path in folder.iterdir()}
+    assert {"latency.png", "hits-host.png", "tiers-01-value.png"} <= names
+    assert len(names) == 2 * 4 + 2
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
+    assert main(["simulate", *given, *swept]) == 0
+    assert "host size" in capsys.readouterr().out
+
+
+def test_tiers_are_as_large_as_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["simulate", "--workload", "sharegpt", "--seconds", "5", "--json", "--stateless"]
+    assert main([*given, "--model", "opt-13b", "--hardware", "a100-80gb"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["device_size"] == int((0.9 * 80e9 - 26e9) / 819_200)
+    assert row["host_size"] == int(220e9 / 819_200)
+    assert (row["stateless"], row["phases"]) == (True, "unified")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("--model opt-66b", "the weights of opt-66b are 132 GB"),
+        ("--model opt-13b --hardware a100-80gb --device-tokens 80k", "room for 65,917"),
+        ("--token-budget 100", "fewer than the 256 turns"),
+        ("--devices 0", "1 or more"),
+        ("--hardware instant --phases separate", "there is none"),
+        ("--count-from 700", "nothing is counted"),
+        ("--until 3 --count-from 5", "nothing is counted"),
+    ],
+)
+def test_what_cannot_be_simulated_is_explained(
+    wrong: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "--workload", "sharegpt", *wrong.split()]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    given = ["simulate", "--workload", "sharegpt", "--plot", str(tmp_path)]
+    assert main(given) == 3
+    assert "install the extra `bench`" in capsys.readouterr().err
