@@ -442,11 +442,15 @@ class Scheduler:
         turn.move_to(TurnState.FINISHED)
         turn.written.clear()
         del self._turns[turn.turn_id]
+        if was is not TurnState.RUNNING and turn.keep_tokens is not None:
+            # One that was never admitted has computed nothing: what KV there is behind its history
+            # belongs to a turn that is in no log, and its own prompt may join the log now.
+            admitted = turn.usage.admitted_at is not None
+            known = turn.keep_tokens if admitted else turn.history_tokens
+            self.rewind(turn.conversation_id, min(turn.keep_tokens, known), now)
         conversation = self.cache.conversations.get(turn.conversation_id)
         if conversation is not None and conversation.turn_id is not None:
             return  # a turn that was still queued, and the one before it is leaving
-        if was is not TurnState.RUNNING and turn.keep_tokens is not None:
-            self.cache.rewind(turn.conversation_id, turn.keep_tokens, now)
         if (cut := self._cuts.pop(turn.conversation_id, None)) is not None:
             self.cache.rewind(turn.conversation_id, cut, now)
         if (to_host := self._evictions.pop(turn.conversation_id, None)) is not None:

@@ -553,3 +553,25 @@ def test_policies_have_names() -> None:
 
 def test_nothing_to_do_is_none() -> None:
     assert World(0, Shape()).scheduler.plan(0.0) is None
+
+
+def test_a_turn_cancelled_in_the_queue_leaves_no_kv_of_a_turn_that_is_in_no_log():
+    """The store could not keep the first turn; the second's prompt joins the log uncomputed."""
+    stage = Stage(12, 10)
+    stage.say("a", 6)
+    stage.logs["a"], stage.commits["a"] = [], [0]
+    stage.cancel_at(stage.ask("a", 9), 9)
+    assert stage.where("a") == ""
+    stage.say("a", 3)
+
+
+def test_so_does_one_whose_predecessor_is_still_leaving():
+    stage = Stage(12, 10, overlap=True)
+    lost = stage.ask("a", 6)
+    stage.step()
+    stage.cancel_at(lost, 6)
+    stage.logs["a"], stage.commits["a"] = [], [0]
+    stage.cancel_at(stage.ask("a", 9), 9)
+    last = stage.ask("a", 3)
+    stage.until_ended(last)
+    assert last.usage.recomputed_tokens == 8
