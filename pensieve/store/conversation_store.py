@@ -170,7 +170,7 @@ class ConversationStore:
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
         with self._writer.reading() as conn:
-            return rows.require_conversation(conn, conversation_id, tenant)[1]
+            return self._settled(rows.require_conversation(conn, conversation_id, tenant)[1])
 
     def num_conversations(self) -> int:
         """Of all tenants."""
@@ -190,7 +190,8 @@ class ConversationStore:
             found = rows.conversations_before(conn, tenant, before, page_size + 1)
         page = found[:page_size]
         more = len(found) > page_size
-        return Page(tuple(each for _, each in page), str(page[-1][0]) if more else "")
+        conversations = tuple(self._settled(each) for _, each in page)
+        return Page(conversations, str(page[-1][0]) if more else "")
 
     def fork_conversation(
         self,
@@ -357,7 +358,7 @@ class ConversationStore:
 
     def get_turn(self, turn_id: int) -> StoredTurn:
         with self._writer.reading() as conn:
-            return turn_rows.require_turn(conn, turn_id).turn
+            return self._settled_turn(turn_rows.require_turn(conn, turn_id).turn)
 
     def find_turn(
         self, conversation_id: str, request_id: str, *, tenant: str = ""
@@ -366,7 +367,7 @@ class ConversationStore:
         with self._writer.reading() as conn:
             key = rows.conversation_key(conversation_id, tenant)
             found = turn_rows.find_request(conn, key, request_id)
-        return None if found is None else found.turn
+        return None if found is None else self._settled_turn(found.turn)
 
     def turn_messages(self, turn_id: int) -> TurnMessages:
         """What a turn was asked and what it replied, also when a rewind has cut it."""
@@ -415,6 +416,18 @@ class ConversationStore:
         return problems
 
     # -- inside --
+
+    def _settled(self, conversation: Conversation) -> Conversation:
+        """As the next transaction will find it; see live_turns.py."""
+        turn_id = conversation.running_turn_id
+        if turn_id is None or not self._turns.is_dead(turn_id):
+            return conversation
+        return replace(conversation, running_turn_id=None)
+
+    def _settled_turn(self, turn: StoredTurn) -> StoredTurn:
+        if turn.state is not TurnState.RUNNING or not self._turns.is_dead(turn.turn_id):
+            return turn
+        return replace(turn, state=TurnState.INTERRUPTED)
 
     def _refuse_taken(self, conn: Connection, conversation_id: str, tenant: str) -> None:
         if rows.find_conversation(conn, conversation_id, tenant) is not None:

@@ -6,6 +6,9 @@ through (an error at COMMIT says nothing).  Both are one state, *unsure*: there 
 of turns that nobody computes.  So before the next transaction every such row becomes `interrupted`,
 by what the disk then says, and only when that is committed is the store sure again.  A new process
 starts unsure, without live turns: that is recovery.
+
+Readers come before that transaction and must not wait for one: whoever is told that a turn runs does
+not write.  So they are shown such rows as what they will become.
 """
 
 from __future__ import annotations
@@ -54,6 +57,10 @@ class LiveTurns:
 
     def add(self, turn_id: int) -> None:
         self._live.add(turn_id)
+
+    def is_dead(self, turn_id: int) -> bool:
+        """Should its row say `running`, the next transaction interrupts it."""
+        return turn_id not in self._live
 
     def settle(self) -> list[int]:
         """Interrupt every `running` turn that is not live; returns which."""

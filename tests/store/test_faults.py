@@ -254,6 +254,26 @@ def test_a_turn_whose_end_could_not_be_written_can_be_ended_again(
         assert store.finish_turn(turn_id, reply("ok", 70), "stop", {}) == 3
 
 
+def test_a_turn_whose_end_could_not_be_written_is_not_said_to_run(
+    folder: Path, driver: Any
+) -> None:
+    """Whoever is told that a turn runs does not write, and only a write would interrupt it."""
+    faults = FaultyDriver(driver, IO_ERROR, False, False)
+    with opened(folder, "copy", faults) as store:
+        turn_id = begun(store)
+        assert store.get_conversation("tea").running_turn_id == turn_id
+        faults.arm(1)
+        with pytest.raises(StoreUnavailable):
+            store.finish_turn(turn_id, reply("ok", 70), "stop", {})
+        listed = {each.conversation_id: each for each in store.list_conversations().conversations}
+        for conversation in store.get_conversation("tea"), listed["tea"]:
+            assert conversation.running_turn_id is None
+        for turn in store.get_turn(turn_id), store.find_turn("tea", "r3"):
+            assert turn is not None
+            assert turn.state is TurnState.INTERRUPTED
+        assert begun(store) == turn_id
+
+
 def test_a_turn_whose_end_could_not_be_written_is_interrupted_by_the_next_write(
     folder: Path, driver: Any
 ) -> None:
