@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -107,7 +106,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         stored = await daemon.in_store(daemon.store.num_conversations)
         given = pb.Stats(
             conversations_stored=stored,
-            daemon_seconds=time.monotonic() - daemon.started_at,
+            daemon_seconds=asyncio.get_running_loop().time() - daemon.started_at,
             engine_restarts=daemon.engine.num_restarts,
             serving=daemon.serving,
             draining=daemon.draining,

@@ -98,9 +98,13 @@ class Conversations:
         defaults: Sampling | None = None,
         report: Callable[[str], None] = lambda line: None,
         wall_clock: Callable[[], float] = time.time,
+        random_bits: Callable[[int], int] = secrets.randbits,
         on_end: Callable[[LiveTurn], None] = lambda live: None,
     ) -> None:
-        """`on_end` is told of each turn that has finished, in whatever thread that happened."""
+        """`on_end` is told of each turn that has finished, in whatever thread that happened.
+
+        `random_bits` draws the seeds and the request ids that clients leave to us.
+        """
         self.store = store
         self.template = template
         self.context_max = context_max
@@ -111,6 +115,7 @@ class Conversations:
         self._vocab_size = vocab_size
         self._fingerprint = fingerprint
         self._report = report
+        self._random_bits = random_bits
         self._on_end = on_end
         self._live: dict[int, LiveTurn] = {}  # by the number that the engine knows them by
         self._numbers = count(1)
@@ -264,7 +269,7 @@ class Conversations:
         history_tokens = len(draft.log)
         if history_tokens + num_prompt >= self.context_max:
             raise ContextFull(history_tokens + num_prompt + 1, self.context_max)
-        request_id = asked.request_id or secrets.token_hex(16)
+        request_id = asked.request_id or f"{self._random_bits(128):032x}"
         request = self._request(asked, request_id, prompt, conversation.revision)
         begun = self.store.begin_turn(conversation_id, request, tenant=tenant)
         if not begun.must_run:
@@ -411,7 +416,7 @@ class Conversations:
             request_id,
             [new_message(message, ids) for message, ids in zip(messages, tokens, strict=True)],
             values | ({"seed": sampling.seed} if sampling.seed else {}),
-            sampling.seed or secrets.randbits(63) + 1,
+            sampling.seed or self._random_bits(63) + 1,
             expected_revision,
         )
 

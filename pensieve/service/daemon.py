@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -64,7 +65,6 @@ log = logging.getLogger("pensieve")
 T = TypeVar("T")
 SWEEP_SECONDS = 1.0
 LATE_SECONDS = 1.0  # of the loop, that are worth a warning
-SHORT_CHARACTERS = 4_096  # tokenised where the turn begins, in less time than a hop between threads
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,9 @@ class DaemonConfig:
     undelivered_tokens_max: int = 16_384
     answer_seconds: float = 30.0
     text_threads: int = 2
+    short_characters: int = (
+        4_096  # tokenised where the turn begins: a hop between threads takes longer
+    )
 
 
 @dataclass(eq=False)
@@ -101,10 +104,13 @@ class Daemon:
         report: Callable[[str], None] = lambda line: None,
         program: tuple[str, ...] | None = None,
         limits: Mapping[str, Limits] | None = None,
+        wall_clock: Callable[[], float] = time.time,
+        random_bits: Callable[[int], int] = secrets.randbits,
     ) -> None:
         self.config = config or DaemonConfig()
         self.store = store
-        self.started_at = time.monotonic()
+        self._loop = asyncio.get_running_loop()  # also the clock, but for what is written down
+        self.started_at = self._loop.time()
         self.draining = False
         self.history_problems: tuple[str, ...] = ()
         self.on_serving: Callable[[bool], None] = lambda serving: None
@@ -123,7 +129,8 @@ class Daemon:
         self._defaults = defaults
         self._report = report
         self._conversations: Conversations | None = None
-        self._loop = asyncio.get_running_loop()
+        self._wall_clock = wall_clock
+        self._random_bits = random_bits
         self._store_thread = ThreadPoolExecutor(1, "store")
         self._text_pool = ThreadPoolExecutor(self.config.text_threads, "text")
         self._readers: dict[int, list[Reader]] = {}  # by turn number
@@ -150,6 +157,8 @@ class Daemon:
             fingerprint=self._fingerprint,
             defaults=self._defaults,
             report=self._report,
+            wall_clock=self._wall_clock,
+            random_bits=self._random_bits,
             on_end=self._on_end,
         )
         cycles.settle()
@@ -195,7 +204,7 @@ class Daemon:
             raise QueueFull(f"{num_turns} turns are waiting or running; try again later")
         if (allowance := self._allowances.get(tenant)) is not None:
             own = sum(live.tenant == tenant for live in self.conversations.all_live())
-            allowance.admit(own, time.monotonic())
+            allowance.admit(own, self._loop.time())
         if seconds_left is not None and self._queue_seconds > seconds_left:
             raise DeadlineExceeded(
                 f"turns wait {self._queue_seconds:.1f} s at present; the deadline is in {seconds_left:.1f} s"
@@ -211,7 +220,7 @@ class Daemon:
 
     async def _begin(self, asked: Asked) -> LiveTurn:
         conversations = self.conversations
-        if asked.num_characters <= SHORT_CHARACTERS:
+        if asked.num_characters <= self.config.short_characters:
             return await self.in_store(conversations.say, asked)
         while True:
             drafted = await self.in_store(conversations.draft, asked)
@@ -236,7 +245,7 @@ class Daemon:
                 reader.wake.clear()
                 finish, num_tokens = live.finish, live.num_tokens
                 if reader.num_sent < num_tokens:
-                    reader.writing_since = time.monotonic()
+                    reader.writing_since = self._loop.time()
                     await write(reader.num_sent, num_tokens)
                     reader.writing_since = None
                     reader.num_sent = num_tokens
@@ -291,7 +300,7 @@ class Daemon:
             self._wake(live.number)
         if (allowance := self._allowances.get(live.tenant)) is not None:
             spent = live.figures.get("new_tokens", 0) + live.figures.get("output_tokens", 0)
-            allowance.spend(spent, time.monotonic())
+            allowance.spend(spent, self._loop.time())
         waited = live.figures.get("queue_seconds", 0.0)
         self._queue_seconds += (waited - self._queue_seconds) / 8
 
@@ -316,7 +325,7 @@ class Daemon:
             self._wake(live.number)
 
     def _on_up(self) -> None:
-        self.conversations.engine_restarted(time.time())
+        self.conversations.engine_restarted(self._wall_clock())
         self.on_serving(self.serving)
 
     def _on_end(self, live: LiveTurn) -> None:
@@ -342,18 +351,18 @@ class Daemon:
                 await self.in_store(self.conversations.interrupt, live.turn_id)
 
     async def _sweep(self) -> None:
-        rested, before = False, time.monotonic()
+        rested, before = False, self._loop.time()
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            late = time.monotonic() - before - SWEEP_SECONDS
+            late = self._loop.time() - before - SWEEP_SECONDS
             if late > LATE_SECONDS:
                 log.warning("the service stood still for %.1f s: every stream waited", late)
-            before = time.monotonic()
+            before = self._loop.time()
             idle = not (self.conversations.num_live or self._num_arriving)
             if idle and not rested:
                 cycles.rest()
             rested = idle
-            now, config = time.monotonic(), self.config
+            now, config = self._loop.time(), self.config
             for reader in [each for readers in self._readers.values() for each in readers]:
                 if reader.writing_since is None:
                     continue
@@ -401,8 +410,8 @@ class Daemon:
         self.on_serving(False)
         if self._conversations is None:
             return
-        deadline = time.monotonic() + seconds
-        while (self.conversations.num_live or self._num_arriving) and time.monotonic() < deadline:
+        deadline = self._loop.time() + seconds
+        while (self.conversations.num_live or self._num_arriving) and self._loop.time() < deadline:
             await asyncio.sleep(0.02)
             if self._hurried:
                 break
@@ -418,7 +427,11 @@ class Daemon:
         """After an unclean stop: SQLite's own check, beside the serving."""
 
         async def check() -> None:
-            problems = await asyncio.to_thread(self.store.integrity_check)
+            try:
+                problems = await asyncio.to_thread(self.store.integrity_check)
+            except PensieveError as error:  # the next start tries again
+                log.error("the history could not be checked: %s", error)
+                return
             self.history_problems = tuple(problems)
             if problems:
                 log.error("the history is damaged: %s", problems[0])
