@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pensieve.cli import simulate_journal
+from pensieve.cli import simulate_journal, simulate_plan
 from pensieve.core.retention import POLICIES
 from pensieve.errors import ConfigError, InvalidArgument
 from pensieve.sim.model import (
@@ -154,6 +154,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     simulate_journal.add_arguments(parser)
+    simulate_plan.add_arguments(parser)
     parser.set_defaults(run=command)
 
 
@@ -183,6 +184,8 @@ def command(arguments: argparse.Namespace) -> int:
     else:
         cost = CostModel.of(MODELS[arguments.model], _hardware(arguments))
         recompute = cost.recompute(CHUNK_TOKENS)
+    if arguments.plan:
+        return _plan(arguments, cost, points)
     print(f"assumed: {cost.source}", file=sys.stderr)
     rows = []
     problems = Problems()
@@ -216,10 +219,7 @@ def command(arguments: argparse.Namespace) -> int:
         rows.append(row)
         print(f"{named}: {counts.turns:,} turns", file=sys.stderr, flush=True)
     report.compared(rows)
-    if problems.count:
-        shown = ", ".join(f"line {line} ({text})" for line, text in problems.lines)
-        more = "" if problems.count == len(problems.lines) else ", …"
-        print(f"{problems.count} lines were not understood: {shown}{more}", file=sys.stderr)
+    _report(problems)
     refused = max(row["refused"] for row in rows)
     if refused:
         print(f"{refused} turns were larger than the device tier", file=sys.stderr)
@@ -231,6 +231,30 @@ def command(arguments: argparse.Namespace) -> int:
     else:
         print(report.table(rows))
     return 0
+
+
+def _plan(arguments: argparse.Namespace, cost: Any, points: list[Point]) -> int:
+    from pensieve.sim.trace import Problems
+
+    point, problems = points[0], Problems()
+    if arguments.policy is None:
+        point = point._replace(policy="value")
+    elif len({each.policy for each in points}) > 1:
+        raise InvalidArgument("policy", "one is planned with")
+    if len({each.device_tokens for each in points}) > 1:
+        raise InvalidArgument("device_tokens", "one is planned with")
+    most = max(each.host_tokens for each in points)
+    with ExitStack() as files:
+        visits = list(_visits(arguments, 1.0, problems, files)) if arguments.traces else []
+    _report(problems)
+    return simulate_plan.run(arguments, cost, point.policy, point.device_tokens, most, visits)
+
+
+def _report(problems: Any) -> None:
+    if problems.count:
+        shown = ", ".join(f"line {line} ({text})" for line, text in problems.lines)
+        more = "" if problems.count == len(problems.lines) else ", …"
+        print(f"{problems.count} lines were not understood: {shown}{more}", file=sys.stderr)
 
 
 def _check(arguments: argparse.Namespace) -> None:
