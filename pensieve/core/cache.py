@@ -39,9 +39,9 @@ from pensieve.core.audit import audit
 from pensieve.core.chronicle import Chronicle
 from pensieve.core.chunk import Branch, Chunk, Conversation
 from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
+from pensieve.core.life_table import Turned
 from pensieve.core.pages import PagePool
 from pensieve.core.retention import RetentionPolicy, RetentionQueue, Role
-from pensieve.core.returning import Turned
 from pensieve.core.turn import Turn
 
 
@@ -223,9 +223,13 @@ class KVCache:
                 on_device += min(limit, chunk.filled)
                 continue
             self._place(chunk, now)
-            if chunk.host_page is not None:
+            if chunk.host_page is None:
+                continue
+            if self.policy.fetches(chunk.index) or chunk.in_flight:
                 swap_ins.append(self._start_swap_in(chunk, chunk, chunk.host_filled))
                 from_host += min(limit, chunk.filled)
+            else:
+                self._compute_again(chunk, now)
         if tail is not None:
             chunk = self._append_chunk(conversation)
             self._place(chunk, now)
@@ -269,7 +273,7 @@ class KVCache:
     def end(self, turn: Turn, now: float, keep_tokens: int, away_seconds: float = 0.0) -> None:
         """Unpin what the turn held; positions from `keep_tokens` on leave the conversation.
 
-        One that will be away for a while counts as if it had been away for as long already.
+        What its client says about its return is the policy's to weigh.
         """
         conversation = self.conversations[turn.conversation_id]
         assert conversation.turn_id == turn.turn_id
@@ -280,12 +284,12 @@ class KVCache:
                 extent = min(chunk.index * size + chunk.filled, len(turn.tokens))
                 break
         conversation.turn_id = None
-        conversation.idle_since = now - away_seconds
+        conversation.idle_since = now - self.policy.counts_as_idle(away_seconds)
         if turn.finish is not None:  # else it is suspended
             said = Turned(
-                turn.prompt_end - turn.history_tokens, turn.num_output_tokens, len(turn.tokens)
+                turn.prompt_end - turn.history_tokens, turn.num_output_tokens, away_seconds
             )
-            self.policy.rested(turn.conversation_id, said, now)
+            conversation.ratio = self.policy.rested(turn.conversation_id, said, now)
         conversation.num_tokens = len(turn.chunks) * size
         turn.chunks, turn.page_table = [], []
         path = conversation.path()
@@ -337,7 +341,9 @@ class KVCache:
             and (found := queue.least(now)) is not None
         ):
             value, chunk = found
-            if chunk.host_page is None and not self._take_host_page(chunk, value, now):
+            if chunk.host_page is None and not (
+                self._saves(chunk, now) and self._take_host_page(chunk, value, now)
+            ):
                 self._condemn(chunk, now, value)
                 continue
             swap_outs.append(self._start_swap_out(chunk))
@@ -357,6 +363,9 @@ class KVCache:
                     continue
             del self._leaving[chunk]
         return swap_outs
+
+    def _saves(self, chunk: Chunk, now: float) -> bool:
+        return chunk.branch is None or self.policy.saves(chunk.branch, chunk.index, now)
 
     def _take_host_page(self, chunk: Chunk, value: float, now: float) -> bool:
         """For a chunk on the device only; False when the host is full of more valuable ones."""
@@ -396,8 +405,9 @@ class KVCache:
         source = self.conversations.get(source_id)
         if source is None:
             return
-        self.policy.forked(target_id)
+        self.policy.forked(source_id, target_id, now)
         target = Conversation(target_id, now)
+        target.ratio = source.ratio
         # A running source's chunks count as far as they go: only committed positions are forked.
         held = source.num_tokens
         if source.turn_id is not None:
@@ -518,6 +528,7 @@ class KVCache:
         if page is None:
             found = self._queues[Role.RECLAIM].least(now)
             assert found is not None, "pages were said to be available"
+            found = self._pardoned(found, now) or found
             victim = found[1]
             if victim.filled > victim.host_filled:
                 self.counters.dropped += 1
@@ -531,6 +542,19 @@ class KVCache:
         chunk.device_page = page
         if chunk.host_page is None and chunk.branch is not None:
             chunk.branch.num_resident += 1
+
+    def _pardoned(self, found: tuple[float, Chunk], now: float) -> tuple[float, Chunk] | None:
+        """Chunks are condemned ahead of need, and something worth less may have come to rest since:
+        that goes instead of the condemned one, if it would be condemned as well."""
+        value, chunk = found
+        if not chunk.condemned or (rival := self._queues[Role.SWAP_OUT].least(now)) is None:
+            return None
+        if rival[0] >= value or (self.host.num_empty and self._saves(rival[1], now)):
+            return None
+        self._count_reclaimable(chunk, -1)
+        chunk.condemned = False
+        self._requalify(chunk, now)
+        return rival
 
     def _free_device(self, chunk: Chunk) -> None:
         assert chunk.device_page is not None
@@ -571,6 +595,13 @@ class KVCache:
         chunk.condemned = True
         self.counters.condemned += 1
         self._requalify(chunk, now)
+
+    def _compute_again(self, chunk: Chunk, now: float) -> None:
+        """That is quicker than to copy it in: a hole on the device, and nothing on the host."""
+        self.chronicle.note(chunk, now, "recomputed")
+        self._free_host(chunk)
+        chunk.filled = 0
+        self.counters.dropped += 1
 
     def _start_swap_in(self, source: Chunk, target: Chunk, num_slots: int) -> SwapIn:
         assert source.host_page is not None

@@ -23,7 +23,9 @@ class Happening(NamedTuple):
 
 SENTENCES = {
     "dropped": "dropped from the host tier, which was full",
-    "condemned": "not copied to the host tier, which was full of more valuable ones",
+    "condemned": "not copied to the host tier, which was full of more valuable ones, "
+    "or not worth the copy",
+    "recomputed": "dropped from the host tier: computing it again was quicker than copying it",
     "lost": "dropped from the device tier: its page was needed and no copy was kept",
     "discarded": "discarded: the turn that computed it failed",
     "evicted": "dropped on request",

@@ -109,14 +109,14 @@ class Chunk:
 class Conversation:
     """What the cache knows of a conversation: its path of chunks, and when it was last active."""
 
-    __slots__ = ("conversation_id", "idle_since", "leaf", "num_tokens", "num_turns", "turn_id")
+    __slots__ = ("conversation_id", "idle_since", "leaf", "num_tokens", "ratio", "turn_id")
 
     def __init__(self, conversation_id: str, now: float) -> None:
         self.conversation_id = conversation_id
         self.leaf: Branch | None = None
         self.num_tokens = 0  # positions [0, num_tokens) have chunks, if not necessarily KV
         self.idle_since = now  # end of its last turn
-        self.num_turns = 0
+        self.ratio = 1.0  # how much likelier than others it is to return, says the policy
         self.turn_id: int | None = None  # the turn that holds its pages
 
     def path(self) -> list[Branch]:
@@ -178,24 +178,25 @@ class Branch:
 
     def weight(self, now: float) -> float:
         """The retention value of a chunk held by several is the sum over them; this is that sum in
-        units of its most recently active holder: sum over holders of T_min / T_holder.
+        units of a holder as recently active as the last: sum over holders of ratio · T_min / T_holder.
 
-        While nobody becomes active it only grows (towards the number of holders), so an older
+        While nobody becomes active it only grows (towards the sum of the ratios), so an older
         weight is a lower bound.  (Idle times count as one second at least, so what holds from the
         first idle second on is said from the start.)  Beyond the 64 most recent, holders are
         counted as idle as the longest idle one: again a lower bound.
         """
         count = len(self.holders)
         if count <= 1:
-            return 1.0
+            return next(iter(self.holders)).ratio if count else 1.0
         now = max(now, self.idle_since + 1.0)
         least = now - self.idle_since
         total = 0.0
         for holder in islice(reversed(self.holders), HOLDERS_SUMMED_MAX):
-            total += least / (now - holder.idle_since)
+            total += holder.ratio * least / (now - holder.idle_since)
         if count > HOLDERS_SUMMED_MAX:
             longest = next(iter(self.holders))
-            total += (count - HOLDERS_SUMMED_MAX) * least / (now - longest.idle_since)
+            others = count - HOLDERS_SUMMED_MAX
+            total += others * longest.ratio * least / (now - longest.idle_since)
         return total
 
     def touch(self, holder: Conversation) -> None:

@@ -19,6 +19,7 @@ class CostProfile:
     attention_seconds: tuple[tuple[int, float], ...]  # (context tokens, seconds), ascending
     other_seconds: float
     measured: bool = False  # False: computed from the model's shape, not timed on this machine
+    copy_seconds: float = 0.0  # of a chunk from one tier to the other; 0: not known
 
     def __post_init__(self) -> None:
         contexts = [context for context, _ in self.attention_seconds]
@@ -26,7 +27,8 @@ class CostProfile:
             raise ValueError("a cost profile needs two or more ascending context lengths")
         if any(context & (context - 1) for context in contexts):
             raise ValueError("the context lengths of a cost profile are powers of two")
-        if self.other_seconds <= 0 or any(seconds < 0 for _, seconds in self.attention_seconds):
+        attention = [seconds for _, seconds in self.attention_seconds]
+        if self.other_seconds <= 0 or min(self.copy_seconds, *attention) < 0:
             raise ValueError("the times of a cost profile are positive")
 
     def chunk_seconds(self, context_tokens: int) -> float:

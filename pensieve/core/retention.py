@@ -33,7 +33,8 @@ from typing import Protocol
 
 from pensieve.core.chunk import Branch, Chunk, Entry
 from pensieve.core.cost import CostProfile
-from pensieve.core.returning import ReturnPolicy, Turned
+from pensieve.core.life_table import Turned
+from pensieve.core.returning import ReturnPolicy
 
 NUM_CLASSES = 64
 CLASS_RATIO = 1.1
@@ -57,35 +58,54 @@ class RetentionPolicy(Protocol):
 
     name: str
     num_classes: int
-    class_ratio: float  # between the values of neighbouring classes, at most
-    ordered: bool  # a higher class is worth more, whatever the idle time
+    class_ratio: (
+        float  # between the values of neighbouring classes, at most; higher ones are worth more
+    )
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         """A class 0 <= i < num_classes that does not exceed the chunk's value."""
 
     def value(self, class_index: int, idle_seconds: float) -> float: ...
 
-    def rested(self, name: str, turned: Turned, now: float) -> None:
-        """A turn of that conversation has ended."""
+    def rested(self, name: str, turned: Turned, now: float) -> float:
+        """A turn of that conversation has ended; how much likelier than others it is to return."""
 
     def returned(self, name: str, now: float) -> None:
         """A turn of it begins."""
 
-    def forked(self, name: str) -> None:
-        """A conversation of that name begins as a fork of another."""
+    def forked(self, source: str, target: str, now: float) -> None:
+        """A conversation `target` begins with the past of another."""
+
+    def counts_as_idle(self, away_seconds: float) -> float:
+        """Idle time that one has from the start whose client expects to be away for so long."""
+
+    def fetches(self, chunk_index: int) -> bool:
+        """Is a chunk on the host copied in when it is needed, or computed again?"""
+
+    def saves(self, branch: Branch, chunk_index: int, now: float) -> bool:
+        """Is a copy of the chunk on the host worth its while?"""
 
 
 class Oblivious:
-    """A policy that learns nothing."""
+    """A policy that learns nothing, takes its client's word, and never computes what it could copy."""
 
-    def rested(self, name: str, turned: Turned, now: float) -> None:
-        pass
+    def rested(self, name: str, turned: Turned, now: float) -> float:
+        return 1.0
 
     def returned(self, name: str, now: float) -> None:
         pass
 
-    def forked(self, name: str) -> None:
+    def forked(self, source: str, target: str, now: float) -> None:
         pass
+
+    def counts_as_idle(self, away_seconds: float) -> float:
+        return away_seconds
+
+    def fetches(self, chunk_index: int) -> bool:
+        return True
+
+    def saves(self, branch: Branch, chunk_index: int, now: float) -> bool:
+        return True
 
 
 class LruPolicy(Oblivious):
@@ -94,7 +114,6 @@ class LruPolicy(Oblivious):
     name = "lru"
     num_classes = 1
     class_ratio = 1.0
-    ordered = True
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         return 0
@@ -109,7 +128,6 @@ class ValuePolicy(Oblivious):
     name = "value"
     num_classes = NUM_CLASSES
     class_ratio = CLASS_RATIO
-    ordered = True
 
     def __init__(self, cost: CostProfile, chunk_tokens: int) -> None:
         self._cost = cost
@@ -182,9 +200,7 @@ class RetentionQueue:
             chunk = self.candidate(branch)
             if chunk is None:
                 self._remove_head(best_class)
-            elif self._exceeds(
-                now_class := self.policy.class_of(branch, chunk.index, now), best_class
-            ):
+            elif (now_class := self.policy.class_of(branch, chunk.index, now)) > best_class:
                 self._remove_head(best_class)
                 self._push(branch, now_class)
             else:
@@ -198,16 +214,10 @@ class RetentionQueue:
         class_index = self.policy.class_of(branch, chunk.index, now)
         entry = branch.entries[self.role]
         if entry is not None:
-            exceeds = self._exceeds(class_index, entry.class_index)
-            same = entry.class_index == class_index or (self.policy.ordered and exceeds)
-            if same and entry.since <= branch.idle_since:
+            if entry.class_index <= class_index and entry.since <= branch.idle_since:
                 return  # still a lower bound
             self.withdraw(branch)
         self._push(branch, class_index)
-
-    def _exceeds(self, class_index: int, other: int) -> bool:
-        """Another class, and worth more if that can be said of classes."""
-        return class_index > other or (class_index != other and not self.policy.ordered)
 
     def requalify(self, chunk: Chunk, branch: Branch, now: float) -> None:
         """`chunk` of an idle branch did not qualify and may do so now."""

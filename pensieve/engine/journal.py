@@ -232,7 +232,9 @@ class _Again:
         cache = CacheConfig(**header["cache"])
         known = header["cost"]
         points = tuple((int(at), float(seconds)) for at, seconds in known["attention_seconds"])
-        cost = CostProfile(points, known["other_seconds"], known["measured"])
+        cost = CostProfile(
+            points, known["other_seconds"], known["measured"], known.get("copy_seconds", 0.0)
+        )
         policy = policy_named(header["policy"], cost, cache.chunk_tokens)
         self._scheduler = Scheduler(KVCache(cache, policy), SchedulerConfig(**header["scheduler"]))
         recorded = _Recorded()

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
+from pensieve.core.chunk import Branch, Conversation
 from pensieve.core.cost import CostProfile
-from pensieve.core.returning import (
-    COST_STEPS,
+from pensieve.core.life_table import (
     EDGES,
-    PRIOR_RETURN,
-    ReturnPolicy,
+    PRIOR_CERTAINTY,
+    PRIOR_SHARE,
+    PRIOR_WEIGHTS,
+    LifeTable,
     Turned,
-    _worth,
-    group_of,
+    traits_of,
 )
+from pensieve.core.returning import UNIT_CLASS, ReturnPolicy
+from tests.core.world import Stage
 
 COST = CostProfile.analytic(10**9, 16, 8, 64)
-SMALL = Turned(50, 300, 4000)
+MESSAGE = Turned(1500, 250)
 
 
-def policy() -> ReturnPolicy:
-    return ReturnPolicy(COST, 32)
+def policy(**cost: float) -> ReturnPolicy:
+    return ReturnPolicy(
+        CostProfile(COST.attention_seconds, COST.other_seconds, **cost),  # type: ignore[arg-type]
+        32,
+    )
 
 
-def worth(learnt: ReturnPolicy, group: int, idle: float) -> float:
-    return learnt.value(group * COST_STEPS, idle)
-
-
-def live(learnt: ReturnPolicy, now: float, seconds: float, returns: float, gap: float) -> float:
+def live(
+    table: LifeTable, now: float, seconds: float, returns: float, gap: float, said: Turned = MESSAGE
+) -> float:
     """First turns, one a second; so many of them return after about so long."""
     draw = random.Random(int(now))
     due: list[tuple[float, str]] = []
@@ -37,90 +42,198 @@ def live(learnt: ReturnPolicy, now: float, seconds: float, returns: float, gap: 
     while now < end:
         now += 1.0
         name = f"{now}"
-        learnt.rested(name, SMALL, now)
+        table.rested(name, said, now)
         if draw.random() < returns:
             due.append((now + gap * draw.uniform(0.5, 1.5), name))
         due.sort()
         while due and due[0][0] <= now:
-            learnt.returned(due.pop(0)[1], now)
+            table.returned(due.pop(0)[1], now)
     return now
 
 
-def test_groups_tell_turns_sizes_and_gaps_apart() -> None:
-    assert group_of(1, Turned(100, 300, 400), 0.0) == 0
-    assert group_of(1, Turned(5000, 20, 5020), 0.0) == 0
-    assert group_of(1, SMALL, 0.0) == 1
-    assert group_of(1, Turned(20_000, 300, 20_300), 0.0) == 2
-    assert group_of(2, Turned(3000, 300, 9000), 5.0) == 3
-    assert (group_of(2, SMALL, 300.0), group_of(2, SMALL, 5.0)) == (4, 5)
-    assert (group_of(3, SMALL, 5.0), group_of(9, SMALL, 5.0)) == (6, 7)
+def expected(table: LifeTable, now: float, idle: float = 0.0) -> float:
+    """What keeping is worth, for someone who has just had a first turn like the others."""
+    return table.rested("just now", MESSAGE, now) * table.worth(idle)
 
 
-def test_what_keeping_yields_is_the_best_moment_to_give_up() -> None:
-    """Half return in the third stretch and nobody ever after: waiting beyond its end only costs."""
-    n = len(EDGES)
-    at_risk = [100.0] * 3 + [50.0] * (n - 3)
-    returned = [0.0, 0.0, 50.0] + [0.0] * (n - 3)
-    found = _worth(at_risk, returned)
-    waited = EDGES[1] + (EDGES[2] - EDGES[1]) * 0.75
-    assert found[0] == pytest.approx(0.5 / waited)
-    assert found[3] == 0.0
-    assert len(found) == n + 1
-    assert found == sorted(found, reverse=True)
+def held(*holders: tuple[float, float]) -> Branch:
+    """A branch whose holders rest since, with these ratios; the last one most recently."""
+    branch = Branch(None, 0, holders[-1][0], 3)
+    for number, (since, ratio) in enumerate(holders):
+        conversation = Conversation(f"c{number}", since)
+        conversation.ratio = ratio
+        branch.holders[conversation] = None
+    return branch
 
 
-def test_it_learns_who_returns_and_when() -> None:
-    eager, tired = policy(), policy()
-    live(eager, 0.0, 1200.0, 0.9, 30.0)
-    live(tired, 0.0, 1200.0, 0.02, 30.0)
-    before = worth(policy(), 1, 10.0)
-    assert worth(eager, 1, 10.0) > 2 * before
-    assert worth(tired, 1, 10.0) < before / 2
-    assert worth(eager, 1, 200.0) < worth(eager, 1, 10.0) / 5, "who is away for so long is gone"
-    assert worth(eager, 7, 10.0) == worth(policy(), 7, 10.0), "nothing was seen of these"
+def test_traits_tell_first_turns_sizes_and_hints_apart() -> None:
+    assert traits_of(1, MESSAGE) == (1.0, -math.log(2), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert traits_of(4, Turned(1499, 250))[4:8] == (
+        math.log(2),
+        pytest.approx(-0.694, abs=1e-3),
+        1,
+        0,
+    )
+    assert traits_of(2, Turned(0, 0))[5:8] == (-0.7, 1.0, -3.0), "nothing was said and answered"
+    assert traits_of(1, Turned(1500, 250, 120.0))[8] == 0.0
+    assert traits_of(1, Turned(1500, 250, 12.0))[8] == pytest.approx(-math.log(10))
+    assert traits_of(1, Turned(1500, 250, 1e9))[8] == 6.0
+    assert all(len(traits_of(turns, MESSAGE)) == len(PRIOR_WEIGHTS) for turns in (1, 2, 9))
 
 
-def test_what_costs_more_is_worth_more() -> None:
-    learnt = policy()
-    values = [learnt.value(COST_STEPS + step, 60.0) for step in range(COST_STEPS)]
-    assert values == sorted(values)
-    assert values[-1] > 4 * values[0]
+def test_it_begins_with_a_sensible_prior() -> None:
+    table = LifeTable()
+    assert table.likelihood(1.0, 0.0) == pytest.approx(PRIOR_SHARE, abs=0.01)
+    assert table.rested("often", MESSAGE, 0.0) < table.rested("often", MESSAGE, 1.0)
+    assert table.rested("often", Turned(30_000, 250), 2.0) < 0.1, "another subject"
+    ratios = [
+        table.rested(f"{away}", Turned(1500, 250, away), 3.0) for away in (10, 100, 1000, 1e6)
+    ]
+    assert ratios == sorted(ratios, reverse=True), "who says to be away for longer"
+    assert table.worth(0.0) >= table.worth(60.0) > 3 * table.worth(600.0) > 0
+
+
+def test_worth_never_rises_with_idle_time() -> None:
+    table = LifeTable()
+    live(table, 0.0, 900.0, 0.5, 200.0)
+    worths = [table.worth(edge) for edge in (0.0, *EDGES)]
+    assert worths == sorted(worths, reverse=True)
+    assert worths[-1] > 0
+
+
+def test_it_learns_when_people_return() -> None:
+    quick, slow = LifeTable(), LifeTable()
+    live(quick, 0.0, 1800.0, 0.5, 8.0)
+    live(slow, 0.0, 1800.0, 0.5, 300.0)
+    assert expected(quick, 1800.0) > 5 * expected(slow, 1800.0), "a page is soon free again"
+    assert quick.worth(60.0) < 0.2 * quick.worth(0.0), "who has not returned by now hardly will"
+    assert slow.worth(60.0) > 0.5 * slow.worth(0.0)
+
+
+def test_it_learns_who_returns() -> None:
+    """Long answers are read by people who go on; short ones are not."""
+    table, now = LifeTable(), 0.0
+    for _ in range(20):
+        now = live(table, now, 60.0, 0.6, 30.0, Turned(1500, 1000))
+        now = live(table, now + 100.0, 60.0, 0.02, 30.0, Turned(1500, 30)) + 100.0
+    ratios = [table.rested(f"x{size}", Turned(1500, size), now) for size in (30, 1000)]
+    assert ratios[1] > 8 * ratios[0], ratios
+
+
+def test_hints_are_believed_as_far_as_they_prove_true() -> None:
+    """Clients say that they will not return for a day, and most return within half a minute."""
+    table, now = LifeTable(), 0.0
+    said = Turned(1500, 250, 86_400.0)
+    believed = table.rested("x", said, now)
+    for _ in range(10):
+        now = live(table, now, 60.0, 0.9, 30.0, said) + 60.0
+        now = live(table, now, 60.0, 0.4, 30.0) + 60.0
+    without = table.rested("z", MESSAGE, now)
+    assert table.rested("y", said, now) > 0.5 * without
+    assert believed < 0.1
 
 
 def test_it_follows_a_workload_that_shifts() -> None:
-    learnt = policy()
-    now = live(learnt, 0.0, 1800.0, 0.8, 30.0)
-    eager = worth(learnt, 1, 10.0)
-    live(learnt, now, 3 * 3600.0, 0.02, 30.0)
-    assert worth(learnt, 1, 10.0) < eager / 5
+    table = LifeTable()
+    now = live(table, 0.0, 3600.0, 0.5, 200.0)
+    before = expected(table, now)
+    now = live(table, now, 1200.0, 0.3, 6.0)
+    quick = expected(table, now)
+    assert quick > 4 * before, "within twenty minutes"
+    now = live(table, now, 1200.0, 0.0, 1.0)
+    assert expected(table, now) < 0.75 * quick, "nobody returns any more"
 
 
 def test_it_learns_of_those_whose_kv_is_gone_and_counts_a_return_once() -> None:
-    learnt = policy()
-    learnt.rested("a", SMALL, 0.0)
-    learnt.returned("a", 50.0)
-    learnt.returned("a", 55.0)
-    learnt.returned("b", 55.0)
-    prior = policy()
-    seen = sum(learnt._returned[1]) - sum(prior._returned[1])
-    assert seen == pytest.approx(1.0)
+    table = LifeTable()
+    table.rested("a", MESSAGE, 10.0)
+    certainty = list(table._certainty)
+    table.returned("a", 60.0)
+    learned = list(table.weights)
+    assert learned[0] > PRIOR_WEIGHTS[0]
+    table.returned("a", 61.0)
+    table.returned("never seen", 61.0)
+    assert table.weights == learned
+    assert table._certainty[0] > certainty[0]
+
+
+def test_a_fork_goes_on_with_the_turns_it_begins_with() -> None:
+    table = LifeTable()
+    for now in (0.1, 0.2, 0.3):
+        table.rested("a", MESSAGE, now)
+    table.rested("b", MESSAGE, 0.3)
+    table.forked("a", "b", 0.4)
+    table.forked("unknown", "c", 0.4)
+    table.returned("b", 0.5)
+    assert table.weights == list(PRIOR_WEIGHTS), "that a fork is used says nothing"
+    ratio = table.rested("b", MESSAGE, 0.6)
+    assert ratio == table.rested("a", MESSAGE, 0.6)
+    assert table.rested("c", MESSAGE, 0.6) != ratio
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pensieve.core.returning.RECORDS_MAX", 100)
-    learnt = policy()
+    monkeypatch.setattr("pensieve.core.life_table.RESTS_MAX", 100)
+    table = LifeTable()
     for number in range(1000):
-        learnt.rested(f"c{number}", SMALL, float(number))
-    assert len(learnt._rests) == 100
-    learnt.rested("last", SMALL, 1e6)
-    assert sum(map(len, learnt._stretches)) == 1, "records end behind the last stretch"
+        table.rested(f"{number}", MESSAGE, float(number))
+    assert len(table._rests) == 100
+    table.rested("later", MESSAGE, 1e6)
+    assert sum(map(len, table._stretches)) == 1, "rests are forgotten behind the last edge"
 
 
-def test_priors_are_sensible() -> None:
-    first = policy()
-    young = [worth(first, group, 5.0) for group in range(len(PRIOR_RETURN))]
-    assert young[7] > young[6] > young[4] > young[0]
-    for group in range(len(PRIOR_RETURN)):
-        values = [worth(first, group, idle) for idle in (0.0, 1.0, 60.0, 600.0, 1e4, 1e6)]
-        assert values == sorted(values, reverse=True)
-        assert values[0] > 0
+def test_what_was_learned_fades() -> None:
+    """The times of returns go back to the prior; weights stay, and become easy to change again."""
+    table = LifeTable()
+    now = live(table, 0.0, 1800.0, 0.9, 10.0)
+    assert table.worth(60.0) < 0.1 * table.worth(0.0)
+    assert table._certainty[0] > 10 * PRIOR_CERTAINTY
+    for minute in range(60 * 20):
+        table.returned("nobody", now + 60.0 * minute)
+    assert table.worth(60.0) > 0.5 * table.worth(0.0)
+    assert table.likelihood(1.0, 0.0) == pytest.approx(PRIOR_SHARE, abs=0.05)
+    assert table._certainty[0] == pytest.approx(PRIOR_CERTAINTY, abs=1.0)
+
+
+def test_value_is_cost_times_the_sum_over_the_holders() -> None:
+    learnt = policy()
+    one = learnt.class_of(held((0.0, 1.0)), 0, 100.0)
+    assert one == UNIT_CLASS
+    assert learnt.class_of(held((0.0, 1.0)), 1000, 100.0) > one, "later chunks cost more"
+    twice = held((0.0, 1.0), (0.0, 1.0))
+    assert learnt.class_of(twice, 0, 100.0) == one + int(math.log(2, learnt.class_ratio))
+    likely = held((0.0, 4.0), (0.0, 2.0))
+    assert learnt.class_of(likely, 0, 100.0) == one + int(math.log(6, learnt.class_ratio))
+    assert learnt.value(one, 10.0) == pytest.approx(
+        COST.chunk_seconds(0) * learnt.table.worth(10.0)
+    )
+
+
+def test_what_is_quicker_computed_is_not_copied_in() -> None:
+    seconds = COST.chunk_seconds(320)
+    learnt = policy(copy_seconds=seconds)
+    assert [learnt.fetches(index) for index in (0, 8, 9, 100)] == [False, False, True, True]
+    assert policy().fetches(0), "how long copies take is not known"
+
+
+def test_what_will_hardly_return_is_not_copied_out() -> None:
+    learnt = policy(copy_seconds=0.2 * COST.chunk_seconds(0))
+    likely, unlikely = held((0.0, 1.0)), held((0.0, 0.02))
+    assert learnt.saves(likely, 0, 1.0)
+    assert not learnt.saves(unlikely, 0, 1.0)
+    assert not learnt.saves(likely, 0, 5000.0), "it has been away for too long"
+    assert policy().saves(unlikely, 0, 1.0)
+
+
+def test_a_cache_computes_again_what_a_slow_link_would_bring_later() -> None:
+    """The host copy is given up, the replies are right, and nothing is swapped in."""
+    stage = Stage(8, 12, policy="return", copy_share=50.0)
+    stage.cache.policy.saves = lambda *_: True  # type: ignore[method-assign]
+    stage.say("a", 12, 1)
+    stage.cache.move_to_host("a", stage.now)
+    while stage.step():
+        stage.land()
+    assert stage.where("a") == "hhh"
+    turn = stage.say("a", 3, 1)
+    assert (turn.usage.host_tokens, turn.usage.recomputed_tokens) == (0, 12)
+    assert stage.cache.counters.swapped_in == 0
+    stage.scheduler.check(stage.now)

@@ -21,6 +21,10 @@ SHAPES = {
     "who returns, restless, planned ahead": Shape(
         policy="return", restless=True, overlap=True, conversations=10, device_pages=14
     ),
+    "who returns, copies as slow as computing": Shape(policy="return", copy_share=1.0001),
+    "who returns, copies that hardly pay": Shape(
+        policy="return", copy_share=0.4, conversations=12, host_pages=16
+    ),
     "tiny device, large host": Shape(device_pages=8, host_pages=30),
     "large device, tiny host, late copies": Shape(
         device_pages=40, host_pages=12, conversations=12, late=0.9

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pensieve.core.cache import CacheConfig, KVCache
@@ -66,6 +66,7 @@ class Shape:
     reserve: float = 0.10
     swap_out_below: float = 0.25
     swap_outs_max: int = 64
+    copy_share: float = 0.0  # seconds of a chunk's copy between the tiers, of those to compute it
     restless: bool = False  # many forks, cancels, deletions and evictions
 
 
@@ -77,7 +78,8 @@ class World:
         self.hints = random.Random(seed)
         self.shape = shape
         self.clock = VirtualClock(1.0)
-        cost_policy = policy_named(shape.policy, COST, shape.chunk_tokens)
+        cost = replace(COST, copy_seconds=shape.copy_share * COST.chunk_seconds(0))
+        cost_policy = policy_named(shape.policy, cost, shape.chunk_tokens)
         config = CacheConfig(
             shape.device_pages,
             shape.host_pages,
