@@ -1,0 +1,134 @@
+"""A disk that fails when it is told to, and what is left of it when the process dies.
+
+The files are real and lie in memory; SQLite is real.  Every statement passes through `Disk.call`, so a
+fault can be placed before or after any of them.  A death takes the files as they are at that moment:
+what was committed is in them, what was not is not.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pensieve.store.connection import preferred_driver
+from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.folder import DATABASE_NAME
+
+MEMORY = Path("/dev/shm")
+BUSY, IO_ERROR, FULL = 5, 10, 13
+FILES = (DATABASE_NAME, f"{DATABASE_NAME}-wal")
+
+
+class ProcessDied(BaseException):
+    """kill -9, as the code that was running sees it: not at all."""
+
+
+class Fault(NamedTuple):
+    """What becomes of a statement."""
+
+    kind: str
+    code: int | None  # of SQLite; None: the process dies
+    after: bool = False  # the statement is carried out first
+    lasting: int = 1  # so many statements
+
+
+STORE_FAULTS = (
+    Fault("the disk is full", FULL, lasting=12),
+    Fault("a statement fails", IO_ERROR),
+    Fault("a statement fails after it took effect", IO_ERROR, after=True),
+    Fault("the database is busy", BUSY),
+    Fault("the service dies before a statement", None),
+    Fault("the service dies after a statement", None, after=True),
+)
+
+
+class Disk:
+    """Stands in for a driver (`connect`, `Error`, versions), and holds the folder."""
+
+    def __init__(self, shelf: Path, between: Callable[[], None] = lambda: None) -> None:
+        self.Error = preferred_driver.Error
+        self.sqlite_version = preferred_driver.sqlite_version
+        self.sqlite_version_info = preferred_driver.sqlite_version_info
+        self.connect = self._connect
+        self.num_calls = 0
+        self.fired: Fault | None = None  # the latest that came true
+        self.on_fire: Callable[[Fault], None] = lambda fault: None
+        self._between = between  # another thread's turn, while the store's waits for the disk
+        self._shelf = shelf
+        self._num_folders = 0
+        self._fault: Fault | None = None
+        self._countdown = 0
+        self.folder = self._next_folder()
+
+    # -- what the world does to it --
+
+    def arm(self, fault: Fault, countdown: int) -> None:
+        """The `countdown`-th statement from now meets this fault."""
+        self._fault, self._countdown = fault, countdown
+
+    def heal(self) -> None:
+        self._fault = None
+
+    def die(self) -> None:
+        """The files as they are now go on in another folder; who still holds the old one is dead."""
+        old, self.folder = self.folder, self._next_folder()
+        for name in FILES:
+            if (old / name).exists():
+                shutil.copyfile(old / name, self.folder / name)
+        self.heal()
+
+    # -- statements --
+
+    def call(self, carry_out: Callable[[], Any]) -> Any:
+        self.num_calls += 1
+        self._countdown -= 1
+        fault = self._fault
+        if fault is None or not -fault.lasting < self._countdown <= 0:
+            self._between()
+            return carry_out()
+        if fault.after:
+            carry_out()
+        if self._countdown == 0:
+            self.fired = fault
+            self.on_fire(fault)
+        if fault.code is None:
+            self.die()
+            raise ProcessDied
+        error = preferred_driver.OperationalError("planted")
+        error.sqlite_errorcode = fault.code
+        raise error
+
+    def _connect(self, *arguments: Any, **options: Any) -> Any:
+        disk = self
+
+        class Connection(preferred_driver.Connection):  # type: ignore[misc]
+            def execute(self, *arguments: Any) -> Any:
+                return disk.call(lambda: super(Connection, self).execute(*arguments))
+
+        return preferred_driver.connect(*arguments, factory=Connection, **options)
+
+    def _next_folder(self) -> Path:
+        self._num_folders += 1
+        folder = self._shelf / str(self._num_folders)
+        folder.mkdir()
+        return folder
+
+
+@contextmanager
+def shelf() -> Iterator[Path]:
+    """Room for the disks of many worlds, and an empty history to begin with."""
+    place = MEMORY if os.access(MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="pensieve-faults-", dir=place) as path:
+        empty = Path(path) / "empty"
+        ConversationStore.open(empty, "nobody").close()
+        yield Path(path)
+
+
+def begin_with(folder: Path, shelf: Path) -> None:
+    """An empty history, without the time that making one takes."""
+    shutil.copyfile(shelf / "empty" / DATABASE_NAME, folder / DATABASE_NAME)

@@ -1,0 +1,168 @@
+"""What may be in a history, given what clients were told.
+
+Everything that a client asks for is a *deed*: a turn, a rewind, a deletion, a beginning.  A deed that
+is under way, or whose answer was lost, has happened or has not.  So of each conversation this keeps all
+states that are possible, and each look at the store and each answer rules some of them out; when none
+is left, something acknowledged was lost, something refused happened, or something happened twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+ABSENT, GONE = -2, -1  # in the revision's place
+
+
+class Deed(NamedTuple):
+    kind: str  # "turn", "rewind", "delete", "create", "fork"
+    revision: int = 0  # rewind: to here; fork: at here
+    exchanges: tuple[tuple[int, int], ...] = ()  # that a fork begins with
+
+
+class Seen(NamedTuple):
+    """What the store shows: the revision, and (deed, revision) of each turn in the history."""
+
+    revision: int
+    exchanges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    revision: int
+    exchanges: tuple[tuple[int, int], ...] = ()
+    pending: frozenset[int] = frozenset()  # deeds that may still happen
+    done: frozenset[tuple[int, int]] = frozenset()  # deeds that have, with the revision they made
+
+    @property
+    def numbers_done(self) -> set[int]:
+        return {number for number, _ in self.done}
+
+    def waiting_for(self, number: int) -> _State:
+        return replace(self, pending=self.pending | {number})
+
+    def without(self, number: int) -> _State:
+        return replace(self, pending=self.pending - {number})
+
+
+class Histories:
+    def __init__(self) -> None:
+        self._deeds: list[Deed] = []
+        self._states: dict[str, set[_State]] = {}
+
+    def conceive(self, deed: Deed) -> int:
+        """A number for a deed; it cannot happen yet."""
+        self._deeds.append(deed)
+        return len(self._deeds) - 1
+
+    def under_way(self, name: str, deed: Deed, number: int | None = None) -> int:
+        """A deed begins (or, by its number, begins once more); its number."""
+        if number is None:
+            number = self.conceive(deed)
+        self._states[name] = {
+            state if number in state.numbers_done else state.waiting_for(number)
+            for state in self._states.get(name, {_State(ABSENT)})
+        }
+        return number
+
+    def is_pending(self, name: str, number: int) -> bool:
+        return any(number in state.pending for state in self._states.get(name, ()))
+
+    def num_pending(self, name: str) -> int:
+        return max((len(state.pending) for state in self._states.get(name, ())), default=0)
+
+    def withdrawn(self, name: str, number: int) -> None:
+        """It was not begun, so where it has not happened it will not."""
+        self._states[name] = {state.without(number) for state in self._states[name]}
+
+    def acknowledged(self, name: str, number: int, revision: int | None = None) -> None:
+        """A client was told that this has happened, and which revision it made."""
+        self._states[name] = {
+            state
+            for state in self._closure(name)
+            if any(each == number and revision in (None, made) for each, made in state.done)
+        }
+        assert self._states[name], (
+            f"{name}: deed {number} was acknowledged and cannot have happened"
+        )
+
+    def refused(self, name: str, number: int) -> None:
+        """A client was told that this has not happened and will not."""
+        self._states[name] = {
+            state.without(number)
+            for state in self._closure(name)
+            if number not in state.numbers_done
+        }
+        assert self._states[name], f"{name}: deed {number} was refused and has happened"
+
+    def seen(self, name: str, seen: Seen | None, live: Callable[[int], bool] | None) -> None:
+        """The store shows this; deeds that are not `live` will not happen any more."""
+        possible = {
+            state
+            for state in self._closure(name)
+            if (seen is None and state.revision < 0)
+            or (seen is not None and (state.revision, state.exchanges) == seen)
+        }
+        if not possible:
+            wanted = sorted((state.revision, state.exchanges) for state in self._closure(name))
+            raise AssertionError(f"{name}: the store shows {seen}, possible is {wanted}")
+        if live is not None:
+            possible = {
+                replace(state, pending=frozenset(filter(live, state.pending))) for state in possible
+            }
+        self._states[name] = possible
+
+    def names(self) -> list[str]:
+        return list(self._states)
+
+    def exists(self, name: str) -> bool:
+        """It may be there."""
+        return any(
+            state.revision >= 0 or (state.revision == ABSENT and state.pending)
+            for state in self._states[name]
+        )
+
+    def has_happened(self, name: str, number: int) -> bool:
+        """For certain."""
+        return all(number in state.numbers_done for state in self._states[name])
+
+    def _closure(self, name: str) -> set[_State]:
+        """With every order in which pending deeds may have happened by now."""
+        found = set(self._states[name])
+        border = list(found)
+        while border:
+            for state in self._next(border.pop()):
+                if state not in found:
+                    found.add(state)
+                    border.append(state)
+        return found
+
+    def _next(self, state: _State) -> Iterable[_State]:
+        for number in sorted(state.pending):
+            after = _after(state, number, self._deeds[number])
+            if after is not None:
+                yield replace(
+                    after,
+                    pending=state.pending - {number},
+                    done=state.done | {(number, after.revision)},
+                )
+
+
+def _after(state: _State, number: int, deed: Deed) -> _State | None:
+    revision, exchanges = state.revision, state.exchanges
+    if deed.kind in ("create", "fork"):
+        if revision != ABSENT:
+            return None
+        return replace(state, revision=deed.revision, exchanges=deed.exchanges)
+    if revision < 0:
+        return None
+    if deed.kind == "delete":
+        return replace(state, revision=GONE, exchanges=())
+    if deed.kind == "turn":
+        return replace(state, revision=revision + 1, exchanges=(*exchanges, (number, revision + 1)))
+    assert deed.kind == "rewind"
+    if deed.revision not in (0, revision, *(made for _, made in exchanges)):
+        return None
+    kept = tuple(each for each in exchanges if each[1] <= deed.revision)
+    return replace(state, revision=revision + 1, exchanges=kept)

@@ -1,0 +1,10 @@
+"""Seeds that found something, kept for ever, with what they found.
+
+A seed is a world only as long as worlds are drawn as they are, so each bug also has a test of its own
+that says it in words, and is planted again in test_planted_faults.py.
+"""
+
+KEPT = {
+    59: "a turn whose end could not be stored was said to run, for ever",
+    1573: "KV of a turn that is in no log was taken for that of one cancelled in the queue",
+}

@@ -1,0 +1,318 @@
+"""The engine process without a process: the real engine over a faulty ledger, and the pipe to it.
+
+`Machine` is one life of the engine.  What it published and did not get through the pipe before it died
+is lost, as is what the service wrote and it did not read; both ends notice late.  `Link` is the real
+`EngineProcess` but for the spawning: it supervises machines, and starts another when one is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.cost import CostProfile
+from pensieve.core.iteration import Iteration, Outcome
+from pensieve.core.retention import policy_named
+from pensieve.core.scheduler import Scheduler, SchedulerConfig
+from pensieve.engine.engine import Engine, EngineConfig
+from pensieve.engine.journal import hash_of
+from pensieve.engine.mailbox import (
+    CancelTurn,
+    DeleteConversation,
+    Event,
+    Mailbox,
+    Message,
+    SubmitTurn,
+    TurnDelta,
+    TurnEnded,
+)
+from pensieve.errors import DeviceError, QueueFull
+from pensieve.service import channel
+from pensieve.service.engine_process import EngineProcess, Ready
+from pensieve.sim.virtual_clock import VirtualClock
+from tests.fakes import VOCAB, LedgerExecutor, ends_turn
+from tests.faults.texts import word
+
+if TYPE_CHECKING:
+    from pensieve.service.daemon import Daemon
+
+COST = CostProfile.analytic(
+    num_parameters=1000, num_layers=2, num_heads=2, head_size=8, chunk_tokens=4
+)
+Strikes = Callable[[str], bool]  # whether this fault happens now
+Note = Callable[[str, str], None]  # who, what
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    policy: str = "value"
+    device_pages: int = 16
+    host_pages: int = 12
+    chunk_tokens: int = 4
+    batch_tokens_max: int = 16
+    turns_max: int = 8
+    turns_queued_max: int = 64
+    depth: int = 1
+    swap_outs_max: int = 64
+    checks_every: int = 1  # commits
+
+    @property
+    def cache(self) -> CacheConfig:
+        return CacheConfig(
+            self.device_pages, self.host_pages, self.chunk_tokens, swap_outs_max=self.swap_outs_max
+        )
+
+
+class FaultyLedger(LedgerExecutor):
+    """A ledger whose device fails; tokens carry the words that they stand for."""
+
+    def __init__(self, shape: EngineShape, seed: int, late: float, strikes: Strikes) -> None:
+        super().__init__(
+            shape.device_pages,
+            shape.host_pages,
+            shape.chunk_tokens,
+            seed,
+            late,
+            depth=shape.depth,
+        )
+        self._strikes = strikes
+        self._shuffle = random.Random(seed)
+        self._spoke: set[int] = set()  # turns that have said a word
+
+    def launch(self, iteration: Iteration) -> None:
+        if self._strikes("an allocation fails"):
+            raise DeviceError("out of memory")
+        for piece in iteration.slices:
+            if piece.needs_token and self._strikes("a row is not a number"):
+                self.failing_turns.add(piece.turn.turn_id)
+        super().launch(iteration)
+        if self._strikes("a launch fails half way"):
+            raise DeviceError("an illegal memory access was encountered")
+
+    def collect(self) -> Outcome:
+        if self._strikes("collecting fails"):
+            raise DeviceError("unspecified launch failure")
+        outcome = super().collect()
+        finished = list(outcome.finished_copies)
+        if len(finished) > 1 and self._strikes("copies finish out of order"):
+            self._shuffle.shuffle(finished)
+        if self.outstanding:
+            self._strikes("copies are late")
+        samples = []
+        for sample in outcome.samples:
+            text = ""
+            if not ends_turn(sample.token_id):
+                text = word(sample.token_id)
+                if sample.turn_id in self._spoke:
+                    text = " " + text
+                self._spoke.add(sample.turn_id)
+            samples.append(replace(sample, text=text))
+        return replace(outcome, samples=tuple(samples), finished_copies=tuple(finished))
+
+
+class Machine:
+    """One engine process, from its start to its death."""
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        seed: int,
+        late: float,
+        clock: VirtualClock,
+        strikes: Strikes,
+        note: Note,
+    ) -> None:
+        self.shape = shape
+        self.alive = True
+        self.incoming: deque[bytes] = deque()  # written by the service, not read yet
+        self.frames: deque[bytes] = deque()  # written by the engine, not read yet
+        self.mailbox = Mailbox()
+        self.cache = KVCache(shape.cache, policy_named(shape.policy, COST, shape.chunk_tokens))
+        self.scheduler = Scheduler(
+            self.cache, SchedulerConfig(shape.batch_tokens_max, shape.turns_max)
+        )
+        self.executor = FaultyLedger(shape, seed, late, strikes)
+        self.context_max = shape.cache.device_tokens_max
+        self.engine = Engine(
+            EngineConfig(self.context_max, shape.turns_queued_max),
+            self.scheduler,
+            self.executor,
+            clock,
+            self.mailbox,
+            sink=self,
+            observers=(self,),
+        )
+        self._clock = clock
+        self._note = note
+        self._published: list[Event] = []  # in the outbox
+        self._num_commits = 0
+
+    # -- what the world has it do --
+
+    def read(self, num_frames: int) -> None:
+        """Take what the service wrote from the pipe."""
+        while self.incoming and num_frames:
+            frame = self.incoming.popleft()
+            num_frames -= 1
+            if self.alive:
+                head = channel.LENGTHS.size + channel.lengths(frame[: channel.LENGTHS.size])[0]
+                self.mailbox.put(
+                    channel.message_of(
+                        channel.unpack(frame[channel.LENGTHS.size : head], frame[head:])
+                    )
+                )
+
+    def step(self) -> bool:
+        """One step of the engine; when it fails, what the engine's process does then."""
+        if not self.alive:
+            return False
+        try:
+            return self.engine.step()
+        except DeviceError as error:
+            self._fail(error)
+            return True
+
+    def flush(self) -> None:
+        """One frame of all that was published since the last."""
+        if self._published:
+            self.frames.append(channel.pack_events(self._published))
+            self._published = []
+
+    def die(self, num_frames: int, cut: bool) -> None:
+        """kill -9: so many of the frames that were written get through, and perhaps half a one."""
+        self.alive = False
+        self._published = []
+        gone = list(self.frames)[num_frames:]
+        self.frames = deque(list(self.frames)[:num_frames])
+        if gone and cut:
+            self.frames.append(gone[0][: len(gone[0]) // 2])
+
+    def _fail(self, error: DeviceError) -> None:
+        def raise_it() -> bool:
+            raise error
+
+        self.engine.step = raise_it  # type: ignore[method-assign]
+        try:
+            self.engine.run()
+        except DeviceError:
+            self._note("engine", f"fails: {error}")
+        self.flush()
+        self.frames.append(channel.pack(["died", str(error), 6]))
+        self.alive = False
+
+    # -- its sink and its observer --
+
+    def publish(self, events: Sequence[Event]) -> None:
+        self._published += events
+
+    def received(self, message: Message, now: float) -> None:
+        if isinstance(message, SubmitTurn):
+            kind = "warm" if message.warm else "turn"
+            what = f"{kind} {message.turn_id} of {message.conversation_id}"
+            size = len(message.tokens) // 4
+            self._note(
+                "engine",
+                f"takes {what}: {message.history_tokens} + {size - message.history_tokens} tokens",
+            )
+        else:
+            self._note("engine", f"takes {message}")
+
+    def planned(self, iteration: Iteration | None, now: float) -> None:
+        if iteration is not None:
+            slices = ", ".join(f"{s.turn.turn_id}[{s.start}:{s.stop}]" for s in iteration.slices)
+            parts = iteration.copies, iteration.swap_ins, iteration.swap_outs
+            moves = " ".join(str(len(part)) for part in parts)
+            self._note("engine", f"plans {iteration.index} {hash_of(iteration)}: {slices}; {moves}")
+
+    def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
+        self._note(
+            "engine", f"commits {iteration.index}, finished copies {outcome.finished_copies}"
+        )
+        self._num_commits += 1
+        if self._num_commits % self.shape.checks_every == 0:
+            self.scheduler.check(now)
+
+    def published(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, TurnDelta):
+                self._note("engine", f"says {event.token_id} for turn {event.turn_id}")
+            elif isinstance(event, TurnEnded):
+                usage = event.usage
+                self._note(
+                    "engine",
+                    f"ends turn {event.turn_id}: {event.finish} {event.failure or ''}"
+                    f" prompt {usage.prompt_tokens} output {usage.output_tokens}",
+                )
+            else:
+                self._note("engine", f"answers {event}")
+
+
+class _Wire:
+    """The service's end of the pipe."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._closed = False
+
+    def write(self, data: bytes) -> None:
+        self._machine.incoming.append(data)
+
+    def is_closing(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """The engine's process reads the end of the pipe, and ends."""
+        self._closed = True
+        self._machine.alive = False
+
+
+class Link(EngineProcess):
+    """The real supervision of machines that `begin` makes; None where a machine does not start."""
+
+    def __init__(
+        self, daemon: Daemon, begin: Callable[[], Machine | None], strikes: Strikes
+    ) -> None:
+        real = daemon.engine
+        super().__init__(
+            {}, Path("/"), on_events=real._on_events, on_down=real._on_down, on_up=real._on_up
+        )
+        self.machine: Machine | None = None
+        self._begin = begin
+        self._strikes = strikes
+
+    def put(self, message: Message) -> None:
+        always = isinstance(message, CancelTurn | DeleteConversation)
+        if not always and self._strikes("the mailbox is full"):
+            raise QueueFull("so many messages wait for the engine; try again later")
+        super().put(message)
+
+    def deliver(self, num_frames: int) -> None:
+        """Feed the service what the engine wrote, and the end of the pipe behind it."""
+        machine, reader = self.machine, self._reader
+        if machine is None or reader is None:
+            return
+        while machine.frames and num_frames:
+            reader.feed_data(machine.frames.popleft())
+            num_frames -= 1
+        if not machine.frames and not machine.alive:
+            self.machine = None
+            reader.feed_eof()
+
+    async def _spawn(self) -> Ready:
+        machine = self._begin()
+        if machine is None:
+            raise DeviceError("the device has no memory left")
+        self.machine = machine
+        self._reader = asyncio.StreamReader(limit=channel.FRAME_BYTES_MAX, loop=self._loop)
+        self._writer = cast(Any, _Wire(machine))
+        shape = machine.shape
+        self.ready = Ready(
+            machine.context_max, VOCAB, shape.device_pages, shape.host_pages, 1, shape.chunk_tokens
+        )
+        return self.ready

@@ -1,0 +1,502 @@
+"""The people who use the service: what they ask, what they are told, and whether that was true.
+
+A `Request` is a message that somebody wants answered; it is said again, under the same id, until it is.
+A `Call` is one try.  Each answer is held against what was told before, and each look at the store
+against what every reply must be (the ledger's arithmetic) and what each history may be (histories.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import FinishReason
+from pensieve.engine.mailbox import EvictConversation
+from pensieve.errors import (
+    ContextFull,
+    InvalidArgument,
+    NotFound,
+    PensieveError,
+    QueueFull,
+    StoreError,
+    StoreUnavailable,
+    TurnRunning,
+    Unavailable,
+)
+from pensieve.service.daemon import Daemon
+from pensieve.service.live_turn import Asked, LiveTurn
+from pensieve.store import rows
+from pensieve.text import Message
+from tests.fakes import ends_turn, extend_prefix, next_token
+from tests.faults.histories import Deed, Histories, Seen
+from tests.faults.kinds import Shape
+from tests.faults.process import Process
+from tests.faults.texts import text_of, word
+
+WORDS = [number for number in range(5, 997) if not ends_turn(number)]
+DEEDS_MAX = 4  # under way in one conversation: each order of them is possible
+Reply = tuple[list[int], str, FinishReason, int | None]
+
+
+@dataclass(eq=False)
+class Request:
+    """A message that somebody wants answered, until it is."""
+
+    deed: int
+    conversation: str
+    words: str
+    request_id: str
+    max_tokens: int
+    is_open: bool = True  # it would be said again
+    num_calls: int = 0  # under way
+    cancelled_at: int | None = None  # with so many tokens delivered
+    told: dict[int, list[int]] = field(default_factory=dict)  # tokens, by attempt
+    reply: Reply | None = None  # as it was acknowledged
+
+    def asked(self, words: str) -> Asked:
+        return Asked(
+            self.conversation,
+            (Message("user", words),),
+            Sampling(max_tokens=self.max_tokens),
+            request_id=self.request_id,
+        )
+
+
+@dataclass(eq=False)
+class Call:
+    """Something that was asked and is not answered yet."""
+
+    what: str
+    request: Request | None = None
+    task: asyncio.Task[None] | None = None
+    stalled: asyncio.Event | None = None  # until it is set, the reader takes nothing
+
+
+class People:
+    def __init__(
+        self,
+        choose: random.Random,
+        shape: Shape,
+        happened: Counter[str],
+        note: Callable[[str, str], None],
+    ) -> None:
+        self.random = choose
+        self.shape = shape
+        self.histories = Histories()
+        self.requests: list[Request] = []
+        self.calls: list[Call] = []
+        self.process: Process | None = None  # that they reach
+        self.full: set[str] = set()  # conversations in which nothing fits any more
+        self._happened = happened
+        self._note = note
+        self._by_deed: dict[int, Request] = {}
+        self._by_words: dict[str, Request] = {}
+        self._busy: set[str] = set()  # conversations that a call may change; turns apart
+        self._num_names = 0
+
+    @property
+    def daemon(self) -> Daemon | None:
+        return self.process.daemon if self.process is not None else None
+
+    @property
+    def names(self) -> list[str]:
+        """The conversations that may be there."""
+        return [name for name in self.histories.names() if self.histories.exists(name)]
+
+    @property
+    def turns_under_way(self) -> list[Call]:
+        return [call for call in self.calls if call.request is not None]
+
+    # -- conversations --
+
+    def create(self, name: str = "", system: str | None = None, prefix_id: str = "") -> None:
+        """Some share a prefix, and with it KV; some begin with the same words by chance."""
+        if self.daemon is None:
+            return
+        daemon = self.daemon
+        name = name or self._new_name("c")
+        if system is None:
+            system = self.random.choice(("", "w5 w6 w7", "w5 w6 w7 w9"))
+            prefix_id = f"p{len(system)}" if self.random.random() < 0.5 else ""
+        deed = self.histories.under_way(name, Deed("create"))
+
+        async def create() -> None:
+            await daemon.in_store(
+                daemon.conversations.create, name, system_prompt=system, prefix_id=prefix_id
+            )
+            self.histories.acknowledged(name, deed, 0)
+
+        self._call(f"create {name}", create(), name)
+
+    def fork(self, name: str, at: int | None = None, target: str = "") -> bool:
+        seen = self.look(name)
+        if seen is None or self.daemon is None or name in self._busy:
+            return False
+        daemon = self.daemon
+        if at is None:
+            at = self.random.choice([0, *(revision for _, revision in seen.exchanges)])
+        target = target or self._new_name("f")
+        kept = tuple(each for each in seen.exchanges if each[1] <= at)
+        deed = self.histories.under_way(target, Deed("fork", at, kept))
+
+        async def fork() -> None:
+            await daemon.in_store(daemon.conversations.fork, name, target, at)
+            self.histories.acknowledged(target, deed, at)
+
+        self._call(f"fork {name} at {at} as {target}", fork(), name, target)
+        return True
+
+    def rewind(self, name: str, to: int | None = None) -> bool:
+        seen = self.look(name)
+        if seen is None or self.daemon is None or name in self._busy:
+            return False
+        daemon = self.daemon
+        if to is None:
+            to = self.random.choice([0, *(revision for _, revision in seen.exchanges)])
+        deed = self.histories.under_way(name, Deed("rewind", to))
+
+        async def rewind() -> None:
+            rewound = await daemon.in_store(daemon.conversations.rewind, name, to)
+            self.histories.acknowledged(name, deed, rewound.revision)
+
+        self.full.discard(name)
+        self._call(f"rewind {name} to {to}", rewind(), name)
+        return True
+
+    def delete(self, name: str) -> bool:
+        if self.daemon is None or name in self._busy:
+            return False
+        daemon = self.daemon
+        deed = self.histories.under_way(name, Deed("delete"))
+
+        async def delete() -> None:
+            await daemon.delete(name, "")
+            self.histories.acknowledged(name, deed)
+
+        self._call(f"delete {name}", delete(), name)
+        return True
+
+    def evict(self, name: str, to_host: bool) -> bool:
+        if self.daemon is None:
+            return False
+        daemon = self.daemon
+
+        async def evict() -> None:
+            await daemon.ask(lambda number: EvictConversation(name, to_host, number))
+
+        self._call(f"evict {name}", evict())
+        return True
+
+    def warm(self, name: str) -> bool:
+        if self.daemon is None:
+            return False
+        daemon = self.daemon
+
+        async def warm() -> None:
+            await daemon.in_store(daemon.conversations.warm, name)
+
+        self._call(f"warm {name}", warm())
+        return True
+
+    def check(self, problems: list[str]) -> None:
+        """What an operator asks: is anything wrong?"""
+        assert self.daemon is not None
+        daemon = self.daemon
+
+        async def check() -> None:
+            problems.extend(await daemon.check())
+
+        self._call("check", check())
+
+    # -- turns --
+
+    def say(self, name: str, max_tokens: int | None = None) -> Request:
+        """Something that nobody has said before."""
+        num_words = self.random.randint(0, self.shape.prompt_words_max)
+        # Many begin alike, so that prefixes are shared; the last word makes each another.
+        numbers = [*self.random.choices(WORDS[:2], k=num_words), WORDS[len(self.requests)]]
+        words = " ".join(word(number) for number in numbers)
+        if max_tokens is None:
+            max_tokens = self.random.randint(1, self.shape.reply_max)
+        deed = self.histories.conceive(Deed("turn"))
+        request = Request(deed, name, words, f"r{len(self.requests)}", max_tokens)
+        self.requests.append(request)
+        self._by_deed[deed] = self._by_words[words] = request
+        self.say_again(request)
+        return request
+
+    def say_again(self, request: Request) -> None:
+        """The same message under the same id: attaches, replays, or begins (again)."""
+        name, deed = request.conversation, request.deed
+        if self.daemon is None:
+            return
+        daemon = self.daemon
+        if self.histories.num_pending(name) >= DEEDS_MAX:
+            self.look(name)
+            if self.histories.num_pending(name) >= DEEDS_MAX:
+                return
+        was_pending = self.histories.is_pending(name, deed)
+        self.histories.under_way(name, Deed("turn"), deed)
+        request.num_calls += 1
+        call = Call(f"say {request.request_id}", request)
+
+        async def say() -> None:
+            try:
+                live = await daemon.begin(request.asked(request.words))
+            except PensieveError as error:
+                self._not_begun(request, error)
+                if not was_pending and request.num_calls == 1 and not self._is_live(request):
+                    self.histories.withdrawn(name, deed)
+                return
+            await self._read(daemon, request, call, live)
+
+        self._spawn(call, say(), name)
+
+    def say_all_again(self) -> bool:
+        """In each conversation the first message that has no answer."""
+        waiting = {each.conversation: each for each in reversed(self.requests) if each.is_open}
+        for request in waiting.values():
+            self.say_again(request)
+        return bool(waiting)
+
+    def say_otherwise(self) -> bool:
+        """Other words under an id that has its answer; they are refused."""
+        answered = [
+            each
+            for each in self.requests
+            if each.reply is not None and self.histories.exists(each.conversation)
+        ]
+        if not answered or self.daemon is None:
+            return False
+        daemon, request = self.daemon, self.random.choice(answered)
+
+        async def say() -> None:
+            try:
+                await daemon.begin(request.asked(request.words + " w4"))
+            except (InvalidArgument, NotFound, Unavailable, QueueFull, TurnRunning):
+                return
+            raise AssertionError("other words were taken under an id that has its answer")
+
+        self._call("say other words", say())
+        return True
+
+    def cancel(self) -> bool:
+        if self.daemon is None or not (lives := self.daemon.conversations.all_live()):
+            return False
+        live = self.random.choice(lives)
+        if not live.cancelled:
+            (request,) = (each for each in self.requests if each.request_id == live.request_id)
+            request.cancelled_at = live.num_tokens
+        self.daemon.cancel(live)
+        return True
+
+    def hang_up(self, call: Call) -> None:
+        assert call.task is not None
+        self._note("client", f"hangs up on {call.what}")
+        call.task.cancel()
+
+    def lose(self) -> None:
+        """All connections are gone."""
+        for call in list(self.calls):
+            assert call.task is not None
+            self._over(call)
+            call.task.cancel()
+
+    # -- what they are told --
+
+    async def _read(self, daemon: Daemon, request: Request, call: Call, live: LiveTurn) -> None:
+        self._begun(request, live)
+        told: list[int] = []
+
+        async def write(start: int, stop: int) -> None:
+            if call.stalled is not None:
+                await call.stalled.wait()
+            assert start == len(told), "tokens were told twice, or left out"
+            told.extend(live.token_ids[start:stop])
+            before = request.told[live.attempt]
+            common = min(len(before), len(told))
+            assert told[:common] == before[:common], f"{request}: it was told otherwise before"
+            if len(told) > len(before):
+                request.told[live.attempt] = list(told)
+
+        try:
+            await daemon.follow(live, write)
+        except (StoreError, StoreUnavailable) as error:
+            self._note("client", f"{request.request_id}, in doubt: {error}")
+        except PensieveError as error:
+            self._note("client", f"{request.request_id} ended: {error}")
+            self._happened["the engine's queue is full"] += isinstance(error, QueueFull)
+            if request.num_calls == 1 and live.attempt == max(request.told):
+                self.histories.refused(request.conversation, request.deed)
+        else:
+            self._answered(request, live, told)
+
+    def _begun(self, request: Request, live: LiveTurn) -> None:
+        if live.replayed:
+            self._happened["an answer is replayed"] += 1
+        elif live.attempt in request.told:
+            self._happened["a turn is attached to again"] += 1
+        elif live.attempt > 1:
+            self._happened["a turn begins again"] += 1
+        request.told.setdefault(live.attempt, [])
+        self._note("client", f"{request.request_id} begun, attempt {live.attempt}")
+
+    def _not_begun(self, request: Request, error: PensieveError) -> None:
+        self._note("client", f"{request.request_id} not begun: {type(error).__name__}: {error}")
+        if isinstance(error, ContextFull):
+            self._happened["the context is full"] += 1
+            self.full.add(request.conversation)
+            request.is_open = False
+        elif isinstance(error, NotFound):
+            request.is_open = False
+        elif isinstance(error, QueueFull):
+            self._happened["the daemon's limit is reached"] += "are waiting" in str(error)
+        elif isinstance(error, TurnRunning):  # most do not insist
+            request.is_open &= self.random.random() < 0.3
+        else:
+            assert isinstance(error, Unavailable), repr(error)
+
+    def _answered(self, request: Request, live: LiveTurn, told: list[int]) -> None:
+        assert live.finish is not None
+        assert told == live.token_ids, "a reader was told less than all"
+        assert len(told) >= len(request.told[live.attempt]), "the end came sooner than before"
+        text = live.text + live.tail
+        assert text == text_of(told), f"{text!r} is not what {told} says"
+        reply = (told, text, live.finish, live.revision)
+        assert request.reply in (None, reply), f"{request.request_id} was answered otherwise"
+        request.reply, request.is_open = reply, False
+        self._note("client", f"{request.request_id} answered: {reply}")
+        self.histories.acknowledged(request.conversation, request.deed, live.revision)
+
+    # -- looking at the store --
+
+    def look(self, name: str) -> Seen | None:
+        """Hold what the store has of a conversation against what may be and what must be."""
+        process = self.process
+        if process is None or name not in self.histories.names():
+            return None
+        live = (lambda deed: self._may_happen(name, deed)) if process.is_settled else None
+        return self._look(process.looking, name, live)
+
+    def look_at_what_is_left(self, looking: Any) -> None:
+        """Of a process that is gone: whatever was under way has happened, or never will."""
+        self._busy.clear()
+        for name in self.histories.names():
+            self._look(looking, name, lambda deed: False)
+
+    def _may_happen(self, name: str, deed: int) -> bool:
+        request = self._by_deed.get(deed)
+        if request is None:
+            return name in self._busy
+        return bool(request.num_calls) or self._is_live(request)
+
+    def _is_live(self, request: Request) -> bool:
+        if self.daemon is None:
+            return False
+        lives = self.daemon.conversations.all_live()
+        return any(each.request_id == request.request_id for each in lives)
+
+    def _look(self, looking: Any, name: str, live: Callable[[int], bool] | None) -> Seen | None:
+        try:
+            number, conversation = rows.require_conversation(looking, name, "")
+        except NotFound:
+            self.histories.seen(name, None, live)
+            return None
+        messages = rows.read_messages(
+            looking, number, conversation, 0, conversation.num_messages, True
+        )
+        exchanges = []
+        prefix, num_tokens = 1, 0
+        request: Request | None = None
+        for message in messages:
+            if message.role == "system":
+                continue
+            if message.role == "user":
+                assert request is None, f"{name}: a message without its reply"
+                request = self._by_words[message.content]
+            else:
+                assert request is not None, f"{name}: a reply to nothing"
+                exchanges.append((request.deed, message.revision))
+                self._check_reply(name, request, message, prefix, num_tokens)
+                request = None
+            for token_id in message.token_ids or ():
+                prefix = extend_prefix(prefix, token_id)
+            num_tokens += message.num_tokens
+        assert request is None, f"{name}: a message without its reply"
+        seen = Seen(conversation.revision, tuple(exchanges))
+        self.histories.seen(name, seen, live)
+        return seen
+
+    def _check_reply(
+        self, name: str, request: Request, message: Any, prefix: int, num_tokens: int
+    ) -> None:
+        """A stored reply is what the log before it says, as far as it goes, and ends where it may."""
+        token_ids, where = list(message.token_ids), f"{name}, the reply to {request.request_id}"
+        for token_id in token_ids:
+            assert token_id == next_token(prefix), f"{where} is not what its log says"
+            prefix = extend_prefix(prefix, token_id)
+        assert message.content == text_of(token_ids), f"{where} reads otherwise"
+        assert not any(map(ends_turn, token_ids[:-1])), f"{where} goes on behind its end"
+        finish = FinishReason(message.finish_reason)
+        if finish is FinishReason.STOP:
+            assert ends_turn(token_ids[-1]), f"{where} does not stop"
+        elif finish is FinishReason.LENGTH:
+            full = num_tokens + len(token_ids) >= self.shape.engine.cache.device_tokens_max
+            assert len(token_ids) == request.max_tokens or full, f"{where} is too short"
+        else:
+            assert finish is FinishReason.CANCELLED, f"{where} ended with {finish}"
+            cut = len(token_ids) == request.cancelled_at
+            assert cut, f"{where} does not end where it was cancelled"
+        if request.reply is not None and name == request.conversation:
+            reply = (token_ids, message.content, finish, message.revision)
+            assert reply == request.reply, f"{where} is not what was acknowledged"
+
+    # -- calls --
+
+    def _new_name(self, letter: str) -> str:
+        self._num_names += 1
+        return f"{letter}{self._num_names}"
+
+    def _call(self, what: str, work: Coroutine[Any, Any, None], *names: str) -> None:
+        """A call that may change these conversations; others like it leave them alone meanwhile."""
+
+        async def tried() -> None:
+            try:
+                await work
+            except PensieveError as error:
+                self._note("client", f"{what}: {type(error).__name__}: {error}")
+
+        self._note("client", what)
+        self._busy.update(names)
+        self._spawn(Call(what), tried(), *names)
+
+    def _spawn(self, call: Call, work: Coroutine[Any, Any, None], *names: str) -> None:
+        process = self.process
+        assert process is not None
+        self.calls.append(call)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._over(call)
+            if task.cancelled():
+                return  # what it began goes on
+            if (error := task.exception()) is not None:
+                raise error
+            if call.request is None:
+                self._busy.difference_update(names)
+            if self.process is process:
+                for name in names:
+                    self.look(name)
+
+        call.task = process.loop.create_task(work)
+        call.task.add_done_callback(ended)
+
+    def _over(self, call: Call) -> None:
+        if call in self.calls:
+            self.calls.remove(call)
+            if call.request is not None:
+                call.request.num_calls -= 1

@@ -1,0 +1,104 @@
+"""One life of the service's process: the real store and daemon between its birth and its death."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from pensieve import cycles
+from pensieve.service.daemon import Daemon
+from pensieve.store.connection import preferred_driver
+from pensieve.store.conversation_store import ConversationStore
+from tests.faults.machine import Link, Machine
+from tests.faults.threads import Threads
+
+
+class Process:
+    def __init__(self, store: ConversationStore, loop: Threads) -> None:
+        self.store = store
+        self.loop = loop
+        self.looking = looking_at(store.folder.database_path)  # past the disk's faults
+        self.daemon: Daemon | None = None  # until it has begun
+        self.link: Link | None = None
+        self.in_job = False
+
+    @property
+    def machine(self) -> Machine | None:
+        return self.link.machine if self.link is not None else None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whatever was begun is known: as a live turn, or by its call."""
+        return not self.in_job and not (self.daemon is not None and self.daemon._num_arriving)
+
+    def deliver(self, num_frames: int) -> None:
+        if self.link is not None:
+            self.link.deliver(num_frames)
+
+    def work(self, other: bool) -> None:
+        """One job of the store's thread, or of another."""
+        loop = self.loop
+        if loop.other_jobs and (other or not loop.store_jobs):
+            loop.work(loop.other_jobs)
+        elif loop.store_jobs:
+            self.in_job = True
+            try:
+                loop.work(loop.store_jobs)
+            finally:
+                self.in_job = False
+
+    def check(self) -> None:
+        """No task, callback or future of it has failed without anybody noticing."""
+        assert not self.loop.problems, "\n".join(self.loop.problems)
+        assert not LOGGED.errors, "\n".join(LOGGED.errors)
+
+    def bury(self) -> None:
+        """What the operating system does when a process is gone."""
+        if self.machine is not None:
+            self.machine.alive = False
+        self.loop.abandon()
+        self.looking.close()
+        self.store._writer._discard()
+        self.store.folder.close(clean=False)
+
+
+def looking_at(path: Any) -> Any:
+    return preferred_driver.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+
+
+class _Errors(logging.Handler):
+    """What the daemon could only log: a task of its own that failed."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.errors: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.errors.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+
+
+LOGGED = _Errors()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Worlds are small and many: no passes over dead cycles, and nobody reads their log."""
+    log = logging.getLogger("pensieve")
+    settle, rest, propagate = cycles.settle, cycles.rest, log.propagate
+    cycles.settle = cycles.rest = lambda: None
+    log.propagate = False
+    log.addHandler(LOGGED)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        cycles.settle, cycles.rest, log.propagate = settle, rest, propagate
+        log.removeHandler(LOGGED)
+        LOGGED.errors.clear()
+        if collecting:
+            gc.enable()

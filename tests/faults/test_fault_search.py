@@ -1,0 +1,95 @@
+"""A thousand worlds: whatever fails, nothing acknowledged is lost, nothing is wrong, everything ends.
+
+What is checked in a world, and how it moves, is in world.py; `python -m tests.faults SEED` tells one
+of them event by event.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.faults.disk import shelf
+from tests.faults.kept import KEPT
+from tests.faults.kinds import KINDS
+from tests.faults.world import World, run
+from tests.scale import SCALE
+
+ROOT = Path(__file__).parents[2]
+SEEDS_AT_ONCE = 50
+SEARCHES = range(0, 1000 * SCALE, SEEDS_AT_ONCE)
+TWICE_EVERY = 100
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    with shelf() as path:
+        yield path
+
+
+def lived(seed: int, place: Path) -> World:
+    world = run(seed, place)
+    shutil.rmtree(place / f"world-{seed}")
+    return world
+
+
+@cache
+def searched(first: int, place: Path) -> Counter[str]:
+    """What happened in these worlds, all of which were right."""
+    happened: Counter[str] = Counter()
+    for seed in range(first, first + SEEDS_AT_ONCE):
+        world = lived(seed, place)
+        happened += world.happened
+        if seed % TWICE_EVERY == 0:
+            assert lived(seed, place).hash == world.hash, f"seed {seed} is two worlds"
+    return happened
+
+
+@pytest.mark.parametrize("first", SEARCHES)
+def test_nothing_is_lost_and_everything_ends_whatever_fails(first: int, place: Path) -> None:
+    searched(first, place)
+
+
+def test_every_kind_of_fault_has_happened(place: Path) -> None:
+    happened = sum((searched(first, place) for first in SEARCHES), Counter[str]())
+    print(*(f"{happened[kind]:7} {kind}" for kind in KINDS), sep="\n")
+    assert len(KINDS) > 12
+    rare = {kind: happened[kind] for kind in KINDS if happened[kind] < 20 * SCALE}
+    assert not rare, rare
+
+
+@pytest.mark.parametrize("seed", KEPT, ids=lambda seed: f"{seed}: {KEPT[seed]}")
+def test_what_was_found_once_stays_found(seed: int, place: Path) -> None:
+    lived(seed, place)
+
+
+def test_a_world_is_the_same_in_another_process(place: Path) -> None:
+    """No hash of a string, no address, no clock and no chance decides anything."""
+    for seed in (1, 2):
+        told = subprocess.run(
+            [sys.executable, "-m", "tests.faults", str(seed)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONHASHSEED": "7"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        world = lived(seed, place)
+        *events, _, last = told.stdout.splitlines()
+        assert last.split()[0] == world.hash
+        assert len(events) == world.num_events
+
+
+def test_a_failing_seed_names_itself(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "settle", lambda self: [][0])
+    with pytest.raises(IndexError) as caught:
+        run(-7, place)
+    assert caught.value.__notes__ == ["python -m tests.faults -7"]

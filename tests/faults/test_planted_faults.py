@@ -1,0 +1,167 @@
+"""Would the search notice?  Each fault is planted in the real code, and some world must find it.
+
+Core and cache have theirs in tests/core/test_planted_faults.py; these lie where the engine, the
+conversations and the store meet.  The last two are bugs that the search has found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.core.scheduler import Scheduler
+from pensieve.core.turn import FinishReason, TurnState
+from pensieve.errors import PensieveError
+from pensieve.service import channel, prefixes
+from pensieve.service.conversations import Conversations
+from pensieve.service.daemon import Daemon
+from pensieve.store import conversation_store, rows, turn_rows
+from pensieve.store.live_turns import LiveTurns
+from tests.faults.disk import shelf
+from tests.faults.world import run
+
+SEEDS = 120
+FIRST = {
+    "KV of a lost turn is taken for a cancelled one's": 1570
+}  # where it is rare: near one that finds it
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def around(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
+    """Replace a function by `change(original, *arguments)`."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args, **named: change(original, *args, **named))
+
+    return plant
+
+
+def never(*arguments: Any, **named: Any) -> None:
+    return
+
+
+def tell_before_it_is_stored(original: Any, self: Conversations, live: Any, ended: Any) -> None:
+    if ended.finish is not FinishReason.FAILED and self.live(live.number):
+        live.revision = live.first_revision + 1
+        live.finish = FinishReason.CANCELLED if live.cancelled else ended.finish
+        self._on_end(live)
+        live.finish, finish = None, live.finish
+        self.store.get_conversation(live.conversation_id)
+        live.finish = finish
+    original(self, live, ended)
+
+
+def take_an_error_for_done(original: Any, self: Conversations, live: Any, ended: Any) -> None:
+    try:
+        original(self, live, ended)
+    except PensieveError:
+        if ended.finish is not FinishReason.FAILED:
+            live.revision, live.finish = live.first_revision + 1, ended.finish
+            self._on_end(live)
+
+
+def lose_the_last_event(original: Any, frame: Any) -> list[Any]:
+    events: list[Any] = original(frame)
+    return events[:-1] if len(events) > 3 else events
+
+
+def apply_twice(original: Any, conn: Any, number: int, links: Any) -> None:
+    original(conn, number, links)
+    if len(links) > 1:
+        original(conn, number, links[-1:])
+
+
+def go_on_after_a_cancel(original: Any, self: Conversations, delta: Any) -> Any:
+    live = self.live(delta.turn_id)
+    if live is not None:
+        live.take(delta)
+    return live
+
+
+def as_far_as_it_goes(original: Any, one: Any, other: Any) -> int:
+    return min(len(one), len(other))
+
+
+def fork_everything(original: Any, conn: Any, number: int, conversation: Any, _: int) -> Any:
+    return original(conn, number, conversation, conversation.revision)
+
+
+def forget_to_tell_the_engine(original: Any, self: Conversations, message: Any) -> None:
+    if type(message).__name__ != "DeleteConversation":
+        original(self, message)
+
+
+def attach_without_what_was_said(original: Any, self: Daemon, live: Any, write: Any) -> Any:
+    if live.finish is None and live.num_tokens > 1:
+        del live.token_ids[0], live.texts[0], live.parts[0]
+    return original(self, live, write)
+
+
+def keep_what_lies_behind_the_history(
+    original: Any, self: Scheduler, turn: Any, now: float
+) -> None:
+    if turn.state is TurnState.QUEUED and turn.keep_tokens is not None:
+        turn.history_tokens = turn.keep_tokens
+    original(self, turn, now)
+
+
+def look_closer_when_it_is_too_late(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LiveTurns, "is_dead", lambda self, turn_id: False)
+
+
+FAULTS: dict[str, Plant] = {
+    "an answer is told before it is stored": around(
+        Conversations, "settle", tell_before_it_is_stored
+    ),
+    "an answer is told although it was not stored": around(
+        Conversations, "settle", take_an_error_for_done
+    ),
+    "running turns go on waiting for a dead engine": around(Daemon, "_on_down", never),
+    "an event is lost when many come at once": around(channel, "events_of", lose_the_last_event),
+    "an end is applied twice": around(rows, "append_history", apply_twice),
+    "a cancelled turn goes on": around(Conversations, "deliver", go_on_after_a_cancel),
+    "a fork takes what came later": around(conversation_store, "_links_until", fork_everything),
+    "the engine keeps what was deleted": around(Conversations, "_tell", forget_to_tell_the_engine),
+    "a prefix is shared further than the words agree": around(
+        prefixes, "common", as_far_as_it_goes
+    ),
+    "a restart does not interrupt": around(turn_rows, "interrupt_turn", never),
+    "an id that came before is not known": around(turn_rows, "find_request", never),
+    "a prompt is kept when its turn begins again": around(turn_rows, "restart_turn", never),
+    "whoever attaches misses the beginning": around(Daemon, "follow", attach_without_what_was_said),
+    "a turn is failed in memory only": around(
+        conversation_store.ConversationStore, "fail_turn", never
+    ),
+    "KV of a lost turn is taken for a cancelled one's": around(
+        Scheduler, "_release", keep_what_lies_behind_the_history
+    ),
+    "a turn that is dead is said to run": look_closer_when_it_is_too_late,
+}
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    with shelf() as path:
+        yield path
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[name](monkeypatch)
+    first = FIRST.get(name, 0)
+    for seed in range(first, first + SEEDS):
+        try:
+            run(seed, place)
+        except Exception as error:
+            print(f"{name}: seed {seed}: {type(error).__name__} {str(error)[:200]}")
+            return
+        finally:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(place / f"world-{seed}")
+    pytest.fail(f"{SEEDS} worlds did not notice that {name}")

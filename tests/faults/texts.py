@@ -1,0 +1,70 @@
+"""A language small enough to know by heart: the real tokenizer and template over 997 words.
+
+Token ids are those of the ledger (tests/fakes.py): every sixteenth ends a reply and says nothing, all
+others are words of their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+
+from pensieve.text import ChatTemplate, Tokenizer
+from tests.fakes import VOCAB, ends_turn
+
+ROLES = {1: "system", 2: "user", 3: "assistant"}
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }} {{ message.content }} {{ eos_token }} "
+    "{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+def word(token_id: int) -> str:
+    return ROLES.get(token_id, f"w{token_id}")
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    """What a reply reads like."""
+    return " ".join(word(token_id) for token_id in token_ids if not ends_turn(token_id))
+
+
+@cache
+def template() -> ChatTemplate:
+    ends = [token_id for token_id in range(VOCAB) if ends_turn(token_id)]
+    definition = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": token_id,
+                "content": f"<e{token_id}>",
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for token_id in ends
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel",
+            "vocab": {
+                f"<e{token_id}>" if ends_turn(token_id) else word(token_id): token_id
+                for token_id in range(VOCAB)
+            },
+            "unk_token": word(4),
+        },
+    }
+    tokenizer = Tokenizer(
+        json.dumps(definition),
+        special_strings={"eos_token": "<e0>"},
+        eos_token_ids=ends,
+        templates={"default": TEMPLATE},
+    )
+    return ChatTemplate(tokenizer)

@@ -1,0 +1,500 @@
+"""One world, one seed: the whole service over a faked clock, engine process and disk.
+
+Real are the core, the engine, its mailbox, the frames of the pipe, the supervision of the engine
+process, the daemon with its readers and graces, the conversations, and the store over SQLite.  Faked
+are what lies around them: the clock, the event loop and its threads (threads.py), the device and the
+engine's process (machine.py), the disk (disk.py), and the people (people.py).
+
+Nothing moves by itself.  Each move of the world is drawn from the seed: some steps of the engine, some
+frames through the pipe, some jobs of the store's thread, some time, one thing that a client does, or a
+fault.  So any two of them may meet in any order, and the same seed is the same world, event by event.
+
+What is held against what, all the time:
+
+* each slice against the ledger (what it attends to), and the core against its invariants;
+* each reply against the arithmetic that the ledger's tokens follow, as told and as stored;
+* each history against everything that may have happened, given what clients were told;
+* what is told of one attempt against what was told of it before.
+
+When the faults stop, every turn ends, every client gets an answer, the store verifies, and when all
+conversations are deleted all pages are empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pensieve.core.sampling import Sampling
+from pensieve.errors import DeviceError, StoreError, StoreUnavailable
+from pensieve.service.daemon import Daemon, DaemonConfig
+from pensieve.sim.virtual_clock import VirtualClock
+from pensieve.store.conversation_store import ConversationStore
+from tests.faults.disk import STORE_FAULTS, Disk, Fault, ProcessDied, begin_with
+from tests.faults.kinds import BY_MOVE, ORDINARY, Rates, Shape, drawn_rates, drawn_shape
+from tests.faults.machine import Link, Machine
+from tests.faults.people import People
+from tests.faults.process import Process, looking_at, quiet
+from tests.faults.texts import template
+from tests.faults.threads import Threads
+
+STEPS_MAX = 800  # until everything has ended, once the faults have stopped
+WALL = 1_700_000_000.0
+COUNTDOWNS = (1, 2, 4, 8, 16)  # statements until a fault of the store
+
+
+class World:
+    def __init__(
+        self,
+        seed: int,
+        shelf: Path,
+        tell: Callable[[str], None] | None = None,
+        shape: Shape | None = None,
+        rates: Rates | None = None,
+    ) -> None:
+        self.seed = seed
+        self.random = random.Random(seed)
+        self.shape = shape or drawn_shape(self.random, seed)
+        self.rates = rates or drawn_rates(self.random)
+        self.happened: Counter[str] = Counter()
+        self.clock = VirtualClock(1.0)
+        self.people = People(self.random, self.shape, self.happened, self.note)
+        self.process: Process | None = None
+        self.num_events = 0
+        self._tell = tell
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._wall_offset = WALL
+        self._stalled_until = 0  # moves
+        self._held_until = 0
+        self._num_moves = 0
+        self._num_machines = 0
+        self._faulty = True
+        folder = shelf / f"world-{seed}"
+        folder.mkdir()
+        self._place = str(folder)
+        self.disk = Disk(folder, self._between_statements)
+        self.disk.on_fire = self._fired
+        begin_with(self.disk.folder, shelf)
+
+    def run(self) -> None:
+        """The seed's whole story: random moves, rest, and the reckoning."""
+        self.note("world", f"seed {self.seed}: {self.shape}")
+        self.start()
+        for _ in range(self.shape.num_moves):
+            self.move()
+        self.settle()
+        self.reckon()
+
+    @property
+    def hash(self) -> str:
+        """Of every event so far."""
+        return self._digest.hexdigest()
+
+    def note(self, who: str, what: str) -> None:
+        line = f"{self.clock.now():10.3f} {who:8} {what}".replace(self._place, "disk")
+        self.num_events += 1
+        self._digest.update(line.encode())
+        if self._tell is not None:
+            self._tell(line)
+
+    def strikes(self, kind: str) -> bool:
+        """Whether a fault happens, each time that it could."""
+        rate = self.rates[kind]
+        if not rate or not self._faulty or self.random.random() >= rate:
+            return False
+        self.happened[kind] += 1
+        return True
+
+    # -- moves --
+
+    def move(self) -> None:
+        self._num_moves += 1
+        weights = ORDINARY | {kind: self.rates[kind] for kind in BY_MOVE}
+        what = self.random.choices(list(weights), list(weights.values()))[0]
+        with self._mortal():
+            if what not in ORDINARY:
+                if self._do(what):
+                    self.happened[what] += 1
+                    self.note("world", what)
+            elif self.process is None:
+                self.start()
+            elif what == "engine":
+                self._move_engine(self.process)
+            elif what == "pipe":
+                self._move_pipe(self.process)
+            elif what == "store":
+                for _ in range(self.random.choice((1, 1, 3))):
+                    self.process.work(other=self.random.random() < 0.3)
+            elif what == "client":
+                self._move_client()
+            elif self._num_moves >= self._stalled_until:
+                self.clock.advance(self.random.choice((0.0, 0.05, 0.3, 1.0, 7.0)))
+            self._spin()
+
+    def _move_engine(self, process: Process) -> None:
+        machine = process.machine
+        if machine is None:
+            return
+        machine.read(self.random.choice((0, 1, 100)))
+        for _ in range(self.random.choice((1, 1, 4))):
+            if not machine.step():
+                break
+        if self.random.random() < 0.7:
+            machine.flush()
+        if self._num_moves >= self._stalled_until:
+            self.clock.advance(0.01)
+
+    def _move_pipe(self, process: Process) -> None:
+        if process.machine is not None:
+            process.machine.read(self.random.choice((1, 100)))
+            if self._num_moves >= self._held_until:
+                process.machine.flush()
+                process.deliver(self.random.choice((1, 1, 100)))
+
+    def _move_client(self) -> None:
+        people = self.people
+        names = people.names
+        waiting = [each for each in people.requests if each.is_open and not each.num_calls]
+        if len(names) < self.shape.conversations_max and (not names or self.random.random() < 0.25):
+            people.create()
+        elif not names:
+            return
+        elif waiting and self.random.random() < 0.3:
+            people.say_again(self.random.choice(waiting))
+        else:
+            name = self.random.choice(names)
+            if not (name in people.full and people.rewind(name, 0)):
+                people.say(name)
+
+    def _do(self, kind: str) -> bool:
+        """One of BY_MOVE; False where there was nothing to do it to."""
+        people = self.people
+        fault = next((each for each in STORE_FAULTS if each.kind == kind), None)
+        if fault is not None:
+            self.disk.arm(fault, self.random.choice(COUNTDOWNS))
+            return False  # until it strikes
+        if kind == "the engine is killed":
+            return self.kill_engine()
+        if kind == "the service is killed":
+            return self.kill_service()
+        if kind == "the service is stopped and started":
+            return self.stop()
+        if kind == "time stands still":
+            self._stalled_until = self._num_moves + self.random.choice((10, 50))
+        elif kind == "time jumps ahead":
+            self.clock.advance(self.random.choice((40.0, 3600.0)))
+        elif kind == "the wall clock goes back":
+            self._wall_offset -= self.random.choice((1.0, 3600.0))
+        elif kind == "events come late":
+            self._held_until = self._num_moves + self.random.choice((5, 20, 50))
+        elif kind == "a turn is cancelled":
+            return people.cancel()
+        elif kind == "an id comes again with other words":
+            return people.say_otherwise()
+        elif kind == "a message is said again":
+            if people.requests:
+                people.say_again(self.random.choice(people.requests))
+            return bool(people.requests)
+        elif kind in (
+            "a reader leaves",
+            "a reader stops reading",
+            "a second message during a turn",
+        ):
+            if not people.turns_under_way:
+                return False
+            call = self.random.choice(people.turns_under_way)
+            assert call.request is not None
+            if kind == "a reader leaves":
+                people.hang_up(call)
+            elif kind == "a reader stops reading":
+                call.stalled = asyncio.Event()
+            else:
+                people.say(call.request.conversation)
+        elif names := people.names:
+            return self._do_to(self.random.choice(names), kind)
+        else:
+            return False
+        return True
+
+    def _do_to(self, name: str, kind: str) -> bool:
+        people = self.people
+        if kind == "a conversation is forked":
+            too_many = len(people.names) >= self.shape.conversations_max + 2
+            return not too_many and people.fork(name)
+        if kind == "a conversation is rewound":
+            return people.rewind(name)
+        if kind == "a conversation is deleted":
+            return people.delete(name)
+        if kind == "KV is evicted":
+            return people.evict(name, to_host=self.random.random() < 0.5)
+        assert kind == "KV is warmed", kind
+        return people.warm(name)
+
+    # -- processes begin and end --
+
+    def start(self) -> None:
+        """The service begins; it may not come far."""
+        with self._mortal():
+            self._open()
+
+    def _open(self) -> None:
+        try:
+            store = ConversationStore.open(
+                self.disk.folder, "pensieve serve", driver=self.disk, now=self._wall
+            )
+        except StoreUnavailable as error:
+            self.note("service", f"does not start: {error}")
+            return
+        interrupted = [turn.request_id for turn in store.interrupted_at_open]
+        self.happened["a turn is interrupted by a restart"] += len(interrupted)
+        self.note("service", f"starts; interrupted: {interrupted}")
+        process = self.process = self.people.process = Process(store, Threads(self.clock))
+        starting = process.loop.create_task(self._start(process))
+        process.loop.spin()
+        if (why := starting.exception()) is not None:
+            assert isinstance(why, DeviceError), repr(why)
+            self.note("service", f"gives up: {why}")
+            self.bury()
+
+    async def _start(self, process: Process) -> None:
+        daemon = Daemon(
+            process.store,
+            template(),
+            "the fingerprint",
+            Sampling(),
+            {},
+            self.disk.folder,
+            DaemonConfig(
+                turns_max=self.shape.turns_max,
+                grace_seconds=self.shape.grace_seconds,
+                short_characters=self.shape.short_characters,
+            ),
+            wall_clock=self._wall,
+            random_bits=self.random.getrandbits,
+        )
+        process.link = Link(daemon, self._new_machine, self.strikes)
+        daemon.engine = process.link
+        await daemon.start()
+        process.daemon = daemon
+        if process.store.integrity_check_due:
+            daemon.check_history(lambda line: self.note("service", line))
+
+    def _new_machine(self) -> Machine | None:
+        if self.strikes("the engine does not start"):
+            return None
+        self._num_machines += 1
+        self.note("engine", f"starts, number {self._num_machines}")
+        late = self.rates["copies are late"] if self._faulty else 0.2
+        seed = self.seed * 1000 + self._num_machines
+        return Machine(self.shape.engine, seed, late, self.clock, self.strikes, self.note)
+
+    def kill_engine(self) -> bool:
+        machine = self.process.machine if self.process is not None else None
+        if machine is None or not machine.alive:
+            return False
+        machine.die(self.random.randint(0, len(machine.frames)), self.random.random() < 0.5)
+        return True
+
+    def kill_service(self) -> bool:
+        if self.process is None:
+            return False
+        self.disk.die()
+        self.bury()
+        return True
+
+    def stop(self) -> bool:
+        """SIGTERM: drain, close, and start again."""
+        process = self.process
+        if process is None or process.daemon is None:
+            return False
+        daemon = process.daemon
+
+        async def end() -> None:
+            await daemon.drain(self.random.choice((0.0, 0.5, 3.0)))
+            self.people.lose()
+            await daemon.close()
+
+        self.note("service", "drains")
+        ending = process.loop.create_task(end())
+        for _ in range(STEPS_MAX):
+            if ending.done():
+                break
+            self._move_engine(process)
+            self._move_pipe(process)
+            process.work(other=False)  # the store's thread ends after its last job
+            self.clock.advance(0.05)
+            process.loop.spin()
+        why = ending.exception()
+        if isinstance(why, ProcessDied):
+            raise why
+        assert why is None or isinstance(why, StoreError | StoreUnavailable), repr(why)
+        self.note("service", f"has stopped: {why}")
+        process.check()
+        self.bury()
+        self.start()
+        return True
+
+    def bury(self) -> None:
+        """The service's process is gone, and its engine with it; what the disk holds stays."""
+        process, self.process, self.people.process = self.process, None, None
+        if process is not None:
+            self.note("service", "is gone")
+            self.people.lose()
+            process.bury()
+            with contextlib.closing(looking_at(self.disk.folder / "conversations.db")) as looking:
+                self.people.look_at_what_is_left(looking)
+
+    @contextlib.contextmanager
+    def _mortal(self) -> Iterator[None]:
+        """The death of the service's process ends here."""
+        try:
+            yield
+        except ProcessDied:
+            self.bury()
+
+    # -- the end --
+
+    def settle(self) -> None:
+        """The faults stop; every turn ends and everybody is answered."""
+        self.note("world", "the faults stop")
+        self._faulty = False
+        self.disk.heal()
+        for call in self.people.calls:
+            if call.stalled is not None:
+                call.stalled.set()
+        self.rest()
+
+    def rest(self, say_again: bool = True) -> None:
+        """Go on until nothing is under way, and (`say_again`) no message without its answer."""
+        for _ in range(STEPS_MAX):
+            with self._mortal():
+                if not self._go_on(say_again):
+                    return
+        waiting = [each for each in self.people.requests if each.is_open]
+        raise AssertionError(f"it never ends: {self.people.calls}, {waiting}")
+
+    def move_until_begun(self) -> None:
+        """Until turns are live, if they come to that."""
+        for _ in range(10):
+            daemon = self.people.daemon
+            if daemon is not None and daemon.conversations.num_live:
+                return
+            with self._mortal():
+                self._go_on(say_again=False)
+
+    def _go_on(self, say_again: bool) -> bool:
+        """Everybody's turn once; False when nobody had anything to do."""
+        if self.process is None:
+            self.start()
+            return True
+        process, worked = self.process, False
+        if (machine := process.machine) is not None:
+            machine.read(100)
+            while machine.step():
+                worked = True
+                self.clock.advance(0.01)
+                if not machine.scheduler.num_turns:
+                    break  # copies that nobody waits for may take their time
+            machine.flush()
+            process.deliver(100)
+        while process.loop.store_jobs or process.loop.other_jobs:
+            process.work(other=False)
+            worked = True
+        process.loop.spin()
+        process.check()
+        if say_again and process.daemon is not None and not self.people.calls:
+            worked |= self.people.say_all_again()
+        self.clock.advance(0.05 if worked else 0.5)
+        daemon = process.daemon
+        resting = daemon is not None and daemon.engine.serving and not daemon.conversations.num_live
+        return worked or bool(self.people.calls) or not resting
+
+    def reckon(self) -> None:
+        """Everything has ended: store, engine and clients agree, and nothing is left behind."""
+        people = self.people
+        for name in people.names:
+            people.look(name)
+        for request in [each for each in people.requests if each.reply is not None][:3]:
+            if people.histories.exists(request.conversation):
+                people.say_again(request)
+        for name in people.names[:2]:
+            people.rewind(name, 0)
+        self.rest()
+        last = [people.say(name) for name in people.names[:2]]
+        self.rest()
+        assert all(request.reply is not None for request in last), f"no answer to one of {last}"
+        problems: list[str] = []
+        people.check(problems)
+        self.rest()
+        assert problems == [], problems
+        process = self.process
+        assert process is not None
+        self.note("store", self._contents(process))
+        for name in people.names:
+            people.delete(name)
+        self.rest()
+        assert not people.names, "what was deleted is there"
+        assert process.store.num_conversations() == 0
+        assert process.store.verify() == []
+        machine = process.machine
+        assert machine is not None
+        assert machine.scheduler.num_turns == 0, "a turn never ends"
+        machine.scheduler.check(self.clock.now())
+        cache, engine = machine.cache, self.shape.engine
+        assert not cache.conversations, f"the engine still holds {list(cache.conversations)}"
+        assert cache.device.num_empty == engine.device_pages, "a device page leaked"
+        assert cache.host.num_empty == engine.host_pages, "a host page leaked"
+        self.bury()
+
+    def _contents(self, process: Process) -> str:
+        """A digest of every row of the store."""
+        digest = hashlib.blake2b(digest_size=16)
+        for table in ("conversations", "turns", "messages", "history", "bodies"):
+            for row in process.looking.execute(f"SELECT * FROM {table} ORDER BY 1, 2"):
+                digest.update(repr(row).encode())
+        return digest.hexdigest()
+
+    # -- inside --
+
+    def _wall(self) -> float:
+        return self._wall_offset + self.clock.now()
+
+    def _spin(self) -> None:
+        if self.process is not None:
+            self.process.loop.spin()
+            self.process.check()
+
+    def _fired(self, fault: Fault) -> None:
+        self.happened[fault.kind] += 1
+        self.note("disk", fault.kind)
+
+    def _between_statements(self) -> None:
+        """The loop and the engine's pipe go on while the store's thread waits for the disk."""
+        process = self.process
+        if process is None or not process.in_job:
+            return
+        if self.strikes("events overtake the store's thread"):
+            self.note("world", "events overtake the store's thread")
+            if process.machine is not None:
+                process.machine.flush()
+                process.deliver(100)
+            process.loop.spin()
+
+
+def run(seed: int, shelf: Path, tell: Callable[[str], None] | None = None) -> World:
+    """The world of this seed, to its end."""
+    with quiet():
+        world = World(seed, shelf, tell)
+        try:
+            world.run()
+        except BaseException as error:
+            error.add_note(f"python -m tests.faults {seed}")
+            with contextlib.suppress(AssertionError):
+                world.bury()
+            raise
+    return world
