@@ -12,13 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pensieve import __version__
 from pensieve.errors import ConfigError, InvalidArgument
 
 if TYPE_CHECKING:
     from pensieve.core.cost import CostProfile
     from pensieve.engine.journal import Replay
-    from pensieve.sim.fitting import Fit, Observations
+    from pensieve.sim.fitting import Fit
     from pensieve.sim.model import CostModel
+    from pensieve.sim.observed import Observations
     from pensieve.sim.simulator import Simulator
 
 TOLD_EVERY = 200_000  # iterations
@@ -103,7 +105,7 @@ def recorded(
 
 def run(arguments: argparse.Namespace) -> int:
     from pensieve.engine.journal import JournalError, NotAJournal, Replay
-    from pensieve.sim.fitting import Observations
+    from pensieve.sim.observed import Observations
 
     path = arguments.journal
     if arguments.traces or arguments.workload is not None:
@@ -162,6 +164,9 @@ def _said(path: Path, replay: Replay, problem: str | None) -> Iterator[str]:
         yield f"{path}: {agreed}, all planned again as they were recorded"
     else:
         yield f"{path}: {problem}; {agreed} before it agreed"
+        if replay.written_by != __version__:
+            by = replay.written_by or "of old"
+            yield f"  pensieve {by} wrote it; {__version__} may well plan otherwise"
     for line in replay.cut_off[:3]:
         yield f"  line {line} was cut off when its engine was killed, and is left out"
     if len(replay.cut_off) > 3:

@@ -15,7 +15,8 @@ from pensieve.errors import InvalidArgument
 if TYPE_CHECKING:
     from pensieve.sim.load import Load
     from pensieve.sim.model import CostModel
-    from pensieve.sim.planning import HostMemory, Replica, Row, Slo
+    from pensieve.sim.planning import HostMemory
+    from pensieve.sim.replica import Replica, Row, Slo
     from pensieve.sim.trace import Visit
 
 REPLICAS_MAX = 1000
@@ -72,10 +73,10 @@ def run(
     """`visits` are those of the trace, if there is one."""
     from pensieve.sim import planning
     from pensieve.sim.load import Drawn, Recorded
-    from pensieve.sim.planning import Replica, Slo
+    from pensieve.sim.replica import Impossible, Replica, Slo
     from pensieve.sim.trace import HABITS
 
-    _check(arguments)
+    _check(arguments, policy)
     slo = Slo(arguments.tbt_p99, arguments.ttft_p50)
     load: Load
     if arguments.workload is not None:
@@ -103,7 +104,7 @@ def run(
         replica.check(slo, load.typical.input_tokens)
         guess = planning.first_guess(replica, load.typical)
         tried = planning.host_memories(replica, load, slo, guess, host_tokens_max, told)
-    except planning.Impossible as error:
+    except Impossible as error:
         raise InvalidArgument("tbt_p99, ttft_p50", str(error)) from error
     chosen = planning.recommended(tried)
     rows, needed = _fleets(arguments, replica, load, slo, chosen, wanted, told)
@@ -123,7 +124,11 @@ def run(
     return 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check(arguments: argparse.Namespace, policy: str) -> None:
+    from pensieve.core.retention import POLICIES
+
+    if policy not in POLICIES:
+        raise InvalidArgument("policy", f"{policy} is for a single simulation, not for --plan")
     limits = (arguments.tbt_p99, arguments.ttft_p50, arguments.plan_seconds or 1.0)
     if not min(limits) > 0:
         raise InvalidArgument("tbt_p99, ttft_p50, plan_seconds", "are above 0")

@@ -23,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, get_args
 
+from pensieve import __version__
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, Sample, TurnFailure
@@ -87,6 +88,7 @@ class Journal:
         self._write(
             {
                 "version": VERSION,
+                "written_by": __version__,
                 "engine": asdict(engine),
                 "cache": asdict(cache),
                 "scheduler": asdict(scheduler),
@@ -165,6 +167,7 @@ class Replay:
         self.num_engines = 0
         self.cut_off: list[int] = []  # lines that a killed engine did not finish
         self.model: dict[str, Any] = {}  # of the last engine
+        self.written_by = ""  # the version of the package; another one may well plan otherwise
         self._lines = lines
 
     def __iter__(self) -> Iterator[Replayed]:
@@ -176,6 +179,7 @@ class Replay:
                     engine = _Again(entry)
                     self.num_engines += 1
                     self.model = dict(entry.get("model") or {})
+                    self.written_by = str(entry.get("written_by", ""))
                     continue
                 replayed = engine.take(entry)
             except _Differs as difference:

@@ -18,25 +18,21 @@ clearly worse.  Any other keeps the proportion to the ones that were found which
 model's shape on a data sheet), within what the iterations allow, and `Fit.assumed` says so.  The link's rate
 is found where copies took longer than the computation over them, or where an iteration waited for nothing
 else.
-
-Of a long journal a sample is kept, evenly spread over it and of each kind by itself.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
 from typing import Any, NamedTuple
 
-from pensieve.engine.journal import Replayed
 from pensieve.sim.least_squares import nonnegative
-from pensieve.sim.model import CostModel, HardwarePreset, ModelPreset, work_of
+from pensieve.sim.model import CostModel, HardwarePreset, ModelPreset
+from pensieve.sim.observed import KINDS, Observation, Observations
 
-KINDS = ("decode only", "with prompts", "with copies")
-KEPT_MAX = 4000  # iterations of each kind
 FITTED_MAX = 1000  # of each kind
 ITERATIONS_MIN = 40
 STEPS = 24  # n and r that are tried
@@ -45,16 +41,6 @@ CLEARLY = 12.0  # times the squares left per iteration: what leaving a number ou
 LINK_ROWS_MIN = 10
 SPREAD_MIN = 0.001  # relative: no clock and no machine is better
 GROUP_WEIGHT_MAX = 20.0
-
-
-class Observation(NamedTuple):
-    """One iteration: what it did and how long it took."""
-
-    tokens: int
-    pairs: int
-    keys: int
-    slots_in: int
-    seconds: float
 
 
 class Found(NamedTuple):
@@ -73,47 +59,6 @@ class Fit:
     errors: tuple[Found, ...]  # by kind, and of all
     found: tuple[str, ...]  # names of `CostModel`
     assumed: tuple[str, ...]  # what was not seen, and what stands in its place
-
-
-class Observations:
-    """A bounded sample of a replay, and what its copies say of the link."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, list[Observation]] = {kind: [] for kind in KINDS}
-        self.counts = dict.fromkeys(KINDS, 0)
-        self.rates: list[float] = []  # slots per second, of copies that an iteration waited for
-        self._strides = dict.fromkeys(KINDS, 1)
-        self._slots: dict[int, int] = {}  # of copies on their way
-
-    def add(self, replayed: Replayed) -> None:
-        iteration, begun, ended, finished = replayed
-        alone, moves = not self._slots, bool(iteration.swap_ins or iteration.swap_outs)
-        self._slots.update((copy.copy_id, copy.num_slots) for copy in iteration.swap_ins)
-        self._slots.update((copy.copy_id, copy.num_slots) for copy in iteration.swap_outs)
-        moved = sum(self._slots.pop(copy_id, 0) for copy_id in finished)
-        seconds = ended - begun
-        if seconds <= 0:
-            return
-        if not iteration.slices:
-            if moved and alone:
-                self.rates.append(moved / seconds)
-                del self.rates[:-KEPT_MAX]
-            return
-        kind = KINDS[0]
-        if moves or iteration.copies:
-            kind = KINDS[2]
-        elif any(piece.stop <= piece.turn.prompt_end for piece in iteration.slices):
-            kind = KINDS[1]
-        if self.counts[kind] % self._strides[kind] == 0:
-            kept = self.kept[kind]
-            work = work_of((piece.start, piece.stop) for piece in iteration.slices)
-            kept.append(
-                Observation(*work, sum(copy.num_slots for copy in iteration.swap_ins), seconds)
-            )
-            if len(kept) > KEPT_MAX:
-                del kept[1::2]
-                self._strides[kind] *= 2
-        self.counts[kind] += 1
 
 
 def assumed_for(computed_by: Mapping[str, Any], hardware: HardwarePreset) -> CostModel | None:
@@ -228,49 +173,57 @@ def _computing(
     by_pair = attends and matters([best.n], [most_r]) if least_r < most_r else False
     by_key = attends and (not by_pair or matters([best.n], [least_r]))
 
-    floor = best.dense * best.n
+    floor, attention = best.dense * best.n, best.attention if attends else math.inf
     scale = _ratio(best.dense, assumed.dense_seconds_per_token) if grows else 0.0
     scale_floor = _ratio(floor, assumed.dense_seconds_min) if has_floor else 0.0
     scale, scale_floor = scale or scale_floor, scale_floor or scale
-    values = {
-        "dense_seconds_per_token": best.dense if grows else None,
-        "dense_seconds_min": floor if has_floor else None,
-        "attention_seconds_per_pair": best.attention if by_pair else None,
-        "attention_seconds_per_key": best.attention * best.r if by_key else None,
-        "overhead_seconds": best.overhead if has_overhead else None,
-    }
-    attention = best.attention if attends else math.inf
-    stand_ins: dict[str, Callable[[], float]] = {
-        "dense_seconds_per_token": lambda: min(
-            assumed.dense_seconds_per_token * scale, floor / most_n
+    numbers = {}
+    found, notes = [], []
+    # name, whether it was found, its value, the most that what was seen allows, and why it was not found
+    for name, was_found, value, most, why in (
+        (
+            "dense_seconds_per_token",
+            grows,
+            best.dense,
+            floor / most_n,
+            f"no batch of up to {most_n:.0f} tokens took longer for its size",
         ),
-        "dense_seconds_min": lambda: min(
-            assumed.dense_seconds_min * scale_floor, best.dense * least_n
+        (
+            "dense_seconds_min",
+            has_floor,
+            floor,
+            best.dense * least_n,
+            f"no batch of {least_n:.0f} tokens or more was bound by reading the weights",
         ),
-        "attention_seconds_per_pair": lambda: min(
-            assumed.attention_seconds_per_pair * scale, attention * best.r / most_r
+        (
+            "attention_seconds_per_pair",
+            by_pair,
+            best.attention,
+            attention * best.r / most_r,
+            "no iteration was bound by the products of attention",
         ),
-        "attention_seconds_per_key": lambda: min(
-            assumed.attention_seconds_per_key * scale_floor, attention * least_r
+        (
+            "attention_seconds_per_key",
+            by_key,
+            best.attention * best.r,
+            attention * least_r,
+            "no iteration was bound by reading KV",
         ),
-        "overhead_seconds": lambda: 0.0,
-    }
-    why = {
-        "dense_seconds_per_token": f"no batch of up to {most_n:.0f} tokens took longer for its size",
-        "dense_seconds_min": f"no batch of {least_n:.0f} tokens or more was bound by reading the weights",
-        "attention_seconds_per_pair": "no iteration was bound by the products of attention",
-        "attention_seconds_per_key": "no iteration was bound by reading KV",
-        "overhead_seconds": "not to be told from the time that every iteration takes: it is in there",
-    }
-    notes = []
-    numbers: dict[str, float] = {}
-    for name, value in values.items():
-        numbers[name] = stand_ins[name]() if value is None else value
-        if value is None and name == "overhead_seconds":
-            notes.append(f"{name}: {why[name]}")
-        elif value is None:
-            notes.append(f"{name}: {why[name]}; in proportion to {assumed.source}")
-    found = [name for name, value in values.items() if value is not None]
+    ):
+        if was_found:
+            numbers[name] = value
+            found.append(name)
+        else:
+            factor = scale if "_per_token" in name or "_per_pair" in name else scale_floor
+            numbers[name] = min(getattr(assumed, name) * factor, most)
+            notes.append(f"{name}: {why}; in proportion to {assumed.source}")
+    numbers["overhead_seconds"] = best.overhead if has_overhead else 0.0
+    if has_overhead:
+        found.append("overhead_seconds")
+    else:
+        notes.append(
+            "overhead_seconds: not to be told from what every iteration takes: it is in there"
+        )
     return replace(assumed, **numbers), found, notes  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pensieve import __version__
 from pensieve.cli.main import main
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration, Outcome
@@ -27,9 +28,10 @@ from pensieve.engine.journal import (
 )
 from pensieve.engine.mailbox import Event, Message
 from pensieve.sim import cost_file
-from pensieve.sim.fitting import Observations, assumed_for, expected_seconds, fitted
+from pensieve.sim.fitting import assumed_for, expected_seconds, fitted
 from pensieve.sim.model import HARDWARE, MODELS, CostModel
 from pensieve.sim.modelled_executor import ModelledExecutor
+from pensieve.sim.observed import Observations
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import HABITS, Visit, drawn
 from tests.service.rig import Crowd, started, write_model
@@ -305,7 +307,7 @@ def test_too_little_is_no_fit(tmp_path: Path) -> None:
 def test_a_long_journal_leaves_a_bounded_sample(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("pensieve.sim.fitting.KEPT_MAX", 50)
+    monkeypatch.setattr("pensieve.sim.observed.KEPT_MAX", 50)
     simulated(tmp_path / "j", [Visit("a", 0.0, 10, 500)])
     seen = seen_in(tmp_path / "j")
     assert seen.counts["decode only"] == 499
@@ -411,7 +413,14 @@ def test_the_command_records_replays_and_fits(
     assert f"line {len(lines)} was cut off when its engine was killed" in capsys.readouterr().out
     Path(journal).write_text("\n".join(lines).replace('"tokens":', '"tokens":1', 1))
     assert main(["simulate", "--journal", journal]) == 1
-    assert "the replay plans" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "the replay plans" in out
+    assert "may well plan otherwise" not in out
+    Path(journal).write_text(
+        Path(journal).read_text().replace(f'"written_by":"{__version__}"', '"written_by":"0.0.1"')
+    )
+    assert main(["simulate", "--journal", journal]) == 1
+    assert "pensieve 0.0.1 wrote it" in capsys.readouterr().out
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,10 +22,6 @@ from pensieve.sim.planning import (
     AFFINITY,
     RANDOM,
     HostMemory,
-    Impossible,
-    Replica,
-    Row,
-    Slo,
     budget_within,
     capacity,
     carried_at_random,
@@ -34,9 +30,9 @@ from pensieve.sim.planning import (
     host_memories,
     needed_at_random,
     needed_with_affinity,
-    played,
     recommended,
 )
+from pensieve.sim.replica import Impossible, Replica, Row, Slo, played
 from pensieve.sim.simulator import Counts, Simulator
 from pensieve.sim.trace import Habits, Visit
 

@@ -1,0 +1,66 @@
+"""What a replay saw of each iteration: a sample that stays small however long a journal is.
+
+Iterations are of three kinds, and of each by itself some are kept, evenly spread over the journal: every one
+at first, and when there are too many every second of them, from then on too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pensieve.engine.journal import Replayed
+from pensieve.sim.model import work_of
+
+KINDS = ("decode only", "with prompts", "with copies")
+KEPT_MAX = 4000  # iterations of each kind
+
+
+class Observation(NamedTuple):
+    """One iteration: what it did and how long it took."""
+
+    tokens: int
+    pairs: int
+    keys: int
+    slots_in: int
+    seconds: float
+
+
+class Observations:
+    """A bounded sample of a replay, and what its copies say of the link."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, list[Observation]] = {kind: [] for kind in KINDS}
+        self.counts = dict.fromkeys(KINDS, 0)
+        self.rates: list[float] = []  # slots per second, of copies that an iteration waited for
+        self._strides = dict.fromkeys(KINDS, 1)
+        self._slots: dict[int, int] = {}  # of copies on their way
+
+    def add(self, replayed: Replayed) -> None:
+        iteration, begun, ended, finished = replayed
+        alone, moves = not self._slots, bool(iteration.swap_ins or iteration.swap_outs)
+        self._slots.update((copy.copy_id, copy.num_slots) for copy in iteration.swap_ins)
+        self._slots.update((copy.copy_id, copy.num_slots) for copy in iteration.swap_outs)
+        moved = sum(self._slots.pop(copy_id, 0) for copy_id in finished)
+        seconds = ended - begun
+        if seconds <= 0:
+            return
+        if not iteration.slices:
+            if moved and alone:
+                self.rates.append(moved / seconds)
+                del self.rates[:-KEPT_MAX]
+            return
+        kind = KINDS[0]
+        if moves or iteration.copies:
+            kind = KINDS[2]
+        elif any(piece.stop <= piece.turn.prompt_end for piece in iteration.slices):
+            kind = KINDS[1]
+        if self.counts[kind] % self._strides[kind] == 0:
+            kept = self.kept[kind]
+            work = work_of((piece.start, piece.stop) for piece in iteration.slices)
+            kept.append(
+                Observation(*work, sum(copy.num_slots for copy in iteration.swap_ins), seconds)
+            )
+            if len(kept) > KEPT_MAX:
+                del kept[1::2]
+                self._strides[kind] *= 2
+        self.counts[kind] += 1
