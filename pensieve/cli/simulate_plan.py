@@ -120,7 +120,7 @@ def run(
     if arguments.json:
         print(json.dumps(result))
     else:
-        print("\n".join(_text(result, load)))
+        print("\n".join(text(result, load)))
     return 0
 
 
@@ -236,7 +236,8 @@ def _sized(each: HostMemory, cost: CostModel, chosen: bool) -> dict[str, Any]:
     }
 
 
-def _text(result: dict[str, Any], load: Load) -> Iterable[str]:
+def text(result: dict[str, Any], load: Load) -> Iterable[str]:
+    """For a person."""
     yield from result["assumed"]
     yield ""
     yield "one replica, by host memory:"
@@ -259,10 +260,7 @@ def _text(result: dict[str, Any], load: Load) -> Iterable[str]:
     yield ""
     yield f"for {wanted:.4g} conversations a second, with {best['host_gigabytes']:.1f} GB of KV on each host:"
     count = together["num_replicas"]
-    crowded = (
-        f"; the P99 replica has {together['crowding']:.2f} x the mean load" if count > 1 else ""
-    )
-    yield f"  {count:,} replica{'s' * (count > 1)} with affinity{crowded}"
+    yield f"  {count:,} replica{'s' * (count > 1)} with affinity"
     if apart is None:
         yield f"  with random routing {REPLICAS_MAX:,} replicas are not enough"
     else:

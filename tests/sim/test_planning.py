@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.cli.main import main
+from pensieve.cli.simulate_plan import text
 from pensieve.core.cache import CacheConfig
 from pensieve.core.retention import policy_named
 from pensieve.core.scheduler import SchedulerConfig
@@ -380,6 +382,13 @@ def test_the_command_plans(costs: str, capsys: pytest.CaptureFixture[str]) -> No
     assert {row["replicas"] for row in told["fleets"]} >= {64}
     for row in told["fleets"]:
         assert row["scaled"] == (row["replicas"] > 4)
+    shown = "\n".join(text(told, LOAD))
+    for count in (told["needed"]["affinity"]["num_replicas"], 64):
+        assert re.search(rf"^ +{count} (replicas? with )?affinity", shown, re.MULTILINE)
+    assert shown.count("scaled from one of them, thinned load") >= 2
+    assert "1,000 replicas are not enough" in "\n".join(
+        text({**told, "needed": {**told["needed"], "random": None}}, LOAD)
+    )
 
 
 def test_the_command_plans_for_a_trace(
@@ -426,7 +435,7 @@ def test_the_command_plans_for_a_trace(
 def test_the_command_says_why_it_does_not_plan(
     costs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for wrong, text in (
+    for wrong, why in (
         (["--cost", costs, "--tbt-p99", "0.01"], "a token takes 10.5 ms when nobody else is there"),
         (["--cost", costs, "--ttft-p50", "0.005"], "no load is low enough"),
         (["--cost", costs, "--tbt-p99", "0"], "above 0"),
@@ -438,7 +447,7 @@ def test_the_command_says_why_it_does_not_plan(
         (["--hardware", "instant"], "nothing to plan"),
     ):
         assert main([*PLAN, *wrong]) == 2, wrong
-        assert text in capsys.readouterr().err
+        assert why in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([*PLAN, "--replicas", "1001"])
     assert "1 to 1000" in capsys.readouterr().err
