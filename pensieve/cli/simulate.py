@@ -30,6 +30,7 @@ from pensieve.sim.trace import HABITS
 CHUNK_TOKENS = 32
 DEVICE_TOKENS, HOST_TOKENS = 500_000, 2_000_000  # where no machine says how much it holds
 COMPARED = ("lru", "value", "return")
+CLAIRVOYANT = "clairvoyant"
 AUTO = -1  # tokens: as many as fit
 TELL_SECONDS = 10.0  # how often a long run says where it is
 
@@ -82,8 +83,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--policy",
         metavar="NAME,…",
-        help=f"of {', '.join(POLICIES)} (default: {','.join(COMPARED)}; with --stateless it does not "
-        "matter)",
+        help=f"of {', '.join(POLICIES)}, and {CLAIRVOYANT}, which knows the trace: what none can beat "
+        f"(default: {','.join(COMPARED)}; with --stateless it does not matter)",
     )
     parser.add_argument(
         "--model", choices=sorted(MODELS), default="llama3-8b", help="(default: llama3-8b)"
@@ -161,7 +162,6 @@ def add_parser(commands: Any) -> None:
 def command(arguments: argparse.Namespace) -> int:
     from pensieve.cli import plots
     from pensieve.core.cache import CacheConfig
-    from pensieve.core.retention import policy_named
     from pensieve.core.scheduler import SchedulerConfig
     from pensieve.sim import report
     from pensieve.sim.model import CostModel, instant
@@ -194,7 +194,7 @@ def command(arguments: argparse.Namespace) -> int:
         problems = Problems()
         simulator = Simulator(
             cost,
-            policy_named(point.policy, recompute, CHUNK_TOKENS),
+            _policy(arguments, point, recompute),
             CacheConfig(point.device_tokens // CHUNK_TOKENS, point.host_tokens // CHUNK_TOKENS),
             SchedulerConfig(arguments.token_budget, arguments.turns_max),
             keep_gaps=arguments.cost is not None or arguments.hardware != INSTANT,
@@ -233,6 +233,17 @@ def command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _policy(arguments: argparse.Namespace, point: Point, recompute: Any) -> Any:
+    from pensieve.core.retention import policy_named
+    from pensieve.sim.clairvoyant import ClairvoyantPolicy
+    from pensieve.sim.trace import Problems
+
+    if point.policy != CLAIRVOYANT:
+        return policy_named(point.policy, recompute, CHUNK_TOKENS)
+    with ExitStack() as files:
+        return ClairvoyantPolicy(_visits(arguments, point.rate, Problems(), files))
+
+
 def _plan(arguments: argparse.Namespace, cost: Any, points: list[Point]) -> int:
     from pensieve.sim.trace import Problems
 
@@ -259,8 +270,11 @@ def _report(problems: Any) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     """What cannot be simulated, with the reason."""
-    if unknown := [name for name in _names(arguments) if name not in POLICIES]:
-        raise InvalidArgument("policy", f"{unknown[0]!r} is none of {', '.join(POLICIES)}")
+    known = (*POLICIES, CLAIRVOYANT)
+    if unknown := [name for name in _names(arguments) if name not in known]:
+        raise InvalidArgument("policy", f"{unknown[0]!r} is none of {', '.join(known)}")
+    if CLAIRVOYANT in _names(arguments) and (arguments.plan or arguments.record is not None):
+        raise InvalidArgument("policy", "clairvoyant knows a trace: it cannot serve, plan or record")
     if bool(arguments.traces) == (arguments.workload is not None):
         raise InvalidArgument("TRACE", "name files, or draw a --workload; not both")
     if arguments.workload is None and len(arguments.rate) > 1:

@@ -1,0 +1,69 @@
+"""A policy that knows the trace: whose next message is furthest away goes first (Belady's rule).
+
+No policy that has to guess can hold more of what will be used, so its row in a report bounds what the others
+could still gain.  It does not weigh by cost, and it knows times only as well as `NUM_CLASSES` stretches of the
+trace tell them apart: a bound in practice, not a proof.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+
+from pensieve.core.chunk import HOLDERS_SUMMED_MAX, Branch
+from pensieve.core.life_table import Turned
+from pensieve.core.retention import Oblivious
+from pensieve.sim.trace import Visit
+
+NUM_CLASSES = 64
+
+
+class ClairvoyantPolicy(Oblivious):
+    name = "clairvoyant"
+    num_classes = NUM_CLASSES
+    class_ratio = math.inf
+
+    def __init__(self, visits: Iterable[Visit]) -> None:
+        self._own: dict[str, deque[Visit]] = {}  # of each conversation, that have not begun
+        self._forks: dict[str, deque[float]] = {}  # when others begin with its past
+        self._next: dict[str, float] = {}  # of those at rest
+        end = 1.0
+        for visit in visits:
+            self._own.setdefault(visit.conversation, deque()).append(visit)
+            if visit.fork_of and visit.at is not None:
+                self._forks.setdefault(visit.fork_of, deque()).append(visit.at)
+            end = max(end, (visit.at or 0.0) + visit.after)
+        self._width = end / (NUM_CLASSES - 2)
+
+    def rested(self, name: str, turned: Turned, now: float) -> float:
+        forks, own = self._forks.get(name, deque()), self._own.get(name)
+        while forks and forks[0] <= now:
+            forks.popleft()
+        soonest = forks[0] if forks else math.inf
+        if own:
+            soonest = min(soonest, max(own[0].at or 0.0, now + own[0].after))
+        self._next[name] = soonest
+        return 1.0
+
+    def returned(self, name: str, now: float) -> None:
+        if own := self._own.get(name):
+            own.popleft()
+
+    def forked(self, source: str, target: str, now: float) -> None:
+        self._next[target] = now  # it is about to speak
+
+    def counts_as_idle(self, away_seconds: float) -> float:
+        return 0.0
+
+    def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
+        """The sooner, the higher; 0 is never again."""
+        holders = islice(reversed(branch.holders), HOLDERS_SUMMED_MAX)
+        soonest = min(self._next.get(holder.conversation_id, math.inf) for holder in holders)
+        if soonest == math.inf:
+            return 0
+        return max(NUM_CLASSES - 1 - int(soonest / self._width), 1)
+
+    def value(self, class_index: int, idle_seconds: float) -> float:
+        return float(class_index)
