@@ -5,5 +5,9 @@ model               what an iteration and a copy cost: shapes and hardware, by n
 modelled_executor   carries iterations out on that clock
 trace               who says what when: recorded, or drawn
 simulator           plays a trace to an engine
+series              figures over time, and quantiles, in a fixed room
 report              what came of it
+scenario            a system under a load, and the load at which it is as slow as another
+study, figures      published figures played again
+long_prompts        requests with long prompts, batched in several ways
 """
