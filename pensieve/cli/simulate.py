@@ -274,7 +274,9 @@ def _check(arguments: argparse.Namespace) -> None:
     if unknown := [name for name in _names(arguments) if name not in known]:
         raise InvalidArgument("policy", f"{unknown[0]!r} is none of {', '.join(known)}")
     if CLAIRVOYANT in _names(arguments) and (arguments.plan or arguments.record is not None):
-        raise InvalidArgument("policy", "clairvoyant knows a trace: it cannot serve, plan or record")
+        raise InvalidArgument(
+            "policy", "clairvoyant knows a trace: it cannot serve, plan or record"
+        )
     if bool(arguments.traces) == (arguments.workload is not None):
         raise InvalidArgument("TRACE", "name files, or draw a --workload; not both")
     if arguments.workload is None and len(arguments.rate) > 1:

@@ -129,6 +129,8 @@ class KVCache:
         self.conversations: dict[str, Conversation] = {}
         self.chronicle = Chronicle()
         self._queues = [RetentionQueue(role, self.policy) for role in Role]
+        num_pages = self.config.device_pages + self.config.host_pages
+        self.policy.holds(num_pages * self.config.chunk_tokens)
         self._copies: dict[int, _Copy] = {}
         self._held: list[Chunk] = []  # sources of unfinished page-to-page copies
         self._leaving: dict[Chunk, None] = {}  # asked to go to the host; those in use by then stay
@@ -287,7 +289,10 @@ class KVCache:
         conversation.idle_since = now - self.policy.counts_as_idle(away_seconds)
         if turn.finish is not None:  # else it is suspended
             said = Turned(
-                turn.prompt_end - turn.history_tokens, turn.num_output_tokens, away_seconds
+                turn.prompt_end - turn.history_tokens,
+                turn.num_output_tokens,
+                len(turn.tokens),
+                away_seconds,
             )
             conversation.ratio = self.policy.rested(turn.conversation_id, said, now)
         conversation.num_tokens = len(turn.chunks) * size

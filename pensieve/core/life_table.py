@@ -35,14 +35,14 @@ from typing import NamedTuple
 EDGES = tuple(4.0 * 1.3**i for i in range(30))  # seconds; the last is two hours
 RESTS_MAX = 200_000
 RATE_MAX = 0.95
-RATIO_STEPS_MAX = 4.0  # exp of it, either way, is as far as a conversation differs from others
+RATIO_STEPS_MAX = 1.0  # exp of it, either way, is as far as traits make a conversation differ
 FADE_EVERY_SECONDS = 60.0
 FADE = 0.95  # half in 14 minutes
-# Of conversations with two turns half return, after times that are log-normal.  These and the weights are
-# rounded fits to a quarter of an hour of a public chat service.
+# Half of all conversations return, after times that are log-normal: a rounded fit to a quarter of an
+# hour of a public chat service.  Of traits nothing is believed at first but what clients say themselves.
 PRIOR_RESTS, PRIOR_SHARE, PRIOR_MEDIAN_SECONDS, PRIOR_SPREAD = 100.0, 0.5, 120.0, 0.9
-PRIOR_WEIGHTS = (0.5, -0.2, -1.2, 0.2, 0.8, -2.0, -0.5, -0.2, -1.0)
-PRIOR_CERTAINTY = 40.0
+PRIOR_WEIGHTS = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0)
+PRIOR_CERTAINTY = 15.0
 MESSAGE_TOKENS, SHORT_MESSAGE_TOKENS, REPLY_TOKENS = 3000, 1500, 250
 
 
@@ -51,6 +51,7 @@ class Turned(NamedTuple):
 
     input_tokens: int
     output_tokens: int
+    length: int = 0  # of the conversation's log
     away_seconds: float = 0.0  # how long its client expects to be away; 0: it did not say
 
 
@@ -77,10 +78,11 @@ def _clipped(value: float, least: float, most: float) -> float:
 
 
 class _Rest:
-    __slots__ = ("returned", "since", "traits", "turns")
+    __slots__ = ("length", "returned", "since", "traits", "turns")
 
-    def __init__(self, turns: int, traits: tuple[float, ...], since: float) -> None:
+    def __init__(self, turns: int, traits: tuple[float, ...], length: int, since: float) -> None:
         self.turns = turns
+        self.length = length
         self.traits = traits
         self.since = since
         self.returned = False
@@ -102,19 +104,21 @@ class LifeTable:
         self._pass(now)
         before = self._rests.pop(name, None)
         turns = 1 + (before.turns if before is not None else 0)
-        rest = self._rests[name] = _Rest(turns, traits_of(turns, turned), now)
+        rest = self._rests[name] = _Rest(turns, traits_of(turns, turned), turned.length, now)
         self._stretches[0].append(rest)
         if len(self._rests) > RESTS_MAX:
             self._rests.popitem(last=False)
         return self._ratio(rest)
 
-    def returned(self, name: str, now: float) -> None:
-        """A turn of it begins."""
+    def returned(self, name: str, now: float) -> int | None:
+        """A turn of it begins; how long it was, if it rested."""
         self._pass(now)
         rest = self._rests.get(name)
-        if rest is not None and not rest.returned:
-            rest.returned = True
-            self._learn(rest, min(bisect_right(EDGES, now - rest.since), len(EDGES) - 1), 1.0)
+        if rest is None or rest.returned:
+            return None
+        rest.returned = True
+        self._learn(rest, min(bisect_right(EDGES, now - rest.since), len(EDGES) - 1), 1.0)
+        return rest.length
 
     def forked(self, source: str, target: str, now: float) -> None:
         """A conversation of that name begins with another's turns; what had the name is another."""
@@ -122,7 +126,7 @@ class LifeTable:
             gone.returned = True  # or not: nobody will know
         known = self._rests.get(source)
         if known is not None:
-            twin = self._rests[target] = _Rest(known.turns, known.traits, now)
+            twin = self._rests[target] = _Rest(known.turns, known.traits, 0, now)
             twin.returned = True  # nothing is learned from how soon it is used
 
     def worth(self, idle_seconds: float) -> float:
@@ -137,8 +141,9 @@ class LifeTable:
         return 1.0 - away
 
     def _ratio(self, rest: _Rest) -> float:
-        steps = sum(w * x for w, x in zip(self.weights, rest.traits, strict=True))
-        return math.exp(_clipped(steps, -RATIO_STEPS_MAX, RATIO_STEPS_MAX))
+        steps = [w * x for w, x in zip(self.weights, rest.traits, strict=True)]
+        said = steps.pop()  # by the client, who may know
+        return math.exp(said + _clipped(sum(steps), -RATIO_STEPS_MAX, RATIO_STEPS_MAX))
 
     def _rate(self, index: int) -> float:
         return self._returned[index] / self._reached[index]

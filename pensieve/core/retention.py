@@ -67,6 +67,9 @@ class RetentionPolicy(Protocol):
 
     def value(self, class_index: int, idle_seconds: float) -> float: ...
 
+    def holds(self, num_tokens: int) -> None:
+        """What the tiers have room for."""
+
     def rested(self, name: str, turned: Turned, now: float) -> float:
         """A turn of that conversation has ended; how much likelier than others it is to return."""
 
@@ -88,6 +91,9 @@ class RetentionPolicy(Protocol):
 
 class Oblivious:
     """A policy that learns nothing, takes its client's word, and never computes what it could copy."""
+
+    def holds(self, num_tokens: int) -> None:
+        pass
 
     def rested(self, name: str, turned: Turned, now: float) -> float:
         return 1.0

@@ -8,6 +8,9 @@ goes, with the cost, into the class; what changes with time is the same for all,
 order (retention.py).  What a client says about its return is a trait like others: evidence, weighed by
 how true it proved.
 
+What was learned may be wrong, most of all when the workload shifts: the cache follows it as long as it would
+have lost less than plain lru lately, and lru otherwise (ghost.py).
+
 Where the seconds of a copy between the tiers are known (`CostProfile.copy_seconds`), they are weighed
 against those of recomputing.  A chunk is computed again if that is quicker than copying it in, and it
 does not go to the host if the copy out would cost more than copying it in saves, times how likely its
@@ -20,11 +23,13 @@ import math
 
 from pensieve.core.chunk import Branch
 from pensieve.core.cost import CostProfile
+from pensieve.core.ghost import Trial
 from pensieve.core.life_table import LifeTable, Turned
 
 NUM_CLASSES = 64
 CLASS_RATIO = 1.15
-UNIT_CLASS = 24  # of a chunk without context, of a conversation of ratio 1
+UNIT_CLASS = 16  # of a chunk without context, of a conversation of ratio 1
+ORDER_STEP = 0.25  # ratios that differ by less than exp of it are alike to a ghost
 
 
 class ReturnPolicy:
@@ -41,18 +46,26 @@ class ReturnPolicy:
             self._least_cost * CLASS_RATIO ** (i - UNIT_CLASS) for i in range(NUM_CLASSES)
         ]
         self.table = LifeTable()
+        self.trial = Trial(self._value_of_order, self._seconds_of)
+
+    def holds(self, num_tokens: int) -> None:
+        self.trial.holds(num_tokens)
 
     def rested(self, name: str, turned: Turned, now: float) -> float:
-        return self.table.rested(name, turned, now)
+        ratio = self.table.rested(name, turned, now)
+        self.trial.rested(name, round(math.log(ratio) / ORDER_STEP), turned.length, now)
+        return ratio
 
     def returned(self, name: str, now: float) -> None:
-        self.table.returned(name, now)
+        length = self.table.returned(name, now)
+        if length is not None:
+            self.trial.returned(name, length, now)
 
     def forked(self, source: str, target: str, now: float) -> None:
         self.table.forked(source, target, now)
 
     def counts_as_idle(self, away_seconds: float) -> float:
-        return 0.0  # it is a trait
+        return 0.0 if self.trial.trusted else away_seconds  # else it is a trait
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         while chunk_index >= len(self._steps):
@@ -62,6 +75,8 @@ class ReturnPolicy:
         return min(max(int(steps + UNIT_CLASS), 0), NUM_CLASSES - 1)
 
     def value(self, class_index: int, idle_seconds: float) -> float:
+        if not self.trial.trusted:
+            return self._least_cost / max(idle_seconds, 1e-9)
         return self._of_class[class_index] * self.table.worth(idle_seconds)
 
     def fetches(self, chunk_index: int) -> bool:
@@ -70,8 +85,14 @@ class ReturnPolicy:
 
     def saves(self, branch: Branch, chunk_index: int, now: float) -> bool:
         copy = self._cost.copy_seconds
-        if not copy:
+        if not copy or not self.trial.trusted:
             return True
         gain = self._cost.chunk_seconds((chunk_index + 1) * self._chunk_tokens) - copy
         returns = self.table.likelihood(branch.weight(now), now - branch.idle_since)
         return returns * gain > copy
+
+    def _value_of_order(self, order: int, idle_seconds: float) -> float:
+        return math.exp(order * ORDER_STEP) * self.table.worth(idle_seconds)
+
+    def _seconds_of(self, num_tokens: int) -> float:
+        return num_tokens / self._chunk_tokens * self._cost.chunk_seconds(num_tokens // 2)

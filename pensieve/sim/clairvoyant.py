@@ -1,8 +1,8 @@
 """A policy that knows the trace: whose next message is furthest away goes first (Belady's rule).
 
-No policy that has to guess can hold more of what will be used, so its row in a report bounds what the others
-could still gain.  It does not weigh by cost, and it knows times only as well as `NUM_CLASSES` stretches of the
-trace tell them apart: a bound in practice, not a proof.
+No policy that has to guess can hold more of what will be used, so its row in a report bounds what the
+others could still gain.  It does not weigh by cost, and it knows times only as well as `NUM_CLASSES`
+stretches of the trace tell them apart: a bound in practice, not a proof.
 """
 
 from __future__ import annotations
