@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.cli import bench_chat, bench_service, bench_swap
+from pensieve.core.retention import POLICIES
 from pensieve.errors import InvalidArgument
 
 CONVERSATIONS = (1_000, 10_000, 100_000)
@@ -48,7 +49,11 @@ def add_parser(commands: Any) -> None:
         "--iterations", type=int, default=2000, help="iterations to time (default: 2000)"
     )
     planning.add_argument(
-        "--policy", type=lambda text: text.split(","), default=["lru", "value"], metavar="NAME,…"
+        "--policy",
+        type=lambda text: text.split(","),
+        default=list(POLICIES),
+        metavar="NAME,…",
+        help=f"(default: {','.join(POLICIES)})",
     )
     planning.add_argument("--json", action="store_true", help="print figures as JSON")
     planning.set_defaults(run=planning_command)
