@@ -139,7 +139,8 @@ class Simulator:
                 self._arrive(ahead)
                 ahead = next(source, None)
             while self._due and self._due[0][0] <= now:
-                self._begin(heapq.heappop(self._due)[2])
+                due, _, visit = heapq.heappop(self._due)
+                self._begin(visit, due)
             if self.engine.step():
                 continue
             moments = [self._due[0][0]] if self._due else []
@@ -163,7 +164,7 @@ class Simulator:
             self._call(visit.conversation)
         else:
             person.running = True
-            self._begin(visit)
+            self._begin(visit, visit.at)
 
     def _call(self, name: str) -> None:
         """Whoever waits for the end of a turn speaks, after a while."""
@@ -176,8 +177,9 @@ class Simulator:
         self._num_due += 1
         heapq.heappush(self._due, (max(first, visit.at or 0.0), self._num_due, visit))
 
-    def _begin(self, visit: Visit) -> None:
-        name, now = visit.conversation, self.clock.now()
+    def _begin(self, visit: Visit, since: float) -> None:
+        """The message is said at `since`; an iteration that runs by then ends before it is read."""
+        name = visit.conversation
         person = self._people[name]
         if visit.fork_of:
             source = self._people.get(visit.fork_of)
@@ -199,7 +201,7 @@ class Simulator:
             self._call(name)
             return
         self._num_turns += 1
-        self._turns[self._num_turns] = (name, visit, now)
+        self._turns[self._num_turns] = (name, visit, since)
         sampling = Sampling(max_tokens=visit.output_tokens)
         self.mailbox.put(SubmitTurn(self._num_turns, name, bytes(4 * tokens), history, sampling))
 

@@ -65,6 +65,13 @@ def test_a_turn_takes_what_its_iterations_take() -> None:
     assert (counts.turns, counts.input_tokens, counts.output_tokens) == (1, 100, 5)
 
 
+def test_a_message_waits_for_the_iteration_that_runs_when_it_is_said() -> None:
+    """Half of 0.1 s is left of it, and 50 tokens take 0.05 s."""
+    counts = simulator(SLOW).run([Visit("a", 0.0, 100, 1), Visit("b", 0.05, 50, 1)])
+    assert counts.first_tokens.total == pytest.approx(0.1 + 0.05 + 0.05)
+    assert counts.latencies.total == pytest.approx(0.1 + 0.05 + 0.05)
+
+
 def test_a_later_turn_waits_for_the_reply_and_finds_its_history() -> None:
     visits = (Visit("a", 0.0, 100, 5), Visit("a", 0.01, 10, 2), Visit("a", None, 7, 2, 3.0))
     one = simulator(SLOW)
