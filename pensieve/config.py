@@ -184,6 +184,14 @@ SETTINGS: Table = (
         "what is evicted first (return: learns who comes back)",
         "value|lru|return",
     ),
+    Setting(
+        "cost",
+        _file,
+        "",
+        "what computing and copying cost here, found by `pensieve simulate --journal … --fit FILE` "
+        "(default: from the model's shape)",
+        "FILE",
+    ),
     Setting("chunk_tokens", _whole(1, 1024), "32", "tokens of a chunk", "N"),
     Setting("token_budget", _whole(1, 1 << 20), "512", "tokens of one iteration", "N"),
     Setting("turns_max", _whole(1, 1 << 16), "64", "turns computed at once", "N"),
@@ -297,6 +305,7 @@ class Settings:
     device_cache: TierSize
     host_cache: TierSize
     policy: str
+    cost: Path | None
     chunk_tokens: int
     token_budget: int
     turns_max: int

@@ -30,11 +30,13 @@ from pensieve.errors import (
 if TYPE_CHECKING:
     import torch
 
+    from pensieve.core.cost import CostProfile
     from pensieve.engine.engine import Engine
     from pensieve.engine.mailbox import Mailbox, Outbox
     from pensieve.engine.ports import Sink
     from pensieve.model.leader import Leader
     from pensieve.model.loader import LoadedModel
+    from pensieve.model.shape import ModelShape
     from pensieve.service.conversations import Conversations
     from pensieve.store.conversation_store import ConversationStore
     from pensieve.text import ChatTemplate
@@ -272,7 +274,6 @@ def _build_engine(
     import torch
 
     from pensieve.core.cache import CacheConfig, KVCache
-    from pensieve.core.cost import CostProfile
     from pensieve.core.retention import policy_named
     from pensieve.core.scheduler import Scheduler, SchedulerConfig
     from pensieve.engine.engine import Engine, EngineConfig
@@ -319,13 +320,7 @@ def _build_engine(
         f"KV pools: device {device_size} = {device_pages * settings.chunk_tokens:,} "
         f"tokens, host {host_size} = {host_pages * settings.chunk_tokens:,} tokens"
     )
-    cost = CostProfile.analytic(
-        shape.num_parameters,
-        shape.num_layers,
-        model.num_heads,
-        shape.head_size,
-        settings.chunk_tokens,
-    )
+    cost = _cost(settings, shape, model.num_heads)
     cache_config = CacheConfig(device_pages, host_pages, settings.chunk_tokens)
     scheduler_config = SchedulerConfig(settings.token_budget, settings.turns_max)
     context_max = min(shape.context_max, cache_config.device_tokens_max)
@@ -481,6 +476,28 @@ def _check_kernels(settings: Settings, device: torch.device, report: Report) -> 
         raise ConfigError(f"--chunk-tokens is {work.PAGE} on a GPU: the kernels' pages are")
     report(f"kernels for {cuda.architecture(device.index)}")
     cuda.prepare(device.index)
+
+
+def _cost(settings: Settings, shape: ModelShape, num_heads: int) -> CostProfile:
+    """What recomputing a chunk costs: as found on this machine, or from the model's shape."""
+    from pensieve.cli.simulate_journal import cost_of
+    from pensieve.core.cost import CostProfile
+
+    if settings.cost is None:
+        return CostProfile.analytic(
+            shape.num_parameters,
+            shape.num_layers,
+            num_heads,
+            shape.head_size,
+            settings.chunk_tokens,
+        )
+    found = cost_of(settings.cost)
+    if found.layers != shape.num_layers:
+        raise ConfigError(
+            f"{settings.cost} is of a model with {found.layers} layers, and this one has "
+            f"{shape.num_layers}"
+        )
+    return replace(found.recompute(settings.chunk_tokens), measured=True)
 
 
 def _tier_pages(settings: Settings, page_bytes: int, device_bytes: int | None) -> tuple[int, int]:

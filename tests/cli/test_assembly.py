@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,12 @@ import torch
 from pensieve.cli import assembly
 from pensieve.cli.assembly import _tier_pages, chosen_device
 from pensieve.config import Settings, resolve
+from pensieve.core.returning import ReturnPolicy
 from pensieve.errors import ConfigError, DeviceError
 from pensieve.model import sizing
 from pensieve.model.sizing import MARGIN_BYTES, MARGIN_SHARE, free_for_kv
+from tests.service.rig import started, write_model
+from tests.text.families import QWEN_2_5
 
 GIB = 2**30
 PAGE_BYTES = 4 << 20
@@ -116,3 +120,42 @@ def test_auto_falls_back_to_the_cpu_where_the_gpu_cannot_be_used(
         assert any("computing on the CPU: the CUDA kernels need CuPy" in line for line in told)
         with pytest.raises(DeviceError, match="need CuPy"):
             assembly._load_model(settings_of(device="cuda"), tmp_path, told.append, undo)
+
+
+def cost_file(folder: Path, **changed: object) -> Path:
+    cost = {
+        "dense_seconds_per_token": 0.001,
+        "dense_seconds_min": 0.002,
+        "attention_seconds_per_pair": 1e-7,
+        "attention_seconds_per_key": 1e-7,
+        "overhead_seconds": 0.0001,
+        "layers": 2,
+        "kv_bytes_per_token": 1000,
+        "link_bytes_per_second": 500_000,
+        **changed,
+    }
+    path = folder / "cost.json"
+    path.write_text(json.dumps({"version": 1, "source": "a journal", "cost": cost}))
+    return path
+
+
+def test_retention_weighs_what_was_found_on_this_machine(tmp_path: Path) -> None:
+    """Chunks of 8 tokens: 8 ms to compute and, over a slow link, 16 ms to copy."""
+    model = write_model(tmp_path / "model", QWEN_2_5)
+    path = cost_file(tmp_path)
+    with started(model, tmp_path / "data", policy="return", cost=str(path)) as runtime:
+        policy = runtime.engine.scheduler.cache.policy
+        assert isinstance(policy, ReturnPolicy)
+        assert policy._cost.measured
+        assert policy._cost.chunk_seconds(1000) == pytest.approx(0.008 + 8 * 1e-7 * 1000)
+        assert policy._cost.copy_seconds == pytest.approx(0.016)
+        assert not policy.fetches(0)
+
+
+def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", QWEN_2_5)
+    path = cost_file(tmp_path, layers=7)
+    with pytest.raises(ConfigError, match="7 layers, and this one has 2"):
+        started(model, tmp_path / "data", cost=str(path))
+    with pytest.raises(ConfigError, match=r"cannot read .*nothing\.json: No such file"):
+        started(model, tmp_path / "data", cost=str(tmp_path / "nothing.json"))
