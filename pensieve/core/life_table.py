@@ -35,7 +35,7 @@ from typing import NamedTuple
 EDGES = tuple(4.0 * 1.3**i for i in range(30))  # seconds; the last is two hours
 RESTS_MAX = 200_000
 RATE_MAX = 0.95
-RATIO_STEPS_MAX = 1.0  # exp of it, either way, is as far as traits make a conversation differ
+RATIO_STEPS_MAX = 2.0  # exp of it, either way, is as far as traits make a conversation differ
 FADE_EVERY_SECONDS = 60.0
 FADE = 0.95  # half in 14 minutes
 # Half of all conversations return, after times that are log-normal: a rounded fit to a quarter of an
