@@ -83,7 +83,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--policy",
         metavar="NAME,…",
-        help=f"of {', '.join(POLICIES)}, and {CLAIRVOYANT}, which knows the trace: what none can beat "
+        help=f"of {', '.join(POLICIES)}, and {CLAIRVOYANT}, which knows the trace: hardly to be beaten "
         f"(default: {','.join(COMPARED)}; with --stateless it does not matter)",
     )
     parser.add_argument(

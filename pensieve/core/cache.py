@@ -554,8 +554,14 @@ class KVCache:
         value, chunk = found
         if not chunk.condemned or (rival := self._queues[Role.SWAP_OUT].least(now)) is None:
             return None
-        if rival[0] >= value or (self.host.num_empty and self._saves(rival[1], now)):
+        if rival[0] >= value or rival[1].host_page is not None:
             return None
+        if self._saves(rival[1], now):
+            if self.host.num_empty:
+                return None
+            dropped = self._queues[Role.DROP].least(now)
+            if dropped is not None and dropped[0] <= rival[0]:
+                return None
         self._count_reclaimable(chunk, -1)
         chunk.condemned = False
         self._requalify(chunk, now)

@@ -183,7 +183,7 @@ class Branch:
         While nobody becomes active it only grows (towards the sum of the ratios), so an older
         weight is a lower bound.  (Idle times count as one second at least, so what holds from the
         first idle second on is said from the start.)  Beyond the 64 most recent, holders are
-        counted as idle as the longest idle one: again a lower bound.
+        counted as idle as the longest idle one, and as likely as that to return: it grows no less.
         """
         count = len(self.holders)
         if count <= 1:
@@ -196,7 +196,7 @@ class Branch:
         if count > HOLDERS_SUMMED_MAX:
             longest = next(iter(self.holders))
             others = count - HOLDERS_SUMMED_MAX
-            total += others * longest.ratio * least / (now - longest.idle_since)
+            total += others * min(longest.ratio, 1.0) * least / (now - longest.idle_since)
         return total
 
     def touch(self, holder: Conversation) -> None:

@@ -92,9 +92,12 @@ class Trial:
         for ghost in self._ghosts:
             ghost.tokens_max = num_tokens
 
-    def rested(self, name: str, order: int, length: int, now: float) -> None:
+    def rested(
+        self, name: str, order: int, length: int, now: float, away_seconds: float = 0.0
+    ) -> None:
+        """Lru takes its client's word: one that will be away counts as if it had been for as long."""
         lru, learned = self._ghosts
-        lru.rest(name, 0, length, now)
+        lru.rest(name, round(math.log1p(away_seconds)), length, now - away_seconds)
         learned.rest(name, order, length, now)
 
     def returned(self, name: str, length: int, now: float) -> None:

@@ -14,8 +14,8 @@ leaves a stretch, by returning (y = 1) or by staying away (y = 0), is one observ
 
 Sums begin as `PRIOR_RESTS` made-up rests, and `PRIOR_CERTAINTY` of them for a weight, and fade towards those,
 so the table follows a workload that shifts.  A rest moves from queue to queue, once per stretch at most: a
-bounded amount of work per rest, and at most `RESTS_MAX` of them.  That a conversation whose KV is long gone
-returns teaches just as much.
+bounded amount of work per rest, and no more than twice `RESTS_MAX` of them.  That a conversation whose KV is
+long gone returns teaches just as much.
 
 What it yields to keep something whose conversation has been away for t, per second that it is kept:
 
@@ -78,20 +78,21 @@ def _clipped(value: float, least: float, most: float) -> float:
 
 
 class _Rest:
-    __slots__ = ("length", "returned", "since", "traits", "turns")
+    __slots__ = ("length", "over", "since", "traits", "turns")
 
     def __init__(self, turns: int, traits: tuple[float, ...], length: int, since: float) -> None:
         self.turns = turns
         self.length = length
         self.traits = traits
         self.since = since
-        self.returned = False
+        self.over = False  # it returned, or nobody will know
 
 
 class LifeTable:
     def __init__(self) -> None:
         self._rests: OrderedDict[str, _Rest] = OrderedDict()  # each conversation's last
         self._stretches: list[deque[_Rest]] = [deque() for _ in EDGES]
+        self._num_waiting = 0  # in all of them
         self._prior_returned, self._prior_reached = _made_up()
         self._returned, self._reached = list(self._prior_returned), list(self._prior_reached)
         self.weights = list(PRIOR_WEIGHTS)
@@ -104,30 +105,34 @@ class LifeTable:
         self._pass(now)
         before = self._rests.pop(name, None)
         turns = 1 + (before.turns if before is not None else 0)
-        rest = self._rests[name] = _Rest(turns, traits_of(turns, turned), turned.length, now)
+        rest = self._keep(name, _Rest(turns, traits_of(turns, turned), turned.length, now))
         self._stretches[0].append(rest)
-        if len(self._rests) > RESTS_MAX:
-            self._rests.popitem(last=False)
+        self._num_waiting += 1
+        if self._num_waiting > 2 * RESTS_MAX:  # most of them are over
+            for index, stretch in enumerate(self._stretches):
+                self._stretches[index] = deque(each for each in stretch if not each.over)
+            self._num_waiting = sum(map(len, self._stretches))
         return self._ratio(rest)
 
     def returned(self, name: str, now: float) -> int | None:
         """A turn of it begins; how long it was, if it rested."""
         self._pass(now)
         rest = self._rests.get(name)
-        if rest is None or rest.returned:
+        if rest is None or rest.over:
             return None
-        rest.returned = True
-        self._learn(rest, min(bisect_right(EDGES, now - rest.since), len(EDGES) - 1), 1.0)
+        rest.over = True
+        if now - rest.since < EDGES[-1]:  # else it counts as one that stayed away
+            self._learn(rest, bisect_right(EDGES, now - rest.since), 1.0)
         return rest.length
 
     def forked(self, source: str, target: str, now: float) -> None:
         """A conversation of that name begins with another's turns; what had the name is another."""
         if (gone := self._rests.pop(target, None)) is not None:
-            gone.returned = True  # or not: nobody will know
+            gone.over = True
         known = self._rests.get(source)
         if known is not None:
-            twin = self._rests[target] = _Rest(known.turns, known.traits, 0, now)
-            twin.returned = True  # nothing is learned from how soon it is used
+            twin = self._keep(target, _Rest(known.turns, known.traits, 0, now))
+            twin.over = True  # nothing is learned from how soon it is used
 
     def worth(self, idle_seconds: float) -> float:
         """Of keeping what belongs to a conversation of ratio 1: returns per second."""
@@ -140,9 +145,15 @@ class LifeTable:
             away *= 1.0 - min(self._rate(index) * ratio, RATE_MAX)
         return 1.0 - away
 
+    def _keep(self, name: str, rest: _Rest) -> _Rest:
+        self._rests[name] = rest
+        if len(self._rests) > RESTS_MAX:
+            self._rests.popitem(last=False)[1].over = True
+        return rest
+
     def _ratio(self, rest: _Rest) -> float:
         steps = [w * x for w, x in zip(self.weights, rest.traits, strict=True)]
-        said = steps.pop()  # by the client, who may know
+        said = min(steps.pop(), 0.0)  # by the client: no word makes one count for more than it is
         return math.exp(said + _clipped(sum(steps), -RATIO_STEPS_MAX, RATIO_STEPS_MAX))
 
     def _rate(self, index: int) -> float:
@@ -161,12 +172,14 @@ class LifeTable:
     def _pass(self, now: float) -> None:
         """Time passes: rests go on to their next stretches."""
         for index, (edge, stretch) in enumerate(zip(EDGES, self._stretches, strict=True)):
-            while stretch and (stretch[0].returned or now - stretch[0].since >= edge):
+            while stretch and (stretch[0].over or now - stretch[0].since >= edge):
                 rest = stretch.popleft()
-                if not rest.returned:
+                if not rest.over:
                     self._learn(rest, index, 0.0)
-                    if index + 1 < len(EDGES):
-                        self._stretches[index + 1].append(rest)
+                if not rest.over and index + 1 < len(EDGES):
+                    self._stretches[index + 1].append(rest)
+                else:
+                    self._num_waiting -= 1
         if now - self._faded_at >= FADE_EVERY_SECONDS:
             self._faded_at = now
             self._returned = _faded(self._returned, self._prior_returned)

@@ -53,7 +53,8 @@ class ReturnPolicy:
 
     def rested(self, name: str, turned: Turned, now: float) -> float:
         ratio = self.table.rested(name, turned, now)
-        self.trial.rested(name, round(math.log(ratio) / ORDER_STEP), turned.length, now)
+        order = round(math.log(ratio) / ORDER_STEP)
+        self.trial.rested(name, order, turned.length, now, turned.away_seconds)
         return ratio
 
     def returned(self, name: str, now: float) -> None:

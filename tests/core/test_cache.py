@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.chunk import Branch
 from pensieve.core.iteration import PageCopy
 from pensieve.core.retention import LruPolicy
 from tests.core.world import Stage
@@ -432,3 +433,34 @@ def test_the_audit_notices_a_lost_page() -> None:
     cache.device.take()
     with pytest.raises(AssertionError, match="disagree on which pages are taken"):
         cache.check(0.0)
+
+
+class Wanted(LruPolicy):
+    """Conversations are worth what a test says, however long they rest."""
+
+    num_classes = 4
+
+    def __init__(self, **worth: int) -> None:
+        self.worth = worth
+
+    def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
+        return self.worth[next(iter(branch.holders)).conversation_id]
+
+    def value(self, class_index: int, idle_seconds: float) -> float:
+        return float(class_index)
+
+
+@pytest.mark.parametrize(("worth_of_b", "a", "b"), [(1, "xxd", "-x"), (3, "-xx", "dd")])
+def test_who_is_condemned_is_pardoned_for_one_worth_less(
+    worth_of_b: int, a: str, b: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk of `a` is condemned ahead of need; `b` comes to rest; then `d` needs its page."""
+    policy = Wanted(a=2, b=worth_of_b, c=3, d=3)
+    monkeypatch.setattr("tests.core.world.policy_named", lambda *_: policy)
+    stage = Stage(10, 0)
+    for name, num_prompt in (("a", 11), ("c", 11), ("b", 7)):
+        stage.say(name, num_prompt)
+    assert (stage.where("a"), stage.where("b")) == ("xdd", "dd")
+    stage.say("d", 11)
+    assert (stage.where("a"), stage.where("b"), stage.where("d")) == (a, b, "ddd")
+    stage.scheduler.check(stage.now)

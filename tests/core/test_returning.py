@@ -175,9 +175,37 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     table = LifeTable()
     for number in range(1000):
         table.rested(f"{number}", MESSAGE, float(number))
+        table.forked(f"{number}", f"fork of {number}", float(number))
     assert len(table._rests) == 100
+    assert sum(map(len, table._stretches)) == table._num_waiting <= 200
     table.rested("later", MESSAGE, 1e6)
     assert sum(map(len, table._stretches)) == 1, "rests are forgotten behind the last edge"
+
+
+def test_what_is_forgotten_is_not_held_against_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All return after a minute, when half of their rests have been forgotten."""
+    monkeypatch.setattr("pensieve.core.life_table.RESTS_MAX", 40)
+    table = LifeTable()
+    for number in range(3000):
+        table.rested(f"{number}", MESSAGE, float(number))
+        table.returned(f"{number - 30}", float(number))
+        table.returned(f"{number - 60}", float(number))
+    assert table.likelihood(table.rested("x", MESSAGE, 3000.0), 0.0) > 0.9
+
+
+def test_a_return_after_hours_is_none() -> None:
+    table = LifeTable()
+    table.rested("a", MESSAGE, 0.0)
+    table.rested("b", MESSAGE, 86_400.0)
+    reached = table._reached[-1]
+    table.returned("a", 86_400.0)
+    assert table._reached[-1] == reached, "it counts as one that stayed away"
+
+
+def test_no_word_of_a_client_makes_it_count_for_more() -> None:
+    table = LifeTable()
+    soon, silent = Turned(1500, 250, 0, 1.0), Turned(1500, 250)
+    assert table.rested("a", soon, 0.0) == table.rested("b", silent, 0.0)
 
 
 def test_what_was_learned_fades() -> None:

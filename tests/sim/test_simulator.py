@@ -13,10 +13,12 @@ import pytest
 from pensieve.cli.main import main
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration, Slice, SwapIn, SwapOut
+from pensieve.core.life_table import Turned
 from pensieve.core.retention import POLICIES, policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.core.turn import FinishReason, Turn
+from pensieve.sim.clairvoyant import ClairvoyantPolicy
 from pensieve.sim.model import HARDWARE, MODELS, CostModel, instant
 from pensieve.sim.modelled_executor import PHASES, ModelledExecutor
 from pensieve.sim.simulator import Counts, Simulator
@@ -354,3 +356,30 @@ def test_without_matplotlib_the_extra_is_named(
     given = ["simulate", "--workload", "sharegpt", "--plot", str(tmp_path)]
     assert main(given) == 3
     assert "install the extra `bench`" in capsys.readouterr().err
+
+
+def test_who_knows_the_trace_keeps_what_is_used_next() -> None:
+    """Room for three: lru gives up `a`, which returns; clairvoyance `b`, which does not."""
+    visits = [Visit(name, at, 900, 1) for name, at in (("a", 0.0), ("b", 100.0), ("c", 200.0))]
+    visits += [Visit("d", 300.0, 900, 1), Visit("a", 400.0, 1, 1), Visit("c", 500.0, 1, 1)]
+    found = {}
+    for policy in (policy_named("lru", instant(32)[1], 32), ClairvoyantPolicy(visits)):
+        one = Simulator(
+            instant(32)[0], policy, CacheConfig(110, 0, 32, 0.0, 0.0), SchedulerConfig(2000, 16)
+        )
+        found[policy.name] = one.run(visits).recomputed_tokens
+        one.scheduler.check(one.clock.now())
+    assert found["clairvoyant"] == 0 < found["lru"]
+
+
+def test_clairvoyance_counts_forks_as_use_and_forgets_what_was_refused() -> None:
+    visits = [Visit("a", 0.0, 10, 1), Visit("f", 50.0, 10, 1, 0.0, 11, "a"), Visit("b", 5.0, 10, 1)]
+    policy = ClairvoyantPolicy([*visits, Visit("b", 10.0, 10, 1), Visit("b", 900.0, 10, 1)])
+    policy.returned("a", 0.0)
+    policy.rested("a", Turned(10, 1), 1.0)
+    policy.returned("b", 5.0)
+    policy.rested("b", Turned(10, 1), 6.0)
+    assert policy._next == {"a": 50.0, "b": 10.0}
+    policy.rested("a", Turned(10, 1), 60.0)
+    policy.rested("b", Turned(10, 1), 700.0)
+    assert policy._next == {"a": float("inf"), "b": 900.0}
