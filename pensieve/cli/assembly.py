@@ -497,6 +497,12 @@ def _cost(settings: Settings, shape: ModelShape, num_heads: int) -> CostProfile:
             f"{settings.cost} is of a model with {found.layers} layers, and this one has "
             f"{shape.num_layers}"
         )
+    kv_bytes = settings.tensor_parallel * shape.kv_bytes_per_token
+    if found.kv_bytes_per_token != kv_bytes:
+        raise ConfigError(
+            f"{settings.cost} is of a model with {found.kv_bytes_per_token:,} bytes of KV per token, and "
+            f"this one has {kv_bytes:,}"
+        )
     return replace(found.recompute(settings.chunk_tokens), measured=True)
 
 

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="scripts/reproduce_figures",
         description="Plays figures of the Pensieve and Sarathi-Serve papers again by simulation: plots, and "
-        "a table with the paper's number beside ours. About ten minutes of one core.",
+        "a table with the paper's number beside ours. About five minutes on an idle core.",
     )
     command.add_argument(
         "folder", nargs="?", type=Path, default=FOLDER, help=f"written there (default: {FOLDER})"

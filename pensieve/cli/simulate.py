@@ -186,7 +186,10 @@ def command(arguments: argparse.Namespace) -> int:
         recompute = cost.recompute(CHUNK_TOKENS)
     if arguments.plan:
         return _plan(arguments, cost, points)
-    print(f"assumed: {cost.source}", file=sys.stderr)
+    weighed = ""
+    if recompute.copy_seconds and any(point.policy == "return" for point in points):
+        weighed = "; return weighs copies against recomputing, as in a daemon with --cost"
+    print(f"assumed: {cost.source}{weighed}", file=sys.stderr)
     rows = []
     problems = Problems()
     drawn_until = arguments.seconds if arguments.workload is not None else None
@@ -295,7 +298,8 @@ def _check(arguments: argparse.Namespace) -> None:
             f"{arguments.token_budget} tokens an iteration are fewer than the {arguments.turns_max} "
             "turns (--turns-max) that may generate in it, one token each",
         )
-    if arguments.hardware == INSTANT and arguments.phases != "unified":
+    timeless = arguments.hardware == INSTANT and arguments.cost is None
+    if timeless and arguments.phases != "unified":
         raise InvalidArgument("phases", "differ in time, and with --hardware instant there is none")
 
 

@@ -105,7 +105,7 @@ def run(
         guess = planning.first_guess(replica, load.typical)
         tried = planning.host_memories(replica, load, slo, guess, host_tokens_max, told)
     except Impossible as error:
-        raise InvalidArgument("tbt_p99, ttft_p50", str(error)) from error
+        raise InvalidArgument("tbt_p99, ttft_p50, device_tokens", str(error)) from error
     chosen = planning.recommended(tried)
     rows, needed = _fleets(arguments, replica, load, slo, chosen, wanted, told)
     result = {

@@ -214,13 +214,15 @@ class Replay:
                 whole = False
             if damaged:
                 if not (whole and "version" in entry):
+                    if damaged == 1:
+                        raise NotAJournal(1, "not a journal")
                     raise JournalError(damaged, "is damaged")
                 self.cut_off.append(damaged)
             damaged = 0 if whole else number
-            if damaged == 1:
-                raise NotAJournal(1, "not a journal")
             if whole:
                 yield number, entry
+        if damaged == 1:
+            raise NotAJournal(1, "not a journal")
         if damaged:
             self.cut_off.append(damaged)
 

@@ -114,7 +114,8 @@ def _policies(study: Study) -> Iterator[Line]:
         for name in policies:
             study.told(f"figure 3.14, {name}")
             row = study.play(replace(scenario, policy=name), base * share)
-            hits[name].append((base * share, 100 * (row["hit_rate"] or 1.0)))
+            found = 1.0 if row["hit_rate"] is None else row["hit_rate"]
+            hits[name].append((base * share, 100 * found))
             if row["normalized_p90"]:
                 latency[name].append((row["tokens_per_second"], row["normalized_p90"]))
     study.panels += [

@@ -2,7 +2,7 @@
 
 A simulation for planning is short, so it must not begin with an empty house.  `lived_in` supposes that a load
 has gone on for a long time: whoever began before the house opens and still has something to say is there, its
-log said in one go when its last turn ended.  Until the house opens nothing takes time (planning.py).
+log said in one go when its last turn ended.  Until the house opens nothing takes time (replica.py).
 
 A recorded trace has a rate of its own.  For a lower one some of its conversations are left out, by name; for
 a higher one several copies of it are played at once, each of other conversations and up to half a minute

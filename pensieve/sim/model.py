@@ -16,7 +16,7 @@ These are assumptions, and every report says so.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pensieve.core.cost import CostProfile
 
@@ -165,17 +165,6 @@ class CostModel:
             ),
             self.dense_seconds_per_token * chunk_tokens,
             copy_seconds=self.copy_seconds(chunk_tokens),
-        )
-
-    def scaled(self, factor: float) -> CostModel:
-        """A machine that is so many times as slow."""
-        return replace(
-            self,
-            dense_seconds_per_token=self.dense_seconds_per_token * factor,
-            dense_seconds_min=self.dense_seconds_min * factor,
-            attention_seconds_per_pair=self.attention_seconds_per_pair * factor,
-            attention_seconds_per_key=self.attention_seconds_per_key * factor,
-            overhead_seconds=self.overhead_seconds * factor,
         )
 
 

@@ -51,7 +51,6 @@ class ModelledExecutor:
         self._inward: deque[tuple[float, int]] = deque()  # (end, copy_id), in order
         self._outward: deque[tuple[float, int]] = deque()
         self._in_free = self._out_free = 0.0
-        self.busy_seconds = 0.0
 
     def become(self, cost: CostModel) -> None:
         """From the next iteration on another machine: one on which nothing took time has been prepared."""
@@ -88,8 +87,6 @@ class ModelledExecutor:
             )
         self._clock.advance_to(ends)
         now = self._clock.now()
-        if iteration.slices:
-            self.busy_seconds += now - begun
         if self._watcher is not None:
             self._watcher(iteration, begun, now)
         samples = []

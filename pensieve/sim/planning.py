@@ -40,7 +40,7 @@ def capacity(
     low, row, high = 0.0, Row(), math.inf
     while not low or high / low > NARROW:
         if math.isinf(high):
-            tried = step * low or rate
+            tried = step * low or min(rate, RATE_MOST)
         else:
             tried = math.sqrt(low * high) if low else high / step
         if tried > RATE_MOST:
@@ -99,6 +99,7 @@ def host_memories(
         def trial(rate: float, sized: Replica = sized, rows: dict[float, Row] = rows) -> Row:
             if rate not in rows:
                 rows[rate] = row = played(sized, load.visits(rate), load.window(rate))
+                sized.check_served(row)
                 said = ", ".join(slo.broken(row)) or "carried"
                 told(f"{sized.host_tokens:,} tokens on the host, {rate:.3g} a second: {said}")
             return rows[rate]
@@ -108,6 +109,8 @@ def host_memories(
         elif slo.broken(trial(tried[-1].rate * BETTER)):
             rate = tried[-1].rate
             row = trial(rate)
+            if slo.broken(row):
+                rate, row = capacity(trial, slo, rate, 1.2)
         else:
             rate, row = capacity(trial, slo, tried[-1].rate * BETTER, 1.2)
         tried.append(HostMemory(host_tokens, rate, row))
@@ -173,6 +176,8 @@ def fleet(
         "history_tokens": history,
         "recomputed_tokens": recomputed,
         "recomputed_share": recomputed / history if history else 0.0,
+        "asked": sum(row["asked"] for row in rows),
+        "refused": sum(row["refused"] for row in rows),
         "tokens_per_second": sum(row["tokens_per_second"] for row in rows)
         * (1 if all_of_them else num_replicas),
     }

@@ -8,7 +8,8 @@ A rate of conversations is *carried* if, where it has settled,
 
 are within the `Slo`.  The daemon's own scheduler and cache are played, with nothing taking time until the
 house opens (load.py).  Whoever still waits when the simulation stops counts with the time waited so far, so
-an overloaded replica does not look well because its victims never came to speak.
+an overloaded replica does not look well because its victims never came to speak.  Nor do refused turns make
+it look well: where more than `REFUSED_SHARE` of them are too long for the device tier, nothing is carried.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pensieve.sim.trace import Visit
 
 CHUNK_TOKENS = 32
 QUEUE_P50_SECONDS = 2.0
+REFUSED_SHARE = 0.01  # of the turns that are asked; more is not what was wanted
 
 Row = dict[str, Any]
 
@@ -97,6 +99,14 @@ class Replica:
             raise Impossible(
                 f"the first token after {round(input_tokens):,} new ones takes {alone * 1000:.4g} ms when "
                 f"nobody else is there, more than {slo.ttft_p50_seconds * 1000:g} ms: no load is low enough"
+            )
+
+    def check_served(self, row: Row) -> None:
+        """Impossible if it looks well only because it refuses turns; a single one may be chance."""
+        if row["refused"] > max(REFUSED_SHARE * row["asked"], 1):
+            raise Impossible(
+                f"{row['refused'] / row['asked']:.1%} of the turns are longer than what the device tier of "
+                f"{self.device_tokens:,} tokens can hold"
             )
 
 
@@ -168,5 +178,6 @@ def played(replica: Replica, visits: Iterable[Visit], window: Window) -> Row:
         "recomputed_share": admitted.recomputed_tokens / history if history else 0.0,
         "host_share": admitted.host_tokens / history if history else 0.0,
         "host_full": host.num_pages > 0 and host.num_empty < host.num_pages * 0.02,
+        "asked": counts.asked,
         "refused": counts.refused,
     }

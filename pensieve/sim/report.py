@@ -30,6 +30,7 @@ def figures(policy: str, counts: Counts) -> dict[str, Any]:
     """One row: plain numbers, None where there is nothing to say."""
     seconds = counts.seconds
     found = counts.device_tokens + counts.host_tokens
+    known = found + counts.recomputed_tokens
     return {
         "policy": policy,
         "turns": counts.turns,
@@ -39,7 +40,7 @@ def figures(policy: str, counts: Counts) -> dict[str, Any]:
         "host_tokens": counts.host_tokens,
         "recomputed_tokens": counts.recomputed_tokens,
         "recompute_cost": counts.recompute_cost,
-        "hit_rate": found / (found + counts.recomputed_tokens) if found else None,
+        "hit_rate": found / known if known else None,
         "input_tokens": counts.input_tokens,
         "output_tokens": counts.output_tokens,
         "iterations": counts.iterations,

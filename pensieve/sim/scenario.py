@@ -97,7 +97,7 @@ class Scenario:
         before = 0.0
         if self.opens:
             life = self._reaction + SECONDS_PER_TOKEN * self.habits.output_tokens
-            before = LIVES * max(self.habits.turns_mean, self.turns_min) * life
+            before = LIVES * self.habits.turns_from(self.turns_min) * life
         visits = drawn(
             self.habits,
             rate,
@@ -151,7 +151,7 @@ def at_latency(
             low = middle
         else:
             high = middle
-    share = 0.0 if p90(low) > limit_ms else 1.0
+    share = 0.0 if reached or p90(low) > limit_ms else 1.0
     if reached and math.isfinite(p90(high)) and p90(low) > 0:
         share = math.log(limit_ms / p90(low)) / math.log(p90(high) / p90(low))
 

@@ -55,8 +55,9 @@ STEPS_TOLD = 2000  # of the engine, from one call of `told` to the next
 class Counts:
     """What came of a trace."""
 
+    asked: int = 0  # turns that were begun, counted or not
     turns: int = 0
-    refused: int = 0  # larger than what can be served
+    refused: int = 0  # of those asked: larger than what can be served
     history_tokens: int = 0  # of earlier turns, that turns began with
     recomputed_tokens: int = 0  # of them, whose KV was gone
     recompute_cost: float = 0.0  # of those, in costs of a chunk without context
@@ -66,7 +67,7 @@ class Counts:
     output_tokens: int = 0  # of turns that were counted
     said_tokens: int = 0  # of any turn, since counting began
     iterations: int = 0
-    seconds: float = 0.0  # of the virtual clock, from where counting began to the last token
+    seconds: float = 0.0  # from where counting began to the last token, or to `until`
     latencies: Distribution = field(default_factory=Distribution)  # of a turn, over its tokens
     first_tokens: Distribution = field(default_factory=Distribution)  # to each turn's first token
     gaps: Distribution = field(default_factory=Distribution)  # in a reply, if they are kept
@@ -152,6 +153,8 @@ class Simulator:
             if self._until is not None:
                 moment = min(moment, self._until)
             self.clock.advance_to(moment)
+        if self._until is not None and self.clock.now() >= self._until:
+            self.counts.seconds = self._until - self._count_from
         self.counts.iterations = self.scheduler.counters.iterations
         return self.counts
 
@@ -181,6 +184,7 @@ class Simulator:
         """The message is said at `since`; an iteration that runs by then ends before it is read."""
         name = visit.conversation
         person = self._people[name]
+        self.counts.asked += 1
         if visit.fork_of:
             source = self._people.get(visit.fork_of)
             person.length = min(visit.history_tokens or 0, source.length if source else 0)

@@ -158,6 +158,14 @@ class Habits:
     input_spread: float = 0.0
     output_spread: float = 0.0
 
+    def turns_from(self, least: int) -> float:
+        """The mean of the turns of conversations that have so many or more."""
+        if least <= 1:
+            return self.turns_mean
+        draw = random.Random(0)
+        found = [turns for _ in range(20_000) if (turns := _turns(draw, self)) >= least]
+        return sum(found) / len(found) if found else float(least)
+
 
 # The spreads are those with which the published figures come out.  ShareGPT: 36 % of the conversations have
 # five turns or more, and 0.57 % are longer than the context (here 0.2 %; geometric turns would make it 45 %

@@ -130,8 +130,8 @@ def cost_file(folder: Path, **changed: object) -> Path:
         "attention_seconds_per_key": 1e-7,
         "overhead_seconds": 0.0001,
         "layers": 2,
-        "kv_bytes_per_token": 1000,
-        "link_bytes_per_second": 500_000,
+        "kv_bytes_per_token": 128,
+        "link_bytes_per_second": 64_000,
         **changed,
     }
     path = folder / "cost.json"
@@ -156,6 +156,9 @@ def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", QWEN_2_5)
     path = cost_file(tmp_path, layers=7)
     with pytest.raises(ConfigError, match="7 layers, and this one has 2"):
+        started(model, tmp_path / "data", cost=str(path))
+    path = cost_file(tmp_path, kv_bytes_per_token=1000)
+    with pytest.raises(ConfigError, match="1,000 bytes of KV per token, and this one has 128"):
         started(model, tmp_path / "data", cost=str(path))
     with pytest.raises(ConfigError, match=r"cannot read .*nothing\.json: No such file"):
         started(model, tmp_path / "data", cost=str(tmp_path / "nothing.json"))

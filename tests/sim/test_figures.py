@@ -13,7 +13,7 @@ from pensieve.cli import figures
 from pensieve.sim.long_prompts import PREFILL_FIRST, SCHEDULERS, TABLE_4, play
 from pensieve.sim.model import HARDWARE, MODELS, CostModel
 from pensieve.sim.scenario import Scenario, at_latency
-from pensieve.sim.trace import HABITS
+from pensieve.sim.trace import HABITS, drawn
 
 ROWS = {
     "3.12a": 4,
@@ -95,6 +95,24 @@ def test_a_limit_that_is_not_reached_says_so() -> None:
         return {"rate": rate, "tokens_per_second": None, "normalized_p90": None}
 
     assert not at_latency(nobody, 80.0, 1.0, steps_max=2).reached
+
+
+def test_a_load_that_serves_nobody_is_not_the_limit() -> None:
+    def broken(rate: float) -> dict[str, Any]:
+        p90 = 10.0 if rate <= 1 else None
+        return {"rate": rate, "tokens_per_second": 100 * rate, "normalized_p90": p90}
+
+    found = at_latency(broken, 80.0, 1.0)
+    assert (found.reached, found.rate, found.tokens_per_second) == (True, 1.0, 100.0)
+
+
+def test_longer_conversations_take_longer_to_gather() -> None:
+    habits = HABITS["sharegpt"]
+    assert habits.turns_from(1) == habits.turns_mean
+    found = [visit.conversation for visit in drawn(habits, 1.0, 5000.0, 9, turns_min=5)]
+    each = len(found) / len(set(found))
+    assert each == pytest.approx(habits.turns_from(5), rel=0.07)
+    assert each > 1.5 * habits.turns_mean
 
 
 def test_a_load_that_has_gone_on_for_long_has_its_long_histories() -> None:

@@ -7,6 +7,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,14 @@ from tests.service.rig import Crowd, started, write_model
 from tests.text.families import QWEN_2_5
 
 A100 = CostModel.of(MODELS["llama3-8b"], HARDWARE["a100-80gb"])
+SLOWER = replace(  # three times, but for its link
+    A100,
+    **{
+        name: 3 * seconds
+        for name, seconds in vars(A100).items()
+        if "seconds" in name and "link" not in name
+    },
+)
 
 
 class Hashes:
@@ -151,6 +160,19 @@ def test_a_line_that_a_crash_cut_off_is_left_out_and_said(tmp_path: Path) -> Non
         list(again)
         assert again.cut_off == [len(lines) - 1], lines[-2][:length]
         assert again.num_agreed in (whole - 1, whole)
+
+
+def test_an_engine_that_was_killed_at_its_first_line_loses_nothing_of_the_next(
+    tmp_path: Path,
+) -> None:
+    lines = journal_of(tmp_path)
+    again = Replay([lines[0][:40], *lines])
+    assert len(list(again)) == replay(lines)
+    assert (again.num_engines, again.cut_off) == (1, [1])
+    with pytest.raises(NotAJournal):
+        replay([lines[0][:40]])
+    with pytest.raises(NotAJournal):
+        replay([lines[0][:40], *lines[1:]])
 
 
 @pytest.mark.parametrize(
@@ -275,7 +297,7 @@ def test_the_link_is_found_where_copies_are_waited_for(tmp_path: Path) -> None:
 def test_what_was_not_seen_is_said_and_keeps_its_proportion(tmp_path: Path) -> None:
     """One conversation at a time, short prompts: nothing is bound by computing, nothing is copied."""
     visits = [Visit(f"c{i}", 100.0 * i, 20, 200) for i in range(20)]
-    simulated(tmp_path / "j", visits, A100.scaled(3.0))
+    simulated(tmp_path / "j", visits, SLOWER)
     fit = fitted(seen_in(tmp_path / "j"), A100, "a test")
     assert fit.found == ("dense_seconds_min", "attention_seconds_per_key")
     told = {note.split(":")[0]: note for note in fit.assumed}
@@ -286,14 +308,13 @@ def test_what_was_not_seen_is_said_and_keeps_its_proportion(tmp_path: Path) -> N
         "link_bytes_per_second",
     }
     assert "no batch of up to 20 tokens took longer" in told["dense_seconds_per_token"]
-    wanted = A100.scaled(3.0)
-    constant = wanted.dense_seconds_min + wanted.overhead_seconds
+    constant = SLOWER.dense_seconds_min + SLOWER.overhead_seconds
     assert fit.cost.dense_seconds_min == pytest.approx(constant, rel=0.01)
     assert fit.cost.dense_seconds_per_token == pytest.approx(
-        wanted.dense_seconds_per_token, rel=0.1
+        SLOWER.dense_seconds_per_token, rel=0.1
     )
     assert fit.cost.attention_seconds_per_pair == pytest.approx(
-        wanted.attention_seconds_per_pair, rel=0.1
+        SLOWER.attention_seconds_per_pair, rel=0.1
     )
     assert fit.cost.link_bytes_per_second == A100.link_bytes_per_second
 

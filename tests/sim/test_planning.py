@@ -17,12 +17,14 @@ from pensieve.cli.simulate_plan import text
 from pensieve.core.cache import CacheConfig
 from pensieve.core.retention import policy_named
 from pensieve.core.scheduler import SchedulerConfig
+from pensieve.sim import planning
 from pensieve.sim.fleet import Families, at_home, crowding, home, routed, scattered, timed
 from pensieve.sim.load import Drawn, Recorded
 from pensieve.sim.model import CostModel, instant
 from pensieve.sim.planning import (
     AFFINITY,
     RANDOM,
+    RATE_MOST,
     HostMemory,
     budget_within,
     capacity,
@@ -255,6 +257,36 @@ def test_the_highest_rate_is_found_from_any_guess(limit: float, guess: float) ->
     assert len(tried) < 25
 
 
+def test_a_guess_above_every_rate_is_tried_as_the_highest() -> None:
+    assert capacity(lambda rate: row_of(0.0), Slo(1.0, 1.0), 1e9) == (RATE_MOST, row_of(0.0))
+
+
+def test_a_rate_that_more_memory_does_not_carry_is_sought_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Still(Drawn):
+        def visits(self, rate: float) -> Iterator[Visit]:
+            yield Visit("a", 0.0, 1, 1, after=rate)
+
+    def one(replica: Replica, visits: Iterator[Visit], window: object) -> Row:
+        slower = 1.5 if replica.host_tokens else 1.0
+        return {**row_of(slower * next(visits).after), "host_full": True, "asked": 1, "refused": 0}
+
+    monkeypatch.setattr(planning, "played", one)
+    tried = host_memories(SMALL, Still(CHAT), Slo(1.0, 1.0), 0.3, 30_000)
+    for each in tried:
+        assert 0.9 < each.row["tbt_p99"] <= 1.0
+    assert tried[1].rate < 0.7 * tried[0].rate
+
+
+def test_turns_that_the_device_cannot_hold_are_not_carried_by_refusing_them() -> None:
+    long = Drawn(replace(CHAT, input_tokens=400.0), seconds=30.0)
+    with pytest.raises(
+        Impossible, match=r"% of the turns are longer .* device tier of 2,000 tokens"
+    ):
+        host_memories(replace(SMALL, device_tokens=2000), long, SLO, 0.3, 0)
+
+
 def test_no_rate_at_all_is_said() -> None:
     with pytest.raises(Impossible, match="still: median first token 2000 ms"):
         capacity(lambda rate: row_of(0.0, 2.0), Slo(1.0, 1.0), 1.0)
@@ -430,6 +462,19 @@ def test_the_command_plans_for_a_trace(
     assert "copies of the trace at once" in out
     assert "scaled from one of them, thinned load" in out
     assert "1 replica with affinity" in out
+
+
+def test_costs_from_a_file_give_times_whatever_the_hardware(
+    costs: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["simulate", "--workload", "sharegpt", "--seconds", "5", "--hardware", "instant"]
+    separate = ["--phases", "separate", "--cost", costs, "--policy"]
+    assert main([*given, *separate, "return"]) == 0
+    assert "assumed: made up; return weighs copies against" in capsys.readouterr().err
+    assert main([*given, *separate, "lru"]) == 0
+    assert "weighs" not in capsys.readouterr().err
+    assert main([*given, "--policy", "return"]) == 0
+    assert "weighs" not in capsys.readouterr().err
 
 
 def test_the_command_says_why_it_does_not_plan(

@@ -18,6 +18,7 @@ from pensieve.core.retention import POLICIES, policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.core.turn import FinishReason, Turn
+from pensieve.sim import report
 from pensieve.sim.clairvoyant import ClairvoyantPolicy
 from pensieve.sim.model import HARDWARE, MODELS, CostModel, instant
 from pensieve.sim.modelled_executor import PHASES, ModelledExecutor
@@ -292,9 +293,19 @@ def test_the_clock_may_stop_while_the_load_goes_on() -> None:
     counts = one.run([Visit("a", 0.0, 100, 50), Visit("b", 7.0, 100, 5)])
     assert (counts.turns, counts.said_tokens) == (0, 4)
     assert one.clock.now() == pytest.approx(0.13), "the iteration that was under way ended"
+    assert counts.seconds == 0.125
     idle = simulator(SLOW, until=5.0)
     assert idle.run([Visit("b", 7.0, 100, 5)]).turns == 0
     assert idle.clock.now() == 5.0
+    early = simulator(SLOW, until=5.0, count_from=1.0)
+    assert early.run([Visit("a", 1.0, 100, 5), Visit("b", 7.0, 100, 5)]).seconds == 4.0, (
+        "whoever is silent is silent in it"
+    )
+
+
+def test_nothing_found_is_no_hit_and_nothing_asked_is_neither() -> None:
+    assert report.figures("lru", Counts(recomputed_tokens=10))["hit_rate"] == 0.0
+    assert report.figures("lru", Counts())["hit_rate"] is None
 
 
 # -- sweeps and plots --
