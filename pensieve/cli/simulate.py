@@ -144,7 +144,8 @@ def add_parser(commands: Any) -> None:
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="turns that begin before are played and not counted",
+        help="turns that begin before are played and not counted; times count from a trace's first "
+        "message",
     )
     parser.add_argument(
         "--plot",
@@ -266,7 +267,7 @@ def _plan(arguments: argparse.Namespace, cost: Any, points: list[Point]) -> int:
 
 def _report(problems: Any) -> None:
     if problems.count:
-        shown = ", ".join(f"line {line} ({text})" for line, text in problems.lines)
+        shown = ", ".join(f"{problems.place(line)} ({text})" for line, text in problems.lines)
         more = "" if problems.count == len(problems.lines) else ", …"
         print(f"{problems.count} lines were not understood: {shown}{more}", file=sys.stderr)
 
@@ -369,7 +370,7 @@ def _teller(named: str) -> Callable[[float, Any], None]:
 def _visits(
     arguments: argparse.Namespace, rate: float, problems: Any, files: ExitStack
 ) -> Iterator[Any]:
-    from pensieve.sim.trace import drawn, read
+    from pensieve.sim.trace import drawn, from_zero, read
 
     if arguments.workload is not None:
         yield from drawn(
@@ -380,16 +381,20 @@ def _visits(
             reaction_seconds=arguments.reaction,
         )
         return
-    yield from read(_lines(arguments.traces, files), problems)
+    yield from from_zero(read(_lines(arguments.traces, files, problems), problems))
 
 
-def _lines(paths: Iterable[Path], files: ExitStack) -> Iterator[str]:
+def _lines(paths: Iterable[Path], files: ExitStack, problems: Any) -> Iterator[str]:
+    number = 0
     for path in paths:
         try:
             file = files.enter_context(path.open(encoding="utf-8", errors="replace"))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        yield from file
+        problems.files.append((number, str(path)))
+        for line in file:
+            number += 1
+            yield line
 
 
 def _several(one: Callable[[str], Any]) -> Callable[[str], list[Any]]:

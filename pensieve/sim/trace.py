@@ -10,7 +10,8 @@ have had others before.  Recorded ones come from a file, a line at a time:
 * **plain** (`conversation`, `at` seconds or `after` seconds from the end of the turn before, `input_tokens`,
   `output_tokens`, and, if wanted, `fork_of`).
 
-What cannot be read is counted and named by its line, and the others are played.
+What cannot be read is counted and named by its line, and the others are played.  `from_zero` has the clock
+begin with the first message.
 
 Drawn ones are conversations like those of published figures: `sharegpt`, `agents`, and single requests,
 `requests` and `documents`.
@@ -22,7 +23,7 @@ import json
 import math
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,11 +44,20 @@ class Problems:
 
     lines: list[tuple[int, str]] = field(default_factory=list)  # the first few
     count: int = 0
+    files: list[tuple[int, str]] = field(default_factory=list)  # and how many lines came before
 
     def add(self, line: int, problem: str) -> None:
         self.count += 1
         if len(self.lines) < 10:
             self.lines.append((line, problem))
+
+    def place(self, line: int) -> str:
+        """A line of all, as that of its file."""
+        before, path = (
+            [each for each in self.files if each[0] < line][-1] if self.files else (0, "")
+        )
+        named = f" of {path}" if len(self.files) > 1 else ""
+        return f"line {line - before}{named}"
 
 
 def read(lines: Iterable[str], problems: Problems) -> Iterator[Visit]:
@@ -65,6 +75,17 @@ def read(lines: Iterable[str], problems: Problems) -> Iterator[Visit]:
             problems.add(number, f"{error.args[0]} is missing")
         except (ValueError, TypeError) as error:
             problems.add(number, str(error))
+
+
+def from_zero(visits: Iterable[Visit]) -> Iterator[Visit]:
+    """The first message is said at 0: a trace may begin in the middle of a day."""
+    first: float | None = None
+    for visit in visits:
+        if visit.at is None:
+            yield visit
+            continue
+        first = visit.at if first is None else first
+        yield visit if not first else replace(visit, at=max(visit.at - first, 0.0))
 
 
 def plain_visit(given: dict[str, object]) -> Visit:

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from pensieve.sim.trace import HABITS, Problems, Visit, drawn, read
+from pensieve.sim.trace import HABITS, Problems, Visit, drawn, from_zero, read
 
 
 def visits(*lines: object) -> list[Visit]:
@@ -103,3 +103,21 @@ def test_drawn_conversations_are_as_long_as_published() -> None:
     assert [v.at for v in first] == sorted(v.at for v in first if v.at is not None)
     assert found == list(drawn(HABITS["sharegpt"], 2.0, 3000.0, seed=1))
     assert max(v.after for v in found) > 120
+
+
+def test_a_line_is_named_in_its_file() -> None:
+    problems = Problems()
+    assert problems.place(3) == "line 3"
+    problems.files = [(0, "a.jsonl")]
+    assert problems.place(3) == "line 3"
+    problems.files = [(0, "a.jsonl"), (5, "b.jsonl"), (9, "an empty one"), (9, "c.jsonl")]
+    assert problems.place(5) == "line 5 of a.jsonl"
+    assert problems.place(9) == "line 4 of b.jsonl"
+    assert problems.place(10) == "line 1 of c.jsonl"
+
+
+def test_the_clock_begins_with_the_first_message() -> None:
+    visits = [Visit("a", 1800.5, 1, 1), Visit("b", 1802.0, 1, 1), Visit("a", None, 1, 1, 3.0)]
+    assert [visit.at for visit in from_zero(visits)] == [0.0, 1.5, None]
+    early = [Visit("a", 5.0, 1, 1), Visit("b", 4.0, 1, 1)]
+    assert [visit.at for visit in from_zero(early)] == [0.0, 0.0]
