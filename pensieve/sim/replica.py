@@ -14,7 +14,7 @@ it look well: where more than `REFUSED_SHARE` of them are too long for the devic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from pensieve.core.scheduler import SchedulerConfig
 from pensieve.core.turn import Usage
 from pensieve.engine.mailbox import Event, Message, TurnEnded
 from pensieve.sim.load import Window
-from pensieve.sim.model import CostModel, instant
+from pensieve.sim.model import CostModel
 from pensieve.sim.series import Distribution
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Visit
@@ -74,13 +74,14 @@ class Replica:
 
     def simulator(self, window: Window) -> Simulator:
         return Simulator(
-            instant(CHUNK_TOKENS)[0] if window.opens else self.cost,
+            self.cost,
             policy_named(self.policy, self.cost.recompute(CHUNK_TOKENS), CHUNK_TOKENS),
             CacheConfig(self.device_tokens // CHUNK_TOKENS, self.host_tokens // CHUNK_TOKENS),
             SchedulerConfig(self.token_budget, self.turns_max),
             keep_gaps=True,
             count_from=window.counts,
             until=window.ends,
+            opens=window.opens,
         )
 
     def check(self, slo: Slo, input_tokens: float) -> None:
@@ -149,14 +150,7 @@ def played(replica: Replica, visits: Iterable[Visit], window: Window) -> Row:
     simulator = replica.simulator(window)
     admitted = _Admitted(window.counts)
     simulator.engine.observe(admitted)
-
-    def opening() -> Iterator[Visit]:
-        for visit in visits:
-            if visit.at is not None and visit.at >= window.opens:
-                simulator.executor.become(replica.cost)
-            yield visit
-
-    counts = simulator.run(opening())
+    counts = simulator.run(visits)
     now = simulator.clock.now()
     for turn in simulator.scheduler.turns():  # whoever waits still, as long as until now
         usage = turn.usage

@@ -22,7 +22,7 @@ from pensieve.core.retention import policy_named
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.sim import report
 from pensieve.sim.load import LIVES, RESTS, lived_in
-from pensieve.sim.model import CostModel, instant
+from pensieve.sim.model import CostModel
 from pensieve.sim.simulator import Counts, Simulator
 from pensieve.sim.trace import Habits, Visit, drawn
 
@@ -68,7 +68,7 @@ class Scenario:
     def simulator(self) -> Simulator:
         counts = self.opens + self.warm_seconds
         return Simulator(
-            instant(CHUNK_TOKENS)[0] if self.opens else self.cost,
+            self.cost,
             policy_named(self.policy, self.cost.recompute(CHUNK_TOKENS), CHUNK_TOKENS),
             CacheConfig(self.device_tokens // CHUNK_TOKENS, self.host_tokens // CHUNK_TOKENS),
             SchedulerConfig(self.token_budget, self.turns_max),
@@ -76,21 +76,14 @@ class Scenario:
             keep_gaps=self.keep_gaps,
             count_from=counts,
             until=counts + self.seconds,
+            opens=self.opens,
             stateless=self.stateless,
             phases=self.phases,
         )
 
     def play(self, conversations_per_second: float, told: Told | None = None) -> Row:
         """The figures of one rate."""
-        simulator = self.simulator()
-
-        def opening() -> Iterator[Visit]:
-            for visit in self._visits(conversations_per_second):
-                if visit.at is not None and visit.at >= self.opens:
-                    simulator.executor.become(self.cost)
-                yield visit
-
-        counts = simulator.run(opening(), told)
+        counts = self.simulator().run(self._visits(conversations_per_second), told)
         return {**report.figures(self.policy, counts), "rate": conversations_per_second}
 
     def _visits(self, rate: float) -> Iterator[Visit]:

@@ -33,7 +33,7 @@ from pensieve.engine.mailbox import (
     TurnDelta,
     TurnEnded,
 )
-from pensieve.sim.model import CostModel
+from pensieve.sim.model import CostModel, instant
 from pensieve.sim.modelled_executor import ModelledExecutor
 from pensieve.sim.series import Distribution, Series
 from pensieve.sim.trace import Visit
@@ -94,12 +94,14 @@ class Simulator:
         keep_gaps: bool = False,
         count_from: float = 0.0,  # turns that begin before are played and not counted
         until: float | None = None,  # the clock stops here, whatever is left
+        opens: float = 0.0,  # before it nothing takes time: what is there already is prepared
         stateless: bool = False,
         phases: str = "unified",
         keep_series: bool = False,
     ) -> None:
         self.clock = VirtualClock()
-        self.executor = ModelledExecutor(cost, self.clock, self._watch, phases)
+        free = instant(cache.chunk_tokens)[0]
+        self.executor = ModelledExecutor(free if opens else cost, self.clock, self._watch, phases)
         self.scheduler = Scheduler(KVCache(cache, policy), scheduler)
         self.mailbox = Mailbox(1 << 20)
         self.config = EngineConfig(
@@ -113,6 +115,7 @@ class Simulator:
         self._keep_gaps = keep_gaps
         self._count_from = count_from
         self._until = until
+        self._opens, self._cost = opens, cost
         self._stateless = stateless
         self.series = Series(WATCHED) if keep_series else None
         self._people: dict[str, _Person] = {}
@@ -133,6 +136,9 @@ class Simulator:
             now = self.clock.now()
             if self._until is not None and now >= self._until:
                 break
+            if self._opens and now >= self._opens:
+                self.executor.become(self._cost)
+                self._opens = 0.0
             num_steps += 1
             if told is not None and num_steps % STEPS_TOLD == 0:
                 told(now, self.counts)
@@ -149,10 +155,8 @@ class Simulator:
                 moments.append(ahead.at)
             if not moments:
                 break
-            moment = min(moments)
-            if self._until is not None:
-                moment = min(moment, self._until)
-            self.clock.advance_to(moment)
+            moments += [each for each in (self._until, self._opens) if each]
+            self.clock.advance_to(min(moments))
         if self._until is not None and self.clock.now() >= self._until:
             self.counts.seconds = self._until - self._count_from
         self.counts.iterations = self.scheduler.counters.iterations
