@@ -269,8 +269,8 @@ NOTES = {  # by figure: where it differs, and why as far as it was tried
     "nearly all histories stay; computing them again is nearly all that the stateless systems do.",
     "3.14": "a chunk behind 2,000 tokens costs only 6 % more than a first one when attention runs at the "
     "matrix rate, so cost over idle time orders much as idle time alone. The largest saving is "
-    "where little is computed again; over the five loads `value` finds 0.8 points more to 0.8 "
-    "less than lru, `return` 4.4 more to 5.1 less.",
+    "where little is computed again; over the five loads `value` finds 0.7 points more to 0.5 "
+    "less than lru, `return` 3.6 more to 0.8 less.",
     "3.15b": "presumably as 3.12b.",
     "3.16": "falls with the reaction time as in the paper; the level is that of 3.12b.",
     "3.18": "throughput is bound by the room for KV, which both have; it is latency that separate passes "
