@@ -58,9 +58,7 @@ class RetentionPolicy(Protocol):
 
     name: str
     num_classes: int
-    class_ratio: (
-        float  # between the values of neighbouring classes, at most; higher ones are worth more
-    )
+    class_ratio: float  # between the values of neighbouring classes, at most; they rise
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
         """A class 0 <= i < num_classes that does not exceed the chunk's value."""
