@@ -49,7 +49,7 @@ ROOMS = {
     "cycles": room(),
     "config": room(never="threading"),
 }
-ASSEMBLES = {"cli", "__main__", "__init__"}
+ASSEMBLES = {"cli", "launch", "__main__", "__init__"}
 HEAVY = {
     "torch",
     "transformers",

@@ -26,6 +26,7 @@ from pensieve.config import Settings, resolve
 from pensieve.engine.mailbox import Mailbox, Outbox
 from pensieve.engine.ports import Sink
 from pensieve.errors import DeviceError, PensieveError
+from pensieve.launch.cpu_threads import spin_briefly
 from pensieve.service.channel import BrokenChannel, frames, message_of, pack, pack_events
 
 MESSAGES_MAX = 65_536
@@ -35,6 +36,7 @@ Build = Callable[[Settings, Path, Report, Mailbox, Sink], BuiltEngine]
 
 
 def main(fd: int, build: Build) -> int:
+    spin_briefly()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the service's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)

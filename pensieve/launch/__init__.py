@@ -1,0 +1,1 @@
+"""From settings to running parts: what starts processes and joins rooms that must not know each other."""
