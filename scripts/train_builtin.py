@@ -5,7 +5,7 @@
     python scripts/train_builtin.py --resume --minutes 10 go on from the model in --out
     python scripts/train_builtin.py --evaluate            examine the model in --out, train nothing
 
-The dialogues come from `pensieve.builtin.dialogues`; the tokenizer (byte-level BPE, so that every
+The dialogues come from `scripts.builtin_corpus.dialogues`; the tokenizer (byte-level BPE, so that every
 text can be encoded and comes back exactly) is trained on them first. The model is a Llama of three
 layers that learns, reply by reply, to find in its context what it was told.
 
@@ -42,8 +42,9 @@ from transformers.utils import logging
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pensieve.builtin import MODEL_PATH, words  # noqa: E402
-from pensieve.builtin.dialogues import (  # noqa: E402
+from pensieve.builtin import MODEL_PATH  # noqa: E402
+from scripts.builtin_corpus import words  # noqa: E402
+from scripts.builtin_corpus.dialogues import (  # noqa: E402
     Exchange,
     conversation,
     examination,

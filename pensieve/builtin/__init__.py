@@ -2,8 +2,8 @@
 
 It remembers what it is told (names, places, numbers) and says it back many turns later, and knows
 next to nothing else. That is its purpose: a KV-token that went wrong shows as a wrong answer.
-`scripts/train_builtin.py` makes everything in `model/` from nothing but this package's own
-dialogues (`words`, `facts`, `small_talk`, `dialogues`).
+`scripts/train_builtin.py` makes everything in `model/` from nothing but the dialogues of
+`scripts/builtin_corpus`.
 """
 
 from __future__ import annotations

@@ -91,9 +91,9 @@ def _run(
     arguments: argparse.Namespace,
     resolved: Resolved,
 ) -> int:
-    from pensieve.cli.serve import socket_path
     from pensieve.client.admin import Admin
     from pensieve.client.failures import Retry
+    from pensieve.launch.admin_socket import socket_path
 
     address, data = resolved.values["daemon"], resolved.values["data"]
     if address is None:
@@ -243,7 +243,7 @@ def drain(admin: Admin, arguments: argparse.Namespace) -> int:
 
 
 def new_token(arguments: argparse.Namespace) -> int:
-    from pensieve.service.door import new_token as drawn
+    from pensieve.service.grpc.auth import new_token as drawn
     from pensieve.store.records import ID_PATTERN
 
     if arguments.tenant and not ID_PATTERN.fullmatch(arguments.tenant):

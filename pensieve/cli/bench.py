@@ -12,16 +12,15 @@ import argparse
 import json
 import random
 import sys
-import tempfile
 import time
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pensieve.cli import bench_chat, bench_service, bench_swap
-from pensieve.core.retention import POLICIES
+from pensieve.bench import chat as bench_chat
+from pensieve.bench import service as bench_service
+from pensieve.bench import swap as bench_swap
+from pensieve.core.policies.queue import POLICIES
 from pensieve.errors import InvalidArgument
 
 CONVERSATIONS = (1_000, 10_000, 100_000)
@@ -139,7 +138,7 @@ def _counts(text: str) -> tuple[int, ...]:
 def attention_command(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from pensieve.cli import bench_attention as bench
+    from pensieve.bench import attention as bench
 
     if min(arguments.context) < arguments.queries:
         raise InvalidArgument("context", "is at least as long as the queries")
@@ -177,7 +176,7 @@ def step_command(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from pensieve.cli import bench_step as bench
+    from pensieve.bench import step as bench
     from pensieve.model.loader import load
     from pensieve.text.tokenizer import Tokenizer
 
@@ -186,6 +185,8 @@ def step_command(arguments: argparse.Namespace) -> int:
     out = sys.stderr if arguments.json else sys.stdout
     about: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     int8 = arguments.weights == "int8"
+    from pensieve.bench.measured_model import measured_model
+
     with measured_model(arguments.model, arguments.shape) as folder:
         exact = bench.Logits.of(load(folder)) if int8 else None
         model = load(
@@ -225,23 +226,6 @@ def step_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@contextmanager
-def measured_model(name: str, shape: str) -> Iterator[Path]:
-    """The folder of the model named, or of one with random weights that is gone afterwards."""
-    from pensieve.cli.assembly import resolve_model
-    from pensieve.cli.random_model import SHAPES, make
-
-    if name:
-        yield resolve_model(name)
-        return
-    if shape not in SHAPES:
-        raise InvalidArgument("shape", f"is one of {', '.join(SHAPES)}")
-    with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
-        print(f"making random weights, {shape}", file=sys.stderr, flush=True)
-        make(Path(folder), SHAPES[shape])
-        yield Path(folder)
-
-
 def planning_command(arguments: argparse.Namespace) -> int:
     rows = []
     for policy in arguments.policy:
@@ -277,7 +261,7 @@ def measure_planning(
     from pensieve.core.cache import CacheConfig, KVCache
     from pensieve.core.cost import CostProfile
     from pensieve.core.iteration import Iteration, Outcome, Sample
-    from pensieve.core.retention import policy_named
+    from pensieve.core.policies.queue import policy_named
     from pensieve.core.sampling import Sampling
     from pensieve.core.scheduler import Scheduler, SchedulerConfig
     from pensieve.core.turn import FinishReason, Turn

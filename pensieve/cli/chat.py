@@ -20,7 +20,7 @@ from pensieve.config import Resolved
 from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnFailed, Unavailable
 
 if TYPE_CHECKING:
-    from pensieve.cli.partners import Partner, Spoken
+    from pensieve.cli.chat_backends import Partner, Spoken
 
 HELP = """\
 /new [ID]        begin another conversation
@@ -62,22 +62,22 @@ def _partner(
     stack: contextlib.ExitStack, resolved: Resolved, quiet: bool
 ) -> tuple[Partner, str, float]:
     """Who to talk to, what it is called, and how long it took to get there."""
-    from pensieve.cli import partners
+    from pensieve.cli import chat_backends as partners
 
     started = time.monotonic()
     address = resolved.values["daemon"]
     if address is None:
         with _status(quiet) as report:
-            from pensieve.cli.assembly import start
+            from pensieve.launch.engine import start
 
             report("opening the history")
             runtime = stack.enter_context(start(resolved.settings, "pensieve chat", report))
         name = resolved.settings.model or "the built-in model (for trying the machinery)"
         return partners.EngineHere(runtime), name, time.monotonic() - started
 
-    from pensieve.cli.serve import socket_path
     from pensieve.client import Client, Retry
     from pensieve.client.admin import Admin
+    from pensieve.launch.admin_socket import socket_path
 
     token, tls = resolved.values["token"], resolved.values["tls_ca"] or False
     options: dict[str, Any] = {"token": token, "tls": tls}

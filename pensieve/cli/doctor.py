@@ -85,7 +85,7 @@ def _cpu_kernels() -> str:
     try:
         import torch
 
-        from pensieve.kernels import cpu
+        from pensieve.kernels.attention import cpu
     except ImportError:
         return "unknown: torch is missing"
     with warnings.catch_warnings():
@@ -118,7 +118,8 @@ def _gpu_kernels() -> str:
         import torch
 
         from pensieve.errors import DeviceError
-        from pensieve.kernels import cuda, nvrtc
+        from pensieve.kernels import nvrtc
+        from pensieve.kernels.attention import cuda
     except ImportError:
         return "unknown: torch is missing"
     has_gpu = torch.cuda.is_available()

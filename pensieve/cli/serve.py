@@ -22,9 +22,10 @@ from typing import Any
 
 from pensieve.config import SERVING, Resolved
 from pensieve.errors import ConfigError
+from pensieve.launch import programs
+from pensieve.launch.admin_socket import socket_path
 
 SWITCH_SECONDS = 0.0005  # that the store's thread may make the loop, and so every stream, wait
-SOCKET_BYTES_MAX = 107  # of a UNIX socket's path
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
@@ -56,10 +57,10 @@ class Serving:
 
 
 async def _serve(serving: Serving, resolved: Resolved) -> int:
-    from pensieve.cli.assembly import load_texts, resolve_model
-    from pensieve.service import door
+    from pensieve.launch.engine import load_texts, resolve_model
     from pensieve.service.daemon import Daemon, DaemonConfig
-    from pensieve.service.server import Listening, Server, check_exposure
+    from pensieve.service.grpc import auth as door
+    from pensieve.service.grpc.server import Listening, Server, check_exposure
     from pensieve.store.conversation_store import ConversationStore
 
     began = time.monotonic()
@@ -100,9 +101,9 @@ async def _serve(serving: Serving, resolved: Resolved) -> int:
         texts.defaults,
         {**resolved.written, "model": str(folder), "data": str(settings.data)},
         folder,
+        _program(serving),
         DaemonConfig(turns_max=serving.turns_waiting_max, grace_seconds=serving.grace),
         report,
-        _program(serving),
         door.limits_of(listening.tokens),
     )
     server = Server(daemon, listening)
@@ -148,27 +149,10 @@ async def _serve(serving: Serving, resolved: Resolved) -> int:
     return 0
 
 
-def _program(serving: Serving) -> tuple[str, ...] | None:
+def _program(serving: Serving) -> tuple[str, ...]:
     if serving.engine == "model":
-        return None
-    seconds = f"--seconds={serving.echo_seconds}"
-    return (sys.executable, "-m", "pensieve.cli.echo_engine", seconds)
-
-
-def socket_path(data: Path) -> Path:
-    """DATA/admin.sock, or a name in XDG_RUNTIME_DIR where that is too long for a socket."""
-    path = data / "admin.sock"
-    if len(os.fsencode(path)) <= SOCKET_BYTES_MAX:
-        return path
-    import hashlib
-
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if not runtime:
-        raise ConfigError(
-            f"{path} is too long for a socket; set XDG_RUNTIME_DIR or a shorter --data"
-        )
-    name = hashlib.sha256(os.fsencode(data.absolute())).hexdigest()[:16]
-    return Path(runtime) / f"pensieve-{name}.sock"
+        return programs.ENGINE
+    return (*programs.ECHO_ENGINE, f"--seconds={serving.echo_seconds}")
 
 
 def _write_ready(path: Path, address: str) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pensieve.cli import simulate_journal, simulate_plan
-from pensieve.core.retention import POLICIES
+from pensieve.core.policies.queue import POLICIES
 from pensieve.errors import ConfigError, InvalidArgument
-from pensieve.sim.model import (
+from pensieve.sim.cost import (
     DEVICE_SHARE,
     HARDWARE,
     INSTANT,
@@ -24,7 +24,7 @@ from pensieve.sim.model import (
     device_tokens_of,
     host_tokens_of,
 )
-from pensieve.sim.modelled_executor import PHASES
+from pensieve.sim.executor import PHASES
 from pensieve.sim.trace import HABITS
 
 CHUNK_TOKENS = 32
@@ -161,11 +161,11 @@ def add_parser(commands: Any) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    from pensieve.cli import plots
+    from pensieve.bench import plots
     from pensieve.core.cache import CacheConfig
     from pensieve.core.scheduler import SchedulerConfig
-    from pensieve.sim import report
-    from pensieve.sim.model import CostModel, instant
+    from pensieve.sim import cost_file, report
+    from pensieve.sim.cost import CostModel, instant
     from pensieve.sim.simulator import Simulator
     from pensieve.sim.trace import Problems
 
@@ -178,7 +178,7 @@ def command(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         plots.matplotlib()  # before hours are spent
     if arguments.cost is not None:
-        cost = simulate_journal.cost_of(arguments.cost)
+        cost = cost_file.load(arguments.cost)
         recompute = cost.recompute(CHUNK_TOKENS)
     elif arguments.hardware == INSTANT:
         cost, recompute = instant(CHUNK_TOKENS)
@@ -238,7 +238,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _policy(arguments: argparse.Namespace, point: Point, recompute: Any) -> Any:
-    from pensieve.core.retention import policy_named
+    from pensieve.core.policies.queue import policy_named
     from pensieve.sim.clairvoyant import ClairvoyantPolicy
     from pensieve.sim.trace import Problems
 

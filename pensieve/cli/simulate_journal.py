@@ -18,8 +18,8 @@ from pensieve.errors import ConfigError, InvalidArgument
 if TYPE_CHECKING:
     from pensieve.core.cost import CostProfile
     from pensieve.engine.journal import Replay
-    from pensieve.sim.fitting import Fit
-    from pensieve.sim.model import CostModel
+    from pensieve.sim.cost import CostModel
+    from pensieve.sim.fit import Fit
     from pensieve.sim.observed import Observations
     from pensieve.sim.simulator import Simulator
 
@@ -56,18 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="append a journal of what is simulated to this file, as `serve --journal` does",
     )
-
-
-def cost_of(path: Path) -> CostModel:
-    """Of a file that --fit wrote."""
-    from pensieve.sim import cost_file
-
-    try:
-        return cost_file.read(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} {error}") from error
 
 
 @contextmanager
@@ -175,8 +163,8 @@ def _said(path: Path, replay: Replay, problem: str | None) -> Iterator[str]:
 
 def _fitted(arguments: argparse.Namespace, replay: Replay, seen: Observations) -> Fit:
     from pensieve.sim import cost_file
-    from pensieve.sim.fitting import assumed_for, fitted
-    from pensieve.sim.model import HARDWARE, INSTANT, MODELS, CostModel
+    from pensieve.sim.cost import HARDWARE, INSTANT, MODELS, CostModel
+    from pensieve.sim.fit import assumed_for, fitted
 
     hardware = arguments.hardware
     if str(replay.model.get("device", "")).startswith("cpu"):

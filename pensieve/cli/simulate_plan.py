@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from pensieve.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from pensieve.sim.load import Load
-    from pensieve.sim.model import CostModel
-    from pensieve.sim.planning import HostMemory
-    from pensieve.sim.replica import Replica, Row, Slo
+    from pensieve.sim.cost import CostModel
+    from pensieve.sim.plan.load import Load
+    from pensieve.sim.plan.planning import HostMemory
+    from pensieve.sim.plan.replica import Replica, Row, Slo
     from pensieve.sim.trace import Visit
 
 REPLICAS_MAX = 1000
@@ -71,9 +71,9 @@ def run(
     visits: Iterable[Visit],
 ) -> int:
     """`visits` are those of the trace, if there is one."""
-    from pensieve.sim import planning
-    from pensieve.sim.load import Drawn, Recorded
-    from pensieve.sim.replica import Impossible, Replica, Slo
+    from pensieve.sim.plan import planning
+    from pensieve.sim.plan.load import Drawn, Recorded
+    from pensieve.sim.plan.replica import Impossible, Replica, Slo
     from pensieve.sim.trace import HABITS
 
     _check(arguments, policy)
@@ -125,7 +125,7 @@ def run(
 
 
 def _check(arguments: argparse.Namespace, policy: str) -> None:
-    from pensieve.core.retention import POLICIES
+    from pensieve.core.policies.queue import POLICIES
 
     if policy not in POLICIES:
         raise InvalidArgument("policy", f"{policy} is for a single simulation, not for --plan")
@@ -185,8 +185,8 @@ def _fleets(
     told: Any,
 ) -> tuple[list[Row], dict[str, Any]]:
     """Both ways of routing: how many are needed, and what some numbers of replicas carry."""
-    from pensieve.sim import planning
-    from pensieve.sim.fleet import crowding
+    from pensieve.sim.plan import planning
+    from pensieve.sim.plan.fleet import crowding
 
     replica = replace(replica, host_tokens=chosen.host_tokens)
     pace = chosen.row["seconds_per_token"] or slo.tbt_p99_seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pensieve.core.chunk import Branch, Chunk, Conversation
+from pensieve.core.prefix_tree import Branch, Chunk, Conversation
 
 if TYPE_CHECKING:
     from pensieve.core.cache import KVCache

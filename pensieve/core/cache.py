@@ -36,12 +36,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pensieve.core.audit import audit
-from pensieve.core.chronicle import Chronicle
-from pensieve.core.chunk import Branch, Chunk, Conversation
+from pensieve.core.eviction_log import Chronicle
 from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
-from pensieve.core.life_table import Turned
-from pensieve.core.pages import PagePool
-from pensieve.core.retention import RetentionPolicy, RetentionQueue, Role
+from pensieve.core.policies.queue import RetentionPolicy, RetentionQueue, Role
+from pensieve.core.policies.return_model import Turned
+from pensieve.core.prefix_tree import Branch, Chunk, Conversation
+from pensieve.core.tiers import PagePool
 from pensieve.core.turn import Turn
 
 

@@ -36,8 +36,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from pensieve.core.cache import Admission, KVCache
-from pensieve.core.chunk import Chunk
 from pensieve.core.iteration import Iteration, Outcome, PageCopy, Sample, Slice, SwapIn
+from pensieve.core.prefix_tree import Chunk
 from pensieve.core.turn import FinishReason, Turn, TurnState
 
 PLACE = attrgetter("place")

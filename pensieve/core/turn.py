@@ -15,7 +15,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
-from pensieve.core.chunk import Chunk
+from pensieve.core.prefix_tree import Chunk
 from pensieve.core.sampling import Sampling
 
 PRIORITY_MIN, PRIORITY_MAX = -8, 8

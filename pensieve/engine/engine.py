@@ -26,11 +26,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pensieve import cycles
+from pensieve import gc_pause as cycles
 from pensieve.core.iteration import Iteration
 from pensieve.core.scheduler import Progress, Scheduler
 from pensieve.core.turn import FinishReason, Turn, Usage
-from pensieve.engine.mailbox import (
+from pensieve.engine.mailbox import Mailbox
+from pensieve.engine.messages import (
     Answer,
     CancelTurn,
     CheckIntegrity,
@@ -41,7 +42,6 @@ from pensieve.engine.mailbox import (
     ForkConversation,
     GetStats,
     ListCached,
-    Mailbox,
     Message,
     RewindConversation,
     SubmitTurn,

@@ -27,12 +27,13 @@ from pensieve import __version__
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, Sample, TurnFailure
-from pensieve.core.retention import policy_named
+from pensieve.core.policies.queue import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
 from pensieve.core.turn import FinishReason
 from pensieve.engine.engine import Engine, EngineConfig
-from pensieve.engine.mailbox import Event, Mailbox, Message, SubmitTurn
+from pensieve.engine.mailbox import Mailbox
+from pensieve.engine.messages import Event, Message, SubmitTurn
 
 VERSION = 1
 MESSAGES = {each.__name__: each for each in get_args(Message)}

@@ -10,7 +10,7 @@ from pensieve.core.cache import KVCache
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.turn import FinishReason
-from pensieve.engine.mailbox import Event, Message, TurnEnded
+from pensieve.engine.messages import Event, Message, TurnEnded
 
 
 class Metrics:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pensieve.core.iteration import Iteration, Outcome
-from pensieve.engine.mailbox import Event, Message
+from pensieve.engine.messages import Event, Message
 
 
 class Clock(Protocol):

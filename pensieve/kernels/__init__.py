@@ -17,6 +17,6 @@ included: no kernel lets them reach a result.
 
 from __future__ import annotations
 
-from pensieve.kernels.paged import copy_pages, multi_token_attention, write_kv
+from pensieve.kernels.attention.paged import copy_pages, multi_token_attention, write_kv
 
 __all__ = ["copy_pages", "multi_token_attention", "write_kv"]

@@ -27,10 +27,12 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from pensieve.errors import UnsupportedModel
-from pensieve.kernels import dense, joined, multi_token_attention, write_kv
-from pensieve.kernels.work import Work
+from pensieve.kernels import multi_token_attention, write_kv
+from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.layer import cpu as dense
+from pensieve.kernels.layer import cuda as joined
 from pensieve.model.batch import Batch
-from pensieve.model.kv_memory import KVMemory, PageMoves
+from pensieve.model.kv.memory import KVMemory, PageMoves
 
 SERVING = "pensieve"
 PROBING = "pensieve-probe"

@@ -37,14 +37,14 @@ import torch
 from pensieve.core.iteration import Iteration, Outcome, Sample, TurnFailure
 from pensieve.core.turn import Turn
 from pensieve.model.batch import SampledIds
-from pensieve.model.decoding import Decoding
-from pensieve.model.draw import Row
 from pensieve.model.forward import Computed, Forward, copier_for, is_out_of_memory
 from pensieve.model.graphs import DecodeGraphs
-from pensieve.model.kv_memory import KVMemory
+from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel
-from pensieve.model.ranks import ParallelModel
-from pensieve.model.sampler import Drawn, Sampler
+from pensieve.model.parallel.ranks import ParallelModel
+from pensieve.model.reply import Decoding
+from pensieve.model.sampling.draw import Row
+from pensieve.model.sampling.sampler import Drawn, Sampler
 from pensieve.text.tokenizer import Tokenizer
 
 

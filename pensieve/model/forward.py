@@ -21,13 +21,13 @@ import torch
 from pensieve.core.iteration import Iteration, Slice
 from pensieve.core.turn import Turn
 from pensieve.errors import DeviceError
-from pensieve.kernels.work import Work
+from pensieve.kernels.attention.plan import Work
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch, SampledIds
-from pensieve.model.copier import Copier
-from pensieve.model.device_copier import DeviceCopier
 from pensieve.model.graphs import DecodeGraphs, plan_of
-from pensieve.model.kv_memory import KVMemory, PageMoves
+from pensieve.model.kv.copier_cpu import Copier
+from pensieve.model.kv.copier_cuda import DeviceCopier
+from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.transfer import upload
 
 OUT_OF_MEMORY = (

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pensieve.kernels import cuda
-from pensieve.kernels.work import Plan, Work
+from pensieve.kernels.attention import cuda
+from pensieve.kernels.attention.plan import Plan, Work
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
-from pensieve.model.kv_memory import KVMemory
+from pensieve.model.kv.memory import KVMemory
 from pensieve.model.probe import one_line
 from pensieve.model.transfer import upload
 

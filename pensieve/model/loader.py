@@ -21,8 +21,8 @@ from transformers.utils import logging as transformers_logging
 
 from pensieve.errors import DeviceError, ModelError, UnsupportedModel
 from pensieve.model.attention import FlatModel
+from pensieve.model.parallel.ranks import ParallelModel, Rank
 from pensieve.model.probe import FusionFailed, one_line, probe
-from pensieve.model.ranks import ParallelModel, Rank
 from pensieve.model.shape import ModelShape
 
 

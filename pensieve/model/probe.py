@@ -30,12 +30,12 @@ from pensieve.core.iteration import Slice
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
 from pensieve.errors import UnsupportedModel
-from pensieve.kernels import cpu
+from pensieve.kernels.attention import cpu
 from pensieve.model import attention
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
-from pensieve.model.fused import fuse
-from pensieve.model.kv_memory import KVMemory
+from pensieve.model.fuse.layers import fuse
+from pensieve.model.kv.memory import KVMemory
 from pensieve.model.shape import ModelShape
 
 INT8_DIFFERENCE = 0.15  # of the logits' range: a wrong order of weights lies far beyond

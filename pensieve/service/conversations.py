@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
-from pensieve.engine.mailbox import (
+from pensieve.engine.messages import (
     CancelTurn,
     DeleteConversation,
     Event,
@@ -42,7 +42,7 @@ from pensieve.engine.mailbox import (
     TurnDelta,
     TurnEnded,
 )
-from pensieve.engine.mailbox import Message as EngineMessage
+from pensieve.engine.messages import Message as EngineMessage
 from pensieve.errors import (
     ContextFull,
     InvalidArgument,

@@ -33,20 +33,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pensieve import cycles
+from pensieve import gc_pause as cycles
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
-from pensieve.engine.mailbox import (
-    Answer,
-    CheckIntegrity,
-    Event,
-    GetStats,
-    TurnDelta,
-    TurnEnded,
-)
-from pensieve.engine.mailbox import (
-    Message as EngineMessage,
-)
+from pensieve.engine.messages import Answer, CheckIntegrity, Event, GetStats, TurnDelta, TurnEnded
+from pensieve.engine.messages import Message as EngineMessage
 from pensieve.errors import (
     DeadlineExceeded,
     PensieveError,
@@ -55,7 +46,7 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.service.conversations import Conversations
-from pensieve.service.engine_process import EngineProcess
+from pensieve.service.engine_client import EngineProcess
 from pensieve.service.limits import Allowance, Limits
 from pensieve.service.live_turn import Asked, LiveTurn
 from pensieve.store.conversation_store import ConversationStore
@@ -100,9 +91,9 @@ class Daemon:
         defaults: Sampling,
         written: dict[str, str],
         folder: Path,
+        program: tuple[str, ...],
         config: DaemonConfig | None = None,
         report: Callable[[str], None] = lambda line: None,
-        program: tuple[str, ...] | None = None,
         limits: Mapping[str, Limits] | None = None,
         wall_clock: Callable[[], float] = time.time,
         random_bits: Callable[[int], int] = secrets.randbits,
@@ -114,15 +105,14 @@ class Daemon:
         self.draining = False
         self.history_problems: tuple[str, ...] = ()
         self.on_serving: Callable[[bool], None] = lambda serving: None
-        options: dict[str, Any] = {} if program is None else {"program": program}
         self.engine = EngineProcess(
             written,
             folder,
+            program,
             on_events=self._on_events,
             on_down=self._on_down,
             on_up=self._on_up,
             report=report,
-            **options,
         )
         self._template = template
         self._fingerprint = fingerprint

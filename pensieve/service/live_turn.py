@@ -12,7 +12,7 @@ from typing import Any
 from pensieve.core.iteration import Logprob
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, Usage
-from pensieve.engine.mailbox import TurnDelta
+from pensieve.engine.messages import TurnDelta
 from pensieve.errors import PensieveError
 from pensieve.store import records
 from pensieve.text import ChatTemplate, Message, Part, PartMarker, Setting, ToolCall
@@ -29,7 +29,7 @@ class LiveTurn:
     """A turn as its reader sees it; complete when `finish` is set, which therefore comes last.
 
     Its tokens lie in columns of plain values, not in an object for each: a thousand turns of a
-    thousand tokens are a few thousand objects for the cycle collector (see `pensieve.cycles`).
+    thousand tokens are a few thousand objects for the cycle collector (see `pensieve.gc_pause`).
     """
 
     turn_id: int

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
-from pensieve.core.chunk import HOLDERS_SUMMED_MAX, Branch
-from pensieve.core.life_table import Turned
-from pensieve.core.retention import Oblivious
+from pensieve.core.policies.queue import Oblivious
+from pensieve.core.policies.return_model import Turned
+from pensieve.core.prefix_tree import HOLDERS_SUMMED_MAX, Branch
 from pensieve.sim.trace import Visit
 
 NUM_CLASSES = 1024

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
-from pensieve.sim.fitting import Fit
-from pensieve.sim.model import CostModel
+from pensieve.errors import ConfigError
+from pensieve.sim.cost import CostModel
+from pensieve.sim.fit import Fit
 
 VERSION = 1
 SECONDS = (
@@ -85,3 +87,13 @@ def _number(cost: dict[str, Any], name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(f"cost.{name} is a number of at least 0, not {value!r}")
     return float(value)
+
+
+def load(path: Path) -> CostModel:
+    """Of a file that --fit wrote."""
+    try:
+        return read(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} {error}") from error

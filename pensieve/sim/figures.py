@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from pensieve.sim import long_prompts
-from pensieve.sim.model import MODELS, ModelPreset
+from pensieve.sim.cost import MODELS, ModelPreset
 from pensieve.sim.scenario import Scenario
 from pensieve.sim.study import Line, Panel, Study, X, Y
 

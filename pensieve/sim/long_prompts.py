@@ -19,10 +19,10 @@ from dataclasses import replace
 from itertools import islice
 
 from pensieve.core.cache import CacheConfig
-from pensieve.core.retention import policy_named
+from pensieve.core.policies.queue import policy_named
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.sim import report
-from pensieve.sim.model import HARDWARE, MODELS, CostModel, device_tokens_of
+from pensieve.sim.cost import HARDWARE, MODELS, CostModel, device_tokens_of
 from pensieve.sim.scenario import CHUNK_TOKENS
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import HABITS, drawn

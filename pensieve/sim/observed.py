@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pensieve.engine.journal import Replayed
-from pensieve.sim.model import work_of
+from pensieve.sim.cost import work_of
 
 KINDS = ("decode only", "with prompts", "with copies")
 KEPT_MAX = 4000  # iterations of each kind

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pensieve.core.cache import CacheConfig
-from pensieve.core.retention import policy_named
+from pensieve.core.policies.queue import policy_named
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.sim import report
-from pensieve.sim.load import LIVES, RESTS, lived_in
-from pensieve.sim.model import CostModel
+from pensieve.sim.cost import CostModel
+from pensieve.sim.plan.load import LIVES, RESTS, lived_in
 from pensieve.sim.simulator import Counts, Simulator
 from pensieve.sim.trace import Habits, Visit, drawn
 

@@ -20,24 +20,24 @@ from dataclasses import dataclass, field
 
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.iteration import Iteration
-from pensieve.core.retention import RetentionPolicy
+from pensieve.core.policies.queue import RetentionPolicy
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
 from pensieve.engine.engine import Engine, EngineConfig
-from pensieve.engine.mailbox import (
+from pensieve.engine.mailbox import Mailbox
+from pensieve.engine.messages import (
     Event,
     ForkConversation,
-    Mailbox,
     RewindConversation,
     SubmitTurn,
     TurnDelta,
     TurnEnded,
 )
-from pensieve.sim.model import CostModel, instant
-from pensieve.sim.modelled_executor import ModelledExecutor
+from pensieve.sim.clock import VirtualClock
+from pensieve.sim.cost import CostModel, instant
+from pensieve.sim.executor import ModelledExecutor
 from pensieve.sim.series import Distribution, Series
 from pensieve.sim.trace import Visit
-from pensieve.sim.virtual_clock import VirtualClock
 
 COST_CONTEXT = 32_000  # cost(l) / c = 1 + l / this, in reports
 WATCHED = (

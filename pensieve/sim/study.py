@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pensieve.sim.model import HARDWARE, MODELS, CostModel
+from pensieve.sim.cost import HARDWARE, MODELS, CostModel
 from pensieve.sim.scenario import AtLatency, Row, Scenario, at_latency
 from pensieve.sim.trace import HABITS
 

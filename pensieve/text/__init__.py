@@ -8,12 +8,12 @@ that follow a log without looking at the log, `Traced` is what makes user text h
 what a template would do to earlier turns if it were let.
 """
 
-from pensieve.text.detokeniser import Detokeniser
+from pensieve.text.detokenizer import Detokeniser
 from pensieve.text.message import Message, Setting, ToolCall
 from pensieve.text.parts import Part, PartMarker
 from pensieve.text.stop import StopMatcher
-from pensieve.text.stories import TemplateReport, probe
 from pensieve.text.template import ChatTemplate, Delta
+from pensieve.text.template_probe import TemplateReport, probe
 from pensieve.text.tokenizer import Tokenizer
 from pensieve.text.traced import Traced
 

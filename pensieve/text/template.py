@@ -8,7 +8,7 @@ after *this* log, whatever was sampled into it.  So the past is replaced by a sk
 and what the template writes after REPLY is the delta: the end of the open reply, the new messages, and
 the generation prompt that invites the next reply.  REPLY is half of a surrogate pair, which no client's
 text can contain.  Nothing that a template does to earlier turns (dropping their thinking, moving the
-system prompt or the tools to the last message) reaches the log; `pensieve.text.stories` finds such templates
+system prompt or the tools to the last message) reaches the log; `template_probe` finds such templates
 and names what differs.  The system prompt and the tools are written once, with the opening.
 
 If the model itself ended its reply with an end-of-turn token, the delta begins behind the one that the

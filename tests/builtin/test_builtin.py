@@ -22,9 +22,9 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pensieve.builtin import MODEL_PATH, NAME
-from pensieve.builtin.dialogues import conversation, examination
-from pensieve.builtin.facts import FIXED, draw_fact, is_held_out
-from pensieve.builtin.facts import NAME as NAME_TOPIC
+from scripts.builtin_corpus.dialogues import conversation, examination
+from scripts.builtin_corpus.facts import FIXED, draw_fact, is_held_out
+from scripts.builtin_corpus.facts import NAME as NAME_TOPIC
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_builtin.py"
 

@@ -17,9 +17,9 @@ import grpc
 import pytest
 
 from pensieve.cli.main import main
-from pensieve.cli.serve import socket_path
 from pensieve.client import Client, Conversation, Retry
 from pensieve.errors import ConfigError, NotFound, PermissionDenied, QueueFull, Unauthenticated
+from pensieve.launch.admin_socket import socket_path
 from tests.service.rig_daemon import ServeProcess, wait_for
 
 ROOT = Path(__file__).parent.parent.parent

@@ -12,7 +12,7 @@ from pensieve import errors
 from pensieve.client import Delta, Restarted, Retry
 from pensieve.client.failures import error_of
 from pensieve.client.turns import TurnProgress, request_of, sampling_of
-from pensieve.service import translate
+from pensieve.service.grpc import translate
 from pensieve.v1 import conversation_pb2 as pb
 
 

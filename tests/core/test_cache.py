@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 
 from pensieve.core.cache import CacheConfig, KVCache
-from pensieve.core.chunk import Branch
 from pensieve.core.iteration import PageCopy
-from pensieve.core.retention import LruPolicy
+from pensieve.core.policies.queue import LruPolicy
+from pensieve.core.prefix_tree import Branch
 from tests.core.world import Stage
 
 AHEAD = {"swap_out_below": 1.0}  # everything idle is copied to the host

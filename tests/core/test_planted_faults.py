@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from pensieve.core.cache import Admission, KVCache
-from pensieve.core.chunk import Branch, Chunk
 from pensieve.core.iteration import SwapIn, SwapOut
-from pensieve.core.pages import PagePool
-from pensieve.core.retention import QUALIFIES, Role
+from pensieve.core.policies.queue import QUALIFIES, Role
+from pensieve.core.prefix_tree import Branch, Chunk
 from pensieve.core.scheduler import Scheduler
+from pensieve.core.tiers import PagePool
 from pensieve.core.turn import Turn
 from tests.core.world import Shape, Stage, run
 

@@ -6,7 +6,7 @@ import pytest
 
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Outcome, Sample, TurnFailure
-from pensieve.core.retention import LruPolicy, ValuePolicy, policy_named
+from pensieve.core.policies.queue import LruPolicy, ValuePolicy, policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import SchedulerConfig, tokens_of
 from pensieve.core.turn import PRIORITY_ARRIVALS, FinishReason, Turn, TurnState

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pensieve.core.cache import CacheConfig, KVCache
-from pensieve.core.chunk import Chunk
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration
-from pensieve.core.retention import policy_named
+from pensieve.core.policies.queue import policy_named
+from pensieve.core.prefix_tree import Chunk
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Progress, Scheduler, SchedulerConfig, tokens_of
 from pensieve.core.turn import FinishReason, Turn
-from pensieve.sim.virtual_clock import VirtualClock
+from pensieve.sim.clock import VirtualClock
 from tests.fakes import VOCAB, LedgerExecutor, reply_to
 
 COST = CostProfile.analytic(

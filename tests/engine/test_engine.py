@@ -15,13 +15,14 @@ import pytest
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome
-from pensieve.core.retention import policy_named
+from pensieve.core.policies.queue import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
 from pensieve.core.turn import FinishReason
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.journal import Journal, replay
-from pensieve.engine.mailbox import (
+from pensieve.engine.mailbox import Mailbox, Outbox
+from pensieve.engine.messages import (
     Answer,
     CancelTurn,
     CheckIntegrity,
@@ -30,9 +31,7 @@ from pensieve.engine.mailbox import (
     EvictConversation,
     ForkConversation,
     GetStats,
-    Mailbox,
     Message,
-    Outbox,
     RewindConversation,
     SubmitTurn,
     TurnDelta,
@@ -40,7 +39,7 @@ from pensieve.engine.mailbox import (
 )
 from pensieve.engine.ports import Observer
 from pensieve.errors import DeviceError, QueueFull, Unavailable
-from pensieve.sim.virtual_clock import VirtualClock
+from pensieve.sim.clock import VirtualClock
 from tests.fakes import LedgerExecutor, reply_to
 from tests.scale import SCALE
 

@@ -18,24 +18,24 @@ from typing import TYPE_CHECKING, Any, cast
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome
-from pensieve.core.retention import policy_named
+from pensieve.core.policies.queue import policy_named
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
+from pensieve.engine import pipe as channel
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.journal import hash_of
-from pensieve.engine.mailbox import (
+from pensieve.engine.mailbox import Mailbox
+from pensieve.engine.messages import (
     CancelTurn,
     DeleteConversation,
     Event,
-    Mailbox,
     Message,
     SubmitTurn,
     TurnDelta,
     TurnEnded,
 )
 from pensieve.errors import DeviceError, QueueFull
-from pensieve.service import channel
-from pensieve.service.engine_process import EngineProcess, Ready
-from pensieve.sim.virtual_clock import VirtualClock
+from pensieve.service.engine_client import EngineProcess, Ready
+from pensieve.sim.clock import VirtualClock
 from tests.fakes import VOCAB, LedgerExecutor, ends_turn
 from tests.faults.texts import word
 

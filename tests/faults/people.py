@@ -16,7 +16,7 @@ from typing import Any
 
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
-from pensieve.engine.mailbox import EvictConversation
+from pensieve.engine.messages import EvictConversation
 from pensieve.errors import (
     ContextFull,
     InvalidArgument,

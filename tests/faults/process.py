@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from pensieve import cycles
+from pensieve import gc_pause as cycles
 from pensieve.service.daemon import Daemon
 from pensieve.store.connection import preferred_driver
 from pensieve.store.conversation_store import ConversationStore

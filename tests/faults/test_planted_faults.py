@@ -16,8 +16,9 @@ import pytest
 
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.turn import FinishReason, TurnState
+from pensieve.engine import pipe as channel
 from pensieve.errors import PensieveError
-from pensieve.service import channel, prefixes
+from pensieve.service import prefixes
 from pensieve.service.conversations import Conversations
 from pensieve.service.daemon import Daemon
 from pensieve.store import conversation_store, rows, turn_rows

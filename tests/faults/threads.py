@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pensieve.sim.virtual_clock import VirtualClock
+from pensieve.sim.clock import VirtualClock
 
 Job = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 SPINS_MAX = 10_000

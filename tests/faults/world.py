@@ -33,7 +33,7 @@ from pathlib import Path
 from pensieve.core.sampling import Sampling
 from pensieve.errors import DeviceError, StoreError, StoreUnavailable
 from pensieve.service.daemon import Daemon, DaemonConfig
-from pensieve.sim.virtual_clock import VirtualClock
+from pensieve.sim.clock import VirtualClock
 from pensieve.store.conversation_store import ConversationStore
 from tests.faults.disk import STORE_FAULTS, Disk, Fault, ProcessDied, begin_with
 from tests.faults.kinds import BY_MOVE, ORDINARY, Rates, Shape, drawn_rates, drawn_shape
@@ -269,6 +269,7 @@ class World:
             Sampling(),
             {},
             self.disk.folder,
+            (),  # the machine is put in the process's place below
             DaemonConfig(
                 turns_max=self.shape.turns_max,
                 grace_seconds=self.shape.grace_seconds,

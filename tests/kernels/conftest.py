@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.kernels import cpu
+from pensieve.kernels.attention import cpu
 
 SETS = ("amx", "avx512_bf16", "avx512", "avx2", "plain")
 

@@ -20,21 +20,22 @@ import torch
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SwapIn, SwapOut
-from pensieve.core.retention import policy_named
+from pensieve.core.policies.queue import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
 from pensieve.core.turn import FinishReason
 from pensieve.engine.engine import Engine, EngineConfig
-from pensieve.engine.mailbox import CancelTurn, Event, Mailbox, SubmitTurn, TurnDelta, TurnEnded
-from pensieve.kernels import dense
-from pensieve.model import draw as draw_module
-from pensieve.model import sampler as sampler_module
+from pensieve.engine.mailbox import Mailbox
+from pensieve.engine.messages import CancelTurn, Event, SubmitTurn, TurnDelta, TurnEnded
+from pensieve.kernels.layer import cpu as dense
 from pensieve.model.batch import Batch
 from pensieve.model.executor import TorchExecutor
-from pensieve.model.kv_memory import KVMemory
+from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel, load
-from pensieve.model.sampler import Sampler
-from pensieve.sim.virtual_clock import VirtualClock
+from pensieve.model.sampling import draw as draw_module
+from pensieve.model.sampling import sampler as sampler_module
+from pensieve.model.sampling.sampler import Sampler
+from pensieve.sim.clock import VirtualClock
 from tests.model.world import GAP_MAX, LetterTokenizer, World, largest_gap, plain_model
 
 FolderOf = Callable[[str], Path]

@@ -14,8 +14,8 @@ from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
 from pensieve.errors import DeviceError
-from pensieve.kernels import dense
-from pensieve.model.kv_memory import KVMemory, PageMoves
+from pensieve.kernels.layer import cpu as dense
+from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel, load
 from tests.model.world import CHUNK_TOKENS, GAP_MAX, World, largest_gap, plain_model
 

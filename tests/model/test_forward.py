@@ -16,10 +16,10 @@ import torch
 
 from pensieve.core.iteration import PageCopy, Slice, SwapIn, SwapOut
 from pensieve.errors import DeviceError
-from pensieve.kernels.work import Tiling, plan_work
+from pensieve.kernels.attention.plan import Tiling, plan_work
 from pensieve.model.forward import halves, is_out_of_memory
 from pensieve.model.graphs import DecodeGraphs, buckets
-from pensieve.model.kv_memory import KVMemory, PageMoves
+from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel, load
 from tests.model.world import GAP_MAX, World, largest_gap, plain_model
 

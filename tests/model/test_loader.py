@@ -74,7 +74,7 @@ def test_a_scaling_that_is_off_is_refused_in_low_precision_too(
     monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
     from pensieve.builtin import MODEL_PATH
-    from pensieve.kernels import reference
+    from pensieve.kernels.attention import reference
 
     assert load(MODEL_PATH, dtype=torch.bfloat16).shape.dtype == torch.bfloat16
     right = reference.multi_token_attention

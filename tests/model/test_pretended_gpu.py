@@ -22,20 +22,24 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pensieve.core.iteration import Iteration, PageCopy, Slice, SwapIn, SwapOut
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
-from pensieve.kernels import cuda, joined
-from pensieve.kernels.cuda import Launch
-from pensieve.model import attention, device_copier, fused, host_arena, transfer
+from pensieve.kernels.attention import cuda
+from pensieve.kernels.attention.cuda import Launch
+from pensieve.kernels.layer import cuda as joined
+from pensieve.model import attention, transfer
 from pensieve.model.attention import FlatModel
 from pensieve.model.executor import TorchExecutor
-from pensieve.model.fused import FusedModel
+from pensieve.model.free_memory import widest
+from pensieve.model.fuse import layers as fused
+from pensieve.model.fuse.layers import FusedModel
 from pensieve.model.graphs import DecodeGraphs
-from pensieve.model.kv_memory import KVMemory, PageMoves
+from pensieve.model.kv import copier_cuda as device_copier
+from pensieve.model.kv import host_arena
+from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel
 from pensieve.model.probe import probe
-from pensieve.model.sampler import Drawn, SampledToken, Sampler
+from pensieve.model.sampling.sampler import Drawn, SampledToken, Sampler
 from pensieve.model.shape import ModelShape
-from pensieve.model.sizing import widest
-from tests.model.streams import FakeStreams
+from tests.model.kv.streams import FakeStreams
 from tests.model.world import LetterTokenizer
 
 DEVICE = torch.device("cuda", 0)
@@ -116,20 +120,20 @@ class Pretended:
         for module in (
             "pensieve.model.batch.upload",
             "pensieve.model.forward.upload",
-            "pensieve.model.kv_memory.upload",
+            "pensieve.model.kv.memory.upload",
             "pensieve.model.graphs.upload",
-            "pensieve.model.draw.upload",
-            "pensieve.model.sampler.upload",
+            "pensieve.model.sampling.draw.upload",
+            "pensieve.model.sampling.sampler.upload",
         ):
             monkeypatch.setattr(module, self.upload)
-        monkeypatch.setattr("pensieve.model.sampler.ReadBack", OnItsWay)
+        monkeypatch.setattr("pensieve.model.sampling.sampler.ReadBack", OnItsWay)
         monkeypatch.setattr(
             Drawn, "read", lambda drawn: [SampledToken(0, None, ())] * len(drawn.ids)
         )
         monkeypatch.setattr(PageMoves, "_of", really(PageMoves._of))
         monkeypatch.setattr(PageMoves, "joined", really(PageMoves.joined))
         monkeypatch.setattr(  # which looks at the host's own values
-            "pensieve.model.sampler._ids_of",
+            "pensieve.model.sampling.sampler._ids_of",
             lambda tokens, like: torch.empty(len(tokens), dtype=torch.int64, device=like.device),
         )
 
@@ -338,7 +342,7 @@ def test_pages_move_on_streams_of_their_own(gpu: Pretended) -> None:
 def test_long_runs_of_pages_take_the_copy_engine(
     gpu: Pretended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pensieve.model.kv_memory.RUN_BYTES_MIN", 3 * 2 * 2 * 32 * 64 * 2)
+    monkeypatch.setattr("pensieve.model.kv.memory.RUN_BYTES_MIN", 3 * 2 * 2 * 32 * 64 * 2)
     executor, _ = executor_on(gpu)
     run = tuple(SwapIn(each, each, 10 + each, 32) for each in range(3))
     executor.launch(Iteration(0, (), (), run))

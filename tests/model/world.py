@@ -16,9 +16,9 @@ from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.graphs import DecodeGraphs
-from pensieve.model.kv_memory import KVMemory
+from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel
-from pensieve.model.sampler import Sampler
+from pensieve.model.sampling.sampler import Sampler
 
 CHUNK_TOKENS = 4
 GAP_MAX = 1e-4  # of a sampled token's reference logit below the largest

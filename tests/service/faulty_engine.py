@@ -15,13 +15,14 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from pensieve.cli import echo_engine, engine_main
-from pensieve.cli.assembly import BuiltEngine, Report
 from pensieve.config import Settings
 from pensieve.core.iteration import Iteration, Outcome, TurnFailure
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.ports import Executor, Sink
 from pensieve.errors import DeviceError
+from pensieve.launch import echo_engine
+from pensieve.launch import engine_process as engine_main
+from pensieve.launch.engine import BuiltEngine, Report
 
 
 class FaultyExecutor:

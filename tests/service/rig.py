@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import transformers
 
-from pensieve.cli.assembly import Runtime, start
 from pensieve.config import resolve
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
-from pensieve.engine.mailbox import Answer, CheckIntegrity, GetStats
+from pensieve.engine.messages import Answer, CheckIntegrity, GetStats
 from pensieve.errors import ContextFull
+from pensieve.launch.engine import Runtime, start
 from pensieve.service.live_turn import LiveTurn
 from tests.models import SERVED, tiny_model
 from tests.text.families import Family, write_folder

@@ -19,14 +19,14 @@ from typing import Any
 import grpc
 
 from pensieve.builtin import MODEL_PATH
-from pensieve.cli.assembly import load_texts
+from pensieve.launch.engine import load_texts
 from pensieve.service.daemon import Daemon, DaemonConfig
-from pensieve.service.server import Listening, Server
+from pensieve.service.grpc.server import Listening, Server
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
 
-ECHO = (sys.executable, "-m", "pensieve.cli.echo_engine")
+ECHO = (sys.executable, "-m", "pensieve.launch.echo_engine")
 DETAILS = {
     "ErrorInfo": status_pb2.ErrorInfo,
     "BadRequest": status_pb2.BadRequest,
@@ -78,9 +78,9 @@ class DaemonRig:
             texts.defaults,
             written,
             MODEL_PATH,
+            program,
             config or DaemonConfig(grace_seconds=0.2),
             self.lines.append,
-            program,
         )
         listening = listening or Listening("127.0.0.1:0", data / "admin.sock")
         self.server = Server(self.daemon, listening)

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from pensieve.cli.assembly import Runtime
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
 from pensieve.errors import StaleRevision
+from pensieve.launch.engine import Runtime
 from pensieve.service.live_turn import Asked, Draft
 from pensieve.text import Message
 from tests.service.rig import ask, finish, started, step, write_model

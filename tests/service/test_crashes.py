@@ -18,9 +18,9 @@ import pytest
 
 from pensieve import errors
 from pensieve.builtin import MODEL_PATH
-from pensieve.cli.echo_engine import digest, next_token
 from pensieve.client import Client, Message, Reply, Restarted, Retry
 from pensieve.client.admin import Admin
+from pensieve.launch.echo_engine import digest, next_token
 from pensieve.text import Tokenizer
 from tests.scale import SCALE
 from tests.service.rig_daemon import ServeProcess, wait_for

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from pensieve.builtin import MODEL_PATH
-from pensieve.cli.echo_engine import digest, next_token
+from pensieve.launch.echo_engine import digest, next_token
 from pensieve.service.daemon import DaemonConfig
 from pensieve.text import Tokenizer
 from pensieve.v1 import admin_pb2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.engine.mailbox import CheckIntegrity
+from pensieve.engine.messages import CheckIntegrity
 from tests.service.rig import Crowd, Reference, figures, query, started, write_model
 from tests.text.families import LLAMA_3, QWEN_2_5, Family
 

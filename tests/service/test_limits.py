@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.errors import ConfigError, PermissionDenied, QueueFull, Unauthenticated
-from pensieve.service import door
+from pensieve.service.grpc import auth as door
 from pensieve.service.limits import Allowance, Limits
 
 BEARER = "authorization"

@@ -18,9 +18,9 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from pensieve.client import Client
-from pensieve.service import door
 from pensieve.service.daemon import DaemonConfig
-from pensieve.service.server import Listening
+from pensieve.service.grpc import auth as door
+from pensieve.service.grpc.server import Listening
 from pensieve.v1 import admin_pb2, conversation_pb2, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.proxy import Proxy

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pensieve.cli import figures
+from pensieve.bench import paper_figures as figures
+from pensieve.sim.cost import HARDWARE, MODELS, CostModel
 from pensieve.sim.long_prompts import PREFILL_FIRST, SCHEDULERS, TABLE_4, play
-from pensieve.sim.model import HARDWARE, MODELS, CostModel
 from pensieve.sim.scenario import Scenario, at_latency
 from pensieve.sim.trace import HABITS, drawn
 

@@ -16,7 +16,7 @@ from pensieve import __version__
 from pensieve.cli.main import main
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration, Outcome
-from pensieve.core.retention import POLICIES, policy_named
+from pensieve.core.policies.queue import POLICIES, policy_named
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.engine.journal import (
     Journal,
@@ -27,11 +27,11 @@ from pensieve.engine.journal import (
     opened,
     replay,
 )
-from pensieve.engine.mailbox import Event, Message
+from pensieve.engine.messages import Event, Message
 from pensieve.sim import cost_file
-from pensieve.sim.fitting import assumed_for, expected_seconds, fitted
-from pensieve.sim.model import HARDWARE, MODELS, CostModel
-from pensieve.sim.modelled_executor import ModelledExecutor
+from pensieve.sim.cost import HARDWARE, MODELS, CostModel
+from pensieve.sim.executor import ModelledExecutor
+from pensieve.sim.fit import assumed_for, expected_seconds, fitted
 from pensieve.sim.observed import Observations
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import HABITS, Visit, drawn

@@ -14,10 +14,10 @@ import pytest
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration
-from pensieve.core.retention import policy_named
-from pensieve.core.returning import ReturnPolicy
+from pensieve.core.policies.learned import ReturnPolicy
+from pensieve.core.policies.queue import policy_named
 from pensieve.core.scheduler import SchedulerConfig
-from pensieve.sim.model import instant
+from pensieve.sim.cost import instant
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Habits, Visit, drawn
 

@@ -13,18 +13,18 @@ import pytest
 from pensieve.cli.main import main
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration, Slice, SwapIn, SwapOut
-from pensieve.core.life_table import Turned
-from pensieve.core.retention import POLICIES, policy_named
+from pensieve.core.policies.queue import POLICIES, policy_named
+from pensieve.core.policies.return_model import Turned
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.core.turn import FinishReason, Turn
 from pensieve.sim import report
 from pensieve.sim.clairvoyant import ClairvoyantPolicy
-from pensieve.sim.model import HARDWARE, MODELS, CostModel, instant
-from pensieve.sim.modelled_executor import PHASES, ModelledExecutor
+from pensieve.sim.clock import VirtualClock
+from pensieve.sim.cost import HARDWARE, MODELS, CostModel, instant
+from pensieve.sim.executor import PHASES, ModelledExecutor
 from pensieve.sim.simulator import Counts, Simulator
 from pensieve.sim.trace import HABITS, Visit, drawn
-from pensieve.sim.virtual_clock import VirtualClock
 
 SLOW = CostModel(0.001, 0.01, 0.0, 0.0, 0.0, 10, 1000, 1e6, "made up")  # a token a millisecond
 

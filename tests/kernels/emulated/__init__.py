@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pensieve.kernels import cuda
-from pensieve.kernels.cuda import Launch
+from pensieve.kernels.attention import cuda
+from pensieve.kernels.attention.cuda import Launch
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[2] / "csrc"

@@ -1,0 +1,278 @@
+"""`pensieve bench attention`: queries over scattered pages against torch on contiguous keys and values.
+
+Each row is one shape: `batch` slices of `queries` tokens at the end of a context. The same attention is
+computed
+
+    here                multi_token_attention over pages in random order
+    contiguous          torch's fused attention on keys and values that lie in one piece: the best of one
+                        padded batch and a loop over slices, each with grouped heads as they are
+                        (`enable_gqa`) and with a group's queries folded into rows
+    copy_out            pages gathered into one piece first, then the same
+    token_by_token      multi_token_attention with one query at a time
+
+Each answer is held against float32 before anything is timed. Several copies of the inputs take turns, so
+that no cache holds what the next call reads; the contenders take turns, too, and medians are compared.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pensieve.bench import plots
+from pensieve.errors import PensieveError
+from pensieve.kernels import multi_token_attention
+from pensieve.kernels.attention import cpu, reference
+
+SLOTS = 32
+COPIES_BYTES = 256 << 20  # of inputs that take turns: beyond any cache
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    queries: int
+    context: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: str
+
+    @property
+    def kv_bytes(self) -> int:
+        size = getattr(torch, self.dtype).itemsize
+        return 2 * self.batch * self.context * self.kv_heads * self.head_size * int(size)
+
+
+@dataclass(frozen=True)
+class Row:
+    batch: int
+    queries: int
+    context: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: str
+    seconds: float
+    contiguous_seconds: float
+    copy_out_seconds: float
+    token_by_token_seconds: float
+    ratio: float  # seconds over contiguous_seconds
+    bandwidth_share: float  # of the measured read bandwidth
+
+
+def shapes(
+    contexts: Sequence[int], batches: Sequence[int] = (32, 8), queries: int = 8
+) -> Iterator[Shape]:
+    for dtype in ("bfloat16", "float32"):
+        for kv_heads in (16, 4):
+            for head_size in (64, 128):
+                for batch in batches:
+                    for context in contexts:
+                        yield Shape(batch, queries, context, 16, kv_heads, head_size, dtype)
+
+
+class Inputs:
+    """One copy: random pages, and the same keys and values in one piece."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        dtype = getattr(torch, shape.dtype)
+        batch, context, length = shape.batch, shape.context, shape.queries
+        per_turn = -(-context // SLOTS)
+        num_pages = batch * per_turn
+        arena = torch.randn(
+            (num_pages, 2, shape.kv_heads, SLOTS, shape.head_size), generator=draw
+        ).to(dtype)
+        self.key_pages, self.value_pages = arena[:, 0], arena[:, 1]
+        order = torch.randperm(num_pages, generator=draw)
+        self.page_table = order.view(batch, per_turn).int()
+        self.offsets = torch.arange(batch + 1, dtype=torch.int32) * length
+        self.turns = torch.arange(batch, dtype=torch.int32)
+        self.starts = torch.full((batch,), context - length, dtype=torch.int32)
+        rows = (batch * length, shape.heads, shape.head_size)
+        self.query = torch.randn(rows, generator=draw).to(dtype)
+        self.scaling: float = shape.head_size**-0.5
+        self.out = torch.empty_like(self.query)
+        gathered = arena[self.page_table.long()]  # (batch, pages, 2, kv_heads, slots, head_size)
+        tail = (batch, shape.kv_heads, per_turn * SLOTS, shape.head_size)
+        whole = gathered.permute(2, 0, 3, 1, 4, 5).reshape(2, *tail)[:, :, :, :context]
+        self.keys, self.values = whole[0].contiguous(), whole[1].contiguous()
+        self.by_slice = self.query.view(batch, length, shape.heads, shape.head_size)
+        visible = torch.arange(context)[None] <= torch.arange(context - length, context)[:, None]
+        self.mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+        repeats = shape.heads // shape.kv_heads
+        self.folded_mask = self.mask.repeat(repeats, 1)
+        ones = torch.arange(batch * length + 1, dtype=torch.int32)
+        self.single_offsets = ones
+        self.single_turns = self.turns.repeat_interleave(length)
+        self.single_starts = (context - length + torch.arange(length)).repeat(batch).int()
+
+    def here(self) -> torch.Tensor:
+        multi_token_attention(
+            *(self.query, self.key_pages, self.value_pages),
+            *(self.page_table, self.offsets, self.turns, self.starts),
+            self.scaling,
+            self.out,
+        )
+        return self.out
+
+    def token_by_token(self) -> torch.Tensor:
+        multi_token_attention(
+            *(self.query, self.key_pages, self.value_pages, self.page_table),
+            *(self.single_offsets, self.single_turns, self.single_starts),
+            self.scaling,
+            self.out,
+        )
+        return self.out
+
+    def copy_out(self) -> torch.Tensor:
+        reference.multi_token_attention(
+            *(self.query, self.key_pages, self.value_pages),
+            *(self.page_table, self.offsets, self.turns, self.starts),
+            self.scaling,
+            self.out,
+        )
+        return self.out
+
+    def _grouped(self, first: int, last: int) -> torch.Tensor:
+        query = self.by_slice[first:last].transpose(1, 2)
+        keys, values = self.keys[first:last], self.values[first:last]
+        attended = F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=self.mask, scale=self.scaling, enable_gqa=True
+        )
+        return attended.transpose(1, 2)
+
+    def _folded(self, first: int, last: int) -> torch.Tensor:
+        count, length, heads, head_size = self.by_slice[first:last].shape
+        kv_heads = self.keys.shape[1]
+        query = self.by_slice[first:last].view(count, length, kv_heads, -1, head_size)
+        rows = query.permute(0, 2, 3, 1, 4).reshape(count, kv_heads, -1, head_size)
+        attended = F.scaled_dot_product_attention(
+            rows,
+            self.keys[first:last],
+            self.values[first:last],
+            attn_mask=self.folded_mask,
+            scale=self.scaling,
+        )
+        unfolded = attended.view(count, kv_heads, -1, length, head_size).permute(0, 3, 1, 2, 4)
+        return unfolded.reshape(count, length, heads, head_size)
+
+    def contiguous(self) -> dict[str, Run]:
+        batch = len(self.turns)
+
+        def loop(one: Callable[[int, int], torch.Tensor]) -> Run:
+            return lambda: torch.cat([one(i, i + 1) for i in range(batch)])
+
+        ways: dict[str, Run] = {
+            "batch, grouped": lambda: self._grouped(0, batch),
+            "loop, grouped": loop(self._grouped),
+        }
+        if len(self.folded_mask) > len(self.mask):
+            ways["batch, folded"] = lambda: self._folded(0, batch)
+            ways["loop, folded"] = loop(self._folded)
+        return ways
+
+    def right(self) -> torch.Tensor:
+        out = torch.empty_like(self.query, dtype=torch.float32)
+        reference.multi_token_attention(
+            *(self.query.float(), self.key_pages.float(), self.value_pages.float()),
+            *(self.page_table, self.offsets, self.turns, self.starts),
+            self.scaling,
+            out,
+        )
+        return out
+
+
+@torch.inference_mode()
+def measure(shape: Shape, repeats: int, bandwidth: float) -> Row:
+    copies = max(2, min(16, COPIES_BYTES // shape.kv_bytes))
+    inputs = [Inputs(shape, seed) for seed in range(copies)]
+    first = inputs[0]
+    names = ["here", "copy_out", "token_by_token", *first.contiguous()]
+
+    def act(one: Inputs, name: str) -> Run:
+        found: Run = getattr(one, name, None) or one.contiguous()[name]
+        return found
+
+    right, tolerance = first.right(), TOLERANCE[getattr(torch, shape.dtype)]
+    for name in names:
+        answer = act(first, name)().reshape(right.shape).float()
+        worst = float((answer - right).abs().max())
+        if not worst <= tolerance:
+            raise PensieveError(f"{name} is off by {worst} at {shape}")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    turn = 0
+    for _ in range(repeats):
+        for name in names:
+            turn += 1
+            run = act(inputs[turn % copies], name)
+            began = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - began)
+    median = {name: statistics.median(each) for name, each in seconds.items()}
+    contiguous = min(median[name] for name in first.contiguous())
+    return Row(
+        **asdict(shape),
+        seconds=median["here"],
+        contiguous_seconds=contiguous,
+        copy_out_seconds=median["copy_out"],
+        token_by_token_seconds=median["token_by_token"],
+        ratio=median["here"] / contiguous,
+        bandwidth_share=shape.kv_bytes / median["here"] / bandwidth,
+    )
+
+
+def read_bytes_per_second(num_bytes: int = 512 << 20) -> float:
+    """How fast torch's threads can read what no cache holds: the best of a few sums."""
+    words = torch.ones(num_bytes // 8, dtype=torch.int64)
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        words.sum()
+        seconds.append(time.perf_counter() - began)
+    return num_bytes / min(seconds)
+
+
+def geometric_means(rows: Sequence[Row]) -> dict[str, float]:
+    """Of the ratios, by type and heads, for contexts that matter and for short ones."""
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        size = "512 and more" if row.context >= 512 else "below 512"
+        name = f"{row.dtype} {row.heads}/{row.kv_heads}, context {size}"
+        groups.setdefault(name, []).append(row.ratio)
+    return {name: statistics.geometric_mean(each) for name, each in groups.items()}
+
+
+def machine() -> dict[str, str | int | None]:
+    return {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "float32": cpu.instruction_set(torch.float32, 64),
+        "bfloat16": cpu.instruction_set(torch.bfloat16, 64),
+    }
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """The ratio over the context, a line for each type and heads, batches and head sizes averaged."""
+    figure, axes = plots.axes()
+    for dtype, kv_heads in sorted({(row.dtype, row.kv_heads) for row in rows}):
+        ratios: dict[int, list[float]] = {}
+        for row in rows:
+            if (row.dtype, row.kv_heads) == (dtype, kv_heads):
+                ratios.setdefault(row.context, []).append(row.ratio)
+        heights = [statistics.geometric_mean(each) for each in ratios.values()]
+        axes.plot(list(ratios), heights, marker="o", label=f"{dtype}, {rows[0].heads}/{kv_heads}")
+    axes.axhline(1.0, color="gray", linewidth=1, label="contiguous (torch)")
+    axes.set(xlabel="context (tokens)", ylabel="time / contiguous", xscale="log", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path)

@@ -1,0 +1,254 @@
+"""`pensieve bench step`: one iteration of a model against the time that reading its weights takes.
+
+A step is what the engine asks of its executor: launch, forward, sampling, collect. It is timed for turns
+that generate (`decode`), and for the same turns beside a piece of a prompt (`mixed`). Contexts are real:
+their keys and values were computed by the same model.
+
+    floor   bytes of weights that an iteration must read (all but the table of input embeddings) over the
+            bandwidth with which torch's threads sum up memory
+    ratio   time of the step over the floor; medians, the two measured by turns
+
+With --weights int8 the logits of a few prompts are first compared with those of the checkpoint's own
+weights. Before anything is timed, several turns of the largest batch must say, token for token, what
+they say when they are alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from pensieve.bench import plots
+from pensieve.core.iteration import Iteration, Slice
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import Turn
+from pensieve.errors import PensieveError
+from pensieve.model.attention import PagedPass
+from pensieve.model.batch import Batch
+from pensieve.model.executor import TorchExecutor
+from pensieve.model.fuse.layers import FusedLayer, PackedProduct
+from pensieve.model.kv.memory import KVMemory
+from pensieve.model.loader import LoadedModel
+from pensieve.model.sampling.sampler import Sampler
+from pensieve.text.tokenizer import Tokenizer
+
+SLOTS = 32
+CHECKED_TOKENS = 8
+READ_BYTES = 256 << 20  # beyond any cache
+
+
+@dataclass(frozen=True)
+class Row:
+    kind: str
+    batch: int
+    context: int
+    prompt_tokens: int  # beside the turns that generate
+    seconds: float  # median
+    p90_seconds: float
+    floor_seconds: float
+    ratio: float
+    tokens_per_second: float
+
+
+class Bench:
+    def __init__(
+        self, model: LoadedModel, tokenizer: Tokenizer, batch_max: int, tokens_max: int
+    ) -> None:
+        shape = model.shape
+        pages = batch_max * -(-tokens_max // SLOTS)
+        self._memory = KVMemory(shape, pages, 0, SLOTS)
+        sampler = Sampler(shape.vocab_size)
+        self._executor = TorchExecutor(model, self._memory, sampler, tokenizer)
+        self._draw = torch.Generator().manual_seed(0)
+        self._vocab_size = shape.vocab_size
+        self._pages_of_each = -(-tokens_max // SLOTS)
+        self._index = 0
+
+    def turn(self, index: int, prompt: Sequence[int]) -> Turn:
+        """With the pages of its place in the batch, which lie scattered."""
+        pages = torch.arange(self._memory.device_pages).view(self._pages_of_each, -1)[:, index]
+        turn = Turn(index, f"{index}", array("I", prompt), 0, len(prompt), 1 << 30, Sampling())
+        turn.page_table = pages.tolist()
+        return turn
+
+    def prompt(self, length: int) -> list[int]:
+        ids: list[int] = torch.randint(
+            self._vocab_size // 2, self._vocab_size, (length,), generator=self._draw
+        ).tolist()
+        return ids
+
+    def step(self, slices: Sequence[Slice]) -> float:
+        """Sampled tokens join their turns; the seconds it took."""
+        iteration = Iteration(self._index, tuple(slices), (), (), ())
+        self._index += 1
+        began = time.perf_counter()
+        self._executor.launch(iteration)
+        outcome = self._executor.collect()
+        took = time.perf_counter() - began
+        by_id = {piece.turn.turn_id: piece.turn for piece in slices}
+        if outcome.failures:
+            raise PensieveError(outcome.failures[0].message)
+        for sample in outcome.samples:
+            by_id[sample.turn_id].tokens.append(sample.token_id)
+        return took
+
+    def prefill(self, turns: Sequence[Turn], at_once: int = 512) -> None:
+        for turn in turns:
+            end = len(turn.tokens)
+            for start in range(0, end, at_once):
+                stop = min(start + at_once, end)
+                self.step([Slice(turn, start, stop, stop == end)])
+
+    def decode(self, turns: Sequence[Turn], *others: Slice) -> float:
+        ones = [Slice(turn, len(turn.tokens) - 1, len(turn.tokens), True) for turn in turns]
+        return self.step([*ones, *others])
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def measure(
+    model: LoadedModel,
+    tokenizer: Tokenizer,
+    *,
+    batches: Sequence[int],
+    context: int,
+    prompt_tokens: int,
+    repeats: int,
+) -> Iterator[Row]:
+    tokens_max = context + CHECKED_TOKENS + (repeats + 4) * 2 * len(batches) + 8
+    largest = max(batches)
+    bench = Bench(model, tokenizer, largest + 1, max(tokens_max, prompt_tokens))
+    try:
+        with torch.inference_mode():
+            prompts = [bench.prompt(context) for _ in range(largest)]
+            turns = _checked(bench, prompts)
+            num_bytes = weight_bytes_read(model)
+            memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+            long = bench.turn(largest, bench.prompt(prompt_tokens + 1))
+            piece = Slice(long, 0, prompt_tokens, False)
+            for batch in batches:
+                for kind, others in (("decode", ()), ("mixed", (piece,))):
+                    times, reads = [], []
+                    for _ in range(repeats + 2):
+                        reads.append(_seconds(memory.sum))
+                        times.append(bench.decode(turns[:batch], *others))
+                    floor = num_bytes / READ_BYTES * statistics.median(reads[2:])
+                    yield _row(kind, batch, context, prompt_tokens, times[2:], floor)
+    finally:
+        bench.close()
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
+
+
+def _checked(bench: Bench, prompts: Sequence[Sequence[int]]) -> list[Turn]:
+    """The turns together, after each of a few has said the same alone."""
+    alone = []
+    for index, prompt in list(enumerate(prompts))[:: max(1, len(prompts) // 4)]:
+        turn = bench.turn(index, prompt)
+        bench.prefill([turn])
+        for _ in range(CHECKED_TOKENS):
+            bench.decode([turn])
+        alone.append(turn)
+    turns = [bench.turn(index, prompt) for index, prompt in enumerate(prompts)]
+    bench.prefill(turns)
+    for _ in range(CHECKED_TOKENS):
+        bench.decode(turns)
+    for turn in alone:
+        if turn.tokens != turns[turn.turn_id].tokens:
+            raise PensieveError(f"turn {turn.turn_id} says something else when it is alone")
+    return turns
+
+
+def _row(
+    kind: str, batch: int, context: int, prompt_tokens: int, times: Sequence[float], floor: float
+) -> Row:
+    seconds = statistics.median(times)
+    return Row(
+        kind=kind,
+        batch=batch,
+        context=context,
+        prompt_tokens=prompt_tokens if kind == "mixed" else 0,
+        seconds=seconds,
+        p90_seconds=sorted(times)[int(0.9 * (len(times) - 1))],
+        floor_seconds=floor,
+        ratio=seconds / floor,
+        tokens_per_second=batch / seconds,
+    )
+
+
+class Logits(NamedTuple):
+    """Of a few random prompts, every row; (tokens, vocab)."""
+
+    rows: torch.Tensor
+
+    @classmethod
+    def of(cls, model: LoadedModel, num_prompts: int = 4, length: int = 64) -> Logits:
+        draw = torch.Generator().manual_seed(1)
+        vocab_size = model.shape.vocab_size
+        rows = []
+        for _ in range(num_prompts):
+            ids = torch.randint(vocab_size // 2, vocab_size, (length,), generator=draw)
+            turn = Turn(0, "", array("I", ids.tolist()), 0, length, length + 1, Sampling())
+            memory = KVMemory(model.shape, -(-length // SLOTS), 0, SLOTS)
+            turn.page_table = list(range(memory.device_pages))
+            batch = Batch.from_slices([Slice(turn, 0, length, True)], SLOTS)
+            forward_pass = PagedPass(batch, memory, wait_layer=lambda layer: None)
+            positions = torch.arange(length)
+            with torch.inference_mode():
+                logits = model.flat.logits(ids, positions, positions, forward_pass)
+            rows.append(logits.float().clone())
+        return cls(torch.cat(rows))
+
+    def against(self, exact: Logits) -> dict[str, float]:
+        """How far these are from the others: what rounding the weights costs."""
+        got, right = self.rows, exact.rows
+        divergence = F.kl_div(
+            got.log_softmax(-1), right.log_softmax(-1), log_target=True, reduction="none"
+        ).sum(-1)
+        difference = (got - right).abs().amax(-1) / (right.amax(-1) - right.amin(-1))
+        return {
+            "same_token_share": float((got.argmax(-1) == right.argmax(-1)).float().mean()),
+            "kl_divergence": float(divergence.mean()),
+            "logit_difference": float(difference.median()),  # of a row's range
+        }
+
+
+def weight_bytes_read(model: LoadedModel) -> int:
+    """By an iteration. Of a table of embeddings a few rows, unless it is the output matrix, too."""
+    module = model.flat.module
+    table: torch.Tensor = module.get_input_embeddings().weight
+    packed: int = sum(
+        each.weight_bytes
+        for each in module.modules()
+        if isinstance(each, FusedLayer | PackedProduct)
+    )
+    if packed:
+        rest: int = sum(each.nbytes for each in module.parameters())
+        return packed + rest - table.nbytes
+    tied = getattr(module.config.get_text_config(), "tie_word_embeddings", False)
+    return model.shape.weight_bytes - (0 if tied else table.nbytes)
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """The ratio over the batch, a line for each kind."""
+    figure, axes = plots.axes()
+    for kind in ("decode", "mixed"):
+        some = [row for row in rows if row.kind == kind]
+        axes.plot([row.batch for row in some], [row.ratio for row in some], marker="o", label=kind)
+    axes.axhline(1.0, color="gray", linewidth=1, label="reading the weights")
+    axes.set(xlabel="turns generating", ylabel="time / floor", xscale="log", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path)

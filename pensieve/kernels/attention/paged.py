@@ -1,0 +1,128 @@
+"""The kernels' Python functions: check shapes as algebra, then hand over to an implementation.
+
+The one argument order is: query, key_pages, value_pages, page_table, slice_offsets, slice_turns,
+slice_starts, then scalars, what is written last.  Values inside index tensors are trusted: they come
+from the batch, and reading them back would stall a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pensieve.kernels.attention import cpu, cuda, reference
+from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.shapes import Shapes
+
+_PAGES = ("pages", "kv_heads", "slots", "head_size")
+
+
+def multi_token_attention(
+    query: torch.Tensor,  # (tokens, heads, head_size)
+    key_pages: torch.Tensor,  # (pages, kv_heads, slots, head_size)
+    value_pages: torch.Tensor,  # (pages, kv_heads, slots, head_size)
+    page_table: torch.Tensor,  # int32 (turns, pages_max): entry i is the page of chunk i
+    slice_offsets: torch.Tensor,  # int32 (slices+1): slice s is rows [offsets[s], offsets[s+1])
+    slice_turns: torch.Tensor,  # int32 (slices): row of the page table
+    slice_starts: torch.Tensor,  # int32 (slices): position of the slice's first token
+    scaling: float,
+    out: torch.Tensor,  # (tokens, heads, head_size); may not alias query
+    work: Work
+    | None = None,  # a GPU's plan for these slices; made here, at some cost, if it is not given
+) -> None:
+    """out[t] = softmax(scaling · query[t] · Kᵀ) · V over positions 0 … position of t, per head.
+
+    The context of a slice is its start + its length, all of it in its turn's pages already, the
+    slice's own tokens included.  Sums are accumulated in fp32.
+    """
+    shapes = Shapes("multi_token_attention")
+    shapes.unify("query", query, ("tokens", "heads", "head_size"))
+    shapes.unify("key_pages", key_pages, _PAGES, query.dtype)
+    shapes.unify("value_pages", value_pages, _PAGES, query.dtype)
+    shapes.unify("page_table", page_table, ("turns", "pages_max"), torch.int32)
+    shapes.unify("slice_offsets", slice_offsets, ("slices+1",), torch.int32)
+    shapes.unify("slice_turns", slice_turns, ("slices",), torch.int32)
+    shapes.unify("slice_starts", slice_starts, ("slices",), torch.int32)
+    shapes.unify("out", out, ("tokens", "heads", "head_size"), query.dtype)
+    if shapes["heads"] % shapes["kv_heads"]:
+        raise ValueError(
+            f"multi_token_attention: query has heads = {shapes['heads']}, not a multiple of "
+            f"key_pages' kv_heads = {shapes['kv_heads']}"
+        )
+    if query.numel() and out.data_ptr() == query.data_ptr():
+        raise ValueError("multi_token_attention: out aliases query")
+    tensors = (query, key_pages, value_pages, page_table, slice_offsets, slice_turns, slice_starts)
+    match query.device.type:
+        case "cuda" if cuda.takes(query.dtype, *key_pages.shape[2:]):
+            work = work or cuda.work_of(query, key_pages, slice_offsets, slice_starts)
+            rows = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
+            tensors = (rows, *tensors[1:])
+            for launch in cuda.attention_launches(*tensors, scaling, out, work):
+                cuda.launch(launch, query.device)
+        case "cpu" if cpu.multi_token_attention(*tensors, scaling, out):
+            pass
+        case _:
+            reference.multi_token_attention(*tensors, scaling, out)
+
+
+def write_kv(
+    key: torch.Tensor,  # (tokens, kv_heads, head_size)
+    value: torch.Tensor,  # (tokens, kv_heads, head_size)
+    slot_mapping: torch.Tensor,  # int64 (tokens): page · slots + slot, no value twice
+    key_pages: torch.Tensor,  # (pages, kv_heads, slots, head_size)
+    value_pages: torch.Tensor,  # (pages, kv_heads, slots, head_size)
+) -> None:
+    """Put the key and value of token t into slot `slot_mapping[t]`; no other slot changes."""
+    shapes = Shapes("write_kv")
+    shapes.unify("key", key, ("tokens", "kv_heads", "head_size"))
+    shapes.unify("value", value, ("tokens", "kv_heads", "head_size"), key.dtype)
+    shapes.unify("slot_mapping", slot_mapping, ("tokens",), torch.int64)
+    shapes.unify("key_pages", key_pages, _PAGES, key.dtype)
+    shapes.unify("value_pages", value_pages, _PAGES, key.dtype)
+    tensors = (key, value, slot_mapping, key_pages, value_pages)
+    match key.device.type:
+        case "cuda" if cuda.takes(key.dtype, *key_pages.shape[2:]):
+            cuda.launch(cuda.write_kv_launch(*tensors), key.device)
+        case "cpu" if cpu.write_kv(*tensors):
+            pass
+        case _:
+            reference.write_kv(*tensors)
+
+
+def copy_pages(
+    source_arena: torch.Tensor,  # (source_pages, 2, kv_heads, slots, head_size)
+    target_arena: torch.Tensor,  # (target_pages, 2, kv_heads, slots, head_size)
+    source_pages: torch.Tensor,  # int64 (copies)
+    target_pages: torch.Tensor,  # int64 (copies); no page twice, none that is also a source
+    num_slots: torch.Tensor,  # int64 (copies): how many leading slots of the page are copied
+    *,
+    mapped: bool = False,
+) -> None:
+    """Copy pages of one layer, bit for bit; the arenas may be one and the same, or lie apart.
+
+    `mapped` says that an arena in the host's memory is page-locked and mapped for the other's device.
+    """
+    tail = ("two", "kv_heads", "slots", "head_size")
+    shapes = Shapes("copy_pages")
+    shapes.unify("source_arena", source_arena, ("source_arena_pages", *tail), anywhere=True)
+    shapes.unify(
+        "target_arena",
+        target_arena,
+        ("target_arena_pages", *tail),
+        source_arena.dtype,
+        anywhere=True,
+    )
+    shapes.unify("source_pages", source_pages, ("copies",), torch.int64)
+    shapes.unify("target_pages", target_pages, ("copies",), torch.int64)
+    shapes.unify("num_slots", num_slots, ("copies",), torch.int64)
+    tensors = (source_arena, target_arena, source_pages, target_pages, num_slots)
+    match source_arena.device.type, target_arena.device.type:
+        case "cpu", "cpu" if cpu.copy_pages(*tensors):
+            pass
+        case source, target if (
+            "cuda" in (source, target)
+            and (mapped or source == target)
+            and cuda.takes_arena(source_arena)
+        ):
+            cuda.launch(cuda.copy_pages_launch(*tensors), source_pages.device)
+        case _:
+            reference.copy_pages(*tensors)

@@ -1,0 +1,14 @@
+"""The programs of our own processes, started with the number of one inherited socket."""
+
+from __future__ import annotations
+
+import sys
+
+
+def _program(module: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", f"pensieve.launch.{module}")
+
+
+ENGINE = _program("engine_process")
+ECHO_ENGINE = _program("echo_engine")  # arithmetic in the model's place, to measure the service
+RANK = _program("rank_process")

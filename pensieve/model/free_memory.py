@@ -1,0 +1,116 @@
+"""How much of a GPU's memory is left for KV: measured, not guessed.
+
+Weights are there already.  What else needs memory is tried out once: the largest batch there can be (the
+budget of tokens, a row of logits for every turn), with sampling that asks for everything, and the batch
+of a decode iteration, whose memory the captured graphs keep.  The most that torch's allocator ever held is
+what they need, but for the trials' own KV; a margin is left for what is not torch's (the graphs' nodes,
+what a library loads later, fragments).
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+
+from pensieve.core.iteration import Slice
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import Turn
+from pensieve.model.forward import Forward, copier_for
+from pensieve.model.graphs import ROWS_MAX
+from pensieve.model.kv.memory import KVMemory
+from pensieve.model.loader import LoadedModel
+from pensieve.model.reply import Decoding
+from pensieve.model.sampling.draw import Row
+from pensieve.model.sampling.sampler import Sampler
+from pensieve.text.tokenizer import Tokenizer
+
+MARGIN_BYTES = 256 << 20
+MARGIN_SHARE = 0.02  # of all memory
+# What makes the sampler work hardest.
+GREEDIEST = Sampling(
+    temperature=1.0,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    logprobs=20,
+)
+
+
+def free_for_kv(
+    model: LoadedModel,
+    token_budget: int,
+    turns_max: int,
+    chunk_tokens: int,
+    device: torch.device,
+    sampler: tuple[Sampler, Tokenizer] | None = None,
+) -> int:
+    """Bytes of the device; every rank has to call it at the same time."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved(device)
+    most: list[int] = []
+    for num_tokens in (turns_max, max(token_budget, turns_max)):
+        torch.cuda.reset_peak_memory_stats(device)
+        trial_bytes = run_once(model, num_tokens, turns_max, chunk_tokens, device, sampler)
+        torch.cuda.synchronize(device)
+        most.append(torch.cuda.max_memory_reserved(device) - held - trial_bytes)
+        torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)  # what was loaded by the trials is counted now
+    kept = torch.cuda.memory_reserved(device) - held
+    graphs = most[0] + 4 * min(turns_max, ROWS_MAX) * model.shape.vocab_size
+    needed = max(most) - kept + graphs + MARGIN_BYTES + int(MARGIN_SHARE * total)
+    return max(free - needed, 0)
+
+
+def run_once(
+    model: LoadedModel,
+    num_tokens: int,
+    turns_max: int,
+    chunk_tokens: int,
+    device: torch.device,
+    sampler: tuple[Sampler, Tokenizer] | None = None,
+) -> int:
+    """One iteration of so many tokens, of as many turns as there may be; the bytes of its own KV."""
+    slices, num_pages = widest(num_tokens, turns_max, model.shape.context_max, chunk_tokens)
+    memory = KVMemory(model.shape, num_pages, 0, chunk_tokens, device)
+    copier = copier_for(memory)
+    try:
+        with torch.inference_mode():
+            forward = Forward(model.flat, memory, copier, halves=False)
+            forward.run([piece._replace(needs_token=False) for piece in slices])
+            computed = forward.run(slices)
+            if sampler is not None:
+                chooser, tokenizer = sampler
+                for turn in computed.turns:
+                    turn.decoding = Decoding(turn.sampling, tokenizer, chooser.eos_token_ids)
+                pairs = zip(computed.turns, computed.positions, strict=True)
+                rows = [Row(*each) for each in pairs]
+                chooser.draw(computed.logits, rows, computed.newest_ids).read()
+    finally:
+        copier.close()
+    return memory.device_arena.nbytes
+
+
+def widest(
+    num_tokens: int, turns_max: int, context_max: int, chunk_tokens: int
+) -> tuple[list[Slice], int]:
+    """Slices of a batch with that many tokens and turns, and the pages that they need."""
+    slices, page = [], 0
+    longest = min(max(num_tokens - turns_max + 1, 1), context_max)
+    for index, length in enumerate([longest, *[1] * (turns_max - 1)]):
+        turn = Turn(
+            turn_id=index,
+            conversation_id="sizing",
+            tokens=array("I", bytes(4 * length)),
+            history_tokens=0,
+            prompt_end=length,
+            length_max=length + 1,
+            sampling=GREEDIEST,
+        )
+        num_pages = -(-length // chunk_tokens)
+        turn.page_table = list(range(page, page + num_pages))
+        page += num_pages
+        slices.append(Slice(turn, 0, length, True))
+    return slices, page

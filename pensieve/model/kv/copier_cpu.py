@@ -1,0 +1,169 @@
+"""Moves pages between the tiers beside the compute, one layer at a time.
+
+A job is the swap-ins, or the swap-outs, of one iteration; a unit of work is one layer of one job.
+One worker thread takes units: those of swap-ins first, lowest layer first, because some layer's
+attention may be waiting for exactly that; a swap-out goes on only while no swap-in is outstanding,
+so it yields after at most one layer.
+
+    launch ── submit(swap-ins) ──> worker:   layer 0 │ layer 1 │ layer 2 │ …
+    forward ─ wait_layer(0) ───────────────────────>│ attend 0, mlp 0 ─ wait_layer(1) …
+
+`wait_layer(n)` returns when no outstanding swap-in still lacks layer n.  It is called by the thread
+that computes, as is `submit`; that thread and the worker share only the fields under the one lock.
+
+Why no page is read or written wrongly:
+
+* A swap-in writes device pages that nothing reads before `wait_layer` of that layer: the core gives
+  them to no slice of an earlier iteration, and every layer of a later forward waits first.
+* A swap-out reads slots written by earlier iterations.  Their forwards have returned when `submit`
+  is called (on a CPU `launch` computes, also when the iteration before is not yet collected), and
+  nobody writes those slots again: full chunks never change, and of a partly filled
+  one only `num_slots` are copied while new tokens go behind them.
+* The core moves neither page of a copy before that copy is reported, so no target is written twice
+  and no source is reused.  The report is made under the lock, after the last layer.
+
+An error in the worker ends it.  Whatever waits, then and later, raises DeviceError.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pensieve.core.iteration import SwapIn, SwapOut
+from pensieve.errors import DeviceError
+from pensieve.model.kv.memory import KVMemory, PageMoves
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    copy_ids: tuple[int, ...]
+    moves: PageMoves
+    move_layer: Callable[[int, PageMoves], None]
+    next_layer: int = 0
+
+
+class Copier:
+    """The worker, its jobs, and the copies that finished and were not yet reported."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        self._num_layers = memory.shape.num_layers
+        self._changed = threading.Condition()
+        self._swap_ins: list[_Job] = []
+        self._swap_outs: list[_Job] = []
+        self._finished: list[int] = []
+        self._error: BaseException | None = None
+        self._closing = False
+        self._worker = threading.Thread(target=self._run, name="pensieve-copier", daemon=True)
+        self._worker.start()
+
+    # -- called by the thread that computes --
+
+    def submit(self, swap_ins: Sequence[SwapIn], swap_outs: Sequence[SwapOut]) -> None:
+        """Begin these copies; every write of earlier iterations must be done."""
+        memory = self._memory
+        jobs_in = [
+            _Job(
+                tuple(each.copy_id for each in swap_ins),
+                PageMoves.from_swap_ins(swap_ins),
+                memory.swap_in,
+            )
+        ]
+        jobs_out = [
+            _Job(
+                tuple(each.copy_id for each in swap_outs),
+                PageMoves.from_swap_outs(swap_outs),
+                memory.swap_out,
+            )
+        ]
+        with self._changed:
+            self._swap_ins.extend(job for job in jobs_in if job.copy_ids)
+            self._swap_outs.extend(job for job in jobs_out if job.copy_ids)
+            self._changed.notify_all()
+
+    def wait_layer(self, layer: int) -> None:
+        """Return when every outstanding swap-in has brought this layer."""
+        if not self._swap_ins:  # only `submit` adds, on this very thread
+            return
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._error is not None or all(job.next_layer > layer for job in self._swap_ins)
+                )
+            )
+            self._raise_error()
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a swap-in is outstanding."""
+        return bool(self._swap_ins)
+
+    def poll(self) -> tuple[int, ...]:
+        """The ids of copies that finished since the last report, without waiting."""
+        with self._changed:
+            return self._report()
+
+    def wait_any(self) -> tuple[int, ...]:
+        """As `poll`, but waits for at least one copy if any is outstanding."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._error is not None
+                    or bool(self._finished)
+                    or not (self._swap_ins or self._swap_outs)
+                )
+            )
+            return self._report()
+
+    def close(self) -> None:
+        """End the worker after its present unit; copies still outstanding are given up."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._worker.join()
+
+    def _report(self) -> tuple[int, ...]:
+        self._raise_error()
+        finished, self._finished = tuple(self._finished), []
+        return finished
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise DeviceError(f"copying pages between the tiers failed: {self._error}")
+
+    # -- the worker --
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while (job := self._next_job()) is not None:
+                    job.move_layer(job.next_layer, job.moves)
+                    self._advance(job)
+        except BaseException as error:  # kept, and raised where somebody waits
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _next_job(self) -> _Job | None:
+        """The job whose next layer is to be moved now; None when closing."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closing or bool(self._swap_ins) or bool(self._swap_outs)
+            )
+            if self._closing:
+                return None
+            if self._swap_ins:
+                return min(self._swap_ins, key=lambda job: job.next_layer)
+            return self._swap_outs[0]
+
+    def _advance(self, job: _Job) -> None:
+        with self._changed:
+            job.next_layer += 1
+            if job.next_layer == self._num_layers:
+                (self._swap_ins if job in self._swap_ins else self._swap_outs).remove(job)
+                self._finished.extend(job.copy_ids)
+            self._changed.notify_all()

@@ -1,0 +1,183 @@
+"""The memory that keys and values lie in: one arena per tier, layer-major.
+
+    device_arena, host_arena   (layers, pages, 2, kv_heads, slots, head_size)
+
+Inside a layer a page is keys then values of all heads, one contiguous run, so moving a page of one
+layer is one copy and a head's tile of slots x head_size is contiguous for the kernels.  Which page
+holds what is the core's business; nothing here is initialised, and a slot that nobody wrote may
+hold anything.
+
+Both tiers number their pages from 0.  Movements are given as `PageMoves` (built once per job) and
+done one layer at a time, which is what lets copying overlap with computing.
+
+On a GPU the host tier is page-locked and mapped (host_arena.py).  Scattered pages cross the bus by the kernel
+`copy_pages`, one launch a layer; long runs of neighbours by the copy engine, one asynchronous copy each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
+from pensieve.errors import DeviceError
+from pensieve.kernels import copy_pages
+from pensieve.model.kv import host_arena
+from pensieve.model.shape import ModelShape
+from pensieve.model.transfer import upload
+
+RUN_BYTES_MIN = 1 << 20  # of one layer, on average, for the copy engine to be worth a call per run
+
+
+class Run(NamedTuple):
+    """Neighbouring pages that move to neighbouring pages."""
+
+    source_page: int
+    target_page: int
+    num_pages: int
+
+
+class PageMoves(NamedTuple):
+    """Pages that move together: parallel int64 tensors (moves)."""
+
+    source_pages: torch.Tensor
+    target_pages: torch.Tensor
+    num_slots: torch.Tensor
+    runs: tuple[Run, ...] = ()  # the same moves, if they are long enough for the copy engine
+
+    @classmethod
+    def from_copies(cls, copies: Sequence[PageCopy]) -> PageMoves:
+        return cls._of([(each.source_page, each.target_page, each.num_slots) for each in copies])
+
+    @classmethod
+    def from_swap_ins(cls, swap_ins: Sequence[SwapIn]) -> PageMoves:
+        return cls._of([(each.host_page, each.device_page, each.num_slots) for each in swap_ins])
+
+    @classmethod
+    def from_swap_outs(cls, swap_outs: Sequence[SwapOut]) -> PageMoves:
+        return cls._of([(each.device_page, each.host_page, each.num_slots) for each in swap_outs])
+
+    @classmethod
+    def _of(cls, rows: list[tuple[int, int, int]]) -> PageMoves:
+        table = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3)
+        return cls(*table.T.contiguous())
+
+    def joined(self, chunk_tokens: int) -> tuple[Run, ...]:
+        """As runs of whole pages, longest possible; none if a page is not copied whole."""
+        if bool((self.num_slots != chunk_tokens).any()):
+            return ()
+        runs: list[Run] = []
+        pairs = zip(self.source_pages.tolist(), self.target_pages.tolist(), strict=True)
+        for source, target in sorted(pairs):
+            if runs:
+                first_source, first_target, count = runs[-1]
+                if (source, target) == (first_source + count, first_target + count):
+                    runs[-1] = Run(first_source, first_target, count + 1)
+                    continue
+            runs.append(Run(source, target, 1))
+        return tuple(runs)
+
+
+class KVMemory:
+    """Arenas of both tiers for one model."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        device_pages: int,
+        host_pages: int,
+        chunk_tokens: int,
+        device: str | torch.device = "cpu",
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        if device_pages < 1 or host_pages < 0 or chunk_tokens < 1:
+            raise DeviceError(
+                f"cannot hold KV in {device_pages} device pages, {host_pages} host pages "
+                f"of {chunk_tokens} tokens"
+            )
+        self.shape = shape
+        self.chunk_tokens = chunk_tokens
+        self.page_bytes = shape.kv_bytes_per_page(chunk_tokens)
+        device = torch.device(device)
+        self.device_arena = self._allocate("device", device_pages + 1, device)
+        if device.type == "cpu":
+            self.host_arena = self._allocate("host", host_pages, device)
+        else:
+            layer_bytes = host_pages * self.page_bytes // shape.num_layers
+            locked = host_arena.allocate(shape.num_layers, layer_bytes, device, report)
+            self.host_arena = locked.view(shape.dtype).view(self._arena_shape(host_pages))
+
+    def _arena_shape(self, num_pages: int) -> tuple[int, ...]:
+        shape = self.shape
+        tile = (shape.num_kv_heads, self.chunk_tokens, shape.head_size)
+        return (shape.num_layers, num_pages, 2, *tile)
+
+    def _allocate(self, tier: str, num_pages: int, device: torch.device) -> torch.Tensor:
+        try:
+            return torch.empty(self._arena_shape(num_pages), dtype=self.shape.dtype, device=device)
+        except (MemoryError, RuntimeError) as error:
+            gibibytes = num_pages * self.page_bytes / 2**30
+            raise DeviceError(
+                f"cannot allocate {gibibytes:.1f} GiB for the {tier} tier "
+                f"({num_pages} pages of {self.page_bytes} bytes)"
+            ) from error
+
+    @property
+    def device_pages(self) -> int:
+        return self.device_arena.shape[1] - 1
+
+    @property
+    def spare_page(self) -> int:
+        """The page behind the last: no turn has it; rows that only fill a batch up write there."""
+        return self.device_pages
+
+    @property
+    def host_pages(self) -> int:
+        return self.host_arena.shape[1]
+
+    @property
+    def device_bytes(self) -> int:
+        return self.device_pages * self.page_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.host_pages * self.page_bytes
+
+    def key_pages(self, layer: int) -> torch.Tensor:
+        """(pages, kv_heads, slots, head_size), a view."""
+        return self.device_arena[layer, :, 0]
+
+    def value_pages(self, layer: int) -> torch.Tensor:
+        return self.device_arena[layer, :, 1]
+
+    def prepared(self, moves: PageMoves) -> PageMoves:
+        """Where the arenas' device wants them, and cut for its copy engine if that is the faster way."""
+        device = self.device_arena.device
+        if device.type == "cpu":
+            return moves
+        runs = moves.joined(self.chunk_tokens)
+        layer_bytes = self.page_bytes // self.shape.num_layers
+        if sum(run.num_pages for run in runs) * layer_bytes < len(runs) * RUN_BYTES_MIN:
+            runs = ()
+        sources, targets, num_slots = (upload(each, device) for each in moves[:3])
+        return PageMoves(sources, targets, num_slots, runs)
+
+    def copy_within(self, layer: int, moves: PageMoves) -> None:
+        """Device page to device page."""
+        copy_pages(self.device_arena[layer], self.device_arena[layer], *moves[:3])
+
+    def swap_in(self, layer: int, moves: PageMoves) -> None:
+        self._cross(self.host_arena[layer], self.device_arena[layer], moves)
+
+    def swap_out(self, layer: int, moves: PageMoves) -> None:
+        self._cross(self.device_arena[layer], self.host_arena[layer], moves)
+
+    @staticmethod
+    def _cross(source: torch.Tensor, target: torch.Tensor, moves: PageMoves) -> None:
+        for first_source, first_target, count in moves.runs:
+            run = source[first_source : first_source + count]
+            target[first_target : first_target + count].copy_(run, non_blocking=True)
+        if not moves.runs:
+            copy_pages(source, target, *moves[:3], mapped=True)

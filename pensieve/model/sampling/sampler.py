@@ -1,0 +1,324 @@
+"""From logits to tokens: every field of `Sampling`, each row as if it were alone.
+
+**What happens to a row**, in this order:
+
+1. A row with NaN or infinite raw logits answers None: that turn fails, its neighbours do not.
+2. Repetition penalty over the ids of the whole context (a positive logit is divided by it, a
+   negative one multiplied), then presence and frequency penalties over the ids of this reply, then
+   logit_bias is added.  Overflow is clamped to float32.
+3. Until `min_tokens` outputs exist, end-of-turn ids and stop_token_ids are impossible.  With
+   `ignore_eos` an end-of-turn id is a token like any other.  A mask that would leave no token at
+   all is not applied.
+4. Temperature 0 takes the largest logit, of equals the lowest id.  Otherwise temperature, top_k,
+   top_p (over what top_k keeps, renormalised) and min_p (relative to the likeliest token), and one
+   token is drawn from what is left, which is never empty.
+
+Columns beyond `vocab_size` (padding of the output matrix) are never looked at.  `logprob` and
+`top_logprobs` are the log-softmax after step 3 and before temperature and cuts: what the model,
+with the client's penalties and biases, believed.  `top_logprobs` lists the likeliest tokens,
+whether or not the sampled one is among them, and never an impossible one.
+
+**Drawing** is in draw.py: a row's token depends on its logits, its `Sampling` and its position in the
+log, never on who shares the batch.
+
+**Memory** is `SamplingState`, kept in `turn.decoding.sampling_state`: which ids the context holds
+and how often this reply used each.  It follows the log by reading what was appended since the last
+call; where it is missing it is read from the whole log.  It can be thrown away at any time.
+
+**One token ahead.**  The log may lack the token before the one to be drawn (`Row.is_ahead`): it is
+known to the device and not to the host.  What depends on the position alone (the random number,
+min_tokens) knows the position; what depends on the token (the penalties) takes it from the device,
+into the copy of `seen` and `counts` that the batch makes anyway.  So a row is treated as if its log
+were complete, and memory still holds nothing but the log.
+
+**Nobody waits.**  `draw` only gives the device work, and a row that is not finite becomes the id -1
+there (worked on as zeros, so that nothing goes out of range).  `Drawn.read` waits for one copy of
+everything that the host wants to know.
+
+Greedy rows without further wishes cost one argmax.  The others are worked on a few rows at a time
+(the two `…_PASS_ELEMENTS_MAX`), which bounds the memory and, on a CPU, keeps a row in the cache:
+one row of 150,000 logits at a time is seven to nine times as fast as eight at once.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from pensieve.core.iteration import Logprob
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import Turn
+from pensieve.kernels.layer import cpu as dense
+from pensieve.model.sampling.draw import Row, column, draw, report, select
+from pensieve.model.transfer import ReadBack, indices, reading_is_free, upload
+
+CPU_PASS_ELEMENTS_MAX = 2**18  # logits worked on at once, but at least one row
+DEVICE_PASS_ELEMENTS_MAX = 2**23  # about 300 MB of int64 and float64 on an accelerator
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+class SampledToken(NamedTuple):
+    token_id: int
+    logprob: float | None
+    top_logprobs: tuple[Logprob, ...]
+
+
+class RemembersSampling(Protocol):
+    """What the sampler needs of `turn.decoding`."""
+
+    sampling_state: object | None
+
+
+class _Report(NamedTuple):
+    """What rows that ask for logprobs are told: int64 (rows, 1 + width + width).
+
+    The drawn token's and the likeliest ones' log-probabilities (the bits of float64), their ids.
+    """
+
+    rows: list[int]
+    num_top: list[int]  # for each of them
+    told: Tensor
+
+
+class Drawn:
+    """Tokens that the device draws, and their way to the host."""
+
+    def __init__(self, ids: Tensor, reports: list[_Report]) -> None:
+        self.ids = ids  # int64 (rows), on the device; -1 where a row was not finite
+        self._reports = reports
+        told = [each.told.flatten() for each in reports]
+        self._arriving = ReadBack(torch.cat([ids, *told]) if told else ids)
+
+    def read(self) -> list[SampledToken | None]:
+        """Wait for them; None where a row of logits was not finite."""
+        arrived = self._arriving.wait()
+        token_ids = arrived[: len(self.ids)].tolist()
+        sampled = [
+            SampledToken(token_id, None, ()) if token_id >= 0 else None for token_id in token_ids
+        ]
+        offset = len(token_ids)
+        for rows, num_top, on_device in self._reports:
+            told = arrived[offset : offset + on_device.numel()].view(on_device.shape)
+            offset += on_device.numel()
+            width = (told.shape[1] - 1) // 2
+            logprobs = told[:, : 1 + width].contiguous().view(torch.float64).tolist()
+            top_ids = told[:, 1 + width :].tolist()
+            for row, num, ids, values in zip(rows, num_top, top_ids, logprobs, strict=True):
+                if token_ids[row] >= 0:
+                    top = zip(ids[:num], values[1 : num + 1], strict=True)
+                    possible = tuple(Logprob(*each) for each in top if each[1] > -math.inf)
+                    sampled[row] = SampledToken(token_ids[row], values[0], possible)
+        return sampled
+
+
+class Sampler:
+    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int] = frozenset()) -> None:
+        assert vocab_size > 0
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+
+    def sample(self, logits: Tensor, turns: Sequence[Turn]) -> list[SampledToken | None]:
+        """The next token of each turn, whose logs are complete, at once."""
+        return self.draw(logits, [Row(turn, len(turn.tokens)) for turn in turns]).read()
+
+    @torch.inference_mode()
+    def draw(self, logits: Tensor, rows: Sequence[Row], newest_ids: Tensor | None = None) -> Drawn:
+        """Begin to draw a token for each row of (rows, vocab).
+
+        `newest_ids` (rows), on the device, are the tokens before those: rows that are ahead need them.
+        """
+        assert logits.shape[0] == len(rows), (logits.shape, len(rows))
+        logits = logits[:, : self.vocab_size].float()
+        ids = _likeliest_of_each(logits)
+        others = [row for row, each in enumerate(rows) if not _is_plain(each)]
+        on_cpu = logits.device.type == "cpu"
+        elements_max = CPU_PASS_ELEMENTS_MAX if on_cpu else DEVICE_PASS_ELEMENTS_MAX
+        rows_max = max(1, elements_max // logits.shape[1])
+        reports: list[_Report] = []
+        for first in range(0, len(others), rows_max):
+            part = others[first : first + rows_max]
+            index = indices(part, logits.device)
+            is_finite = ids.index_select(0, index) >= 0
+            values = logits.index_select(0, index)
+            if not (reading_is_free(values) and bool(is_finite.all())):
+                values.masked_fill_(~is_finite.unsqueeze(1), 0.0)
+            newest = newest_ids.index_select(0, index) if newest_ids is not None else None
+            drawn = self._draw_part(values, [rows[row] for row in part], newest)
+            ids.index_copy_(0, index, torch.where(is_finite, drawn, -1))
+            reported = [n for n, row in enumerate(part) if rows[row].sampling.logprobs is not None]
+            if reported:
+                num_top = [rows[part[n]].sampling.logprobs or 0 for n in reported]
+                logprobs, top_ids = report(
+                    select(values, reported),
+                    select(drawn, reported),
+                    min(max(num_top), self.vocab_size, values.shape[1]),
+                )
+                told = torch.cat((logprobs.view(torch.int64), top_ids), dim=1)
+                reports.append(_Report([part[n] for n in reported], num_top, told))
+        return Drawn(ids, reports)
+
+    def _draw_part(self, values: Tensor, rows: list[Row], newest_ids: Tensor | None) -> Tensor:
+        """`values` (rows, vocab) belongs to this call and is changed in place."""
+        self._adjust(values, rows, newest_ids)
+        hot = [n for n, row in enumerate(rows) if row.sampling.temperature > 0]
+        if len(hot) == len(rows):
+            return draw(values, rows)
+        token_ids = values.argmax(-1)
+        if hot:
+            drawn = draw(select(values, hot), [rows[n] for n in hot])
+            token_ids.index_copy_(0, indices(hot, values.device), drawn)
+        return token_ids
+
+    def _adjust(self, values: Tensor, rows: list[Row], newest_ids: Tensor | None) -> None:
+        """Penalties, biases and the mask, in place, on the rows that have any."""
+        states = {
+            n: self._state_of(row.turn, values) for n, row in enumerate(rows) if _adjusts(row)
+        }
+        if not states:
+            return
+        options = [row.sampling for row in rows]
+        repeated = [n for n in states if options[n].repetition_penalty != 1]
+        if repeated:
+            index = indices(repeated, values.device)
+            penalties = [options[n].repetition_penalty for n in repeated]
+            penalty = column(penalties, values, torch.float32)
+            seen = torch.stack([states[n].seen for n in repeated])
+            if (ahead := _ahead(rows, repeated, newest_ids, seen)) is not None:
+                at, is_ahead = ahead
+                seen.scatter_(1, at, seen.gather(1, at) | is_ahead)
+            before = values.index_select(0, index)
+            after = torch.where(before < 0, before * penalty, before / penalty)
+            values.index_copy_(0, index, torch.where(seen, after, before))
+        counted = [n for n in states if _counts_reply(options[n])]
+        if counted:
+            index = indices(counted, values.device)
+            presences = [options[n].presence_penalty for n in counted]
+            frequencies = [options[n].frequency_penalty for n in counted]
+            counts = torch.stack([states[n].counts for n in counted])
+            if (ahead := _ahead(rows, counted, newest_ids, counts)) is not None:
+                at, is_ahead = ahead
+                counts.scatter_add_(1, at, is_ahead.to(torch.int32))
+            values[index] -= counts * column(frequencies, values, torch.float32)
+            values[index] -= (counts > 0) * column(presences, values, torch.float32)
+        for n, state in states.items():
+            if state.bias is not None:
+                ids, biases = state.bias
+                values[n].index_add_(0, ids, biases)
+        values.clamp_(-FLOAT32_MAX, FLOAT32_MAX)
+        for n, state in states.items():
+            if _is_masked(rows[n]) and len(state.ending_ids) < values.shape[1]:
+                values[n].index_fill_(0, state.ending_ids, -math.inf)
+
+    def _state_of(self, turn: Turn, values: Tensor) -> SamplingState:
+        decoding = cast(RemembersSampling, turn.decoding)
+        state = decoding.sampling_state
+        if state is None:
+            state = SamplingState.of(turn.sampling, self.eos_token_ids, values)
+            decoding.sampling_state = state
+        assert isinstance(state, SamplingState)
+        state.follow(turn)
+        return state
+
+
+def _likeliest_of_each(logits: Tensor) -> Tensor:
+    """The largest logit of each row, of equals the lowest id; -1 for a row that is not finite."""
+    if logits.device.type == "cpu" and logits.stride(1) == 1 and dense.available(torch.float32):
+        return dense.argmax(logits)
+    lowest, highest = logits.aminmax(dim=-1)  # both are NaN if one logit is
+    return torch.where(lowest.isfinite() & highest.isfinite(), logits.argmax(-1), -1)
+
+
+def _ahead(
+    rows: list[Row], some: list[int], newest_ids: Tensor | None, like: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """For some rows, if any is ahead: where in (rows, vocab) the token before stands, and whether
+    the log lacks it.  Both (rows, 1)."""
+    if not any(rows[n].is_ahead for n in some):
+        return None
+    assert newest_ids is not None, "a row is ahead of a token that nobody gave"
+    at = newest_ids.index_select(0, indices(some, like.device)).clamp(0, like.shape[1] - 1)
+    return at.unsqueeze(1), column([rows[n].is_ahead for n in some], like, torch.bool)
+
+
+def _is_plain(row: Row) -> bool:
+    sampling = row.sampling
+    return sampling.temperature == 0 and sampling.logprobs is None and not _adjusts(row)
+
+
+def _adjusts(row: Row) -> bool:
+    sampling = row.sampling
+    return (
+        sampling.repetition_penalty != 1
+        or _counts_reply(sampling)
+        or bool(sampling.logit_bias)
+        or _is_masked(row)
+    )
+
+
+def _counts_reply(sampling: Sampling) -> bool:
+    return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+
+
+def _is_masked(row: Row) -> bool:
+    return row.position - row.turn.prompt_end < row.sampling.min_tokens
+
+
+@dataclass(slots=True)
+class SamplingState:
+    """What the logits of one turn are adjusted by; `seen` and `counts` follow the log."""
+
+    num_followed: int  # tokens of the log that `seen` and `counts` include
+    seen: Tensor  # (vocab,) bool: the context holds this id; empty where nothing asks
+    counts: Tensor  # (vocab,) int32: how often this reply used it; empty where nothing asks
+    bias: tuple[Tensor, Tensor] | None  # ids and what is added to their logits
+    ending_ids: Tensor  # ids that may not come before min_tokens
+
+    @classmethod
+    def of(cls, sampling: Sampling, eos_token_ids: frozenset[int], values: Tensor) -> SamplingState:
+        vocab_size, device = values.shape[1], values.device
+        num_seen = vocab_size if sampling.repetition_penalty != 1 else 0
+        num_counts = vocab_size if _counts_reply(sampling) else 0
+        biases: dict[int, float] = {}
+        for token_id, bias in sampling.logit_bias:
+            if token_id < vocab_size:
+                biases[token_id] = biases.get(token_id, 0.0) + bias
+        ending_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ending_ids |= eos_token_ids
+        return cls(
+            num_followed=0,
+            seen=torch.zeros(num_seen, dtype=torch.bool, device=device),
+            counts=torch.zeros(num_counts, dtype=torch.int32, device=device),
+            bias=(
+                indices(list(biases), device),
+                upload(torch.tensor(list(biases.values()), dtype=torch.float32), device),
+            )
+            if biases
+            else None,
+            ending_ids=indices(
+                sorted(token_id for token_id in ending_ids if token_id < vocab_size), device
+            ),
+        )
+
+    def follow(self, turn: Turn) -> None:
+        if len(self.seen):
+            ids = _ids_of(turn.tokens[self.num_followed :], self.seen)
+            self.seen.index_fill_(0, ids, True)
+        if len(self.counts):
+            ids = _ids_of(turn.tokens[max(self.num_followed, turn.prompt_end) :], self.counts)
+            self.counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        self.num_followed = len(turn.tokens)
+
+
+def _ids_of(tokens: array[int], like: Tensor) -> Tensor:
+    """Those of `tokens` (a copy: a tensor over it would forbid the log to grow) that `like` has."""
+    if not tokens:
+        return torch.empty(0, dtype=torch.int64, device=like.device)
+    ids = torch.frombuffer(tokens, dtype=torch.int32).to(torch.int64)
+    return upload(ids[(ids >= 0) & (ids < len(like))], like.device)

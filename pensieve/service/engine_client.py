@@ -1,0 +1,216 @@
+"""The engine process as the service sees it: start, talk, notice its death, start again.
+
+    STOPPED ──start──> STARTING ──ready──> SERVING ──pipe ends──> DOWN ──after a pause──> STARTING
+                           └──it dies before it was ever ready: the error is the caller's
+
+The pause doubles while processes die without having published anything, and is short after one that
+was of use.
+
+`put` may be called from any thread.  A message belongs to the process that was there when `put` was
+called: if that one dies, the message dies with it and never reaches its successor, because whoever
+lives on from a message is told of the death (`on_down`) after no more messages can be put.  Events are
+handed over on the loop, a list for each frame.
+
+The child is spawned as a program of its own with one inherited socket: no fork, no pickle, and no
+memory shared with a process that runs threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pensieve.engine import pipe as channel
+from pensieve.engine.messages import Event, Message
+from pensieve.errors import ConfigError, DeviceError, ModelError, PensieveError, Unavailable
+
+RESTART_SECONDS_MIN = 0.1
+RESTART_SECONDS_MAX = 30.0
+STOP_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What the engine can hold."""
+
+    context_max: int
+    vocab_size: int
+    device_pages: int
+    host_pages: int
+    page_bytes: int
+    chunk_tokens: int
+
+
+class EngineProcess:
+    def __init__(
+        self,
+        written: Mapping[str, str],
+        folder: Path,
+        program: tuple[str, ...],
+        *,
+        on_events: Callable[[list[Event]], None],
+        on_down: Callable[[str], None],
+        on_up: Callable[[], None] = lambda: None,
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.ready: Ready | None = None
+        self.num_restarts = 0
+        self.pid: int | None = None
+        self._hello = channel.pack(["settings", dict(written), str(folder)])
+        self._on_events = on_events
+        self._on_down = on_down
+        self._on_up = on_up
+        self._report = report
+        self._program = program
+        self._loop = asyncio.get_running_loop()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._stopping = False
+        self._useful = False  # the present process has published something
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def serving(self) -> bool:
+        return self._writer is not None
+
+    async def start(self) -> Ready:
+        """Start the first process; from then on it is replaced whenever it dies."""
+        ready = await self._spawn()
+        self._task = self._loop.create_task(self._supervise(), name="engine process")
+        return ready
+
+    def put(self, message: Message) -> None:
+        """To the process that is there now; Unavailable when there is none.  For any thread."""
+        writer = self._writer
+        if writer is None:
+            raise Unavailable("the engine is starting again; try again in a moment")
+        packed = channel.pack_message(message)
+        self._loop.call_soon_threadsafe(self._write, writer, packed)
+
+    async def stop(self) -> None:
+        """Close the pipe, which ends the process, and wait for it."""
+        self._stopping = True
+        self._close_pipe()
+        process = self._process
+        if process is not None:
+            try:
+                await asyncio.to_thread(process.wait, STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                await asyncio.to_thread(process.wait)
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    # -- one process --
+
+    async def _spawn(self) -> Ready:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*self._program, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        self.pid = self._process.pid
+        reader, writer = await asyncio.open_connection(sock=ours, limit=channel.FRAME_BYTES_MAX)
+        try:
+            writer.write(self._hello)
+            while (frame := await _read(reader)) is not None:
+                (kind, *rest), _ = frame
+                if kind == "stage":
+                    self._report(rest[0])
+                elif kind == "died":
+                    raise _death(rest[0], rest[1])
+                elif kind == "ready":
+                    self.ready = Ready(**rest[0])
+                    self._reader, self._writer = reader, writer
+                    return self.ready
+            raise DeviceError("the engine process ended while it was starting")
+        except BaseException:
+            writer.close()
+            raise
+
+    async def _supervise(self) -> None:
+        pause = RESTART_SECONDS_MIN
+        while True:
+            self._useful = False
+            reason = await self._listen()
+            self._close_pipe()
+            if self._stopping:
+                return
+            self._on_down(reason)
+            if self._useful:
+                pause = RESTART_SECONDS_MIN
+            while self._writer is None:
+                await self._reap()
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, RESTART_SECONDS_MAX)
+                if self._stopping:
+                    return
+                try:
+                    self._report("starting the engine again")
+                    await self._spawn()
+                except (PensieveError, OSError) as error:
+                    self._report(f"the engine did not start: {error}")
+                    continue
+                self.num_restarts += 1
+                self._on_up()
+
+    async def _listen(self) -> str:
+        """Hand over events until the pipe ends; why it did."""
+        assert self._reader is not None
+        reason = "the engine process ended"
+        try:
+            while (frame := await _read(self._reader)) is not None:
+                if frame[0][0] == "died":
+                    reason = frame[0][1]
+                else:
+                    self._useful = True
+                    self._on_events(channel.events_of(frame))
+        except (OSError, PensieveError) as error:
+            reason = str(error)
+        return reason
+
+    async def _reap(self) -> None:
+        """Make sure that the old process is gone; two would fight for the device."""
+        process = self._process
+        if process is not None:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+    def _close_pipe(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _write(self, writer: asyncio.StreamWriter, packed: bytes) -> None:
+        if not writer.is_closing():
+            writer.write(packed)
+
+
+async def _read(reader: asyncio.StreamReader) -> channel.Frame | None:
+    try:
+        num_head, num_body = channel.lengths(await reader.readexactly(channel.LENGTHS.size))
+        head = await reader.readexactly(num_head)
+        body = await reader.readexactly(num_body) if num_body else b""
+    except asyncio.IncompleteReadError:
+        return None  # also in the middle of a frame: the process was killed
+    return channel.unpack(head, body)
+
+
+def _death(text: Any, code: Any) -> PensieveError:
+    for kind in (ConfigError, ModelError):
+        if code == kind.exit_code:
+            return kind(str(text))
+    return DeviceError(str(text))

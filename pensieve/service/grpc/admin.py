@@ -1,0 +1,153 @@
+"""AdminService: what the daemon holds, for its operator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pensieve.engine.messages import EvictConversation, Explain, ListCached
+from pensieve.errors import InvalidArgument
+from pensieve.service.daemon import Daemon
+from pensieve.service.live_turn import cache_key
+from pensieve.v1 import admin_pb2 as pb
+from pensieve.v1 import admin_pb2_grpc
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    def __init__(self, daemon: Daemon, stop: Callable[[], None]) -> None:
+        self.daemon = daemon
+        self._stop = stop
+        self._before = (0.0, 0.0)  # seconds and iterations of the last figures
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        return pb.GetStatsResponse(stats=await self._stats())
+
+    async def WatchStats(  # type: ignore[override]  # it writes to the context instead of yielding
+        self, request: pb.WatchStatsRequest, context: Any
+    ) -> None:
+        seconds = request.interval_seconds or 1.0
+        if not 0.1 <= seconds <= 3600.0:
+            raise InvalidArgument("interval_seconds", "must lie in 0.1..3600")
+        while True:
+            await context.write(pb.WatchStatsResponse(stats=await self._stats()))
+            await asyncio.sleep(seconds)
+
+    async def EvictConversation(
+        self, request: pb.EvictConversationRequest, context: Any
+    ) -> pb.EvictConversationResponse:
+        await self.daemon.in_store(
+            self.daemon.store.get_conversation, request.conversation_id, tenant=request.tenant
+        )
+        key = cache_key(request.tenant, request.conversation_id)
+        to_host = request.destination == pb.EvictConversationRequest.DESTINATION_HOST
+        answer = await self.daemon.ask(lambda number: EvictConversation(key, to_host, number))
+        num_chunks = int(answer.figures["chunks"])
+        if to_host:
+            return pb.EvictConversationResponse(chunks_moved=num_chunks)
+        return pb.EvictConversationResponse(chunks_dropped=num_chunks)
+
+    async def ListCachedConversations(
+        self, request: pb.ListCachedConversationsRequest, context: Any
+    ) -> pb.ListCachedConversationsResponse:
+        limit = request.limit or 20
+        if not 1 <= limit <= 1000:
+            raise InvalidArgument("limit", "must lie in 1..1000")
+        least = request.order == pb.ListCachedConversationsRequest.ORDER_LEAST_VALUABLE
+        answer = await self.daemon.ask(lambda number: ListCached(number, limit, least))
+        given = pb.ListCachedConversationsResponse()
+        for key, on_device, on_host, dropped, idle, value, running in answer.rows:
+            tenant, _, conversation_id = str(key).rpartition("/")
+            given.conversations.add(
+                conversation_id=conversation_id,
+                tenant=tenant,
+                device_tokens=int(on_device),
+                host_tokens=int(on_host),
+                dropped_tokens=int(dropped),
+                idle_seconds=float(idle),
+                retention_value=float(value),
+                running=bool(running),
+            )
+        return given
+
+    async def ExplainConversation(
+        self, request: pb.ExplainConversationRequest, context: Any
+    ) -> pb.ExplainConversationResponse:
+        await self.daemon.in_store(
+            self.daemon.store.get_conversation, request.conversation_id, tenant=request.tenant
+        )
+        key = cache_key(request.tenant, request.conversation_id)
+        answer = await self.daemon.ask(lambda number: Explain(number, key))
+        given = pb.ExplainConversationResponse()
+        for row in answer.rows:
+            if len(row) == 4:
+                first, count, place, holders = row
+                given.runs.add(
+                    first_chunk=int(first),
+                    num_chunks=int(count),
+                    place=str(place),
+                    num_holders=int(holders),
+                )
+            else:
+                given.events.add(seconds_ago=float(row[0]), text=str(row[1]))
+        return given
+
+    async def CheckIntegrity(
+        self, request: pb.CheckIntegrityRequest, context: Any
+    ) -> pb.CheckIntegrityResponse:
+        return pb.CheckIntegrityResponse(problems=await self.daemon.check())
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
+        self._stop()
+        return pb.DrainResponse(turns_running=self.daemon.conversations.num_live)
+
+    async def _stats(self) -> pb.Stats:
+        daemon = self.daemon
+        stored = await daemon.in_store(daemon.store.num_conversations)
+        given = pb.Stats(
+            conversations_stored=stored,
+            daemon_seconds=asyncio.get_running_loop().time() - daemon.started_at,
+            engine_restarts=daemon.engine.num_restarts,
+            serving=daemon.serving,
+            draining=daemon.draining,
+        )
+        ready = daemon.engine.ready
+        if ready is None or not daemon.engine.serving:
+            return given
+        figures = (await daemon.stats()).figures
+        _fill(given, figures)
+        slot_bytes = ready.page_bytes / ready.chunk_tokens
+        given.bytes_swapped_out = int(figures["tokens_swapped_out"] * slot_bytes)
+        given.bytes_swapped_in = int(figures["tokens_swapped_in"] * slot_bytes)
+        for tier in (given.device, given.host):
+            tier.chunk_tokens = ready.chunk_tokens
+        given.iterations_per_second = self._rate(figures)
+        return given
+
+    def _rate(self, figures: Mapping[str, float]) -> float:
+        """Iterations per second since the last figures."""
+        before, self._before = self._before, (figures["seconds"], figures["iterations"])
+        seconds, iterations = (now - then for now, then in zip(self._before, before, strict=True))
+        if seconds <= 0 or iterations < 0:  # another engine
+            return figures["iterations_per_second"]
+        return iterations / seconds
+
+
+def _fill(given: pb.Stats, figures: Mapping[str, float]) -> None:
+    whole = {name: int(value) for name, value in figures.items()}
+    for tier, name in ((given.device, "device"), (given.host, "host")):
+        tier.pages = whole[f"{name}_pages"]
+        tier.pages_free = whole[f"{name}_pages_free"]
+        tier.pages_used = tier.pages - tier.pages_free
+    given.device.pages_clean = whole["device_pages_clean"]
+    for name in (
+        *("turns_queued", "turns_running", "turns_suspended", "conversations_cached"),
+        *("new_tokens", "device_tokens", "host_tokens", "recomputed_tokens", "output_tokens"),
+        "iterations",
+    ):
+        setattr(given, name, whole[name])
+    given.idle_tokens = whole["tokens_idle"]
+    given.tokens_per_iteration = figures["tokens_per_iteration"]
+    given.engine_seconds = figures["seconds"]
+    for name, value in figures.items():
+        given.more[name] = value

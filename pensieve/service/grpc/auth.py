@@ -1,0 +1,239 @@
+"""The door of the server: who comes in, and what leaves when something goes wrong.
+
+One interceptor stands before every method of every service.  It is closed by default: with a token
+file, each method but the health check needs a token, known by its SHA-256 and compared in constant
+time; AdminService needs a token that says admin, or the UNIX socket in the data folder, whose
+permissions are the check.  A token names its tenant; conversations of another tenant do not exist.
+
+What leaves: our errors with their code and details; a request that cannot be parsed as
+INVALID_ARGUMENT; anything else as INTERNAL with an id that the log explains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+import tomllib
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from pensieve.errors import (
+    ConfigError,
+    InvalidArgument,
+    PensieveError,
+    PermissionDenied,
+    Unauthenticated,
+)
+from pensieve.service.grpc import translate
+from pensieve.service.limits import Limits
+from pensieve.store.records import ID_PATTERN
+
+log = logging.getLogger("pensieve")
+NO_LIMITS = Limits()
+KEYS = {"sha256", "tenant", "admin", "turns_max", "tokens_per_second"}
+ADMIN_PREFIX = "/pensieve.v1.AdminService/"
+HEALTH_PREFIX = "/grpc.health.v1.Health/"
+
+
+@dataclass(frozen=True)
+class Token:
+    sha256: bytes
+    tenant: str = ""
+    admin: bool = False
+    limits: Limits = NO_LIMITS
+
+
+@dataclass(frozen=True)
+class Caller:
+    tenant: str = ""
+    admin: bool = False
+
+
+NOBODY = Caller()
+_caller: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
+
+
+def caller() -> Caller:
+    """Who made the present call."""
+    return _caller.get()
+
+
+def read_tokens(path: Path) -> tuple[Token, ...]:
+    """The token file: TOML, a `[[token]]` for each with sha256, tenant and admin."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    if path.stat().st_mode & 0o077:
+        raise ConfigError(f"{path} can be read by others; chmod 600 it")
+    tokens = []
+    entries = table.get("token", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(f"{path}: `token` is a list of tables, written [[token]]")
+    for number, entry in enumerate(entries, 1):
+        if unknown := set(entry) - KEYS:
+            raise ConfigError(f"{path}: token {number} has an unknown key {sorted(unknown)[0]!r}")
+        digest = str(entry.get("sha256", ""))
+        if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+            raise ConfigError(f"{path}: the sha256 of token {number} is not 64 hexadecimal digits")
+        tenant = str(entry.get("tenant", ""))
+        if tenant and not ID_PATTERN.fullmatch(tenant):
+            raise ConfigError(f"{path}: the tenant of token {number} is no id")
+        for name in ("turns_max", "tokens_per_second"):
+            value = entry.get(name, 1)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise ConfigError(f"{path}: {name} of token {number} is not a positive number")
+        limits = Limits(entry.get("turns_max"), entry.get("tokens_per_second"))
+        tokens.append(Token(bytes.fromhex(digest), tenant, bool(entry.get("admin")), limits))
+    if not tokens:
+        raise ConfigError(f"{path} names no token; `pensieve token` makes one")
+    return tuple(tokens)
+
+
+def limits_of(tokens: Sequence[Token]) -> dict[str, Limits]:
+    """By tenant; all tokens of a tenant must say the same."""
+    found: dict[str, Limits] = {}
+    for token in tokens:
+        if found.setdefault(token.tenant, token.limits) != token.limits:
+            raise ConfigError(f"tenant {token.tenant!r} has two different limits")
+    return {tenant: limits for tenant, limits in found.items() if limits != NO_LIMITS}
+
+
+class Door(grpc.aio.ServerInterceptor):
+    def __init__(self, tokens: Sequence[Token] = ()) -> None:
+        self._tokens = tuple(tokens)
+
+    def admit(self, method: str, metadata: Iterable[tuple[str, Any]], peer: str) -> Caller:
+        """Who may call this method; our error for everybody else."""
+        local = peer.startswith("unix:")
+        if method.startswith(HEALTH_PREFIX):
+            return Caller()
+        given = self._known(metadata)
+        admin = local or (given is not None and given.admin)
+        if method.startswith(ADMIN_PREFIX) and not admin:
+            if given is None and self._tokens:
+                raise Unauthenticated("a token is needed")
+            raise PermissionDenied("an admin token is needed, or the socket in the data folder")
+        if self._tokens and given is None and not local:
+            raise Unauthenticated("a token is needed")
+        return Caller(given.tenant if given is not None else "", admin)
+
+    def _known(self, metadata: Iterable[tuple[str, Any]]) -> Token | None:
+        value = next((value for key, value in metadata if key == "authorization"), "")
+        if not isinstance(value, str) or not value.startswith("Bearer "):
+            return None
+        digest = hashlib.sha256(value[7:].encode()).digest()
+        found = None
+        for token in self._tokens:  # all of them, whichever it is
+            if hmac.compare_digest(token.sha256, digest):
+                found = token
+        return found
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        metadata = tuple(details.invocation_metadata or ())
+        parse = handler.request_deserializer or bytes
+
+        async def guarded(
+            act: Callable[[Any, Any], Any], request: Any, context: Any, parsed: bool
+        ) -> Any:
+            try:
+                _caller.set(self.admit(details.method, metadata, context.peer()))
+                if not parsed:
+                    request = _parsed(parse, request)
+                return await act(request, context)
+            except (asyncio.CancelledError, grpc.aio.AbortError):
+                raise
+            except PensieveError as error:
+                await leave(context, error)
+            except Exception:
+                incident = secrets.token_hex(8)
+                log.exception("incident %s in %s", incident, details.method)
+                await context.abort(grpc.StatusCode.INTERNAL, f"internal error {incident}")
+
+        if handler.unary_unary is not None:
+            act = handler.unary_unary
+
+            async def unary(request: Any, context: Any) -> Any:
+                return await guarded(act, request, context, False)
+
+            return grpc.unary_unary_rpc_method_handler(
+                unary, response_serializer=handler.response_serializer
+            )
+        if handler.unary_stream is not None:
+            stream = handler.unary_stream
+
+            async def streaming(request: Any, context: Any) -> None:
+                await guarded(stream, request, context, False)
+
+            return grpc.unary_stream_rpc_method_handler(
+                streaming, response_serializer=handler.response_serializer
+            )
+        both = handler.stream_stream  # reflection, the only one that there is
+        if both is None:
+            return None
+
+        async def talking(requests: Any, context: Any) -> None:
+            async def act(requests: Any, context: Any) -> None:
+                async for response in both(requests, context):
+                    await context.write(response)
+
+            await guarded(act, requests, context, True)
+
+        return grpc.stream_stream_rpc_method_handler(
+            talking,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+
+def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
+    try:
+        return parse(raw)
+    except (DecodeError, UnicodeDecodeError, ValueError):
+        raise InvalidArgument("request", "is not a message of this method") from None
+
+
+async def leave(context: Any, error: PensieveError) -> NoReturn:
+    """End a call with an error of our tree."""
+    context.set_trailing_metadata(
+        ((translate.DETAILS_KEY, translate.status(error).SerializeToString()),)
+    )
+    await context.abort(translate.status_code(error), translate.text_of(error))
+    raise AssertionError("abort does not return")
+
+
+def new_token(
+    tenant: str,
+    admin: bool,
+    turns_max: int | None = None,
+    tokens_per_second: float | None = None,
+) -> tuple[str, str]:
+    """A token for a client, and the entry for the token file."""
+    token = secrets.token_urlsafe(32)
+    lines: Mapping[str, str] = {
+        "sha256": f'"{hashlib.sha256(token.encode()).hexdigest()}"',
+        "tenant": f'"{tenant}"',
+        "admin": str(admin).lower(),
+        **({"turns_max": str(turns_max)} if turns_max else {}),
+        **({"tokens_per_second": str(tokens_per_second)} if tokens_per_second else {}),
+    }
+    entry = "\n".join(["[[token]]", *(f"{name} = {value}" for name, value in lines.items())])
+    return token, entry + "\n"

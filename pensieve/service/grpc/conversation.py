@@ -1,0 +1,204 @@
+"""ConversationService: translate, one call, translate."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from pensieve.errors import InvalidArgument, NotFound
+from pensieve.service.daemon import Daemon
+from pensieve.service.grpc import translate
+from pensieve.service.grpc.auth import caller
+from pensieve.service.live_turn import Asked
+from pensieve.store import records
+from pensieve.v1 import conversation_pb2 as pb
+from pensieve.v1 import conversation_pb2_grpc
+
+PAGE_SIZE = 100
+PAGE_BYTES_MAX = 2 << 20  # a page is shorter where messages are long
+
+
+class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+
+    # -- conversations --
+
+    async def CreateConversation(
+        self, request: pb.CreateConversationRequest, context: Any
+    ) -> pb.CreateConversationResponse:
+        options = translate.plain("template_options", request.template_options)
+        created = await self.daemon.in_store(
+            self.daemon.conversations.create,
+            request.conversation_id or _drawn(),
+            system_prompt=request.system_prompt,
+            tools=[translate.plain("tools", tool) for tool in request.tools],
+            template_options=options,
+            metadata=translate.plain("metadata", request.metadata),
+            prefix_id=request.prefix_id,
+            tenant=caller().tenant,
+        )
+        return pb.CreateConversationResponse(conversation=self._conversation(created))
+
+    async def GetConversation(
+        self, request: pb.GetConversationRequest, context: Any
+    ) -> pb.GetConversationResponse:
+        found = await self._found(request.conversation_id)
+        return pb.GetConversationResponse(conversation=self._conversation(found))
+
+    async def ListConversations(
+        self, request: pb.ListConversationsRequest, context: Any
+    ) -> pb.ListConversationsResponse:
+        page = await self.daemon.in_store(
+            self.daemon.store.list_conversations,
+            request.page_size or PAGE_SIZE,
+            request.page_token,
+            tenant=caller().tenant,
+        )
+        return pb.ListConversationsResponse(
+            conversations=[self._conversation(each) for each in page.conversations],
+            next_page_token=page.next_page_token,
+        )
+
+    async def DeleteConversation(
+        self, request: pb.DeleteConversationRequest, context: Any
+    ) -> pb.DeleteConversationResponse:
+        await self.daemon.delete(_id(request.conversation_id), caller().tenant)
+        return pb.DeleteConversationResponse()
+
+    async def ForkConversation(
+        self, request: pb.ForkConversationRequest, context: Any
+    ) -> pb.ForkConversationResponse:
+        fork = await self.daemon.in_store(
+            self.daemon.conversations.fork,
+            _id(request.conversation_id),
+            request.new_conversation_id or _drawn(),
+            request.at_revision if request.HasField("at_revision") else None,
+            metadata=translate.plain("metadata", request.metadata),
+            tenant=caller().tenant,
+        )
+        return pb.ForkConversationResponse(conversation=self._conversation(fork))
+
+    async def RewindConversation(
+        self, request: pb.RewindConversationRequest, context: Any
+    ) -> pb.RewindConversationResponse:
+        conversation_id = _id(request.conversation_id)
+        await self.daemon.in_store(
+            self.daemon.conversations.rewind,
+            conversation_id,
+            request.to_revision,
+            tenant=caller().tenant,
+        )
+        found = await self._found(conversation_id)
+        return pb.RewindConversationResponse(conversation=self._conversation(found))
+
+    async def WarmConversation(
+        self, request: pb.WarmConversationRequest, context: Any
+    ) -> pb.WarmConversationResponse:
+        await self.daemon.in_store(
+            self.daemon.conversations.warm, _id(request.conversation_id), tenant=caller().tenant
+        )
+        return pb.WarmConversationResponse()
+
+    async def ListMessages(
+        self, request: pb.ListMessagesRequest, context: Any
+    ) -> pb.ListMessagesResponse:
+        size = request.page_size or PAGE_SIZE
+        if not 1 <= size <= records.PAGE_SIZE_MAX:
+            raise InvalidArgument("page_size", f"must lie in 1..{records.PAGE_SIZE_MAX}")
+        if request.page_token and not (
+            request.page_token.isascii() and request.page_token.isdigit()
+        ):
+            raise InvalidArgument("page_token", "is not one that was given out")
+        start = int(request.page_token[:18] or 0)
+        found = await self.daemon.in_store(
+            self.daemon.store.messages,
+            _id(request.conversation_id),
+            start,
+            size + 1,
+            include_token_ids=request.include_token_ids,
+            tenant=caller().tenant,
+        )
+        page = pb.ListMessagesResponse()
+        num_bytes = 0
+        for each in found[:size]:
+            message = translate.message(each)
+            num_bytes += message.ByteSize()
+            if page.messages and num_bytes > PAGE_BYTES_MAX:
+                break
+            page.messages.append(message)
+        if len(page.messages) < len(found):
+            page.next_page_token = str(start + len(page.messages))
+        return page
+
+    # -- turns --
+
+    async def SendMessage(  # type: ignore[override]  # it writes to the context instead of yielding
+        self, request: pb.SendMessageRequest, context: Any
+    ) -> None:
+        daemon = self.daemon
+        asked = Asked(
+            _id(request.conversation_id),
+            tuple(translate.messages_of(request.messages)),
+            translate.sampling_of(request.sampling, daemon.conversations.defaults),
+            caller().tenant,
+            request.request_id,
+            request.expected_revision if request.HasField("expected_revision") else None,
+            request.create_if_missing,
+            translate.priority(request.priority),
+            translate.away_seconds(request.hints),
+        )
+        live = await daemon.begin(asked, context.time_remaining())
+        sequence = 1
+        await context.write(
+            pb.SendMessageResponse(sequence=sequence, started=translate.started(live))
+        )
+
+        async def write(start: int, stop: int) -> None:
+            nonlocal sequence
+            for delta in translate.deltas(live, start, stop):
+                sequence += 1
+                await context.write(pb.SendMessageResponse(sequence=sequence, delta=delta))
+
+        await daemon.follow(live, write)
+        if live.tail:
+            sequence += 1
+            rest = pb.TurnDelta(text=live.tail, kind=translate.PART_NUMBERS[live.parts[-1]])
+            await context.write(pb.SendMessageResponse(sequence=sequence, delta=rest))
+        await context.write(
+            pb.SendMessageResponse(sequence=sequence + 1, completed=translate.completed(live))
+        )
+
+    async def CancelTurn(
+        self, request: pb.CancelTurnRequest, context: Any
+    ) -> pb.CancelTurnResponse:
+        conversation_id, tenant = _id(request.conversation_id), caller().tenant
+        live = self.daemon.conversations.running(conversation_id, tenant=tenant)
+        if live is None or (request.turn_id and request.turn_id != str(live.turn_id)):
+            await self._found(conversation_id)  # NOT_FOUND, if it is not there at all
+            return pb.CancelTurnResponse(was_running=False)
+        self.daemon.cancel(live)
+        return pb.CancelTurnResponse(was_running=True)
+
+    # -- inside --
+
+    async def _found(self, conversation_id: str) -> records.Conversation:
+        return await self.daemon.in_store(
+            self.daemon.store.get_conversation, _id(conversation_id), tenant=caller().tenant
+        )
+
+    def _conversation(self, found: records.Conversation) -> pb.Conversation:
+        return translate.conversation(found, self.daemon.conversations.context_max)
+
+
+def _id(conversation_id: str) -> str:
+    """An id that could exist; one that could not does not."""
+    if not conversation_id:
+        raise InvalidArgument("conversation_id", "is missing")
+    if not records.ID_PATTERN.fullmatch(conversation_id):
+        raise NotFound("there is no such conversation")
+    return conversation_id
+
+
+def _drawn() -> str:
+    return secrets.token_urlsafe(12).replace("-", "~")

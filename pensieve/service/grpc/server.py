@@ -1,0 +1,220 @@
+"""The listening sockets: options, health, and the order in which things open and close.
+
+What grpc does by itself is not enough here, and some of it is wrong for us: two servers may share a port
+in silence (so_reuseport), a client that was stopped is never noticed unless `ping_timeout_ms` is set,
+and a connection may send more pings than it is worth.  The options below are the answers.
+
+Closing: NOT_SERVING first, so that balancers look elsewhere; then no new turns; then the running ones
+end or are interrupted; then connections, engine and store, in this order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from pensieve.errors import AddressInUse, ConfigError, NotFound
+from pensieve.service.daemon import Daemon
+from pensieve.service.grpc import auth as door
+from pensieve.service.grpc.admin import AdminService
+from pensieve.service.grpc.conversation import ConversationService
+from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc
+from pensieve.v1 import status_pb2 as pb
+
+RECEIVE_BYTES_MAX = 8 << 20
+SEND_BYTES_MAX = 4 << 20
+SERVICES = ("", "pensieve.v1.ConversationService", "pensieve.v1.AdminService")
+STOP_SECONDS = 0.5  # for streams that watch
+OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", RECEIVE_BYTES_MAX),
+    ("grpc.max_send_message_length", SEND_BYTES_MAX),
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.max_concurrent_streams", 4096),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")
+
+
+@dataclass(frozen=True)
+class Listening:
+    address: str = "127.0.0.1:50051"
+    socket: Path | None = None  # for the operator on this machine
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_client_ca: Path | None = None
+    tokens: Sequence[door.Token] = ()
+    insecure: bool = False
+    reflection: bool | None = None  # None: unless tokens are needed
+    keepalive_seconds: float = 30.0  # between pings of a silent connection
+    ping_timeout_seconds: float = 10.0  # one that does not answer is closed
+
+    def options(self) -> tuple[tuple[str, int], ...]:
+        timeout = int(self.ping_timeout_seconds * 1000)
+        return (
+            *OPTIONS,
+            ("grpc.keepalive_time_ms", int(self.keepalive_seconds * 1000)),
+            ("grpc.keepalive_timeout_ms", timeout),
+            ("grpc.http2.ping_timeout_ms", timeout),
+        )
+
+
+class Health:
+    """grpc.health.v1, whose messages status.proto repeats."""
+
+    def __init__(self) -> None:
+        self._serving = False
+        self._changed = asyncio.Event()
+
+    def set(self, serving: bool) -> None:
+        self._serving = serving
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _status(self, service: str) -> Any:
+        if service not in SERVICES:
+            return pb.HealthCheckResponse.SERVING_STATUS_SERVICE_UNKNOWN
+        if self._serving:
+            return pb.HealthCheckResponse.SERVING_STATUS_SERVING
+        return pb.HealthCheckResponse.SERVING_STATUS_NOT_SERVING
+
+    async def check(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
+        if request.service not in SERVICES:
+            raise NotFound("there is no such service")
+        return pb.HealthCheckResponse(status=self._status(request.service))
+
+    async def watch(self, request: pb.HealthCheckRequest, context: Any) -> None:
+        told = None
+        while True:
+            changed, status = self._changed, self._status(request.service)
+            if status != told:
+                await context.write(pb.HealthCheckResponse(status=status))
+                told = status
+            await changed.wait()
+
+    def handlers(self) -> Any:
+        def method(make: Any, act: Any) -> Any:
+            return make(
+                act,
+                request_deserializer=pb.HealthCheckRequest.FromString,
+                response_serializer=pb.HealthCheckResponse.SerializeToString,
+            )
+
+        return grpc.method_handlers_generic_handler(
+            "grpc.health.v1.Health",
+            {
+                "Check": method(grpc.unary_unary_rpc_method_handler, self.check),
+                "Watch": method(grpc.unary_stream_rpc_method_handler, self.watch),
+            },
+        )
+
+
+class Server:
+    """A daemon behind its sockets."""
+
+    def __init__(self, daemon: Daemon, listening: Listening) -> None:
+        check_exposure(listening)
+        self.daemon = daemon
+        self.health = Health()
+        self.stopping = asyncio.Event()  # somebody asked for the end
+        self.address = ""
+        self._listening = listening
+        self._server = grpc.aio.server(
+            interceptors=[door.Door(listening.tokens)], options=listening.options()
+        )
+        conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
+            ConversationService(daemon), self._server
+        )
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(
+            AdminService(daemon, self.stopping.set), self._server
+        )
+        self._server.add_generic_rpc_handlers((self.health.handlers(),))
+        daemon.on_serving = self.health.set
+        wanted = listening.reflection
+        if wanted or (wanted is None and not listening.tokens):
+            self._reflect(asked=bool(wanted))
+
+    def _reflect(self, asked: bool) -> None:
+        try:
+            from grpc_reflection.v1alpha import reflection
+        except ImportError:
+            if asked:
+                raise ConfigError(
+                    "reflection needs the package grpcio-reflection (pensieve-serve[reflection])"
+                ) from None
+            return
+        names = (*SERVICES[1:], reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def listen(self) -> str:
+        """Bind and answer; turns are refused until the daemon serves.  The address, with its port."""
+        listening = self._listening
+        host = listening.address.rpartition(":")[0]
+        try:
+            if listening.tls_cert is not None:
+                bound = self._server.add_secure_port(listening.address, _credentials(listening))
+            else:
+                bound = self._server.add_insecure_port(listening.address)
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise AddressInUse(f"cannot listen on {listening.address}; is another daemon there?")
+        self.address = f"{host}:{bound}"
+        if listening.socket is not None:
+            self._listen_locally(listening.socket)
+        await self._server.start()
+        return self.address
+
+    def _listen_locally(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()  # the data folder is locked, so nobody listens there
+        before = os.umask(0o177)
+        try:
+            self._server.add_insecure_port(f"unix:{path}")
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {path}") from error
+        finally:
+            os.umask(before)
+
+    async def close(self, drain_seconds: float) -> None:
+        await self.daemon.drain(drain_seconds)
+        await self._server.stop(STOP_SECONDS)
+        await self.daemon.close()
+        if self._listening.socket is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self._listening.socket.unlink()
+
+
+def check_exposure(listening: Listening) -> None:
+    """Refuse what is no address, and to serve strangers by accident."""
+    host, _, port = listening.address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65_535:
+        raise ConfigError(f"--address {listening.address!r} is not HOST:PORT")
+    if listening.address.startswith(LOOPBACK) or listening.insecure:
+        return
+    if listening.tls_cert is None or not (listening.tokens or listening.tls_client_ca):
+        raise ConfigError(
+            f"--address {listening.address} can be reached by others: give --tls-cert, --tls-key and "
+            "--token-file (or --tls-client-ca), or say --insecure"
+        )
+
+
+def _credentials(listening: Listening) -> grpc.ServerCredentials:
+    if listening.tls_key is None:
+        raise ConfigError("--tls-cert needs --tls-key")
+    try:
+        assert listening.tls_cert is not None
+        pair = (listening.tls_key.read_bytes(), listening.tls_cert.read_bytes())
+        ca = listening.tls_client_ca.read_bytes() if listening.tls_client_ca else None
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+    return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)

@@ -1,0 +1,177 @@
+"""One engine under a load: is it served as it should be?
+
+A rate of conversations is *carried* if, where it has settled,
+
+* the P99 of the time between the tokens of a reply,
+* the median time to the first token, and
+* the median time in the queue
+
+are within the `Slo`.  The daemon's own scheduler and cache are played, with nothing taking time until the
+house opens (load.py).  Whoever still waits when the simulation stops counts with the time waited so far, so
+an overloaded replica does not look well because its victims never came to speak.  Nor do refused turns make
+it look well: where more than `REFUSED_SHARE` of them are too long for the device tier, nothing is carried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pensieve.core.cache import CacheConfig
+from pensieve.core.iteration import Iteration, Outcome
+from pensieve.core.policies.queue import policy_named
+from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.turn import Usage
+from pensieve.engine.messages import Event, Message, TurnEnded
+from pensieve.sim.cost import CostModel
+from pensieve.sim.plan.load import Window
+from pensieve.sim.series import Distribution
+from pensieve.sim.simulator import Simulator
+from pensieve.sim.trace import Visit
+
+CHUNK_TOKENS = 32
+QUEUE_P50_SECONDS = 2.0
+REFUSED_SHARE = 0.01  # of the turns that are asked; more is not what was wanted
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Slo:
+    tbt_p99_seconds: float
+    ttft_p50_seconds: float
+    queue_p50_seconds: float = QUEUE_P50_SECONDS
+
+    def broken(self, row: Row) -> list[str]:
+        """By what; nothing said at all breaks nothing."""
+        limits = (
+            ("tbt_p99", self.tbt_p99_seconds, "P99 between tokens"),
+            ("ttft_p50", self.ttft_p50_seconds, "median first token"),
+            ("queue_p50", self.queue_p50_seconds, "median in the queue"),
+        )
+        return [
+            f"{name} {row[key] * 1000:.4g} ms"
+            for key, limit, name in limits
+            if row[key] is not None and row[key] > limit
+        ]
+
+
+class Impossible(ValueError):
+    """No rate is low enough."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One engine: what it costs and holds."""
+
+    cost: CostModel
+    device_tokens: int
+    host_tokens: int
+    policy: str = "value"
+    token_budget: int = 2048
+    turns_max: int = 256
+
+    def simulator(self, window: Window) -> Simulator:
+        return Simulator(
+            self.cost,
+            policy_named(self.policy, self.cost.recompute(CHUNK_TOKENS), CHUNK_TOKENS),
+            CacheConfig(self.device_tokens // CHUNK_TOKENS, self.host_tokens // CHUNK_TOKENS),
+            SchedulerConfig(self.token_budget, self.turns_max),
+            keep_gaps=True,
+            count_from=window.counts,
+            until=window.ends,
+            opens=window.opens,
+        )
+
+    def check(self, slo: Slo, input_tokens: float) -> None:
+        """Impossible with the reason, if a turn alone on the machine is too slow."""
+        lone = self.cost.iteration_seconds([(0, 1)])
+        if lone > slo.tbt_p99_seconds:
+            raise Impossible(
+                f"a token takes {lone * 1000:.4g} ms when nobody else is there, more than "
+                f"{slo.tbt_p99_seconds * 1000:g} ms between tokens: no load is low enough"
+            )
+        left, alone = max(round(input_tokens), 1), 0.0
+        while left > 0:
+            alone += self.cost.iteration_seconds([(0, min(left, self.token_budget))])
+            left -= self.token_budget
+        if alone > slo.ttft_p50_seconds:
+            raise Impossible(
+                f"the first token after {round(input_tokens):,} new ones takes {alone * 1000:.4g} ms when "
+                f"nobody else is there, more than {slo.ttft_p50_seconds * 1000:g} ms: no load is low enough"
+            )
+
+    def check_served(self, row: Row) -> None:
+        """Impossible if it looks well only because it refuses turns; a single one may be chance."""
+        if row["refused"] > max(REFUSED_SHARE * row["asked"], 1):
+            raise Impossible(
+                f"{row['refused'] / row['asked']:.1%} of the turns are longer than what the device tier of "
+                f"{self.device_tokens:,} tokens can hold"
+            )
+
+
+class _Admitted:
+    """An observer of what counts: how long turns were queued, and where their histories were found."""
+
+    def __init__(self, since: float) -> None:
+        self.queued = Distribution()
+        self.history_tokens = 0
+        self.host_tokens = 0
+        self.recomputed_tokens = 0
+        self._since = since
+
+    def add(self, usage: Usage) -> None:
+        if usage.admitted_at is None or usage.admitted_at < self._since:
+            return
+        self.queued.add(usage.admitted_at - usage.submitted_at)
+        known = usage.device_tokens + usage.host_tokens + usage.recomputed_tokens
+        self.history_tokens += known
+        self.host_tokens += usage.host_tokens
+        self.recomputed_tokens += usage.recomputed_tokens
+
+    def received(self, message: Message, now: float) -> None:
+        return
+
+    def planned(self, iteration: Iteration | None, now: float) -> None:
+        return
+
+    def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
+        return
+
+    def published(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, TurnEnded):
+                self.add(event.usage)
+
+
+def played(replica: Replica, visits: Iterable[Visit], window: Window) -> Row:
+    """The figures of one replica that hears this."""
+    simulator = replica.simulator(window)
+    admitted = _Admitted(window.counts)
+    simulator.engine.observe(admitted)
+    counts = simulator.run(visits)
+    now = simulator.clock.now()
+    for turn in simulator.scheduler.turns():  # whoever waits still, as long as until now
+        usage = turn.usage
+        admitted.add(usage)
+        if usage.first_token_at is None and usage.submitted_at >= window.counts:
+            counts.first_tokens.add(now - usage.submitted_at)
+        if usage.admitted_at is None:
+            admitted.queued.add(now - usage.submitted_at)
+    host, history = simulator.scheduler.cache.host, admitted.history_tokens
+    return {
+        "turns_per_second": counts.turns / window.seconds,
+        "tokens_per_second": counts.said_tokens / window.seconds,
+        "tbt_p99": counts.gaps.quantile(0.99),
+        "ttft_p50": counts.first_tokens.quantile(0.5),
+        "queue_p50": admitted.queued.quantile(0.5),
+        "seconds_per_token": counts.latencies.quantile(0.5),
+        "history_tokens": history,
+        "recomputed_tokens": admitted.recomputed_tokens,
+        "recomputed_share": admitted.recomputed_tokens / history if history else 0.0,
+        "host_share": admitted.host_tokens / history if history else 0.0,
+        "host_full": host.num_pages > 0 and host.num_empty < host.num_pages * 0.02,
+        "asked": counts.asked,
+        "refused": counts.refused,
+    }

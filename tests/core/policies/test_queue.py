@@ -1,0 +1,389 @@
+"""What goes first: every decision of the queues against a search through everything.
+
+retention_value = cost of recomputing the chunk / idle seconds (at least one), summed over its holders.
+A queue rounds values down to classes of ratio 1.1, so the chunk that it names may be worth up to 1.1
+times the least.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from pensieve.core.cost import CostProfile
+from pensieve.core.policies.queue import (
+    CLASS_RATIO,
+    NUM_CLASSES,
+    POLICIES,
+    QUALIFIES,
+    LruPolicy,
+    RetentionPolicy,
+    RetentionQueue,
+    Role,
+    ValuePolicy,
+)
+from pensieve.core.prefix_tree import Branch, Chunk, Conversation
+from tests.core.world import Stage
+
+SIZE = 32
+COST = CostProfile.measured_at({32: 0.1, 1024: 1.0, 2048: 2.0}, other_seconds=0.9)
+QUEUE_ROLE = Role.SWAP_OUT
+
+
+@dataclass
+class Forest:
+    """Idle branches of dirty chunks, and the queue that has to name the least valuable chunk."""
+
+    policy: RetentionPolicy
+    now: float = 0.0
+    branches: list[Branch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.queue = RetentionQueue(QUEUE_ROLE, self.policy)
+
+    def grow(self, start: int, num_chunks: int, idle_since: list[float]) -> Branch:
+        """A branch whose holders were last active then."""
+        branch = Branch(None, start, max(idle_since), len(Role))
+        for index in range(start, start + num_chunks):
+            chunk = Chunk(index, branch)
+            chunk.device_page, chunk.filled = 0, SIZE
+            branch.chunks.append(chunk)
+        for number, since in enumerate(sorted(idle_since)):
+            holder = Conversation(f"c{len(self.branches)}.{number}", since)
+            branch.holders[holder] = None
+        self.branches.append(branch)
+        self.queue.offer(branch, self.now)
+        return branch
+
+    def candidates(self) -> list[Chunk]:
+        return [
+            chunk for branch in self.branches for chunk in branch if QUALIFIES[QUEUE_ROLE](chunk)
+        ]
+
+    def exact_value(self, chunk: Chunk) -> float:
+        assert chunk.branch is not None
+        cost = COST.chunk_seconds((chunk.index + 1) * SIZE)
+        return sum(cost / max(self.now - holder.idle_since, 1.0) for holder in chunk.branch.holders)
+
+    def take_least(self) -> tuple[float, Chunk] | None:
+        """What the queue names is copied out."""
+        found = self.queue.least(self.now)
+        if found is not None:
+            found[1].host_filled = SIZE
+        return found
+
+
+def value_forest() -> Forest:
+    return Forest(ValuePolicy(COST, SIZE))
+
+
+# -- against brute force --
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_victim_is_the_least_valuable_up_to_one_class(seed: int) -> None:
+    """Private and shared branches come, rest, return, lose holders and are given up."""
+    rng, forest = random.Random(seed), value_forest()
+    num_victims = 0
+    for _ in range(150):
+        forest.now += rng.choice((0.5, 3.0, 40.0))
+        roll = rng.random()
+        if roll < 0.35:
+            holders = rng.choice((1, 1, 1, 2, 5))
+            since = [forest.now - rng.expovariate(1 / 50) for _ in range(holders)]
+            forest.grow(rng.choice((0, 3, 40)), rng.randint(1, 4), [*since[1:], forest.now])
+        elif roll < 0.5 and forest.branches:
+            branch = rng.choice(forest.branches)
+            holder = rng.choice(list(branch.holders))
+            holder.idle_since = forest.now
+            branch.touch(holder)
+        elif roll < 0.6 and forest.branches:
+            branch = rng.choice(forest.branches)
+            if len(branch.holders) > 1:
+                del branch.holders[rng.choice(list(branch.holders))]
+                branch.idle_since = next(reversed(branch.holders)).idle_since
+                forest.queue.offer(branch, forest.now)
+        elif roll < 0.7 and forest.branches:
+            chunk = rng.choice(rng.choice(forest.branches).chunks)
+            chunk.host_filled = 0
+            assert chunk.branch is not None
+            forest.queue.requalify(chunk, chunk.branch, forest.now)
+        else:
+            forest.now += 1.0  # the first second counts as one
+            candidates = forest.candidates()
+            found = forest.take_least()
+            assert (found is None) == (not candidates)
+            if found is None:
+                continue
+            num_victims += 1
+            believed, victim = found
+            least = min(map(forest.exact_value, candidates))
+            assert believed <= least * (1 + 1e-9), f"seed {seed}"
+            assert forest.exact_value(victim) <= least * CLASS_RATIO * (1 + 1e-9), f"seed {seed}"
+        forest.queue.check(forest.branches, forest.now)
+    assert num_victims > 30
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_with_more_than_64_holders_the_value_is_a_lower_bound(seed: int) -> None:
+    """n holders of which 64 are weighed one by one: at most n / 64 too low, and never too high."""
+    rng, forest = random.Random(seed), value_forest()
+    forest.now = 10_000.0
+    for _ in range(12):
+        count = rng.choice((1, 5, 64, 65, 128, 300))
+        ages = [1.0 + rng.random() * rng.choice((5, 5000)) for _ in range(count)]
+        forest.grow(rng.choice((0, 1, 9)), 2, [forest.now - age for age in ages])
+    while candidates := forest.candidates():
+        found = forest.take_least()
+        assert found is not None
+        believed, victim = found
+        assert victim.branch is not None
+        slack = max(len(victim.branch.holders) / 64, 1.0)
+        least = min(map(forest.exact_value, candidates))
+        assert believed <= least * (1 + 1e-9)
+        assert forest.exact_value(victim) <= least * CLASS_RATIO * slack * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lru_takes_the_least_recently_active_and_its_leading_chunk_first(seed: int) -> None:
+    rng, forest = random.Random(seed), Forest(LruPolicy())
+    for _ in range(120):
+        forest.now += rng.choice((0.5, 3.0))
+        roll = rng.random()
+        if roll < 0.4:
+            forest.grow(0, rng.randint(1, 4), [forest.now] * rng.choice((1, 3)))
+        elif roll < 0.6 and forest.branches:
+            branch = rng.choice(forest.branches)
+            holder = rng.choice(list(branch.holders))
+            holder.idle_since = forest.now
+            branch.touch(holder)
+        elif candidates := forest.candidates():
+            found = forest.take_least()
+            assert found is not None
+            victim = found[1]
+
+            def order(chunk: Chunk) -> tuple[float, int]:
+                assert chunk.branch is not None
+                return chunk.branch.idle_since, chunk.index
+
+            assert order(victim) == min(map(order, candidates)), f"seed {seed}"
+
+
+def test_lru_takes_a_conversations_leading_branch_first() -> None:
+    """A fork that has gone leaves two branches that were active at the same time."""
+    stage = Stage(16, 0)
+    stage.say("a", 16)
+    stage.fork_at("a", 8, "b")
+    stage.delete("b")
+    stage.say("a", 1)
+    stage.wait(1.0)
+    stage.say("filler", 55)
+    stage.cache.evict("filler", stage.now)
+    assert stage.where("a").replace("x", "d") == "---dd"
+
+
+@pytest.mark.parametrize("policy", [LruPolicy(), ValuePolicy(COST, SIZE)])
+def test_every_chunk_gets_its_turn(policy: RetentionPolicy) -> None:
+    """Nothing that may go is passed over for ever, however young or dear the others are."""
+    forest = Forest(policy)
+    old = forest.grow(60, 1, [0.0] * 60)  # dear and shared
+    forest.now = 1.0
+    taken: list[Chunk] = []
+    for _ in range(3000):
+        forest.now += 60.0
+        forest.grow(0, 1, [forest.now - 2.0])
+        found = forest.take_least()
+        assert found is not None
+        taken.append(found[1])
+        if found[1].branch is old:
+            break
+    else:
+        pytest.fail("the oldest chunk was never chosen")
+    num_left = len(forest.candidates())
+    for _ in range(num_left):
+        found = forest.take_least()
+        assert found is not None
+        taken.append(found[1])
+    assert forest.take_least() is None
+    assert len(set(taken)) == len(taken) == sum(len(branch.chunks) for branch in forest.branches)
+
+
+def test_a_decision_asks_about_few_branches_however_many_there_are() -> None:
+    class Counting(ValuePolicy):
+        num_asked = 0
+
+        def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
+            self.num_asked += 1
+            return super().class_of(branch, chunk_index, now)
+
+    asked = []
+    for num_branches in (100, 3000):
+        policy = Counting(COST, SIZE)
+        forest = Forest(policy)
+        for number in range(num_branches):
+            forest.now = float(number)
+            forest.grow(number % 5, 2, [forest.now])
+        policy.num_asked = 0
+        for _ in range(50):
+            forest.now += 1.0
+            assert forest.take_least() is not None
+        asked.append(policy.num_asked)
+    assert max(asked) <= 2 * 50
+
+
+def test_stale_entries_are_forgotten() -> None:
+    forest = Forest(LruPolicy())
+    branch = forest.grow(0, 1, [0.0])
+    for _ in range(1000):
+        forest.queue.withdraw(branch)
+        forest.queue.offer(branch, 0.0)
+    assert sum(map(len, forest.queue._heaps)) < 100
+
+
+def test_a_branch_in_use_is_passed_over_and_comes_back_by_an_offer() -> None:
+    forest = Forest(LruPolicy())
+    branch = forest.grow(0, 1, [0.0])
+    branch.num_running = 1
+    assert forest.queue.least(1.0) is None
+    branch.num_running = 0
+    forest.queue.offer(branch, 1.0)
+    found = forest.queue.least(1.0)
+    assert found is not None
+    assert found[1] is branch.chunks[0]
+
+
+# -- what a chunk is worth --
+
+
+def test_a_cost_profile_interpolates_between_powers_of_two() -> None:
+    profile = CostProfile.measured_at({32: 1.0, 64: 3.0, 128: 4.0}, other_seconds=10.0)
+    seconds = [profile.chunk_seconds(tokens) for tokens in (32, 40, 48, 64, 96, 128, 256)]
+    assert seconds == [11.0, 11.5, 12.0, 13.0, 13.5, 14.0, 16.0]
+    assert profile.chunk_seconds(0) == 10.0  # the line through 32 and 64, not below nothing
+    assert profile.measured
+
+
+def test_an_analytic_profile_counts_operations_and_says_that_it_is_not_measured() -> None:
+    profile = CostProfile.analytic(
+        num_parameters=1_000_000, num_layers=2, num_heads=4, head_size=16, chunk_tokens=32
+    )
+    assert not profile.measured
+    attention, others = 4 * 2 * 4 * 16 * 32 / 1e12, 2 * 1_000_000 * 32 / 1e12
+    for context in (32, 1000, 1024, 100_000, 200_000):
+        assert profile.chunk_seconds(context) == pytest.approx(others + attention * context)
+
+
+@pytest.mark.parametrize(
+    ("attention", "other", "problem"),
+    [
+        ({32: 1.0}, 1.0, "two or more ascending"),
+        ({32: 1.0, 48: 2.0}, 1.0, "powers of two"),
+        ({32: 1.0, 64: -2.0}, 1.0, "are positive"),
+        ({32: 1.0, 64: 2.0}, 0.0, "are positive"),
+    ],
+)
+def test_an_impossible_profile_is_refused(
+    attention: dict[int, float], other: float, problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        CostProfile.measured_at(attention, other)
+
+
+def test_profiles_are_ascending() -> None:
+    with pytest.raises(ValueError, match="ascending"):
+        CostProfile(((64, 1.0), (32, 2.0)), 1.0)
+
+
+def test_a_weight_sums_over_holders_in_units_of_the_latest() -> None:
+    branch = value_forest().grow(0, 1, [0.0, 60.0, 90.0])
+    assert branch.weight(100.0) == pytest.approx(10 / 100 + 10 / 40 + 10 / 10)
+    assert branch.weight(1e9) == pytest.approx(3.0)
+    assert branch.weight(90.0) == branch.weight(91.0) == pytest.approx(1 / 91 + 1 / 31 + 1)
+    assert value_forest().grow(0, 1, [5.0]).weight(7.0) == 1.0
+
+
+def test_beyond_64_holders_the_others_count_as_the_longest_idle() -> None:
+    branch = value_forest().grow(0, 1, [0.0, *([10.0] * 10), *([90.0] * 64)])
+    assert branch.weight(100.0) == pytest.approx(64 + 11 * 10 / 100)
+
+
+def test_classes_are_steps_of_ten_percent() -> None:
+    """cost(32) = 1.0 s is the cheapest chunk; class 7 begins at 1.1^7 = 1.95, class 8 at 2.14."""
+    cost = CostProfile.measured_at({32: 0.0, 64: 1.0, 128: 3.0}, other_seconds=1.0)
+    policy, branch = ValuePolicy(cost, SIZE), value_forest().grow(0, 4, [0.0])
+    assert [policy.class_of(branch, index, 0.0) for index in range(4)] == [0, 7, 11, 14]
+    assert policy.value(0, 10.0) == pytest.approx(0.1)
+    assert policy.value(7, 10.0) == pytest.approx(1.1**7 / 10)
+    assert policy.value(7, 0.2) == policy.value(7, 1.0)
+    shared = value_forest().grow(0, 1, [0.0] * 3)
+    assert policy.class_of(shared, 0, 100.0) == 11  # log(3) / log(1.1) = 11.5
+
+
+def test_there_are_64_classes_and_the_dearest_share_the_last() -> None:
+    assert (NUM_CLASSES, CLASS_RATIO) == (64, 1.1)
+    cost = CostProfile.measured_at({32: 0.0, 64: 1e6}, other_seconds=1.0)
+    policy, branch = ValuePolicy(cost, SIZE), value_forest().grow(0, 1, [0.0])
+    assert policy.class_of(branch, 100, 0.0) == 63
+
+
+# -- what follows from it --
+
+
+def test_value_keeps_trailing_chunks_longer_than_leading_ones() -> None:
+    """Leading chunks are cheap to recompute: a goes from its front, dear chunks stay."""
+    stage = Stage(16, 0, policy="value")
+    stage.say("a", 24)
+    stage.wait(10.0)
+    stage.say("b", 8)
+    stage.wait(10.0)
+    stage.ask("filler", 39)
+    while not stage.where("filler"):
+        stage.next()
+    lost = {name: stage.where(name).count("-") for name in "ab"}
+    assert stage.where("a").startswith("--")
+    assert not stage.where("a").strip("-x")
+    assert lost == {"a": 2, "b": 0}
+
+
+def test_a_shared_system_prompt_outlives_the_private_chunks_behind_it() -> None:
+    stage = Stage(16, 0, policy="value")
+    stage.say("system", 8)
+    for name in "abc":
+        stage.fork_at("system", 8, name)
+        stage.say(name, 8)
+    stage.delete("system")
+    stage.wait(100.0)
+    stage.say("filler", 43)
+    for name in "abc":
+        assert "-" not in stage.where(name)[:2]
+    assert sum(len(stage.where(name).replace("-", "")) - 2 for name in "abc") < 6
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_whoever_says_good_bye_makes_room_first(policy: str) -> None:
+    """b spoke last, and will be away; a may come back at any time."""
+    stage = Stage(16, 0, policy=policy)
+    stage.say("a", 15)
+    stage.until_ended(stage.ask("b", 15, away_seconds=600.0))
+    stage.cache.check(stage.now)
+    stage.say("filler", 39)
+    assert "-" not in stage.where("a")
+    assert stage.where("b").startswith("--")
+
+
+def test_a_hint_of_one_holder_leaves_what_is_shared_to_the_others() -> None:
+    stage = Stage(16, 0)
+    stage.say("a", 8)
+    stage.fork_at("a", 8, "b")
+    stage.wait(5.0)
+    stage.say("a", 1)
+    spoke = stage.now
+    stage.wait(5.0)
+    stage.until_ended(stage.ask("b", 1, away_seconds=600.0))
+    shared = stage.chunks("b")[0].branch
+    assert shared is not None
+    assert [holder.conversation_id for holder in shared.holders] == ["b", "a"]
+    assert shared.idle_since == stage.cache.conversations["a"].idle_since >= spoke - 1.0
+    stage.cache.check(stage.now)

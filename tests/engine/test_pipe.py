@@ -1,0 +1,114 @@
+"""Frames: what goes in comes out, and what is no frame is refused."""
+
+from __future__ import annotations
+
+import math
+import socket
+from array import array
+
+import pytest
+
+from pensieve.core.iteration import Logprob
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import FinishReason, Usage
+from pensieve.engine import messages as box
+from pensieve.engine import pipe as channel
+
+FULL = Sampling(
+    temperature=0.7,
+    top_p=0.9,
+    seed=2**64 - 1,
+    stop=("\n\n", "ENDE \ud83d"),
+    stop_token_ids=(1, 2),
+    logprobs=3,
+    logit_bias=((7, -1.5), (9, 2.0)),
+)
+MESSAGES = [
+    box.SubmitTurn(1, "acme/trip-42", array("I", [0, 2**32 - 1, 5]).tobytes(), 2, FULL),
+    box.SubmitTurn(2, "c", b"", 0, Sampling(), warm=True, away_seconds=7.5),
+    box.CancelTurn(1, 17),
+    box.ForkConversation("a", 5, "b"),
+    box.RewindConversation("a", 0),
+    box.DeleteConversation("a"),
+    box.EvictConversation("a", True, 9),
+    box.ListCached(3, 20, True),
+    box.Explain(4, "a"),
+    box.GetStats(5),
+    box.CheckIntegrity(6),
+]
+EVENTS = [
+    box.TurnDelta(1, "c", 5, "Grüße 日本\x00\n"),
+    box.TurnDelta(1, "c", 6, "", -0.25, (Logprob(6, -0.25), Logprob(9, -1.5))),
+    box.TurnEnded(1, "c", FinishReason.STOP, Usage(3, 4, 5, 6, 7, 1, 0.5, 0.75, None, 2.0)),
+    box.TurnEnded(2, "c", FinishReason.FAILED, Usage(), "NAN_LOGITS"),
+    box.Answer(3, {"pages": 2.0}, ("a page leaked",), (("c", 1.5, math.inf), (0, 3, "host", 1))),
+]
+
+
+def through(packed: bytes) -> channel.Frame:
+    """Through a real pipe."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(packed)
+        theirs.shutdown(socket.SHUT_WR)
+        (frame,) = channel.frames(ours)
+        return frame
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_arrives_as_it_was_sent(message: box.Message) -> None:
+    assert channel.message_of(through(channel.pack_message(message))) == message
+
+
+def test_every_kind_of_message_and_event_crosses() -> None:
+    assert {type(each) for each in MESSAGES} == set(box.Message.__args__)
+    assert {type(each) for each in EVENTS} == set(box.Event.__args__)
+
+
+def test_events_arrive_as_they_were_published() -> None:
+    assert channel.events_of(through(channel.pack_events(EVENTS))) == EVENTS
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        (["Nothing", 1], b""),
+        (["CancelTurn"], b""),
+        (["CancelTurn", 1, 2, 3], b""),
+        (["SubmitTurn", 1, "c", 0, [0.0] * 40, False], b""),
+    ],
+)
+def test_a_message_that_is_none_is_refused(frame: channel.Frame) -> None:
+    with pytest.raises(channel.BrokenChannel):
+        channel.message_of(frame)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        (["stage", "x"], b""),
+        (["events", [["z", 1]]], b""),
+        (["events", [["d", 1]]], b""),
+        (["events"], b""),
+        (["events", [["e", 1, "c", "gone", [], None]]], b""),
+    ],
+)
+def test_an_event_that_is_none_is_refused(frame: channel.Frame) -> None:
+    with pytest.raises(channel.BrokenChannel):
+        channel.events_of(frame)
+
+
+@pytest.mark.parametrize(
+    ("written", "problem"),
+    [
+        (channel.LENGTHS.pack(2, 1 << 30), "a frame of 2 \\+ 1,073,741,824 bytes"),
+        (channel.LENGTHS.pack(0, 0), "a frame of 0"),
+        (channel.LENGTHS.pack(9, 0) + b"[1]", "ended within a frame"),
+        (b"\x01\x00\x00", "ended within a frame"),
+        (channel.LENGTHS.pack(3, 0) + b"[1,", "not JSON"),
+        (channel.LENGTHS.pack(2, 0) + b"{}", "without a kind"),
+    ],
+)
+def test_bytes_that_are_no_frame_are_refused(written: bytes, problem: str) -> None:
+    with pytest.raises(channel.BrokenChannel, match=problem):
+        through(written)

@@ -1,0 +1,231 @@
+"""The CUDA kernels, run on emulated threads, against the float32 reference."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from pensieve.kernels.attention import cuda, reference
+from pensieve.kernels.attention.plan import Tiling, Work, plan_work
+from tests.kernels.emulated import map_of, needs_x86, run, shared_bytes
+
+pytestmark = needs_x86
+Slice = tuple[int, int, int]  # turn, start, length
+NARROW = 32
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def arena_of(num_pages: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((num_pages, 2, kv_heads, 32, head_size), float("nan"), dtype=dtype)
+
+
+def attend(
+    slices: list[Slice],
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    slots: int = 1,
+    seed: int = 0,
+    spread: float = 1.0,
+    backwards: bool = False,
+    hopper: bool = False,
+    early: bool = False,
+) -> int:
+    """Compares; how many tiles were cut.  Pages lie anywhere, and what no turn has written is NaN."""
+    draw = torch.Generator().manual_seed(seed)
+    turns = 1 + max(turn for turn, _, _ in slices)
+    ends = [max(start + n for turn, start, n in slices if turn == each) for each in range(turns)]
+    per_turn = -(-max(ends) // 32)
+    arena = arena_of(turns * per_turn + 3, kv_heads, head_size, dtype)
+    table = torch.randperm(len(arena), generator=draw)[: turns * per_turn].view(turns, per_turn)
+    for turn, end in enumerate(ends):
+        for index in range(-(-end // 32)):
+            count = min(32, end - index * 32)
+            written = torch.randn((2, kv_heads, count, head_size), generator=draw) * spread
+            arena[table[turn, index], :, :, :count] = written.to(dtype)
+    lengths, starts = [n for _, _, n in slices], [start for _, start, _ in slices]
+    tokens = sum(lengths)
+    whole = torch.full((tokens + 2, heads * head_size + 8), float("nan"), dtype=dtype)
+    query = whole[1:-1, 8:].view(tokens, heads, head_size)  # strided, NaN all around
+    query.copy_(torch.randn((tokens, heads, head_size), generator=draw).to(dtype))
+    index = (
+        table.int(),
+        torch.tensor([0, *lengths]).cumsum(0).int(),
+        torch.tensor([turn for turn, _, _ in slices], dtype=torch.int32),
+        torch.tensor(starts, dtype=torch.int32),
+    )
+    scaling = head_size**-0.5
+    plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, slots)
+    work = Work.of(plan, kv_heads, head_size, "cpu", NARROW if hopper else None)
+    assert bool(len(work.wide_items)) == hopper
+    work.part_values.fill_(float("nan"))
+    work.part_sums.fill_(float("nan"))
+    out = torch.full((tokens, heads, head_size), float("nan"), dtype=dtype)
+    for launch in cuda.attention_launches(
+        query, arena[:, 0], arena[:, 1], *index, scaling, out, work, map_of
+    ):
+        run(launch, backwards=backwards, early=early)
+    right = torch.empty(out.shape)
+    wide = arena.float()
+    reference.multi_token_attention(query.float(), wide[:, 0], wide[:, 1], *index, scaling, right)
+    assert not out.isnan().any()
+    assert float((out.float() - right).abs().max()) <= TOLERANCE[dtype] * max(spread, 1.0)
+    return len(plan.merges)
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (6, 2)])
+def test_any_mix_of_slices_over_scattered_pages(head_size: int, heads: int, kv_heads: int) -> None:
+    """Decodes, pieces of prefill, two slices of one turn; rows for every way to share an item."""
+    slices = [(0, 0, 1), (1, 0, 33), (2, 31, 1), (3, 32, 8), (3, 60, 5), (4, 150, 70), (5, 63, 1)]
+    attend(slices, heads, kv_heads, head_size)
+
+
+def test_half_precision() -> None:
+    attend([(0, 0, 40), (1, 95, 1)], 4, 2, 128, torch.float16)
+
+
+@pytest.mark.parametrize("length", [1, 20])
+def test_long_contexts_are_cut_and_merged(length: int) -> None:
+    assert attend([(0, 1500, length), (1, 40, 1)], 2, 1, 64, slots=8) == 1
+    assert attend([(0, 700, length)], 4, 2, 96, slots=12) == 1
+
+
+def test_wide_tiles_are_cut_and_merged() -> None:
+    """Rows in the first part see all of its keys, those of the last not one of a later row's."""
+    assert attend([(0, 300, 80)], 2, 1, 64, slots=6) >= 1
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (6, 2)])
+def test_wide_tiles_on_hopper(head_size: int, heads: int, kv_heads: int) -> None:
+    """The last stage full, almost empty, and beginning with a page that is nobody's."""
+    slices = [(0, 0, 1), (1, 0, 150), (2, 190, 66), (3, 380, 70), (4, 5, 1)]
+    attend(slices, heads, kv_heads, head_size, hopper=True)
+
+
+def test_hopper_in_half_precision_backwards_and_cut() -> None:
+    slices = [(0, 100, 40), (1, 97, 128)]
+    attend(slices, 2, 1, 128, torch.float16, hopper=True)
+    attend(slices, 2, 1, 64, slots=2, backwards=True, hopper=True)
+    assert attend([(0, 900, 40)], 2, 1, 64, slots=8, hopper=True) == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_slices_over_random_shapes(seed: int) -> None:
+    draw = random.Random(seed)
+    slices = [
+        (turn, draw.choice((0, 1, 31, 32, 95, 300)), draw.choice((1, 2, 8, 31, 65)))
+        for turn in range(draw.randint(1, 4))
+    ]
+    kv_heads = draw.choice((1, 2))
+    heads = kv_heads * draw.choice((1, 2, 3, 5, 8))
+    attend(slices, heads, kv_heads, draw.choice((64, 128)), slots=draw.choice((1, 16)), seed=seed)
+
+
+def test_the_order_of_threads_and_blocks_does_not_matter() -> None:
+    attend([(0, 200, 3), (1, 10, 50)], 4, 2, 64, slots=9, backwards=True)
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_nothing_is_overwritten_before_it_was_read(hopper: bool, backwards: bool) -> None:
+    """Copies that arrive as early as they may."""
+    slices = [(0, 700, 40), (1, 500, 1), (2, 97, 128)]
+    attend(slices, 2, 1, 64, early=True, hopper=hopper, backwards=backwards)
+    attend(slices, 2, 2, 128, early=True, hopper=hopper, backwards=backwards)
+
+
+def test_scores_far_from_zero_and_far_apart() -> None:
+    attend([(0, 200, 4)], 2, 2, 64, spread=10.0)
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_a_block_takes_the_shared_memory_that_plans_reckon_with(head_size: int) -> None:
+    defines = (f"HEAD_SIZE={head_size}", "ELEMENT=Bf16")
+    kernel = cuda.Kernel("multi_token_attention.cu", "multi_token_attention", defines)
+    needed = shared_bytes(cuda.Launch(kernel, 1, 128, (), "multi_token_attention_shared_bytes"))
+    assert needed <= cuda.BLOCK_KIB[head_size] * 1024 < needed + 4096
+
+
+def test_slices_and_items_of_nothing() -> None:
+    """A slice without tokens, and an item without rows that fills a list up."""
+    attend([(0, 10, 2), (0, 12, 0), (1, 0, 1)], 2, 1, 64)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_value_that_is_no_number_reaches_its_turn_and_no_other(poison: float) -> None:
+    arena = arena_of(4, 1, 64, torch.bfloat16)
+    arena[:3] = torch.randn(3, 2, 1, 32, 64)
+    arena[1, 0, 0, 5] = poison  # a key of the second turn
+    query = torch.randn(2, 2, 64).to(torch.bfloat16)
+    out = torch.empty_like(query)
+    table = torch.tensor([[0], [1]], dtype=torch.int32)
+    offsets, turns = torch.tensor([0, 1, 2]).int(), torch.tensor([0, 1]).int()
+    starts = torch.tensor([20, 20]).int()
+    plan = plan_work([1, 1], [20, 20], 2, 1, Tiling(32, 128), 4)
+    work = Work.of(plan, 1, 64, "cpu")
+    tensors = (query, arena[:, 0], arena[:, 1], table, offsets, turns, starts)
+    for launch in cuda.attention_launches(*tensors, 0.125, out, work):
+        run(launch)
+    assert out[0].isfinite().all()
+    assert not out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_and_values_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) -> None:
+    arena = arena_of(4, 3, 96, dtype)
+    right = arena.clone()
+    key = torch.randn(3, 5, 96).to(dtype).transpose(0, 1)  # strided, as models give it
+    value = torch.randn(5, 3, 96).to(dtype)
+    slots = torch.tensor([0, 31, 32, 97, 70])
+    run(cuda.write_kv_launch(key, value, slots, arena[:, 0], arena[:, 1]))
+    reference.write_kv(key, value, slots, right[:, 0], right[:, 1])
+    assert torch.equal(arena.nan_to_num(9.0), right.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize(("head_size", "rotated"), [(64, 64), (128, 128), (96, 32)])
+def test_rotation_on_the_way(head_size: int, rotated: int) -> None:
+    tokens, heads, kv_heads, dtype = 5, 4, 2, torch.bfloat16
+    joined = torch.randn(tokens, heads + 2 * kv_heads, head_size).to(dtype)
+    query, key, value = joined.split([heads, kv_heads, kv_heads], dim=1)
+    angles = torch.rand(tokens, rotated // 2) * 6
+    cosine, sine = (torch.cat([each, each], -1).to(dtype) for each in (angles.cos(), angles.sin()))
+    slots = torch.tensor([3, 32, 33, 95, 64])
+    arena = arena_of(3, kv_heads, head_size, dtype)
+    turned = torch.empty(tokens, heads, head_size, dtype=dtype)
+    run(
+        cuda.rotate_and_write_kv_launch(
+            query, key, value, cosine, sine, slots, turned, arena[:, 0], arena[:, 1]
+        )
+    )
+
+    def rotate(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.float()
+        part, rest = rows[..., :rotated], rows[..., rotated:]
+        half = rotated // 2
+        swapped = torch.cat([-part[..., half:], part[..., :half]], -1)
+        part = part * cosine.float()[:, None] + swapped * sine.float()[:, None]
+        return torch.cat([part, rest], -1).to(dtype)
+
+    torch.testing.assert_close(turned, rotate(query), rtol=1e-2, atol=1e-2)
+    keys = rotate(key)
+    for token, slot in enumerate(slots.tolist()):
+        found = arena[slot // 32, :, :, slot % 32]
+        torch.testing.assert_close(found[0], keys[token], rtol=1e-2, atol=1e-2)
+        assert torch.equal(found[1], value[token])
+    assert int(arena[:, 0, 0, :, 0].isfinite().sum()) == tokens, "something was written elsewhere"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_pages_are_copied_as_far_as_they_go(dtype: torch.dtype) -> None:
+    source = torch.randn(40, 2, 2, 32, 64).to(dtype)
+    target = torch.full_like(source, 7.0)
+    right = target.clone()
+    move = (torch.randperm(40)[:35], torch.randperm(40)[:35], torch.randint(1, 33, (35,)))
+    run(cuda.copy_pages_launch(source, target, *move))
+    reference.copy_pages(source, right, *move)
+    assert torch.equal(target, right)

@@ -1,0 +1,140 @@
+"""The work list: every row sees every position it has to, once, and nobody has much more than others."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+
+import pytest
+
+from pensieve.kernels.attention.plan import (
+    PAGE,
+    PART_PAGES_MIN,
+    WAVE_COST,
+    Plan,
+    Tiling,
+    part_limit,
+    plan_work,
+)
+
+NARROW = 32
+
+
+def cost_of(key_begin: int, key_end: int, num_rows: int) -> int:
+    return -(-(key_end - key_begin) // PAGE) * (1 if num_rows <= NARROW else 2)
+
+
+def check(plan: Plan, lengths: list[int], starts: list[int], group: int, tiling: Tiling) -> None:
+    """Recomputed from scratch."""
+    merged = {merge[:3]: merge for merge in plan.merges}
+    assert len(merged) == len(plan.merges)
+    parts: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+    for item in plan.items:
+        parts.setdefault(item[:3], []).append(item[3:])
+    covered: dict[int, list[tuple[int, int]]] = {}
+    taken: list[tuple[int, int]] = []
+    for (index, begin, num_rows), runs in parts.items():
+        covered.setdefault(index, []).append((begin, num_rows))
+        assert 0 < num_rows <= max(tiling)
+        runs.sort()
+        end = starts[index] + (begin + num_rows - 1) // group + 1
+        assert runs[0][0] == 0
+        assert runs[-1][1] == end, "the last row's own position is not seen"
+        for (_, before, _), (after, _, _) in itertools.pairwise(runs):
+            assert before == after
+            assert after % PAGE == 0
+        if len(runs) == 1:
+            assert runs[0][2] == -1
+            assert (index, begin, num_rows) not in merged
+            continue
+        merge = merged.pop((index, begin, num_rows))
+        assert merge.num_parts == len(runs)
+        rows = [row for _, _, row in runs]
+        assert rows == [merge.first_part_row + i * num_rows for i in range(len(runs))]
+        assert min(run[1] - run[0] for run in runs[:-1]) >= PART_PAGES_MIN * PAGE // 2
+        taken += [(row, row + num_rows) for row in rows]
+    assert not merged, "a merge of what was not cut"
+    for (_, before), (after, _) in itertools.pairwise(sorted(taken)):
+        assert before <= after, "two parts share rows"
+    assert all(end <= plan.num_part_rows for _, end in taken)
+    for index, length in enumerate(lengths):
+        position = 0
+        for begin, num_rows in sorted(covered.get(index, [])):
+            assert begin == position
+            position += num_rows
+        assert position == length * group
+    costs = [cost_of(item.key_begin, item.key_end, item.num_rows) for item in plan.items]
+    assert costs == sorted(costs, reverse=True), "not longest first"
+
+
+def makespan(plan: Plan, kv_heads: int, slots: int) -> int:
+    """As the device does it: the next block to whoever is free first."""
+    free = [0] * slots
+    for item in plan.items:
+        cost = cost_of(item.key_begin, item.key_end, item.num_rows)
+        for _ in range(kv_heads):
+            heapq.heapreplace(free, free[0] + cost + WAVE_COST)
+    return max(free)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 8])
+def test_every_small_batch_is_covered_exactly(group: int) -> None:
+    sizes = (0, 1, 2, 5, 33)
+    contexts = (0, 1, 31, 32, 200, 2000)
+    pairs = list(itertools.product(sizes, contexts))
+    for first, second in itertools.product(pairs, pairs):
+        lengths, starts = [first[0], second[0]], [first[1], second[1]]
+        for slots in (1, 7, 64):
+            tiling = Tiling(NARROW, 128)
+            check(
+                plan_work(lengths, starts, group, 2, tiling, slots), lengths, starts, group, tiling
+            )
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_batches_are_exact_and_balanced(seed: int) -> None:
+    draw = random.Random(seed)
+    kv_heads, group = draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4, 7))
+    slots = draw.choice((16, 132, 216, 264))
+    context_max = draw.choice((200, 4_000, 60_000))
+    num_slices = draw.choice((1, 2, 8, 60, 256))
+    lengths = [draw.choice((1, 1, 1, 4, 20, 300)) for _ in range(num_slices)]
+    starts = [int(context_max * draw.random() ** 3) for _ in range(num_slices)]
+    tiling = Tiling(NARROW, 128)
+    plan = plan_work(lengths, starts, group, kv_heads, tiling, slots)
+    check(plan, lengths, starts, group, tiling)
+    total = sum(cost_of(item.key_begin, item.key_end, item.num_rows) for item in plan.items)
+    mean = total * kv_heads / slots
+    # Longest first is at most the mean and one item; nothing shorter than the least part is asked for.
+    assert makespan(plan, kv_heads, slots) <= 1.6 * mean + 2 * (PART_PAGES_MIN + WAVE_COST) * 2
+
+
+def test_one_long_context_fills_the_machine() -> None:
+    plan = plan_work([1], [65_535], 4, 8, Tiling(NARROW, 128), 264)
+    assert 0.9 * 264 <= len(plan.items) * 8 <= 264
+    assert len(plan.merges) == 1
+
+
+def test_a_last_wave_that_would_be_almost_empty_is_avoided() -> None:
+    """300 equal blocks on 264 slots would take the time of two waves for 1.14 waves of work."""
+    tiling = Tiling(NARROW, 128)
+    whole = 300 * (3200 // PAGE) / 264
+    plan = plan_work([1] * 300, [3199] * 300, 1, 1, tiling, 264)
+    assert makespan(plan, 1, 264) < 1.3 * whole
+
+
+def test_many_equal_contexts_are_not_cut() -> None:
+    plan = plan_work([1] * 200, [4000] * 200, 4, 8, Tiling(NARROW, 128), 264)
+    assert not plan.merges
+    assert len(plan.items) == 200
+
+
+def test_nothing_to_do() -> None:
+    assert plan_work([], [], 4, 8, Tiling(NARROW, 128), 264) == Plan([], [], 0)
+    assert plan_work([0, 0], [5, 9], 4, 8, Tiling(NARROW, 128), 264) == Plan([], [], 0)
+
+
+def test_the_limit_of_parts_is_never_below_the_least() -> None:
+    for count, cost, slots in itertools.product((1, 3, 50), (1, 2, 4, 100), (1, 8, 500)):
+        assert part_limit([cost] * count, 2, slots) >= PART_PAGES_MIN

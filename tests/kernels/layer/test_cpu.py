@@ -1,0 +1,181 @@
+"""The compiled dense parts, each instruction set that this machine has, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pensieve.kernels.layer import cpu as dense
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+TYPES = [torch.float32, torch.bfloat16]
+
+
+def close(got: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> bool:
+    assert not got.isnan().any()
+    scale = float(right.abs().max().clamp_min(1.0))
+    return float((got.double() - right).abs().max()) <= TOLERANCE[dtype] * scale
+
+
+def drawn(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=draw) * shape[-1] ** -0.5).to(dtype)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "rows"),
+    [(64, 96, 1), (63, 33, 5), (2, 1, 1), (100, 7, 13), (512, 256, 25), (96, 70, 500)],
+)
+def test_products(dtype: torch.dtype, inputs: int, outputs: int, rows: int) -> None:
+    first, second = (
+        drawn(outputs, inputs, dtype=dtype, seed=1),
+        drawn(9, inputs, dtype=dtype, seed=2),
+    )
+    bias = drawn(outputs, dtype=dtype, seed=3)
+    given = drawn(rows, inputs, dtype=dtype, seed=4) * inputs**0.5
+    packed = dense.Packed([first, second], [bias, None])
+    whole = torch.cat([first, second]).double()
+    right = given.double() @ whole.T + F.pad(bias, (0, 9)).double()
+    for kind in (dtype, torch.float32):
+        # A hole between rows, and what lies behind them, must stay as it is.
+        around = torch.full((rows + 1, outputs + 9 + 3), 7.0, dtype=kind)
+        out = around[:rows, : outputs + 9]
+        packed.multiply(given, out)
+        assert close(out, right, dtype)
+        assert bool((around[:, outputs + 9 :] == 7).all())
+        assert bool((around[rows] == 7).all())
+    spread = torch.zeros(rows, inputs + 5, dtype=dtype)
+    spread[:, :inputs] = given
+    again = torch.empty(rows, outputs + 9, dtype=torch.float32)
+    packed.multiply(spread[:, :inputs], again)
+    assert torch.equal(again, out)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("inputs", "outputs", "rows"), [(32, 48, 3), (64, 5, 1), (34, 129, 30)])
+def test_gated_products(
+    dtype: torch.dtype, activation: str, inputs: int, outputs: int, rows: int
+) -> None:
+    gate, up = (drawn(outputs, inputs, dtype=dtype, seed=seed) for seed in (1, 2))
+    bias = drawn(2 * outputs, dtype=dtype, seed=3)
+    given = drawn(rows, inputs, dtype=dtype, seed=4) * inputs**0.5 * 6
+    packed = dense.Packed([gate, up], [bias[:outputs], bias[outputs:]], activation)
+    out = torch.empty(rows, outputs, dtype=dtype)
+    packed.multiply(given, out)
+    wide = given.double()
+    left = wide @ gate.double().T + bias[:outputs].double()
+    right = wide @ up.double().T + bias[outputs:].double()
+    act = F.silu(left) if activation == "silu" else F.gelu(left, approximate="tanh")
+    assert close(out, act * right, dtype)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
+    packed = dense.Packed([drawn(130, 96, dtype=dtype, seed=1)])
+    given = drawn(40, 96, dtype=dtype, seed=2)
+    whole = torch.empty(40, 130, dtype=dtype)
+    packed.multiply(given, whole)
+    for rows in (1, 2, 7, 12, 13, 25):
+        out = torch.empty(rows, 130, dtype=dtype)
+        packed.multiply(given[:rows], out)
+        assert torch.equal(out, whole[:rows])
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activations_far_from_zero(activation: str) -> None:
+    """Beyond where exponentials overflow, and at what is not a number."""
+    values = torch.tensor([0.0, -0.0, 1e-30, 3.0, -3.0, 88.0, -88.0, 200.0, -200.0, 1e18, -1e18])
+    count = len(values)
+    gate, up = torch.diag(values), torch.zeros(count, count)
+    packed = dense.Packed([gate, up], [None, torch.ones(count)], activation)
+    out = torch.empty(1, count)
+    packed.multiply(torch.ones(1, count), out)
+    right = F.silu(values) if activation == "silu" else F.gelu(values, approximate="tanh")
+    assert torch.allclose(out[0], right, rtol=2e-6, atol=1e-6)
+    packed.multiply(torch.full((1, count), float("nan")), out)
+    assert bool(out.isnan().all())
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [8, 48, 100, 1024])
+def test_norms(dtype: torch.dtype, width: int) -> None:
+    norm = dense.Norm(drawn(width, dtype=torch.float32, seed=1) + 1, 1e-5)
+    for rows in (1, 30):
+        given = (drawn(rows, width, dtype=torch.float32, seed=2) * 50).to(dtype)
+        wide = given.double()
+        right = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+        assert close(norm(given), right, dtype)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_the_largest_of_each_row() -> None:
+    rows = drawn(9, 103, dtype=torch.float32, seed=1)
+    rows[1, 7] = rows[1, 90] = 5.0
+    rows[2, 102] = 5.0
+    rows[3, 0] = 5.0
+    rows[4, 50] = float("nan")
+    rows[5, 101] = float("inf")
+    rows[6, 3] = float("-inf")
+    rows[7] = -3e38
+    rows[8] = 3e38  # a sum would overflow
+    found = dense.argmax(rows).tolist()
+    assert found[1:] == [7, 102, 0, -1, -1, -1, 0, 0]
+    assert found[0] == int(rows[0].argmax())
+    assert dense.argmax(rows[:, :5]).tolist()[0] == int(rows[0, :5].argmax())
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    packed = dense.Packed([torch.ones(6, 4)])
+    with pytest.raises(ValueError, match=r"weights are for \(4, 6\), not \(5, 6\)"):
+        packed.multiply(torch.ones(2, 5), torch.ones(2, 6))
+    with pytest.raises(ValueError, match="out has rows = 3, but rows has rows = 2"):
+        packed.multiply(torch.ones(2, 4), torch.ones(3, 6))
+    with pytest.raises(ValueError, match=r"out is torch\.float16"):
+        packed.multiply(torch.ones(2, 4), torch.ones(2, 6, dtype=torch.float16))
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "rows"),
+    [(64, 96, 1), (63, 33, 5), (5, 1, 3), (512, 256, 25), (96, 70, 300)],
+)
+def test_products_of_bytes(dtype: torch.dtype, inputs: int, outputs: int, rows: int) -> None:
+    """Exact but for the rounding of weights and rows, each to 127 steps of its largest."""
+    weight = drawn(outputs, inputs, dtype=dtype, seed=1)
+    bias = drawn(outputs, dtype=dtype, seed=2)
+    given = drawn(rows, inputs, dtype=dtype, seed=3) * inputs**0.5
+    given[0] = 0
+    packed = dense.Packed([weight], [bias], int8=True)
+    out = torch.empty(rows, outputs)
+    packed.multiply(given, out)
+    worth = weight.float().abs().amax(1) / 127
+    steps = given.float().abs().amax(1, keepdim=True) / 127
+    whole = (weight.float() / worth[:, None]).round().double()
+    around = given.double() / steps.clamp_min(1e-30)
+    right = around @ whole.T * steps * worth + bias.double()
+    # A row's numbers are off by half a step at most, and its products by what that amounts to.
+    most = 0.51 * steps * worth * whole.abs().sum(1)
+    assert bool(((out.double() - right).abs() <= most + 1e-6).all())
+    assert torch.equal(out[0], bias.float())
+    assert packed.panels.nbytes < weight.nbytes + 2 * 16 * (inputs + 4)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_of_bytes_that_is_not_finite_stays_so(odd: float) -> None:
+    packed = dense.Packed([torch.ones(3, 40)], int8=True)
+    given = torch.ones(3, 40)
+    given[1, 39] = odd
+    out = torch.empty(3, 3)
+    packed.multiply(given, out)
+    assert out[1].isfinite().logical_not().all()
+    assert torch.allclose(out[[0, 2]], torch.tensor(40.0))

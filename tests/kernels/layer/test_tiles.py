@@ -1,0 +1,53 @@
+"""The products for AMX on a machine without it: the same source, its eight tiles in plain C++."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pensieve.kernels.attention import cpu
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("kernels", "layer", "amx", "avx512bf16", "avx512", "plain")
+FLAGS = (
+    *("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno"),
+    *(
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mavx512bf16",
+        "-mavx512vnni",
+        "-mfma",
+    ),
+    *("-DHAS_AMX=1", "-DHAS_AVX512_BF16=1", "-DHAS_AVX512=1", "-DEMULATED_TILES=1"),
+)
+
+
+def test_products_with_emulated_tiles(tmp_path: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    sets = ("avx512_bf16", "amx")
+    if not compiler or cpu.instruction_set(torch.float32, 64) not in sets:
+        pytest.skip("it takes a compiler and AVX-512 with BF16")
+    sources = [str(ROOT / "csrc" / "cpu" / f"{name}.cpp") for name in SOURCES]
+    subprocess.run([compiler, *FLAGS, *sources, "-o", str(tmp_path / cpu.NAME)], check=True)
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "amx"),
+            *("tests/kernels/test_dense.py", "tests/kernels/test_cpu.py"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PENSIEVE_CPU_LIBRARY": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:]
+    assert " passed" in ran.stdout
+    assert "skipped" not in ran.stdout

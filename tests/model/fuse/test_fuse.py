@@ -1,0 +1,377 @@
+"""Layers replaced by compiled ones: which are, that nothing changes, and what happens when it would."""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from pensieve.core.iteration import Slice
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import Turn
+from pensieve.errors import UnsupportedModel
+from pensieve.kernels.layer import cpu as dense
+from pensieve.model import loader
+from pensieve.model.attention import FlatModel, PagedPass
+from pensieve.model.batch import Batch
+from pensieve.model.fuse import layers as fused
+from pensieve.model.fuse.layers import FusedLayer, PackedProduct, fuse
+from pensieve.model.kv.memory import KVMemory
+from pensieve.model.loader import load
+from pensieve.model.probe import FusionFailed, probe
+from pensieve.model.shape import ModelShape
+from tests.model.world import GAP_MAX, World, largest_gap, plain_model
+from tests.models import SERVED, tiny_model
+
+WHOLE = {"llama-mha", "llama-gqa", "mistral", "qwen2", "qwen3", "phi3", "granite", "gemma", "olmo2"}
+PROMPT = [5, 9, 3, 77, 12, 40, 8, 9, 21]
+
+
+@pytest.fixture(autouse=True)
+def _compiled() -> None:
+    if not dense.available(torch.float32):
+        pytest.skip("there is no compiled library")
+
+
+def flat_model(family: str, dtype: torch.dtype = torch.float32) -> FlatModel:
+    flat = FlatModel(tiny_model(SERVED[family]()).to(dtype))
+    probe(flat)
+    return flat
+
+
+def counts(module: torch.nn.Module) -> tuple[int, int]:
+    kinds = [type(each) for each in module.modules()]
+    return kinds.count(FusedLayer), kinds.count(PackedProduct)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", SERVED)
+def test_what_has_the_pattern_is_replaced(family: str, dtype: torch.dtype) -> None:
+    flat = flat_model(family, dtype)
+    num_layers = flat.module.config.num_hidden_layers
+    layers, products = counts(flat.module)
+    assert (layers == num_layers) == (family in WHOLE)
+    assert (flat.whole is not None) == (family in WHOLE)
+    linears = [each for each in flat.module.modules() if type(each) is torch.nn.Linear]
+    assert not linears, "a product kept its own weights"
+    if family in WHOLE:
+        assert products == 1  # the output matrix
+    else:
+        assert layers == 0
+        assert products > 4 * num_layers - 2
+        together = {
+            id(each._together) for each in flat.module.modules() if isinstance(each, PackedProduct)
+        }
+        assert (len(together) < products) == (family not in ("gpt2", "gpt-neox"))  # q, k, v as one
+
+
+class Together:
+    """Several prompts as one flat batch, each attending to itself."""
+
+    pages: dense.Pages | None = None
+
+    def __init__(self, lengths: list[int]) -> None:
+        self._lengths = lengths
+
+    def arrive(self, layer: int) -> None:
+        """Nothing moves."""
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        rest: dict[str, Any],
+    ) -> torch.Tensor:
+        apart = fused._CausalPass()
+        parts = zip(*(each.split(self._lengths) for each in (query, key, value)), strict=True)
+        return torch.cat([apart.attend(module, *part, None, scaling, rest) for part in parts])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", sorted(WHOLE))
+def test_who_shares_the_batch_changes_no_bit(family: str, dtype: torch.dtype) -> None:
+    flat = flat_model(family, dtype)
+    lengths = [len(PROMPT), 1, 30, 3]
+    prompts = [[(seed * 31 + i * 7) % 90 + 3 for i in range(n)] for seed, n in enumerate(lengths)]
+
+    def logits(which: list[int]) -> torch.Tensor:
+        ids = torch.tensor([token for each in which for token in prompts[each]])
+        positions = torch.cat([torch.arange(lengths[each]) for each in which])
+        chosen = Together([lengths[each] for each in which])
+        return flat.logits(ids, positions, torch.arange(len(ids)), chosen)
+
+    with torch.inference_mode():
+        together = logits([0, 1, 2, 3]).split(lengths)
+        for which, rows in enumerate(together):
+            assert torch.equal(logits([which]), rows), which
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slots", [32, 8])
+@pytest.mark.parametrize("family", ["llama-gqa", "olmo2", "qwen3"])
+def test_rows_that_need_no_logits_change_no_bit(
+    family: str, slots: int, dtype: torch.dtype
+) -> None:
+    flat = flat_model(family, dtype)
+    heads = flat.module.config.num_key_value_heads, flat.module.config.num_attention_heads
+    size = (
+        getattr(flat.module.config, "head_dim", None) or flat.module.config.hidden_size // heads[1]
+    )
+    shape = ModelShape(2, heads[1], heads[0], size, 128, 64, dtype, 0, 0)
+    ids = torch.arange(3, 43)
+    turn = Turn(0, "", array("I", ids.tolist()), 0, 40, 41, Sampling())
+    answers = []
+    with torch.inference_mode():
+        for rows in (list(range(40)), [39], [], [3, 31, 32], [7, 2]):
+            memory = KVMemory(shape, 6, 0, slots)
+            turn.page_table = [3, 1, 5, 0, 2][: -(-40 // slots)]
+            batch = Batch.from_slices([Slice(turn, 0, 40, True)], slots)
+            forward_pass = PagedPass(batch, memory, wait_layer=lambda layer: None)
+            chosen = torch.tensor(rows, dtype=torch.int64)
+            logits = flat.logits(ids, batch.positions, chosen, forward_pass)
+            assert len(logits) == len(rows)
+            answers.append((rows, logits))
+    for rows, logits in answers[1:]:
+        assert torch.equal(logits, answers[0][1][rows])
+
+
+class LateGate(LlamaMLP):
+    """Looks like a gated MLP, but the gate works on the product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).tanh())
+
+
+class Halved(torch.nn.Module):
+    """A decoder layer whose contribution is halved by a number that nothing names."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        return hidden_states + (self.inner(hidden_states, **arguments) - hidden_states) / 2
+
+
+def test_what_only_resembles_the_pattern_stays(tmp_path: Path) -> None:
+    plain = tiny_model(SERVED["llama-gqa"]())
+    plain.model.layers[0].mlp.__class__ = LateGate
+    flat = FlatModel(copy.deepcopy(plain))
+    probe(flat)  # compares with the plain model
+    assert isinstance(flat.module.model.layers[1], FusedLayer)
+    assert not isinstance(flat.module.model.layers[0], FusedLayer)
+    assert counts(flat.module) == (1, 8)
+    assert flat.whole is None
+
+    plain = tiny_model(SERVED["llama-gqa"]())
+    plain.model.layers[1] = Halved(plain.model.layers[1])
+    flat = FlatModel(plain)
+    probe(flat)
+    assert counts(flat.module) == (1, 8)
+
+
+class Forgetful(LlamaRMSNorm):
+    """Has no eps in its attributes that would explain what it does."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) * 1.5
+
+
+def test_surroundings_that_differ_leave_the_loop_to_the_model() -> None:
+    plain = tiny_model(SERVED["llama-gqa"]())
+    plain.model.norm.__class__ = Forgetful
+    flat = FlatModel(plain)
+    probe(flat)
+    assert counts(flat.module) == (2, 1)
+    assert flat.whole is None
+
+
+def test_a_product_called_twice_with_different_inputs() -> None:
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = torch.nn.Linear(8, 8)
+            self.other = torch.nn.Linear(8, 6, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.other(self.one(self.one(x)))
+
+    module = Twice().eval().requires_grad_(False)
+    given = torch.randn(2, 5, 8)
+    expected = module(given)
+    seen: list[fused._Seen] = []
+    hooks = [
+        each.register_forward_hook(
+            lambda module, args, answer: seen.append(fused._Seen(module, args[0], answer))
+        )
+        for each in (module.one, module.other)
+    ]
+    module(given)
+    for hook in hooks:
+        hook.remove()
+    assert fused._pack_products(module, seen) == 2
+    assert isinstance(module.one, PackedProduct)
+    assert torch.allclose(module(given), expected, atol=1e-6)
+
+
+def test_a_fusion_that_does_not_agree_is_undone(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is accepted by mistake, the comparison with the plain model has the last word."""
+    monkeypatch.setattr(fused, "_activation", lambda module: "gelu_tanh")
+    monkeypatch.setattr(fused, "TOLERANCE", {torch.float32: 1e9})
+    lines: list[str] = []
+    model = loader.load(folder_of("llama-gqa"), report=lines.append)
+    assert any("its layers stay as they are: its logits" in line for line in lines)
+    assert counts(model.flat.module) == (0, 0)
+    assert model.flat.whole is None
+    world = World(model)
+    turn = world.turn(7)
+    world.step((turn, 0, 7, True))
+    for _ in range(5):
+        world.decode(turn)
+    world.executor.close()
+    assert largest_gap(plain_model(folder_of("llama-gqa")), turn) <= GAP_MAX
+
+
+def test_without_the_library_the_model_stays_as_it_is(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense, "available", lambda dtype: False)
+    model = load(folder_of("llama-gqa"))
+    assert counts(model.flat.module) == (0, 0)
+    assert fuse(model.flat, PROMPT) == (0, 0)
+
+
+def test_half_precision_of_ten_bits_is_left_to_torch() -> None:
+    flat = flat_model("llama-gqa", torch.float16)
+    assert counts(flat.module) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma", "opt", "gpt2"])
+def test_weights_made_int8(family: str, dtype: torch.dtype) -> None:
+    plain = tiny_model(SERVED[family]()).to(dtype)
+    ids, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
+    exact, rounded = FlatModel(plain), FlatModel(copy.deepcopy(plain))
+    probe(exact)
+    probe(rounded, int8=True)
+    assert counts(rounded.module) == counts(exact.module)
+    with torch.inference_mode():
+        right, got = (
+            flat.logits(ids, positions, positions, fused._CausalPass()).float()
+            for flat in (exact, rounded)
+        )
+    difference = (got - right).abs().amax(1) / (right.max() - right.min())
+    assert 1e-4 < float(difference.median()) < 0.1
+
+
+def test_int8_without_the_library_is_refused(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense, "available", lambda dtype: False)
+    with pytest.raises(UnsupportedModel, match="none of its weights can be made int8"):
+        load(folder_of("llama-gqa"), int8=True)
+
+
+class Capped(torch.nn.Module):
+    """An output product with a cap that small logits do not show."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 15 * torch.tanh(self.inner(x) / 15)
+
+
+def test_a_cap_on_logits_is_kept() -> None:
+    plain = tiny_model(SERVED["llama-gqa"]()).to(torch.bfloat16)
+    with torch.no_grad():
+        plain.lm_head.weight.mul_(0.01)
+    plain.lm_head = Capped(plain.lm_head)
+    flat = FlatModel(plain)
+    probe(flat)
+    assert counts(flat.module)[0] == 2
+    assert flat.whole is None
+
+
+def test_a_norm_with_one_added_to_large_weights() -> None:
+    plain = tiny_model(SERVED["gemma"]()).to(torch.bfloat16)
+    norm = plain.model.layers[0].input_layernorm
+    with torch.no_grad():
+        norm.weight.uniform_(60, 70)
+    given = torch.randn(1, 45, norm.weight.shape[0]).to(torch.bfloat16)
+    with torch.inference_mode():
+        found = fused._norm(fused._Seen(norm, given, norm(given)))
+    assert found is not None
+    assert torch.equal(found.weight, 1 + norm.weight.float())
+
+
+def test_rotations_that_ask_for_more_than_positions() -> None:
+    config = transformers.Gemma3TextConfig(
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1),
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        layer_types=["full_attention"] * 2,
+    )
+    flat = FlatModel(tiny_model(config))
+    probe(flat)
+    assert counts(flat.module) == (2, 1)
+
+
+def test_a_fusion_that_breaks_down_leaves_the_model_as_it_is(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("odd weights")
+
+    monkeypatch.setattr(fused, "_parts", broken)
+    lines: list[str] = []
+    model = load(folder_of("llama-gqa"), report=lines.append)
+    assert any("stay as they are: odd weights" in line for line in lines)
+    assert counts(model.flat.module) == (0, 0)
+
+
+def test_the_probe_runs_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = dense.Layer.whole
+
+    def wrong(layer: dense.Layer, *rows: Any) -> torch.Tensor:
+        return whole(layer, *rows) * 1.2
+
+    monkeypatch.setattr(dense.Layer, "whole", wrong)
+    with pytest.raises(FusionFailed, match="its logits through our attention differ"):
+        probe(FlatModel(tiny_model(SERVED["llama-gqa"]())))
+
+
+def test_int8_with_heads_that_are_no_multiple_of_four() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=30,
+        intermediate_size=46,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=6,
+        max_position_embeddings=64,
+    )
+    flat = FlatModel(tiny_model(config))
+    probe(flat, int8=True)  # compares with the plain model
+    assert counts(flat.module) == (2, 1)

@@ -1,0 +1,231 @@
+"""The copier of a GPU on streams that do everything as late, and in as wrong an order, as they may."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+from pensieve.core.iteration import SwapIn, SwapOut
+from pensieve.errors import DeviceError
+from pensieve.model.kv import copier_cuda as device_copier
+from pensieve.model.kv.copier_cuda import DeviceCopier
+from pensieve.model.kv.memory import KVMemory, PageMoves, Run
+from pensieve.model.shape import ModelShape
+from tests.model.kv.streams import FakeStreams
+
+SHAPE = ModelShape(3, 2, 1, 4, 50, 64, torch.float32, 0, 0)
+PAGES = 12
+SIZE = 4  # tokens of a page
+WAIT_SECONDS = 20
+
+
+class StreamedMemory(KVMemory):
+    """Copies happen when their stream comes to them; both directions are watched."""
+
+    def __init__(self, streams: FakeStreams) -> None:
+        super().__init__(SHAPE, PAGES, PAGES, SIZE)
+        self.device_arena.zero_()
+        self.host_arena.zero_()
+        self.streams = streams
+        self.told: list[tuple[str, int]] = []  # in the order in which it happened
+        self.failing = False
+
+    def swap_in(self, layer: int, moves: PageMoves) -> None:
+        self._later("in", layer, lambda: KVMemory.swap_in(self, layer, moves))
+
+    def swap_out(self, layer: int, moves: PageMoves) -> None:
+        if self.failing:
+            raise RuntimeError("the bus is gone")
+        self._later("out", layer, lambda: KVMemory.swap_out(self, layer, moves))
+
+    def _later(self, kind: str, layer: int, work: object) -> None:
+        def happen() -> None:
+            self.told.append((kind, layer))
+            work()  # type: ignore[operator]
+
+        self.streams.current.launch(happen)
+
+    def write(self, layer: int, page: int, value: float) -> None:
+        """What a forward does, when the computing stream comes to it."""
+        self.streams.compute.launch(lambda: self.device_arena[layer, page].fill_(value))
+
+    def expect(self, layer: int, page: int, value: float, wrong: list[str]) -> None:
+        def look() -> None:
+            found = self.device_arena[layer, page]
+            if not bool((found == value).all()):
+                wrong.append(f"layer {layer} of page {page}: {found.flatten()[0]}, not {value}")
+
+        self.streams.compute.launch(look)
+
+
+def collect(copier: DeviceCopier, count: int) -> list[int]:
+    found: list[int] = []
+    while len(found) < count:
+        found += copier.wait_any()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("unit_layers", [1, 2, 3])
+def test_pages_go_out_and_come_back_whatever_the_order(
+    seed: int, unit_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each iteration writes pages, sends those of the one before out, and brings others in to be read."""
+    layer_bytes = 2 * SIZE * 4 * 4  # of one page
+    monkeypatch.setattr(device_copier, "UNIT_BYTES", unit_layers * layer_bytes * 2)
+    draw = random.Random(seed)
+    streams = FakeStreams(seed)
+    memory = StreamedMemory(streams)
+    copier = DeviceCopier(memory, streams)
+    wrong: list[str] = []
+    on_host: dict[int, float] = {}  # host page -> value, reported
+    outstanding: dict[int, tuple[str, int, int, float]] = {}
+    free_device, free_host = list(range(PAGES)), list(range(PAGES))
+    written: dict[int, float] = {}  # device pages of the iteration before
+    next_id = 0
+    for step in range(30):
+        ins, outs, arriving = [], [], {}
+        if on_host and free_device and draw.random() < 0.5:
+            host_page = draw.choice(sorted(on_host))
+            page, value = free_device.pop(0), on_host.pop(host_page)
+            ins.append(SwapIn(next_id, host_page, page, SIZE))
+            outstanding[next_id] = ("in", page, host_page, value)
+            arriving[page] = value
+            next_id += 1
+        elif written:
+            for page, value in written.items():
+                if free_host:
+                    outs.append(SwapOut(next_id, page, host_page := free_host.pop(0), SIZE))
+                    outstanding[next_id] = ("out", page, host_page, value)
+                    next_id += 1
+                else:
+                    free_device.append(page)
+            written = {}
+        copier.submit(ins, outs)
+        fresh = {}
+        for _ in range(draw.randint(0, 2)):
+            if free_device and not written:
+                fresh[free_device.pop(0)] = float(step + 1)
+        for layer in range(SHAPE.num_layers):
+            copier.wait_layer(layer)
+            for page, value in fresh.items():
+                memory.write(layer, page, value)
+            for page, value in arriving.items():
+                memory.expect(layer, page, value, wrong)
+        written.update(fresh)
+        told = copier.wait_any() if draw.random() < 0.3 else copier.poll()
+        for copy_id in told:
+            kind, page, host_page, value = outstanding.pop(copy_id)
+            if kind == "out":
+                found = memory.host_arena[:, host_page]
+                assert bool((found == value).all()), "reported before it was there"
+                on_host[host_page] = value
+                free_device.append(page)
+            else:
+                free_host.append(host_page)
+                streams.compute.record_event().synchronize()  # its readers are done
+                free_device.append(page)
+    while outstanding:
+        for copy_id in copier.wait_any():
+            outstanding.pop(copy_id)
+    streams.compute.record_event().synchronize()
+    copier.close()
+    assert not wrong, wrong[0]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_swap_outs_yield_to_swap_ins(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copier, "UNIT_BYTES", 1)
+    streams = FakeStreams(seed)
+    memory = StreamedMemory(streams)
+    gate = streams.swap_out
+    copier = DeviceCopier(memory, streams)
+    streams.going.clear()
+    copier.submit([], [SwapOut(1, 0, 0, SIZE)])
+    deadline = time.monotonic() + WAIT_SECONDS
+    while len(gate.queue) < 3:  # what it waits for, a layer, an event
+        assert time.monotonic() < deadline, "the worker gave nothing to its stream"
+        time.sleep(0.001)
+    copier.submit([SwapIn(2, 5, 5, SIZE)], [])
+    streams.going.set()
+    while copier._outs:  # the worker goes on by itself
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert sorted(collect(copier, 2)) == [1, 2]
+    copier.close()
+    assert memory.told == [("out", 0), ("in", 0), ("in", 1), ("in", 2), ("out", 1), ("out", 2)]
+
+
+def test_waiting_for_a_layer_blocks_the_device_and_not_the_host() -> None:
+    streams = FakeStreams(0)
+    memory = StreamedMemory(streams)
+    memory.host_arena.fill_(7.0)
+    copier = DeviceCopier(memory, streams)
+    copier.submit([SwapIn(1, 2, 3, SIZE)], [])
+    wrong: list[str] = []
+    for layer in range(SHAPE.num_layers):
+        copier.wait_layer(layer)
+        memory.expect(layer, 3, 7.0, wrong)
+    assert not memory.told, "the host waited"
+    assert copier.arriving or not wrong
+    streams.compute.record_event().synchronize()
+    assert not wrong
+    assert copier.poll() == (1,)
+    assert not copier.arriving
+    copier.close()
+
+
+def test_with_nothing_outstanding_nothing_is_waited_for() -> None:
+    streams = FakeStreams(0)
+    copier = DeviceCopier(StreamedMemory(streams), streams)
+    assert copier.poll() == copier.wait_any() == ()
+    copier.wait_layer(0)
+    copier.close()
+
+
+def test_an_error_of_the_worker_is_raised_where_somebody_waits() -> None:
+    streams = FakeStreams(0)
+    memory = StreamedMemory(streams)
+    memory.failing = True
+    copier = DeviceCopier(memory, streams)
+    copier.submit([], [SwapOut(1, 0, 0, SIZE)])
+    with pytest.raises(DeviceError, match="the bus is gone"):
+        copier.wait_any()
+    with pytest.raises(DeviceError):
+        copier.poll()
+    with pytest.raises(DeviceError):
+        copier.submit([SwapIn(2, 0, 0, SIZE)], [])
+    copier.close()
+
+
+def test_a_reporter_in_another_thread_hears_of_swap_outs() -> None:
+    streams = FakeStreams(3)
+    copier = DeviceCopier(StreamedMemory(streams), streams)
+    heard: list[int] = []
+    copier.submit([], [SwapOut(each, each, each, SIZE) for each in range(4)])
+    reporter = threading.Thread(target=lambda: heard.extend(collect(copier, 4)))
+    reporter.start()
+    reporter.join(WAIT_SECONDS)
+    assert heard == [0, 1, 2, 3]
+    copier.close()
+
+
+def test_neighbours_move_as_runs() -> None:
+    moves = PageMoves.from_swap_ins(
+        [SwapIn(0, 3, 7, 4), SwapIn(0, 1, 2, 4), SwapIn(0, 4, 8, 4), SwapIn(0, 5, 1, 4)]
+    )
+    assert moves.joined(4) == (Run(1, 2, 1), Run(3, 7, 2), Run(5, 1, 1))
+    assert moves.joined(8) == (), "a page that is not copied whole"
+    memory = KVMemory(SHAPE, PAGES, PAGES, SIZE)
+    memory.host_arena.copy_(torch.arange(memory.host_arena.numel()).view_as(memory.host_arena))
+    other = KVMemory(SHAPE, PAGES, PAGES, SIZE)
+    other.host_arena.copy_(memory.host_arena)
+    memory.device_arena.zero_()
+    other.device_arena.zero_()
+    memory.swap_in(1, moves)
+    other.swap_in(1, moves._replace(runs=moves.joined(SIZE)))
+    assert torch.equal(memory.device_arena, other.device_arena)

@@ -1,0 +1,91 @@
+"""The page-locked host tier, where there is nothing to lock it for."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from pensieve.errors import DeviceError
+from pensieve.model.kv import host_arena
+from pensieve.model.kv.host_arena import node_of
+
+CPU = torch.device("cpu")
+
+
+def test_it_is_memory_that_begins_at_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[tuple[int, int]] = []
+    unlocked: list[int] = []
+
+    def register(address: int, num_bytes: int) -> int:
+        locked.append((address, num_bytes))
+        return 0
+
+    monkeypatch.setattr(host_arena, "_register", register)
+    monkeypatch.setattr(host_arena, "_unregister", unlocked.append)
+    arena = host_arena.allocate(3, 8192, CPU)
+    begin = arena.data_ptr()
+    assert locked == [(begin + 8192 * i, 8192) for i in range(3)], "a layer is a piece"
+    assert begin % 4096 == 0
+    arena.fill_(7)
+    view = arena.view(2, -1)
+    assert int(view.sum()) == 7 * 3 * 8192
+    del arena
+    gc.collect()
+    assert not unlocked, "somebody still looks at it"
+    del view
+    gc.collect()
+    assert unlocked == [begin + 8192 * i for i in range(3)]
+    assert host_arena.allocate(4, 0, CPU).numel() == 0
+
+
+def test_layers_that_share_a_memory_page_are_registered_as_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    locked: list[int] = []
+    monkeypatch.setattr(host_arena, "_register", lambda address, size: locked.append(size) or 0)
+    monkeypatch.setattr(host_arena, "_unregister", lambda address: None)
+    host_arena.allocate(5, 1000, CPU)
+    assert locked == [5000]
+
+
+def test_how_far_it_is_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_arena, "REPORTED_BYTES", 1 << 20)
+    monkeypatch.setattr(host_arena, "_register", lambda address, num_bytes: 0)
+    unlocked: list[int] = []
+    monkeypatch.setattr(host_arena, "_unregister", unlocked.append)
+    told: list[str] = []
+    host_arena.allocate(32, 1 << 17, CPU, told.append)
+    assert told == [f"locking the host tier: {share}%" for share in range(10, 101, 10)]
+    gc.collect()
+    unlocked.clear()
+    answers = iter([0, 0, 2])
+    monkeypatch.setattr(host_arena, "_register", lambda address, num_bytes: next(answers))
+    with pytest.raises(DeviceError, match=r"refuses to lock.*answers 2.*--host-cache.*ulimit -l"):
+        host_arena.allocate(4, 1 << 20, CPU)
+    gc.collect()
+    assert len(unlocked) == 2, "what was locked before is given back"
+
+
+def test_more_than_there_is_says_so() -> None:
+    with pytest.raises(DeviceError, match="--host-cache"):
+        host_arena.allocate(1 << 20, 1 << 42, CPU)
+
+
+def test_the_node_of_a_device(tmp_path: Path) -> None:
+    for address, written in (("0000:1b:00.0", "1\n"), ("0000:1c:00.0", "-1\n")):
+        (tmp_path / address).mkdir()
+        (tmp_path / address / "numa_node").write_text(written)
+    assert node_of("0000:1b:00.0", tmp_path) == 1
+    assert node_of("0000:1c:00.0", tmp_path) is None
+    assert node_of("0000:ff:00.0", tmp_path) is None
+
+
+def test_pages_may_be_asked_of_a_node() -> None:
+    """Whatever this machine thinks of it, memory comes, and the wish is taken back."""
+    with host_arena._preferring(0):
+        assert bytearray(1 << 20)[-1] == 0
+    with host_arena._preferring(None):
+        assert bytearray(1 << 20)[-1] == 0

@@ -1,0 +1,335 @@
+"""Two ranks over gloo say what one rank says, token for token, and none of them outlives the other."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from pensieve.core.iteration import Iteration, PageCopy, Slice, SwapIn, SwapOut
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import Turn
+from pensieve.engine.messages import CheckIntegrity
+from pensieve.errors import ConfigError, DeviceError, UnsupportedModel
+from pensieve.launch import programs
+from pensieve.model.loader import LoadedModel, check_divisible, load
+from pensieve.model.parallel.executor import ParallelExecutor
+from pensieve.model.parallel.leader import Leader, Tally
+from pensieve.model.parallel.wire import pack, unpack
+from tests.model.world import CHUNK_TOKENS, GAP_MAX, World, largest_gap, plain_model
+from tests.service.rig import Crowd, Reference, figures, query, started, write_model
+from tests.text.families import QWEN_2_5
+
+FolderOf = Callable[[str], Path]
+Loaded = Callable[[str], LoadedModel]
+CPU = torch.device("cpu")
+DEVICE_PAGES, HOST_PAGES = 320, 160
+
+
+class ParallelWorld(World):
+    """A world whose iterations are carried out by two ranks."""
+
+    def __init__(self, folder: Path, seed: int = 0) -> None:
+        followed = {"folder": str(folder), "dtype": None, "num_threads": 1}
+        self.leader = Leader(2, CPU, followed, programs.RANK)
+        try:
+            model = load(folder, rank=self.leader)
+            self.leader.check_shapes(model.shape)
+            super().__init__(model, device_pages=DEVICE_PAGES, host_pages=HOST_PAGES, seed=seed)
+            self.leader.allocate(DEVICE_PAGES, HOST_PAGES, CHUNK_TOKENS)
+        except BaseException:
+            self.leader.close()
+            raise
+        self.executor = ParallelExecutor(self.executor, self.leader, CHUNK_TOKENS)
+
+    def start_again(self, seed: int) -> None:
+        """As a new world of this seed, with the same ranks."""
+        self.rng = random.Random(seed)
+        self.memory.device_arena.fill_(float("nan"))
+        self.free_pages = list(range(self.memory.device_pages))
+        self.rng.shuffle(self.free_pages)
+        self.turns = []
+
+
+@contextmanager
+def parallel_world(folder: Path, seed: int = 0) -> Iterator[ParallelWorld]:
+    world = ParallelWorld(folder, seed)
+    try:
+        yield world
+    finally:
+        world.executor.close()
+
+
+def traffic(world: World, seed: int) -> Counter[str]:
+    """Random cuts; chunks that go by the host to other pages, or are dropped and computed again; forks
+    inside of a chunk.  Copies are awaited or not."""
+    rng = random.Random(seed)
+    turns = [world.turn(rng.randint(1, 20)) for _ in range(4)]
+    computed = dict.fromkeys(turns, 0)
+    deeds: Counter[str] = Counter()
+    copy_id = 0
+    expected: set[int] = set()
+    for _ in range(25):
+        slices, ins, outs, copies = [], [], [], []
+        for turn in list(turns):
+            done = computed[turn]
+            roll = rng.random()
+            if done > CHUNK_TOKENS and roll < 0.25:
+                chunk = rng.randrange(-(-done // CHUNK_TOKENS))
+                start = chunk * CHUNK_TOKENS
+                slots = min(CHUNK_TOKENS, done - start)
+                if sum(turn.page_table[chunk] in each.page_table for each in turns) > 1:
+                    continue  # a fork has it too
+                if roll < 0.1:
+                    deeds["dropped"] += 1
+                    world.replace_page(turn, chunk)
+                    slices.append((turn, start, start + slots, False))
+                else:
+                    deeds["swapped"] += 1
+                    out = SwapOut(copy_id, turn.page_table[chunk], turn.turn_id, slots)
+                    finished = set(world.step(swap_outs=[out]).finished_copies)
+                    while copy_id not in finished:  # one that was begun before may end first
+                        assert len(finished) <= copy_id, "it does not finish"
+                        finished |= set(world.step().finished_copies)
+                    expected -= finished
+                    page = world.replace_page(turn, chunk)[1]
+                    ins.append(SwapIn(copy_id + 1, turn.turn_id, page, slots))
+                    copy_id += 2
+            elif done >= 6 and roll < 0.32 and len(turns) < 8:
+                deeds["forked"] += 1
+                cut = rng.randrange(CHUNK_TOKENS, done)
+                fork = world.turn(0, tokens=[*turn.tokens[:cut], 9, 8])
+                whole = cut // CHUNK_TOKENS
+                fork.page_table[:whole] = turn.page_table[:whole]
+                if cut % CHUNK_TOKENS:
+                    copies.append(
+                        PageCopy(turn.page_table[whole], fork.page_table[whole], cut % CHUNK_TOKENS)
+                    )
+                turns.append(fork)
+                computed[fork] = cut
+            elif done >= CHUNK_TOKENS and roll < 0.42:
+                deeds["copied ahead"] += 1  # and nobody waits for it
+                host_page = 8 + deeds["copied ahead"]
+                outs.append(SwapOut(copy_id, turn.page_table[0], host_page, CHUNK_TOKENS))
+                copy_id += 1
+        for turn in turns:
+            stop = min(len(turn.tokens), computed[turn] + rng.randint(1, 7))
+            slices.append((turn, computed[turn], stop, stop == len(turn.tokens)))
+            computed[turn] = stop
+        if ins:
+            outs = []  # never both
+        expected |= {each.copy_id for each in (*ins, *outs)}
+        outcome = world.step(*slices, copies=copies, swap_ins=ins, swap_outs=outs)
+        assert expected >= set(outcome.finished_copies)
+        expected -= set(outcome.finished_copies)
+        while ins and expected:  # pages of the host tier are used again
+            expected -= set(world.step().finished_copies)
+    while expected:
+        finished = world.step().finished_copies
+        assert finished
+        expected -= set(finished)
+    assert world.step().finished_copies == ()
+    return deeds
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3-moe"])
+def test_two_ranks_say_what_one_rank_says(family: str, folder_of: FolderOf, loaded: Loaded) -> None:
+    """Grouped heads, experts; every movement."""
+    folder, model = folder_of(family), loaded(family)
+    plain = plain_model(folder)
+    with parallel_world(folder) as two:
+        assert two.memory.shape.num_kv_heads == model.shape.num_kv_heads // 2
+        assert two.memory.page_bytes == model.shape.kv_bytes_per_page(CHUNK_TOKENS) // 2
+        for seed in range(3):
+            one = World(model, device_pages=DEVICE_PAGES, host_pages=HOST_PAGES, seed=seed)
+            two.start_again(seed)
+            deeds = traffic(one, seed), traffic(two, seed)
+            one.executor.close()
+            assert deeds[0] == deeds[1]
+            assert all(deeds[0][what] for what in ("dropped", "swapped", "forked", "copied ahead"))
+            for alone, shared in zip(one.turns, two.turns, strict=True):
+                assert shared.num_output_tokens > 3
+                assert list(shared.tokens) == list(alone.tokens), f"seed {seed}"
+                assert largest_gap(plain, shared) <= GAP_MAX
+
+
+def test_a_whole_engine_on_two_ranks_is_exact(tmp_path: Path) -> None:
+    """Swapped, dropped, recomputed, suspended, forked, cut: every reply of a crowd is what plain
+    transformers would have said, and what one rank says."""
+    folder = write_model(tmp_path / "model", QWEN_2_5, "qwen3")
+    said = []
+    for num_ranks in ("1", "2"):
+        data = tmp_path / f"data{num_ranks}"
+        with started(folder, data, tensor_parallel=num_ranks) as runtime:
+            crowd = Crowd(runtime, seed=4, size=16)
+            crowd.run(40)
+            crowd.rush()
+            now = figures(runtime)
+            assert query(runtime, CheckIntegrity(2)).problems == ()
+            said.append([list(runtime.store.log(name)) for name in crowd.names])
+            for name in (
+                "chunks_swapped_out",
+                "chunks_swapped_in",
+                "chunks_dropped",
+                "chunks_copied_on_write",
+                "suspensions",
+                "recomputed_tokens",
+            ):
+                assert now[name], f"never happened: {name}"
+            reference = Reference(folder)
+            counts = [reference.wrong_tokens(runtime, name) for name in crowd.names]
+    sampled, wrong, _ = (sum(column) for column in zip(*counts, strict=True))
+    assert sampled > 700
+    assert wrong == 0
+    assert said[0] == said[1]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def ends(pid: int) -> bool:
+    limit = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < limit:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def test_a_copy_is_reported_when_the_slowest_rank_has_it(folder_of: FolderOf) -> None:
+    with parallel_world(folder_of("mistral")) as world:
+        turn = world.turn(8)
+        world.step((turn, 0, 8, True))
+        (pid,) = world.leader.pids
+        os.kill(pid, signal.SIGSTOP)
+        out = SwapOut(5, turn.page_table[0], 0, 4)
+        world.executor.launch(Iteration(9, (), swap_outs=(out,)))
+        finished: list[tuple[int, ...]] = []
+        waiting = threading.Thread(
+            target=lambda: finished.append(world.executor.collect().finished_copies)
+        )
+        waiting.start()
+        waiting.join(0.3)
+        assert finished == []
+        assert not world.memory.host_arena[:, 0].isnan().any(), "rank 0 has long done it"
+        os.kill(pid, signal.SIGCONT)
+        waiting.join(5)
+        assert finished == [(5,)]
+
+
+def test_a_follower_that_dies_is_a_device_error(folder_of: FolderOf) -> None:
+    with parallel_world(folder_of("mistral")) as world:
+        turn = world.turn(9, num_outputs_max=10_000)
+        world.step((turn, 0, 9, True))
+        (pid,) = world.leader.pids
+        timer = threading.Timer(0.05, os.kill, (pid, signal.SIGKILL))
+        timer.start()
+        with pytest.raises(DeviceError, match=r"rank 1 ended \(status -9\)"):  # noqa: PT012
+            for _ in range(200):
+                world.decode(turn)
+        started_at = time.monotonic()
+        with pytest.raises(DeviceError, match="rank 1 ended"):
+            world.executor.launch(Iteration(9, ()))
+        assert time.monotonic() - started_at < 2
+        assert not alive(pid)
+
+
+def test_a_follower_that_fails_says_why(folder_of: FolderOf) -> None:
+    """A page that it does not have: its copier fails, and what rank 0 raises names the reason."""
+    with parallel_world(folder_of("mistral")) as world:
+        (pid,) = world.leader.pids
+        world.leader.order(pack(Iteration(0, (), swap_ins=(SwapIn(0, 999, 0, 4),)), CHUNK_TOKENS))
+        turn = world.turn(9)
+        with pytest.raises(DeviceError, match="rank 1 failed: copying pages between the tiers"):  # noqa: PT012
+            for _ in range(200):
+                world.step((turn, 0, 9, False))
+        assert ends(pid)
+
+
+def test_followers_end_with_rank_0(folder_of: FolderOf) -> None:
+    """Also when it is killed; the folder where they met is gone with them."""
+    program = (
+        "import sys, time, pathlib; from tests.model.parallel.test_parallel import ParallelWorld;"
+        "world = ParallelWorld(pathlib.Path(sys.argv[1]));"
+        "print(world.leader.pids[0], world.leader._folder, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(folder_of("mistral"))],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    ) as rank_0:
+        assert rank_0.stdout is not None
+        pid, folder = rank_0.stdout.readline().split()
+        assert alive(int(pid))
+        rank_0.kill()
+    assert ends(int(pid))
+    assert not Path(folder).exists()
+
+
+def test_what_cannot_be_divided_is_refused_before_anything_starts(
+    folder_of: FolderOf, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModel, match="it has 1 KV heads"):
+        check_divisible(folder_of("llama-gqa"), 2)
+    with pytest.raises(UnsupportedModel, match="no tensor-parallel plan for opt"):
+        check_divisible(folder_of("opt"), 2)
+    check_divisible(folder_of("mistral"), 2)
+    folder = write_model(tmp_path / "model", QWEN_2_5, "mistral")
+    with pytest.raises(ConfigError, match="--weights int8 is for one rank"):
+        started(folder, tmp_path / "data", tensor_parallel="2", weights="int8")
+
+
+def test_an_order_holds_the_iteration_but_for_its_tokens() -> None:
+    turns = [
+        Turn(7, "c", array("I", range(9)), 0, 9, 20, Sampling(), page_table=[5, 2, 8]),
+        Turn(8, "c", array("I", range(3)), 0, 3, 20, Sampling(), page_table=[1]),
+    ]
+    iteration = Iteration(
+        3,
+        (Slice(turns[0], 4, 7, False), Slice(turns[1], 0, 3, True), Slice(turns[0], 2, 3, False)),
+        (PageCopy(1, 2, 3),),
+        (SwapIn(1 << 40, 4, 5, 4), SwapIn(6, 7, 8, 1)),
+        (SwapOut(9, 1, 0, 2),),
+    )
+    blank = array("I", [0])
+    got = unpack(pack(iteration, 4), blank)
+    assert got.index == 3
+    assert (got.copies, got.swap_ins, got.swap_outs) == (
+        iteration.copies,
+        iteration.swap_ins,
+        iteration.swap_outs,
+    )
+    assert [each[1:] for each in got.slices] == [each[1:] for each in iteration.slices]
+    assert got.slices[0].turn is got.slices[2].turn
+    assert [each.turn.page_table for each in got.slices[:2]] == [[5, 2], [1]]  # what they reach
+    assert list(got.slices[1].turn.tokens[0:3]) == [0, 0, 0]
+    assert len(blank) == 7
+    assert unpack(pack(Iteration(4, ()), 4), blank) == Iteration(4, ())
+
+
+def test_a_copy_is_finished_when_it_is_on_every_rank() -> None:
+    tally = Tally(3)
+    assert tally.take(wait=True) == ()  # there is nothing to wait for
+    tally.add([4, 5])
+    tally.add([5])
+    assert tally.take(wait=False) == ()
+    threading.Timer(0.05, tally.add, ([5, 6],)).start()
+    assert tally.take(wait=True) == (5,)
+    tally.give_up("rank 2 ended")
+    with pytest.raises(DeviceError, match="rank 2 ended"):
+        tally.take(wait=True)

@@ -1,0 +1,70 @@
+"""Nothing that lives long is visited again and again, and a full pass waits until nobody does."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from pensieve import gc_pause as cycles
+from pensieve.engine import engine as engine_module
+from pensieve.engine.messages import TurnDelta
+from pensieve.service.live_turn import LiveTurn
+from tests.engine.test_engine import Rig, submit
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*before)
+
+
+def test_a_thousand_tokens_of_a_live_turn_are_no_thousand_objects() -> None:
+    live = LiveTurn(1, "c", 0, 3)
+    gc.collect()
+    before = len(gc.get_objects())
+    for number in range(1000):
+        live.take(TurnDelta(1, "c", number, f"word {number}"))
+    assert live.num_tokens == 1000
+    assert live.text.endswith("word 999")
+    assert len(gc.get_objects()) - before < 20
+
+
+@pytest.mark.usefixtures("thawed")
+def test_what_was_alive_at_the_start_is_not_looked_at_again_but_new_cycles_are_found() -> None:
+    cycles.settle()
+    assert gc.get_freeze_count() > 10_000
+    assert len(gc.get_objects()) < 1_000
+    loop: list[object] = []
+    loop.append(loop)
+    del loop
+    assert gc.collect() >= 1
+
+
+def test_an_engine_without_work_rests_once_until_there_is_some_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rests = []
+    monkeypatch.setattr(engine_module, "REST_AFTER_SECONDS", 0.01)
+    rested = threading.Event()
+
+    def rest() -> None:
+        rests.append(rig.engine.scheduler.counters.finished)
+        rested.set()
+
+    monkeypatch.setattr(cycles, "rest", rest)
+    rig = Rig()
+    thread = threading.Thread(target=rig.engine.run)
+    thread.start()
+    assert rested.wait(20)
+    rested.clear()
+    assert not rested.wait(0.1)
+    rig.mailbox.put(submit(1, "a", [], [5, 6, 7], reply=3))
+    assert rested.wait(20)
+    rig.mailbox.close()
+    thread.join(20)
+    assert rests == [0, 1]
