@@ -16,8 +16,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pensieve.core.iteration import Iteration, Outcome, Sample, SwapIn, SwapOut, TurnFailure
-from pensieve.core.turn import FinishReason, Turn
+from pensieve.core.iteration import (
+    Iteration,
+    Outcome,
+    SampledToken,
+    Slice,
+    SwapIn,
+    SwapOut,
+    TurnFailure,
+)
 
 VOCAB = 997
 MASK = (1 << 61) - 1
@@ -53,7 +60,7 @@ def reply_to(tokens: Sequence[int], length_max: int, stops: bool = True) -> list
 @dataclass
 class _Launched:
     iteration: Iteration
-    samples: list[Sample]
+    samples: list[SampledToken]
     failures: list[TurnFailure]
 
 
@@ -81,10 +88,8 @@ class LedgerExecutor:
         self._random = random.Random(seed)
         self._outstanding: dict[int, SwapIn | SwapOut] = {}
         self._landed: list[int] = []
-        self._prefixes: dict[int, list[int]] = {}  # by turn: of positions 0..n
-        self._pending: dict[
-            int, dict[int, int]
-        ] = {}  # by turn: sampled, perhaps uncommitted tokens
+        self._logs: dict[int, list[int]] = {}  # by turn: its context and what it sampled
+        self._prefixes: dict[int, list[int]] = {}  # by turn: that the tokens before 0..n make
         self._sick_turns: set[int] = set()  # their rows are NaN; the core may not know yet
         self._failed_turns: set[int] = set()  # reported
         self._launched: deque[_Launched] = deque()
@@ -112,28 +117,29 @@ class LedgerExecutor:
             assert None not in self.device[swap_out.device_page][: swap_out.num_slots]
             self._outstanding[swap_out.copy_id] = swap_out
         self._land_some()
-        samples: list[Sample] = []
+        samples: list[SampledToken] = []
         failures: list[TurnFailure] = []
+        for start in iteration.started:
+            self._logs[start.turn_id] = list(start.context)
+            prefixes = self._prefixes[start.turn_id] = [1]
+            for token_id in start.context:
+                prefixes.append(extend_prefix(prefixes[-1], token_id))
         for piece in iteration.slices:  # in order: an executor may compute them one after another
-            self._write(piece.turn, piece.start, piece.stop)
-            self._attend(piece.turn, piece.stop)
+            turn_id = piece.turn_id
+            self._write(piece)
+            self._attend(piece)
             if not piece.needs_token:
                 continue
-            turn = piece.turn
-            sick = turn.turn_id in self._sick_turns or turn.turn_id in self.failing_turns
+            sick = turn_id in self._sick_turns or turn_id in self.failing_turns
             if sick or self._random.random() < self.failing:
-                self._sick_turns.add(turn.turn_id)
-                self._pending.setdefault(turn.turn_id, {})[piece.stop] = 0
-                failures.append(TurnFailure(turn.turn_id, "NAN_LOGITS", "a row was NaN"))
+                self._sick_turns.add(turn_id)
+                self._sample(turn_id, piece.stop, 0)
+                failures.append(TurnFailure(turn_id, "NAN_LOGITS", "a row was NaN"))
                 continue
-            token_id = next_token(self._prefix(turn, piece.stop))
-            self._pending.setdefault(turn.turn_id, {})[piece.stop] = token_id
-            finish = None
-            if self.stops and ends_turn(token_id):
-                finish = FinishReason.STOP
-            elif piece.stop + 1 >= turn.length_max:
-                finish = FinishReason.LENGTH
-            samples.append(Sample(turn.turn_id, token_id, finish, text=f" {token_id}"))
+            token_id = next_token(self._prefixes[turn_id][piece.stop])
+            self._sample(turn_id, piece.stop, token_id)
+            stopped = self.stops and ends_turn(token_id)
+            samples.append(SampledToken(turn_id, token_id, f" {token_id}", stopped))
         self._launched.append(_Launched(iteration, samples, failures))
 
     def collect(self) -> Outcome:
@@ -159,47 +165,44 @@ class LedgerExecutor:
 
     # -- the ledger --
 
-    def _prefix(self, turn: Turn, end: int) -> int:
-        """The prefix that the tokens before position `end` make."""
-        prefixes = self._prefixes.setdefault(turn.turn_id, [1])
-        pending = self._pending.get(turn.turn_id, {})
-        while len(prefixes) <= end:
-            position = len(prefixes) - 1
-            known = position < len(turn.tokens)
-            token_id = turn.tokens[position] if known else pending[position]
-            prefixes.append(extend_prefix(prefixes[-1], token_id))
-        return prefixes[end]
+    def _sample(self, turn_id: int, position: int, token_id: int) -> None:
+        log = self._logs[turn_id]
+        assert len(log) == position, f"turn {turn_id} samples position {position} of {len(log)}"
+        log.append(token_id)
+        prefixes = self._prefixes[turn_id]
+        prefixes.append(extend_prefix(prefixes[-1], token_id))
 
-    def _write(self, turn: Turn, start: int, stop: int) -> None:
-        self._prefix(turn, stop)
-        prefixes = self._prefixes[turn.turn_id]
+    def _write(self, piece: Slice) -> None:
+        turn_id, start, stop = piece.turn_id, piece.start, piece.stop
+        known = self._logs[turn_id][start : start + len(piece.token_ids)]
+        assert piece.token_ids.tolist() == known, f"turn {turn_id} is given other token ids"
+        prefixes = self._prefixes[turn_id]
         for position in range(start, stop):
-            page = turn.page_table[position // self.chunk_tokens]
+            page = piece.page_table[position // self.chunk_tokens]
             for copy in self._outstanding.values():
                 if isinstance(copy, SwapIn) and copy.device_page == page:
                     assert position % self.chunk_tokens >= copy.num_slots, "written under a swap-in"
-            slot = (prefixes[position + 1], turn.turn_id)
+            slot = (prefixes[position + 1], turn_id)
             self.device[page][position % self.chunk_tokens] = slot
 
-    def _attend(self, turn: Turn, stop: int) -> None:
-        self._prefix(turn, stop)
-        prefixes = self._prefixes[turn.turn_id]
-        for index in range(-(-stop // self.chunk_tokens)):
-            page = turn.page_table[index]
+    def _attend(self, piece: Slice) -> None:
+        turn_id, stop = piece.turn_id, piece.stop
+        prefixes = self._prefixes[turn_id]
+        for index, page in enumerate(piece.page_table):
             self._land_into(page)
             for offset, slot in enumerate(self.device[page]):
                 position = index * self.chunk_tokens + offset
                 if position >= stop:
                     break
-                assert slot is not None, f"turn {turn.turn_id}: position {position} has no KV"
+                assert slot is not None, f"turn {turn_id}: position {position} has no KV"
                 assert slot[0] == prefixes[position + 1], (
-                    f"turn {turn.turn_id}: position {position} holds the KV of another prefix"
+                    f"turn {turn_id}: position {position} holds the KV of another prefix"
                 )
-                assert slot[1] not in self._failed_turns or slot[1] == turn.turn_id, (
+                assert slot[1] not in self._failed_turns or slot[1] == turn_id, (
                     "KV of a failed turn is in use"
                 )
                 if slot[1] in self._sick_turns:
-                    self._sick_turns.add(turn.turn_id)  # NaN spreads to whoever attends to it
+                    self._sick_turns.add(turn_id)  # NaN spreads to whoever attends to it
                 self.num_attended += 1
 
     def _check_idle_page(self, page: int, tier: str) -> None:

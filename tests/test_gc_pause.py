@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from pensieve import gc_pause as cycles
+from pensieve.core.iteration import SampledToken
 from pensieve.engine import engine as engine_module
-from pensieve.engine.messages import TurnDelta
 from pensieve.service.live_turn import LiveTurn
 from tests.engine.test_engine import Rig, submit
 
@@ -28,7 +28,7 @@ def test_a_thousand_tokens_of_a_live_turn_are_no_thousand_objects() -> None:
     gc.collect()
     before = len(gc.get_objects())
     for number in range(1000):
-        live.take(TurnDelta(1, "c", number, f"word {number}"))
+        live.take(SampledToken(1, number, f"word {number}"))
     assert live.num_tokens == 1000
     assert live.text.endswith("word 999")
     assert len(gc.get_objects()) - before < 20

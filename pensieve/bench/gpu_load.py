@@ -31,14 +31,14 @@ import torch
 
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
-from pensieve.core.iteration import Iteration, Slice, SwapIn, SwapOut
+from pensieve.core.iteration import Iteration, SampledToken, Slice, SwapIn, SwapOut, TurnStart
 from pensieve.core.policies.queue import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
-from pensieve.core.turn import Turn
+from pensieve.core.turn import TurnOptions
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.messages import Event, EvictConversation, SubmitTurn, TurnDelta, TurnEnded
+from pensieve.engine.messages import Event, EvictConversation, SubmitTurn, TurnEnded
 from pensieve.errors import PensieveError
 from pensieve.kernels.attention.plan import PAGE
 from pensieve.model.attention import SERVING, FlatModel, register
@@ -139,10 +139,10 @@ def section_hidden(bench: Bench, model: LoadedModel) -> None:
     executor = executor_of(model, bench.device, 2 * pages, pages, 1)
     draw = random.Random(0)
     tokens = array("I", [draw.randrange(model.shape.vocab_size) for _ in range(history + message)])
-    turn = Turn(0, "c", tokens, 0, len(tokens), len(tokens) + 10, GREEDY)
     order = list(range(2 * pages))
     draw.shuffle(order)
-    turn.page_table = order[:pages]
+    table = order[:pages]
+    started = [TurnStart(0, tokens, GREEDY)]
     spare = order[pages:]
     host = list(range(pages))
     draw.shuffle(host)
@@ -151,16 +151,19 @@ def section_hidden(bench: Bench, model: LoadedModel) -> None:
     def step(*slices: Slice, ins: Sequence[SwapIn] = (), outs: Sequence[SwapOut] = ()) -> float:
         bench.synchronize()
         began = time.perf_counter()
-        executor.launch(Iteration(0, slices, (), tuple(ins), tuple(outs)))
+        executor.launch(Iteration(0, slices, (), tuple(ins), tuple(outs), tuple(started)))
+        started.clear()
         outcome = executor.collect()
         if slices and slices[-1].needs_token and not outcome.samples:
             raise PensieveError(f"no token: {outcome.failures}")
         return time.perf_counter() - began
 
+    def slice_of(start: int, stop: int, needs_token: bool = False) -> Slice:
+        return Slice(0, start, stop, tokens[start:stop], array("i", table), needs_token)
+
     for start in range(0, history, 512):
-        step(Slice(turn, start, min(start + 512, history), False))
-    prompt = Slice(turn, history, history + message, True)
-    outs = [SwapOut(i, turn.page_table[i], host[i], PAGE) for i in range(full)]
+        step(slice_of(start, min(start + 512, history)))
+    outs = [SwapOut(i, table[i], host[i], PAGE) for i in range(full)]
     step(outs=outs)
     told = 0
     while told < full:
@@ -170,10 +173,10 @@ def section_hidden(bench: Bench, model: LoadedModel) -> None:
             break
     times: dict[str, list[float]] = {"device": [], "host": []}
     for _ in range(3 if bench.small else 9):
-        times["device"].append(step(prompt))
-        turn.page_table[:full], spare[:full] = spare[:full], turn.page_table[:full]
-        ins = [SwapIn(i, host[i], turn.page_table[i], PAGE) for i in range(full)]
-        times["host"].append(step(prompt, ins=ins))
+        times["device"].append(step(slice_of(history, history + message, True)))
+        table[:full], spare[:full] = spare[:full], table[:full]
+        ins = [SwapIn(i, host[i], table[i], PAGE) for i in range(full)]
+        times["host"].append(step(slice_of(history, history + message, True), ins=ins))
         executor._copier.wait_any()
     executor.close()
     median = {place: statistics.median(each[1:]) for place, each in times.items()}
@@ -271,14 +274,14 @@ class Conversations:
             if len(talk.tokens) + output >= CONTEXT_MAX:
                 continue
             self._running[number] = (talk, now, output)
-            sampling = Sampling(ignore_eos=True, max_tokens=output)
-            message = SubmitTurn(number, talk.name, talk.tokens.tobytes(), history, sampling)
+            options = TurnOptions(Sampling(ignore_eos=True, max_tokens=output))
+            message = SubmitTurn(number, talk.name, talk.tokens.tobytes(), history, options)
             self._mailbox.put(message)
 
     def publish(self, events: Sequence[Event]) -> None:
         now = time.perf_counter()
         for event in events:
-            if isinstance(event, TurnDelta):
+            if isinstance(event, SampledToken):
                 talk = self._running[event.turn_id][0]
                 talk.replied.append(len(talk.tokens))
                 talk.tokens.append(event.token_id)

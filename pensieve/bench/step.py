@@ -27,9 +27,8 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.bench import plots
-from pensieve.core.iteration import Iteration, Slice
+from pensieve.core.iteration import Iteration, Slice, TurnStart
 from pensieve.core.sampling import Sampling
-from pensieve.core.turn import Turn
 from pensieve.errors import PensieveError
 from pensieve.model.attention import PagedPass
 from pensieve.model.batch import Batch
@@ -58,6 +57,21 @@ class Row:
     tokens_per_second: float
 
 
+@dataclass(slots=True)
+class Generating:
+    """A turn of the batch."""
+
+    turn_id: int
+    row: int  # of the batch
+    tokens: array[int]  # 'I'
+    page_table: array[int]  # 'i'
+
+    def slice(self, start: int, stop: int, needs_token: bool) -> Slice:
+        return Slice(
+            self.turn_id, start, stop, self.tokens[start:stop], self.page_table, needs_token
+        )
+
+
 class Bench:
     def __init__(
         self, model: LoadedModel, tokenizer: Tokenizer, batch_max: int, tokens_max: int
@@ -71,12 +85,15 @@ class Bench:
         self._vocab_size = shape.vocab_size
         self._pages_of_each = -(-tokens_max // SLOTS)
         self._index = 0
+        self._num_turns = 0
+        self._started: list[TurnStart] = []  # since the last step
 
-    def turn(self, index: int, prompt: Sequence[int]) -> Turn:
-        """With the pages of its place in the batch, which lie scattered."""
+    def turn(self, index: int, prompt: Sequence[int]) -> Generating:
+        """With the pages of its row in the batch, which lie scattered."""
         pages = torch.arange(self._memory.device_pages).view(self._pages_of_each, -1)[:, index]
-        turn = Turn(index, f"{index}", array("I", prompt), 0, len(prompt), 1 << 30, Sampling())
-        turn.page_table = pages.tolist()
+        self._num_turns += 1
+        turn = Generating(self._num_turns, index, array("I", prompt), array("i", pages.tolist()))
+        self._started.append(TurnStart(turn.turn_id, turn.tokens[:], Sampling()))
         return turn
 
     def prompt(self, length: int) -> list[int]:
@@ -85,31 +102,32 @@ class Bench:
         ).tolist()
         return ids
 
-    def step(self, slices: Sequence[Slice]) -> float:
+    def step(self, slices: Sequence[Slice], turns: Sequence[Generating]) -> float:
         """Sampled tokens join their turns; the seconds it took."""
-        iteration = Iteration(self._index, tuple(slices), (), (), ())
+        iteration = Iteration(self._index, tuple(slices), started=tuple(self._started))
+        self._started.clear()
         self._index += 1
         began = time.perf_counter()
         self._executor.launch(iteration)
         outcome = self._executor.collect()
         took = time.perf_counter() - began
-        by_id = {piece.turn.turn_id: piece.turn for piece in slices}
+        by_id = {turn.turn_id: turn for turn in turns}
         if outcome.failures:
             raise PensieveError(outcome.failures[0].message)
         for sample in outcome.samples:
             by_id[sample.turn_id].tokens.append(sample.token_id)
         return took
 
-    def prefill(self, turns: Sequence[Turn], at_once: int = 512) -> None:
+    def prefill(self, turns: Sequence[Generating], at_once: int = 512) -> None:
         for turn in turns:
             end = len(turn.tokens)
             for start in range(0, end, at_once):
                 stop = min(start + at_once, end)
-                self.step([Slice(turn, start, stop, stop == end)])
+                self.step([turn.slice(start, stop, stop == end)], [turn])
 
-    def decode(self, turns: Sequence[Turn], *others: Slice) -> float:
-        ones = [Slice(turn, len(turn.tokens) - 1, len(turn.tokens), True) for turn in turns]
-        return self.step([*ones, *others])
+    def decode(self, turns: Sequence[Generating], *others: Slice) -> float:
+        ones = [turn.slice(len(turn.tokens) - 1, len(turn.tokens), True) for turn in turns]
+        return self.step([*ones, *others], turns)
 
     def close(self) -> None:
         self._executor.close()
@@ -134,7 +152,7 @@ def measure(
             num_bytes = weight_bytes_read(model)
             memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
             long = bench.turn(largest, bench.prompt(prompt_tokens + 1))
-            piece = Slice(long, 0, prompt_tokens, False)
+            piece = long.slice(0, prompt_tokens, False)
             for batch in batches:
                 for kind, others in (("decode", ()), ("mixed", (piece,))):
                     times, reads = [], []
@@ -153,7 +171,7 @@ def _seconds(act: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _checked(bench: Bench, prompts: Sequence[Sequence[int]]) -> list[Turn]:
+def _checked(bench: Bench, prompts: Sequence[Sequence[int]]) -> list[Generating]:
     """The turns together, after each of a few has said the same alone."""
     alone = []
     for index, prompt in list(enumerate(prompts))[:: max(1, len(prompts) // 4)]:
@@ -167,8 +185,8 @@ def _checked(bench: Bench, prompts: Sequence[Sequence[int]]) -> list[Turn]:
     for _ in range(CHECKED_TOKENS):
         bench.decode(turns)
     for turn in alone:
-        if turn.tokens != turns[turn.turn_id].tokens:
-            raise PensieveError(f"turn {turn.turn_id} says something else when it is alone")
+        if turn.tokens != turns[turn.row].tokens:
+            raise PensieveError(f"turn {turn.row} says something else when it is alone")
     return turns
 
 
@@ -201,10 +219,9 @@ class Logits(NamedTuple):
         rows = []
         for _ in range(num_prompts):
             ids = torch.randint(vocab_size // 2, vocab_size, (length,), generator=draw)
-            turn = Turn(0, "", array("I", ids.tolist()), 0, length, length + 1, Sampling())
             memory = KVMemory(model.shape, -(-length // SLOTS), 0, SLOTS)
-            turn.page_table = list(range(memory.device_pages))
-            batch = Batch.from_slices([Slice(turn, 0, length, True)], SLOTS)
+            tokens, pages = array("I", ids.tolist()), array("i", range(memory.device_pages))
+            batch = Batch.from_slices([Slice(0, 0, length, tokens, pages, True)], SLOTS)
             forward_pass = PagedPass(batch, memory, wait_layer=lambda layer: None)
             positions = torch.arange(length)
             with torch.inference_mode():

@@ -260,11 +260,10 @@ def measure_planning(
     """Times of plan + commit, checked: the cache's invariants hold before and after."""
     from pensieve.core.cache import CacheConfig, KVCache
     from pensieve.core.cost import CostProfile
-    from pensieve.core.iteration import Iteration, Outcome, Sample
+    from pensieve.core.iteration import Iteration, Outcome, SampledToken
     from pensieve.core.policies.queue import policy_named
-    from pensieve.core.sampling import Sampling
     from pensieve.core.scheduler import Scheduler, SchedulerConfig
-    from pensieve.core.turn import FinishReason, Turn
+    from pensieve.core.turn import Turn
 
     choose = random.Random(seed)
     cost = CostProfile.analytic(8_000_000_000, num_layers=32, num_heads=32, head_size=128)
@@ -287,11 +286,7 @@ def measure_planning(
     def outcome_of(iteration: Iteration, ending: set[int]) -> Outcome:
         return Outcome(
             tuple(
-                Sample(
-                    piece.turn.turn_id,
-                    1,
-                    FinishReason.STOP if piece.turn.turn_id in ending else None,
-                )
+                SampledToken(piece.turn_id, 1, stopped=piece.turn_id in ending)
                 for piece in iteration.slices
                 if piece.needs_token
             ),
@@ -305,7 +300,7 @@ def measure_planning(
         nonlocal num_turns
         num_turns += 1
         ids = array("I", bytes(4 * tokens))
-        return Turn(num_turns, name, ids, history, tokens, tokens + 100_000, Sampling())
+        return Turn(num_turns, name, ids, history, tokens, tokens + 100_000)
 
     def settle() -> None:
         while swap_outs := cache.plan_swap_outs(now, 0):

@@ -31,6 +31,7 @@ Retrieval goes before eviction: while a swap-in is in flight no swap-out starts.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -205,6 +206,7 @@ class KVCache:
 
         self.conversations[turn.conversation_id] = conversation
         conversation.turn_id = turn.turn_id
+        conversation.log = turn.tokens  # which grows until the turn gives up its pages
         if turn.usage.admitted_at is None:  # else it resumes
             self.policy.returned(turn.conversation_id, now)
         if tail is not None:
@@ -258,7 +260,7 @@ class KVCache:
             self._place(chunk, now)
             chunks.append(chunk)
         turn.chunks = chunks
-        turn.page_table = [chunk.device_page for chunk in chunks]  # type: ignore[misc]
+        turn.page_table = array("i", [chunk.device_page for chunk in chunks])  # type: ignore[misc]
         turn.frontier = 0
         return Admission(copies, swap_ins, sources, on_device, from_host, copied)
 
@@ -296,7 +298,8 @@ class KVCache:
             )
             conversation.ratio = self.policy.rested(turn.conversation_id, said, now)
         conversation.num_tokens = len(turn.chunks) * size
-        turn.chunks, turn.page_table = [], []
+        conversation.log = turn.tokens[:keep_tokens]
+        turn.chunks, turn.page_table = [], array("i")
         path = conversation.path()
         for branch in path:
             branch.touch(conversation)
@@ -413,6 +416,7 @@ class KVCache:
         self.policy.forked(source_id, target_id, now)
         target = Conversation(target_id, now)
         target.ratio = source.ratio
+        target.log = source.log[:num_tokens]
         # A running source's chunks count as far as they go: only committed positions are forked.
         held = source.num_tokens
         if source.turn_id is not None:
@@ -436,6 +440,7 @@ class KVCache:
         conversation = self.conversations.get(conversation_id)
         if conversation is not None:
             assert conversation.turn_id is None, f"{conversation} runs {conversation.turn_id}"
+            del conversation.log[num_tokens:]
             self._truncate(conversation, min(num_tokens, conversation.num_tokens), now)
             self._forget_if_bare(conversation.leaf)
             if conversation.leaf is None:

@@ -1,5 +1,12 @@
 """An iteration is data: what the scheduler decided, and what the executor answers.
 
+Nothing in it is a live object of the scheduler: a slice is a copy of what carrying it out takes, so the
+same value serves the model, the other ranks, the simulator and a journal.
+
+What lasts as long as a turn is given once: `Iteration.started` lists the turns whose first slices
+these are, `Iteration.ended` those that an executor may forget.  (vLLM: `scheduled_new_reqs` and
+`finished_req_ids` of a `SchedulerOutput`.)
+
 The executor's contract, on which the bookkeeping relies:
 
 * `copies` are done before any slice of the same iteration is written, `swap_ins` before any slice
@@ -13,27 +20,59 @@ The executor's contract, on which the bookkeeping relies:
   when their iteration is collected and are not reported.
 * An iteration without slices is collected when at least one outstanding copy has finished.
 * An iteration may be launched while the one before it is not collected.  The last position of a
-  slice may then be one whose token that iteration samples; the executor puts it in its place.  If
-  that row fails, or turns out to have ended its turn, what comes of the slice is thrown away.
-* A slice that `needs_token` yields exactly one `Sample` or one `TurnFailure`; other slices yield
+  slice may then be one whose token that iteration samples (`Slice.awaits_token`); the executor puts
+  it in its place.  If that row fails, or turns out to have ended its turn, what comes of the slice is
+  thrown away.
+* A slice that `needs_token` yields exactly one `SampledToken` or one `TurnFailure`; other slices yield
   nothing unless they fail.
+* A turn may be in `ended` while a slice of it is not collected.  Whatever is answered for it is ignored.
 """
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pensieve.core.turn import FinishReason, Turn
+from pensieve.core.sampling import Sampling
+
+
+class TurnStart(NamedTuple):
+    """What an executor has to know of a turn as long as it lives."""
+
+    turn_id: int
+    context: array[int]  # 'I': token ids of its conversation's log and of its prompt
+    sampling: Sampling
 
 
 class Slice(NamedTuple):
     """Positions [start, stop) of a turn; they attend to everything before them."""
 
-    turn: Turn
+    turn_id: int
     start: int
     stop: int
-    needs_token: bool  # the logits of position stop - 1 are sampled
+    token_ids: array[int]  # 'I': of these positions; one less where the last one is awaited
+    page_table: array[int]  # 'i': device page of each chunk up to `stop`
+    needs_token: bool = False  # the logits of position stop - 1 are sampled
+    is_last: bool = False  # that token ends the reply, which is then as long as it may be
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def awaits_token(self) -> bool:
+        """The token at position stop - 1 is being sampled by the iteration before."""
+        return len(self.token_ids) < self.stop - self.start
+
+    def split(self, position: int) -> tuple[Slice, Slice]:
+        """As two slices, of the positions before and from `position` on."""
+        assert self.start < position < self.stop, (self.start, position, self.stop)
+        num_first = position - self.start
+        first = self._replace(
+            stop=position, token_ids=self.token_ids[:num_first], needs_token=False, is_last=False
+        )
+        return first, self._replace(start=position, token_ids=self.token_ids[num_first:])
 
 
 class PageCopy(NamedTuple):
@@ -65,6 +104,8 @@ class Iteration:
     copies: tuple[PageCopy, ...] = ()
     swap_ins: tuple[SwapIn, ...] = ()
     swap_outs: tuple[SwapOut, ...] = ()
+    started: tuple[TurnStart, ...] = ()
+    ended: tuple[int, ...] = ()  # turn ids
 
     @property
     def num_tokens(self) -> int:
@@ -77,13 +118,16 @@ class Logprob(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """The token that a turn sampled, with what the detokeniser released for it."""
+class SampledToken:
+    """The token that a turn sampled, with the text that it releases.
+
+    The same record goes from the executor through the core and over the pipe to whoever reads the turn.
+    """
 
     turn_id: int
     token_id: int
-    finish: FinishReason | None = None  # STOP or LENGTH when this token ends the turn
     text: str = ""
+    stopped: bool = False  # it ends the reply: an end-of-turn token, a stop token or a stop string
     logprob: float | None = None
     top_logprobs: tuple[Logprob, ...] = ()
 
@@ -96,6 +140,6 @@ class TurnFailure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[SampledToken, ...] = ()
     finished_copies: tuple[int, ...] = ()
     failures: tuple[TurnFailure, ...] = ()

@@ -36,6 +36,7 @@ Where a chunk lies follows from its pages:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from itertools import islice
 
@@ -109,11 +110,12 @@ class Chunk:
 class Conversation:
     """What the cache knows of a conversation: its path of chunks, and when it was last active."""
 
-    __slots__ = ("conversation_id", "idle_since", "leaf", "num_tokens", "ratio", "turn_id")
+    __slots__ = ("conversation_id", "idle_since", "leaf", "log", "num_tokens", "ratio", "turn_id")
 
     def __init__(self, conversation_id: str, now: float) -> None:
         self.conversation_id = conversation_id
         self.leaf: Branch | None = None
+        self.log = array("I")  # its token ids; those of its turn while that holds its pages
         self.num_tokens = 0  # positions [0, num_tokens) have chunks, if not necessarily KV
         self.idle_since = now  # end of its last turn
         self.ratio = 1.0  # how much likelier than others it is to return, says the policy

@@ -36,7 +36,15 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from pensieve.core.cache import Admission, KVCache
-from pensieve.core.iteration import Iteration, Outcome, PageCopy, Sample, Slice, SwapIn
+from pensieve.core.iteration import (
+    Iteration,
+    Outcome,
+    PageCopy,
+    SampledToken,
+    Slice,
+    SwapIn,
+    TurnStart,
+)
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.turn import FinishReason, Turn, TurnState
 
@@ -70,7 +78,7 @@ class Progress(NamedTuple):
     """Something a turn's reader is told: a token, the end, or both."""
 
     turn: Turn
-    sample: Sample | None
+    token: SampledToken | None
     finish: FinishReason | None
     failure: str | None = None
 
@@ -93,6 +101,8 @@ class Scheduler:
         self._leaving: dict[int, Turn] = {}  # ended or to be suspended, with uncommitted slices
         self._uncommitted: deque[_Uncommitted] = deque()
         self._ended: list[Progress] = []  # ends that no outcome brings
+        self._started: list[TurnStart] = []  # since the last iteration
+        self._forgotten: list[int] = []  # turns that have ended since the last iteration
         self._cuts: dict[str, int] = {}  # rewinds that wait for an uncommitted slice
         self._evictions: dict[str, bool] = {}  # evictions that do, and whether to the host
         self._num_arrivals = 0
@@ -174,7 +184,7 @@ class Scheduler:
                     required_pages = 1
                     continue
                 prefills.append(turn)
-            elif budget and (num_tokens < turn.length_max or not turn.pending_tokens):
+            elif budget and not (turn.pending_tokens and turn.ends_at(num_tokens)):
                 if num_tokens > len(turn.chunks) * size:
                     if not self._extend(turn, now):
                         required_pages = 1
@@ -185,7 +195,7 @@ class Scheduler:
                 turn.in_flight += 1
                 turn.pending_tokens += 1
                 turns.append(turn)
-                slices.append(Slice(turn, num_tokens - 1, num_tokens, True))
+                slices.append(self._slice(turn, num_tokens - 1, num_tokens, True))
                 budget -= 1
         for turn in prefills:
             if budget and turn.state is TurnState.RUNNING and turn.turn_id not in leaving:
@@ -224,8 +234,16 @@ class Scheduler:
                 return None
         self._index += 1
         iteration = Iteration(
-            self._index, tuple(slices), tuple(copies), tuple(swap_ins), tuple(swap_outs)
+            self._index,
+            tuple(slices),
+            tuple(copies),
+            tuple(swap_ins),
+            tuple(swap_outs),
+            tuple(self._started),
+            tuple(self._forgotten),
         )
+        self._started.clear()
+        self._forgotten.clear()
         self._uncommitted.append(_Uncommitted(iteration, turns, sources))
         self.counters.iterations += 1
         self.counters.tokens += self.config.batch_tokens_max - budget
@@ -259,9 +277,14 @@ class Scheduler:
             turn.usage.output_tokens += 1
             if turn.usage.first_token_at is None:
                 turn.usage.first_token_at = now
-            if sample.finish is not None:
-                self._finish(turn, sample.finish, now)
-            progress.append(Progress(turn, sample, sample.finish))
+            finish = None
+            if sample.stopped:
+                finish = FinishReason.STOP
+            elif turn.ends_at(len(turn.tokens)):
+                finish = FinishReason.LENGTH
+            if finish is not None:
+                self._finish(turn, finish, now)
+            progress.append(Progress(turn, sample, finish))
         for turn in list(self._leaving.values()):
             if not turn.in_flight:
                 del self._leaving[turn.turn_id]
@@ -281,6 +304,10 @@ class Scheduler:
         """Every turn that has not had its last word."""
         return [turn for turn in self._turns.values() if turn.finish is None]
 
+    def turn(self, turn_id: int) -> Turn | None:
+        """A turn that has not given up its pages."""
+        return self._turns.get(turn_id)
+
     def turn_of(self, conversation_id: str) -> Turn | None:
         """The conversation's turn that has not had its last word."""
         for turn in self._turns.values():
@@ -289,6 +316,17 @@ class Scheduler:
         return None
 
     # -- filling --
+
+    def _slice(self, turn: Turn, start: int, stop: int, needs_token: bool = False) -> Slice:
+        return Slice(
+            turn.turn_id,
+            start,
+            stop,
+            turn.tokens[start:stop],
+            turn.page_table[: -(-stop // self._size)],
+            needs_token,
+            needs_token and turn.ends_at(stop + 1),
+        )
 
     def _fill(
         self,
@@ -309,12 +347,12 @@ class Scheduler:
             missing = base + chunk.filled
             if chunk.filled >= limit:
                 if start is not None:
-                    slices.append(Slice(turn, start, position, False))
+                    slices.append(self._slice(turn, start, position))
                     start = None
                 position = base + limit
                 continue
             if start is not None and missing > position:
-                slices.append(Slice(turn, start, position, False))
+                slices.append(self._slice(turn, start, position))
                 start = None
             position = max(position, missing)
             if start is None:
@@ -332,7 +370,7 @@ class Scheduler:
             left -= taken
         if start is not None:
             needs_token = position == end and not turn.warm
-            slices.append(Slice(turn, start, position, needs_token))
+            slices.append(self._slice(turn, start, position, needs_token))
             turn.pending_tokens += needs_token
         if left < budget:
             turn.in_flight += 1
@@ -369,6 +407,7 @@ class Scheduler:
         if resumed:
             self.counters.resumptions += 1
         else:
+            self._started.append(TurnStart(turn.turn_id, turn.tokens[:], turn.options.sampling))
             turn.usage.admitted_at = now
             history_kv = max(turn.history_tokens - 1, 0)
             turn.computed_to = history_kv
@@ -415,6 +454,8 @@ class Scheduler:
         turn.finish = reason
         turn.usage.finished_at = now
         self.counters.finished += 1
+        if turn.usage.admitted_at is not None:
+            self._forgotten.append(turn.turn_id)
         if turn.in_flight:
             self._leaving[turn.turn_id] = turn
         else:
@@ -428,7 +469,7 @@ class Scheduler:
             del self.running[turn.turn_id]
             keep = len(turn.tokens) + 1 if turn.keep_tokens is None else turn.keep_tokens
             turn.computed_to = max(turn.computed_to, turn.frontier)
-            away_seconds = turn.away_seconds if turn.finish is not None else 0.0
+            away_seconds = turn.options.away_seconds if turn.finish is not None else 0.0
             self.cache.end(turn, now, keep, away_seconds)
         turn.frontier = 0
         if turn.finish is None:
@@ -481,7 +522,8 @@ class Scheduler:
             assert conversation.turn_id == turn.turn_id, f"{conversation} does not know its turn"
             held = conversation.chunks()
             assert turn.chunks == held, f"turn {turn.turn_id} and its conversation disagree"
-            assert turn.page_table == [chunk.device_page for chunk in held], "a page moved"
+            pages = [chunk.device_page for chunk in held]
+            assert turn.page_table.tolist() == pages, "a page moved"
             position = 0
             for chunk in turn.chunks:
                 end = min((chunk.index + 1) * self._size, turn.frontier)
@@ -493,6 +535,9 @@ class Scheduler:
         running_ids = {turn.turn_id for turn in self.running.values()}
         for conversation in self.cache.conversations.values():
             assert conversation.turn_id is None or conversation.turn_id in running_ids
+            if conversation.turn_id is None:
+                known = len(conversation.log)
+                assert known >= conversation.num_tokens, f"{conversation} has a log of {known}"
 
 
 def tokens_of(ids: Iterable[int]) -> array[int]:

@@ -68,6 +68,15 @@ class Usage:
         return self.new_tokens + self.device_tokens + self.host_tokens + self.recomputed_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class TurnOptions:
+    """What a client may ask of a turn besides its messages; travels whole from the wire to the `Turn`."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+    priority: int = 0  # PRIORITY_MIN..PRIORITY_MAX
+    away_seconds: float = 0.0  # how long the conversation is expected to be idle after it
+
+
 @dataclass(slots=True, eq=False)
 class Turn:
     turn_id: int
@@ -76,16 +85,14 @@ class Turn:
     history_tokens: int  # length of the log before this turn's prompt
     prompt_end: int  # len(tokens) at submission; outputs begin here
     length_max: int  # the turn ends with LENGTH when len(tokens) reaches this
-    sampling: Sampling
+    options: TurnOptions = field(default_factory=TurnOptions)
     warm: bool = False  # fill the holes, sample nothing
-    away_seconds: float = 0.0  # how long its conversation is expected to be idle after it
-    priority: int = 0  # PRIORITY_MIN..PRIORITY_MAX
     # -- the scheduler's --
     state: TurnState = TurnState.QUEUED
     place: tuple[int, int] = (0, 0)  # in the order in which turns are served; see `arrive`
     frontier: int = 0
     chunks: list[Chunk] = field(default_factory=list)  # of its whole context, while RUNNING
-    page_table: list[int] = field(default_factory=list)  # their device pages; append-only
+    page_table: array[int] = field(default_factory=lambda: array("i"))  # their device pages
     written: dict[Chunk, None] = field(default_factory=dict)  # chunks it computed something of
     in_flight: int = 0  # launched, uncommitted iterations with a slice of this turn
     pending_tokens: int = 0  # that uncommitted iterations sample
@@ -95,12 +102,14 @@ class Turn:
     finish: FinishReason | None = None
     keep_tokens: int | None = None  # after a cancel: the log's length
     usage: Usage = field(default_factory=Usage)
-    # -- the executor's: detokeniser, stop matcher, penalty counts; dies with the turn --
-    decoding: object | None = None
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_end
+
+    def ends_at(self, num_tokens: int) -> bool:
+        """Whether the reply is as long as it may be when the log has so many tokens."""
+        return num_tokens >= self.length_max
 
     def arrive(self, arrival: int) -> None:
         """Take a place as the `arrival`-th turn.
@@ -108,7 +117,7 @@ class Turn:
         One step of priority is worth a fixed number of arrivals, so a turn is overtaken by a bounded
         number of later ones and every turn's time comes.
         """
-        self.place = (arrival - PRIORITY_ARRIVALS * self.priority, arrival)
+        self.place = (arrival - PRIORITY_ARRIVALS * self.options.priority, arrival)
 
     def move_to(self, state: TurnState) -> None:
         assert state in LEGAL_TRANSITIONS[self.state], (self.turn_id, self.state, state)

@@ -11,6 +11,10 @@ to plan without its outcome; so a step that returns False leaves nothing behind.
 however few turns there are.  What that costs: one token for each turn that turns out finished
 (`tokens_idle`), and a message may find one iteration more before it.
 
+The tokens of a conversation's log are known as long as the cache holds KV of it (`Conversation.log`), so a
+turn brings only what is new.  A turn of a conversation that is not known waits outside of the scheduler
+until its log has been provided.
+
 A message that asks for something impossible ends its own turn and nothing else: limits are checked
 here once more although the service checks them first.
 
@@ -42,15 +46,17 @@ from pensieve.engine.messages import (
     ForkConversation,
     GetStats,
     ListCached,
+    LogNeeded,
     Message,
+    ProvideLog,
     RewindConversation,
     SubmitTurn,
-    TurnDelta,
     TurnEnded,
 )
 from pensieve.engine.metrics import Metrics, cached
 from pensieve.engine.ports import Clock, Executor, Observer, Sink
 
+TOKEN_BYTES = 4
 REST_AFTER_SECONDS = 1.0  # without anything to do
 
 
@@ -80,6 +86,7 @@ class Engine:
         self.metrics = Metrics(scheduler, clock.now())
         self._observers: tuple[Observer, ...] = (self.metrics, *observers)
         self._launched: deque[Iteration] = deque()  # and not collected, oldest first
+        self._waiting: dict[int, SubmitTurn] = {}  # turns whose log was asked for, by turn_id
 
     def observe(self, observer: Observer) -> None:
         """Tell one more what happens, from now on."""
@@ -131,16 +138,24 @@ class Engine:
         match message:
             case SubmitTurn():
                 return self._submit(message, now)
+            case ProvideLog():
+                self._provide(message, now)
             case CancelTurn(turn_id, keep_tokens):
+                if (waiting := self._waiting.pop(turn_id, None)) is not None:
+                    return [_ended_at_once(waiting, FinishReason.CANCELLED, now)]
                 scheduler.cancel(turn_id, keep_tokens, now)
             case ForkConversation(source_id, num_tokens, target_id):
                 if target_id not in cache.conversations:  # else one of that name is still leaving
                     cache.fork(source_id, num_tokens, target_id, now)
             case RewindConversation(conversation_id, num_tokens):
+                ended = self._give_up_waiting(conversation_id, now, warms_only=True)
                 if scheduler.turn_of(conversation_id) is None:
                     scheduler.rewind(conversation_id, num_tokens, now)
+                return [*ended, *self._ended()]
             case DeleteConversation(conversation_id):
+                ended = self._give_up_waiting(conversation_id, now)
                 scheduler.delete(conversation_id, now)
+                return [*ended, *self._ended()]
             case EvictConversation(conversation_id, to_host, query_id):
                 num_chunks = scheduler.evict(conversation_id, to_host, now)
                 if query_id:
@@ -158,46 +173,86 @@ class Engine:
         return self._ended()
 
     def _submit(self, message: SubmitTurn, now: float) -> list[Event]:
-        tokens = array("I")
-        tokens.frombytes(message.tokens)
-        num_tokens, refusal = len(tokens), None
-        running = self.scheduler.turn_of(message.conversation_id)
+        scheduler, conversation_id = self.scheduler, message.conversation_id
+        running = scheduler.turn_of(conversation_id)
         if running is not None and running.warm and not message.warm:
             # What it was warmed for is here: it takes over the KV that there is by now.
-            self.scheduler.cancel(running.turn_id, len(running.tokens), now)
+            scheduler.cancel(running.turn_id, len(running.tokens), now)
             running = None
+        events = self._give_up_waiting(conversation_id, now, warms_only=True)
+        is_busy = running is not None or any(
+            each.conversation_id == conversation_id for each in self._waiting.values()
+        )
+        num_tokens = message.first_position + len(message.tokens) // TOKEN_BYTES
+        refusal = None
         if num_tokens >= self.config.context_max:
             refusal = "CONTEXT_FULL"
-        elif len(self.scheduler.queued) >= self.config.turns_queued_max:
+        elif len(scheduler.queued) + len(self._waiting) >= self.config.turns_queued_max:
             refusal = "QUEUE_FULL"
         elif num_tokens <= message.history_tokens and not (message.warm and num_tokens):
             refusal = "NO_TOKENS"
-        elif not message.warm and running is not None:
+        elif not message.warm and is_busy:
             refusal = "TURN_RUNNING"
         if refusal is not None:
-            usage = Usage(submitted_at=now, finished_at=now)
-            return [
-                TurnEnded(
-                    message.turn_id, message.conversation_id, FinishReason.FAILED, usage, refusal
-                )
-            ]
-        if message.warm and running is not None:
-            usage = Usage(submitted_at=now, finished_at=now)
-            return [TurnEnded(message.turn_id, message.conversation_id, FinishReason.WARMED, usage)]
+            return [*events, _ended_at_once(message, FinishReason.FAILED, now, refusal)]
+        if message.warm and is_busy:
+            return [*events, _ended_at_once(message, FinishReason.WARMED, now)]
+        known = array("I")
+        if message.first_position:
+            if (found := self._known_log(message)) is None:
+                self._waiting[message.turn_id] = message
+                needed = LogNeeded(message.turn_id, conversation_id, message.first_position)
+                return [*events, needed]
+            known = found
+        self._begin(message, known, now)
+        return events
+
+    def _begin(self, message: SubmitTurn, known: array[int], now: float) -> None:
+        """Give the scheduler a turn whose whole context is there: `known`, then what the message brought."""
+        known.frombytes(message.tokens)
+        history_tokens = max(message.history_tokens, self._share_prefix(message, now))
+        length_max = len(known) + message.options.sampling.max_tokens
         turn = Turn(
             turn_id=message.turn_id,
             conversation_id=message.conversation_id,
-            tokens=tokens,
-            history_tokens=max(message.history_tokens, self._share_prefix(message, now)),
-            prompt_end=num_tokens,
-            length_max=min(num_tokens + message.sampling.max_tokens, self.config.context_max),
-            sampling=message.sampling,
+            tokens=known,
+            history_tokens=history_tokens,
+            prompt_end=len(known),
+            length_max=min(length_max, self.config.context_max),
+            options=message.options,
             warm=message.warm,
-            away_seconds=message.away_seconds,
-            priority=message.priority,
         )
         self.scheduler.submit(turn, now)
-        return []
+
+    def _known_log(self, message: SubmitTurn) -> array[int] | None:
+        """A copy of the log before the message's first position, if all of it is known."""
+        conversation = self.scheduler.cache.conversations.get(message.conversation_id)
+        if conversation is None or len(conversation.log) < message.first_position:
+            return None
+        return conversation.log[: message.first_position]
+
+    def _provide(self, message: ProvideLog, now: float) -> None:
+        waiting = self._waiting.pop(message.turn_id, None)
+        if waiting is None:
+            return  # it was cancelled meanwhile
+        known = array("I")
+        known.frombytes(message.tokens)
+        if len(known) == waiting.first_position:
+            self._begin(waiting, known, now)
+        else:
+            self._publish([_ended_at_once(waiting, FinishReason.FAILED, now, "LOG_MISSING")])
+
+    def _give_up_waiting(
+        self, conversation_id: str, now: float, *, warms_only: bool = False
+    ) -> list[Event]:
+        """End the turns of a conversation that wait for its log."""
+        ended: list[Event] = []
+        for message in list(self._waiting.values()):
+            if message.conversation_id == conversation_id and (message.warm or not warms_only):
+                del self._waiting[message.turn_id]
+                reason = FinishReason.WARMED if message.warm else FinishReason.CANCELLED
+                ended.append(_ended_at_once(message, reason, now))
+        return ended
 
     def _share_prefix(self, message: SubmitTurn, now: float) -> int:
         """Let a new conversation hold what another has of their common beginning; how many tokens."""
@@ -238,18 +293,9 @@ class Engine:
     @staticmethod
     def _events(progress: Sequence[Progress]) -> list[Event]:
         events: list[Event] = []
-        for turn, sample, finish, failure in progress:
-            if sample is not None:
-                events.append(
-                    TurnDelta(
-                        turn.turn_id,
-                        turn.conversation_id,
-                        sample.token_id,
-                        sample.text,
-                        sample.logprob,
-                        sample.top_logprobs,
-                    )
-                )
+        for turn, token, finish, failure in progress:
+            if token is not None:
+                events.append(token)
             if finish is not None:
                 usage = replace(turn.usage)
                 events.append(TurnEnded(turn.turn_id, turn.conversation_id, finish, usage, failure))
@@ -257,16 +303,18 @@ class Engine:
 
     def _end_everything(self) -> None:
         now = self.clock.now()
+        failed, why = FinishReason.FAILED, "ENGINE_FAILED"
         events: list[Event] = [
             TurnEnded(
                 turn.turn_id,
                 turn.conversation_id,
-                FinishReason.FAILED,
+                failed,
                 replace(turn.usage, finished_at=now),
-                "ENGINE_FAILED",
+                why,
             )
             for turn in self.scheduler.turns()
         ]
+        events += [_ended_at_once(each, failed, now, why) for each in self._waiting.values()]
         self._publish(events)
 
     def _problems(self, now: float) -> tuple[str, ...]:
@@ -275,3 +323,11 @@ class Engine:
         except AssertionError as problem:
             return (str(problem) or "an invariant of the cache does not hold",)
         return ()
+
+
+def _ended_at_once(
+    message: SubmitTurn, finish: FinishReason, now: float, failure: str | None = None
+) -> TurnEnded:
+    """The end of a turn that the scheduler has never seen."""
+    usage = Usage(submitted_at=now, finished_at=now)
+    return TurnEnded(message.turn_id, message.conversation_id, finish, usage, failure)

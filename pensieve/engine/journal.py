@@ -19,24 +19,23 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, get_args
+from typing import Any, NamedTuple, TextIO
 
 from pensieve import __version__
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
-from pensieve.core.iteration import Iteration, Outcome, Sample, TurnFailure
+from pensieve.core.iteration import Iteration, Outcome, SampledToken, TurnFailure
 from pensieve.core.policies.queue import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
-from pensieve.core.turn import FinishReason
+from pensieve.engine import codec
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import Event, Message, SubmitTurn
 
-VERSION = 1
-MESSAGES = {each.__name__: each for each in get_args(Message)}
+VERSION = 2  # 1: outcomes said how a turn ended, and turns brought their whole log
 
 
 class JournalError(ValueError):
@@ -63,7 +62,7 @@ def opened(path: Path) -> TextIO:
 
 
 def hash_of(iteration: Iteration) -> str:
-    slices = [(s.turn.turn_id, s.start, s.stop, s.needs_token) for s in iteration.slices]
+    slices = [(s.turn_id, s.start, s.stop, s.needs_token) for s in iteration.slices]
     moves = (iteration.copies, iteration.swap_ins, iteration.swap_outs)
     plain = repr((iteration.index, slices, [[tuple(move) for move in part] for part in moves]))
     return hashlib.blake2b(plain.encode(), digest_size=8).hexdigest()
@@ -100,11 +99,11 @@ class Journal:
         )
 
     def received(self, message: Message, now: float) -> None:
-        values = {name: getattr(message, name) for name in message.__dataclass_fields__}
-        if isinstance(message, SubmitTurn):
-            values["tokens"] = len(message.tokens) // 4
-            values["sampling"] = {"max_tokens": message.sampling.max_tokens}
-        self._write({"message": type(message).__name__, "now": now, "values": values})
+        if isinstance(message, SubmitTurn):  # what a client wrote is not for the journal
+            sampling = Sampling(max_tokens=message.options.sampling.max_tokens)
+            message = replace(message, options=replace(message.options, sampling=sampling))
+        items, _ = codec.encode(message)
+        self._write({"message": items[0], "now": now, "values": codec.named(items)})
 
     def planned(self, iteration: Iteration | None, now: float) -> None:
         self._write({"plan": now, "iteration": hash_of(iteration) if iteration else None})
@@ -114,7 +113,7 @@ class Journal:
             {
                 "commit": now,
                 "copies": outcome.finished_copies,
-                "samples": [(sample.turn_id, sample.finish) for sample in outcome.samples],
+                "samples": [(sample.turn_id, sample.stopped) for sample in outcome.samples],
                 "failures": [(failure.turn_id, failure.reason) for failure in outcome.failures],
             }
         )
@@ -252,7 +251,8 @@ class _Again:
 
     def take(self, entry: dict[str, Any]) -> Replayed | None:
         if "message" in entry:
-            self._engine.take(_message(entry), entry["now"])
+            message = codec.decode_named(entry["message"], entry["values"])
+            self._engine.take(message, entry["now"])
             return None
         if "plan" in entry:
             now = entry["plan"]
@@ -268,8 +268,7 @@ class _Again:
             raise ValueError("an outcome without an iteration")
         outcome = Outcome(
             tuple(
-                Sample(turn_id, 0, FinishReason(finish) if finish else None)
-                for turn_id, finish in entry["samples"]
+                SampledToken(turn_id, 0, stopped=stopped) for turn_id, stopped in entry["samples"]
             ),
             tuple(entry["copies"]),
             tuple(TurnFailure(turn_id, reason, "") for turn_id, reason in entry["failures"]),
@@ -301,7 +300,7 @@ def _described(iteration: Iteration | None) -> str:
     """For a person who compares two iterations."""
     if iteration is None:
         return "nothing"
-    slices = ", ".join(f"turn {s.turn.turn_id} [{s.start}, {s.stop})" for s in iteration.slices[:8])
+    slices = ", ".join(f"turn {s.turn_id} [{s.start}, {s.stop})" for s in iteration.slices[:8])
     more = ", …" if len(iteration.slices) > 8 else ""
     moves = (
         (len(iteration.copies), "copies"),
@@ -310,12 +309,3 @@ def _described(iteration: Iteration | None) -> str:
     )
     rest = "".join(f", {count} {kind}" for count, kind in moves if count)
     return f"iteration {iteration.index}: {slices or 'no slices'}{more}{rest}"
-
-
-def _message(entry: dict[str, Any]) -> Message:
-    values = dict(entry["values"])
-    if entry["message"] == "SubmitTurn":
-        values["tokens"] = bytes(4 * values["tokens"])
-        values["sampling"] = Sampling(**values["sampling"])
-    message: Message = MESSAGES[entry["message"]](**values)
-    return message

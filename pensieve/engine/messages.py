@@ -7,23 +7,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pensieve.core.iteration import Logprob
-from pensieve.core.sampling import Sampling
-from pensieve.core.turn import FinishReason, Usage
+from pensieve.core.iteration import SampledToken
+from pensieve.core.turn import FinishReason, TurnOptions, Usage
 
 
 @dataclass(frozen=True, slots=True)
 class SubmitTurn:
+    """Run a turn: its conversation's log and, behind it, the tokens of the new messages.
+
+    `tokens` are those of the positions from `first_position` on.  What lies before, the engine knows as long
+    as it holds KV of the conversation, or asks for with `LogNeeded`.
+    """
+
     turn_id: int  # unique for the life of the engine
     conversation_id: str
-    tokens: bytes  # the whole log and the new prompt, packed uint32 in native order
-    history_tokens: int  # how many of them are the log
-    sampling: Sampling = field(default_factory=Sampling)
+    tokens: bytes  # packed uint32 in native order
+    history_tokens: int  # length of the log: positions before it belong to earlier turns
+    options: TurnOptions = field(default_factory=TurnOptions)
     warm: bool = False  # only bring the conversation's KV to the device
-    away_seconds: float = 0.0  # how long the conversation is expected to be idle after it
-    priority: int = 0
+    first_position: int = 0
     prefix_of: str = ""  # a conversation whose KV of the first prefix_tokens is this one's, too
     prefix_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProvideLog:
+    """The answer to `LogNeeded`."""
+
+    turn_id: int
+    tokens: bytes  # of the positions before the turn's `first_position`
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +94,7 @@ class CheckIntegrity:
 
 Message = (
     SubmitTurn
+    | ProvideLog
     | CancelTurn
     | ForkConversation
     | RewindConversation
@@ -95,15 +108,12 @@ Message = (
 
 
 @dataclass(frozen=True, slots=True)
-class TurnDelta:
-    """One sampled token, and the text that it releases (perhaps none yet)."""
+class LogNeeded:
+    """The engine knows too little of a conversation's log to run a turn: `ProvideLog` continues it."""
 
     turn_id: int
     conversation_id: str
-    token_id: int
-    text: str
-    logprob: float | None = None
-    top_logprobs: tuple[Logprob, ...] = ()
+    num_tokens: int  # the first so many are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,4 +135,4 @@ class Answer:
     rows: tuple[tuple[str | float, ...], ...] = ()
 
 
-Event = TurnDelta | TurnEnded | Answer
+Event = SampledToken | LogNeeded | TurnEnded | Answer

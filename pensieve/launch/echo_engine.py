@@ -13,24 +13,26 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import zlib
 from array import array
 from collections import deque
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from pensieve.config import Settings
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
-from pensieve.core.iteration import Iteration, Outcome, Sample
+from pensieve.core.iteration import Iteration, Outcome, SampledToken, Slice
 from pensieve.core.policies.queue import policy_named
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
-from pensieve.core.turn import Turn
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.ports import Sink
 from pensieve.launch import engine_process as engine_main
 from pensieve.launch.engine import BuiltEngine, Report, SystemClock, load_texts
 from pensieve.text import Tokenizer
+from pensieve.text.reply import ReplyText
 
 PAGES = 4096
 CONTEXT_MAX = 100_000
@@ -39,17 +41,22 @@ WORDS_PER_REPLY = 24  # on average, unless the turn says how long
 
 
 def digest(tokens: array[int], state: int = 0) -> int:
-    for token in tokens:
-        state = ((state ^ token) * MULTIPLIER + 1) % MODULUS
-    return state
+    """Of a context; of a longer one, given that of its beginning."""
+    return zlib.crc32(tokens.tobytes(), state)
 
 
 def next_token(state: int, num_tokens: int, end_id: int) -> int:
     """The token after a context with this digest; sometimes the end."""
-    drawn = state >> 33
+    drawn = (state * MULTIPLIER + 1) % MODULUS >> 33
     if drawn % WORDS_PER_REPLY == 0:
         return end_id
     return drawn % (num_tokens - 3) + 3  # the first three are control tokens
+
+
+@dataclass(slots=True)
+class _Turn:
+    text: ReplyText
+    digest: int  # of its log so far
 
 
 class EchoExecutor:
@@ -62,32 +69,33 @@ class EchoExecutor:
         self._end_id = end_id
         self._seconds = seconds
         self._launched: deque[Iteration] = deque()
-        self._states: dict[int, tuple[int, int]] = {}  # by turn: tokens taken in, their digest
+        self._turns: dict[int, _Turn] = {}
 
     def launch(self, iteration: Iteration) -> None:
+        for turn_id in iteration.ended:
+            self._turns.pop(turn_id, None)
+        for start in iteration.started:
+            options = start.sampling
+            eos = frozenset() if options.ignore_eos else frozenset({self._end_id})
+            ends = eos | frozenset(options.stop_token_ids)
+            text = ReplyText(self._tokenizer, ends, options.stop, options.min_tokens)
+            self._turns[start.turn_id] = _Turn(text, digest(start.context, 0))
         self._launched.append(iteration)
 
     def collect(self) -> Outcome:
         iteration = self._launched.popleft()
         if self._seconds and iteration.slices:
             time.sleep(self._seconds)
-        samples = tuple(self._sample(piece.turn) for piece in iteration.slices if piece.needs_token)
+        samples = tuple(self._sample(each) for each in iteration.slices if each.needs_token)
         inward = [copy.copy_id for copy in iteration.swap_ins]
         return Outcome(samples, (*inward, *(copy.copy_id for copy in iteration.swap_outs)))
 
-    def _sample(self, turn: Turn) -> Sample:
-        from pensieve.model.reply import Decoding
-
-        if turn.decoding is None:
-            turn.decoding = Decoding(turn.sampling, self._tokenizer, frozenset({self._end_id}))
-        assert isinstance(turn.decoding, Decoding)
-        known, state = self._states.pop(turn.turn_id, (0, 0))
-        state = digest(turn.tokens[known:], state)
-        token_id = next_token(state, self._tokenizer.vocab_size, self._end_id)
-        text, finish = turn.decoding.accept(turn, token_id)
-        if finish is None:
-            self._states[turn.turn_id] = (len(turn.tokens), state)
-        return Sample(turn.turn_id, token_id, finish, text)
+    def _sample(self, piece: Slice) -> SampledToken:
+        turn = self._turns[piece.turn_id]
+        token_id = next_token(turn.digest, self._tokenizer.vocab_size, self._end_id)
+        turn.digest = digest(array("I", [token_id]), turn.digest)
+        text, stopped = turn.text.push(token_id, piece.is_last)
+        return SampledToken(piece.turn_id, token_id, text, stopped)
 
     def close(self) -> None:
         self._launched.clear()

@@ -307,7 +307,7 @@ def _build_engine(
             settings.turns_max,
             settings.chunk_tokens,
             device,
-            (sampler, tokenizer),
+            sampler,
         )
         if leader is not None:
             device_bytes = num_ranks * min(device_bytes, *leader.hear_measured())
@@ -340,7 +340,7 @@ def _build_engine(
     undo.callback(own.close)
     executor: TorchExecutor | ParallelExecutor = own
     if leader is not None:
-        executor = ParallelExecutor(own, leader, settings.chunk_tokens)
+        executor = ParallelExecutor(own, leader)
     journal_file = None
     observers = []
     if settings.journal is not None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from pensieve import gc_pause as cycles
 from pensieve.config import Settings, resolve
 from pensieve.engine.mailbox import Mailbox, Outbox
-from pensieve.engine.pipe import BrokenChannel, frames, message_of, pack, pack_events
+from pensieve.engine.pipe import BrokenPipe, frames, message_of, pack, pack_events
 from pensieve.engine.ports import Sink
 from pensieve.errors import DeviceError, PensieveError
 from pensieve.launch.cpu_threads import spin_briefly
@@ -53,7 +53,7 @@ def serve(sock: socket.socket, build: Build) -> int:
     incoming = frames(sock)
     (kind, written, folder), _ = next(incoming)
     if kind != "settings":
-        raise BrokenChannel(f"{kind!r} where the settings were expected")
+        raise BrokenPipe(f"{kind!r} where the settings were expected")
     settings = resolve(written, {}).settings
 
     def report(line: str) -> None:

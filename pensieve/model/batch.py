@@ -9,7 +9,7 @@ with absolute positions, one turn whose page table it attends through, and a sta
     slice_starts                         the position of its first token
     page_table                           entry i of a row is the page of chunk i; padding is page 0
     logit_rows                           last rows of the slices that need a token
-    logit_turns, logit_positions         whose they are, and where the sampled token will stand
+    logit_turn_ids, logit_positions      whose they are, and where the sampled token will stand
     lengths, starts                      of the slices, where the host can see them
 
 The last token of a slice may be one that the iteration before samples and that only the device
@@ -27,7 +27,6 @@ from typing import NamedTuple
 import torch
 
 from pensieve.core.iteration import Slice
-from pensieve.core.turn import Turn
 from pensieve.model.transfer import indices, upload
 
 
@@ -48,7 +47,7 @@ class Batch:
     slice_turns: torch.Tensor  # int32 (slices)
     slice_starts: torch.Tensor  # int32 (slices)
     logit_rows: torch.Tensor  # int64 (rows)
-    logit_turns: tuple[Turn, ...]
+    logit_turn_ids: tuple[int, ...]
     logit_positions: tuple[int, ...]
     lengths: Sequence[int]  # of the slices, for the host
     starts: Sequence[int]
@@ -68,39 +67,39 @@ class Batch:
         positions: list[int] = []
         slots: list[int] = []
         offsets = [0]
-        turns: list[Turn] = []
-        turn_rows: dict[int, int] = {}  # id(turn) -> row of the page table
+        tables: list[array[int]] = []  # of the turns: the longest that a slice of it brings
+        turn_rows: dict[int, int] = {}  # turn_id -> row of the page table
         slice_turns: list[int] = []
         logit_rows: list[int] = []
-        logit_turns: list[Turn] = []
+        logit_turn_ids: list[int] = []
         logit_positions: list[int] = []
-        pages_max = 1
-        for turn, start, stop, needs_token in slices:
-            token_ids.extend(turn.tokens[start:stop])
+        for piece in slices:
+            turn_id, start, stop, pages = piece.turn_id, piece.start, piece.stop, piece.page_table
+            token_ids.extend(piece.token_ids)
             positions.extend(range(start, stop))
-            if stop == len(turn.tokens) + 1 and sampled is not None:
-                awaited.append((len(token_ids), sampled.rows[turn.turn_id]))
+            if piece.awaits_token:
+                assert sampled is not None, "a slice awaits a token that nobody samples"
+                awaited.append((len(token_ids), sampled.rows[turn_id]))
                 token_ids.append(0)
-            pages = turn.page_table
             slots.extend(
                 pages[position // chunk_tokens] * chunk_tokens + position % chunk_tokens
                 for position in range(start, stop)
             )
             offsets.append(len(positions))
-            row = turn_rows.setdefault(id(turn), len(turns))
-            if row == len(turns):
-                turns.append(turn)
+            row = turn_rows.setdefault(turn_id, len(tables))
+            if row == len(tables):
+                tables.append(pages)
+            elif len(pages) > len(tables[row]):
+                tables[row] = pages
             slice_turns.append(row)
-            pages_max = max(pages_max, -(-stop // chunk_tokens))
-            if needs_token:
+            if piece.needs_token:
                 logit_rows.append(len(positions) - 1)
-                logit_turns.append(turn)
+                logit_turn_ids.append(turn_id)
                 logit_positions.append(stop)
-        assert len(token_ids) == len(positions), "a slice reaches beyond its turn's tokens"
-        table = torch.zeros(len(turns), pages_max, dtype=torch.int32)
-        for row, turn in enumerate(turns):
-            pages = turn.page_table[:pages_max]
-            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        assert len(token_ids) == len(positions), "a slice lacks token ids"
+        table = torch.zeros(len(tables), max(map(len, tables)), dtype=torch.int32)
+        for row, pages in enumerate(tables):
+            table[row, : len(pages)] = torch.frombuffer(pages, dtype=torch.int32)
         starts = [piece.start for piece in slices]
         input_ids = upload(torch.frombuffer(token_ids, dtype=torch.int32).to(torch.int64), device)
         if awaited:
@@ -117,7 +116,7 @@ class Batch:
             slice_turns=upload(torch.tensor(slice_turns, dtype=torch.int32), device),
             slice_starts=upload(torch.tensor(starts, dtype=torch.int32), device),
             logit_rows=indices(logit_rows, device),
-            logit_turns=tuple(logit_turns),
+            logit_turn_ids=tuple(logit_turn_ids),
             logit_positions=tuple(logit_positions),
             lengths=[piece.stop - piece.start for piece in slices],
             starts=starts,

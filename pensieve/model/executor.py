@@ -19,12 +19,13 @@ that it alone samples:
 Replies are those of depth 1, to the last bit of a logprob, because whatever a step depends on is
 complete when the step is taken:
 
-* `launch` asks a turn for its tokens, its pages and its sampler's memory, and nothing later changes
-  what it took: positions are captured, and the sampler is told when a log is one token short.
-* `collect n` runs after `n - 1` was committed, so text, stop strings and lengths see the very log
-  that they see at depth 1.  Of a turn that has ended meanwhile only the id is reported.
+* a slice is a copy of what it takes (core/iteration.py), and the sampler knows when a log is one token
+  short;
+* `collect n` runs after `collect n - 1`, so text and stop strings see the very log that they see at
+  depth 1.  Of a turn that has ended meanwhile only the id is reported.
 
-One thread launches and collects.  The executor reads turns and writes nothing of them but `decoding`.
+What it knows of a turn besides, its log and the text of its reply, is kept from the iteration that names
+the turn as started to the one that names it as ended.  One thread launches and collects.
 """
 
 from __future__ import annotations
@@ -34,26 +35,32 @@ from typing import NamedTuple
 
 import torch
 
-from pensieve.core.iteration import Iteration, Outcome, Sample, TurnFailure
-from pensieve.core.turn import Turn
+from pensieve.core.iteration import Iteration, Outcome, SampledToken, Slice, TurnFailure, TurnStart
 from pensieve.model.batch import SampledIds
 from pensieve.model.forward import Computed, Forward, copier_for, is_out_of_memory
 from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel
 from pensieve.model.parallel.ranks import ParallelModel
-from pensieve.model.reply import Decoding
-from pensieve.model.sampling.draw import Row
+from pensieve.model.sampling.penalties import Row, TurnLog
 from pensieve.model.sampling.sampler import Drawn, Sampler
+from pensieve.text.reply import ReplyText
 from pensieve.text.tokenizer import Tokenizer
+
+
+class _Reply(NamedTuple):
+    """A turn that has started and not ended."""
+
+    log: TurnLog
+    text: ReplyText
 
 
 class _Launched(NamedTuple):
     """An iteration that is not collected."""
 
-    iteration: Iteration
-    rows: list[Row]  # that are sampled
-    drawn: Drawn | None  # for each of them
+    has_slices: bool
+    sampled: list[Slice]
+    drawn: Drawn | None  # a token for each of them
 
 
 class TorchExecutor:
@@ -79,6 +86,7 @@ class TorchExecutor:
         self._copier = copier_for(memory)
         alone = not isinstance(model.flat, ParallelModel)
         self._forward = Forward(model.flat, memory, self._copier, halves=alone, graphs=graphs)
+        self._replies: dict[int, _Reply] = {}  # by turn_id
         self._launched: deque[_Launched] = deque()
 
     @torch.inference_mode()
@@ -86,20 +94,22 @@ class TorchExecutor:
         """Start the iteration's copies, its slices and its samples."""
         assert len(self._launched) < self.depth, "an earlier iteration was not collected"
         self._copier.submit(iteration.swap_ins, iteration.swap_outs)
+        for turn_id in iteration.ended:
+            self._replies.pop(turn_id, None)
+        for start in iteration.started:
+            self._replies[start.turn_id] = self._begun(start)
         copies = self._forward.page_copies(iteration)
-        rows: list[Row] = []
+        sampled: list[Slice] = []
         drawn: Drawn | None = None
         if iteration.slices:
             computed = self._forward.run(iteration.slices, copies, self._sampled_ids())
-            pairs = zip(computed.turns, computed.positions, strict=True)
-            rows = [Row(*each) for each in pairs]
-            for turn in computed.turns:
-                self._decoding(turn)  # where the sampler's memory is
-            if rows:
+            sampled = [piece for piece in iteration.slices if piece.needs_token]
+            if sampled:
+                rows = [Row(self._replies[each.turn_id].log, each.stop) for each in sampled]
                 drawn = self._draw(computed, rows)
         elif copies is not None:
             self._forward.copy_pages(copies)
-        self._launched.append(_Launched(iteration, rows, drawn))
+        self._launched.append(_Launched(bool(iteration.slices), sampled, drawn))
 
     @torch.inference_mode()
     def collect(self) -> Outcome:
@@ -107,8 +117,7 @@ class TorchExecutor:
         assert self._launched, "no iteration is launched"
         launched = self._launched.popleft()
         samples, failures = self._read(launched)
-        wait = not launched.iteration.slices
-        finished = self._copier.wait_any() if wait else self._copier.poll()
+        finished = self._copier.poll() if launched.has_slices else self._copier.wait_any()
         return Outcome(tuple(samples), finished, tuple(failures))
 
     def close(self) -> None:
@@ -129,37 +138,34 @@ class TorchExecutor:
         """Tokens that the iteration launched last samples and the core does not know."""
         if not self._launched or (drawn := self._launched[-1].drawn) is None:
             return None
-        rows = {row.turn.turn_id: index for index, row in enumerate(self._launched[-1].rows)}
+        rows = {each.turn_id: row for row, each in enumerate(self._launched[-1].sampled)}
         return SampledIds(drawn.ids, rows)
 
-    def _read(self, launched: _Launched) -> tuple[list[Sample], list[TurnFailure]]:
-        samples: list[Sample] = []
+    def _read(self, launched: _Launched) -> tuple[list[SampledToken], list[TurnFailure]]:
+        samples: list[SampledToken] = []
         failures: list[TurnFailure] = []
-        sampled = launched.drawn.read() if launched.drawn is not None else []
-        for (turn, position), token in zip(launched.rows, sampled, strict=True):
+        drawn = launched.drawn.read() if launched.drawn is not None else []
+        for piece, token in zip(launched.sampled, drawn, strict=True):
+            turn_id = piece.turn_id
             if token is None:
-                message = f"the model's logits at position {position - 1} are not finite"
-                failures.append(TurnFailure(turn.turn_id, "NAN_LOGITS", message))
+                message = f"the model's logits at position {piece.stop - 1} are not finite"
+                failures.append(TurnFailure(turn_id, "NAN_LOGITS", message))
                 continue
-            if turn.finish is not None:  # it was computed for nothing
-                samples.append(Sample(turn.turn_id, token.token_id))
+            token_id, logprob, top_logprobs = token
+            reply = self._replies.get(turn_id)
+            if reply is None or len(reply.log.tokens) != piece.stop:  # computed for nothing
+                samples.append(SampledToken(turn_id, token_id))
                 continue
-            assert position == len(turn.tokens), "the iteration before it was not committed"
-            text, finish = self._decoding(turn).accept(turn, token.token_id)
-            samples.append(
-                Sample(
-                    turn.turn_id,
-                    token.token_id,
-                    finish,
-                    text,
-                    token.logprob,
-                    token.top_logprobs,
-                )
-            )
+            reply.log.tokens.append(token_id)
+            text, stopped = reply.text.push(token_id, piece.is_last)
+            if stopped or piece.is_last:
+                del self._replies[turn_id]
+            samples.append(SampledToken(turn_id, token_id, text, stopped, logprob, top_logprobs))
         return samples, failures
 
-    def _decoding(self, turn: Turn) -> Decoding:
-        if turn.decoding is None:
-            turn.decoding = Decoding(turn.sampling, self._tokenizer, self._sampler.eos_token_ids)
-        assert isinstance(turn.decoding, Decoding)
-        return turn.decoding
+    def _begun(self, start: TurnStart) -> _Reply:
+        sampling = start.sampling
+        eos = frozenset() if sampling.ignore_eos else self._sampler.eos_token_ids
+        end_token_ids = eos | frozenset(sampling.stop_token_ids)
+        text = ReplyText(self._tokenizer, end_token_ids, sampling.stop, sampling.min_tokens)
+        return _Reply(TurnLog.of(start), text)

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 
 from pensieve.core.iteration import Iteration, Slice
-from pensieve.core.turn import Turn
 from pensieve.errors import DeviceError
 from pensieve.kernels.attention.plan import Work
 from pensieve.model.attention import FlatModel, PagedPass
@@ -43,7 +42,7 @@ class Computed(NamedTuple):
 
     logits: torch.Tensor  # float32 (rows, vocab)
     newest_ids: torch.Tensor  # int64 (rows): the tokens that the rows were computed from
-    turns: tuple[Turn, ...]
+    turn_ids: tuple[int, ...]
     positions: tuple[int, ...]  # where a sampled token will stand
 
 
@@ -125,7 +124,7 @@ class Forward:
                 batch.input_ids, batch.positions, batch.logit_rows, forward_pass
             ).float()
         newest_ids = batch.input_ids.index_select(0, batch.logit_rows)
-        return Computed(logits, newest_ids, batch.logit_turns, batch.logit_positions)
+        return Computed(logits, newest_ids, batch.logit_turn_ids, batch.logit_positions)
 
 
 def halves(slices: Sequence[Slice], num_first: int) -> tuple[list[Slice], list[Slice]]:
@@ -140,9 +139,9 @@ def halves(slices: Sequence[Slice], num_first: int) -> tuple[list[Slice], list[S
         elif left == 0:
             second.append(piece)
         else:
-            middle = piece.start + left
-            first.append(piece._replace(stop=middle, needs_token=False))
-            second.append(piece._replace(start=middle))
+            before, after = piece.split(piece.start + left)
+            first.append(before)
+            second.append(after)
         left = max(left - length, 0)
     return first, second
 
@@ -157,6 +156,6 @@ def _joined(first: Computed, second: Computed) -> Computed:
     return Computed(
         torch.cat((first.logits, second.logits)),
         torch.cat((first.newest_ids, second.newest_ids)),
-        first.turns + second.turns,
+        first.turn_ids + second.turn_ids,
         first.positions + second.positions,
     )

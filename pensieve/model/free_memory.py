@@ -15,15 +15,12 @@ import torch
 
 from pensieve.core.iteration import Slice
 from pensieve.core.sampling import Sampling
-from pensieve.core.turn import Turn
 from pensieve.model.forward import Forward, copier_for
 from pensieve.model.graphs import ROWS_MAX
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel
-from pensieve.model.reply import Decoding
-from pensieve.model.sampling.draw import Row
+from pensieve.model.sampling.penalties import Row, TurnLog
 from pensieve.model.sampling.sampler import Sampler
-from pensieve.text.tokenizer import Tokenizer
 
 MARGIN_BYTES = 256 << 20
 MARGIN_SHARE = 0.02  # of all memory
@@ -44,7 +41,7 @@ def free_for_kv(
     turns_max: int,
     chunk_tokens: int,
     device: torch.device,
-    sampler: tuple[Sampler, Tokenizer] | None = None,
+    sampler: Sampler | None = None,
 ) -> int:
     """Bytes of the device; every rank has to call it at the same time."""
     torch.cuda.synchronize(device)
@@ -70,7 +67,7 @@ def run_once(
     turns_max: int,
     chunk_tokens: int,
     device: torch.device,
-    sampler: tuple[Sampler, Tokenizer] | None = None,
+    sampler: Sampler | None = None,
 ) -> int:
     """One iteration of so many tokens, of as many turns as there may be; the bytes of its own KV."""
     slices, num_pages = widest(num_tokens, turns_max, model.shape.context_max, chunk_tokens)
@@ -82,12 +79,12 @@ def run_once(
             forward.run([piece._replace(needs_token=False) for piece in slices])
             computed = forward.run(slices)
             if sampler is not None:
-                chooser, tokenizer = sampler
-                for turn in computed.turns:
-                    turn.decoding = Decoding(turn.sampling, tokenizer, chooser.eos_token_ids)
-                pairs = zip(computed.turns, computed.positions, strict=True)
-                rows = [Row(*each) for each in pairs]
-                chooser.draw(computed.logits, rows, computed.newest_ids).read()
+                logs = {
+                    each.turn_id: TurnLog(GREEDIEST, each.token_ids, each.stop) for each in slices
+                }
+                pairs = zip(computed.turn_ids, computed.positions, strict=True)
+                rows = [Row(logs[turn_id], position) for turn_id, position in pairs]
+                sampler.draw(computed.logits, rows, computed.newest_ids).read()
     finally:
         copier.close()
     return memory.device_arena.nbytes
@@ -100,17 +97,8 @@ def widest(
     slices, page = [], 0
     longest = min(max(num_tokens - turns_max + 1, 1), context_max)
     for index, length in enumerate([longest, *[1] * (turns_max - 1)]):
-        turn = Turn(
-            turn_id=index,
-            conversation_id="sizing",
-            tokens=array("I", bytes(4 * length)),
-            history_tokens=0,
-            prompt_end=length,
-            length_max=length + 1,
-            sampling=GREEDIEST,
-        )
         num_pages = -(-length // chunk_tokens)
-        turn.page_table = list(range(page, page + num_pages))
+        pages = array("i", range(page, page + num_pages))
         page += num_pages
-        slices.append(Slice(turn, 0, length, True))
+        slices.append(Slice(index, 0, length, array("I", bytes(4 * length)), pages, True))
     return slices, page

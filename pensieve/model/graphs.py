@@ -151,7 +151,7 @@ class DecodeGraphs:
             bool(self._graphs)
             and not arriving
             and len(batch.lengths) <= self._sizes[-1]
-            and len(batch.logit_turns) == len(batch.lengths) == len(batch.page_table)
+            and len(batch.logit_turn_ids) == len(batch.lengths) == len(batch.page_table)
             and all(length == 1 for length in batch.lengths)
         )
 
@@ -189,7 +189,7 @@ class DecodeGraphs:
             slice_turns=self._index[:size],
             slice_starts=self._starts[:size],
             logit_rows=self._rows[:size],
-            logit_turns=(),
+            logit_turn_ids=(),
             logit_positions=(),
             lengths=[1] * size,
             starts=[0] * size,

@@ -27,8 +27,6 @@ from typing import Any
 import torch
 
 from pensieve.core.iteration import Slice
-from pensieve.core.sampling import Sampling
-from pensieve.core.turn import Turn
 from pensieve.errors import UnsupportedModel
 from pensieve.kernels.attention import cpu
 from pensieve.model import attention
@@ -269,10 +267,14 @@ def _compare(
 ) -> None:
     """Both prompts in scattered pages, in uneven pieces that share flat batches."""
     device = flat.module.device
-    memory, turns = _paged(shape, prompts, chunk_tokens, device)
+    memory, tables = _paged(shape, prompts, chunk_tokens, device)
+    tokens = [array("I", prompt) for prompt in prompts]
     rows = [torch.empty_like(each) for each in plain]
     for pieces in _pieces([len(prompt) for prompt in prompts]):
-        slices = [Slice(turns[which], start, stop, True) for which, start, stop in pieces]
+        slices = [
+            Slice(which, start, stop, tokens[which][start:stop], tables[which], True)
+            for which, start, stop in pieces
+        ]
         logits = _paged_logits(flat, memory, Batch.from_slices(slices, chunk_tokens, device))
         for (which, start, stop), part in zip(
             pieces, torch.split(logits, [stop - start for _, start, stop in pieces]), strict=True
@@ -339,17 +341,13 @@ def _check_far_neighbour(flat: FlatModel, shape: ModelShape, prompt: list[int]) 
 
 def _paged(
     shape: ModelShape, prompts: list[list[int]], chunk_tokens: int, device: torch.device
-) -> tuple[KVMemory, list[Turn]]:
-    """Memory just large enough, its pages handed out in reverse and by turns."""
+) -> tuple[KVMemory, list[array[int]]]:
+    """Memory just large enough, and a page table for each prompt, whose pages lie in no order."""
     counts = [-(-len(prompt) // chunk_tokens) for prompt in prompts]
     memory = KVMemory(shape, sum(counts), 0, chunk_tokens, device)
     free = list(range(sum(counts)))
-    turns = []
-    for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
-        turn = Turn(index, "probe", array("I", prompt), 0, len(prompt), len(prompt) + 1, Sampling())
-        turn.page_table = [free.pop(-1 if i % 2 else 0) for i in range(count)]
-        turns.append(turn)
-    return memory, turns
+    tables = [array("i", [free.pop(-1 if i % 2 else 0) for i in range(n)]) for n in counts]
+    return memory, tables
 
 
 def _pieces(lengths: list[int]) -> list[list[tuple[int, int, int]]]:

@@ -5,9 +5,9 @@ owner calls it from one thread and hands it the engine's events.
 
 A turn, in order:
 
-1. `send` reads the log, renders and tokenises the *delta* of the new messages (nothing else is ever
-   rendered), checks that it fits, commits the turn as `running`, and submits the whole log with the
-   delta to the engine.
+1. `send` reads the end of the log, renders and tokenises the *delta* of the new messages (nothing else is
+   ever rendered), checks that it fits, commits the turn as `running`, and submits the delta to the
+   engine, which asks for the log where it does not know it.
 2. `handle` takes the engine's events.  Deltas are collected on the `LiveTurn`; with the last one,
    ONE transaction appends the user's and the reply's tokens to the log, and only then is the turn
    done.  A turn that fails or is interrupted leaves the history as it was.
@@ -30,16 +30,18 @@ from dataclasses import asdict, replace
 from itertools import count
 from typing import Any, Protocol
 
+from pensieve.core.iteration import SampledToken
 from pensieve.core.sampling import Sampling
-from pensieve.core.turn import FinishReason
+from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.messages import (
     CancelTurn,
     DeleteConversation,
     Event,
     ForkConversation,
+    LogNeeded,
+    ProvideLog,
     RewindConversation,
     SubmitTurn,
-    TurnDelta,
     TurnEnded,
 )
 from pensieve.engine.messages import Message as EngineMessage
@@ -56,7 +58,7 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.service.live_turn import (
-    Asked,
+    Ask,
     Draft,
     LiveTurn,
     RecomputeReason,
@@ -67,6 +69,7 @@ from pensieve.service.live_turn import (
     setting_of,
     usage_figures,
 )
+from pensieve.service.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
 from pensieve.service.prefixes import Prefixes
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
@@ -196,10 +199,28 @@ class Conversations:
     def warm(self, conversation_id: str, *, tenant: str = "") -> None:
         """Ask the engine to bring the conversation's KV to the device; best effort."""
         conversation = self._current(conversation_id, tenant)
-        log = self.store.log(conversation_id, tenant=tenant)
-        if log and conversation.running_turn_id is None:
+        length = conversation.num_tokens
+        if length and conversation.running_turn_id is None:
             key = cache_key(tenant, conversation_id)
-            self._tell(SubmitTurn(next(self._numbers), key, log.tobytes(), len(log), warm=True))
+            self._tell(
+                SubmitTurn(next(self._numbers), key, b"", length, warm=True, first_position=length)
+            )
+
+    def provide_log(self, needed: LogNeeded) -> None:
+        """Tell the engine the tokens that it does not know.
+
+        It asks before it runs a turn, so the log is still as long as it was when the turn was submitted; a
+        warm's may have changed meanwhile, and then that is ended.
+        """
+        tenant, _, conversation_id = needed.conversation_id.rpartition("/")
+        try:
+            log = self.store.log(conversation_id, needed.num_tokens, tenant=tenant)
+        except NotFound:
+            log = array("I")
+        if len(log) == needed.num_tokens:
+            self._tell(ProvideLog(needed.turn_id, log.tobytes()))
+        else:
+            self._tell(CancelTurn(needed.turn_id, 0))
 
     # -- turns --
 
@@ -217,66 +238,69 @@ class Conversations:
         if isinstance(messages, str):
             messages = [Message("user", messages)]
         return self.say(
-            Asked(
+            Ask(
                 conversation_id,
                 tuple(messages),
-                sampling or self.defaults,
+                TurnOptions(sampling or self.defaults),
                 tenant,
                 request_id or "",
                 expected_revision,
             )
         )
 
-    def say(self, asked: Asked) -> LiveTurn:
+    def say(self, ask: Ask) -> LiveTurn:
         """Draft, tokenise and begin in one go."""
-        drafted = self.draft(asked)
+        drafted = self.draft(ask)
         return drafted if isinstance(drafted, LiveTurn) else self.begin(drafted, drafted.prompt())
 
-    def draft(self, asked: Asked) -> Draft | LiveTurn:
+    def draft(self, ask: Ask) -> Draft | LiveTurn:
         """Look up what a turn goes on from; the turn itself where its request_id is known already."""
-        self._check(asked)
-        conversation_id, tenant = asked.conversation_id, asked.tenant
+        self._check(ask)
+        conversation_id, tenant = ask.conversation_id, ask.tenant
         try:
             conversation = self._current(conversation_id, tenant)
         except NotFound:
-            if not asked.create_if_missing:
+            if not ask.create_if_missing:
                 raise
             conversation = self.create(conversation_id, tenant=tenant)
         fresh = not conversation.revision and conversation.running_turn_id is None
-        if asked.request_id and not fresh:
-            stored = self.store.find_turn(conversation_id, asked.request_id, tenant=tenant)
+        if ask.request_id and not fresh:
+            stored = self.store.find_turn(conversation_id, ask.request_id, tenant=tenant)
             if stored is not None and stored.state in KNOWN_STATES:
-                request = self._request(asked, asked.request_id, None, asked.expected_revision)
+                request = self._request(ask, ask.request_id, None, ask.expected_revision)
                 begun = self.store.begin_turn(conversation_id, request, tenant=tenant)
                 assert not begun.must_run
                 return self._known(begun.turn)
         if conversation.running_turn_id is not None:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
-        if asked.expected_revision not in (None, conversation.revision):
-            raise StaleRevision(asked.expected_revision, conversation.revision)
-        log, head = array("I"), None
+        if ask.expected_revision not in (None, conversation.revision):
+            raise StaleRevision(ask.expected_revision, conversation.revision)
+        log_end, head = array("I"), None
         if conversation.num_tokens:
-            log = self.store.log(conversation_id, tenant=tenant)
+            log_end = self.store.log_end(conversation_id, PROMPT_TAIL_TOKENS, tenant=tenant)
         elif conversation.num_messages:
             (head,) = self.store.messages(conversation_id, 0, 1, tenant=tenant)
-        return Draft(asked, conversation, log, head, self.template)
+        return Draft(ask, conversation, log_end, head, self.template)
 
     def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> LiveTurn:
         """Commit the turn and submit it; StaleRevision if the conversation has moved on meanwhile."""
-        asked, conversation = draft.asked, draft.conversation
+        ask, conversation = draft.ask, draft.conversation
         conversation_id, tenant = conversation.conversation_id, conversation.tenant
         num_prompt = sum(len(token_ids) for token_ids in prompt)
-        history_tokens = len(draft.log)
+        history_tokens = conversation.num_tokens
         if history_tokens + num_prompt >= self.context_max:
             raise ContextFull(history_tokens + num_prompt + 1, self.context_max)
-        request_id = asked.request_id or f"{self._random_bits(128):032x}"
-        request = self._request(asked, request_id, prompt, conversation.revision)
+        request_id = ask.request_id or f"{self._random_bits(128):032x}"
+        request = self._request(ask, request_id, prompt, conversation.revision)
         begun = self.store.begin_turn(conversation_id, request, tenant=tenant)
         if not begun.must_run:
             return self._known(begun.turn)
-        log = array("I", draft.log)
+        tokens = array("I")
         for token_ids in prompt:
-            log.extend(token_ids)
+            tokens.extend(token_ids)
+        log = None  # its beginning, where another conversation may share it
+        if conversation.prefix_id:
+            log = self._log_beginning(conversation, tokens)
         live = LiveTurn(
             begun.turn.turn_id,
             conversation_id,
@@ -288,12 +312,14 @@ class Conversations:
             first_revision=conversation.revision,
             attempt=begun.turn.attempts,
             recompute_reason=self._why_recompute(conversation),
-            marker=PartMarker(self.template.tokenizer, log[-PROMPT_TAIL_TOKENS:]),
+            marker=PartMarker(
+                self.template.tokenizer, (draft.log_end + tokens)[-PROMPT_TAIL_TOKENS:]
+            ),
             prefix_id=conversation.prefix_id,
-            log=log if conversation.prefix_id else None,
+            log=log,
         )
         shared = None
-        if conversation.prefix_id and not history_tokens:
+        if log is not None and not history_tokens:
             shared = self._prefixes.shared(tenant, conversation.prefix_id, log)
         self._live[live.number] = live
         try:
@@ -301,11 +327,13 @@ class Conversations:
                 SubmitTurn(
                     live.number,
                     cache_key(tenant, conversation_id),
-                    log.tobytes(),
+                    tokens.tobytes(),
                     history_tokens,
-                    replace(asked.sampling, seed=begun.turn.seed),
-                    away_seconds=asked.away_seconds,
-                    priority=asked.priority,
+                    replace(
+                        ask.options,
+                        sampling=replace(ask.options.sampling, seed=begun.turn.seed),
+                    ),
+                    first_position=history_tokens,
                     prefix_of=cache_key(tenant, shared.conversation_id) if shared else "",
                     prefix_tokens=shared.num_tokens if shared else 0,
                 )
@@ -348,18 +376,20 @@ class Conversations:
 
     def handle(self, event: Event) -> LiveTurn | None:
         """Take in one event of the engine; the turn that it concerns, if somebody reads it."""
-        if isinstance(event, TurnDelta):
+        if isinstance(event, SampledToken):
             return self.deliver(event)
+        if isinstance(event, LogNeeded):
+            self.provide_log(event)
         if isinstance(event, TurnEnded) and (live := self._live.get(event.turn_id)) is not None:
             self.settle(live, event)
             return live
         return None
 
-    def deliver(self, delta: TurnDelta) -> LiveTurn | None:
+    def deliver(self, token: SampledToken) -> LiveTurn | None:
         """Append a token to its turn, unless it was cancelled; touches no disk."""
-        live = self._live.get(delta.turn_id)
+        live = self._live.get(token.turn_id)
         if live is not None and not live.cancelled:
-            live.take(delta)
+            live.take(token)
         return live
 
     def live(self, number: int) -> LiveTurn | None:
@@ -386,13 +416,13 @@ class Conversations:
 
     # -- beginnings --
 
-    def _check(self, asked: Asked) -> None:
-        if (problem := asked.sampling.problem(self._vocab_size)) is not None:
+    def _check(self, ask: Ask) -> None:
+        if (problem := ask.options.sampling.problem(self._vocab_size)) is not None:
             raise InvalidArgument(f"sampling.{problem[0]}", problem[1])
-        for message in asked.messages:
+        for message in ask.messages:
             if message.role == "user" and not message.content:
                 raise InvalidArgument("content", "a message must not be empty")
-        self._check_length(asked.num_characters)
+        self._check_length(ask.num_characters)
 
     def _check_length(self, size: int) -> None:
         limit = BYTES_PER_TOKEN_MAX * self.context_max
@@ -402,14 +432,23 @@ class Conversations:
                 f"{size:,} characters cannot fit a context of {self.context_max:,} tokens",
             )
 
+    def _log_beginning(self, conversation: records.Conversation, prompt: array[int]) -> array[int]:
+        """Of a conversation with this prompt behind it: as much as may be shared."""
+        log = array("I")
+        if conversation.num_tokens:
+            log = self.store.log(
+                conversation.conversation_id, SHARED_TOKENS_MAX, tenant=conversation.tenant
+            )
+        return (log + prompt)[:SHARED_TOKENS_MAX]
+
     def _request(
         self,
-        asked: Asked,
+        ask: Ask,
         request_id: str,
         prompt: Sequence[Sequence[int]] | None,
         expected_revision: int | None,
     ) -> records.TurnRequest:
-        messages, sampling = asked.messages, asked.sampling
+        messages, sampling = ask.messages, ask.options.sampling
         tokens = prompt or [[] for _ in messages]
         values = {name: value for name, value in asdict(sampling).items() if name != "seed"}
         return records.TurnRequest(
@@ -440,11 +479,11 @@ class Conversations:
             if message.finish_reason is None:
                 waiting.append(message)
                 continue
-            asked = [message_of(each) for each in waiting]
+            said = [message_of(each) for each in waiting]
             if last_token_id is None and not any(tokens):
-                tokens += opening(self.template, asked, setting)
+                tokens += opening(self.template, said, setting)
             else:
-                delta = self.template.delta(asked, last_token_id, setting)
+                delta = self.template.delta(said, last_token_id, setting)
                 tokens += [delta.token_ids[start:stop] for start, stop in delta.spans]
             reply = list(self.template.tokenizer.encode(message.content).ids)
             if message.finish_reason == FinishReason.STOP and self.template.end_id is not None:

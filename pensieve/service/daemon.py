@@ -34,9 +34,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pensieve import gc_pause as cycles
+from pensieve.core.iteration import SampledToken
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
-from pensieve.engine.messages import Answer, CheckIntegrity, Event, GetStats, TurnDelta, TurnEnded
+from pensieve.engine.messages import Answer, CheckIntegrity, Event, GetStats, LogNeeded, TurnEnded
 from pensieve.engine.messages import Message as EngineMessage
 from pensieve.errors import (
     DeadlineExceeded,
@@ -48,7 +49,7 @@ from pensieve.errors import (
 from pensieve.service.conversations import Conversations
 from pensieve.service.engine_client import EngineProcess
 from pensieve.service.limits import Allowance, Limits
-from pensieve.service.live_turn import Asked, LiveTurn
+from pensieve.service.live_turn import Ask, LiveTurn
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import ChatTemplate
 
@@ -175,11 +176,11 @@ class Daemon:
 
     # -- turns --
 
-    async def begin(self, asked: Asked, seconds_left: float | None = None) -> LiveTurn:
+    async def begin(self, ask: Ask, seconds_left: float | None = None) -> LiveTurn:
         """A turn of a conversation, begun now or known by its request_id."""
-        self._admit(asked.tenant, seconds_left)
+        self._admit(ask.tenant, seconds_left)
         self._num_arriving += 1
-        beginning = self._loop.create_task(self._begin(asked))
+        beginning = self._loop.create_task(self._begin(ask))
         beginning.add_done_callback(self._arrived)
         # Whoever asked may leave meanwhile; the turn is then one without readers.
         return await asyncio.shield(beginning)
@@ -208,19 +209,19 @@ class Daemon:
         if live.finish is None and not self._readers.get(live.number):
             self._start_grace(live)
 
-    async def _begin(self, asked: Asked) -> LiveTurn:
+    async def _begin(self, ask: Ask) -> LiveTurn:
         conversations = self.conversations
-        if asked.num_characters <= self.config.short_characters:
-            return await self.in_store(conversations.say, asked)
+        if ask.num_characters <= self.config.short_characters:
+            return await self.in_store(conversations.say, ask)
         while True:
-            drafted = await self.in_store(conversations.draft, asked)
+            drafted = await self.in_store(conversations.draft, ask)
             if isinstance(drafted, LiveTurn):
                 return drafted
             prompt = await self._loop.run_in_executor(self._text_pool, drafted.prompt)
             try:
                 return await self.in_store(conversations.begin, drafted, prompt)
             except StaleRevision:
-                if asked.expected_revision is not None:
+                if ask.expected_revision is not None:
                     raise
                 # Another turn or rewind came between; look again.
 
@@ -267,13 +268,15 @@ class Daemon:
             return
         touched = set()
         for event in events:
-            if isinstance(event, TurnDelta):
+            if isinstance(event, SampledToken):
                 if conversations.deliver(event) is not None:
                     touched.add(event.turn_id)
             elif isinstance(event, TurnEnded):
                 live = conversations.live(event.turn_id)
                 if live is not None:
                     self._spawn(self._settle(live, event))
+            elif isinstance(event, LogNeeded):
+                self._spawn(self.in_store(conversations.provide_log, event))
             else:
                 query = self._queries.pop(event.query_id, None)
                 if query is not None and not query.done():

@@ -9,10 +9,8 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-from pensieve.core.iteration import Logprob
-from pensieve.core.sampling import Sampling
-from pensieve.core.turn import FinishReason, Usage
-from pensieve.engine.messages import TurnDelta
+from pensieve.core.iteration import Logprob, SampledToken
+from pensieve.core.turn import FinishReason, TurnOptions, Usage
 from pensieve.errors import PensieveError
 from pensieve.store import records
 from pensieve.text import ChatTemplate, Message, Part, PartMarker, Setting, ToolCall
@@ -66,28 +64,26 @@ class LiveTurn:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    def take(self, delta: TurnDelta) -> None:
+    def take(self, token: SampledToken) -> None:
         """Append one sampled token; whoever reads goes by `token_ids`, which therefore comes last."""
-        if delta.logprob is not None:
-            self.logprobs[len(self.token_ids)] = (delta.logprob, delta.top_logprobs)
-        self.texts.append(delta.text)
-        self.parts.append(self.marker.push(delta.token_id) if self.marker else Part.TEXT)
-        self.token_ids.append(delta.token_id)
+        if token.logprob is not None:
+            self.logprobs[len(self.token_ids)] = (token.logprob, token.top_logprobs)
+        self.texts.append(token.text)
+        self.parts.append(self.marker.push(token.token_id) if self.marker else Part.TEXT)
+        self.token_ids.append(token.token_id)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Ask:
     """A turn as its client asks for it."""
 
     conversation_id: str
     messages: tuple[Message, ...]
-    sampling: Sampling
+    options: TurnOptions
     tenant: str = ""
     request_id: str = ""  # empty: one is drawn
     expected_revision: int | None = None
     create_if_missing: bool = False
-    priority: int = 0
-    away_seconds: float = 0.0  # how long the client expects to be away after the turn
 
     @property
     def num_characters(self) -> int:
@@ -101,21 +97,21 @@ class Draft:
     `prompt` may be called in any thread; it takes as long as the text is long.
     """
 
-    asked: Asked
+    ask: Ask
     conversation: records.Conversation
-    log: array[int]  # as long as the conversation's revision is what it was
+    log_end: array[int]  # its last tokens, as long as the conversation's revision is what it was
     head: records.Message | None  # a system prompt whose tokens come with the first turn
     template: ChatTemplate
 
     def prompt(self) -> list[list[int]]:
         """The tokens of each new message."""
         setting = setting_of(self.conversation)
-        if self.log:
-            delta = self.template.delta(self.asked.messages, self.log[-1], setting)
+        if self.log_end:
+            delta = self.template.delta(self.ask.messages, self.log_end[-1], setting)
             return [delta.token_ids[start:stop] for start, stop in delta.spans]
         if self.head is None:
-            return opening(self.template, self.asked.messages, setting)
-        return opening(self.template, [message_of(self.head), *self.asked.messages], setting)[1:]
+            return opening(self.template, self.ask.messages, setting)
+        return opening(self.template, [message_of(self.head), *self.ask.messages], setting)[1:]
 
 
 def opening(

@@ -15,7 +15,7 @@ before the second pass; here the iteration's tokens come together, so they are l
 Swap-outs begin when the link is free and disturb nobody.  A copy is reported by the first outcome at or
 after its end; an iteration without slices ends when one outstanding copy has.
 
-Turns end by their length; which tokens they say is nobody's business (all are token 0).
+Turns end by their length, and all their tokens are token 0.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from pensieve.core.iteration import Iteration, Outcome, Sample, Slice
-from pensieve.core.turn import FinishReason
+from pensieve.core.iteration import Iteration, Outcome, SampledToken, Slice
 from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CostModel
 
@@ -48,6 +47,7 @@ class ModelledExecutor:
         self._watcher = watcher
         self._separate = phases == "separate"
         self._launched: tuple[Iteration, float, float] | None = None  # begun, ends
+        self._turns: dict[int, tuple[int, SampledToken]] = {}  # end of the prompt, all its tokens
         self._inward: deque[tuple[float, int]] = deque()  # (end, copy_id), in order
         self._outward: deque[tuple[float, int]] = deque()
         self._in_free = self._out_free = 0.0
@@ -58,6 +58,11 @@ class ModelledExecutor:
 
     def launch(self, iteration: Iteration) -> None:
         assert self._launched is None, "an earlier iteration was not collected"
+        for turn_id in iteration.ended:
+            self._turns.pop(turn_id, None)
+        for start in iteration.started:
+            token = SampledToken(start.turn_id, 0)  # all of a turn's tokens are alike
+            self._turns[start.turn_id] = (len(start.context), token)
         cost, now = self._cost, self._clock.now()
         compute = self._compute_seconds(iteration.slices)
         ends = now + compute
@@ -89,25 +94,16 @@ class ModelledExecutor:
         now = self._clock.now()
         if self._watcher is not None:
             self._watcher(iteration, begun, now)
-        samples = []
-        for turn, _, stop, needs_token in iteration.slices:
-            if not needs_token:
-                continue
-            if stop + 1 >= turn.length_max:
-                samples.append(Sample(turn.turn_id, 0, FinishReason.LENGTH))
-                continue
-            sample = turn.decoding  # all of a turn's tokens are alike, but for the last
-            if not isinstance(sample, Sample):
-                turn.decoding = sample = Sample(turn.turn_id, 0)
-            samples.append(sample)
+        samples = [self._turns[each.turn_id][1] for each in iteration.slices if each.needs_token]
         return Outcome(tuple(samples), self._finished(now))
 
     def _compute_seconds(self, slices: Sequence[Slice]) -> float:
         cost = self._cost
         tokens = pairs = keys = 0
         decodes = decode_keys = 0  # of turns that generate: one token each, which sees all the keys
-        for turn, start, stop, _ in slices:
-            if stop - start == 1 and start >= turn.prompt_end:
+        for piece in slices:
+            start, stop = piece.start, piece.stop
+            if stop - start == 1 and start >= self._turns[piece.turn_id][0]:
                 decodes += 1
                 decode_keys += stop
             else:

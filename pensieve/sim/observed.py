@@ -34,9 +34,14 @@ class Observations:
         self.rates: list[float] = []  # slots per second, of copies that an iteration waited for
         self._strides = dict.fromkeys(KINDS, 1)
         self._slots: dict[int, int] = {}  # of copies on their way
+        self._prompt_ends: dict[int, int] = {}  # of turns that have started and not ended
 
     def add(self, replayed: Replayed) -> None:
         iteration, begun, ended, finished = replayed
+        for turn_id in iteration.ended:
+            self._prompt_ends.pop(turn_id, None)
+        for start in iteration.started:
+            self._prompt_ends[start.turn_id] = len(start.context)
         alone, moves = not self._slots, bool(iteration.swap_ins or iteration.swap_outs)
         self._slots.update((copy.copy_id, copy.num_slots) for copy in iteration.swap_ins)
         self._slots.update((copy.copy_id, copy.num_slots) for copy in iteration.swap_outs)
@@ -52,7 +57,7 @@ class Observations:
         kind = KINDS[0]
         if moves or iteration.copies:
             kind = KINDS[2]
-        elif any(piece.stop <= piece.turn.prompt_end for piece in iteration.slices):
+        elif any(each.stop <= self._prompt_ends[each.turn_id] for each in iteration.slices):
             kind = KINDS[1]
         if self.counts[kind] % self._strides[kind] == 0:
             kept = self.kept[kind]

@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pensieve.core.cache import CacheConfig, KVCache
-from pensieve.core.iteration import Iteration
+from pensieve.core.iteration import Iteration, SampledToken
 from pensieve.core.policies.queue import RetentionPolicy
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
+from pensieve.core.turn import TurnOptions
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
@@ -30,7 +31,6 @@ from pensieve.engine.messages import (
     ForkConversation,
     RewindConversation,
     SubmitTurn,
-    TurnDelta,
     TurnEnded,
 )
 from pensieve.sim.clock import VirtualClock
@@ -210,8 +210,8 @@ class Simulator:
             return
         self._num_turns += 1
         self._turns[self._num_turns] = (name, visit, since)
-        sampling = Sampling(max_tokens=visit.output_tokens)
-        self.mailbox.put(SubmitTurn(self._num_turns, name, bytes(4 * tokens), history, sampling))
+        options = TurnOptions(Sampling(max_tokens=visit.output_tokens))
+        self.mailbox.put(SubmitTurn(self._num_turns, name, bytes(4 * tokens), history, options))
 
     # -- what the engine says --
 
@@ -222,7 +222,7 @@ class Simulator:
         gaps: dict[float, int] = {}  # most turns said their last token in the same iteration
         num_said = 0
         for event in events:
-            if isinstance(event, TurnDelta):
+            if isinstance(event, SampledToken):
                 num_said += 1
                 if self._keep_gaps:
                     turn_id = event.turn_id
@@ -265,10 +265,11 @@ class Simulator:
 
     def _watch(self, iteration: Iteration, begun: float, ended: float) -> None:
         """What is computed again of earlier turns' KV costs more the longer its context is."""
-        for turn, start, stop, _ in iteration.slices:
-            if start >= turn.history_tokens - 1:
+        for piece in iteration.slices:
+            turn, start = self.scheduler.turn(piece.turn_id), piece.start
+            if turn is None or start >= turn.history_tokens - 1:
                 continue
-            stop = min(stop, turn.history_tokens - 1, turn.computed_to)
+            stop = min(piece.stop, turn.history_tokens - 1, turn.computed_to)
             if start < stop and self._turns[turn.turn_id][2] >= self._count_from:
                 tokens = stop - start
                 middle = (start + stop) / 2

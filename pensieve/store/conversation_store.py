@@ -377,11 +377,19 @@ class ConversationStore:
 
     # -- reading --
 
-    def log(self, conversation_id: str, *, tenant: str = "") -> array[int]:
-        """The exact token ids of the conversation, checked ('I')."""
+    def log(
+        self, conversation_id: str, num_tokens: int | None = None, *, tenant: str = ""
+    ) -> array[int]:
+        """The exact token ids of the conversation, or the first so many of them, checked ('I')."""
         with self._writer.reading() as conn:
             number, conversation = rows.require_conversation(conn, conversation_id, tenant)
-            return rows.read_log(conn, number, conversation)
+            return rows.read_log(conn, number, conversation, num_tokens)
+
+    def log_end(self, conversation_id: str, num_tokens: int, *, tenant: str = "") -> array[int]:
+        """The last token ids of the conversation; what it takes does not grow with the conversation."""
+        with self._writer.reading() as conn:
+            number, conversation = rows.require_conversation(conn, conversation_id, tenant)
+            return rows.read_log_end(conn, number, conversation, num_tokens)
 
     def messages(
         self,

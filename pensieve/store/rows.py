@@ -318,19 +318,39 @@ def _bodies_between(
         yield row, private, tokens
 
 
-def read_log(conn: Connection, number: int, conversation: Conversation) -> array[int]:
+def read_log(
+    conn: Connection, number: int, conversation: Conversation, num_tokens: int | None = None
+) -> array[int]:
+    """The log, or its first so many tokens."""
     log = array("I")
+    wanted = conversation.num_tokens if num_tokens is None else num_tokens
     num_messages = 0
     for row, _, tokens in _bodies_between(conn, number, conversation, 0, conversation.num_messages):
         if row[0] != num_messages or row[2] != len(log):
             break
         log.extend(unpack_tokens(tokens))
         num_messages += 1
+        if num_tokens is not None and len(log) >= wanted:
+            return log[:wanted]
     if num_messages != conversation.num_messages:
         raise StoreCorrupt(
             f"conversation {conversation.conversation_id!r}: its messages do not tile the log"
         )
     return log
+
+
+def read_log_end(
+    conn: Connection, number: int, conversation: Conversation, num_tokens: int
+) -> array[int]:
+    """The last so many tokens of the log, or all there are: reads the last messages only."""
+    end, stop = array("I"), conversation.num_messages
+    while stop and len(end) < num_tokens:
+        start = max(stop - 2, 0)
+        part = array("I")
+        for _, _, tokens in _bodies_between(conn, number, conversation, start, stop):
+            part.extend(unpack_tokens(tokens))
+        end, stop = part + end, start
+    return end[-num_tokens:]
 
 
 def read_messages(

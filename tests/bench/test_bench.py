@@ -91,7 +91,7 @@ def test_replies_of_a_random_model_survive_being_read_again(random_model: Path) 
         for _ in range(60):
             bench.decode([turn])
     bench.close()
-    said = list(turn.tokens[turn.prompt_end :])
+    said = list(turn.tokens[len(ids) :])
     whole = tokenizer.decode(list(turn.tokens))
     assert tokenizer.encode(whole).ids == list(turn.tokens)
     assert len(said) == 61

@@ -87,8 +87,8 @@ def begin_with_anothers(original: Any, scheduler: Scheduler, turn: Turn, now: fl
 def append_twice(original: Any, scheduler: Scheduler, iteration: Any, *rest: Any) -> Any:
     progress = original(scheduler, iteration, *rest)
     for each in progress[:1]:
-        if each.sample is not None and each.finish is None:
-            each.turn.tokens.append(each.sample.token_id)
+        if each.token is not None and each.finish is None:
+            each.turn.tokens.append(each.token.token_id)
     return progress
 
 
@@ -276,7 +276,7 @@ def copy_a_chunk_that_is_being_repaired() -> None:
     assert stage.where("a") == "--xx"
     a, b = stage.ask("a", 3, 5), stage.ask("b", 3, 5)
     first = stage.next()
-    assert {piece.turn for piece in first.slices} == {a, b}
+    assert {piece.turn_id for piece in first.slices} == {a.turn_id, b.turn_id}
     stage.settle()
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pensieve.core.cost import CostProfile
-from pensieve.core.iteration import Outcome, Sample, TurnFailure
+from pensieve.core.iteration import Outcome, SampledToken, TurnFailure
 from pensieve.core.policies.queue import LruPolicy, ValuePolicy, policy_named
-from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import SchedulerConfig, tokens_of
 from pensieve.core.turn import PRIORITY_ARRIVALS, FinishReason, Turn, TurnState
 from tests.core.world import Shape, Stage, World
@@ -408,8 +407,10 @@ def test_a_chunk_that_a_failed_turn_repaired_is_repaired_again_for_its_other_hol
     for failing in (False, False, True):
         iteration = scheduler.plan(stage.now)
         assert iteration is not None
-        sampled = [piece.turn.turn_id for piece in iteration.slices if piece.needs_token]
-        samples = [Sample(turn_id, 1) for turn_id in sampled if not failing or turn_id != a.turn_id]
+        sampled = [piece.turn_id for piece in iteration.slices if piece.needs_token]
+        samples = [
+            SampledToken(turn_id, 1) for turn_id in sampled if not failing or turn_id != a.turn_id
+        ]
         failures = (TurnFailure(a.turn_id, "NAN_LOGITS", "a row was NaN"),) if failing else ()
         scheduler.commit(iteration, Outcome(tuple(samples), (), failures), stage.now)
     assert (a.finish, b.finish) == (FinishReason.FAILED, None)
@@ -427,7 +428,9 @@ def test_a_turn_at_the_end_of_a_page_survives_the_failure_of_another() -> None:
     iteration = scheduler.plan(stage.now)
     assert iteration is not None
     assert len(b.tokens) == 4 * len(b.chunks) == 12
-    outcome = Outcome((Sample(b.turn_id, 1),), (), (TurnFailure(a.turn_id, "NAN_LOGITS", ""),))
+    outcome = Outcome(
+        (SampledToken(b.turn_id, 1),), (), (TurnFailure(a.turn_id, "NAN_LOGITS", ""),)
+    )
     scheduler.commit(iteration, outcome, stage.now)
     scheduler.check(stage.now)
     repair = scheduler.plan(stage.now)
@@ -534,7 +537,7 @@ def test_an_impossible_scheduler_is_refused(wrong: dict[str, int]) -> None:
 
 
 def test_a_state_cannot_be_skipped() -> None:
-    turn = Turn(1, "a", tokens_of([1]), 0, 1, 2, Sampling())
+    turn = Turn(1, "a", tokens_of([1]), 0, 1, 2)
     with pytest.raises(AssertionError):
         turn.move_to(TurnState.SUSPENDED)
     turn.move_to(TurnState.RUNNING)

@@ -14,9 +14,8 @@ from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration
 from pensieve.core.policies.queue import policy_named
 from pensieve.core.prefix_tree import Chunk
-from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Progress, Scheduler, SchedulerConfig, tokens_of
-from pensieve.core.turn import FinishReason, Turn
+from pensieve.core.turn import FinishReason, Turn, TurnOptions
 from pensieve.sim.clock import VirtualClock
 from tests.fakes import VOCAB, LedgerExecutor, reply_to
 
@@ -104,6 +103,7 @@ class World:
         self.logs: dict[str, list[int]] = {}
         self.commits: dict[str, list[int]] = {}  # lengths of the log after each turn
         self.turns: dict[str, Turn] = {}  # running, by conversation
+        self.names: dict[int, str] = {}  # of the conversation, by turn_id
         self.launched: list[Iteration] = []
         self.latest: Iteration | None = None  # what the last step planned
         self.num_replies = 0
@@ -171,11 +171,13 @@ class World:
             history_tokens=len(log),
             prompt_end=len(tokens),
             length_max=min(len(tokens) + reply_max, longest),
-            sampling=Sampling(),
+            options=TurnOptions(
+                away_seconds=self.hints.choice((0.3, 30.0)) if self.shape.restless else 0.0,
+                priority=self.hints.choice((0, 0, -1, 1)) if self.shape.restless else priority,
+            ),
             warm=warm,
-            away_seconds=self.hints.choice((0.3, 30.0)) if self.shape.restless else 0.0,
-            priority=self.hints.choice((0, 0, -1, 1)) if self.shape.restless else priority,
         )
+        self.names[turn.turn_id] = name
         self.turns[name] = turn
         self.scheduler.submit(turn, self.clock.now())
 
@@ -310,7 +312,8 @@ class Stage(World):
         self.commits.setdefault(name, [0])
         prompt = prompt or [self.random.randrange(VOCAB) for _ in range(num_prompt)]
         self.submit(name, prompt=prompt, reply_max=num_reply, priority=priority)
-        self.turns[name].away_seconds = away_seconds
+        turn = self.turns[name]
+        turn.options = replace(turn.options, away_seconds=away_seconds)
         return self.turns[name]
 
     def say(self, name: str, num_prompt: int, num_reply: int = 1) -> Turn:
@@ -356,7 +359,7 @@ class Stage(World):
         """(conversation, start, stop) of what the last step planned."""
         assert self.latest is not None, "there was nothing to do"
         return [
-            (piece.turn.conversation_id, piece.start, piece.stop) for piece in self.latest.slices
+            (self.names[piece.turn_id], piece.start, piece.stop) for piece in self.latest.slices
         ]
 
     def chunks(self, name: str) -> list[Chunk]:

@@ -14,11 +14,11 @@ import pytest
 
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
-from pensieve.core.iteration import Iteration, Outcome
+from pensieve.core.iteration import Iteration, Outcome, SampledToken
 from pensieve.core.policies.queue import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
-from pensieve.core.turn import FinishReason
+from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.journal import Journal, replay
 from pensieve.engine.mailbox import Mailbox, Outbox
@@ -34,7 +34,6 @@ from pensieve.engine.messages import (
     Message,
     RewindConversation,
     SubmitTurn,
-    TurnDelta,
     TurnEnded,
 )
 from pensieve.engine.ports import Observer
@@ -60,7 +59,7 @@ class ListSink:
         return {event.turn_id: event for event in self.events if isinstance(event, TurnEnded)}
 
     def said(self, turn_id: int) -> list[int]:
-        deltas = [event for event in self.events if isinstance(event, TurnDelta)]
+        deltas = [event for event in self.events if isinstance(event, SampledToken)]
         return [event.token_id for event in deltas if event.turn_id == turn_id]
 
 
@@ -128,10 +127,14 @@ def packed(tokens: Sequence[int]) -> bytes:
     return array("I", tokens).tobytes()
 
 
+def options_of(reply: int) -> TurnOptions:
+    return TurnOptions(Sampling(max_tokens=reply))
+
+
 def submit(
     turn_id: int, name: str, log: list[int], prompt: list[int], reply: int = 6
 ) -> SubmitTurn:
-    return SubmitTurn(turn_id, name, packed(log + prompt), len(log), Sampling(max_tokens=reply))
+    return SubmitTurn(turn_id, name, packed(log + prompt), len(log), options_of(reply))
 
 
 def test_a_turn_streams_its_tokens_and_then_ends():
@@ -296,7 +299,7 @@ def test_the_engine_runs_in_a_thread_until_its_mailbox_closes():
     rig.mailbox.put(submit(1, "a", [], [3, 4]))
     said: list[int] = []
     while not isinstance(event := outbox.get(10.0), TurnEnded):
-        assert isinstance(event, TurnDelta)
+        assert isinstance(event, SampledToken)
         said.append(event.token_id)
     rig.mailbox.close()
     thread.join(10.0)
@@ -501,7 +504,7 @@ def test_a_journal_that_was_tampered_with_is_refused():
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4, 5]))
     rig.run()
     assert "[1, 2, 3, 4, 5]" not in lines.getvalue()  # lengths, no ids
-    tampered = lines.getvalue().replace('"tokens":5', '"tokens":6')
+    tampered = lines.getvalue().replace('"tokens":20', '"tokens":24')
     with pytest.raises(ValueError, match="replay plans"):
         replay(tampered.splitlines())
     with pytest.raises(ValueError, match="not a journal"):

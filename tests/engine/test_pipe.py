@@ -8,9 +8,9 @@ from array import array
 
 import pytest
 
-from pensieve.core.iteration import Logprob
+from pensieve.core.iteration import Logprob, SampledToken
 from pensieve.core.sampling import Sampling
-from pensieve.core.turn import FinishReason, Usage
+from pensieve.core.turn import FinishReason, TurnOptions, Usage
 from pensieve.engine import messages as box
 from pensieve.engine import pipe as channel
 
@@ -24,8 +24,11 @@ FULL = Sampling(
     logit_bias=((7, -1.5), (9, 2.0)),
 )
 MESSAGES = [
-    box.SubmitTurn(1, "acme/trip-42", array("I", [0, 2**32 - 1, 5]).tobytes(), 2, FULL),
-    box.SubmitTurn(2, "c", b"", 0, Sampling(), warm=True, away_seconds=7.5),
+    box.SubmitTurn(
+        1, "acme/trip-42", array("I", [0, 2**32 - 1, 5]).tobytes(), 2, TurnOptions(FULL, 3, 60.0)
+    ),
+    box.SubmitTurn(2, "c", b"", 9, warm=True, first_position=9),
+    box.ProvideLog(2, array("I", [7, 8, 9]).tobytes()),
     box.CancelTurn(1, 17),
     box.ForkConversation("a", 5, "b"),
     box.RewindConversation("a", 0),
@@ -37,8 +40,9 @@ MESSAGES = [
     box.CheckIntegrity(6),
 ]
 EVENTS = [
-    box.TurnDelta(1, "c", 5, "Grüße 日本\x00\n"),
-    box.TurnDelta(1, "c", 6, "", -0.25, (Logprob(6, -0.25), Logprob(9, -1.5))),
+    SampledToken(1, 5, "Grüße 日本\x00\n"),
+    SampledToken(1, 6, "", True, -0.25, (Logprob(6, -0.25), Logprob(9, -1.5))),
+    box.LogNeeded(2, "c", 9),
     box.TurnEnded(1, "c", FinishReason.STOP, Usage(3, 4, 5, 6, 7, 1, 0.5, 0.75, None, 2.0)),
     box.TurnEnded(2, "c", FinishReason.FAILED, Usage(), "NAN_LOGITS"),
     box.Answer(3, {"pages": 2.0}, ("a page leaked",), (("c", 1.5, math.inf), (0, 3, "host", 1))),
@@ -75,11 +79,13 @@ def test_events_arrive_as_they_were_published() -> None:
         (["Nothing", 1], b""),
         (["CancelTurn"], b""),
         (["CancelTurn", 1, 2, 3], b""),
-        (["SubmitTurn", 1, "c", 0, [0.0] * 40, False], b""),
+        (["SubmitTurn", 1, "c", 0, 0, [[0.0] * 40]], b""),
+        (["SubmitTurn", 1, "c", 4, 0], b""),
+        (["TurnOptions", 1], b""),
     ],
 )
 def test_a_message_that_is_none_is_refused(frame: channel.Frame) -> None:
-    with pytest.raises(channel.BrokenChannel):
+    with pytest.raises(channel.BrokenPipe):
         channel.message_of(frame)
 
 
@@ -87,14 +93,14 @@ def test_a_message_that_is_none_is_refused(frame: channel.Frame) -> None:
     "frame",
     [
         (["stage", "x"], b""),
-        (["events", [["z", 1]]], b""),
-        (["events", [["d", 1]]], b""),
+        (["events", [["Nothing", 1]]], b""),
+        (["events", [["SampledToken", 1]]], b""),
         (["events"], b""),
-        (["events", [["e", 1, "c", "gone", [], None]]], b""),
+        (["events", [["TurnEnded", 1, "c", "gone", []]]], b""),
     ],
 )
 def test_an_event_that_is_none_is_refused(frame: channel.Frame) -> None:
-    with pytest.raises(channel.BrokenChannel):
+    with pytest.raises(channel.BrokenPipe):
         channel.events_of(frame)
 
 
@@ -110,5 +116,5 @@ def test_an_event_that_is_none_is_refused(frame: channel.Frame) -> None:
     ],
 )
 def test_bytes_that_are_no_frame_are_refused(written: bytes, problem: str) -> None:
-    with pytest.raises(channel.BrokenChannel, match=problem):
+    with pytest.raises(channel.BrokenPipe, match=problem):
         through(written)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
-from pensieve.core.iteration import Iteration, Outcome
+from pensieve.core.iteration import Iteration, Outcome, SampledToken
 from pensieve.core.policies.queue import policy_named
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
 from pensieve.engine import pipe as channel
@@ -29,8 +29,8 @@ from pensieve.engine.messages import (
     DeleteConversation,
     Event,
     Message,
+    ProvideLog,
     SubmitTurn,
-    TurnDelta,
     TurnEnded,
 )
 from pensieve.errors import DeviceError, QueueFull
@@ -90,7 +90,7 @@ class FaultyLedger(LedgerExecutor):
             raise DeviceError("out of memory")
         for piece in iteration.slices:
             if piece.needs_token and self._strikes("a row is not a number"):
-                self.failing_turns.add(piece.turn.turn_id)
+                self.failing_turns.add(piece.turn_id)
         super().launch(iteration)
         if self._strikes("a launch fails half way"):
             raise DeviceError("an illegal memory access was encountered")
@@ -216,16 +216,15 @@ class Machine:
             kind = "warm" if message.warm else "turn"
             what = f"{kind} {message.turn_id} of {message.conversation_id}"
             size = len(message.tokens) // 4
-            self._note(
-                "engine",
-                f"takes {what}: {message.history_tokens} + {size - message.history_tokens} tokens",
-            )
+            self._note("engine", f"takes {what}: {message.history_tokens} + {size} tokens")
+        elif isinstance(message, ProvideLog):
+            self._note("engine", f"takes {len(message.tokens) // 4} tokens for {message.turn_id}")
         else:
             self._note("engine", f"takes {message}")
 
     def planned(self, iteration: Iteration | None, now: float) -> None:
         if iteration is not None:
-            slices = ", ".join(f"{s.turn.turn_id}[{s.start}:{s.stop}]" for s in iteration.slices)
+            slices = ", ".join(f"{s.turn_id}[{s.start}:{s.stop}]" for s in iteration.slices)
             parts = iteration.copies, iteration.swap_ins, iteration.swap_outs
             moves = " ".join(str(len(part)) for part in parts)
             self._note("engine", f"plans {iteration.index} {hash_of(iteration)}: {slices}; {moves}")
@@ -240,7 +239,7 @@ class Machine:
 
     def published(self, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, TurnDelta):
+            if isinstance(event, SampledToken):
                 self._note("engine", f"says {event.token_id} for turn {event.turn_id}")
             elif isinstance(event, TurnEnded):
                 usage = event.usage
@@ -280,7 +279,7 @@ class Link(EngineProcess):
     ) -> None:
         real = daemon.engine
         super().__init__(
-            {}, Path("/"), on_events=real._on_events, on_down=real._on_down, on_up=real._on_up
+            {}, Path("/"), (), on_events=real._on_events, on_down=real._on_down, on_up=real._on_up
         )
         self.machine: Machine | None = None
         self._begin = begin

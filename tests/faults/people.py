@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pensieve.core.sampling import Sampling
-from pensieve.core.turn import FinishReason
+from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.messages import EvictConversation
 from pensieve.errors import (
     ContextFull,
@@ -29,7 +29,7 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.service.daemon import Daemon
-from pensieve.service.live_turn import Asked, LiveTurn
+from pensieve.service.live_turn import Ask, LiveTurn
 from pensieve.store import rows
 from pensieve.text import Message
 from tests.fakes import ends_turn, extend_prefix, next_token
@@ -58,11 +58,11 @@ class Request:
     told: dict[int, list[int]] = field(default_factory=dict)  # tokens, by attempt
     reply: Reply | None = None  # as it was acknowledged
 
-    def asked(self, words: str) -> Asked:
-        return Asked(
+    def ask(self, words: str) -> Ask:
+        return Ask(
             self.conversation,
             (Message("user", words),),
-            Sampling(max_tokens=self.max_tokens),
+            TurnOptions(Sampling(max_tokens=self.max_tokens)),
             request_id=self.request_id,
         )
 
@@ -247,7 +247,7 @@ class People:
 
         async def say() -> None:
             try:
-                live = await daemon.begin(request.asked(request.words))
+                live = await daemon.begin(request.ask(request.words))
             except PensieveError as error:
                 self._not_begun(request, error)
                 if not was_pending and request.num_calls == 1 and not self._is_live(request):
@@ -277,7 +277,7 @@ class People:
 
         async def say() -> None:
             try:
-                await daemon.begin(request.asked(request.words + " w4"))
+                await daemon.begin(request.ask(request.words + " w4"))
             except (InvalidArgument, NotFound, Unavailable, QueueFull, TurnRunning):
                 return
             raise AssertionError("other words were taken under an id that has its answer")

@@ -19,14 +19,14 @@ import torch
 
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
-from pensieve.core.iteration import Iteration, Outcome, SwapIn, SwapOut
+from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapIn, SwapOut
 from pensieve.core.policies.queue import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
-from pensieve.core.turn import FinishReason
+from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.messages import CancelTurn, Event, SubmitTurn, TurnDelta, TurnEnded
+from pensieve.engine.messages import CancelTurn, Event, SubmitTurn, TurnEnded
 from pensieve.kernels.layer import cpu as dense
 from pensieve.model.batch import Batch
 from pensieve.model.executor import TorchExecutor
@@ -181,7 +181,7 @@ class Crowd:
         asked = replace(sampling, seed=seed, max_tokens=max_tokens)
         self.turns[turn_id] = Said()
         speaking[turn_id] = (name, list(tokens))
-        self.mailbox.put(SubmitTurn(turn_id, name, tokens.tobytes(), len(log), asked))
+        self.mailbox.put(SubmitTurn(turn_id, name, tokens.tobytes(), len(log), TurnOptions(asked)))
 
     def _hear(
         self,
@@ -190,11 +190,11 @@ class Crowd:
         history: dict[str, list[Said]],
         speaking: dict[int, tuple[str, list[int]]],
     ) -> None:
-        assert isinstance(event, TurnDelta | TurnEnded)
+        assert isinstance(event, SampledToken | TurnEnded)
         said = self.turns[event.turn_id]
         limit = self.cancels.get(event.turn_id)
         name, asked = speaking[event.turn_id]
-        if isinstance(event, TurnDelta):
+        if isinstance(event, SampledToken):
             if limit is None or len(said.tokens) < limit:
                 said.tokens.append(event.token_id)
                 said.deltas.append((event.token_id, event.text, event.logprob, event.top_logprobs))
@@ -322,7 +322,6 @@ def test_a_failed_row_does_no_harm_to_what_was_launched_after_it(
     ((turn_id, reason, message),) = world.collect(failing=[sick]).failures
     assert (turn_id, reason) == (sick.turn_id, "NAN_LOGITS")
     assert message == "the model's logits at position 2 are not finite"
-    sick.finish = FinishReason.FAILED  # as the core's commit does
     outcome = world.collect(failing=[sick])
     assert outcome.failures[0].message == "the model's logits at position 3 are not finite"
     assert len(outcome.samples) == 1
@@ -337,14 +336,10 @@ def test_of_a_turn_that_ended_meanwhile_only_the_id_is_reported(loaded: Loaded) 
     world.launch((turn, 0, 4, True))
     world.launch((turn, 4, 5, True))
     (last,) = world.collect().samples
-    assert last.finish is FinishReason.STOP
-    turn.finish = last.finish  # as the core's commit does
-    decoding, turn.decoding = turn.decoding, None
+    assert last.stopped
     (idle,) = world.collect().samples
     world.executor.close()
-    assert decoding is not None
-    assert turn.decoding is None
-    assert (idle.turn_id, idle.text, idle.finish, idle.logprob) == (turn.turn_id, "", None, None)
+    assert (idle.turn_id, idle.text, idle.stopped, idle.logprob) == (turn.turn_id, "", False, None)
 
 
 def test_copies_are_reported_once_whichever_iteration_is_collected_first(loaded: Loaded) -> None:

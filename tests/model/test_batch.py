@@ -7,15 +7,14 @@ from array import array
 import pytest
 import torch
 
-from pensieve.core.iteration import Slice
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
 from pensieve.model.batch import Batch, SampledIds
+from tests.model.world import slice_of
 
 
 def turn_of(turn_id: int, tokens: list[int], pages: list[int]) -> Turn:
-    turn = Turn(turn_id, "c", array("I", tokens), 0, len(tokens), 99, Sampling())
-    turn.page_table = pages
+    turn = Turn(turn_id, "c", array("I", tokens), 0, len(tokens), 99)
+    turn.page_table = array("i", pages)
     return turn
 
 
@@ -23,7 +22,7 @@ def test_slices_of_two_turns_one_of_them_with_a_hole() -> None:
     first = turn_of(1, [10, 11, 12, 13, 14, 15, 16, 17, 18], [7, 3, 5])
     second = turn_of(2, [20, 21], [4])
     batch = Batch.from_slices(
-        [Slice(first, 1, 3, False), Slice(second, 1, 2, True), Slice(first, 7, 9, True)], 4
+        [slice_of(first, 1, 3, False), slice_of(second, 1, 2, True), slice_of(first, 7, 9, True)], 4
     )
     assert batch.input_ids.tolist() == [11, 12, 21, 17, 18]
     assert batch.positions.tolist() == [1, 2, 1, 7, 8]
@@ -33,7 +32,7 @@ def test_slices_of_two_turns_one_of_them_with_a_hole() -> None:
     assert batch.slice_turns.tolist() == [0, 1, 0]
     assert batch.slice_starts.tolist() == [1, 1, 7]
     assert batch.logit_rows.tolist() == [2, 4]
-    assert batch.logit_turns == (second, first)
+    assert batch.logit_turn_ids == (2, 1)
     assert batch.logit_positions == (2, 9)
     assert batch.page_table.dtype == batch.slice_offsets.dtype == torch.int32
     assert batch.input_ids.dtype == batch.slot_mapping.dtype == torch.int64
@@ -41,7 +40,7 @@ def test_slices_of_two_turns_one_of_them_with_a_hole() -> None:
 
 def test_pages_beyond_what_the_slices_reach_are_left_out() -> None:
     turn = turn_of(1, list(range(20)), [9, 8, 7, 6, 5])
-    batch = Batch.from_slices([Slice(turn, 0, 5, False)], 4)
+    batch = Batch.from_slices([slice_of(turn, 0, 5, False)], 4)
     assert batch.page_table.tolist() == [[9, 8]]
     assert batch.logit_rows.tolist() == []
 
@@ -51,10 +50,10 @@ def test_a_token_that_only_the_device_knows_is_put_in_its_place() -> None:
     failed = turn_of(3, [30, 31], [6])
     sampled = SampledIds(torch.tensor([77, -1, 88]), {2: 0, 3: 1, 1: 2})
     slices = [
-        Slice(first, 1, 4, True),
-        Slice(failed, 2, 3, True),
-        Slice(second, 0, 1, False),
-        Slice(second, 1, 2, True),
+        slice_of(first, 1, 4, True),
+        slice_of(failed, 2, 3, True),
+        slice_of(second, 0, 1, False),
+        slice_of(second, 1, 2, True),
     ]
     batch = Batch.from_slices(slices, 4, sampled=sampled)
     assert batch.input_ids.tolist() == [11, 12, 88, 0, 20, 77]
@@ -66,5 +65,5 @@ def test_a_token_that_only_the_device_knows_is_put_in_its_place() -> None:
 @pytest.mark.parametrize("sampled", [None, SampledIds(torch.tensor([77]), {1: 0})])
 def test_a_slice_beyond_what_is_known_or_sampled_is_a_mistake(sampled: SampledIds | None) -> None:
     turn = turn_of(1, [10, 11], [7, 8])
-    with pytest.raises(AssertionError, match="reaches beyond"):
-        Batch.from_slices([Slice(turn, 0, 4 if sampled else 3, True)], 4, sampled=sampled)
+    with pytest.raises(AssertionError, match=r"lacks token ids|nobody samples"):
+        Batch.from_slices([slice_of(turn, 0, 4 if sampled else 3, True)], 4, sampled=sampled)

@@ -12,7 +12,6 @@ import torch
 
 from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
 from pensieve.core.sampling import Sampling
-from pensieve.core.turn import FinishReason
 from pensieve.errors import DeviceError
 from pensieve.kernels.layer import cpu as dense
 from pensieve.model.kv.memory import KVMemory, PageMoves
@@ -34,11 +33,10 @@ def test_only_slices_that_need_a_token_yield_one(world: World) -> None:
     turn, warm = world.turn(6), world.turn(5, warm=True)
     outcome = world.step((turn, 0, 4, False), (warm, 0, 5, False))
     assert outcome.samples == ()
-    assert turn.decoding is None
     (sample,) = world.step((turn, 4, 6, True)).samples
     assert sample.turn_id == turn.turn_id
     assert len(sample.text) == 1
-    assert sample.finish is None
+    assert not sample.stopped
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "opt"])
@@ -63,10 +61,15 @@ def test_logits_are_computed_for_the_needed_rows_only(
     assert rows == [1, 0]
 
 
-def test_the_length_limit_ends_a_turn(world: World) -> None:
-    turn = world.turn(3, num_outputs_max=2)
-    assert world.step((turn, 0, 3, True)).samples[0].finish is None
-    assert world.decode(turn).samples[0].finish == FinishReason.LENGTH
+def test_the_last_token_that_a_turn_may_have_releases_what_was_withheld(world: World) -> None:
+    alone = world.turn(0, tokens=[5, 6, 7])
+    text = world.step((alone, 0, 3, True)).samples[0].text
+    sampling = Sampling(ignore_eos=True, stop=(f"{text}…",))
+    longer = world.turn(0, tokens=[5, 6, 7], num_outputs_max=2, sampling=sampling)
+    assert world.step((longer, 0, 3, True)).samples[0].text == ""
+    turn = world.turn(0, tokens=[5, 6, 7], num_outputs_max=1, sampling=sampling)
+    (token,) = world.step((turn, 0, 3, True)).samples
+    assert (token.text, token.stopped) == (text, False)
 
 
 def test_an_end_of_turn_token_stops_a_turn(loaded: Loaded) -> None:
@@ -75,7 +78,7 @@ def test_an_end_of_turn_token_stops_a_turn(loaded: Loaded) -> None:
     turn, deaf = world.turn(3, sampling=Sampling()), world.turn(3)
     samples = world.step((turn, 0, 3, True), (deaf, 0, 3, True)).samples
     world.executor.close()
-    assert [sample.finish for sample in samples] == [FinishReason.STOP, None]
+    assert [sample.stopped for sample in samples] == [True, False]
     assert samples[0].text == ""
 
 
@@ -246,4 +249,4 @@ def test_a_stop_string_may_be_completed_by_a_later_token(world: World) -> None:
     samples = [world.step((turn, 0, 3, True)).samples[0]]
     samples += [world.decode(turn).samples[0] for _ in range(2)]
     assert [sample.text for sample in samples] == ["", "", ""]
-    assert [sample.finish for sample in samples] == [None, None, FinishReason.STOP]
+    assert [sample.stopped for sample in samples] == [False, False, True]

@@ -7,6 +7,7 @@ import itertools
 import random
 import time
 import weakref
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,22 +95,26 @@ def test_what_an_allocator_says_is_understood() -> None:
 
 
 def test_halves_keep_the_order_and_who_needs_a_token() -> None:
-    turns: list[Any] = ["a", "b", "c"]
+    table = array("i", [0, 1, 2])
     slices = [
-        Slice(turns[0], 3, 4, True),
-        Slice(turns[1], 0, 6, True),
-        Slice(turns[2], 9, 10, False),
+        Slice(1, 3, 4, array("I", [3]), table, True),
+        Slice(2, 0, 6, array("I", range(5)), table, True, True),  # the last token is awaited
+        Slice(3, 9, 10, array("I", [9]), table),
     ]
     for num_first in range(1, 8):
         first, second = halves(slices, num_first)
         assert sum(piece.stop - piece.start for piece in first) == num_first
         positions = [
-            (piece.turn, position)
+            (piece.turn_id, position)
             for piece in (*first, *second)
             for position in range(piece.start, piece.stop)
         ]
-        assert positions == [("a", 3), *(("b", i) for i in range(6)), ("c", 9)]
-        assert [piece.turn for piece in (*first, *second) if piece.needs_token] == ["a", "b"]
+        assert positions == [(1, 3), *((2, i) for i in range(6)), (3, 9)]
+        assert [piece.turn_id for piece in (*first, *second) if piece.needs_token] == [1, 2]
+        assert [piece.turn_id for piece in (*first, *second) if piece.awaits_token] == [2]
+        assert [piece.turn_id for piece in (*first, *second) if piece.is_last] == [2]
+        known = [token for piece in (*first, *second) for token in piece.token_ids]
+        assert known == [3, 0, 1, 2, 3, 4, 9]
 
 
 # -- graphs --

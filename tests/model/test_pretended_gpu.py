@@ -19,9 +19,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pensieve.core.iteration import Iteration, PageCopy, Slice, SwapIn, SwapOut
+from pensieve.core.iteration import Iteration, PageCopy, SwapIn, SwapOut, TurnStart
 from pensieve.core.sampling import Sampling
-from pensieve.core.turn import Turn
+from pensieve.core.turn import Turn, TurnOptions
 from pensieve.kernels.attention import cuda
 from pensieve.kernels.attention.cuda import Launch
 from pensieve.kernels.layer import cuda as joined
@@ -40,7 +40,7 @@ from pensieve.model.probe import probe
 from pensieve.model.sampling.sampler import Drawn, SampledToken, Sampler
 from pensieve.model.shape import ModelShape
 from tests.model.kv.streams import FakeStreams
-from tests.model.world import LetterTokenizer
+from tests.model.world import LetterTokenizer, slice_of, start_of
 
 DEVICE = torch.device("cuda", 0)
 SHAPE = ModelShape(2, 4, 2, 64, 100, 512, torch.bfloat16, 0, 0)
@@ -260,9 +260,13 @@ def move(module: torch.nn.Module) -> None:
 
 def turn_of(index: int, num_tokens: int, pages: list[int], sampling: Sampling) -> Turn:
     tokens = array("I", [7] * num_tokens)
-    turn = Turn(index, "c", tokens, 0, num_tokens, num_tokens + 50, sampling)
-    turn.page_table = pages
+    turn = Turn(index, "c", tokens, 0, num_tokens, num_tokens + 50, TurnOptions(sampling))
+    turn.page_table = array("i", pages)
     return turn
+
+
+def starts(*turns: Turn) -> tuple[TurnStart, ...]:
+    return tuple(start_of(turn) for turn in turns)
 
 
 def layers(*kernels: str) -> list[tuple[str, str]]:
@@ -280,15 +284,14 @@ def test_launching_asks_the_device_for_nothing(gpu: Pretended) -> None:
     second = turn_of(1, 150, [5, 6, 7, 8, 9], PLAIN)
     third = turn_of(2, 5, [11], Sampling(temperature=1.0, seed=1, ignore_eos=True))
     slices = (
-        Slice(first, 0, 40, True),
-        Slice(second, 0, 150, False),
-        Slice(third, 0, 5, True),
+        slice_of(first, 0, 40, True, 32),
+        slice_of(second, 0, 150, False, 32),
+        slice_of(third, 0, 5, True, 32),
     )
-    executor.launch(Iteration(0, slices))
+    executor.launch(Iteration(0, slices, started=starts(first, second, third)))
     narrow_and_wide = ("write_kv", "multi_token_attention", "multi_token_attention", "merge_parts")
     assert gpu.take() == layers(*narrow_and_wide)
-    first.pending_tokens = third.pending_tokens = 1
-    ahead = (Slice(first, 40, 41, True), Slice(third, 5, 6, True))
+    ahead = (slice_of(first, 40, 41, True, 32), slice_of(third, 5, 6, True, 32))
     executor.launch(Iteration(1, ahead))
     assert gpu.take() == layers("write_kv", "multi_token_attention")
     outcome = executor.collect()
@@ -301,10 +304,10 @@ def test_launching_asks_the_device_for_nothing(gpu: Pretended) -> None:
 def test_joined_layers_turn_rows_on_the_way(gpu: Pretended, graphs: bool) -> None:
     executor, _ = executor_on(gpu, graphs, joins=True)
     first, second = turn_of(0, 40, [3, 1], EVERYTHING), turn_of(1, 20, [5], PLAIN)
-    executor.launch(Iteration(0, (Slice(first, 0, 40, True), Slice(second, 0, 20, False))))
+    slices = (slice_of(first, 0, 40, True, 32), slice_of(second, 0, 20, False, 32))
+    executor.launch(Iteration(0, slices, started=starts(first, second)))
     assert gpu.take() == layers("rotate_and_write_kv", "multi_token_attention")
-    first.pending_tokens = 1
-    executor.launch(Iteration(1, (Slice(first, 40, 41, True),)))
+    executor.launch(Iteration(1, (slice_of(first, 40, 41, True, 32),)))
     assert gpu.take() == ([] if graphs else layers("rotate_and_write_kv", "multi_token_attention"))
     assert [sample.turn_id for sample in executor.collect().samples] == [0]
     executor.close()
@@ -313,7 +316,7 @@ def test_joined_layers_turn_rows_on_the_way(gpu: Pretended, graphs: bool) -> Non
 def test_a_long_context_is_cut_and_merged_in_every_layer(gpu: Pretended) -> None:
     executor, _ = executor_on(gpu)
     turn = turn_of(0, 500, list(range(16)), PLAIN)
-    executor.launch(Iteration(0, (Slice(turn, 499, 500, True),)))
+    executor.launch(Iteration(0, (slice_of(turn, 499, 500, True, 32),), started=starts(turn)))
     assert gpu.take() == layers("write_kv", "multi_token_attention", "merge_parts")
     executor.close()
 
@@ -321,9 +324,9 @@ def test_a_long_context_is_cut_and_merged_in_every_layer(gpu: Pretended) -> None
 def test_pages_move_on_streams_of_their_own(gpu: Pretended) -> None:
     executor, _ = executor_on(gpu)
     turn = turn_of(0, 40, [3, 1], PLAIN)
-    slices = (Slice(turn, 32, 40, True),)
+    slices = (slice_of(turn, 32, 40, True, 32),)
     ins, copies = (SwapIn(1, 4, 3, 32),), (PageCopy(9, 1, 5),)
-    executor.launch(Iteration(0, slices, copies, ins))
+    executor.launch(Iteration(0, slices, copies, ins, started=starts(turn)))
     told = gpu.take()
     assert told[: SHAPE.num_layers] == [("swap_in", "copy_pages")] * SHAPE.num_layers
     expected = ("copy_pages", "write_kv", "multi_token_attention")
@@ -357,10 +360,12 @@ def test_decoding_replays_a_graph(gpu: Pretended) -> None:
     """Nothing but the copies into its tensors is done; a mixed iteration runs layer by layer."""
     executor, _ = executor_on(gpu, graphs=True)
     turns = [turn_of(index, 40 + index, [2 * index, 2 * index + 1], PLAIN) for index in range(3)]
-    decodes = tuple(Slice(turn, len(turn.tokens) - 1, len(turn.tokens), True) for turn in turns)
-    executor.launch(Iteration(0, decodes))
+    decodes = tuple(
+        slice_of(turn, len(turn.tokens) - 1, len(turn.tokens), True, 32) for turn in turns
+    )
+    executor.launch(Iteration(0, decodes, started=starts(*turns)))
     assert gpu.take() == []
-    executor.launch(Iteration(1, (Slice(turns[0], 0, 8, False),)))
+    executor.launch(Iteration(1, (slice_of(turns[0], 0, 8, False, 32),)))
     assert gpu.take() == layers("write_kv", "multi_token_attention")
     assert len(executor.collect().samples) == 3
     executor.close()
@@ -371,6 +376,6 @@ def test_the_widest_batch_is_what_it_says() -> None:
         slices, num_pages = widest(num_tokens, turns_max, 1000, 32)
         assert sum(piece.stop - piece.start for piece in slices) == num_tokens
         assert len(slices) == turns_max
-        pages = [page for piece in slices for page in piece.turn.page_table]
+        pages = [page for piece in slices for page in piece.page_table]
         assert pages == list(range(num_pages))
         assert all(piece.needs_token for piece in slices)

@@ -11,9 +11,17 @@ from typing import Any
 import torch
 import transformers
 
-from pensieve.core.iteration import Iteration, Outcome, PageCopy, Slice, SwapIn, SwapOut
+from pensieve.core.iteration import (
+    Iteration,
+    Outcome,
+    PageCopy,
+    Slice,
+    SwapIn,
+    SwapOut,
+    TurnStart,
+)
 from pensieve.core.sampling import Sampling
-from pensieve.core.turn import Turn
+from pensieve.core.turn import Turn, TurnOptions
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv.memory import KVMemory
@@ -62,6 +70,7 @@ class World:
         self.free_pages = list(range(self.memory.device_pages))
         self.rng.shuffle(self.free_pages)
         self.turns: list[Turn] = []
+        self._started: set[int] = set()
         self._index = 0
 
     def turn(
@@ -82,7 +91,7 @@ class World:
             history_tokens=0,
             prompt_end=len(tokens),
             length_max=len(tokens) + num_outputs_max,
-            sampling=sampling or Sampling(ignore_eos=True),
+            options=TurnOptions(sampling or Sampling(ignore_eos=True)),
             warm=warm,
         )
         self.turns.append(turn)
@@ -115,17 +124,23 @@ class World:
         swap_ins: Sequence[SwapIn] = (),
         swap_outs: Sequence[SwapOut] = (),
     ) -> None:
+        for turn, _, stop, _ in slices:
+            self.extend_pages(turn, stop)
+        turns = {each[0].turn_id: each[0] for each in slices}
         iteration = Iteration(
             self._index,
-            tuple(Slice(*each) for each in slices),
+            tuple(self.slice(*each) for each in slices),
             tuple(copies),
             tuple(swap_ins),
             tuple(swap_outs),
+            tuple(start_of(turn) for turn in turns.values() if turn.turn_id not in self._started),
         )
+        self._started.update(turns)
         self._index += 1
-        for turn, _, stop, _ in slices:
-            self.extend_pages(turn, stop)
         self.executor.launch(iteration)
+
+    def slice(self, turn: Turn, start: int, stop: int, needs_token: bool) -> Slice:
+        return slice_of(turn, start, stop, needs_token, self.memory.chunk_tokens)
 
     def collect(self, failing: Sequence[Turn] = ()) -> Outcome:
         outcome = self.executor.collect()
@@ -146,6 +161,19 @@ class World:
         turn.page_table[chunk] = new
         self.memory.device_arena[:, old] = float("nan")
         return old, new
+
+
+def slice_of(
+    turn: Turn, start: int, stop: int, needs_token: bool, chunk_tokens: int = CHUNK_TOKENS
+) -> Slice:
+    """As the scheduler makes it."""
+    is_last = needs_token and turn.ends_at(stop + 1)
+    tokens, pages = turn.tokens[start:stop], turn.page_table[: -(-stop // chunk_tokens)]
+    return Slice(turn.turn_id, start, stop, tokens, pages, needs_token, is_last)
+
+
+def start_of(turn: Turn) -> TurnStart:
+    return TurnStart(turn.turn_id, turn.tokens[: turn.prompt_end], turn.options.sampling)
 
 
 def plain_model(folder: Path) -> Any:

@@ -180,19 +180,19 @@ def test_an_engine_that_was_killed_at_its_first_line_loses_nothing_of_the_next(
     [
         (
             2,
-            '"tokens":100',
-            '"tokens":101',
+            '"tokens":400',
+            '"tokens":404',
             "line 4: the replay plans iteration 1: turn 1 [0, 101)",
         ),
         (2, '"turn_id":1', '"turn_id":"x', "line 2: is damaged"),
         (2, '"SubmitTurn"', '"Mailbox"', "line 2: cannot be replayed"),
-        (2, '"tokens":100', '"tokens":-1', "line 2: cannot be replayed"),
+        (2, '"tokens":400', '"tokens":-1', "line 2: cannot be replayed"),
         (5, '"copies":[]', '"copies":[3]', "line 5: cannot be replayed"),
         (5, '"samples":', '"sample":', "line 5: cannot be replayed"),
         (1, '"chunk_tokens":32', '"chunk_tokens":0', "line 1: cannot be replayed"),
-        (1, '"version":1', '"version":9', "line 1: a journal of version 9; this reads 1"),
-        (1, '{"version":1,', "{", "line 1: not a journal"),
-        (1, '{"version":1,', "", "line 1: not a journal"),
+        (1, '"version":2', '"version":9', "line 1: a journal of version 9; this reads 2"),
+        (1, '{"version":2,', "{", "line 1: not a journal"),
+        (1, '{"version":2,', "", "line 1: not a journal"),
     ],
 )
 def test_a_journal_that_was_changed_is_refused_by_its_line(

@@ -12,12 +12,11 @@ import pytest
 
 from pensieve.cli.main import main
 from pensieve.core.cache import CacheConfig
-from pensieve.core.iteration import Iteration, Slice, SwapIn, SwapOut
+from pensieve.core.iteration import Iteration, Slice, SwapIn, SwapOut, TurnStart
 from pensieve.core.policies.queue import POLICIES, policy_named
 from pensieve.core.policies.return_model import Turned
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import SchedulerConfig
-from pensieve.core.turn import FinishReason, Turn
 from pensieve.sim import report
 from pensieve.sim.clairvoyant import ClairvoyantPolicy
 from pensieve.sim.clock import VirtualClock
@@ -103,6 +102,12 @@ def test_the_host_tier_brings_it_back_instead() -> None:
     assert counts.recompute_cost == 0.0
 
 
+def a_prompt(num_tokens: int) -> tuple[TurnStart, Slice]:
+    """A turn without history, and all of its prompt."""
+    tokens = array("I", bytes(4 * num_tokens))
+    return TurnStart(1, tokens, Sampling()), Slice(1, 0, num_tokens, tokens, array("i"), True)
+
+
 @pytest.mark.parametrize(
     ("tokens", "ends"),
     [
@@ -114,13 +119,13 @@ def test_a_swap_in_hides_behind_the_compute_but_for_a_layer(tokens: int, ends: f
     """A thousand new tokens take a second; a thousand of the history take one on this link."""
     clock = VirtualClock()
     executor = ModelledExecutor(SLOW, clock)
-    turn = Turn(1, "a", array("I", bytes(4000)), 0, 1000, 1001, Sampling())
+    start, prompt = a_prompt(1000)
     ins = (SwapIn(5, 0, 0, tokens),)
-    executor.launch(Iteration(1, (Slice(turn, 0, 1000, True),), (), ins))
+    executor.launch(Iteration(1, (prompt,), (), ins, started=(start,)))
     outcome = executor.collect()
     assert clock.now() == pytest.approx(ends)
     assert outcome.finished_copies == (5,)
-    assert outcome.samples[0].finish is FinishReason.LENGTH
+    assert [token.turn_id for token in outcome.samples] == [1]
 
 
 def test_a_direction_is_busy_until_its_last_copy_and_the_other_is_not() -> None:
@@ -129,11 +134,11 @@ def test_a_direction_is_busy_until_its_last_copy_and_the_other_is_not() -> None:
     executor.launch(Iteration(1, (), (), (), (SwapOut(1, 0, 0, 1000),)))
     assert (executor.collect().finished_copies, clock.now()) == ((1,), 1.0)
     executor.launch(Iteration(2, (), (), (), (SwapOut(2, 0, 0, 3000), SwapOut(3, 1, 1, 1000))))
-    turn = Turn(1, "a", array("I", bytes(400)), 0, 100, 200, Sampling())
+    start, prompt = a_prompt(100)
     assert (executor.collect().finished_copies, clock.now()) == ((2, 3), 5.0)
     executor.launch(Iteration(3, (), (), (), (SwapOut(4, 0, 0, 2000),)))
     assert executor.collect().finished_copies == (4,)
-    executor.launch(Iteration(4, (Slice(turn, 0, 100, True),), (), (SwapIn(5, 0, 0, 50),)))
+    executor.launch(Iteration(4, (prompt,), (), (SwapIn(5, 0, 0, 50),), started=(start,)))
     assert executor.collect().finished_copies == (5,)
     assert clock.now() == pytest.approx(7.0 + 0.1 + 0.05 / 10)
 
@@ -264,8 +269,10 @@ def test_a_turn_computed_again_is_no_decode() -> None:
     """One token of a hole is work of a prompt, although it is one token."""
     clock = VirtualClock()
     executor = ModelledExecutor(SLOW, clock, phases="separate")
-    turn = Turn(1, "a", array("I", bytes(4 * 40)), 0, 40, 50, Sampling())
-    executor.launch(Iteration(1, (Slice(turn, 3, 4, False), Slice(turn, 40, 41, True))))
+    start, prompt = a_prompt(40)
+    hole = prompt._replace(start=3, stop=4, needs_token=False)
+    decode = prompt._replace(start=40, stop=41)
+    executor.launch(Iteration(1, (hole, decode), started=(start,)))
     executor.collect()
     assert clock.now() == pytest.approx(0.02)
 

@@ -45,10 +45,9 @@ from pensieve.model.probe import one_line
 class ParallelExecutor:
     """Rank 0's own executor, whose model is a `ParallelModel`, and the followers."""
 
-    def __init__(self, own: TorchExecutor, leader: Leader, chunk_tokens: int) -> None:
+    def __init__(self, own: TorchExecutor, leader: Leader) -> None:
         self._own = own
         self._leader = leader
-        self._chunk_tokens = chunk_tokens
         self._launched: deque[Iteration] = deque()
 
     @property
@@ -56,7 +55,7 @@ class ParallelExecutor:
         return self._own.depth
 
     def launch(self, iteration: Iteration) -> None:
-        self._leader.order(pack(iteration, self._chunk_tokens))
+        self._leader.order(pack(iteration))
         self._launched.append(iteration)
         try:
             self._own.launch(iteration)

@@ -28,13 +28,10 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from pensieve.core.iteration import Iteration, PageCopy, Slice, SwapIn, SwapOut
-from pensieve.core.sampling import Sampling
-from pensieve.core.turn import Turn
 
 FRAME_BYTES_MAX = 1 << 30  # of one frame; an order of a million pages has 8 MB
 _HEADER = struct.Struct("<BI")
 _WORDS, _ORDER = 0, 1
-_NO_SAMPLING = Sampling()
 
 
 class Words(NamedTuple):
@@ -53,7 +50,6 @@ class Pipe:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._sending = threading.Lock()
-        self._blank = array("I")  # the token ids of unpacked turns: as long as the longest, all 0
 
     def say(self, what: str, **values: Any) -> None:
         self._send(_WORDS, json.dumps([what, values]).encode())
@@ -70,7 +66,7 @@ class Pipe:
             return None
         if kind == _WORDS:
             return Words(*json.loads(bytes(body)))
-        return unpack(array("q", bytes(body)), self._blank)
+        return unpack(array("q", bytes(body)))
 
     def close(self) -> None:
         """Also wakes whoever receives, at both ends."""
@@ -94,53 +90,52 @@ class Pipe:
         return body
 
 
-def pack(iteration: Iteration, chunk_tokens: int) -> array[int]:
-    """What a follower needs of an iteration."""
-    rows: dict[int, int] = {}  # id(turn) -> row
-    turns: list[Turn] = []
-    reached: list[int] = []  # the furthest stop of each turn
-    slices = array("q")
-    for turn, start, stop, needs_token in iteration.slices:
-        row = rows.setdefault(id(turn), len(turns))
-        if row == len(turns):
-            turns.append(turn)
-            reached.append(0)
-        reached[row] = max(reached[row], stop)
-        slices.extend((row, start, stop, needs_token))
+def pack(iteration: Iteration) -> array[int]:
+    """What another rank needs of an iteration."""
+    tables: dict[int, array[int]] = {}  # by turn_id: the longest page table of its slices
+    for piece in iteration.slices:
+        if len(piece.page_table) >= len(tables.get(piece.turn_id, ())):
+            tables[piece.turn_id] = piece.page_table
     movements = (iteration.copies, iteration.swap_ins, iteration.swap_outs)
-    packed = array("q", (iteration.index, len(iteration.slices), len(turns), *map(len, movements)))
-    packed += slices
+    packed = array("q", (iteration.index, len(iteration.slices), len(tables)))
+    packed.extend(map(len, movements))
+    for piece in iteration.slices:
+        packed.extend((piece.turn_id, piece.start, piece.stop, piece.needs_token))
     for movement in movements:
         for each in movement:
             packed.extend(each)
-    for turn, stop in zip(turns, reached, strict=True):
-        pages = turn.page_table[: -(-stop // chunk_tokens)]
-        packed.append(len(pages))
+    for turn_id, pages in tables.items():
+        packed.extend((turn_id, len(pages)))
         packed.extend(pages)
     return packed
 
 
-def unpack(packed: array[int], blank: array[int]) -> Iteration:
-    """The iteration again; `blank` grows to the longest context and stands for all token ids."""
+def unpack(packed: array[int]) -> Iteration:
+    """The iteration again, with token 0 for all token ids: rank 0's device sends those."""
     numbers = iter(packed)
     index, num_slices, num_turns, num_copies, num_ins, num_outs = islice(numbers, 6)
     slices = list(_rows(numbers, num_slices, 4))
     copies = [PageCopy(*row) for row in _rows(numbers, num_copies, 3)]
     swap_ins = [SwapIn(*row) for row in _rows(numbers, num_ins, 4)]
     swap_outs = [SwapOut(*row) for row in _rows(numbers, num_outs, 4)]
-    longest = max((stop for _, _, stop, _ in slices), default=0)
-    blank.frombytes(bytes(blank.itemsize * max(longest - len(blank), 0)))
-    turns = [
-        Turn(row, "", blank, 0, 0, 0, _NO_SAMPLING, page_table=list(islice(numbers, next(numbers))))
-        for row in range(num_turns)
-    ]
+    tables = {}
+    for _ in range(num_turns):
+        turn_id, num_pages = islice(numbers, 2)
+        tables[turn_id] = array("i", islice(numbers, num_pages))
     return Iteration(
         index,
-        tuple(Slice(turns[row], start, stop, bool(needs)) for row, start, stop, needs in slices),
+        tuple(
+            Slice(turn_id, start, stop, _blank(stop - start), tables[turn_id], bool(needs_token))
+            for turn_id, start, stop, needs_token in slices
+        ),
         tuple(copies),
         tuple(swap_ins),
         tuple(swap_outs),
     )
+
+
+def _blank(num_tokens: int) -> array[int]:
+    return array("I", bytes(4 * num_tokens))
 
 
 def _rows(numbers: Iterator[int], count: int, width: int) -> Iterator[tuple[int, ...]]:

@@ -23,32 +23,15 @@ suspension, a restarted engine and another device repeat it, and no state of a g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pensieve.core.sampling import Sampling
-from pensieve.core.turn import Turn
+from pensieve.model.sampling.penalties import Row
 from pensieve.model.transfer import indices, reading_is_free, upload
 
 HEAD_WIDTHS = (256, 8192)  # likeliest tokens looked at, before the whole row is
-
-
-class Row(NamedTuple):
-    """Whose logits these are, and where in its log the token that they give will stand."""
-
-    turn: Turn
-    position: int
-
-    @property
-    def sampling(self) -> Sampling:
-        return self.turn.sampling
-
-    @property
-    def is_ahead(self) -> bool:
-        """The token before it is being computed and not in the log yet."""
-        return self.position > len(self.turn.tokens)
 
 
 def draw(values: Tensor, rows: Sequence[Row]) -> Tensor:

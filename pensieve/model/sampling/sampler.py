@@ -21,9 +21,7 @@ whether or not the sampled one is among them, and never an impossible one.
 **Drawing** is in draw.py: a row's token depends on its logits, its `Sampling` and its position in the
 log, never on who shares the batch.
 
-**Memory** is `SamplingState`, kept in `turn.decoding.sampling_state`: which ids the context holds
-and how often this reply used each.  It follows the log by reading what was appended since the last
-call; where it is missing it is read from the whole log.  It can be thrown away at any time.
+**Memory** is `Penalties` (penalties.py), derived from the turn's log.  It can be thrown away at any time.
 
 **One token ahead.**  The log may lack the token before the one to be drawn (`Row.is_ahead`): it is
 known to the device and not to the host.  What depends on the position alone (the random number,
@@ -43,36 +41,27 @@ one row of 150,000 logits at a time is seven to nine times as fast as eight at o
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pensieve.core.iteration import Logprob
-from pensieve.core.sampling import Sampling
-from pensieve.core.turn import Turn
 from pensieve.kernels.layer import cpu as dense
-from pensieve.model.sampling.draw import Row, column, draw, report, select
-from pensieve.model.transfer import ReadBack, indices, reading_is_free, upload
+from pensieve.model.sampling.draw import column, draw, report, select
+from pensieve.model.sampling.penalties import Penalties, Row, TurnLog, counts_reply
+from pensieve.model.transfer import ReadBack, indices, reading_is_free
 
 CPU_PASS_ELEMENTS_MAX = 2**18  # logits worked on at once, but at least one row
 DEVICE_PASS_ELEMENTS_MAX = 2**23  # about 300 MB of int64 and float64 on an accelerator
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-class SampledToken(NamedTuple):
+class DrawnToken(NamedTuple):
     token_id: int
     logprob: float | None
     top_logprobs: tuple[Logprob, ...]
-
-
-class RemembersSampling(Protocol):
-    """What the sampler needs of `turn.decoding`."""
-
-    sampling_state: object | None
 
 
 class _Report(NamedTuple):
@@ -95,12 +84,12 @@ class Drawn:
         told = [each.told.flatten() for each in reports]
         self._arriving = ReadBack(torch.cat([ids, *told]) if told else ids)
 
-    def read(self) -> list[SampledToken | None]:
+    def read(self) -> list[DrawnToken | None]:
         """Wait for them; None where a row of logits was not finite."""
         arrived = self._arriving.wait()
         token_ids = arrived[: len(self.ids)].tolist()
         sampled = [
-            SampledToken(token_id, None, ()) if token_id >= 0 else None for token_id in token_ids
+            DrawnToken(token_id, None, ()) if token_id >= 0 else None for token_id in token_ids
         ]
         offset = len(token_ids)
         for rows, num_top, on_device in self._reports:
@@ -113,7 +102,7 @@ class Drawn:
                 if token_ids[row] >= 0:
                     top = zip(ids[:num], values[1 : num + 1], strict=True)
                     possible = tuple(Logprob(*each) for each in top if each[1] > -math.inf)
-                    sampled[row] = SampledToken(token_ids[row], values[0], possible)
+                    sampled[row] = DrawnToken(token_ids[row], values[0], possible)
         return sampled
 
 
@@ -123,9 +112,9 @@ class Sampler:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
 
-    def sample(self, logits: Tensor, turns: Sequence[Turn]) -> list[SampledToken | None]:
+    def sample(self, logits: Tensor, logs: Sequence[TurnLog]) -> list[DrawnToken | None]:
         """The next token of each turn, whose logs are complete, at once."""
-        return self.draw(logits, [Row(turn, len(turn.tokens)) for turn in turns]).read()
+        return self.draw(logits, [Row(log, len(log.tokens)) for log in logs]).read()
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, rows: Sequence[Row], newest_ids: Tensor | None = None) -> Drawn:
@@ -178,7 +167,7 @@ class Sampler:
     def _adjust(self, values: Tensor, rows: list[Row], newest_ids: Tensor | None) -> None:
         """Penalties, biases and the mask, in place, on the rows that have any."""
         states = {
-            n: self._state_of(row.turn, values) for n, row in enumerate(rows) if _adjusts(row)
+            n: self._penalties_of(row.log, values) for n, row in enumerate(rows) if _adjusts(row)
         }
         if not states:
             return
@@ -195,7 +184,7 @@ class Sampler:
             before = values.index_select(0, index)
             after = torch.where(before < 0, before * penalty, before / penalty)
             values.index_copy_(0, index, torch.where(seen, after, before))
-        counted = [n for n in states if _counts_reply(options[n])]
+        counted = [n for n in states if counts_reply(options[n])]
         if counted:
             index = indices(counted, values.device)
             presences = [options[n].presence_penalty for n in counted]
@@ -215,15 +204,11 @@ class Sampler:
             if _is_masked(rows[n]) and len(state.ending_ids) < values.shape[1]:
                 values[n].index_fill_(0, state.ending_ids, -math.inf)
 
-    def _state_of(self, turn: Turn, values: Tensor) -> SamplingState:
-        decoding = cast(RemembersSampling, turn.decoding)
-        state = decoding.sampling_state
-        if state is None:
-            state = SamplingState.of(turn.sampling, self.eos_token_ids, values)
-            decoding.sampling_state = state
-        assert isinstance(state, SamplingState)
-        state.follow(turn)
-        return state
+    def _penalties_of(self, log: TurnLog, values: Tensor) -> Penalties:
+        if log.penalties is None:
+            log.penalties = Penalties.of(log.sampling, self.eos_token_ids, values)
+        log.penalties.follow(log)
+        return log.penalties
 
 
 def _likeliest_of_each(logits: Tensor) -> Tensor:
@@ -255,70 +240,11 @@ def _adjusts(row: Row) -> bool:
     sampling = row.sampling
     return (
         sampling.repetition_penalty != 1
-        or _counts_reply(sampling)
+        or counts_reply(sampling)
         or bool(sampling.logit_bias)
         or _is_masked(row)
     )
 
 
-def _counts_reply(sampling: Sampling) -> bool:
-    return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-
-
 def _is_masked(row: Row) -> bool:
-    return row.position - row.turn.prompt_end < row.sampling.min_tokens
-
-
-@dataclass(slots=True)
-class SamplingState:
-    """What the logits of one turn are adjusted by; `seen` and `counts` follow the log."""
-
-    num_followed: int  # tokens of the log that `seen` and `counts` include
-    seen: Tensor  # (vocab,) bool: the context holds this id; empty where nothing asks
-    counts: Tensor  # (vocab,) int32: how often this reply used it; empty where nothing asks
-    bias: tuple[Tensor, Tensor] | None  # ids and what is added to their logits
-    ending_ids: Tensor  # ids that may not come before min_tokens
-
-    @classmethod
-    def of(cls, sampling: Sampling, eos_token_ids: frozenset[int], values: Tensor) -> SamplingState:
-        vocab_size, device = values.shape[1], values.device
-        num_seen = vocab_size if sampling.repetition_penalty != 1 else 0
-        num_counts = vocab_size if _counts_reply(sampling) else 0
-        biases: dict[int, float] = {}
-        for token_id, bias in sampling.logit_bias:
-            if token_id < vocab_size:
-                biases[token_id] = biases.get(token_id, 0.0) + bias
-        ending_ids = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            ending_ids |= eos_token_ids
-        return cls(
-            num_followed=0,
-            seen=torch.zeros(num_seen, dtype=torch.bool, device=device),
-            counts=torch.zeros(num_counts, dtype=torch.int32, device=device),
-            bias=(
-                indices(list(biases), device),
-                upload(torch.tensor(list(biases.values()), dtype=torch.float32), device),
-            )
-            if biases
-            else None,
-            ending_ids=indices(
-                sorted(token_id for token_id in ending_ids if token_id < vocab_size), device
-            ),
-        )
-
-    def follow(self, turn: Turn) -> None:
-        if len(self.seen):
-            ids = _ids_of(turn.tokens[self.num_followed :], self.seen)
-            self.seen.index_fill_(0, ids, True)
-        if len(self.counts):
-            ids = _ids_of(turn.tokens[max(self.num_followed, turn.prompt_end) :], self.counts)
-            self.counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
-        self.num_followed = len(turn.tokens)
-
-
-def _ids_of(tokens: array[int], like: Tensor) -> Tensor:
-    """Those of `tokens` (a copy: a tensor over it would forbid the log to grow) that `like` has."""
-    if not tokens:
-        return torch.empty(0, dtype=torch.int64, device=like.device)
-    ids = torch.frombuffer(tokens, dtype=torch.int32).to(torch.int64)
-    return upload(ids[(ids >= 0) & (ids < len(like))], like.device)
+    return row.position - row.log.prompt_end < row.sampling.min_tokens

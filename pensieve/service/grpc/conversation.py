@@ -9,7 +9,7 @@ from pensieve.errors import InvalidArgument, NotFound
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc import translate
 from pensieve.service.grpc.auth import caller
-from pensieve.service.live_turn import Asked
+from pensieve.service.live_turn import Ask
 from pensieve.store import records
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
@@ -137,18 +137,16 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self, request: pb.SendMessageRequest, context: Any
     ) -> None:
         daemon = self.daemon
-        asked = Asked(
+        ask = Ask(
             _id(request.conversation_id),
             tuple(translate.messages_of(request.messages)),
-            translate.sampling_of(request.sampling, daemon.conversations.defaults),
+            translate.turn_options(request, daemon.conversations.defaults),
             caller().tenant,
             request.request_id,
             request.expected_revision if request.HasField("expected_revision") else None,
             request.create_if_missing,
-            translate.priority(request.priority),
-            translate.away_seconds(request.hints),
         )
-        live = await daemon.begin(asked, context.time_remaining())
+        live = await daemon.begin(ask, context.time_remaining())
         sequence = 1
         await context.write(
             pb.SendMessageResponse(sequence=sequence, started=translate.started(live))

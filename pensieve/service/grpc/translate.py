@@ -15,7 +15,7 @@ import grpc
 from google.protobuf import json_format, struct_pb2, timestamp_pb2
 
 from pensieve.core.sampling import Sampling
-from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN, FinishReason
+from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN, FinishReason, TurnOptions
 from pensieve.errors import (
     ContextFull,
     InvalidArgument,
@@ -81,6 +81,14 @@ def messages_of(given: Iterable[pb.NewMessage]) -> list[Message]:
     if not messages:
         raise InvalidArgument("messages", "at least one is needed")
     return messages
+
+
+def turn_options(request: pb.SendMessageRequest, defaults: Sampling) -> TurnOptions:
+    return TurnOptions(
+        sampling_of(request.sampling, defaults),
+        priority(request.priority),
+        away_seconds(request.hints),
+    )
 
 
 def sampling_of(given: pb.Sampling, defaults: Sampling) -> Sampling:

@@ -13,8 +13,6 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from pensieve.core.iteration import Slice
-from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn
 from pensieve.errors import UnsupportedModel
 from pensieve.kernels.layer import cpu as dense
@@ -27,7 +25,7 @@ from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import load
 from pensieve.model.probe import FusionFailed, probe
 from pensieve.model.shape import ModelShape
-from tests.model.world import GAP_MAX, World, largest_gap, plain_model
+from tests.model.world import GAP_MAX, World, largest_gap, plain_model, slice_of
 from tests.models import SERVED, tiny_model
 
 WHOLE = {"llama-mha", "llama-gqa", "mistral", "qwen2", "qwen3", "phi3", "granite", "gemma", "olmo2"}
@@ -130,13 +128,13 @@ def test_rows_that_need_no_logits_change_no_bit(
     )
     shape = ModelShape(2, heads[1], heads[0], size, 128, 64, dtype, 0, 0)
     ids = torch.arange(3, 43)
-    turn = Turn(0, "", array("I", ids.tolist()), 0, 40, 41, Sampling())
+    turn = Turn(0, "", array("I", ids.tolist()), 0, 40, 41)
     answers = []
     with torch.inference_mode():
         for rows in (list(range(40)), [39], [], [3, 31, 32], [7, 2]):
             memory = KVMemory(shape, 6, 0, slots)
-            turn.page_table = [3, 1, 5, 0, 2][: -(-40 // slots)]
-            batch = Batch.from_slices([Slice(turn, 0, 40, True)], slots)
+            turn.page_table = array("i", [3, 1, 5, 0, 2][: -(-40 // slots)])
+            batch = Batch.from_slices([slice_of(turn, 0, 40, True, slots)], slots)
             forward_pass = PagedPass(batch, memory, wait_layer=lambda layer: None)
             chosen = torch.tensor(rows, dtype=torch.int64)
             logits = flat.logits(ids, batch.positions, chosen, forward_pass)

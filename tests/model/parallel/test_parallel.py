@@ -19,8 +19,6 @@ import pytest
 import torch
 
 from pensieve.core.iteration import Iteration, PageCopy, Slice, SwapIn, SwapOut
-from pensieve.core.sampling import Sampling
-from pensieve.core.turn import Turn
 from pensieve.engine.messages import CheckIntegrity
 from pensieve.errors import ConfigError, DeviceError, UnsupportedModel
 from pensieve.launch import programs
@@ -295,31 +293,31 @@ def test_what_cannot_be_divided_is_refused_before_anything_starts(
 
 
 def test_an_order_holds_the_iteration_but_for_its_tokens() -> None:
-    turns = [
-        Turn(7, "c", array("I", range(9)), 0, 9, 20, Sampling(), page_table=[5, 2, 8]),
-        Turn(8, "c", array("I", range(3)), 0, 3, 20, Sampling(), page_table=[1]),
-    ]
+    tokens = array("I", range(9))
     iteration = Iteration(
         3,
-        (Slice(turns[0], 4, 7, False), Slice(turns[1], 0, 3, True), Slice(turns[0], 2, 3, False)),
+        (
+            Slice(7, 4, 7, tokens[4:7], array("i", [5, 2])),
+            Slice(8, 0, 3, tokens[:3], array("i", [1]), True),
+            Slice(7, 2, 3, tokens[2:3], array("i", [5])),
+        ),
         (PageCopy(1, 2, 3),),
         (SwapIn(1 << 40, 4, 5, 4), SwapIn(6, 7, 8, 1)),
         (SwapOut(9, 1, 0, 2),),
     )
-    blank = array("I", [0])
-    got = unpack(pack(iteration, 4), blank)
+    got = unpack(pack(iteration))
     assert got.index == 3
     assert (got.copies, got.swap_ins, got.swap_outs) == (
         iteration.copies,
         iteration.swap_ins,
         iteration.swap_outs,
     )
-    assert [each[1:] for each in got.slices] == [each[1:] for each in iteration.slices]
-    assert got.slices[0].turn is got.slices[2].turn
-    assert [each.turn.page_table for each in got.slices[:2]] == [[5, 2], [1]]  # what they reach
-    assert list(got.slices[1].turn.tokens[0:3]) == [0, 0, 0]
-    assert len(blank) == 7
-    assert unpack(pack(Iteration(4, ()), 4), blank) == Iteration(4, ())
+    for one, other in zip(got.slices, iteration.slices, strict=True):
+        assert (one.turn_id, one.start, one.stop) == (other.turn_id, other.start, other.stop)
+        assert one.needs_token == other.needs_token
+        assert one.token_ids.tolist() == [0] * (other.stop - other.start)
+        assert one.page_table[: len(other.page_table)] == other.page_table
+    assert unpack(pack(Iteration(4, ()))) == Iteration(4, ())
 
 
 def test_a_copy_is_finished_when_it_is_on_every_rank() -> None:

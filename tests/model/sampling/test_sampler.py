@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,34 +20,20 @@ from transformers import (
 )
 
 from pensieve.core.sampling import Sampling
-from pensieve.core.turn import Turn
 from pensieve.model.sampling import draw as draw_module
 from pensieve.model.sampling import sampler as sampler_module
-from pensieve.model.sampling.draw import Row, philox4x32, uniform_limbs
-from pensieve.model.sampling.sampler import SampledToken, Sampler
+from pensieve.model.sampling.draw import philox4x32, uniform_limbs
+from pensieve.model.sampling.penalties import Row, TurnLog
+from pensieve.model.sampling.sampler import DrawnToken, Sampler
 
 MANY = 64  # positions at which a random draw is compared
 
 
-@dataclass
-class Remembers:
-    sampling_state: object | None = None
-
-
 def make_turn(
     sampling: Sampling, context: list[int] | None = None, reply: list[int] | None = None
-) -> Turn:
+) -> TurnLog:
     context = [1, 2, 3] if context is None else context
-    return Turn(
-        turn_id=1,
-        conversation_id="c",
-        tokens=array("I", context + (reply or [])),
-        history_tokens=0,
-        prompt_end=len(context),
-        length_max=10_000,
-        sampling=sampling,
-        decoding=Remembers(),
-    )
+    return TurnLog(sampling, array("I", context + (reply or [])), len(context))
 
 
 def make_row(sampling: Sampling) -> Row:
@@ -60,7 +46,7 @@ def make_logits(num_rows: int, vocab_size: int, seed: int = 0, scale: float = 3.
     return torch.randn(num_rows, vocab_size, generator=generator) * scale
 
 
-def sample_one(row: torch.Tensor | list[float], turn: Turn, eos: frozenset[int] = frozenset()):
+def sample_one(row: torch.Tensor | list[float], turn: TurnLog, eos: frozenset[int] = frozenset()):
     row = torch.as_tensor(row, dtype=torch.float32)
     (sampled,) = Sampler(row.shape[0], eos).sample(row.unsqueeze(0), [turn])
     assert sampled is not None
@@ -71,7 +57,7 @@ def token_of(row: torch.Tensor | list[float], sampling: Sampling, **context: lis
     return sample_one(row, make_turn(sampling, **context)).token_id
 
 
-def expected_token(row: torch.Tensor, turn: Turn) -> int:
+def expected_token(row: torch.Tensor, turn: TurnLog) -> int:
     """transformers' processors in transformers' order, then the inverse of the cumulated sum."""
     sampling = turn.sampling
     processors = LogitsProcessorList()
@@ -412,7 +398,7 @@ def test_memory_that_follows_the_log_equals_memory_rebuilt_from_it() -> None:
     forgetting = make_turn(sampling, context=[4, 4, 9])
     for step in range(30):
         logits = make_logits(1, 20, seed=step, scale=1.0).expand(2, 20)
-        forgetting.decoding = Remembers()
+        forgetting.penalties = None
         one, other = sampler.sample(logits, [remembering, forgetting])
         assert one == other
         assert one is not None
@@ -426,7 +412,7 @@ def test_memory_that_follows_the_log_equals_memory_rebuilt_from_it() -> None:
         )
 
 
-def one_token_ago(turn: Turn) -> Turn:
+def one_token_ago(turn: TurnLog) -> TurnLog:
     """The same turn before its last token, as if the engine had restarted."""
     return make_turn(
         turn.sampling,
@@ -438,13 +424,13 @@ def one_token_ago(turn: Turn) -> Turn:
 def test_memory_is_kept_between_tokens_and_only_where_it_is_needed() -> None:
     turn = make_turn(Sampling(repetition_penalty=1.5))
     sample_one([1.0] * 5, turn)
-    state = turn.decoding.sampling_state
+    state = turn.penalties
     sample_one([1.0] * 5, turn)
     assert state is not None
-    assert turn.decoding.sampling_state is state
+    assert turn.penalties is state
     plain = make_turn(Sampling(temperature=1.0, logprobs=3))
     sample_one([1.0] * 5, plain)
-    assert plain.decoding.sampling_state is None
+    assert plain.penalties is None
 
 
 def test_a_turn_not_sampled_for_a_while_still_counts_every_token() -> None:
@@ -507,8 +493,8 @@ def test_logprobs_are_before_temperature_and_cuts_and_after_penalties() -> None:
 
 def test_zero_alternatives_report_the_sampled_token_only() -> None:
     sampled = sample_one([0.0, 0.0], make_turn(Sampling(logprobs=0)))
-    assert sampled == SampledToken(0, pytest.approx(-math.log(2), abs=1e-15), ())
-    assert sample_one([0.0, 0.0], make_turn(Sampling())) == SampledToken(0, None, ())
+    assert sampled == DrawnToken(0, pytest.approx(-math.log(2), abs=1e-15), ())
+    assert sample_one([0.0, 0.0], make_turn(Sampling())) == DrawnToken(0, None, ())
 
 
 def test_more_alternatives_than_tokens_report_what_there_is_and_nothing_impossible() -> None:
@@ -528,7 +514,7 @@ def test_rows_that_want_different_numbers_of_alternatives_share_a_batch() -> Non
 # -- one token ahead, and on a device -----------------------------------------------------------------
 
 
-def make_turns() -> list[Turn]:
+def make_turns() -> list[TurnLog]:
     """Every option at several places; min_tokens and logprobs for some."""
     rng = random.Random(11)
     return [
@@ -620,7 +606,7 @@ def test_without_compiled_kernels_a_row_that_is_not_finite_fails_alone_too(
     logits[2] = 3.4e38
     sampled = Sampler(100).sample(logits, [make_turn(Sampling()) for _ in range(4)])
     assert [each is None for each in sampled] == [False, True, False, False]
-    assert sampled[2] == SampledToken(0, None, ())
+    assert sampled[2] == DrawnToken(0, None, ())
 
 
 # -- batches ----------------------------------------------------------------------------------------
@@ -634,7 +620,7 @@ def test_no_row_depends_on_who_shares_the_batch(vocab_size: int) -> None:
     logits = make_logits(2 * len(options), vocab_size, seed=vocab_size)
     sampler = Sampler(vocab_size, frozenset({2}))
 
-    def make_turns() -> list[Turn]:
+    def make_turns() -> list[TurnLog]:
         draws = random.Random(7)
         return [
             make_turn(
@@ -663,7 +649,7 @@ def test_no_row_depends_on_who_shares_the_batch(vocab_size: int) -> None:
 def test_small_passes_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = make_logits(len(OPTIONS), 50)
 
-    def turns() -> list[Turn]:
+    def turns() -> list[TurnLog]:
         asked = (
             replace(each, logprobs=(None, 0, 2)[n % 3]) for n, each in enumerate(OPTIONS.values())
         )
@@ -726,7 +712,7 @@ def test_ids_that_the_logits_lack_are_left_alone() -> None:
         stop_token_ids=(900,),
     )
     turn = make_turn(sampling, context=[900, 2**31 + 5], reply=[900])
-    assert Sampler(1000).sample(torch.tensor([[1.0, 2.0]]), [turn]) == [SampledToken(1, None, ())]
+    assert Sampler(1000).sample(torch.tensor([[1.0, 2.0]]), [turn]) == [DrawnToken(1, None, ())]
 
 
 def test_bfloat16_logits_give_what_their_float32_values_give() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
-
 from pensieve.core.sampling import Sampling
-from pensieve.core.turn import FinishReason, Turn
-from pensieve.model.reply import Decoding
+from pensieve.core.turn import FinishReason
+from pensieve.text.reply import ReplyText
 from tests.model.world import LetterTokenizer
 
 A, B, C, D = 26, 27, 28, 29  # "a" to "d"
@@ -15,15 +13,17 @@ EURO = [100, 101, 102]
 
 def run(token_ids: list[int], *, length: int = 99, **fields: object) -> list[object]:
     """What each token answers: its text, or (text, finish) where it ends the turn."""
-    turn = Turn(0, "c", array("I", [5, 6, 7]), 0, 3, 3 + length, Sampling(**fields))
-    decoding = Decoding(turn.sampling, LetterTokenizer(), frozenset({2}))
+    sampling = Sampling(**fields)
+    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {2})
+    reply = ReplyText(LetterTokenizer(), ends, sampling.stop, sampling.min_tokens)
     answers: list[object] = []
-    for token_id in token_ids:
-        text, finish = decoding.accept(turn, token_id)
-        turn.tokens.append(token_id)
-        answers.append(text if finish is None else (text, finish))
-        if finish is not None:
+    for number, token_id in enumerate(token_ids, 1):
+        is_last = number == length
+        text, stopped = reply.push(token_id, is_last)
+        if stopped or is_last:
+            answers.append((text, FinishReason.STOP if stopped else FinishReason.LENGTH))
             break
+        answers.append(text)
     return answers
 
 

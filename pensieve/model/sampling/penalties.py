@@ -1,0 +1,110 @@
+"""A turn's log as the sampler knows it, and what the logits of its rows are adjusted by.
+
+`TurnLog` lives in the executor for as long as the turn does.  It begins with the turn's context and grows by
+each token that was collected, so it may lack the token before the one to be drawn (`Row.is_ahead`).
+
+`Penalties` is derived from it: which ids the context holds, and how often this reply used each.  It follows
+the log by reading what was appended since the last call.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pensieve.core.iteration import TurnStart
+from pensieve.core.sampling import Sampling
+from pensieve.model.transfer import indices, upload
+
+
+@dataclass(slots=True, eq=False)
+class TurnLog:
+    """What sampling needs of a turn."""
+
+    sampling: Sampling
+    tokens: array[int]  # 'I': its context and what was collected of its reply
+    prompt_end: int
+    penalties: Penalties | None = None  # made when a row asks for them
+
+    @classmethod
+    def of(cls, start: TurnStart) -> TurnLog:
+        return cls(start.sampling, start.context[:], len(start.context))
+
+
+class Row(NamedTuple):
+    """Whose logits these are, and where in its log the token that they give will stand."""
+
+    log: TurnLog
+    position: int
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.log.sampling
+
+    @property
+    def is_ahead(self) -> bool:
+        """The token before it is being computed and not in the log yet."""
+        return self.position > len(self.log.tokens)
+
+
+def counts_reply(sampling: Sampling) -> bool:
+    return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+
+
+@dataclass(slots=True)
+class Penalties:
+    """What the logits of one turn are adjusted by; `seen` and `counts` follow the log."""
+
+    num_followed: int  # tokens of the log that `seen` and `counts` include
+    seen: Tensor  # (vocab,) bool: the context holds this id; empty where nothing asks
+    counts: Tensor  # (vocab,) int32: how often this reply used it; empty where nothing asks
+    bias: tuple[Tensor, Tensor] | None  # ids and what is added to their logits
+    ending_ids: Tensor  # ids that may not come before min_tokens
+
+    @classmethod
+    def of(cls, sampling: Sampling, eos_token_ids: frozenset[int], values: Tensor) -> Penalties:
+        vocab_size, device = values.shape[1], values.device
+        num_seen = vocab_size if sampling.repetition_penalty != 1 else 0
+        num_counts = vocab_size if counts_reply(sampling) else 0
+        biases: dict[int, float] = {}
+        for token_id, bias in sampling.logit_bias:
+            if token_id < vocab_size:
+                biases[token_id] = biases.get(token_id, 0.0) + bias
+        ending_ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ending_ids |= eos_token_ids
+        return cls(
+            num_followed=0,
+            seen=torch.zeros(num_seen, dtype=torch.bool, device=device),
+            counts=torch.zeros(num_counts, dtype=torch.int32, device=device),
+            bias=(
+                indices(list(biases), device),
+                upload(torch.tensor(list(biases.values()), dtype=torch.float32), device),
+            )
+            if biases
+            else None,
+            ending_ids=indices(
+                sorted(token_id for token_id in ending_ids if token_id < vocab_size), device
+            ),
+        )
+
+    def follow(self, log: TurnLog) -> None:
+        if len(self.seen):
+            ids = _ids_of(log.tokens[self.num_followed :], self.seen)
+            self.seen.index_fill_(0, ids, True)
+        if len(self.counts):
+            ids = _ids_of(log.tokens[max(self.num_followed, log.prompt_end) :], self.counts)
+            self.counts.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+        self.num_followed = len(log.tokens)
+
+
+def _ids_of(tokens: array[int], like: Tensor) -> Tensor:
+    """Those of `tokens` (a copy: a tensor over it would forbid the log to grow) that `like` has."""
+    if not tokens:
+        return torch.empty(0, dtype=torch.int64, device=like.device)
+    ids = torch.frombuffer(tokens, dtype=torch.int32).to(torch.int64)
+    return upload(ids[(ids >= 0) & (ids < len(like))], like.device)

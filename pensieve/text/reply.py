@@ -1,0 +1,58 @@
+"""From the tokens of a reply to its text: what each one releases, and which one ends it.
+
+    token id ─> Detokenizer ─> StopMatcher ─> text of the token
+                (withholds      (withholds what may
+                 incomplete      begin a stop string)
+                 UTF-8)
+
+A reply stops at an end-of-turn token (unless the client ignores it), at a stop token or at a stop string
+(looked for from `min_tokens` on).  A token that ends it by its id is in the log and not in the text; after a
+stop string the log ends with the token that completed it, the text before the string.  That a reply is as
+long as it may be is decided elsewhere and comes with its last token.
+
+What was withheld is flushed at the end: incomplete UTF-8 as U+FFFD, the beginning of a stop string as
+itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+from pensieve.text.detokenizer import Detokeniser
+from pensieve.text.stop import StopMatcher
+from pensieve.text.tokenizer import Tokenizer
+
+
+class ReplyText:
+    """The text of one reply; it lives as long as the turn does, suspended or not."""
+
+    __slots__ = ("_detokeniser", "_min_tokens", "_num_tokens", "_stop_matcher", "end_token_ids")
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        end_token_ids: AbstractSet[int],
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self.end_token_ids = end_token_ids
+        self._detokeniser = Detokeniser(tokenizer)
+        self._stop_matcher = StopMatcher(stop)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+
+    def push(self, token_id: int, is_last: bool) -> tuple[str, bool]:
+        """The text that this token releases, and whether the reply stops with it."""
+        self._num_tokens += 1
+        stops = token_id in self.end_token_ids
+        text = "" if stops else self._detokeniser.push(token_id)
+        if stops or is_last:
+            text += self._detokeniser.flush()
+        if self._num_tokens < self._min_tokens:
+            return text, stops  # no stop string ends the reply yet
+        released, matched = self._stop_matcher.push(text)
+        if matched is not None:
+            return released, True
+        if stops or is_last:
+            released += self._stop_matcher.flush()
+        return released, stops

@@ -1,0 +1,180 @@
+"""A turn brings only what is new: the engine knows the log while it holds KV of it, and asks otherwise."""
+
+from __future__ import annotations
+
+from pensieve.core.turn import FinishReason
+from pensieve.engine.messages import (
+    CancelTurn,
+    DeleteConversation,
+    EvictConversation,
+    ForkConversation,
+    LogNeeded,
+    ProvideLog,
+    RewindConversation,
+    SubmitTurn,
+    TurnEnded,
+)
+from tests.engine.test_engine import ENGINE, Rig, options_of, packed, submit
+from tests.fakes import reply_to
+
+PROMPT = [5, 6, 7]
+
+
+def new(turn_id: int, name: str, log: list[int], prompt: list[int]) -> SubmitTurn:
+    """A turn as the service submits it."""
+    length = len(log)
+    return SubmitTurn(turn_id, name, packed(prompt), length, options_of(6), first_position=length)
+
+
+def warm(turn_id: int, name: str, log: list[int]) -> SubmitTurn:
+    return SubmitTurn(turn_id, name, b"", len(log), warm=True, first_position=len(log))
+
+
+def first_turn(rig: Rig, name: str = "a") -> list[int]:
+    """The log after a first turn."""
+    rig.mailbox.put(submit(1, name, [], PROMPT))
+    rig.run()
+    return PROMPT + rig.sink.said(1)
+
+
+def needed(rig: Rig) -> list[LogNeeded]:
+    return [event for event in rig.sink.events if isinstance(event, LogNeeded)]
+
+
+def end_of(rig: Rig, turn_id: int) -> TurnEnded:
+    (end,) = [e for e in rig.sink.events if isinstance(e, TurnEnded) and e.turn_id == turn_id]
+    return end
+
+
+def expected(tokens: list[int]) -> list[int]:
+    return reply_to(tokens, min(len(tokens) + 6, ENGINE.context_max))
+
+
+def test_the_next_turn_of_a_conversation_brings_its_message_alone():
+    rig = Rig()
+    log = first_turn(rig)
+    rig.mailbox.put(new(2, "a", log, [9]))
+    rig.run()
+    assert not needed(rig)
+    assert rig.sink.said(2) == expected([*log, 9])
+    assert end_of(rig, 2).usage.device_tokens == len(log) - 1
+
+
+def test_an_engine_that_was_started_again_asks_for_the_log():
+    rig = Rig()
+    log = list(range(20))
+    rig.mailbox.put(new(7, "a", log, [9]))
+    rig.run()
+    assert needed(rig) == [LogNeeded(7, "a", 20)]
+    assert not rig.sink.said(7)
+    rig.mailbox.put(ProvideLog(7, packed(log)))
+    rig.run()
+    assert rig.sink.said(7) == expected([*log, 9])
+    usage = end_of(rig, 7).usage
+    assert (usage.new_tokens, usage.recomputed_tokens) == (2, 19)
+
+
+def test_what_was_dropped_from_both_tiers_is_asked_for():
+    rig = Rig()
+    log = first_turn(rig)
+    rig.mailbox.put(EvictConversation("a"))
+    rig.mailbox.put(new(2, "a", log, [9]))
+    rig.run()
+    assert needed(rig) == [LogNeeded(2, "a", len(log))]
+
+
+def test_a_rewound_conversation_is_known_as_far_as_it_goes():
+    rig = Rig()
+    log = first_turn(rig)
+    rig.mailbox.put(RewindConversation("a", 3))
+    rig.mailbox.put(new(2, "a", log[:3], [9]))
+    rig.run()
+    assert not needed(rig)
+    assert rig.sink.said(2) == expected([*log[:3], 9])
+
+
+def test_a_turn_whose_rewind_was_lost_cuts_the_log_itself():
+    rig = Rig()
+    log = first_turn(rig)
+    rig.mailbox.put(new(2, "a", log[:3], [9]))
+    rig.run()
+    assert not needed(rig)
+    assert rig.sink.said(2) == expected([*log[:3], 9])
+
+
+def test_a_fork_is_known_too():
+    rig = Rig()
+    log = first_turn(rig)
+    rig.mailbox.put(ForkConversation("a", 4, "b"))
+    rig.mailbox.put(new(2, "b", log[:4], [9]))
+    rig.run()
+    assert not needed(rig)
+    assert rig.sink.said(2) == expected([*log[:4], 9])
+
+
+def test_a_log_that_is_longer_than_what_is_known_is_asked_for():
+    """It may be when the turn before this one was answered from another engine."""
+    rig = Rig()
+    log = first_turn(rig)
+    rig.mailbox.put(new(2, "a", [*log, 1, 2, 3], [9]))
+    rig.run()
+    assert needed(rig) == [LogNeeded(2, "a", len(log) + 3)]
+
+
+def test_a_turn_may_be_cancelled_while_it_waits_for_its_log():
+    rig = Rig()
+    rig.mailbox.put(new(7, "a", [1, 2, 3], [9]))
+    rig.mailbox.put(CancelTurn(7, 3))
+    rig.mailbox.put(ProvideLog(7, packed([1, 2, 3])))
+    rig.run()
+    assert end_of(rig, 7).finish is FinishReason.CANCELLED
+    assert not rig.sink.said(7)
+
+
+def test_a_conversation_may_be_deleted_while_its_turn_waits_for_the_log():
+    rig = Rig()
+    rig.mailbox.put(new(7, "a", [1, 2, 3], [9]))
+    rig.mailbox.put(DeleteConversation("a"))
+    rig.mailbox.put(ProvideLog(7, packed([1, 2, 3])))
+    rig.run()
+    assert end_of(rig, 7).finish is FinishReason.CANCELLED
+    assert "a" not in rig.scheduler.cache.conversations
+
+
+def test_a_waiting_warm_gives_way_to_the_turn_that_it_was_for():
+    rig = Rig()
+    rig.mailbox.put(warm(7, "a", [1, 2, 3]))
+    rig.mailbox.put(new(8, "a", [1, 2, 3], [9]))
+    rig.mailbox.put(ProvideLog(7, packed([1, 2, 3])))
+    rig.mailbox.put(ProvideLog(8, packed([1, 2, 3])))
+    rig.run()
+    assert end_of(rig, 7).finish is FinishReason.WARMED
+    assert rig.sink.said(8) == expected([1, 2, 3, 9])
+
+
+def test_a_waiting_warm_ends_when_its_conversation_is_rewound():
+    """Its tokens may be others by the time that they come."""
+    rig = Rig()
+    rig.mailbox.put(warm(7, "a", [1, 2, 3]))
+    rig.mailbox.put(RewindConversation("a", 1))
+    rig.mailbox.put(ProvideLog(7, packed([1, 4, 4])))
+    rig.run()
+    assert end_of(rig, 7).finish is FinishReason.WARMED
+    assert "a" not in rig.scheduler.cache.conversations
+
+
+def test_a_second_turn_is_refused_while_the_first_waits_for_its_log():
+    rig = Rig()
+    rig.mailbox.put(new(7, "a", [1, 2, 3], [9]))
+    rig.mailbox.put(new(8, "a", [1, 2, 3], [9]))
+    rig.run()
+    assert end_of(rig, 8).failure == "TURN_RUNNING"
+
+
+def test_a_log_of_the_wrong_length_fails_the_turn():
+    rig = Rig()
+    rig.mailbox.put(new(7, "a", [1, 2, 3], [9]))
+    rig.mailbox.put(ProvideLog(7, packed([1, 2])))
+    rig.run()
+    assert end_of(rig, 7).failure == "LOG_MISSING"
+    assert not rig.scheduler.num_turns
