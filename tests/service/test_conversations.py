@@ -10,9 +10,9 @@ import pytest
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
 from pensieve.errors import StaleRevision
-from pensieve.launch.engine import Runtime
 from pensieve.service.live_turn import Asked, Draft
 from pensieve.text import Message
+from tests.service.in_process import Runtime
 from tests.service.rig import ask, finish, started, step, write_model
 from tests.text.families import QWEN_2_5
 

@@ -1,0 +1,70 @@
+"""Whether a swap-in hides behind the compute: section `hidden` of the GPU bench."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Sequence
+
+from pensieve.bench.gpu_harness import Bench
+from pensieve.bench.gpu_model import GREEDY, executor_of
+from pensieve.core.iteration import Iteration, Slice, SwapIn, SwapOut
+from pensieve.core.turn import Turn
+from pensieve.errors import PensieveError
+from pensieve.kernels.attention.plan import PAGE
+from pensieve.model.loader import LoadedModel
+
+
+def section_hidden(bench: Bench, model: LoadedModel) -> None:
+    history, message = (320, 64) if bench.small else (4000, 512)
+    pages = -(-(history + message) // PAGE)
+    executor = executor_of(model, bench.device, 2 * pages, pages, 1)
+    draw = random.Random(0)
+    tokens = array("I", [draw.randrange(model.shape.vocab_size) for _ in range(history + message)])
+    turn = Turn(0, "c", tokens, 0, len(tokens), len(tokens) + 10, GREEDY)
+    order = list(range(2 * pages))
+    draw.shuffle(order)
+    turn.page_table = order[:pages]
+    spare = order[pages:]
+    host = list(range(pages))
+    draw.shuffle(host)
+    full = history // PAGE
+
+    def step(*slices: Slice, ins: Sequence[SwapIn] = (), outs: Sequence[SwapOut] = ()) -> float:
+        bench.synchronize()
+        began = time.perf_counter()
+        executor.launch(Iteration(0, slices, (), tuple(ins), tuple(outs)))
+        outcome = executor.collect()
+        if slices and slices[-1].needs_token and not outcome.samples:
+            raise PensieveError(f"no token: {outcome.failures}")
+        return time.perf_counter() - began
+
+    for start in range(0, history, 512):
+        step(Slice(turn, start, min(start + 512, history), False))
+    prompt = Slice(turn, history, history + message, True)
+    outs = [SwapOut(i, turn.page_table[i], host[i], PAGE) for i in range(full)]
+    step(outs=outs)
+    num_finished = 0
+    while num_finished < full:
+        executor.launch(Iteration(0, ()))
+        num_finished += len(executor.collect().finished_copies)
+        if num_finished == 0:
+            break
+    times: dict[str, list[float]] = {"device": [], "host": []}
+    for _ in range(3 if bench.small else 9):
+        times["device"].append(step(prompt))
+        turn.page_table[:full], spare[:full] = spare[:full], turn.page_table[:full]
+        ins = [SwapIn(i, host[i], turn.page_table[i], PAGE) for i in range(full)]
+        times["host"].append(step(prompt, ins=ins))
+        executor._copier.wait_any()
+    executor.close()
+    median = {place: statistics.median(each[1:]) for place, each in times.items()}
+    ratio = median["host"] / median["device"]
+    bench.report(
+        "hidden",
+        f"{message} new tokens over {history}: {median['device'] * 1e3:.1f} ms on the device, "
+        f"{median['host'] * 1e3:.1f} ms from the host tier: {ratio:.3f} x",
+        ratio=ratio,
+    )
