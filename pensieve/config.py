@@ -316,6 +316,27 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Serving:
+    """What `pensieve serve` alone needs to know."""
+
+    address: str
+    ready_file: Path | None
+    token_file: Path | None
+    tls_cert: Path | None
+    tls_key: Path | None
+    tls_client_ca: Path | None
+    insecure: bool | None
+    reflection: bool | None
+    turns_waiting_max: int
+    grace: float
+    keepalive: float
+    drain_timeout: float
+    engine: str
+    echo_seconds: float
+    log_format: str
+
+
+@dataclass(frozen=True)
 class Resolved:
     tables: tuple[Table, ...]
     values: dict[str, Any]  # by name; None where there is none
@@ -325,6 +346,10 @@ class Resolved:
     @property
     def settings(self) -> Settings:
         return Settings(**{each.name: self.values[each.name] for each in SETTINGS})
+
+    @property
+    def serving(self) -> Serving:
+        return Serving(**{each.name: self.values[each.name] for each in SERVING})
 
 
 def resolve(

@@ -21,20 +21,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from pensieve.bench import plots
-from pensieve.errors import PensieveError
+from pensieve.bench.report import Report, progress
+from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.kernels import multi_token_attention
 from pensieve.kernels.attention import cpu, reference
 
 SLOTS = 32
 COPIES_BYTES = 256 << 20  # of inputs that take turns: beyond any cache
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-Run = Callable[[], Any]
+Run = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,45 @@ class Row:
     token_by_token_seconds: float
     ratio: float  # seconds over contiguous_seconds
     bandwidth_share: float  # of the measured read bandwidth
+
+
+@dataclass(frozen=True)
+class Options:
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...]
+    queries: int
+    dtype: str | None  # only this one
+    repeats: int
+
+
+def run(options: Options, report: Report) -> list[Row]:
+    if min(options.contexts) < options.queries:
+        raise InvalidArgument("context", "is at least as long as the queries")
+    bandwidth = read_bytes_per_second()
+    about = {**machine(), "read_bytes_per_second": bandwidth}
+    progress(", ".join(f"{name} {value}" for name, value in about.items()))
+    rows = []
+    for shape in shapes(options.contexts, options.batches, options.queries):
+        if options.dtype not in (None, shape.dtype):
+            continue
+        row = measure(shape, options.repeats, bandwidth)
+        rows.append(row)
+        report.line(line_of(row))
+    means = geometric_means(rows)
+    for name, ratio in means.items():
+        report.line(f"{name}: {ratio:.2f} x (geometric mean)")
+    report.finish({**about, "rows": [asdict(row) for row in rows], "ratios": means})
+    return rows
+
+
+def line_of(row: Row) -> str:
+    return (
+        f"{row.dtype:8} {row.heads}/{row.kv_heads:<2} of {row.head_size:3}, batch {row.batch:2}, "
+        f"context {row.context:5}: {row.seconds * 1e3:7.2f} ms, contiguous "
+        f"{row.contiguous_seconds * 1e3:7.2f} ({row.ratio:.2f} x), copy-out "
+        f"{row.copy_out_seconds * 1e3:7.2f}, token by token "
+        f"{row.token_by_token_seconds * 1e3:7.2f}; {row.bandwidth_share:4.0%} of the bandwidth"
+    )
 
 
 def shapes(
@@ -275,4 +314,4 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     axes.axhline(1.0, color="gray", linewidth=1, label="contiguous (torch)")
     axes.set(xlabel="context (tokens)", ylabel="time / contiguous", xscale="log", ylim=(0, None))
     axes.legend()
-    figure.savefig(path)
+    plots.save(figure, path)

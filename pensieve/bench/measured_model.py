@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from pensieve.bench.random_model import SHAPES, make
+from pensieve.bench.report import progress
 from pensieve.errors import InvalidArgument
-from pensieve.launch.engine import resolve_model
+from pensieve.launch.model_folder import resolve_model
 
 
 @contextmanager
@@ -22,6 +22,6 @@ def measured_model(name: str, shape: str) -> Iterator[Path]:
     if shape not in SHAPES:
         raise InvalidArgument("shape", f"is one of {', '.join(SHAPES)}")
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
-        print(f"making random weights, {shape}", file=sys.stderr, flush=True)
+        progress(f"making random weights, {shape}")
         make(Path(folder), SHAPES[shape])
         yield Path(folder)

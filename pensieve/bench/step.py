@@ -1,6 +1,6 @@
 """`pensieve bench step`: one iteration of a model against the time that reading its weights takes.
 
-A step is what the engine asks of its executor: launch, forward, sampling, collect. It is timed for turns
+A step is what the engine does with its executor: launch, forward, sampling, collect. It is timed for turns
 that generate (`decode`), and for the same turns beside a piece of a prompt (`mixed`). Contexts are real:
 their keys and values were computed by the same model.
 
@@ -9,8 +9,8 @@ their keys and values were computed by the same model.
     ratio   time of the step over the floor; medians, the two measured by turns
 
 With --weights int8 the logits of a few prompts are first compared with those of the checkpoint's own
-weights. Before anything is timed, several turns of the largest batch must say, token for token, what
-they say when they are alone.
+weights. Before anything is timed, several turns of the largest batch must get, token for token, the
+reply that they get when they are alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,15 +27,17 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.bench import plots
+from pensieve.bench.measured_model import measured_model
+from pensieve.bench.report import Report, percentile, progress
 from pensieve.core.iteration import Iteration, Slice, TurnStart
 from pensieve.core.sampling import Sampling
-from pensieve.errors import PensieveError
+from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.model.attention import PagedPass
 from pensieve.model.batch import Batch
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.fuse.layers import FusedLayer, PackedProduct
 from pensieve.model.kv.memory import KVMemory
-from pensieve.model.loader import LoadedModel
+from pensieve.model.loader import LoadedModel, load
 from pensieve.model.sampling.sampler import Sampler
 from pensieve.text.tokenizer import Tokenizer
 
@@ -57,6 +59,52 @@ class Row:
     tokens_per_second: float
 
 
+@dataclass(frozen=True)
+class Options:
+    model: str  # "" for random weights of the shape
+    shape: str
+    batches: tuple[int, ...]
+    context: int
+    prompt_tokens: int
+    repeats: int
+    int8: bool
+
+
+def run(options: Options, report: Report) -> list[Row]:
+    if min(options.batches) < 1 or options.context < 1 or options.repeats < 1:
+        raise InvalidArgument("batch, context, repeats", "are at least 1")
+    about: dict[str, object] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    with measured_model(options.model, options.shape) as folder:
+        exact = Logits.of(load(folder)) if options.int8 else None
+        model = load(folder, int8=options.int8, report=progress)
+        tokenizer = Tokenizer.load(folder)
+    if exact is not None:
+        about["accuracy"] = accuracy = Logits.of(model).against(exact)
+        report.line(
+            f"int8 against the checkpoint's weights: {accuracy['same_token_share']:.1%} of the "
+            f"likeliest tokens are the same, KL divergence {accuracy['kl_divergence']:.4f}, logits off "
+            f"by {accuracy['logit_difference']:.1%} of their range"
+        )
+    rows = []
+    for row in measure(
+        model,
+        tokenizer,
+        batches=options.batches,
+        context=options.context,
+        prompt_tokens=options.prompt_tokens,
+        repeats=options.repeats,
+    ):
+        rows.append(row)
+        beside = f" beside {row.prompt_tokens} of a prompt" if row.prompt_tokens else ""
+        report.line(
+            f"{row.batch:3} turns{beside}: {row.seconds * 1e3:7.2f} ms (p90 "
+            f"{row.p90_seconds * 1e3:.2f}), weights {row.floor_seconds * 1e3:.2f} ms: "
+            f"{row.ratio:.2f} x, {row.tokens_per_second:,.0f} tokens/s"
+        )
+    report.finish({**about, "rows": [asdict(row) for row in rows]})
+    return rows
+
+
 @dataclass(slots=True)
 class Generating:
     """A turn of the batch."""
@@ -73,6 +121,8 @@ class Generating:
 
 
 class Bench:
+    """An executor with turns whose KV it holds, and the time of each step."""
+
     def __init__(
         self, model: LoadedModel, tokenizer: Tokenizer, batch_max: int, tokens_max: int
     ) -> None:
@@ -186,7 +236,7 @@ def _checked(bench: Bench, prompts: Sequence[Sequence[int]]) -> list[Generating]
         bench.decode(turns)
     for turn in alone:
         if turn.tokens != turns[turn.row].tokens:
-            raise PensieveError(f"turn {turn.row} says something else when it is alone")
+            raise PensieveError(f"turn {turn.row} gets another reply when it is alone")
     return turns
 
 
@@ -200,7 +250,7 @@ def _row(
         context=context,
         prompt_tokens=prompt_tokens if kind == "mixed" else 0,
         seconds=seconds,
-        p90_seconds=sorted(times)[int(0.9 * (len(times) - 1))],
+        p90_seconds=percentile(times, 0.9),
         floor_seconds=floor,
         ratio=seconds / floor,
         tokens_per_second=batch / seconds,
@@ -268,4 +318,4 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     axes.axhline(1.0, color="gray", linewidth=1, label="reading the weights")
     axes.set(xlabel="turns generating", ylabel="time / floor", xscale="log", ylim=(0, None))
     axes.legend()
-    figure.savefig(path)
+    plots.save(figure, path)

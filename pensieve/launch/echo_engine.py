@@ -1,9 +1,9 @@
-"""An engine process whose model is arithmetic: `python -m pensieve.launch.echo_engine FD`.
+"""An engine process with arithmetic in the model's place, to measure or to break the service alone.
 
-Everything is real but the tensors: mailbox, scheduler, cache, detokeniser, pipe.  The next token is a
-pure function of every token before it, so a reply is wrong if and only if its history was.  It is
-what `pensieve bench service` and the tests of the service put in the engine's place: what they measure
-or break is then the service.
+Started as `python -m pensieve.launch.echo_engine FD`.  Everything is real but the tensors: mailbox,
+scheduler, cache, detokenizer, pipe.  The next token is a
+pure function of every token before it, so a reply is wrong if and only if its history was.  `pensieve bench
+service` and the tests of the service use it.
 
 `--seconds S` lets an iteration take S seconds, so that a load can exceed what the engine carries.
 """
@@ -21,16 +21,18 @@ from functools import partial
 from pathlib import Path
 
 from pensieve.config import Settings
-from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.cache import CacheConfig
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, Slice
 from pensieve.core.policies.queue import policy_named
-from pensieve.core.scheduler import Scheduler, SchedulerConfig
-from pensieve.engine.engine import Engine, EngineConfig
+from pensieve.core.scheduler import SchedulerConfig
+from pensieve.engine.assembly import EngineConfigs, Ports, assemble
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.ports import Sink
-from pensieve.launch import engine_process as engine_main
-from pensieve.launch.engine import BuiltEngine, Report, SystemClock, load_texts
+from pensieve.launch import engine_process
+from pensieve.launch.engine import BuiltEngine, SystemClock
+from pensieve.launch.model_folder import Report, load_texts
+from pensieve.launch.sizing import TierPages
 from pensieve.text import Tokenizer
 from pensieve.text.reply import ReplyText
 
@@ -41,7 +43,7 @@ WORDS_PER_REPLY = 24  # on average, unless the turn says how long
 
 
 def digest(tokens: array[int], state: int = 0) -> int:
-    """Of a context; of a longer one, given that of its beginning."""
+    """Of these tokens after those that `state` is the digest of."""
     return zlib.crc32(tokens.tobytes(), state)
 
 
@@ -60,7 +62,7 @@ class _Turn:
 
 
 class EchoExecutor:
-    """Answers each iteration at once, or after `seconds`; copies are done when they are asked for."""
+    """Answers each iteration at once, or after `seconds`; copies are finished at once."""
 
     depth = 1
 
@@ -79,7 +81,7 @@ class EchoExecutor:
             eos = frozenset() if options.ignore_eos else frozenset({self._end_id})
             ends = eos | frozenset(options.stop_token_ids)
             text = ReplyText(self._tokenizer, ends, options.stop, options.min_tokens)
-            self._turns[start.turn_id] = _Turn(text, digest(start.context, 0))
+            self._turns[start.turn_id] = _Turn(text, digest(start.context))
         self._launched.append(iteration)
 
     def collect(self) -> Outcome:
@@ -109,24 +111,17 @@ def build(
     end_id = texts.template.end_id
     assert end_id is not None
     size = settings.chunk_tokens
-    cost = CostProfile.analytic(1_000_000, 2, 4, 64, size)
-    cache_config = CacheConfig(PAGES, PAGES, size)
+    pages = TierPages(PAGES, PAGES)
     executor = EchoExecutor(tokenizer, end_id, seconds)
-    engine = Engine(
-        EngineConfig(min(CONTEXT_MAX, cache_config.device_tokens_max)),
-        Scheduler(
-            KVCache(cache_config, policy_named(settings.policy, cost, size)),
-            SchedulerConfig(settings.token_budget, settings.turns_max),
-        ),
-        executor,
-        SystemClock(),
-        mailbox,
-        sink,
+    configs = EngineConfigs.fitted(
+        CacheConfig(*pages, size),
+        SchedulerConfig(settings.token_budget, settings.turns_max),
+        CONTEXT_MAX,
     )
-    context_max = engine.config.context_max
-    return BuiltEngine(
-        engine, executor, context_max, tokenizer.vocab_size, PAGES, PAGES, size * 1024, None
-    )
+    cost = CostProfile.analytic(1_000_000, 2, 4, 64, size)
+    policy = policy_named(settings.policy, cost, size)
+    engine = assemble(configs, policy, executor, Ports(SystemClock(), mailbox, sink))
+    return BuiltEngine(engine, executor, tokenizer.vocab_size, pages, size * 1024)
 
 
 if __name__ == "__main__":
@@ -134,4 +129,4 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("fd", type=int)
     arguments = parser.parse_args()
-    sys.exit(engine_main.main(arguments.fd, partial(build, arguments.seconds)))
+    sys.exit(engine_process.main(arguments.fd, partial(build, arguments.seconds)))

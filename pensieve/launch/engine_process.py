@@ -1,37 +1,42 @@
-"""The engine process: `python -m pensieve.launch.engine_process FD`, started by `pensieve serve`.
+"""The engine process of a daemon: messages in from a pipe, iterations of a model, events out.
+
+Started by the service as `python -m pensieve.launch.engine_process FD`; FD is its end of the pipe.
 
     reader thread    frames from the service    → Mailbox
     main thread      Engine.run
     writer thread    Outbox → one frame of everything that was published since the last one
 
-The first frame says the settings; then the model is loaded, each stage told, and `ready` says what the
-engine can hold.  When the pipe ends the service is gone, and with it everybody who could read a
-reply: the process ends at once.  It has nothing to save; the history is the service's.
+The first frame carries the settings; then the model is loaded, a frame reports each stage, and `ready`
+carries what the engine can hold.  When the pipe ends the service is gone, and with it everybody who
+could read a reply: the process ends at once.  It has nothing to save; the history is the service's.
+
+An error before `ready` (a setting, a model, a device that cannot be used) is the operator's to read:
+it travels as one line.  Any other also leaves a traceback on standard error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pensieve import gc_pause as cycles
+from pensieve import gc_pause
 from pensieve.config import Settings, resolve
 from pensieve.engine.mailbox import Mailbox, Outbox
-from pensieve.engine.pipe import BrokenPipe, frames, message_of, pack, pack_events
+from pensieve.engine.pipe import BrokenPipe, Frame, frames, message_of, pack, pack_events
 from pensieve.engine.ports import Sink
 from pensieve.errors import DeviceError, PensieveError
 from pensieve.launch.cpu_threads import spin_briefly
-from pensieve.launch.engine import BuiltEngine, Report, build_engine, load_texts, one_line
+from pensieve.launch.engine import BuiltEngine, build_engine
+from pensieve.launch.model_folder import Report, load_texts
 
 MESSAGES_MAX = 65_536
-
-
 Build = Callable[[Settings, Path, Report, Mailbox, Sink], BuiltEngine]
 
 
@@ -40,17 +45,26 @@ def main(fd: int, build: Build) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the service's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)
+    incoming, mailbox, outbox = frames(sock), Mailbox(MESSAGES_MAX), Outbox()
     try:
-        return serve(sock, build)
+        built = _start(sock, incoming, build, mailbox, outbox)
+    except PensieveError as error:  # the operator's to read, and no bug
+        return _end(sock, error)
     except BaseException as error:
         traceback.print_exc()
-        code = error.exit_code if isinstance(error, PensieveError) else DeviceError.exit_code
-        _tell(sock, pack(["died", one_line(error), code]))
-        return code
+        return _end(sock, error)
+    try:
+        _run(sock, incoming, built, mailbox, outbox)
+    except BaseException as error:
+        traceback.print_exc()
+        return _end(sock, error)
+    return 0
 
 
-def serve(sock: socket.socket, build: Build) -> int:
-    incoming = frames(sock)
+def _start(
+    sock: socket.socket, incoming: Iterator[Frame], build: Build, mailbox: Mailbox, outbox: Outbox
+) -> BuiltEngine:
+    """From the first frame to `ready`."""
     (kind, written, folder), _ = next(incoming)
     if kind != "settings":
         raise BrokenPipe(f"{kind!r} where the settings were expected")
@@ -59,18 +73,28 @@ def serve(sock: socket.socket, build: Build) -> int:
     def report(line: str) -> None:
         sock.sendall(pack(["stage", line]))
 
-    mailbox, outbox = Mailbox(MESSAGES_MAX), Outbox()
     built = build(settings, Path(folder), report, mailbox, outbox)
     ready = {
         "context_max": built.context_max,
         "vocab_size": built.vocab_size,
-        "device_pages": built.device_pages,
-        "host_pages": built.host_pages,
+        "device_pages": built.pages.device,
+        "host_pages": built.pages.host,
         "page_bytes": built.page_bytes,
         "chunk_tokens": settings.chunk_tokens,
     }
-    cycles.settle()
+    gc_pause.settle()
     sock.sendall(pack(["ready", ready]))
+    return built
+
+
+def _run(
+    sock: socket.socket,
+    incoming: Iterator[Frame],
+    built: BuiltEngine,
+    mailbox: Mailbox,
+    outbox: Outbox,
+) -> None:
+    """Until the pipe ends, which ends the process, or the engine fails."""
 
     def read() -> None:
         try:
@@ -89,36 +113,41 @@ def serve(sock: socket.socket, build: Build) -> int:
             except OSError:
                 return  # the reader notices too
 
-    threads = [threading.Thread(target=each, daemon=True) for each in (read, write)]
-    for thread in threads:
-        thread.start()
+    reader, writer = (threading.Thread(target=each, daemon=True) for each in (read, write))
+    reader.start()
+    writer.start()
     try:
         built.engine.run()
     finally:
         outbox.close()
-        threads[1].join()
-    return 0
+        writer.join()
 
 
-def _tell(sock: socket.socket, frame: bytes) -> None:
-    try:
-        sock.sendall(frame)
-    except OSError:
-        return
+def _end(sock: socket.socket, error: BaseException) -> int:
+    """Report why the process ends; its exit code."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    code = DeviceError.exit_code
+    if isinstance(error, PensieveError):
+        code = error.exit_code
+    else:
+        text = f"{type(error).__name__}: {text}"
+    with contextlib.suppress(OSError):
+        sock.sendall(pack(["died", text, code]))
+    return code
 
 
 def build_with_model(
     settings: Settings, folder: Path, report: Report, mailbox: Mailbox, sink: Sink
 ) -> BuiltEngine:
-    # The service has told already what it found in the chat template.
-    return build_engine(
-        settings, folder, load_texts(folder, lambda line: None), report, mailbox, sink
-    )
+    texts = load_texts(
+        folder, lambda line: None
+    )  # the service has reported what is in the template
+    return build_engine(settings, folder, texts, report, mailbox, sink)
 
 
 if __name__ == "__main__":
     status = main(int(sys.argv[1]), build_with_model)
     if status:
-        # What a device that has failed would be asked in Python's own farewell may never be answered.
+        # Python's own shutdown calls into the device, and one that has failed may never return.
         sys.stderr.flush()
         os._exit(status)

@@ -18,13 +18,13 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration, SampledToken
 from pensieve.core.policies.queue import RetentionPolicy
 from pensieve.core.sampling import Sampling
-from pensieve.core.scheduler import Scheduler, SchedulerConfig
+from pensieve.core.scheduler import SchedulerConfig
 from pensieve.core.turn import TurnOptions
-from pensieve.engine.engine import Engine, EngineConfig
+from pensieve.engine.assembly import EngineConfigs, Ports, assemble
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
     Event,
@@ -102,14 +102,12 @@ class Simulator:
         self.clock = VirtualClock()
         free = instant(cache.chunk_tokens)[0]
         self.executor = ModelledExecutor(free if opens else cost, self.clock, self._watch, phases)
-        self.scheduler = Scheduler(KVCache(cache, policy), scheduler)
         self.mailbox = Mailbox(1 << 20)
-        self.config = EngineConfig(
-            min(context_max or cache.device_tokens_max, cache.device_tokens_max), 1 << 20
-        )
-        self.engine = Engine(
-            self.config, self.scheduler, self.executor, self.clock, self.mailbox, self
-        )
+        configs = EngineConfigs.fitted(cache, scheduler, context_max or None, 1 << 20)
+        self.config = configs.engine
+        ports = Ports(self.clock, self.mailbox, self)
+        self.engine = assemble(configs, policy, self.executor, ports)
+        self.scheduler = self.engine.scheduler
         self.counts = Counts()
         self._chunk_tokens = cache.chunk_tokens
         self._keep_gaps = keep_gaps

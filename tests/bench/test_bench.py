@@ -12,10 +12,12 @@ import torch
 from pensieve.bench import attention as bench_attention
 from pensieve.bench import chat as bench_chat
 from pensieve.bench import gpu as bench_gpu
+from pensieve.bench import gpu_conversations, workload
 from pensieve.bench import gpu_load as bench_load
 from pensieve.bench import random_model as random_model_of
 from pensieve.bench import step as bench_step
 from pensieve.bench import swap as bench_swap
+from pensieve.bench.gpu_pages import Paged
 from pensieve.bench.random_model import RandomShape
 from pensieve.cli.main import main
 from pensieve.core.iteration import Slice
@@ -135,7 +137,7 @@ def test_step_times_nothing_that_depends_on_company(
     monkeypatch.setattr(bench_step.Bench, "decode", wrong)
     model, tokenizer = load(random_model), Tokenizer.load(random_model)
     rows = bench_step.measure(model, tokenizer, batches=(2,), context=9, prompt_tokens=8, repeats=1)
-    with pytest.raises(PensieveError, match="turn 0 says something else when it is alone"):
+    with pytest.raises(PensieveError, match="turn 0 gets another reply when it is alone"):
         next(iter(rows))
 
 
@@ -174,8 +176,8 @@ def test_chat_replays_conversations_with_a_daemon(
 
 
 def test_chat_scripts_are_the_same_for_a_seed_and_others_for_another() -> None:
-    shape = bench_chat.Shape(4, 3, 20, 5, rate=10.0, think_seconds=1.0)
-    first, again, other = (bench_chat.scripts_of(shape, seed) for seed in (1, 1, 2))
+    shape = workload.Shape(4, 3, 20, 5, rate=10.0, think_seconds=1.0)
+    first, again, other = (workload.scripts_of(shape, seed) for seed in (1, 1, 2))
     assert first == again
     assert first != other
     assert [len(script.turns) for script in first] == [3] * 4
@@ -219,7 +221,7 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
     bench_chat.plot(turns, tmp_path / "chat.png")
     row = bench_step.Row("decode", 1, 8, 0, 0.02, 0.02, 0.01, 2.0, 50.0)
     bench_step.plot([row], tmp_path / "step.png")
-    bench_swap.plot([{"place": "host", "ttft_seconds": 0.1}], tmp_path / "swap.png")
+    bench_swap.plot([bench_swap.TurnRow("host", 9, 9, 0.1, 0.1, 1.0)], tmp_path / "swap.png")
     for path in tmp_path.glob("*.png"):
         assert path.stat().st_size > 1000
 
@@ -255,7 +257,7 @@ def test_a_gpu_says_what_the_references_say(
 def test_the_gpu_bench_times_nothing_that_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_gpu.Paged, "run", lambda self: self.out.fill_(0.5))
+    monkeypatch.setattr(Paged, "run", lambda self: self.out.fill_(0.5))
     out = tmp_path / "figures.jsonl"
     small = ["--small", "--device", "cpu", "--out", str(out), "--sections", "kernels,decode"]
     assert bench_gpu.main(small) == 1
@@ -272,7 +274,7 @@ def test_throughput_is_compared_at_one_latency() -> None:
 
 
 def test_conversations_are_as_long_as_theirs() -> None:
-    found = bench_load.talks(5.0, 200.0, 3.0, 1000, 1)
+    found = gpu_conversations.talks(5.0, 200.0, 3.0, 1000, 1)
     assert len(found) == pytest.approx(1000, rel=0.15)
     talks = [talk for _, talk in found]
     turns = sum(len(talk.says) for talk in talks)

@@ -14,8 +14,11 @@ import torch
 from pensieve.config import Settings, resolve
 from pensieve.core.policies.learned import ReturnPolicy
 from pensieve.errors import ConfigError, DeviceError
-from pensieve.launch import engine as assembly
-from pensieve.launch.engine import _tier_pages, chosen_device
+from pensieve.launch import device as device_module
+from pensieve.launch import model_ranks
+from pensieve.launch import sizing as tier_sizing
+from pensieve.launch.device import chosen_device
+from pensieve.launch.sizing import tier_pages
 from pensieve.model import free_memory as sizing
 from pensieve.model.free_memory import MARGIN_BYTES, MARGIN_SHARE, free_for_kv
 from tests.service.rig import started, write_model
@@ -31,29 +34,29 @@ def settings_of(**written: str) -> Settings:
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "available_memory_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(tier_sizing, "available_memory_bytes", lambda: 64 * GIB)
 
 
 def test_on_a_cpu_both_tiers_share_its_memory() -> None:
-    most = assembly.TOKENS_MAX // 32
-    assert _tier_pages(settings_of(), PAGE_BYTES, None) == (4096, 4096)
-    assert _tier_pages(settings_of(), 1 << 10, None) == (most, most), "small models need no more"
+    most = tier_sizing.TOKENS_MAX // 32
+    assert tier_pages(settings_of(), PAGE_BYTES, None) == (4096, 4096)
+    assert tier_pages(settings_of(), 1 << 10, None) == (most, most), "small models need no more"
     given = settings_of(device_cache="640t", host_cache="1GiB")
-    assert _tier_pages(given, PAGE_BYTES, None) == (20, 256)
+    assert tier_pages(given, PAGE_BYTES, None) == (20, 256)
     with pytest.raises(ConfigError, match="the two tiers need"):
-        _tier_pages(settings_of(device_cache="40GiB", host_cache="40GiB"), PAGE_BYTES, None)
+        tier_pages(settings_of(device_cache="40GiB", host_cache="40GiB"), PAGE_BYTES, None)
 
 
 def test_a_gpu_has_memory_of_its_own() -> None:
-    assert _tier_pages(settings_of(), PAGE_BYTES, 100 * GIB) == (25_600, 4096)
+    assert tier_pages(settings_of(), PAGE_BYTES, 100 * GIB) == (25_600, 4096)
     given = settings_of(device_cache="50%", host_cache="60GiB")
-    assert _tier_pages(given, PAGE_BYTES, 100 * GIB) == (12_800, 15_360)
+    assert tier_pages(given, PAGE_BYTES, 100 * GIB) == (12_800, 15_360)
     with pytest.raises(ConfigError, match=r"--device-cache .*101.*100.0 GiB of the GPU are left"):
-        _tier_pages(settings_of(device_cache="101GiB"), PAGE_BYTES, 100 * GIB)
+        tier_pages(settings_of(device_cache="101GiB"), PAGE_BYTES, 100 * GIB)
     with pytest.raises(ConfigError, match=r"--host-cache .*65.*64.0 GiB are available"):
-        _tier_pages(settings_of(host_cache="65GiB"), PAGE_BYTES, 100 * GIB)
+        tier_pages(settings_of(host_cache="65GiB"), PAGE_BYTES, 100 * GIB)
     with pytest.raises(ConfigError, match="4 are needed"):
-        _tier_pages(settings_of(), PAGE_BYTES, 0)
+        tier_pages(settings_of(), PAGE_BYTES, 0)
 
 
 def test_a_gpu_that_is_not_there_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,17 +112,15 @@ def test_auto_falls_back_to_the_cpu_where_the_gpu_cannot_be_used(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(assembly, "_check_kernels", refuse)
-    monkeypatch.setattr(
-        "pensieve.model.loader.load", lambda folder, device, **_: loaded.append(device)
-    )
+    monkeypatch.setattr(device_module, "_check_kernels", refuse)
+    monkeypatch.setattr(model_ranks, "load", lambda folder, device, **_: loaded.append(device))
     told: list[str] = []
     with ExitStack() as undo:
-        assembly._load_model(settings_of(), tmp_path, told.append, undo)
+        model_ranks.load_model(settings_of(), tmp_path, told.append, undo)
         assert loaded == [torch.device("cpu")]
         assert any("computing on the CPU: the CUDA kernels need CuPy" in line for line in told)
         with pytest.raises(DeviceError, match="need CuPy"):
-            assembly._load_model(settings_of(device="cuda"), tmp_path, told.append, undo)
+            model_ranks.load_model(settings_of(device="cuda"), tmp_path, told.append, undo)
 
 
 def cost_file(folder: Path, **changed: object) -> Path:

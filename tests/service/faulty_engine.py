@@ -22,7 +22,8 @@ from pensieve.engine.ports import Executor, Sink
 from pensieve.errors import DeviceError
 from pensieve.launch import echo_engine
 from pensieve.launch import engine_process as engine_main
-from pensieve.launch.engine import BuiltEngine, Report
+from pensieve.launch.engine import BuiltEngine
+from pensieve.launch.model_folder import Report
 
 
 class FaultyExecutor:

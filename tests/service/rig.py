@@ -15,9 +15,9 @@ from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
 from pensieve.engine.messages import Answer, CheckIntegrity, GetStats
 from pensieve.errors import ContextFull
-from pensieve.launch.engine import Runtime, start
 from pensieve.service.live_turn import LiveTurn
 from tests.models import SERVED, tiny_model
+from tests.service.in_process import Runtime, start
 from tests.text.families import Family, write_folder
 
 TIE = 1e-4  # a sampled token this far below the largest reference logit is wrong
@@ -50,7 +50,7 @@ def started(model: Path, data: Path, **settings: str) -> Runtime:
         "model": str(model),
         "data": str(data),
     }
-    return start(resolve(flags, {}).settings, "pensieve test", lambda line: None, threaded=False)
+    return start(resolve(flags, {}).settings, "pensieve test", lambda line: None)
 
 
 def step(runtime: Runtime) -> bool:

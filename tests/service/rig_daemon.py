@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from pensieve.builtin import MODEL_PATH
-from pensieve.launch.engine import load_texts
+from pensieve.launch.model_folder import load_texts
 from pensieve.service.daemon import Daemon, DaemonConfig
 from pensieve.service.grpc.server import Listening, Server
 from pensieve.store.conversation_store import ConversationStore

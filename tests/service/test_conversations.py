@@ -10,9 +10,9 @@ import pytest
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.errors import StaleRevision
-from pensieve.launch.engine import Runtime
 from pensieve.service.live_turn import Ask, Draft
 from pensieve.text import Message
+from tests.service.in_process import Runtime
 from tests.service.rig import ask, finish, started, step, write_model
 from tests.text.families import QWEN_2_5
 
@@ -49,10 +49,10 @@ def test_a_revision_that_was_wrong_when_it_was_read_stays_wrong(runtime: Runtime
     """What is drafted from one log must not begin on another, though the client named that one."""
     conversations = runtime.conversations
     conversations.create("moved")
-    ask = Ask("moved", (Message("user", "one"),), TurnOptions(Sampling(max_tokens=2)))
+    wanted = Ask("moved", (Message("user", "one"),), TurnOptions(Sampling(max_tokens=2)))
     with pytest.raises(StaleRevision):
-        conversations.draft(replace(ask, expected_revision=1))
-    draft = conversations.draft(replace(ask, expected_revision=0))
+        conversations.draft(replace(wanted, expected_revision=1))
+    draft = conversations.draft(replace(wanted, expected_revision=0))
     assert isinstance(draft, Draft)
     ask(runtime, "moved", "before", sampling=Sampling(max_tokens=2))
     with pytest.raises(StaleRevision):

@@ -47,7 +47,7 @@ LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")
 
 @dataclass(frozen=True)
 class Listening:
-    address: str = "127.0.0.1:50051"
+    address: str = "127.0.0.1:50051"  # "" for none: only the socket
     socket: Path | None = None  # for the operator on this machine
     tls_cert: Path | None = None
     tls_key: Path | None = None
@@ -158,6 +158,15 @@ class Server:
     async def listen(self) -> str:
         """Bind and answer; turns are refused until the daemon serves.  The address, with its port."""
         listening = self._listening
+        if listening.address:
+            self._listen_on_port()
+        if listening.socket is not None:
+            self._listen_locally(listening.socket)
+        await self._server.start()
+        return self.address
+
+    def _listen_on_port(self) -> None:
+        listening = self._listening
         host = listening.address.rpartition(":")[0]
         try:
             if listening.tls_cert is not None:
@@ -169,10 +178,6 @@ class Server:
         if not bound:
             raise AddressInUse(f"cannot listen on {listening.address}; is another daemon there?")
         self.address = f"{host}:{bound}"
-        if listening.socket is not None:
-            self._listen_locally(listening.socket)
-        await self._server.start()
-        return self.address
 
     def _listen_locally(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -196,6 +201,8 @@ class Server:
 
 def check_exposure(listening: Listening) -> None:
     """Refuse what is no address, and to serve strangers by accident."""
+    if not listening.address:
+        return
     host, _, port = listening.address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65_535:
         raise ConfigError(f"--address {listening.address!r} is not HOST:PORT")

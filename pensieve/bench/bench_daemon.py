@@ -1,0 +1,68 @@
+"""A `pensieve serve` of its own for a bench, in a folder that is gone afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pensieve.errors import Unavailable
+from pensieve.launch.admin_socket import socket_path
+
+START_SECONDS = 300.0
+
+
+class BenchDaemon(NamedTuple):
+    address: str
+    admin_address: str
+    pid: int
+
+
+@contextlib.contextmanager
+def serving(flags: Sequence[str]) -> Iterator[BenchDaemon]:
+    """A daemon with these flags, from when it is ready."""
+    with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
+        data, ready = Path(folder) / "data", Path(folder) / "ready"
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "pensieve", "serve", "--data", str(data)),
+                *("--address", "127.0.0.1:0", "--ready-file", str(ready), *flags),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        lines: list[str] = []
+        reader = _reader(process, lines)
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            while not ready.exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    reader.join(1.0)
+                    raise Unavailable("the daemon did not start: " + "".join(lines[-3:]).strip())
+                time.sleep(0.02)
+            address = ready.read_text().strip()
+            yield BenchDaemon(address, f"unix:{socket_path(data)}", process.pid)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+            reader.join()
+
+
+def _reader(process: subprocess.Popen[str], lines: list[str]) -> threading.Thread:
+    """Collects what the daemon logs; a pipe that nobody reads would stop it when it is full."""
+
+    def read() -> None:
+        assert process.stderr is not None
+        with process.stderr:
+            lines.extend(process.stderr)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,187 @@
+"""Conversations like those of ShareGPT, played to an engine in this process, without a daemon."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pensieve.bench.gpu_model import CONTEXT_MAX
+from pensieve.core.cache import CacheConfig
+from pensieve.core.cost import CostProfile
+from pensieve.core.iteration import SampledToken
+from pensieve.core.policies.queue import policy_named
+from pensieve.core.sampling import Sampling
+from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.turn import TurnOptions
+from pensieve.engine.assembly import EngineConfigs, Ports, assemble
+from pensieve.engine.engine import Engine
+from pensieve.engine.mailbox import Mailbox
+from pensieve.engine.messages import Event, EvictConversation, SubmitTurn, TurnEnded
+from pensieve.kernels.attention.plan import PAGE
+from pensieve.launch.engine import SystemClock
+from pensieve.model.executor import TorchExecutor
+from pensieve.model.loader import LoadedModel
+
+TURNS_MEAN, INPUT_MEAN, OUTPUT_MEAN = 5.56, 37.8, 204.6
+
+
+@dataclass
+class Talk:
+    """A conversation: what a person will say in it, and what has been said so far."""
+
+    name: str
+    says: list[array[int]]
+    outputs: list[int]  # how many tokens each reply has
+    reactions: list[float]
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    replied: list[int] = field(default_factory=list)  # positions of tokens of replies
+    turn: int = 0
+
+
+def talks(
+    rate: float, seconds: float, reaction: float, vocab_size: int, seed: int
+) -> list[tuple[float, Talk]]:
+    """(arrival, conversation), with the mean lengths of ShareGPT's."""
+    draw = random.Random(seed)
+    found: list[tuple[float, Talk]] = []
+    now = 0.0
+    while (now := now + draw.expovariate(rate)) < seconds:
+        count = 1 + min(int(draw.expovariate(1 / (TURNS_MEAN - 0.5))), 40)
+        inputs = [1 + min(int(draw.expovariate(1 / INPUT_MEAN)), 1024) for _ in range(count)]
+        outputs = [1 + min(int(draw.expovariate(1 / OUTPUT_MEAN)), 1024) for _ in range(count)]
+        reactions = [draw.expovariate(1 / reaction) for _ in range(count)]
+        says = [array("I", draw.choices(range(3, vocab_size), k=each)) for each in inputs]
+        found.append((now, Talk(f"{seed}-{len(found)}", says, outputs, reactions)))
+    return found
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    name: str
+    host: bool = True
+    policy: str = "value"
+    stateless: bool = False
+
+
+ENGINES = (
+    EngineKind("stateless", stateless=True),
+    EngineKind("device only", host=False),
+    EngineKind("two tiers"),
+    EngineKind("two, LRU", policy="lru"),
+)
+
+
+class Conversations:
+    """Sends each message when its time has come, and keeps the times of what comes back."""
+
+    def __init__(self, stateless: bool, began: float) -> None:
+        self.mailbox = Mailbox()
+        self._stateless = stateless
+        self._began = began
+        self._due: list[tuple[float, int, Talk]] = []
+        self._running: dict[int, tuple[Talk, float, int]] = {}  # talk, submitted at, its output
+        self._num_turns = 0
+        self.latencies: list[float] = []  # normalized, of turns that ended
+        self.output_tokens = 0
+        self.failures = 0
+
+    def add(self, at: float, talk: Talk) -> None:
+        self._num_turns += 1
+        heapq.heappush(self._due, (self._began + at, self._num_turns, talk))
+
+    @property
+    def next_at(self) -> float:
+        return self._due[0][0] if self._due else math.inf
+
+    def speak(self, now: float) -> None:
+        while self._due and self._due[0][0] <= now:
+            _, number, talk = heapq.heappop(self._due)
+            history = len(talk.tokens)
+            talk.tokens.extend(talk.says[talk.turn])
+            output = talk.outputs[talk.turn]
+            if len(talk.tokens) + output >= CONTEXT_MAX:
+                continue
+            self._running[number] = (talk, now, output)
+            options = TurnOptions(Sampling(ignore_eos=True, max_tokens=output))
+            message = SubmitTurn(number, talk.name, talk.tokens.tobytes(), history, options)
+            self.mailbox.put(message)
+
+    def publish(self, events: Sequence[Event]) -> None:
+        now = time.perf_counter()
+        for event in events:
+            if isinstance(event, SampledToken):
+                talk = self._running[event.turn_id][0]
+                talk.replied.append(len(talk.tokens))
+                talk.tokens.append(event.token_id)
+                self.output_tokens += 1
+            elif isinstance(event, TurnEnded):
+                talk, since, output = self._running.pop(event.turn_id)
+                if event.failure is not None:
+                    self.failures += 1
+                    continue
+                self.latencies.append((now - since) / output)
+                if self._stateless:
+                    self.mailbox.put(EvictConversation(talk.name))
+                talk.turn += 1
+                if talk.turn < len(talk.says):
+                    self.add(now - self._began + talk.reactions[talk.turn], talk)
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    device_pages: int
+    host_pages: int
+    token_budget: int
+    turns_max: int
+
+
+def engine_of(
+    model: LoadedModel,
+    executor: TorchExecutor,
+    kind: EngineKind,
+    shape: EngineShape,
+    people: Conversations,
+) -> Engine:
+    """Around an executor that is kept, a cache and a scheduler that know nothing yet."""
+    layers = model.shape
+    cost = CostProfile.analytic(
+        layers.num_parameters, layers.num_layers, layers.num_heads, layers.head_size, PAGE
+    )
+    configs = EngineConfigs.fitted(
+        CacheConfig(shape.device_pages, shape.host_pages if kind.host else 0, PAGE),
+        SchedulerConfig(shape.token_budget, shape.turns_max),
+        layers.context_max,
+    )
+    ports = Ports(SystemClock(), people.mailbox, people)
+    return assemble(configs, policy_named(kind.policy, cost, PAGE), executor, ports)
+
+
+def serve(
+    model: LoadedModel,
+    executor: TorchExecutor,
+    kind: EngineKind,
+    shape: EngineShape,
+    arrivals: list[tuple[float, Talk]],
+    seconds: float,
+) -> tuple[Conversations, float]:
+    """Conversations for so long, and how long it was; what is running then is waited for."""
+    began = time.perf_counter()
+    people = Conversations(kind.stateless, began)
+    engine = engine_of(model, executor, kind, shape, people)
+    for at, talk in arrivals:
+        people.add(at, talk)
+    while (now := time.perf_counter()) < began + seconds:
+        people.speak(now)
+        if not engine.step():
+            time.sleep(max(0.0, min(people.next_at - time.perf_counter(), 0.005)))
+    lasted = time.perf_counter() - began
+    tokens = people.output_tokens
+    while engine.step():
+        pass
+    people.output_tokens = tokens
+    return people, lasted

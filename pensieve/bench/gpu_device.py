@@ -1,0 +1,99 @@
+"""What the GPU is, and how fast the bus moves pages: sections `device` and `swap` of the GPU bench."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from pensieve.bench.gpu_harness import Bench
+from pensieve.errors import PensieveError
+from pensieve.kernels.attention import cuda
+from pensieve.kernels.attention.plan import PAGE
+from pensieve.model.kv.memory import KVMemory, PageMoves
+from pensieve.model.shape import ModelShape
+
+Move = Callable[[int, PageMoves], object]  # layer, moves
+
+
+def section_device(bench: Bench) -> None:
+    device = bench.device
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        bench.report(
+            "device",
+            f"{found.name}, {found.multi_processor_count} multiprocessors, "
+            f"{found.total_memory / 2**30:.0f} GiB, {cuda.architecture(device.index or 0)}, "
+            f"torch {torch.__version__}, CUDA {torch.version.cuda}",
+            name=found.name,
+        )
+    else:
+        bench.report("device", f"CPU, torch {torch.__version__}")
+    size = (64 << 20) if bench.small else (2 << 30)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    bench.copy_bandwidth = 2 * size / bench.seconds([lambda: target.copy_(source)])
+    n = 512 if bench.small else 8192
+    left = torch.randn(n, n, device=device).to(bench.dtype)
+    right = torch.randn(n, n, device=device).to(bench.dtype)
+    bench.matrix_rate = 2 * n**3 / bench.seconds([lambda: left @ right])
+    bench.report(
+        "device",
+        f"copy {bench.copy_bandwidth / 1e9:.0f} GB/s (read + written), "
+        f"product {bench.matrix_rate / 1e12:.1f} TFLOP/s",
+        copy_bandwidth=bench.copy_bandwidth,
+        matrix_rate=bench.matrix_rate,
+    )
+    if device.type == "cuda":
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        bench.bus = {
+            name: size / bench.seconds([run], graph=False)
+            for name, run in (
+                ("swap_in", lambda: target.copy_(host, non_blocking=True)),
+                ("swap_out", lambda: host.copy_(target, non_blocking=True)),
+            )
+        }
+        rates = ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in bench.bus.items())
+        bench.report("device", f"one large pinned copy: {rates}", **bench.bus)
+
+
+def section_swap(bench: Bench) -> None:
+    tokens = 320 if bench.small else 4000
+    pages = -(-tokens // PAGE)
+    shape = ModelShape(4 if bench.small else 32, 32, 8, 128, 1, 1, bench.dtype, 0, 0)
+    memory = KVMemory(shape, 4 * pages, 4 * pages, PAGE, bench.device)
+    memory.device_arena.normal_()
+    memory.host_arena.copy_(memory.device_arena[:, : memory.host_pages])
+    memory.device_arena.neg_()  # both hold something, and not the same
+    num_bytes = pages * memory.page_bytes
+    draw = torch.Generator().manual_seed(0)
+    for direction, move in (("swap_in", memory.swap_in), ("swap_out", memory.swap_out)):
+        sources, targets = (torch.randperm(4 * pages, generator=draw)[:pages] for _ in range(2))
+        scattered = PageMoves(sources, targets, torch.full((pages,), PAGE))
+        runs = torch.arange(pages)
+        ways = {
+            "scattered": memory.prepared(scattered),
+            "neighbours": memory.prepared(PageMoves(runs, runs + pages, scattered.num_slots)),
+        }
+        if bench.device.type == "cuda":
+            joined = scattered.joined(PAGE)
+            ways["scattered, copy engine"] = ways["scattered"]._replace(runs=joined)
+        for name, moves in ways.items():
+
+            def layers(moves: PageMoves = moves, move: Move = move) -> None:
+                for layer in range(shape.num_layers):
+                    move(layer, moves)
+
+            seconds = bench.seconds([layers], graph=False)
+            arenas = [memory.host_arena, memory.device_arena]
+            source, target = arenas if direction == "swap_in" else arenas[::-1]
+            moved = target[:, moves.target_pages.to(target.device)].cpu()
+            if not torch.equal(moved, source[:, moves.source_pages.to(source.device)].cpu()):
+                raise PensieveError(f"{direction}, {name}, moved something else")
+            share = num_bytes / seconds / bench.bus[direction] if bench.bus else 0.0
+            bench.report(
+                "swap",
+                f"{direction}, {pages} pages, {name}: {num_bytes / seconds / 1e9:.1f} GB/s, "
+                f"{share:.0%} of one large copy",
+                share=share,
+            )

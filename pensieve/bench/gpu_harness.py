@@ -1,0 +1,102 @@
+"""What the sections of the GPU bench share: the device, the clock, and the figures that are written down.
+
+On a GPU each call is captured in a graph and replayed over inputs that take turns, so neither Python nor
+the cache is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import torch
+
+from pensieve.errors import PensieveError
+
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
+Run = Callable[[], object]
+
+
+@dataclass
+class Bench:
+    """The device, what was measured of it, and where figures go."""
+
+    device: torch.device
+    small: bool
+    out: TextIO
+    minutes: float
+    began: float
+    copy_bandwidth: float = 0.0  # bytes read and written a second
+    matrix_rate: float = 0.0  # operations a second
+    bus: dict[str, float] | None = None  # bytes a second, "swap_in" and "swap_out"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    @property
+    def seconds_left(self) -> float:
+        return self.minutes * 60 - (time.perf_counter() - self.began)
+
+    def report(self, section: str, line: str, **figures: Any) -> None:
+        print(f"{section:10} {line}", flush=True)
+        self.out.write(json.dumps({"section": section, "line": line, **figures}) + "\n")
+        self.out.flush()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, runs: Sequence[Run], repeats: int = 5, *, graph: bool = True) -> float:
+        """The median time of one call, the runs by turns."""
+        if self.device.type == "cuda" and graph:
+            runs = [captured(run) for run in runs]
+        for run in runs:
+            run()
+        self.synchronize()
+        if self.device.type != "cuda":
+            times = []
+            for _ in range(repeats):
+                begin = time.perf_counter()
+                for run in runs:
+                    run()
+                times.append((time.perf_counter() - begin) / len(runs))
+            return statistics.median(times)
+        times = []
+        rounds = max(1, 8 // len(runs))
+        for _ in range(repeats):
+            first: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            last: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            first.record()
+            for _ in range(rounds):
+                for run in runs:
+                    run()
+            last.record()
+            last.synchronize()
+            times.append(first.elapsed_time(last) / 1e3 / (rounds * len(runs)))
+        return statistics.median(times)
+
+
+def captured(run: Run) -> Run:
+    """A graph of one call, to be replayed."""
+    aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        run()
+    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def check(name: str, answer: torch.Tensor, right: torch.Tensor) -> float:
+    worst = float((answer.float() - right).abs().max())
+    if not worst <= TOLERANCE[answer.dtype]:  # nor NaN
+        raise PensieveError(f"{name} is off by {worst}")
+    return worst

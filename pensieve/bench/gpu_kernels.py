@@ -1,0 +1,166 @@
+"""Kernels against the float32 reference, then against torch: four sections of the GPU bench.
+
+`kernels` only checks.  `attention`, `decode` and `prefill` check their shapes again and time them.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+from pensieve.bench.gpu_baselines import baselines, usable
+from pensieve.bench.gpu_harness import Bench, Run, captured, check
+from pensieve.bench.gpu_pages import Paged
+from pensieve.errors import PensieveError
+from pensieve.kernels import copy_pages, write_kv
+from pensieve.kernels.attention import cuda, reference
+from pensieve.kernels.attention.plan import PAGE
+
+ROTATED_BYTES = 512 << 20  # of inputs that take turns: several times the cache
+
+
+def section_kernels(bench: Bench) -> None:
+    device = bench.device
+    lattice = [
+        (dtype, head_size, heads, kv_heads)
+        for dtype in (torch.bfloat16, torch.float16)
+        for head_size in ((64, 128) if bench.small else cuda.HEAD_SIZES)
+        for heads, kv_heads in ((16, 16), (16, 4), (8, 1))
+    ]
+    slices = [(0, 1), (0, 33), (31, 1), (32, 8), (500, 130), (63, 1), (4000, 3), (2000, 0), (7, 40)]
+    worst = 0.0
+    for index, (dtype, head_size, heads, kv_heads) in enumerate(lattice):
+        paged = Paged.of(device, slices, heads, kv_heads, head_size, dtype, index)
+        answer = paged.run().clone()
+        where = f"attention {dtype}, head {head_size}, {heads}/{kv_heads}"
+        worst = max(worst, check(where, answer, paged.right()))
+        if device.type == "cuda":
+            paged.out.fill_(float("nan"))
+            captured(paged.run)()
+            if not torch.equal(paged.out, answer):
+                raise PensieveError(f"{where}: a captured graph gives another answer")
+    for dtype in (torch.bfloat16, torch.float16):
+        _check_write(device, dtype)
+        _check_copy(device, dtype)
+    bench.report("kernels", f"{len(lattice)} shapes agree, worst {worst:.1e}", worst=worst)
+
+
+def _check_write(device: torch.device, dtype: torch.dtype) -> None:
+    arena = torch.zeros(9, 2, 4, PAGE, 128, device=device, dtype=dtype)
+    right = arena.clone()
+    key = torch.randn(4, 50, 128, device=device).to(dtype).transpose(0, 1)
+    value = torch.randn(50, 4, 128, device=device).to(dtype)
+    slots = torch.randperm(9 * PAGE)[:50].to(device)
+    write_kv(key, value, slots, arena[:, 0], arena[:, 1])
+    reference.write_kv(key, value, slots, right[:, 0], right[:, 1])
+    if not torch.equal(arena, right):
+        raise PensieveError(f"write_kv {dtype} writes something else")
+
+
+def _check_copy(device: torch.device, dtype: torch.dtype) -> None:
+    source = torch.randn(40, 2, 4, PAGE, 128, device=device).to(dtype)
+    target, right = torch.zeros_like(source), torch.zeros_like(source)
+    sources, targets = (torch.randperm(40)[:33].to(device) for _ in range(2))
+    num_slots = torch.randint(1, PAGE + 1, (33,)).to(device)
+    copy_pages(source, target, sources, targets, num_slots)
+    reference.copy_pages(source, right, sources, targets, num_slots)
+    if not torch.equal(target, right):
+        raise PensieveError(f"copy_pages {dtype} copies something else")
+
+
+def section_attention(bench: Bench) -> None:
+    contexts = (128, 200) if bench.small else (128, 512, 1024, 2048, 4096)
+    ratios: dict[str, list[float]] = {}
+    for heads, kv_heads in ((16, 16), (16, 4)):
+        for head_size in (64, 128):
+            for batch in (2,) if bench.small else (32, 8):
+                for context in contexts:
+                    ratio = _against_torch(bench, batch, 8, context, heads, kv_heads, head_size)
+                    ratios.setdefault(f"{heads}/{kv_heads}", []).append(ratio)
+    for name, each in ratios.items():
+        mean = statistics.geometric_mean(each)
+        bench.report("attention", f"bf16 {name}: geometric mean {mean:.2f}, worst {max(each):.2f}")
+
+
+def _against_torch(
+    bench: Bench, batch: int, queries: int, context: int, heads: int, kv_heads: int, head_size: int
+) -> float:
+    kv_bytes = 2 * batch * context * kv_heads * head_size * 2
+    copies = 1 if bench.small else max(2, min(8, ROTATED_BYTES // kv_bytes))
+    slices = [(context - queries, queries)] * batch
+    inputs = [
+        Paged.of(bench.device, slices, heads, kv_heads, head_size, bench.dtype, seed)
+        for seed in range(copies)
+    ]
+    right = inputs[0].right()
+    check("multi_token_attention", inputs[0].run(), right)
+    ways: dict[str, list[Run]] = {}
+    for index, one in enumerate(inputs):
+        found = baselines(one.query.view(batch, queries, heads, head_size), *one.contiguous())
+        if index == 0:
+            found = usable(found, right)
+            ways = {name: [] for name in found}
+        for name in ways:
+            ways[name].append(found[name])
+    seconds = bench.seconds([one.run for one in inputs])
+    times = {name: bench.seconds(runs) for name, runs in ways.items()}
+    best = min(times, key=lambda name: times[name])
+    ratio = seconds / times[best]
+    share = kv_bytes / seconds / bench.copy_bandwidth if bench.copy_bandwidth else 0.0
+    bench.report(
+        "attention",
+        f"batch {batch}, {queries} queries, context {context}, {heads}/{kv_heads} x {head_size}: "
+        f"{seconds * 1e6:.1f} us, {ratio:.2f} x torch ({best}), {share:.0%} of the bandwidth",
+        ratio=ratio,
+        seconds=seconds,
+        best=best,
+        share=share,
+    )
+    return ratio
+
+
+def section_decode(bench: Bench) -> None:
+    shapes = [(64, 4096), (16, 8192), (4, 32_768), (1, 65_536)]
+    for batch, context in [(2, 300)] if bench.small else shapes:
+        kv_bytes = 2 * batch * context * 8 * 128 * 2
+        slices = [(context - 1, 1)] * batch
+        copies = 1 if bench.small else max(1, ROTATED_BYTES // kv_bytes)
+        inputs = [Paged.of(bench.device, slices, 32, 8, 128, bench.dtype, i) for i in range(copies)]
+        check("decode", inputs[0].run(), inputs[0].right())
+        seconds = bench.seconds([one.run for one in inputs])
+        share = kv_bytes / seconds / bench.copy_bandwidth if bench.copy_bandwidth else 0.0
+        bench.report(
+            "decode",
+            f"batch {batch}, context {context}, 32/8 x 128: {seconds * 1e6:.1f} us, "
+            f"{kv_bytes / seconds / 1e9:.0f} GB/s, {share:.0%} of the copy's bandwidth",
+            seconds=seconds,
+            share=share,
+        )
+
+
+def section_prefill(bench: Bench) -> None:
+    shapes = [(0, 4096, 1), (0, 4096, 4), (16_384 - 512, 512, 1)]
+    for start, length, batch in [(100, 70, 1)] if bench.small else shapes:
+        heads, kv_heads, head_size = 32, 8, 128
+        slices = [(start, length)] * batch
+        one = Paged.of(bench.device, slices, heads, kv_heads, head_size, bench.dtype)
+        right = one.right()
+        check("prefill", one.run(), right)
+        ways = usable(
+            baselines(one.query.view(batch, length, heads, head_size), *one.contiguous()), right
+        )
+        times = {name: bench.seconds([run]) for name, run in ways.items()}
+        best = min(times, key=lambda name: times[name])
+        seconds = bench.seconds([one.run])
+        pairs = batch * (length * start + length * (length + 1) / 2)
+        rate = 4 * pairs * heads * head_size / seconds
+        share = rate / bench.matrix_rate if bench.matrix_rate else 0.0
+        bench.report(
+            "prefill",
+            f"{batch} x {length} queries over {start + length}: {seconds * 1e6:.0f} us, "
+            f"{times[best] / seconds:.2f} x the speed of torch ({best}), {rate / 1e12:.0f} TFLOP/s = "
+            f"{share:.0%} of the product's rate",
+            speed=times[best] / seconds,
+            share=share,
+        )

@@ -1,0 +1,91 @@
+"""A model of random weights in the shape of Llama 3 8B, and what runs it: for sections of the GPU bench."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pensieve.core.sampling import Sampling
+from pensieve.errors import PensieveError
+from pensieve.kernels.attention.plan import PAGE
+from pensieve.model.attention import SERVING, FlatModel, register
+from pensieve.model.executor import TorchExecutor
+from pensieve.model.fuse.layers import fuse
+from pensieve.model.graphs import DecodeGraphs
+from pensieve.model.kv.memory import KVMemory
+from pensieve.model.loader import LoadedModel
+from pensieve.model.sampling.sampler import Sampler
+from pensieve.model.shape import ModelShape
+
+CONTEXT_MAX = 16_384
+GREEDY = Sampling(ignore_eos=True, max_tokens=100_000)
+
+
+class Mute:
+    """A tokenizer for tokens that mean nothing."""
+
+    def is_silent(self, token_id: int) -> bool:
+        return False
+
+    def piece(self, token_id: int, *, first: bool) -> bytes:
+        return b" "
+
+
+def random_model(device: torch.device, small: bool, *, plain: bool = False) -> LoadedModel:
+    """In the shape of Llama 3 8B (small: a few layers of nothing), made where it is used.
+
+    Always the same weights; `plain` leaves the layers as transformers has them.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, mlp, layers, vocabulary = (256, 512, 2, 512) if small else (4096, 14_336, 32, 128_256)
+    heads, kv_heads = (4, 2) if small else (32, 8)
+    head_size = hidden // heads
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=CONTEXT_MAX,
+    )
+    with torch.device("meta"):
+        module = LlamaForCausalLM(config)
+    rotary = type(module.model.rotary_emb)(config)  # whose frequencies are no weights
+    module = module.to(torch.bfloat16).to_empty(device=device)
+    torch.manual_seed(0)
+    module.model.rotary_emb = rotary.to(device)
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0.0, parameter.shape[1] ** -0.5)
+        else:
+            parameter.data.fill_(1.0)
+    register()
+    module.eval().requires_grad_(False).set_attn_implementation(SERVING)
+    count = sum(each.numel() for each in module.parameters())
+    shape = ModelShape(
+        *(layers, heads, kv_heads, head_size, vocabulary, CONTEXT_MAX),
+        *(torch.bfloat16, count, 2 * count),
+    )
+    flat = FlatModel(module)
+    if not plain:
+        num_replaced, _ = fuse(flat, range(3, 40))
+        if num_replaced != layers:
+            raise PensieveError(f"{num_replaced} of {layers} layers were replaced")
+    return LoadedModel("random", flat, shape, heads, frozenset())
+
+
+def executor_of(
+    model: LoadedModel, device: torch.device, device_pages: int, host_pages: int, turns_max: int
+) -> TorchExecutor:
+    memory = KVMemory(model.shape, device_pages, host_pages, PAGE, device)
+    graphs = None
+    if device.type == "cuda":
+        graphs = DecodeGraphs(model.flat, memory, turns_max)
+        graphs.capture()
+        if graphs.failure:
+            raise PensieveError(f"no graphs: {graphs.failure}")
+    tokenizer: Any = Mute()
+    return TorchExecutor(model, memory, Sampler(model.shape.vocab_size), tokenizer, graphs=graphs)

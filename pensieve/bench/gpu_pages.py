@@ -1,0 +1,109 @@
+"""Slices over pages in random order, as the attention kernels take them, with their right answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pensieve.kernels import multi_token_attention
+from pensieve.kernels.attention import cuda, reference
+from pensieve.kernels.attention.plan import PAGE, Work
+
+
+@dataclass
+class Paged:
+    """What a kernel is given for some slices."""
+
+    query: torch.Tensor
+    arena: torch.Tensor
+    table: torch.Tensor
+    offsets: torch.Tensor
+    turns: torch.Tensor
+    starts: torch.Tensor
+    work: Work | None
+    out: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        device: torch.device,
+        slices: list[tuple[int, int]],  # (start, length), each of a turn of its own
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        seed: int = 0,
+    ) -> Paged:
+        draw = torch.Generator(device=device).manual_seed(seed)
+        ends = [start + length for start, length in slices]
+        per_turn = -(-max(ends) // PAGE)
+        num_pages = len(slices) * per_turn + 1
+        arena = torch.randn(
+            (num_pages, 2, kv_heads, PAGE, head_size), generator=draw, device=device
+        ).to(dtype)
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
+        table = order[: len(slices) * per_turn].view(len(slices), per_turn).int()
+        for index, end in enumerate(ends):  # slots that were never written are NaN
+            if end % PAGE:
+                arena[int(table[index, end // PAGE]), :, :, end % PAGE :] = float("nan")
+        lengths = [length for _, length in slices]
+        tokens = sum(lengths)
+        query = torch.randn((tokens, heads, head_size), generator=draw, device=device).to(dtype)
+
+        def column(numbers: list[int]) -> torch.Tensor:
+            return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+        work = None
+        if device.type == "cuda" and cuda.takes(dtype, PAGE, head_size):
+            starts = [start for start, _ in slices]
+            plan = cuda.plan(
+                lengths, starts, heads, kv_heads, head_size, cuda.slots(device, head_size)
+            )
+            above = cuda.wide_above(head_size, device)
+            work = Work.of(plan, kv_heads, head_size, device, above)
+        return cls(
+            query,
+            arena,
+            table.to(device),
+            torch.tensor([0, *lengths]).cumsum(0).int().to(device),
+            column(list(range(len(slices)))),
+            column([start for start, _ in slices]),
+            work,
+            torch.full_like(query, float("nan")),
+        )
+
+    def run(self) -> torch.Tensor:
+        multi_token_attention(
+            *(self.query, self.arena[:, 0], self.arena[:, 1]),
+            *(self.table, self.offsets, self.turns, self.starts),
+            self.scaling,
+            self.out,
+            self.work,
+        )
+        return self.out
+
+    @property
+    def scaling(self) -> float:
+        return float(self.query.shape[2] ** -0.5)
+
+    def right(self) -> torch.Tensor:
+        out = torch.empty(self.query.shape, device=self.query.device)
+        wide = self.arena.float()
+        reference.multi_token_attention(
+            *(self.query.float(), wide[:, 0], wide[:, 1]),
+            *(self.table, self.offsets, self.turns, self.starts),
+            self.scaling,
+            out,
+        )
+        return out
+
+    def contiguous(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in one piece, (batch, kv_heads, context, D); all slices of one length."""
+        context = int(self.starts[0]) + int(self.offsets[1])
+        gathered = self.arena[self.table.long()]  # (batch, pages, 2, kv_heads, 32, D)
+        batch, pages, _, kv_heads, _, head_size = gathered.shape
+        whole = gathered.permute(2, 0, 3, 1, 4, 5).reshape(
+            2, batch, kv_heads, pages * PAGE, head_size
+        )[:, :, :, :context]
+        return whole[0].contiguous(), whole[1].contiguous()

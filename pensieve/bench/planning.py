@@ -1,0 +1,200 @@
+"""`pensieve bench planning`: what a decision costs, `plan` and `commit` of the real scheduler and cache.
+
+256 turns generate, the host tier is full, and numbers of cached conversations grow.  The executor
+answers at once, so what is timed is bookkeeping alone.  Garbage collection stays on.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from pensieve.bench.report import Report, progress
+from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.cost import CostProfile
+from pensieve.core.iteration import Iteration, Outcome, SampledToken
+from pensieve.core.policies.queue import policy_named
+from pensieve.core.scheduler import Scheduler, SchedulerConfig
+from pensieve.core.turn import Turn
+
+
+@dataclass(frozen=True)
+class Row:
+    policy: str
+    conversations: int
+    running: int
+    chunks: int
+    p50_seconds: float
+    p99_seconds: float
+    max_seconds: float
+    pages_reclaimed_per_iteration: float
+    pages_dropped_per_iteration: float
+    pages_swapped_out_per_iteration: float
+
+
+def run(
+    policies: Sequence[str],
+    counts: Sequence[int],
+    num_running: int,
+    num_iterations: int,
+    report: Report,
+) -> None:
+    rows = []
+    for policy in policies:
+        for count in counts:
+            progress(f"{policy}: building {count:,} conversations …")
+            rows.append(measure(policy, count, num_running, num_iterations))
+    report.table(
+        "plan + commit, milliseconds per iteration",
+        ("policy", "conversations", "chunks", "running", "p50", "p99", "max", "moved"),
+        [
+            (
+                row.policy,
+                f"{row.conversations:,}",
+                f"{row.chunks:,}",
+                str(row.running),
+                *(
+                    f"{each * 1e3:.3f}"
+                    for each in (row.p50_seconds, row.p99_seconds, row.max_seconds)
+                ),
+                f"{row.pages_reclaimed_per_iteration:.1f} + {row.pages_dropped_per_iteration:.1f}",
+            )
+            for row in rows
+        ],
+    )
+    report.finish({"rows": [asdict(row) for row in rows]})
+
+
+def measure(
+    policy: str, num_conversations: int, num_running: int, num_iterations: int, seed: int = 1
+) -> Row:
+    """Times of plan + commit, checked: the cache's invariants hold before and after."""
+    choose = random.Random(seed)
+    cost = CostProfile.analytic(8_000_000_000, num_layers=32, num_heads=32, head_size=128)
+    # Contexts of 512 to 32,768 tokens; of most cached ones only the end is still resident, so a cached
+    # conversation holds ten chunks, or more where few of them have to fill both tiers.
+    contexts = [int(512 * 64 ** choose.random()) for _ in range(num_running)]
+    running_pages = sum(-(-context // 32) + 8 for context in contexts)
+    device_pages = int(running_pages / 0.6)
+    chunks_each = max(10, -(-2 * (device_pages - running_pages) // num_conversations))
+    host_pages = chunks_each * num_conversations
+    scheduler = Scheduler(
+        KVCache(
+            CacheConfig(device_pages, host_pages, 32, swap_outs_max=64),
+            policy_named(policy, cost, 32),
+        ),
+        SchedulerConfig(batch_tokens_max=512, turns_max=num_running),
+    )
+    cache, now, num_turns = scheduler.cache, 0.0, 0
+
+    def outcome_of(iteration: Iteration, ending: set[int]) -> Outcome:
+        return Outcome(
+            tuple(
+                SampledToken(piece.turn_id, 1, stopped=piece.turn_id in ending)
+                for piece in iteration.slices
+                if piece.needs_token
+            ),
+            tuple(
+                [copy.copy_id for copy in iteration.swap_ins]
+                + [copy.copy_id for copy in iteration.swap_outs]
+            ),
+        )
+
+    def turn_of(name: str, tokens: int, history: int) -> Turn:
+        nonlocal num_turns
+        num_turns += 1
+        ids = array("I", bytes(4 * tokens))
+        return Turn(num_turns, name, ids, history, tokens, tokens + 100_000)
+
+    def finish_swap_outs() -> None:
+        while swap_outs := cache.plan_swap_outs(now, 0):
+            for copy in swap_outs:
+                cache.finish_copy(copy.copy_id, now)
+
+    def remember(name: str, tokens: int, history: int) -> None:
+        """As if a turn had come and gone."""
+        turn = turn_of(name, tokens, history)
+        while type(found := cache.begin(turn, now, 0, {})).__name__ == "Shortage":
+            finish_swap_outs()
+        for copy in found.swap_ins:  # type: ignore[union-attr]
+            cache.finish_copy(copy.copy_id, now)
+        cache.release_sources(found.sources, now)  # type: ignore[union-attr]
+        for chunk in turn.chunks:
+            chunk.filled = min(32, tokens - 32 * chunk.index)
+        cache.end(turn, now, tokens)
+
+    # 1. the cached: one in ten shares a system prompt with others
+    prefixes = [f"prefix-{i}" for i in range(max(num_conversations // 1000, 4))]
+    for name in prefixes:
+        remember(name, 512, 0)
+    for i in range(num_conversations):
+        now += 0.05
+        name = f"cached-{i}"
+        if choose.random() < 0.1:
+            cache.fork(choose.choice(prefixes), 512, name, now)
+            remember(name, 512 + 32 * choose.randint(1, 4), 512)
+        else:
+            long = choose.random() < 0.003
+            remember(
+                name,
+                int(512 * 64 ** choose.random())
+                if long
+                else choose.randint(26 * chunks_each, 38 * chunks_each),
+                0,
+            )
+        finish_swap_outs()
+
+    # 2. the running
+    for i, context in enumerate(contexts):
+        scheduler.submit(turn_of(f"running-{i}", context, 0), now)
+    while len(scheduler.running) < num_running or any(
+        turn.frontier < turn.prompt_end for turn in scheduler.running.values()
+    ):
+        now += 0.001
+        iteration = scheduler.plan(now)
+        assert iteration is not None
+        scheduler.commit(iteration, outcome_of(iteration, set()), now)
+    scheduler.check(now)
+    num_chunks = sum(len(conv.chunks()) for conv in cache.conversations.values())
+    before = (cache.counters.reclaimed, cache.counters.dropped, cache.counters.swapped_out)
+
+    # 3. the timed: each fourth iteration one turn ends and a cached conversation comes back
+    seconds: list[float] = []
+    resting = [name for name in cache.conversations if name.startswith("cached")]
+    choose.shuffle(resting)
+    returning = iter(resting * (1 + num_iterations // len(resting)))
+    for i in range(num_iterations):
+        now += 0.03
+        ending: set[int] = set()
+        if i % 4 == 0:
+            ending.add(choose.choice(list(scheduler.running)))
+            name = next(returning)
+            known = cache.conversations.get(name)
+            history = known.num_tokens if known is not None else 32 * chunks_each
+            scheduler.submit(turn_of(name, history + choose.randint(32, 256), history), now)
+        started = time.perf_counter()
+        iteration = scheduler.plan(now)
+        planned = time.perf_counter()
+        assert iteration is not None
+        outcome = outcome_of(iteration, ending)
+        resumed = time.perf_counter()
+        scheduler.commit(iteration, outcome, now)
+        seconds.append(time.perf_counter() - resumed + planned - started)
+    scheduler.check(now)
+    seconds.sort()
+    counters = cache.counters
+    return Row(
+        policy=policy,
+        conversations=num_conversations,
+        running=num_running,
+        chunks=num_chunks,
+        p50_seconds=seconds[len(seconds) // 2],
+        p99_seconds=seconds[int(len(seconds) * 0.99)],
+        max_seconds=seconds[-1],
+        pages_reclaimed_per_iteration=(counters.reclaimed - before[0]) / num_iterations,
+        pages_dropped_per_iteration=(counters.dropped - before[1]) / num_iterations,
+        pages_swapped_out_per_iteration=(counters.swapped_out - before[2]) / num_iterations,
+    )

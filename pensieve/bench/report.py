@@ -1,0 +1,45 @@
+"""How a bench reports: lines for a person as they come, or one JSON object for a script at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+
+
+class Report:
+    """With `as_json` the lines go to standard error, and the object alone to standard output."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def line(self, text: str) -> None:
+        print(text, file=sys.stderr if self._as_json else sys.stdout, flush=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """The first column is a name, the others are numbers; nothing where a script reads."""
+        if self._as_json:
+            return
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=title)
+        for index, name in enumerate(columns):
+            table.add_column(name, justify="right" if index else "left")
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+
+    def finish(self, figures: Mapping[str, object]) -> None:
+        if self._as_json:
+            print(json.dumps(figures))
+
+
+def progress(text: str) -> None:
+    """What is under way; no figure."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that this share of them does not exceed."""
+    return sorted(values)[int(share * (len(values) - 1))]

@@ -1,0 +1,141 @@
+"""Assembles a daemon from its settings and runs it to its end.
+
+    open      the model's folder, the history (this process holds it), tokenizer and template
+    listen    the sockets answer, with NOT_SERVING
+    start     the engine process loads the model; SERVING
+    stop      drain, then close connections, engine and history, in this order
+
+`pensieve serve` runs it in the main thread until a signal comes; `pensieve chat` without an address runs
+the same one in a thread beside the terminal (embedded_daemon.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pensieve.config import Resolved, Serving
+from pensieve.errors import ConfigError
+from pensieve.launch import programs
+from pensieve.launch.admin_socket import socket_path
+from pensieve.launch.model_folder import Report, load_texts, resolve_model
+from pensieve.service.daemon import Daemon, DaemonConfig
+from pensieve.service.grpc import auth
+from pensieve.service.grpc.server import Listening, Server, check_exposure
+from pensieve.store.conversation_store import ConversationStore
+
+SWITCH_SECONDS = 0.0005  # that the store's thread may keep the loop, and so every stream, waiting
+
+
+@dataclass(frozen=True)
+class DaemonSetup:
+    """What a daemon is made of."""
+
+    resolved: Resolved
+    holder: str  # is named to whoever finds the data folder taken
+    listening: Listening
+    config: DaemonConfig
+    engine_program: tuple[str, ...] = programs.ENGINE
+    drain_seconds: float = 0.0  # for running turns at the end
+    check_history_first: bool = False  # after an unclean stop; else while turns are served
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Whom a daemon tells how far it is."""
+
+    report: Report
+    ready: Callable[[str], None] = lambda address: None
+    stopping: Callable[[], None] = lambda: None
+
+
+def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
+    """As `pensieve serve` is told; ConfigError where it would serve strangers by accident."""
+    listening = Listening(
+        address=serving.address,
+        socket=socket_path(resolved.settings.data),
+        tls_cert=serving.tls_cert,
+        tls_key=serving.tls_key,
+        tls_client_ca=serving.tls_client_ca,
+        tokens=auth.read_tokens(serving.token_file) if serving.token_file else (),
+        insecure=bool(serving.insecure),
+        reflection=serving.reflection,
+        keepalive_seconds=serving.keepalive,
+        ping_timeout_seconds=serving.keepalive / 3,
+    )
+    check_exposure(listening)
+    echo = (*programs.ECHO_ENGINE, f"--seconds={serving.echo_seconds}")
+    return DaemonSetup(
+        resolved,
+        "pensieve serve",
+        listening,
+        DaemonConfig(turns_max=serving.turns_waiting_max, grace_seconds=serving.grace),
+        programs.ENGINE if serving.engine == "model" else echo,
+        serving.drain_timeout,
+    )
+
+
+def open_server(setup: DaemonSetup, report: Report) -> Server:
+    """Everything but the engine process; to be called in the loop that will run it."""
+    settings = setup.resolved.settings
+    folder = resolve_model(settings.model)
+    store = ConversationStore.open(settings.data, setup.holder)
+    try:
+        if setup.check_history_first and store.integrity_check_due:
+            report("checking the history after an unclean stop")
+            if problems := store.integrity_check():
+                raise ConfigError(f"the history in {settings.data} is damaged: {problems[0]}")
+        for turn in store.interrupted_at_open:
+            report(
+                f"a turn of {turn.conversation_id} was interrupted; its history is unchanged "
+                f"(turn {turn.turn_id})"
+            )
+        texts = load_texts(folder, report)
+        daemon = Daemon(
+            store,
+            texts.template,
+            texts.fingerprint,
+            texts.defaults,
+            {**setup.resolved.written, "model": str(folder), "data": str(settings.data)},
+            folder,
+            setup.engine_program,
+            setup.config,
+            report,
+            auth.limits_of(setup.listening.tokens),
+        )
+        return Server(daemon, setup.listening)
+    except BaseException:
+        store.close()
+        raise
+
+
+async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.Event) -> None:
+    """Until `server.stopping` is set; `hurry` then interrupts the turns that still run."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    daemon, loop = server.daemon, asyncio.get_running_loop()
+    drain_seconds = 0.0
+    try:
+        address = await server.listen()
+        starting = loop.create_task(daemon.start())
+        stopping = loop.create_task(server.stopping.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            drain_seconds = setup.drain_seconds
+            hooks.ready(address)
+            if daemon.store.integrity_check_due:
+                daemon.check_history(hooks.report)
+            await stopping
+        else:
+            starting.cancel()
+        hooks.stopping()
+    finally:
+        closing = loop.create_task(server.close(drain_seconds))
+        hurrying = loop.create_task(hurry.wait())
+        await asyncio.wait({closing, hurrying}, return_when=asyncio.FIRST_COMPLETED)
+        if not closing.done():
+            daemon.hurry()
+        hurrying.cancel()
+        await closing

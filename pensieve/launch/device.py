@@ -1,0 +1,56 @@
+"""Which device computes, and whether the kernels can be had for it."""
+
+from __future__ import annotations
+
+import torch
+
+from pensieve.config import Settings
+from pensieve.errors import ConfigError, DeviceError
+from pensieve.launch.model_folder import Report
+
+
+def usable_device(settings: Settings, report: Report) -> torch.device:
+    """The chosen device with its kernels; `auto` falls back to the CPU where a GPU has none."""
+    device = chosen_device(settings)
+    if device.type != "cuda":
+        return device
+    try:
+        torch.cuda.set_device(device)
+        _check_kernels(settings, device, report)
+    except (DeviceError, ConfigError) as error:
+        if settings.device != "auto":
+            raise
+        report(f"computing on the CPU: {error}")
+        return torch.device("cpu")
+    return device
+
+
+def chosen_device(settings: Settings) -> torch.device:
+    """Where to compute; ConfigError if that is not there."""
+    name = settings.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        built = "" if torch.version.cuda else " (it was built without CUDA)"
+        raise ConfigError(f"--device {name}: torch {torch.__version__} finds no GPU{built}")
+    index = int(name.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"--device {name}: there are {torch.cuda.device_count()} GPUs")
+    if index and settings.tensor_parallel > 1:
+        raise ConfigError("--tensor-parallel takes the first GPUs: --device cuda")
+    return torch.device("cuda", index)
+
+
+def _check_kernels(settings: Settings, device: torch.device, report: Report) -> None:
+    """The kernels can be had for this GPU; compiling them takes a few seconds the first time."""
+    from pensieve.kernels.attention import cuda
+    from pensieve.kernels.attention.plan import PAGE
+
+    if settings.weights == "int8":
+        raise ConfigError("--weights int8 is for CPUs: --device cpu")
+    if settings.chunk_tokens != PAGE:
+        raise ConfigError(f"--chunk-tokens is {PAGE} on a GPU: the kernels' pages are")
+    report(f"kernels for {cuda.architecture(device.index)}")
+    cuda.prepare(device.index)

@@ -1,0 +1,111 @@
+"""A daemon in a thread of this process, reached through a socket in the data folder and no port.
+
+It is the daemon that `pensieve serve` runs: the same assembly, the same servers, the engine in a process
+of its own.  Two things are different around it:
+
+* A thread's loop gets no signals.  SIGINT is blocked in the thread and in what it starts, which inherit
+  that, so that Ctrl-C reaches the main thread and nobody else, however early it comes.
+* The main thread waits for it to be ready, and gets its failure as an exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from pensieve.config import Resolved
+from pensieve.errors import ConfigError
+from pensieve.launch.admin_socket import socket_path
+from pensieve.launch.daemon import DaemonSetup, Hooks, open_server, run
+from pensieve.launch.model_folder import Report
+from pensieve.service.daemon import DaemonConfig
+from pensieve.service.grpc.server import Listening, Server
+
+CLOSE_SECONDS = 30.0  # for the thread; whatever hangs ends with the process
+
+
+class EmbeddedDaemon:
+    """To be used in a `with`: entering starts it and waits until it serves."""
+
+    def __init__(self, resolved: Resolved, holder: str, report: Report) -> None:
+        self._cleanup = contextlib.ExitStack()
+        path = self._socket(resolved.settings.data)
+        self.address = f"unix:{path.absolute()}"
+        self._setup = DaemonSetup(
+            resolved,
+            holder,
+            Listening(address="", socket=path, reflection=False),
+            DaemonConfig(),
+            check_history_first=True,  # a person at a terminal sees it, and what it finds
+        )
+        self._report = report
+        self._started = threading.Event()  # it serves, or has failed
+        self._failure: BaseException | None = None
+        self._stop_wanted = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: Server | None = None
+        self._thread = threading.Thread(target=self._run, name="daemon", daemon=True)
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def __enter__(self) -> EmbeddedDaemon:
+        self._thread.start()
+        try:
+            self._started.wait()
+            if self._failure is not None:
+                raise self._failure
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Interrupt what runs, keep the history, end the engine process."""
+        self._stop_wanted = True  # before looking for a server: the thread does the reverse
+        if self._server is not None and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # its loop has ended
+                self._loop.call_soon_threadsafe(self._server.stopping.set)
+        self._thread.join(CLOSE_SECONDS)
+        self._cleanup.close()
+
+    def _socket(self, data: Path) -> Path:
+        """The operator's, so that `pensieve admin` finds it; elsewhere if its path is too long."""
+        try:
+            return socket_path(data)
+        except ConfigError:
+            folder = tempfile.TemporaryDirectory(prefix="pensieve-")
+            return Path(self._cleanup.enter_context(folder)) / "admin.sock"
+
+    # -- in the thread --
+
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._server = open_server(self._setup, self._report)
+        if self._stop_wanted:
+            self._server.stopping.set()
+        hooks = Hooks(self._report, ready=lambda address: self._started.set())
+        await run(self._server, self._setup, hooks, hurry=asyncio.Event())

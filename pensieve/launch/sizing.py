@@ -1,0 +1,66 @@
+"""From the sizes of both tiers, as they were set, to numbers of pages that fit the memory there is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pensieve.config import Settings, TierSize, available_memory_bytes
+from pensieve.errors import ConfigError
+
+TOKENS_MAX = 500_000  # of a tier whose size is a share of memory: small models need no more
+GPU_TIMES = 4  # as many where the models are larger
+DEVICE_PAGES_MIN = 4
+
+
+class TierPages(NamedTuple):
+    device: int
+    host: int
+
+
+def tier_pages(settings: Settings, page_bytes: int, device_bytes: int | None) -> TierPages:
+    """Pages of both tiers, held against the memory there is; the device's own, if it has some."""
+    available = available_memory_bytes()
+    share = TierSize(0.25, "share")
+    host = share if settings.host_cache.unit == "auto" else settings.host_cache
+    on_device = settings.device_cache
+    if on_device.unit == "auto":
+        on_device = share if device_bytes is None else TierSize(1.0, "share")
+    device_pages, host_pages = (
+        size.pages(page_bytes, settings.chunk_tokens, memory)
+        for size, memory in (
+            (on_device, available if device_bytes is None else device_bytes),
+            (host, available),
+        )
+    )
+    most = TOKENS_MAX * (1 if device_bytes is None else GPU_TIMES) // settings.chunk_tokens
+    device_pages = min(device_pages, most) if on_device.unit == "share" else device_pages
+    host_pages = min(host_pages, most) if host.unit == "share" else host_pages
+    if device_pages < DEVICE_PAGES_MIN:
+        raise ConfigError(
+            f"--device-cache {settings.device_cache} holds {device_pages} chunks of "
+            f"{settings.chunk_tokens} tokens ({page_bytes:,} bytes each); {DEVICE_PAGES_MIN} are needed"
+        )
+    if device_bytes is not None:
+        if device_pages * page_bytes > device_bytes:
+            raise ConfigError(
+                f"--device-cache {settings.device_cache} needs {size_text(device_pages * page_bytes)}, and "
+                f"{size_text(device_bytes)} of the GPU are left beside weights and workspace"
+            )
+        if host_pages * page_bytes > available:
+            raise ConfigError(
+                f"--host-cache {settings.host_cache} needs {size_text(host_pages * page_bytes)}, and "
+                f"{size_text(available)} are available"
+            )
+    elif (device_pages + host_pages) * page_bytes > available:
+        raise ConfigError(
+            f"the two tiers need {(device_pages + host_pages) * page_bytes / 2**30:.1f} GiB and "
+            f"{available / 2**30:.1f} GiB are available; lower --device-cache or --host-cache"
+        )
+    return TierPages(device_pages, host_pages)
+
+
+def size_text(num_bytes: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes / 2**10:.1f} KiB"
