@@ -37,7 +37,7 @@ from pensieve.model.kv import host_arena
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel
 from pensieve.model.probe import probe
-from pensieve.model.sampling.sampler import Drawn, SampledToken, Sampler
+from pensieve.model.sampling.sampler import Drawn, DrawnToken, Sampler
 from pensieve.model.shape import ModelShape
 from tests.model.kv.streams import FakeStreams
 from tests.model.world import LetterTokenizer, slice_of, start_of
@@ -127,9 +127,7 @@ class Pretended:
         ):
             monkeypatch.setattr(module, self.upload)
         monkeypatch.setattr("pensieve.model.sampling.sampler.ReadBack", OnItsWay)
-        monkeypatch.setattr(
-            Drawn, "read", lambda drawn: [SampledToken(0, None, ())] * len(drawn.ids)
-        )
+        monkeypatch.setattr(Drawn, "read", lambda drawn: [DrawnToken(0, None, ())] * len(drawn.ids))
         monkeypatch.setattr(PageMoves, "_of", really(PageMoves._of))
         monkeypatch.setattr(PageMoves, "joined", really(PageMoves.joined))
         monkeypatch.setattr(  # which looks at the host's own values
