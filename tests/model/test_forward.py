@@ -160,7 +160,10 @@ def test_graphs_say_what_the_model_says(loaded: Loaded, folder_of: FolderOf, dep
     replayed = set()
     for step in range(60):
         if step % 7 == 0 and len(running) < 8:
-            for turn in [world.turn(draw.randint(1, 9)) for _ in range(draw.randint(1, 3))]:
+            for turn in [
+                world.turn(draw.randint(1, 9), num_outputs_max=99)
+                for _ in range(draw.randint(1, 3))
+            ]:
                 world.step((turn, 0, len(turn.tokens), True))
                 running.append(turn)
         before = captured.replays

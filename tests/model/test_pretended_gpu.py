@@ -123,7 +123,7 @@ class Pretended:
             "pensieve.model.kv.memory.upload",
             "pensieve.model.graphs.upload",
             "pensieve.model.sampling.draw.upload",
-            "pensieve.model.sampling.sampler.upload",
+            "pensieve.model.sampling.penalties.upload",
         ):
             monkeypatch.setattr(module, self.upload)
         monkeypatch.setattr("pensieve.model.sampling.sampler.ReadBack", OnItsWay)
@@ -131,7 +131,7 @@ class Pretended:
         monkeypatch.setattr(PageMoves, "_of", really(PageMoves._of))
         monkeypatch.setattr(PageMoves, "joined", really(PageMoves.joined))
         monkeypatch.setattr(  # which looks at the host's own values
-            "pensieve.model.sampling.sampler._ids_of",
+            "pensieve.model.sampling.penalties._ids_of",
             lambda tokens, like: torch.empty(len(tokens), dtype=torch.int64, device=like.device),
         )
 
