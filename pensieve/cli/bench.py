@@ -20,7 +20,7 @@ from typing import Any
 from pensieve.bench import chat as bench_chat
 from pensieve.bench import service as bench_service
 from pensieve.bench import swap as bench_swap
-from pensieve.core.policies.queue import POLICIES
+from pensieve.core.policies.registry import POLICIES
 from pensieve.errors import InvalidArgument
 
 CONVERSATIONS = (1_000, 10_000, 100_000)
@@ -261,7 +261,7 @@ def measure_planning(
     from pensieve.core.cache import CacheConfig, KVCache
     from pensieve.core.cost import CostProfile
     from pensieve.core.iteration import Iteration, Outcome, Sample
-    from pensieve.core.policies.queue import policy_named
+    from pensieve.core.policies.registry import policy_named
     from pensieve.core.sampling import Sampling
     from pensieve.core.scheduler import Scheduler, SchedulerConfig
     from pensieve.core.turn import FinishReason, Turn

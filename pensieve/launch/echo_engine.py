@@ -22,7 +22,7 @@ from pensieve.config import Settings
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, Sample
-from pensieve.core.policies.queue import policy_named
+from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
 from pensieve.core.turn import Turn
 from pensieve.engine.engine import Engine, EngineConfig

@@ -275,7 +275,7 @@ def _build_engine(
     import torch
 
     from pensieve.core.cache import CacheConfig, KVCache
-    from pensieve.core.policies.queue import policy_named
+    from pensieve.core.policies.registry import policy_named
     from pensieve.core.scheduler import Scheduler, SchedulerConfig
     from pensieve.engine.engine import Engine, EngineConfig
     from pensieve.engine.journal import Journal, opened

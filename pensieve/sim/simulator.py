@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.iteration import Iteration
-from pensieve.core.policies.queue import RetentionPolicy
+from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
 from pensieve.engine.engine import Engine, EngineConfig
