@@ -14,7 +14,7 @@ from pensieve.bench.gpu_model import CONTEXT_MAX
 from pensieve.core.cache import CacheConfig
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import SampledToken
-from pensieve.core.policies.queue import policy_named
+from pensieve.core.policies.registry import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.core.turn import TurnOptions

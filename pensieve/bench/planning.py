@@ -16,7 +16,7 @@ from pensieve.bench.report import Report, progress
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken
-from pensieve.core.policies.queue import policy_named
+from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
 from pensieve.core.turn import Turn
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pensieve.bench.report import Report
 from pensieve.bench.workload import SHAPES, Shape
-from pensieve.core.policies.queue import POLICIES
+from pensieve.core.policies.registry import POLICIES
 from pensieve.errors import InvalidArgument
 
 CONVERSATIONS = (1_000, 10_000, 100_000)

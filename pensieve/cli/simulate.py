@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pensieve.cli import simulate_journal, simulate_plan
-from pensieve.core.policies.queue import POLICIES
+from pensieve.core.policies.registry import POLICIES
 from pensieve.errors import ConfigError, InvalidArgument
 from pensieve.sim.cost import (
     DEVICE_SHARE,
@@ -238,7 +238,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _policy(arguments: argparse.Namespace, point: Point, recompute: Any) -> Any:
-    from pensieve.core.policies.queue import policy_named
+    from pensieve.core.policies.registry import policy_named
     from pensieve.sim.clairvoyant import ClairvoyantPolicy
     from pensieve.sim.trace import Problems
 

@@ -125,7 +125,7 @@ def run(
 
 
 def _check(arguments: argparse.Namespace, policy: str) -> None:
-    from pensieve.core.policies.queue import POLICIES
+    from pensieve.core.policies.registry import POLICIES
 
     if policy not in POLICIES:
         raise InvalidArgument("policy", f"{policy} is for a single simulation, not for --plan")

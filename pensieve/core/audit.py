@@ -1,75 +1,104 @@
-"""The audit: every invariant of the cache, recomputed from the chunks alone."""
+"""The audit: every invariant of the cache, recomputed from the chunks alone.
+
+AssertionError names what does not hold.  Everything is looked at; what is counted as it goes is only
+compared with, never relied on.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from pensieve.core.prefix_tree import Branch, Chunk, Conversation
+from pensieve.core.policies.queue import RetentionQueue
+from pensieve.core.prefix_tree import Branch, Chunk, Conversation, PrefixTree
+from pensieve.core.tiers import Tiers
 
-if TYPE_CHECKING:
-    from pensieve.core.cache import KVCache
+
+def audit(tree: PrefixTree, tiers: Tiers, queues: Sequence[RetentionQueue], now: float) -> None:
+    holders_of = _audit_paths(tree)
+    num_reclaimable = _audit_branches(holders_of)
+    num_copies = _copies_by_chunk(tiers)
+    chunks = [chunk for branch in holders_of for chunk in branch.chunks]
+    orphans = [chunk for chunk in num_copies if chunk.branch is None]
+    _audit_pages([*chunks, *orphans], num_copies, tiers, tree.chunk_tokens)
+    assert tiers.num_reclaimable == num_reclaimable, "the count of reclaimable pages is off"
+    num_inward = sum(swap.inward for swap in tiers.swaps.values())
+    num_outward = len(tiers.swaps) - num_inward
+    assert tiers.num_swapping_in == num_inward, "the count of swap-ins is off"
+    assert tiers.num_swapping_out == num_outward, "the count of swap-outs is off"
+    idle = [branch for branch in holders_of if not branch.num_running]
+    for queue in queues:
+        queue.check(idle, now)
 
 
-def audit(cache: KVCache, now: float) -> None:
-    """AssertionError names what does not hold; it looks at everything, and at nothing that is counted
-    as it goes, except to compare."""
-    branches: dict[Branch, set[Conversation]] = {}
-    for conversation in cache.conversations.values():
-        position = 0
+def _audit_paths(tree: PrefixTree) -> dict[Branch, set[Conversation]]:
+    """Paths have no gaps; the branches on them, and who holds each."""
+    holders_of: dict[Branch, set[Conversation]] = {}
+    for conversation in tree.conversations.values():
+        end = 0
         for branch in conversation.path():
-            assert branch.start == position, f"{conversation} has a gap before {branch}"
+            assert branch.start == end, f"{conversation} has a gap before {branch}"
             assert branch.chunks, f"{branch} is empty"
-            position = branch.end
-            branches.setdefault(branch, set()).add(conversation)
+            end = branch.end
+            holders_of.setdefault(branch, set()).add(conversation)
         if conversation.turn_id is None:
-            chunks = -(-conversation.num_tokens // cache.config.chunk_tokens)
-            assert chunks == position, f"{conversation} holds {position} chunks, not {chunks}"
-    moving: dict[Chunk, int] = {}
-    for copy in cache._copies.values():
-        for chunk in {copy.source, copy.target}:
-            moving[chunk] = moving.get(chunk, 0) + 1
-    for chunk in cache._held:
-        moving[chunk] = moving.get(chunk, 0) + 1
-    orphans = [chunk for chunk in moving if chunk.branch is None]
-    children: dict[Branch, int] = {}
-    for branch in branches:
+            num_chunks = -(-conversation.num_tokens // tree.chunk_tokens)
+            assert num_chunks == end, f"{conversation} holds {end} chunks, not {num_chunks}"
+    return holders_of
+
+
+def _audit_branches(holders_of: dict[Branch, set[Conversation]]) -> int:
+    """What branches say about their holders, children and chunks; how many chunks are reclaimable."""
+    num_children: dict[Branch, int] = {}
+    for branch in holders_of:
         if branch.parent is not None:
-            children[branch.parent] = children.get(branch.parent, 0) + 1
-    device_pages, host_pages, reclaimable = [], [], 0
-    for branch, holders in branches.items():
+            num_children[branch.parent] = num_children.get(branch.parent, 0) + 1
+    num_reclaimable = 0
+    for branch, holders in holders_of.items():
         assert set(branch.holders) == holders, f"{branch} is held by {holders}"
-        assert branch.num_children == children.get(branch, 0), f"{branch} lost a child"
-        running = sum(holder.turn_id is not None for holder in holders)
-        assert branch.num_running == running, f"{branch} is pinned {branch.num_running} times"
-        order = [holder.idle_since for holder in branch.holders]
-        assert order == sorted(order), f"the holders of {branch} are out of order"
-        assert branch.idle_since == max(order), f"{branch} was last active at {max(order)}"
+        assert branch.num_children == num_children.get(branch, 0), f"{branch} lost a child"
+        num_running = sum(holder.turn_id is not None for holder in holders)
+        assert branch.num_running == num_running, f"{branch} is pinned {branch.num_running} times"
+        times = [holder.idle_since for holder in branch.holders]
+        assert times == sorted(times), f"the holders of {branch} are out of order"
+        assert branch.idle_since == max(times), f"{branch} was last active at {max(times)}"
         for index, chunk in enumerate(branch.chunks, branch.start):
             assert chunk.branch is branch, f"{chunk} is on another branch"
-            assert chunk.index == index, f"{chunk} is out of place"
-            if running:
-                assert not chunk.condemned, f"{chunk} is in use and condemned"
-        resident = sum(chunk.resident for chunk in branch.chunks)
-        assert branch.num_resident == resident, f"{branch} has {resident} resident chunks"
-        count = 0 if running else sum(chunk.reclaimable for chunk in branch.chunks)
+            assert chunk.index == index, f"{chunk} has not the index {index}"
+            if num_running:
+                assert not chunk.marked_to_drop, f"{chunk} is in use and marked to drop"
+        num_resident = sum(chunk.resident for chunk in branch.chunks)
+        assert branch.num_resident == num_resident, f"{branch} has {num_resident} resident chunks"
+        count = 0 if num_running else sum(chunk.reclaimable for chunk in branch.chunks)
         assert branch.num_reclaimable == count, f"{branch} has {count} reclaimable chunks"
-        reclaimable += count
-    for chunk in [*(c for branch in branches for c in branch.chunks), *orphans]:
-        assert 0 <= chunk.host_filled <= chunk.filled <= cache.config.chunk_tokens, f"{chunk}"
+        num_reclaimable += count
+    return num_reclaimable
+
+
+def _copies_by_chunk(tiers: Tiers) -> dict[Chunk, int]:
+    """How many unfinished copies read or write each chunk."""
+    num_copies: dict[Chunk, int] = {}
+    for swap in tiers.swaps.values():
+        for chunk in {swap.source, swap.target}:
+            num_copies[chunk] = num_copies.get(chunk, 0) + 1
+    for chunk in tiers.held_sources:
+        num_copies[chunk] = num_copies.get(chunk, 0) + 1
+    return num_copies
+
+
+def _audit_pages(
+    chunks: list[Chunk], num_copies: dict[Chunk, int], tiers: Tiers, chunk_tokens: int
+) -> None:
+    """What chunks say about their slots and copies; each page has one chunk, or is in its pool."""
+    device_pages, host_pages = [], []
+    for chunk in chunks:
+        assert 0 <= chunk.host_filled <= chunk.filled <= chunk_tokens, f"{chunk}"
         assert chunk.filled == 0 or chunk.resident, f"{chunk} is filled and nowhere"
         assert chunk.host_filled == 0 or chunk.host_page is not None, f"{chunk}"
         assert chunk.device_page is not None or chunk.filled == chunk.host_filled, f"{chunk}"
-        assert chunk.in_flight == moving.get(chunk, 0), f"{chunk} is counted as moving"
+        assert chunk.in_flight == num_copies.get(chunk, 0), f"{chunk} is counted as moving"
         if chunk.device_page is not None:
             device_pages.append(chunk.device_page)
         if chunk.host_page is not None:
             host_pages.append(chunk.host_page)
-    assert cache._num_reclaimable == reclaimable, "the count of reclaimable pages is off"
-    inward = sum(copy.inward for copy in cache._copies.values())
-    assert cache._num_swapping_in == inward, "the count of swap-ins is off"
-    assert cache._num_swapping_out == len(cache._copies) - inward, "the count of swap-outs is off"
-    cache.device.check(device_pages)
-    cache.host.check(host_pages)
-    idle = [branch for branch in branches if not branch.num_running]
-    for queue in cache._queues:
-        queue.check(idle, now)
+    tiers.device.check(device_pages)
+    tiers.host.check(host_pages)

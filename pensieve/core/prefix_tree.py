@@ -1,4 +1,4 @@
-"""Chunks, the branches they lie on, and the conversations that hold them.
+"""Chunks of KV, the branches they lie on, and the conversations that share them.
 
 A chunk belongs to the token prefix that it closes, so conversations that share a prefix share its
 chunks.  Chunks with the same holders form one *branch*; branches form a forest, and a conversation is
@@ -30,8 +30,11 @@ Where a chunk lies follows from its pages:
 * At most one turn at a time appends to a partly used chunk: a turn appends only where its
   conversation was the sole holder when it was admitted, or to a chunk that it made.  The slots of a
   *shared full* chunk are the same for all holders, so any of them may fill them.
-* A *condemned* chunk lies on the device only and will not be saved: the host is full of more
-  valuable ones.  It stays valid until somebody needs its page.
+* A chunk that is *marked to drop* lies on the device only and will not be copied: the host is full of
+  more valuable ones.  It stays valid until somebody needs its page.
+
+The tree knows which chunks there are and who holds them.  It owns no page and no queue: whoever does
+is its `BranchListener` and learns of each change that concerns them.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from itertools import islice
+from typing import Protocol
 
 HOLDERS_SUMMED_MAX = 64  # how many holders of a branch are weighed one by one
 
@@ -46,18 +50,18 @@ HOLDERS_SUMMED_MAX = 64  # how many holders of a branch are weighed one by one
 class Chunk:
     __slots__ = (
         "branch",
-        "condemned",
         "device_page",
         "filled",
         "host_filled",
         "host_page",
         "in_flight",
         "index",
+        "marked_to_drop",
         "swapping_in",
     )
 
     def __init__(self, index: int, branch: Branch) -> None:
-        self.index = index  # its place in the context: positions from index * chunk_tokens
+        self.index = index  # in its context: positions from index * chunk_tokens
         self.branch: Branch | None = branch  # None: nobody holds it; a copy is still in flight
         self.filled = 0
         self.device_page: int | None = None
@@ -65,17 +69,22 @@ class Chunk:
         self.host_filled = 0
         self.in_flight = 0  # unfinished copies that read or write one of its pages
         self.swapping_in = False
-        self.condemned = False
+        self.marked_to_drop = False
 
     @property
     def resident(self) -> bool:
         return self.device_page is not None or self.host_page is not None
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         if self.device_page is None:
             return "dropped" if self.host_page is None else "host"
         return "device" if self.host_page is None else "device+host"
+
+    @property
+    def idle(self) -> bool:
+        """Held, but by no running turn."""
+        return self.branch is not None and not self.branch.num_running
 
     @property
     def dirty(self) -> bool:
@@ -83,7 +92,7 @@ class Chunk:
         return (
             self.device_page is not None
             and self.host_filled < self.filled
-            and not self.condemned
+            and not self.marked_to_drop
             and not self.in_flight
         )
 
@@ -92,12 +101,13 @@ class Chunk:
         """Its device page may be taken at once (if no running turn holds it)."""
         return (
             self.device_page is not None
-            and (self.condemned or self.host_filled >= self.filled)
+            and (self.marked_to_drop or self.host_filled >= self.filled)
             and not self.in_flight
         )
 
     @property
     def droppable(self) -> bool:
+        """Its host page may be taken at once (if no running turn holds it)."""
         return self.host_page is not None and not self.in_flight
 
     def __repr__(self) -> str:
@@ -118,7 +128,7 @@ class Conversation:
         self.log = array("I")  # its token ids; those of its turn while that holds its pages
         self.num_tokens = 0  # positions [0, num_tokens) have chunks, if not necessarily KV
         self.idle_since = now  # end of its last turn
-        self.ratio = 1.0  # how much likelier than others it is to return, says the policy
+        self.ratio = 1.0  # how much likelier than others to return; from the retention policy
         self.turn_id: int | None = None  # the turn that holds its pages
 
     def path(self) -> list[Branch]:
@@ -142,7 +152,7 @@ class Branch:
     """A run of chunks with the same holders: one unit of retention.
 
     Its chunks have the same idle time, and later ones cost more, so the least valuable of them is
-    the first that qualifies: a cursor per role of retention (see retention.py) finds it.
+    the first that qualifies: a cursor per role of retention (policies/queue.py) finds it.
     """
 
     __slots__ = (
@@ -172,7 +182,7 @@ class Branch:
         self.num_resident = 0  # chunks with a page in some tier; kept while idle
         self.num_reclaimable = 0  # kept while idle
         self.cursors = [0] * num_roles  # no chunk before it qualifies
-        self.entries: list[Entry | None] = [None] * num_roles  # owned by the queues
+        self.entries: list[QueueEntry | None] = [None] * num_roles  # owned by the queues
 
     @property
     def end(self) -> int:
@@ -182,10 +192,10 @@ class Branch:
         """The retention value of a chunk held by several is the sum over them; this is that sum in
         units of a holder as recently active as the last: sum over holders of ratio · T_min / T_holder.
 
-        While nobody becomes active it only grows (towards the sum of the ratios), so an older
-        weight is a lower bound.  (Idle times count as one second at least, so what holds from the
-        first idle second on is said from the start.)  Beyond the 64 most recent, holders are
-        counted as idle as the longest idle one, and as likely as that to return: it grows no less.
+        As long as no holder becomes active it only grows (towards the sum of the ratios), so an older
+        weight is a lower bound.  (Idle times count as one second at least, so the weight of the first
+        second is that of its end.)  Beyond the 64 most recent, holders are counted as idle as the
+        longest idle one, and as likely as that to return, which keeps it growing.
         """
         count = len(self.holders)
         if count <= 1:
@@ -202,7 +212,7 @@ class Branch:
         return total
 
     def touch(self, holder: Conversation) -> None:
-        """The idle time of `holder` has changed: put it in its place, most often the last."""
+        """The idle time of `holder` has changed: keep the holders sorted by it (it is mostly last)."""
         del self.holders[holder]
         later = []
         for other in reversed(self.holders):
@@ -223,8 +233,8 @@ class Branch:
         return f"Branch({self.start}:{self.end}, holders={len(self.holders)}[{names}])"
 
 
-class Entry:
-    """A branch in a queue of retention: a lower bound of its value (see retention.py)."""
+class QueueEntry:
+    """A branch in a retention queue: a lower bound of its value (policies/queue.py)."""
 
     __slots__ = ("branch", "class_index", "serial", "since", "start")
 
@@ -235,10 +245,141 @@ class Entry:
         self.since = branch.idle_since
         self.start = branch.start
 
-    def __lt__(self, other: Entry) -> bool:
+    def __lt__(self, other: QueueEntry) -> bool:
         """Longest idle first; of one conversation's branches the leading one."""
         if self.since != other.since:
             return self.since < other.since
         if self.start != other.start:
             return self.start < other.start
         return self.serial < other.serial
+
+
+class BranchListener(Protocol):
+    """Keeps the pages of the branches and queues the idle ones; learns what the tree does to them."""
+
+    def branch_split(self, upper: Branch, lower: Branch, now: float) -> None:
+        """`upper` has taken the first chunks of `lower`."""
+
+    def holders_changed(self, branch: Branch, now: float) -> None:
+        """Another conversation holds it, or one no longer does and others still do."""
+
+    def branch_removed(self, branch: Branch) -> None:
+        """Nobody needs it: no conversation holds it, or it has no page and none behind it has."""
+
+
+class PrefixTree:
+    """Which conversations are cached, and the operations that change who holds which chunk."""
+
+    def __init__(self, chunk_tokens: int, num_roles: int, listener: BranchListener) -> None:
+        self.chunk_tokens = chunk_tokens
+        self.conversations: dict[str, Conversation] = {}
+        self._num_roles = num_roles
+        self._listener = listener
+
+    def fork(self, source: Conversation, num_tokens: int, target_id: str, now: float) -> None:
+        """A second conversation over the first `num_tokens` positions; nothing is copied.
+
+        None is made where `source` holds no chunk of them.
+        """
+        target = Conversation(target_id, now)
+        target.ratio = source.ratio
+        target.log = source.log[:num_tokens]
+        # A running source's chunks count as far as they go: only committed positions are forked.
+        held = source.num_tokens
+        if source.turn_id is not None:
+            held = sum(len(branch.chunks) for branch in source.path()) * self.chunk_tokens
+        target.num_tokens = min(num_tokens, held)
+        branch, end = source.leaf, -(-target.num_tokens // self.chunk_tokens)
+        while branch is not None and branch.start >= end:
+            branch = branch.parent
+        if branch is None:
+            return
+        target.leaf = self._split(branch, end, now) if end < branch.end else branch
+        for each in target.path():
+            each.holders[target] = None
+            each.idle_since = now
+            self._listener.holders_changed(each, now)
+        self.conversations[target_id] = target
+
+    def truncate(self, conversation: Conversation, num_tokens: int, now: float) -> None:
+        """Cut the path behind `num_tokens`; what nobody else holds is freed."""
+        conversation.num_tokens = num_tokens
+        end = -(-num_tokens // self.chunk_tokens)
+        while (leaf := conversation.leaf) is not None and leaf.end > end:
+            if leaf.start < end:
+                self._split(leaf, end, now)
+            conversation.leaf = leaf.parent
+            self._remove_holder(leaf, conversation, now)
+
+    def append_chunk(self, conversation: Conversation) -> Chunk:
+        """The next chunk of a conversation whose turn runs."""
+        leaf = conversation.leaf
+        if leaf is None or len(leaf.holders) > 1:
+            start, since = leaf.end if leaf else 0, conversation.idle_since
+            leaf = Branch(leaf, start, since, self._num_roles)
+            leaf.holders[conversation] = None
+            leaf.num_running = 1
+            conversation.leaf = leaf
+        chunk = Chunk(leaf.end, leaf)
+        leaf.chunks.append(chunk)
+        return chunk
+
+    def prune(self, branch: Branch | None) -> None:
+        """Forget `branch` and its ancestors while they have no page and nothing behind them.
+
+        Trailing chunks without a page need no bookkeeping: their tokens are in the log.
+        """
+        while (
+            branch is not None
+            and not branch.num_resident
+            and not branch.num_running
+            and not branch.num_children
+        ):
+            tokens = branch.start * self.chunk_tokens
+            for conversation in branch.holders:
+                conversation.leaf = branch.parent
+                conversation.num_tokens = min(conversation.num_tokens, tokens)
+                if conversation.turn_id is None:
+                    self.forget_if_empty(conversation)
+            self._remove(branch)
+            branch = branch.parent
+
+    def forget_if_empty(self, conversation: Conversation) -> None:
+        """A conversation without a chunk is not kept in memory."""
+        if conversation.leaf is None:
+            self.conversations.pop(conversation.conversation_id, None)
+
+    def _split(self, branch: Branch, end: int, now: float) -> Branch:
+        """Part `branch` before chunk `end`; the new upper part."""
+        upper = Branch(branch.parent, branch.start, branch.idle_since, self._num_roles)
+        if branch.parent is not None:
+            branch.parent.num_children -= 1
+        size = end - branch.start
+        upper.chunks = branch.chunks[:size]
+        del branch.chunks[:size]
+        branch.start, branch.parent = end, upper
+        upper.num_children = 1
+        upper.holders = dict(branch.holders)
+        upper.num_running = branch.num_running
+        for chunk in upper.chunks:
+            chunk.branch = upper
+        upper.num_resident = sum(chunk.resident for chunk in upper.chunks)
+        branch.num_resident -= upper.num_resident
+        self._listener.branch_split(upper, branch, now)
+        return upper
+
+    def _remove_holder(self, branch: Branch, conversation: Conversation, now: float) -> None:
+        del branch.holders[conversation]
+        if branch.holders:
+            branch.idle_since = next(reversed(branch.holders)).idle_since
+            self._listener.holders_changed(branch, now)
+        else:
+            self._remove(branch)
+
+    def _remove(self, branch: Branch) -> None:
+        self._listener.branch_removed(branch)
+        for chunk in branch.chunks:
+            chunk.branch = None
+        branch.chunks = []
+        if branch.parent is not None:
+            branch.parent.num_children -= 1

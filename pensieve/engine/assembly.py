@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pensieve.core.cache import CacheConfig, KVCache
-from pensieve.core.policies.queue import RetentionPolicy
+from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.mailbox import Mailbox

@@ -163,8 +163,8 @@ class Engine:
             case ListCached(query_id, limit, least_valuable):
                 return [Answer(query_id, rows=cached(cache, limit, least_valuable, now))]
             case Explain(query_id, conversation_id):
-                told = cache.chronicle.of(conversation_id, now)
-                places = cache.places(conversation_id)
+                told = cache.eviction_log.lines_of(conversation_id, now)
+                places = cache.locations(conversation_id)
                 return [Answer(query_id, rows=(*places, *told))]
             case GetStats(query_id):
                 return [Answer(query_id, figures=self.metrics.figures(now))]

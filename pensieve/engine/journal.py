@@ -27,7 +27,7 @@ from pensieve import __version__
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, TurnFailure
-from pensieve.core.policies.queue import policy_named
+from pensieve.core.policies.registry import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
 from pensieve.engine import codec

@@ -92,7 +92,7 @@ class Metrics:
             "chunks_reclaimed": moves.reclaimed,
             "chunks_found_before_reclaim": moves.reclaim_hits,
             "chunks_dropped": moves.dropped,
-            "chunks_condemned": moves.condemned,
+            "chunks_marked_to_drop": moves.marked_to_drop,
             "chunks_copied_on_write": moves.copied_on_write,
             "chunks_discarded": moves.discarded,
         }
@@ -113,7 +113,7 @@ def cached(
     for conversation in cache.conversations.values():
         tokens = {"device": 0, "device+host": 0, "host": 0, "dropped": 0}
         for chunk in conversation.chunks():
-            tokens[chunk.place] += chunk.filled if chunk.resident else size
+            tokens[chunk.location] += chunk.filled if chunk.resident else size
         on_device = tokens["device"] + tokens["device+host"]
         running = conversation.turn_id is not None
         idle = 0.0 if running else now - conversation.idle_since

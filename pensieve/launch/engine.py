@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 from pensieve.config import Settings
 from pensieve.core.cache import CacheConfig
 from pensieve.core.cost import CostProfile
-from pensieve.core.policies.queue import policy_named
+from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.engine.assembly import EngineConfigs, Ports, assemble
 from pensieve.engine.engine import Engine

@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
-from pensieve.core.policies.queue import Oblivious
-from pensieve.core.policies.return_model import Turned
+from pensieve.core.policies.protocol import EndedTurn, StaticPolicy
 from pensieve.core.prefix_tree import HOLDERS_SUMMED_MAX, Branch
 from pensieve.sim.trace import Visit
 
@@ -22,7 +21,7 @@ APART_SECONDS = 15.0
 REFUSED_SECONDS = 600.0  # a message that has not begun so long after its time never will
 
 
-class ClairvoyantPolicy(Oblivious):
+class ClairvoyantPolicy(StaticPolicy):
     name = "clairvoyant"
     num_classes = NUM_CLASSES
     class_ratio = math.inf
@@ -39,8 +38,8 @@ class ClairvoyantPolicy(Oblivious):
             end = max(end, (visit.at or 0.0) + visit.after)
         self._width = max(end / (NUM_CLASSES - 2), APART_SECONDS)
 
-    def rested(self, name: str, turned: Turned, now: float) -> float:
-        forks, own = self._forks.get(name, deque()), self._own.get(name)
+    def turn_ended(self, conversation_id: str, ended: EndedTurn, now: float) -> float:
+        forks, own = self._forks.get(conversation_id, deque()), self._own.get(conversation_id)
         while forks and forks[0] <= now:
             forks.popleft()
         soonest = forks[0] if forks else math.inf
@@ -48,17 +47,17 @@ class ClairvoyantPolicy(Oblivious):
             own.popleft()
         if own:
             soonest = min(soonest, max(own[0].at or 0.0, now + own[0].after))
-        self._next[name] = soonest
+        self._next[conversation_id] = soonest
         return 1.0
 
-    def returned(self, name: str, now: float) -> None:
-        if own := self._own.get(name):
+    def turn_began(self, conversation_id: str, now: float) -> None:
+        if own := self._own.get(conversation_id):
             own.popleft()
 
-    def forked(self, source: str, target: str, now: float) -> None:
-        self._next[target] = now  # it is about to speak
+    def forked(self, source_id: str, target_id: str, now: float) -> None:
+        self._next[target_id] = now  # it is about to speak
 
-    def counts_as_idle(self, away_seconds: float) -> float:
+    def initial_idle_seconds(self, away_seconds: float) -> float:
         return 0.0
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:

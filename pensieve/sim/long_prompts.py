@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import islice
 
 from pensieve.core.cache import CacheConfig
-from pensieve.core.policies.queue import policy_named
+from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.sim import report
 from pensieve.sim.cost import HARDWARE, MODELS, CostModel, device_tokens_of

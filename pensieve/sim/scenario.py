@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pensieve.core.cache import CacheConfig
-from pensieve.core.policies.queue import policy_named
+from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.sim import report
 from pensieve.sim.cost import CostModel

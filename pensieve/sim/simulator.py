@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration, SampledToken
-from pensieve.core.policies.queue import RetentionPolicy
+from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.core.turn import TurnOptions

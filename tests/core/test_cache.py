@@ -1,7 +1,7 @@
 """Where chunks lie, and how they move: chunks of 4 tokens, tiers of a few pages.
 
 The KV of a reply's last token is computed with the next turn, so a log of 9 tokens rests on 8.
-`where` draws a conversation's chunks: d(irty), c(lean), x (condemned), h(ost), - (a hole).
+`where` draws a conversation's chunks: d(irty), c(lean), x (marked to drop), h(ost), - (a hole).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.iteration import PageCopy
-from pensieve.core.policies.queue import LruPolicy
+from pensieve.core.policies.lru import LruPolicy
 from pensieve.core.prefix_tree import Branch
 from tests.core.world import Stage
 
@@ -122,10 +122,10 @@ def test_on_a_full_host_the_oldest_makes_room() -> None:
     assert (stage.where("a"), stage.where("b")) == ("cc", "dd")
     assert len(cache.plan_swap_outs(stage.now, required_pages=11)) == 1
     assert (stage.where("a"), stage.where("b")) == ("xc", "dd")
-    assert (cache.counters.condemned, cache.counters.dropped) == (1, 0)
+    assert (cache.counters.marked_to_drop, cache.counters.dropped) == (1, 0)
 
 
-def test_on_a_full_host_a_less_valuable_newcomer_is_condemned() -> None:
+def test_on_a_full_host_a_less_valuable_newcomer_is_marked_to_drop() -> None:
     """b's one chunk is cheap; of a, the host holds the dearest chunk; both are long idle."""
     stage = Stage(12, 1, policy="value")
     stage.say("a", 32)
@@ -155,7 +155,7 @@ def test_a_host_of_no_pages_makes_a_plain_device_cache() -> None:
     assert stage.cache.counters.swapped_out == 0
 
 
-def test_a_condemned_chunk_is_spared_when_its_conversation_returns_first() -> None:
+def test_a_chunk_marked_to_drop_stays_when_its_conversation_returns_first() -> None:
     stage = Stage(6, 0, **AHEAD)
     stage.say("a", 8)
     stage.settle()
@@ -451,10 +451,10 @@ class Wanted(LruPolicy):
 
 
 @pytest.mark.parametrize(("worth_of_b", "a", "b"), [(1, "xxd", "-x"), (3, "-xx", "dd")])
-def test_who_is_condemned_is_pardoned_for_one_worth_less(
+def test_a_chunk_marked_to_drop_stays_if_one_worth_less_can_go(
     worth_of_b: int, a: str, b: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk of `a` is condemned ahead of need; `b` comes to rest; then `d` needs its page."""
+    """A chunk of `a` is marked to drop ahead of need; `b` becomes idle; then `d` needs its page."""
     policy = Wanted(a=2, b=worth_of_b, c=3, d=3)
     monkeypatch.setattr("tests.core.world.policy_named", lambda *_: policy)
     stage = Stage(10, 0)

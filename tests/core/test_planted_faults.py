@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from pensieve.core.cache import Admission, KVCache
+from pensieve.core.candidates import Candidates
+from pensieve.core.eviction import Eviction
 from pensieve.core.iteration import SwapIn, SwapOut
 from pensieve.core.policies.queue import QUALIFIES, Role
-from pensieve.core.prefix_tree import Branch, Chunk
+from pensieve.core.prefix_tree import Branch, Chunk, PrefixTree
 from pensieve.core.scheduler import Scheduler
-from pensieve.core.tiers import PagePool
+from pensieve.core.tiers import PagePool, Tiers
 from pensieve.core.turn import Turn
 from tests.core.world import Shape, Stage, run
 
@@ -38,25 +40,28 @@ def around(owner: type, name: str, change: Callable[..., Any]) -> Plant:
     return plant
 
 
-def uncounted_copy(original: Any, cache: KVCache, chunk: Chunk) -> SwapOut:
-    copy: SwapOut = original(cache, chunk)
-    chunk.in_flight -= 1
-    cache._requalify(chunk, 0.0)
+def uncounted_copies(original: Any, eviction: Eviction, now: float, required: int) -> list[SwapOut]:
+    copies: list[SwapOut] = original(eviction, now, required)
+    for copy in copies:
+        chunk = eviction._tiers.swaps[copy.copy_id].source
+        chunk.in_flight -= 1
+        eviction._candidates.requalify(chunk, now)
+    return copies
+
+
+def filled_too_high(original: Any, tiers: Tiers, source: Chunk, target: Chunk, n: int) -> SwapIn:
+    copy: SwapIn = original(tiers, source, target, n)
+    target.filled = Shape.chunk_tokens
     return copy
 
 
-def filled_too_high(original: Any, cache: KVCache, source: Chunk, target: Chunk, n: int) -> SwapIn:
-    copy: SwapIn = original(cache, source, target, n)
-    target.filled = cache.config.chunk_tokens
-    return copy
-
-
-def swap_outs_at_any_time(original: Any, cache: KVCache, now: float, required: int) -> Any:
-    swapping_in, cache._num_swapping_in = cache._num_swapping_in, 0
+def swap_outs_at_any_time(original: Any, eviction: Eviction, now: float, required: int) -> Any:
+    tiers = eviction._tiers
+    swapping_in, tiers.num_swapping_in = tiers.num_swapping_in, 0
     try:
-        return original(cache, now, required)
+        return original(eviction, now, required)
     finally:
-        cache._num_swapping_in = swapping_in
+        tiers.num_swapping_in = swapping_in
 
 
 def jump_over_holes(original: Any, scheduler: Scheduler, turn: Any, *rest: Any) -> Any:
@@ -68,12 +73,12 @@ def ignore_before(original: Any, cache: KVCache, turn: Any, now: float, n: int, 
     return original(cache, turn, now, n, {})
 
 
-def leak_host_page(original: Any, cache: KVCache, chunk: Chunk) -> None:
-    page, cache.host.give_back = cache.host.give_back, lambda page: None  # type: ignore[method-assign]
+def leak_host_page(original: Any, tiers: Tiers, chunk: Chunk) -> None:
+    page, tiers.host.give_back = tiers.host.give_back, lambda page: None  # type: ignore[method-assign]
     try:
-        original(cache, chunk)
+        original(tiers, chunk)
     finally:
-        cache.host.give_back = page  # type: ignore[method-assign]
+        tiers.host.give_back = page  # type: ignore[method-assign]
 
 
 def begin_with_anothers(original: Any, scheduler: Scheduler, turn: Turn, now: float) -> None:
@@ -104,15 +109,15 @@ def release_at_once(original: Any, cache: KVCache, *rest: Any) -> Any:
         for chunk in found.sources:
             chunk.in_flight -= 1
             if chunk.branch is None and not chunk.in_flight:
-                cache._free_pages(chunk)
+                cache.tiers.free_pages(chunk)
     return found
 
 
 def keep_tokens(
-    original: Any, cache: KVCache, conversation: Any, num_tokens: int, now: float
+    original: Any, tree: PrefixTree, conversation: Any, num_tokens: int, now: float
 ) -> None:
     before = conversation.num_tokens
-    original(cache, conversation, num_tokens, now)
+    original(tree, conversation, num_tokens, now)
     conversation.num_tokens = max(before, num_tokens)
 
 
@@ -123,44 +128,45 @@ def reuse_latest(original: Any, pool: PagePool, page: int) -> None:
 
 def reclaim_during_a_copy(patch: pytest.MonkeyPatch) -> None:
     """A host copy counts as soon as it has begun, and a copy in flight holds no page back."""
-    around(KVCache, "_start_swap_out", valid_at_once)(patch)
-    free = KVCache._free_device
+    around(Eviction, "plan_swap_outs", valid_at_once)(patch)
+    free = Tiers.free_device
 
-    def free_device(cache: KVCache, chunk: Chunk) -> None:
+    def free_device(tiers: Tiers, chunk: Chunk) -> None:
         in_flight, chunk.in_flight = chunk.in_flight, 0
-        free(cache, chunk)
+        free(tiers, chunk)
         chunk.in_flight = in_flight
 
     def reclaimable(chunk: Chunk) -> bool:
-        clean = chunk.condemned or chunk.host_filled >= chunk.filled
+        clean = chunk.marked_to_drop or chunk.host_filled >= chunk.filled
         return chunk.device_page is not None and clean and not chunk.swapping_in
 
-    patch.setattr(KVCache, "_free_device", free_device)
+    patch.setattr(Tiers, "free_device", free_device)
     patch.setattr(Chunk, "reclaimable", property(reclaimable))
     patch.setitem(QUALIFIES, Role.RECLAIM, reclaimable)
 
 
-def valid_at_once(original: Any, cache: KVCache, chunk: Chunk) -> SwapOut:
-    copy: SwapOut = original(cache, chunk)
-    chunk.host_filled = chunk.filled
-    cache._requalify(chunk, chunk.branch.idle_since if chunk.branch else 0.0)
-    return copy
+def valid_at_once(original: Any, eviction: Eviction, now: float, required: int) -> list[SwapOut]:
+    copies: list[SwapOut] = original(eviction, now, required)
+    for copy in copies:
+        chunk = eviction._tiers.swaps[copy.copy_id].source
+        chunk.host_filled = chunk.filled
+        eviction._candidates.requalify(chunk, now)
+    return copies
 
 
-def free_orphans_at_once(original: Any, cache: KVCache, branch: Branch, *rest: Any) -> None:
-    last = list(branch.chunks) if len(branch.holders) == 1 else []
-    original(cache, branch, *rest)
-    for chunk in last:
+def free_orphans_at_once(original: Any, candidates: Candidates, branch: Branch) -> None:
+    original(candidates, branch)
+    for chunk in branch.chunks:
         in_flight, chunk.in_flight = chunk.in_flight, 0
-        cache._free_pages(chunk)
+        candidates.tiers.free_pages(chunk)
         chunk.in_flight = in_flight
 
 
-def stay_condemned(original: Any, cache: KVCache, branch: Branch) -> None:
-    condemned = [chunk for chunk in branch.chunks if chunk.condemned]
-    original(cache, branch)
-    for chunk in condemned:
-        chunk.condemned = True
+def stay_marked(original: Any, candidates: Candidates, branch: Branch) -> None:
+    marked = [chunk for chunk in branch.chunks if chunk.marked_to_drop]
+    original(candidates, branch)
+    for chunk in marked:
+        chunk.marked_to_drop = True
 
 
 def finish_at_once(original: Any, scheduler: Scheduler, turn: Turn, *rest: Any) -> None:
@@ -188,45 +194,45 @@ def forget_frontiers(original: Any, scheduler: Scheduler, turn: Turn, now: float
     scheduler.cache.discard(turn, now)
 
 
-def forget_the_heir(original: Any, cache: KVCache, branch: Branch, *rest: Any) -> Any:
+def forget_the_heir(original: Any, tree: PrefixTree, branch: Branch, *rest: Any) -> Any:
     """The upper part of a split branch does not know who holds it."""
-    upper = original(cache, branch, *rest)
+    upper = original(tree, branch, *rest)
     for holder in list(upper.holders)[1:]:
         del upper.holders[holder]
     return upper
 
 
 FAULTS: dict[str, Plant] = {
-    "a copy in flight is not counted": around(KVCache, "_start_swap_out", uncounted_copy),
+    "a copy in flight is not counted": around(Eviction, "plan_swap_outs", uncounted_copies),
     "a page is reclaimed while it is copied": reclaim_during_a_copy,
     "an orphan's pages are freed during a copy": around(
-        KVCache, "_remove_holder", free_orphans_at_once
+        Candidates, "branch_removed", free_orphans_at_once
     ),
-    "a turn appends to a chunk of others": around(KVCache, "_sole", lambda f, *a: True),
-    "pages of running turns are not pinned": around(KVCache, "_pin", lambda f, *a: None),
-    "a condemned chunk is not spared": around(KVCache, "_pin", stay_condemned),
-    "swap-outs start during swap-ins": around(KVCache, "plan_swap_outs", swap_outs_at_any_time),
+    "a turn appends to a chunk of others": around(KVCache, "_may_append", lambda f, *a: True),
+    "pages of running turns are not pinned": around(Candidates, "pin", lambda f, *a: None),
+    "a pinned chunk stays marked to drop": around(Candidates, "pin", stay_marked),
+    "swap-outs start during swap-ins": around(Eviction, "plan_swap_outs", swap_outs_at_any_time),
     "holes are not recomputed": around(Scheduler, "_fill", jump_over_holes),
     "a failed turn's KV is kept": around(KVCache, "discard", lambda f, *a: []),
-    "a swapped-in chunk counts as full": around(KVCache, "_start_swap_in", filled_too_high),
+    "a swapped-in chunk counts as full": around(Tiers, "start_swap_in", filled_too_high),
     "a resting chunk counts as full": around(KVCache, "end", keep_what_was_said),
-    "a dropped host page leaks": around(KVCache, "_free_host", leak_host_page),
+    "a dropped host page leaks": around(Tiers, "free_host", leak_host_page),
     "a page is handed out twice": around(PagePool, "give_back", reuse_latest),
     "a sampled token is appended twice": around(Scheduler, "commit", append_twice),
     "a suspended turn is forgotten": around(Scheduler, "_release", forget_suspended),
     "a turn in flight gives its pages up": around(Scheduler, "_finish", finish_at_once),
     "a page copy's source is let go at once": around(KVCache, "begin", release_at_once),
-    "a cut conversation keeps its length": around(KVCache, "_truncate", keep_tokens),
+    "a cut conversation keeps its length": around(PrefixTree, "truncate", keep_tokens),
     "a conversation begins with another's KV": around(Scheduler, "submit", begin_with_anothers),
-    "a split branch loses a holder": around(KVCache, "_split", forget_the_heir),
-    "a released copy source never requalifies": around(KVCache, "_requalify", lambda f, *a: None),
+    "a split branch loses a holder": around(PrefixTree, "_split", forget_the_heir),
+    "a released copy source never requalifies": around(Candidates, "requalify", lambda f, *a: None),
     "a later turn overtakes": around(Scheduler, "plan", overtake),
     "an iteration exceeds its budget": around(Scheduler, "_fill", spend_twice),
     "others trust discarded chunks": around(Scheduler, "_discard", forget_frontiers),
 }
 
 ONLY_THE_AUDIT_SEES = {  # no reply is wrong for it, or not within so many seeds
-    "a condemned chunk is not spared",
+    "a pinned chunk stays marked to drop",
     "a dropped host page leaks",
     "others trust discarded chunks",
 }

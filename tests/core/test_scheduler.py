@@ -6,7 +6,9 @@ import pytest
 
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Outcome, SampledToken, TurnFailure
-from pensieve.core.policies.queue import LruPolicy, ValuePolicy, policy_named
+from pensieve.core.policies.lru import LruPolicy
+from pensieve.core.policies.registry import policy_named
+from pensieve.core.policies.value import ValuePolicy
 from pensieve.core.scheduler import SchedulerConfig, tokens_of
 from pensieve.core.turn import PRIORITY_ARRIVALS, FinishReason, Turn, TurnState
 from tests.core.world import Shape, Stage, World
@@ -181,8 +183,8 @@ def test_three_disconnected_ranges_are_computed_in_one_iteration() -> None:
     stage = Stage(20, 0, batch_tokens_max=64)
     stage.say("a", 20)
     for chunk in (stage.chunks("a")[0], stage.chunks("a")[3]):
-        stage.cache._count_reclaimable(chunk, -1)
-        stage.cache._free_device(chunk)
+        stage.cache.tiers.count_reclaimable(chunk, -1)
+        stage.cache.tiers.free_device(chunk)
     turn = stage.ask("a", 1)
     stage.next()
     assert stage.slices() == [("a", 0, 4), ("a", 12, 16), ("a", 20, 22)]

@@ -55,7 +55,7 @@ def must_happen(shape: Shape) -> set[str]:
     if shape.host_pages:
         names |= {"reclaim_hits", "reclaimed", "swapped_in", "swapped_out"}
     if shape.host_pages < 30:
-        names |= {"condemned"}
+        names |= {"marked_to_drop"}
     if shape.failing:
         names |= {"discarded", "failed"}
     if shape.overlap:

@@ -12,7 +12,7 @@ from typing import Any
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration
-from pensieve.core.policies.queue import policy_named
+from pensieve.core.policies.registry import policy_named
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler import Progress, Scheduler, SchedulerConfig, tokens_of
 from pensieve.core.turn import FinishReason, Turn, TurnOptions
@@ -366,15 +366,15 @@ class Stage(World):
         return self.cache.conversations[name].chunks()
 
     def where(self, name: str) -> str:
-        """One letter per chunk: d(irty), c(lean), x (condemned), h(ost), - (a hole)."""
+        """One letter per chunk: d(irty), c(lean), x (marked to drop), h(ost), - (a hole)."""
         conversation = self.cache.conversations.get(name)
-        return "".join(place_of(chunk) for chunk in conversation.chunks()) if conversation else ""
+        return "".join(letter_of(chunk) for chunk in conversation.chunks()) if conversation else ""
 
 
-def place_of(chunk: Chunk) -> str:
+def letter_of(chunk: Chunk) -> str:
     if chunk.device_page is None:
         return "-" if chunk.host_page is None else "h"
-    if chunk.condemned:
+    if chunk.marked_to_drop:
         return "x"
     return "c" if chunk.host_filled >= chunk.filled else "d"
 

@@ -15,7 +15,7 @@ import pytest
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken
-from pensieve.core.policies.queue import policy_named
+from pensieve.core.policies.registry import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
 from pensieve.core.turn import FinishReason, TurnOptions
@@ -177,7 +177,7 @@ def test_an_eviction_right_after_the_end_is_not_lost(depth: int, to_host: bool):
     rig.run()
     answer = next(event for event in rig.sink.events if isinstance(event, Answer))
     assert answer.figures["chunks"] > 0
-    assert {place for _, _, place, _ in rig.scheduler.cache.places("a")} <= (
+    assert {location for _, _, location, _ in rig.scheduler.cache.locations("a")} <= (
         {"host"} if to_host else set()
     )
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken
-from pensieve.core.policies.queue import policy_named
+from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
 from pensieve.engine import pipe as channel
 from pensieve.engine.engine import Engine, EngineConfig

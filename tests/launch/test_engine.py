@@ -150,7 +150,7 @@ def test_retention_weighs_what_was_found_on_this_machine(tmp_path: Path) -> None
         assert policy._cost.measured
         assert policy._cost.chunk_seconds(1000) == pytest.approx(0.008 + 8 * 1e-7 * 1000)
         assert policy._cost.copy_seconds == pytest.approx(0.016)
-        assert not policy.fetches(0)
+        assert not policy.worth_swapping_in(0)
 
 
 def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapIn, SwapOut
-from pensieve.core.policies.queue import policy_named
+from pensieve.core.policies.registry import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import Scheduler, SchedulerConfig
 from pensieve.core.turn import FinishReason, TurnOptions

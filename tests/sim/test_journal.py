@@ -16,7 +16,7 @@ from pensieve import __version__
 from pensieve.cli.main import main
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration, Outcome
-from pensieve.core.policies.queue import POLICIES, policy_named
+from pensieve.core.policies.registry import POLICIES, policy_named
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.engine.journal import (
     Journal,

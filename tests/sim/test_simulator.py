@@ -13,8 +13,8 @@ import pytest
 from pensieve.cli.main import main
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration, Slice, SwapIn, SwapOut, TurnStart
-from pensieve.core.policies.queue import POLICIES, policy_named
-from pensieve.core.policies.return_model import Turned
+from pensieve.core.policies.protocol import EndedTurn
+from pensieve.core.policies.registry import POLICIES, policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.sim import report
@@ -393,11 +393,11 @@ def test_who_knows_the_trace_keeps_what_is_used_next() -> None:
 def test_clairvoyance_counts_forks_as_use_and_forgets_what_was_refused() -> None:
     visits = [Visit("a", 0.0, 10, 1), Visit("f", 50.0, 10, 1, 0.0, 11, "a"), Visit("b", 5.0, 10, 1)]
     policy = ClairvoyantPolicy([*visits, Visit("b", 10.0, 10, 1), Visit("b", 900.0, 10, 1)])
-    policy.returned("a", 0.0)
-    policy.rested("a", Turned(10, 1), 1.0)
-    policy.returned("b", 5.0)
-    policy.rested("b", Turned(10, 1), 6.0)
+    policy.turn_began("a", 0.0)
+    policy.turn_ended("a", EndedTurn(10, 1), 1.0)
+    policy.turn_began("b", 5.0)
+    policy.turn_ended("b", EndedTurn(10, 1), 6.0)
     assert policy._next == {"a": 50.0, "b": 10.0}
-    policy.rested("a", Turned(10, 1), 60.0)
-    policy.rested("b", Turned(10, 1), 700.0)
+    policy.turn_ended("a", EndedTurn(10, 1), 60.0)
+    policy.turn_ended("b", EndedTurn(10, 1), 700.0)
     assert policy._next == {"a": float("inf"), "b": 900.0}

@@ -1,18 +1,18 @@
-"""Would it have paid to listen to what was learned?
+"""Would it have paid to follow what was learned?  Two caches of names and sizes only show it.
 
-Two ghosts of the cache hold names and sizes only: one keeps the conversations that were active last,
-the other those that a learned order values most.  Both see every turn, whichever order the cache
-follows, and each is charged what a returning conversation would have had to compute again.  Charges
-fade, so the `Trial` says which of the two has been the better one lately:
+One shadow cache keeps the conversations that were active last, as `lru` does; the other those that the
+learned values rank highest.  Both see every turn, whichever of the two the real cache follows, and each
+is charged the seconds in which a returning conversation would have been computed again.  Charges fade,
+so the `Trial` says which of the two has been better lately:
 
-    not trusted    the cache follows lru, until learned is charged less than `PROOF` of it
+    not trusted    the cache follows lru, until learned is charged less than `PROOF` of lru's charge
     trusted        the cache follows what was learned, until that is charged more than lru
 
-A workload that shifts makes what was learned wrong for a while; then the cache is what it would have
-been anyway.
+A workload that shifts makes what was learned wrong for a while; then the cache behaves as `lru` would
+have made it behave anyway.
 
-A ghost holds conversations whole, gives up their leading tokens first, and knows nothing of chunks that
-are shared: both err alike.  A turn costs it O(orders), amortised.
+A shadow cache holds conversations whole, evicts their leading tokens first, and knows nothing of chunks
+that are shared: both shadow caches err alike.  A turn costs O(buckets), amortized.
 """
 
 from __future__ import annotations
@@ -21,91 +21,99 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 
+from pensieve.core.policies.protocol import EndedTurn
+
 FADE_SECONDS = 300.0
 PROOF = 0.98
 
-Value = Callable[[int, float], float]  # of an order and an idle time
+BucketValue = Callable[[int, float], float]  # of a bucket and an idle time
 
 
-class _Held:
-    __slots__ = ("length", "missing", "since")
+class _Cached:
+    __slots__ = ("length", "num_missing", "since")
 
     def __init__(self, length: int, since: float) -> None:
         self.length = length
-        self.missing = 0  # of its leading tokens
+        self.num_missing = 0  # of its leading tokens
         self.since = since
 
 
-class Ghost:
-    """So many tokens of conversations; those in one order are given up oldest first."""
+class ShadowCache:
+    """Conversations of `tokens_max` tokens in all, in buckets of equal value at equal idle time.
 
-    def __init__(self, value: Value) -> None:
+    Within a bucket the oldest is evicted first; among the buckets' oldest, the least valuable.
+    """
+
+    def __init__(self, value: BucketValue) -> None:
         self.tokens_max = 0
         self.num_tokens = 0
         self._value = value
-        self._orders: dict[int, OrderedDict[str, _Held]] = {}
-        self._order_of: dict[str, int] = {}
+        self._buckets: dict[int, OrderedDict[str, _Cached]] = {}
+        self._bucket_of: dict[str, int] = {}
 
-    def rest(self, name: str, order: int, length: int, now: float) -> None:
-        self.take(name)
-        self._orders.setdefault(order, OrderedDict())[name] = _Held(length, now)
-        self._order_of[name] = order
+    def put(self, conversation_id: str, bucket: int, length: int, now: float) -> None:
+        self.remove(conversation_id)
+        self._buckets.setdefault(bucket, OrderedDict())[conversation_id] = _Cached(length, now)
+        self._bucket_of[conversation_id] = bucket
         self.num_tokens += length
         while self.num_tokens > self.tokens_max:
-            self._give_up(now)
+            self._evict(now)
 
-    def take(self, name: str) -> int | None:
-        """It leaves; how many of its tokens were missing, or None if it was not there."""
-        order = self._order_of.pop(name, None)
-        if order is None:
+    def remove(self, conversation_id: str) -> int | None:
+        """How many of its tokens were missing; None if it was not there."""
+        bucket = self._bucket_of.pop(conversation_id, None)
+        if bucket is None:
             return None
-        held = self._orders[order].pop(name)
-        if not self._orders[order]:
-            del self._orders[order]
-        self.num_tokens -= held.length - held.missing
-        return held.missing
+        cached = self._buckets[bucket].pop(conversation_id)
+        if not self._buckets[bucket]:
+            del self._buckets[bucket]
+        self.num_tokens -= cached.length - cached.num_missing
+        return cached.num_missing
 
-    def _give_up(self, now: float) -> None:
-        least, victim, found = math.inf, "", None
-        for order, conversations in self._orders.items():
-            name, held = next(iter(conversations.items()))
-            value = self._value(order, now - held.since)
-            if found is None or value < least:
-                least, victim, found = value, name, held
-        assert found is not None, "tokens are held by nobody"
-        taken = min(self.num_tokens - self.tokens_max, found.length - found.missing)
-        found.missing += taken
-        self.num_tokens -= taken
-        if found.missing == found.length:
-            self.take(victim)
+    def _evict(self, now: float) -> None:
+        """Tokens of the least valuable conversation, as many as are too many."""
+        least, victim_id, victim = math.inf, "", None
+        for bucket, conversations in self._buckets.items():
+            conversation_id, cached = next(iter(conversations.items()))
+            value = self._value(bucket, now - cached.since)
+            if victim is None or value < least:
+                least, victim_id, victim = value, conversation_id, cached
+        assert victim is not None, "tokens are counted that no conversation holds"
+        num_evicted = min(self.num_tokens - self.tokens_max, victim.length - victim.num_missing)
+        victim.num_missing += num_evicted
+        self.num_tokens -= num_evicted
+        if victim.num_missing == victim.length:
+            self.remove(victim_id)
 
 
 class Trial:
-    def __init__(self, learned: Value, seconds_of: Callable[[int], float]) -> None:
+    """Compares lru and the learned values by what their shadow caches were charged lately."""
+
+    def __init__(self, learned: BucketValue, seconds_of: Callable[[int], float]) -> None:
         self.trusted = False
         self._seconds_of = seconds_of  # to compute so many tokens from the beginning
-        self._ghosts = (Ghost(lambda _, idle: -idle), Ghost(learned))
-        self._charged = [0.0, 0.0]
+        self._shadow_caches = (ShadowCache(lambda _, idle: -idle), ShadowCache(learned))
+        self._charges = [0.0, 0.0]
         self._charged_at = 0.0
 
-    def holds(self, num_tokens: int) -> None:
-        for ghost in self._ghosts:
-            ghost.tokens_max = num_tokens
+    def set_capacity(self, num_tokens: int) -> None:
+        for shadow_cache in self._shadow_caches:
+            shadow_cache.tokens_max = num_tokens
 
-    def rested(
-        self, name: str, order: int, length: int, now: float, away_seconds: float = 0.0
-    ) -> None:
+    def turn_ended(self, conversation_id: str, bucket: int, ended: EndedTurn, now: float) -> None:
         """Lru takes its client's word: one that will be away counts as if it had been for as long."""
-        lru, learned = self._ghosts
-        lru.rest(name, round(math.log1p(away_seconds)), length, now - away_seconds)
-        learned.rest(name, order, length, now)
+        lru, learned = self._shadow_caches
+        away_seconds = ended.away_seconds
+        away_bucket = round(math.log1p(away_seconds))
+        lru.put(conversation_id, away_bucket, ended.length, now - away_seconds)
+        learned.put(conversation_id, bucket, ended.length, now)
 
-    def returned(self, name: str, length: int, now: float) -> None:
+    def turn_began(self, conversation_id: str, length: int, now: float) -> None:
         faded = math.exp(min(self._charged_at - now, 0.0) / FADE_SECONDS)
         self._charged_at = now
-        for index, ghost in enumerate(self._ghosts):
-            missing = ghost.take(name)
-            charge = self._seconds_of(length if missing is None else missing)
-            self._charged[index] = self._charged[index] * faded + charge
-        lru, learned = self._charged
+        for index, shadow_cache in enumerate(self._shadow_caches):
+            num_missing = shadow_cache.remove(conversation_id)
+            charge = self._seconds_of(length if num_missing is None else num_missing)
+            self._charges[index] = self._charges[index] * faded + charge
+        lru, learned = self._charges
         self.trusted = learned <= lru if self.trusted else learned < PROOF * lru

@@ -9,20 +9,20 @@ import pytest
 
 from pensieve.core.cost import CostProfile
 from pensieve.core.policies.learned import UNIT_CLASS, ReturnPolicy
+from pensieve.core.policies.protocol import EndedTurn
 from pensieve.core.policies.return_model import (
     EDGES,
     PRIOR_CERTAINTY,
     PRIOR_SHARE,
     PRIOR_WEIGHTS,
-    LifeTable,
-    Turned,
+    ReturnModel,
     traits_of,
 )
 from pensieve.core.prefix_tree import Branch, Conversation
 from tests.core.world import Stage
 
 COST = CostProfile.analytic(10**9, 16, 8, 64)
-MESSAGE = Turned(1500, 250, 2000)
+MESSAGE = EndedTurn(1500, 250, 2000)
 
 
 def policy(**cost: float) -> ReturnPolicy:
@@ -33,7 +33,12 @@ def policy(**cost: float) -> ReturnPolicy:
 
 
 def live(
-    table: LifeTable, now: float, seconds: float, returns: float, gap: float, said: Turned = MESSAGE
+    model: ReturnModel,
+    now: float,
+    seconds: float,
+    returns: float,
+    gap: float,
+    ended: EndedTurn = MESSAGE,
 ) -> float:
     """First turns, one a second; so many of them return after about so long."""
     draw = random.Random(int(now))
@@ -42,18 +47,18 @@ def live(
     while now < end:
         now += 1.0
         name = f"{now}"
-        table.rested(name, said, now)
+        model.turn_ended(name, ended, now)
         if draw.random() < returns:
             due.append((now + gap * draw.uniform(0.5, 1.5), name))
         due.sort()
         while due and due[0][0] <= now:
-            table.returned(due.pop(0)[1], now)
+            model.turn_began(due.pop(0)[1], now)
     return now
 
 
-def expected(table: LifeTable, now: float, idle: float = 0.0) -> float:
+def expected(model: ReturnModel, now: float, idle: float = 0.0) -> float:
     """What keeping is worth, for someone who has just had a first turn like the others."""
-    return table.rested("just now", MESSAGE, now) * table.worth(idle)
+    return model.turn_ended("just now", MESSAGE, now) * model.worth(idle)
 
 
 def held(*holders: tuple[float, float]) -> Branch:
@@ -68,40 +73,41 @@ def held(*holders: tuple[float, float]) -> Branch:
 
 def test_traits_tell_first_turns_sizes_and_hints_apart() -> None:
     assert traits_of(1, MESSAGE) == (1.0, -math.log(2), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    assert traits_of(4, Turned(1499, 250))[4:8] == (
+    assert traits_of(4, EndedTurn(1499, 250))[4:8] == (
         math.log(2),
         pytest.approx(-0.694, abs=1e-3),
         1,
         0,
     )
-    assert traits_of(2, Turned(0, 0))[5:8] == (-0.7, 1.0, -3.0), "nothing was said and answered"
-    assert traits_of(1, Turned(1500, 250, 0, 120.0))[8] == 0.0
-    assert traits_of(1, Turned(1500, 250, 0, 12.0))[8] == pytest.approx(-math.log(10))
-    assert traits_of(1, Turned(1500, 250, 0, 1e9))[8] == 6.0
+    assert traits_of(2, EndedTurn(0, 0))[5:8] == (-0.7, 1.0, -3.0), "nothing was ended and answered"
+    assert traits_of(1, EndedTurn(1500, 250, 0, 120.0))[8] == 0.0
+    assert traits_of(1, EndedTurn(1500, 250, 0, 12.0))[8] == pytest.approx(-math.log(10))
+    assert traits_of(1, EndedTurn(1500, 250, 0, 1e9))[8] == 6.0
     assert all(len(traits_of(turns, MESSAGE)) == len(PRIOR_WEIGHTS) for turns in (1, 2, 9))
 
 
 def test_it_begins_with_a_sensible_prior() -> None:
-    table = LifeTable()
-    assert table.likelihood(1.0, 0.0) == pytest.approx(PRIOR_SHARE, abs=0.01)
-    assert table.rested("often", MESSAGE, 0.0) == table.rested("often", MESSAGE, 1.0) == 1.0
+    model = ReturnModel()
+    assert model.likelihood(1.0, 0.0) == pytest.approx(PRIOR_SHARE, abs=0.01)
+    assert model.turn_ended("often", MESSAGE, 0.0) == model.turn_ended("often", MESSAGE, 1.0) == 1.0
     ratios = [
-        table.rested(f"{away}", Turned(1500, 250, 0, away), 3.0) for away in (10, 100, 1000, 1e6)
+        model.turn_ended(f"{away}", EndedTurn(1500, 250, 0, away), 3.0)
+        for away in (10, 100, 1000, 1e6)
     ]
     assert ratios == sorted(ratios, reverse=True), "who says to be away for longer"
-    assert table.worth(0.0) >= table.worth(60.0) > 3 * table.worth(600.0) > 0
+    assert model.worth(0.0) >= model.worth(60.0) > 3 * model.worth(600.0) > 0
 
 
 def test_worth_never_rises_with_idle_time() -> None:
-    table = LifeTable()
-    live(table, 0.0, 900.0, 0.5, 200.0)
-    worths = [table.worth(edge) for edge in (0.0, *EDGES)]
+    model = ReturnModel()
+    live(model, 0.0, 900.0, 0.5, 200.0)
+    worths = [model.worth(edge) for edge in (0.0, *EDGES)]
     assert worths == sorted(worths, reverse=True)
     assert worths[-1] > 0
 
 
 def test_it_learns_when_people_return() -> None:
-    quick, slow = LifeTable(), LifeTable()
+    quick, slow = ReturnModel(), ReturnModel()
     live(quick, 0.0, 1800.0, 0.5, 8.0)
     live(slow, 0.0, 1800.0, 0.5, 300.0)
     assert expected(quick, 1800.0) > 5 * expected(slow, 1800.0), "a page is soon free again"
@@ -111,114 +117,114 @@ def test_it_learns_when_people_return() -> None:
 
 def test_it_learns_who_returns() -> None:
     """Long answers are read by people who go on; short ones are not."""
-    table, now = LifeTable(), 0.0
+    model, now = ReturnModel(), 0.0
     for _ in range(20):
-        now = live(table, now, 60.0, 0.6, 30.0, Turned(1500, 1000))
-        now = live(table, now + 100.0, 60.0, 0.02, 30.0, Turned(1500, 30)) + 100.0
-    ratios = [table.rested(f"x{size}", Turned(1500, size), now) for size in (30, 1000)]
+        now = live(model, now, 60.0, 0.6, 30.0, EndedTurn(1500, 1000))
+        now = live(model, now + 100.0, 60.0, 0.02, 30.0, EndedTurn(1500, 30)) + 100.0
+    ratios = [model.turn_ended(f"x{size}", EndedTurn(1500, size), now) for size in (30, 1000)]
     assert ratios[1] > 2.5 * ratios[0], ratios
 
 
 def test_hints_are_believed_as_far_as_they_prove_true() -> None:
     """Clients say that they will not return for a day, and most return within half a minute."""
-    table, now = LifeTable(), 0.0
-    said = Turned(1500, 250, 0, 86_400.0)
-    believed = table.rested("x", said, now)
+    model, now = ReturnModel(), 0.0
+    ended = EndedTurn(1500, 250, 0, 86_400.0)
+    believed = model.turn_ended("x", ended, now)
     for _ in range(10):
-        now = live(table, now, 60.0, 0.9, 30.0, said) + 60.0
-        now = live(table, now, 60.0, 0.4, 30.0) + 60.0
-    without = table.rested("z", MESSAGE, now)
-    assert table.rested("y", said, now) > 0.5 * without
+        now = live(model, now, 60.0, 0.9, 30.0, ended) + 60.0
+        now = live(model, now, 60.0, 0.4, 30.0) + 60.0
+    without = model.turn_ended("z", MESSAGE, now)
+    assert model.turn_ended("y", ended, now) > 0.5 * without
     assert believed < 0.1
 
 
 def test_it_follows_a_workload_that_shifts() -> None:
-    table = LifeTable()
-    now = live(table, 0.0, 3600.0, 0.5, 200.0)
-    before = expected(table, now)
-    now = live(table, now, 1200.0, 0.3, 6.0)
-    quick = expected(table, now)
+    model = ReturnModel()
+    now = live(model, 0.0, 3600.0, 0.5, 200.0)
+    before = expected(model, now)
+    now = live(model, now, 1200.0, 0.3, 6.0)
+    quick = expected(model, now)
     assert quick > 4 * before, "within twenty minutes"
-    now = live(table, now, 1200.0, 0.0, 1.0)
-    assert expected(table, now) < 0.75 * quick, "nobody returns any more"
+    now = live(model, now, 1200.0, 0.0, 1.0)
+    assert expected(model, now) < 0.75 * quick, "nobody returns any more"
 
 
 def test_it_learns_of_those_whose_kv_is_gone_and_counts_a_return_once() -> None:
-    table = LifeTable()
-    table.rested("a", MESSAGE, 10.0)
-    certainty = list(table._certainty)
-    table.returned("a", 60.0)
-    learned = list(table.weights)
+    model = ReturnModel()
+    model.turn_ended("a", MESSAGE, 10.0)
+    certainty = list(model._certainty)
+    model.turn_began("a", 60.0)
+    learned = list(model.weights)
     assert learned[0] > PRIOR_WEIGHTS[0] == 0.0
-    table.returned("a", 61.0)
-    table.returned("never seen", 61.0)
-    assert table.weights == learned
-    assert table._certainty[0] > certainty[0]
+    model.turn_began("a", 61.0)
+    model.turn_began("never seen", 61.0)
+    assert model.weights == learned
+    assert model._certainty[0] > certainty[0]
 
 
 def test_a_fork_goes_on_with_the_turns_it_begins_with() -> None:
-    table = LifeTable()
+    model = ReturnModel()
     for now in (0.1, 0.2, 0.3):
-        table.rested("a", MESSAGE, now)
-    table.rested("b", MESSAGE, 0.3)
-    table.forked("a", "b", 0.4)
-    table.forked("unknown", "c", 0.4)
-    table.returned("b", 0.5)
-    assert table.weights == list(PRIOR_WEIGHTS), "that a fork is used says nothing"
+        model.turn_ended("a", MESSAGE, now)
+    model.turn_ended("b", MESSAGE, 0.3)
+    model.forked("a", "b", 0.4)
+    model.forked("unknown", "c", 0.4)
+    model.turn_began("b", 0.5)
+    assert model.weights == list(PRIOR_WEIGHTS), "that a fork is used says nothing"
     for name in ("a", "b", "c"):
-        table.rested(name, MESSAGE, 0.6)
-    assert [table._rests[name].turns for name in ("a", "b", "c")] == [4, 4, 1]
+        model.turn_ended(name, MESSAGE, 0.6)
+    assert [model._gaps[name].num_turns for name in ("a", "b", "c")] == [4, 4, 1]
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pensieve.core.policies.return_model.RESTS_MAX", 100)
-    table = LifeTable()
+    monkeypatch.setattr("pensieve.core.policies.return_model.GAPS_MAX", 100)
+    model = ReturnModel()
     for number in range(1000):
-        table.rested(f"{number}", MESSAGE, float(number))
-        table.forked(f"{number}", f"fork of {number}", float(number))
-    assert len(table._rests) == 100
-    assert sum(map(len, table._stretches)) == table._num_waiting <= 200
-    table.rested("later", MESSAGE, 1e6)
-    assert sum(map(len, table._stretches)) == 1, "rests are forgotten behind the last edge"
+        model.turn_ended(f"{number}", MESSAGE, float(number))
+        model.forked(f"{number}", f"fork of {number}", float(number))
+    assert len(model._gaps) == 100
+    assert sum(map(len, model._intervals)) == model._num_waiting <= 200
+    model.turn_ended("later", MESSAGE, 1e6)
+    assert sum(map(len, model._intervals)) == 1, "rests are forgotten behind the last edge"
 
 
 def test_what_is_forgotten_is_not_held_against_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
     """All return after a minute, when half of their rests have been forgotten."""
-    monkeypatch.setattr("pensieve.core.policies.return_model.RESTS_MAX", 40)
-    table = LifeTable()
+    monkeypatch.setattr("pensieve.core.policies.return_model.GAPS_MAX", 40)
+    model = ReturnModel()
     for number in range(3000):
-        table.rested(f"{number}", MESSAGE, float(number))
-        table.returned(f"{number - 30}", float(number))
-        table.returned(f"{number - 60}", float(number))
-    assert table.likelihood(table.rested("x", MESSAGE, 3000.0), 0.0) > 0.9
+        model.turn_ended(f"{number}", MESSAGE, float(number))
+        model.turn_began(f"{number - 30}", float(number))
+        model.turn_began(f"{number - 60}", float(number))
+    assert model.likelihood(model.turn_ended("x", MESSAGE, 3000.0), 0.0) > 0.9
 
 
 def test_a_return_after_hours_is_none() -> None:
-    table = LifeTable()
-    table.rested("a", MESSAGE, 0.0)
-    table.rested("b", MESSAGE, 86_400.0)
-    reached = table._reached[-1]
-    table.returned("a", 86_400.0)
-    assert table._reached[-1] == reached, "it counts as one that stayed away"
+    model = ReturnModel()
+    model.turn_ended("a", MESSAGE, 0.0)
+    model.turn_ended("b", MESSAGE, 86_400.0)
+    reached = model._reached[-1]
+    model.turn_began("a", 86_400.0)
+    assert model._reached[-1] == reached, "it counts as one that stayed away"
 
 
 def test_no_word_of_a_client_makes_it_count_for_more() -> None:
-    table = LifeTable()
-    soon, silent = Turned(1500, 250, 0, 1.0), Turned(1500, 250)
-    assert table.rested("a", soon, 0.0) == table.rested("b", silent, 0.0)
+    model = ReturnModel()
+    soon, silent = EndedTurn(1500, 250, 0, 1.0), EndedTurn(1500, 250)
+    assert model.turn_ended("a", soon, 0.0) == model.turn_ended("b", silent, 0.0)
 
 
 def test_what_was_learned_fades() -> None:
     """The times of returns go back to the prior; weights stay, and become easy to change again."""
-    table = LifeTable()
-    now = live(table, 0.0, 1800.0, 0.9, 10.0)
-    assert table.worth(60.0) < 0.1 * table.worth(0.0)
-    assert table._certainty[0] > 10 * PRIOR_CERTAINTY
+    model = ReturnModel()
+    now = live(model, 0.0, 1800.0, 0.9, 10.0)
+    assert model.worth(60.0) < 0.1 * model.worth(0.0)
+    assert model._certainty[0] > 10 * PRIOR_CERTAINTY
     for minute in range(60 * 20):
-        table.returned("nobody", now + 60.0 * minute)
-    assert table.worth(60.0) > 0.5 * table.worth(0.0)
-    assert table.likelihood(1.0, 0.0) == pytest.approx(PRIOR_SHARE, abs=0.05)
-    assert table._certainty[0] == pytest.approx(PRIOR_CERTAINTY, abs=1.0)
+        model.turn_began("nobody", now + 60.0 * minute)
+    assert model.worth(60.0) > 0.5 * model.worth(0.0)
+    assert model.likelihood(1.0, 0.0) == pytest.approx(PRIOR_SHARE, abs=0.05)
+    assert model._certainty[0] == pytest.approx(PRIOR_CERTAINTY, abs=1.0)
 
 
 def test_value_is_cost_times_the_sum_over_the_holders() -> None:
@@ -232,7 +238,7 @@ def test_value_is_cost_times_the_sum_over_the_holders() -> None:
     assert learnt.class_of(likely, 0, 100.0) == one + int(math.log(6, learnt.class_ratio))
     learnt.trial.trusted = True
     assert learnt.value(one, 10.0) == pytest.approx(
-        COST.chunk_seconds(0) * learnt.table.worth(10.0)
+        COST.chunk_seconds(0) * learnt.model.worth(10.0)
     )
     learnt.trial.trusted = False
     assert learnt.value(one, 10.0) == learnt.value(one + 9, 10.0) == COST.chunk_seconds(0) / 10
@@ -241,25 +247,30 @@ def test_value_is_cost_times_the_sum_over_the_holders() -> None:
 def test_what_is_quicker_computed_is_not_copied_in() -> None:
     seconds = COST.chunk_seconds(320)
     learnt = policy(copy_seconds=seconds)
-    assert [learnt.fetches(index) for index in (0, 8, 9, 100)] == [False, False, True, True]
-    assert policy().fetches(0), "how long copies take is not known"
+    assert [learnt.worth_swapping_in(index) for index in (0, 8, 9, 100)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert policy().worth_swapping_in(0), "how long copies take is not known"
 
 
 def test_what_will_hardly_return_is_not_copied_out() -> None:
     learnt = policy(copy_seconds=0.2 * COST.chunk_seconds(0))
-    assert learnt.saves(held((0.0, 0.02)), 0, 1.0), "nothing is known yet"
+    assert learnt.worth_swapping_out(held((0.0, 0.02)), 0, 1.0), "nothing is known yet"
     learnt.trial.trusted = True
     likely, unlikely = held((0.0, 1.0)), held((0.0, 0.02))
-    assert learnt.saves(likely, 0, 1.0)
-    assert not learnt.saves(unlikely, 0, 1.0)
-    assert not learnt.saves(likely, 0, 5000.0), "it has been away for too long"
-    assert policy().saves(unlikely, 0, 1.0)
+    assert learnt.worth_swapping_out(likely, 0, 1.0)
+    assert not learnt.worth_swapping_out(unlikely, 0, 1.0)
+    assert not learnt.worth_swapping_out(likely, 0, 5000.0), "it has been away for too long"
+    assert policy().worth_swapping_out(unlikely, 0, 1.0)
 
 
 def test_a_cache_computes_again_what_a_slow_link_would_bring_later() -> None:
     """The host copy is given up, the replies are right, and nothing is swapped in."""
     stage = Stage(8, 12, policy="return", copy_share=50.0)
-    stage.cache.policy.saves = lambda *_: True  # type: ignore[method-assign]
+    stage.cache.policy.worth_swapping_out = lambda *_: True  # type: ignore[method-assign]
     stage.say("a", 12, 1)
     stage.cache.move_to_host("a", stage.now)
     while stage.step():

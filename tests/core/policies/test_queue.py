@@ -13,17 +13,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from pensieve.core.cost import CostProfile
-from pensieve.core.policies.queue import (
-    CLASS_RATIO,
-    NUM_CLASSES,
-    POLICIES,
-    QUALIFIES,
-    LruPolicy,
-    RetentionPolicy,
-    RetentionQueue,
-    Role,
-    ValuePolicy,
-)
+from pensieve.core.policies.classes import NUM_CLASSES
+from pensieve.core.policies.lru import LruPolicy
+from pensieve.core.policies.protocol import RetentionPolicy
+from pensieve.core.policies.queue import QUALIFIES, RetentionQueue, Role
+from pensieve.core.policies.registry import POLICIES
+from pensieve.core.policies.value import CLASS_RATIO, ValuePolicy
 from pensieve.core.prefix_tree import Branch, Chunk, Conversation
 from tests.core.world import Stage
 

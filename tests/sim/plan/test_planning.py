@@ -15,7 +15,7 @@ import pytest
 from pensieve.cli.main import main
 from pensieve.cli.simulate_plan import text
 from pensieve.core.cache import CacheConfig
-from pensieve.core.policies.queue import policy_named
+from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.sim.cost import CostModel, instant
 from pensieve.sim.plan import planning

@@ -1,0 +1,226 @@
+"""What leaves the device or the host, and when: copied out ahead of need, taken when needed, dropped.
+
+Who asks for a device page gets an empty one first and then the least valuable reclaimable one; a
+conversation that returns before that finds its chunks where they were.  Ahead of need, when
+`available` falls below a mark, the least valuable dirty chunks are copied to the host
+(`plan_swap_outs`).  If the host is full, the less valuable of (that chunk, the least valuable chunk
+on the host) gives way:
+
+    the host chunk is worth less     its host page is dropped and taken
+    the device chunk is worth less   it is marked to drop: reclaimable without a copy
+
+Every idle dirty chunk can therefore become available, whatever the host holds, so no turn waits for
+ever.  Chunks are marked ahead of need; a chunk that is worth less may become idle before the page is
+taken.  Then the mark is removed and the other chunk goes instead (`_cheaper_to_drop`).
+
+Swap-ins go first: while one is in flight no swap-out starts.
+
+Operators move conversations by hand: `evict` drops their pages, `move_to_host` has them copied out,
+as far as the host has room for them by value.
+"""
+
+from __future__ import annotations
+
+from pensieve.core.cache_config import CacheConfig
+from pensieve.core.candidates import Candidates
+from pensieve.core.eviction_log import EvictionLog
+from pensieve.core.iteration import SwapOut
+from pensieve.core.policies.queue import Role
+from pensieve.core.prefix_tree import Chunk, Conversation, PrefixTree
+
+
+class Eviction:
+    def __init__(self, config: CacheConfig, tree: PrefixTree, candidates: Candidates) -> None:
+        self.log = EvictionLog()
+        self._tree = tree
+        self._candidates = candidates
+        self._tiers = candidates.tiers
+        self._policy = candidates.policy
+        self._counters = candidates.tiers.counters
+        self._dirty = candidates.queues[Role.SWAP_OUT]
+        self._reclaimable = candidates.queues[Role.RECLAIM]
+        self._droppable = candidates.queues[Role.DROP]
+        self._swap_out_mark_pages = config.swap_out_mark_pages
+        self._swap_outs_max = config.swap_outs_max
+        # Chunks that `move_to_host` waits to copy; one that a turn uses by then stays.
+        self._to_move: dict[Chunk, None] = {}
+
+    # -- a page for a chunk --
+
+    def take_device_page(self, chunk: Chunk, now: float) -> None:
+        """The caller has made sure that a page is available."""
+        device = self._tiers.device
+        page = device.take()
+        if page is None:
+            found = self._reclaimable.least(now)
+            assert found is not None, "pages were counted as available, and none can be taken"
+            value, victim = self._cheaper_to_drop(found, now) or found
+            if victim.filled > victim.host_filled:
+                self._counters.dropped += 1
+                self.log.record(victim, now, "lost", value)
+            else:
+                self._counters.reclaimed += 1
+            self._tiers.count_reclaimable(victim, -1)
+            self._tiers.free_device(victim)
+            self._tree.prune(victim.branch)
+            page = device.take()
+        chunk.device_page = page
+        if chunk.host_page is None and chunk.branch is not None:
+            chunk.branch.num_resident += 1
+
+    def _cheaper_to_drop(
+        self, found: tuple[float, Chunk], now: float
+    ) -> tuple[float, Chunk] | None:
+        """A dirty chunk that would be marked to drop as well and is worth less than the marked one
+        that was found; the latter loses its mark then."""
+        value, chunk = found
+        if not chunk.marked_to_drop or (other := self._dirty.least(now)) is None:
+            return None
+        if other[0] >= value or other[1].host_page is not None:
+            return None
+        if self._worth_a_copy(other[1], now):
+            if self._tiers.host.num_empty:
+                return None
+            droppable = self._droppable.least(now)
+            if droppable is not None and droppable[0] <= other[0]:
+                return None
+        self._tiers.count_reclaimable(chunk, -1)
+        chunk.marked_to_drop = False
+        self._candidates.requalify(chunk, now)
+        return other
+
+    def drop_to_recompute(self, chunk: Chunk, now: float) -> None:
+        """Computing it is quicker than copying it in: a hole on the device, and nothing on the host."""
+        self.log.record(chunk, now, "recomputed")
+        self._tiers.free_host(chunk)
+        chunk.filled = 0
+        self._counters.dropped += 1
+
+    # -- ahead of need --
+
+    def plan_swap_outs(self, now: float, required_pages: int) -> list[SwapOut]:
+        """Copies to the host until so many pages, or the mark, will be available."""
+        tiers = self._tiers
+        if tiers.num_swapping_in:
+            return []
+        target = max(required_pages, self._swap_out_mark_pages)
+        swap_outs = self._plan_moves(now) if self._to_move else []
+        while (
+            tiers.available + tiers.num_swapping_out < target
+            and len(swap_outs) < self._swap_outs_max
+            and (found := self._dirty.least(now)) is not None
+        ):
+            value, chunk = found
+            if chunk.host_page is None and not (
+                self._worth_a_copy(chunk, now) and self._take_host_page(chunk, value, now)
+            ):
+                self._mark_to_drop(chunk, now, value)
+                continue
+            swap_outs.append(tiers.start_swap_out(chunk))
+        return swap_outs
+
+    def relief_expected(self, now: float) -> bool:
+        """Idle pages are about to become available, so no turn needs to be suspended for them."""
+        return self._tiers.num_swapping_out > 0 or self._dirty.least(now) is not None
+
+    def finish_swap(self, copy_id: int, now: float) -> None:
+        swap = self._tiers.finish_swap(copy_id)
+        if swap.source is not swap.target:
+            self._candidates.release(swap.source, now)
+        self._candidates.release(swap.target, now)
+        if swap.source in self._to_move and not swap.source.in_flight:
+            del self._to_move[swap.source]
+            self._reclaim(swap.source)
+
+    def _worth_a_copy(self, chunk: Chunk, now: float) -> bool:
+        return chunk.branch is None or self._policy.worth_swapping_out(
+            chunk.branch, chunk.index, now
+        )
+
+    def _take_host_page(self, chunk: Chunk, value: float, now: float) -> bool:
+        """For a chunk on the device only; False when the host is full of more valuable ones."""
+        while (page := self._tiers.host.take()) is None:
+            victim = self._droppable.least(now)
+            if victim is None or victim[0] > value:
+                return False
+            self._drop_host_copy(victim[1], now, victim[0], value)
+        chunk.host_page = page
+        return True
+
+    def _drop_host_copy(self, chunk: Chunk, now: float, value: float, kept_value: float) -> None:
+        """Least valuable on the host; if it is on the device as well, it is so there, too."""
+        self.log.record(chunk, now, "dropped", value, kept_value)
+        self._tiers.count_reclaimable(chunk, -1)
+        self._tiers.free_host(chunk)
+        if chunk.device_page is not None:
+            chunk.marked_to_drop = True
+            self._counters.marked_to_drop += 1
+            self._candidates.requalify(chunk, now)
+        else:
+            self._counters.dropped += 1
+            self._tree.prune(chunk.branch)
+
+    def _mark_to_drop(self, chunk: Chunk, now: float, value: float) -> None:
+        self.log.record(chunk, now, "marked_to_drop", value)
+        chunk.marked_to_drop = True
+        self._counters.marked_to_drop += 1
+        self._candidates.requalify(chunk, now)
+
+    # -- by hand --
+
+    def evict(self, conversation: Conversation, now: float) -> int:
+        """Drop every idle page that only this conversation holds; how many chunks lost theirs."""
+        num_dropped = 0
+        for branch in reversed(conversation.path()):
+            if branch.num_running or len(branch.holders) > 1:
+                continue
+            for chunk in branch.chunks:
+                if chunk.resident and not chunk.in_flight:
+                    num_dropped += 1
+                    self.log.record(chunk, now, "evicted")
+                    self._tiers.count_reclaimable(chunk, -1)
+                    self._tiers.free_pages(chunk)
+        self._tree.prune(conversation.leaf)
+        self._counters.dropped += num_dropped
+        return num_dropped
+
+    def move_to_host(self, conversation: Conversation, now: float) -> int:
+        """Have the idle pages that only this conversation holds copied to the host and freed, as far
+        as the host has room for more than what is worth more; how many chunks are gone or on their
+        way."""
+        num_moving = 0
+        for branch in conversation.path():
+            if branch.num_running or len(branch.holders) > 1:
+                continue
+            for chunk in branch.chunks:
+                if chunk.device_page is None or not chunk.filled or chunk.marked_to_drop:
+                    continue
+                num_moving += 1
+                self.log.record(chunk, now, "moved")
+                if not self._reclaim(chunk):
+                    self._to_move[chunk] = None
+        return num_moving
+
+    def _plan_moves(self, now: float) -> list[SwapOut]:
+        """The copies that `move_to_host` waits for."""
+        swap_outs: list[SwapOut] = []
+        for chunk in [each for each in self._to_move if not each.in_flight]:
+            if len(swap_outs) == self._swap_outs_max:
+                break
+            branch = chunk.branch
+            if branch is not None and not branch.num_running and chunk.dirty:
+                value = self._candidates.value_of(chunk, branch, now)
+                if chunk.host_page is not None or self._take_host_page(chunk, value, now):
+                    swap_outs.append(self._tiers.start_swap_out(chunk))
+                    continue
+            del self._to_move[chunk]
+        return swap_outs
+
+    def _reclaim(self, chunk: Chunk) -> bool:
+        """Give back the device page of an idle chunk, if the host has a copy."""
+        if not chunk.idle or not chunk.reclaimable or chunk.marked_to_drop:
+            return False
+        self._tiers.count_reclaimable(chunk, -1)
+        self._tiers.free_device(chunk)
+        self._counters.reclaimed += 1
+        return True

@@ -1,0 +1,18 @@
+"""The policy `lru`: the least recently active conversation goes first, its leading chunk first."""
+
+from __future__ import annotations
+
+from pensieve.core.policies.protocol import StaticPolicy
+from pensieve.core.prefix_tree import Branch
+
+
+class LruPolicy(StaticPolicy):
+    name = "lru"
+    num_classes = 1
+    class_ratio = 1.0
+
+    def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
+        return 0
+
+    def value(self, class_index: int, idle_seconds: float) -> float:
+        return 1.0 / max(idle_seconds, 1e-9)

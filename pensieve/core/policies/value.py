@@ -1,0 +1,37 @@
+"""The policy `value`: what takes longest to recompute, per second that it lies idle, is kept longest.
+
+    retention_value = cost(l) / T, summed over the holders     (seconds of recompute per second idle)
+
+with l the context's length behind which the chunk is recomputed and T the holder's idle time.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pensieve.core.cost import CostProfile
+from pensieve.core.policies.classes import NUM_CLASSES, CostSteps, class_at
+from pensieve.core.policies.protocol import StaticPolicy
+from pensieve.core.prefix_tree import Branch
+
+CLASS_RATIO = 1.1
+
+
+class ValuePolicy(StaticPolicy):
+    name = "value"
+    num_classes = NUM_CLASSES
+    class_ratio = CLASS_RATIO
+
+    def __init__(self, cost: CostProfile, chunk_tokens: int) -> None:
+        self._steps = CostSteps(cost, chunk_tokens, CLASS_RATIO)
+        least_cost = cost.chunk_seconds(0)
+        self._values = [least_cost * CLASS_RATIO**i for i in range(NUM_CLASSES)]
+
+    def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
+        steps = self._steps[chunk_index]
+        if len(branch.holders) > 1:
+            steps += math.log(branch.weight(now), CLASS_RATIO)
+        return class_at(steps)
+
+    def value(self, class_index: int, idle_seconds: float) -> float:
+        return self._values[class_index] / (idle_seconds if idle_seconds > 1.0 else 1.0)
