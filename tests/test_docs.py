@@ -15,6 +15,8 @@ import pytest
 
 from pensieve.cli.main import parser
 from tests.service.rig_daemon import DaemonRig
+from tests.test_layering import ASSEMBLES
+from tests.test_layering import ROOMS as LAW
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.prefix) / "bin"
@@ -29,7 +31,7 @@ EXAMPLES = [
     for page, text in PAGES.items()
     for line in re.findall(r"^    ((?:pensieve|scripts/run) .*)$", text, re.MULTILINE)
 ]
-ROOMS = sorted(path.name for path in (ROOT / "pensieve").iterdir() if path.is_dir())
+ROOMS = sorted(path.parent.name for path in (ROOT / "pensieve").glob("*/__init__.py"))
 TOPS = {*ROOMS, "pensieve", "tests", "scripts", "docs", "proto", "csrc"}
 
 
@@ -115,6 +117,21 @@ def test_paths_are_found_in_prose():
 def test_the_readme_is_short_and_names_no_host_and_no_home():
     assert len(README.splitlines()) <= 150
     assert not re.search(r"/(?:home|root|tmp|work|opt)/|index-url|pypi|https?://", README)
+
+
+def test_the_table_of_layers_is_the_law_that_is_enforced():
+    page = PAGES["docs/structure.md"]
+    section = page[page.index("## The law of layers") : page.index("## How a turn flows")]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    described = {
+        name: cells for cells in rows for name in re.findall(r"`([a-z0-9_]+)/?`", cells[0])
+    }
+    assert set(described) == {*ROOMS, "errors", "config", "gc_pause"}
+    for room, cells in described.items():
+        may = cells[2].strip()
+        if may and not may.startswith("everything") and room not in ASSEMBLES:
+            named = {name for name in re.findall(r"`([a-z0-9_]+)`", may) if name != "errors"}
+            assert named == LAW[room].rooms, f"docs/structure.md on {room}"
 
 
 def test_the_file_tree_and_its_captions_are_those_of_the_files():
