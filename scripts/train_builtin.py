@@ -90,10 +90,10 @@ def train_tokenizer(seed: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     random = Random(seed)
     spoken = (
-        f"{speaker}\n{said}"
+        f"{speaker}\n{text}"
         for _ in range(6000)
         for exchange in islice(conversation(random), 12)
-        for speaker, said in (("user", exchange.user), ("assistant", exchange.reply))
+        for speaker, text in (("user", exchange.user), ("assistant", exchange.reply))
     )
     rare_words = (f" {word}" for word in words.known_words() for _ in range(300))
     trainer = trainers.BpeTrainer(

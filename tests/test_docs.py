@@ -1,9 +1,11 @@
-"""The README and the help texts tell the truth about what there is."""
+"""README, docs and help texts are true: commands, examples, paths, links, stubs."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +15,24 @@ import pytest
 
 from pensieve.cli.main import parser
 from tests.service.rig_daemon import DaemonRig
+from tests.test_layering import ASSEMBLES
+from tests.test_layering import ROOMS as LAW
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.prefix) / "bin"
 ENVIRONMENT = {**os.environ, "PENSIEVE_VENV": sys.prefix, "PATH": f"{BIN}:{os.environ['PATH']}"}
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".github/**/*.md"))
+}
+README, COMMANDS = PAGES["README.md"], PAGES["docs/commands.md"]
+EXAMPLES = [
+    (page, line.strip())
+    for page, text in PAGES.items()
+    for line in re.findall(r"^    ((?:pensieve|scripts/run) .*)$", text, re.MULTILINE)
+]
+ROOMS = sorted(path.parent.name for path in (ROOT / "pensieve").glob("*/__init__.py"))
+TOPS = {*ROOMS, "pensieve", "tests", "scripts", "docs", "proto", "csrc"}
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -36,17 +51,93 @@ def test_every_option_of_every_command_has_a_help_text():
         assert set(bare) <= allowed, f"{command.prog}: {bare}"
 
 
-def test_every_command_is_in_the_readme():
+def test_every_command_has_a_heading_and_an_example():
+    examples = [line for page, line in EXAMPLES if page == "docs/commands.md"]
     for command in commands(parser()):
-        words = command.prog.split()[1:]
-        if words:
-            assert " ".join(words) in README, f"the README does not mention {command.prog}"
+        if any(isinstance(action, argparse._SubParsersAction) for action in command._actions):
+            continue  # a group: its commands are what can be called
+        assert f"**`{command.prog}`**" in COMMANDS, f"docs/commands.md lacks {command.prog}"
+        assert any(
+            line == command.prog or line.startswith(f"{command.prog} ") for line in examples
+        ), f"docs/commands.md has no example of {command.prog}"
+
+
+@pytest.mark.parametrize(("page", "line"), EXAMPLES, ids=lambda value: value)
+def test_the_parser_takes_every_command_line_of_the_docs(page: str, line: str) -> None:
+    words = shlex.split(line, comments=True)
+    if ">>" in words:
+        words = words[: words.index(">>")]
+    if words[1:]:  # `scripts/run` alone is `pensieve chat`
+        parser().parse_args(words[1:])
+
+
+def paths_in(text: str) -> Iterator[str]:
+    """What is written like a path of this repository: between backticks, or as a target of a link."""
+    text = re.sub(r"<!-- file tree.*?<!-- end of the file tree -->", "", text, flags=re.DOTALL)
+    yield from re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    for quoted in re.findall(r"`([^`\n]+)`", text):
+        if re.fullmatch(r"[\w./-]+", quoted) and not quoted.startswith(("/", "-", ".")):
+            known = quoted.split("/")[0] in TOPS
+            suffix = re.search(r"\.(py|md|proto|cu|cpp|h)$", quoted)
+            if (("/" in quoted and known) or suffix) and "NAME" not in quoted:
+                yield quoted
+    yield from re.findall(r"(?<![`\w/.])((?:\w+/)*test_\w+\.py)", text)
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_every_path_that_a_page_names_is_there(page: str) -> None:
+    homes = [
+        (ROOT / page).parent,
+        ROOT,
+        ROOT / "pensieve",
+        ROOT / "tests",
+        ROOT / "tests" / "faults",
+    ]
+    missing = [
+        path for path in paths_in(PAGES[page]) if not any((home / path).exists() for home in homes)
+    ]
+    assert not missing, f"{page} names {', '.join(missing)}"
+
+
+def test_every_test_that_a_script_names_is_there():
+    for script in (ROOT / "scripts").iterdir():
+        if script.is_file():
+            for path in re.findall(r"\btests/[\w/]+\.py\b", script.read_text(encoding="utf-8")):
+                assert (ROOT / path).is_file(), f"{script.name} names {path}"
+
+
+def test_paths_are_found_in_prose():
+    text = (
+        "`core/cache.py`, `pensieve/x/`, `--config`, `a/b`, [a](../b.md#c), store/test_a.py, `x.py`"
+    )
+    found = ["../b.md", "core/cache.py", "pensieve/x/", "x.py", "store/test_a.py"]
+    assert list(paths_in(text)) == found
+
+
+def test_the_readme_is_short_and_names_no_host_and_no_home():
+    assert len(README.splitlines()) <= 150
+    assert not re.search(r"/(?:home|root|tmp|work|opt)/|index-url|pypi|https?://", README)
+
+
+def test_the_table_of_layers_is_the_law_that_is_enforced():
+    page = PAGES["docs/structure.md"]
+    section = page[page.index("## The law of layers") : page.index("## How a turn flows")]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    described = {
+        name: cells for cells in rows for name in re.findall(r"`([a-z0-9_]+)/?`", cells[0])
+    }
+    assert set(described) == {*ROOMS, "errors", "config", "gc_pause"}
+    for room, cells in described.items():
+        may = cells[2].strip()
+        if may and not may.startswith("everything") and room not in ASSEMBLES:
+            named = {name for name in re.findall(r"`([a-z0-9_]+)`", may) if name != "errors"}
+            assert named == LAW[room].rooms, f"docs/structure.md on {room}"
 
 
 def test_the_file_tree_and_its_captions_are_those_of_the_files():
     script = ROOT / "scripts" / "file_tree"
-    told = subprocess.run([script, "--check"], capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stderr
+    finished = subprocess.run([script, "--check"], capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
 
 
 def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -67,14 +158,14 @@ def test_every_method_of_the_service_is_documented_in_its_proto():
 
 def test_the_stubs_are_what_the_protos_say():
     script = ROOT / "scripts" / "generate_protos"
-    told = subprocess.run(
+    finished = subprocess.run(
         [script, "--check"], capture_output=True, text=True, check=False, env=ENVIRONMENT
     )
-    assert told.returncode == 0, told.stderr
+    assert finished.returncode == 0, finished.stderr
 
 
 def test_the_protos_pass_the_linter():
-    told = subprocess.run(
+    finished = subprocess.run(
         ["buf", "lint"],
         cwd=ROOT / "proto",
         capture_output=True,
@@ -82,7 +173,7 @@ def test_the_protos_pass_the_linter():
         check=False,
         env=ENVIRONMENT,
     )
-    assert told.returncode == 0, told.stdout + told.stderr
+    assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
 def test_no_method_of_a_service_is_left_to_its_generated_base():

@@ -80,8 +80,8 @@ void multiply_tiles(const Product& product, int32_t panel, int32_t first, int32_
       TILE_SHAPES(shapes);
       shaped = num_rows;
     }
-    (num_rows > kTileRows ? tile_sums<true> : tile_sums<false>)(
-        weights, rows, row_bytes, linear.inputs / kTileInputs, from == first ? ahead : nullptr, sums);
+    const auto sums_of_tiles = num_rows > kTileRows ? tile_sums<true> : tile_sums<false>;
+    sums_of_tiles(weights, rows, row_bytes, linear.inputs / kTileInputs, from == first ? ahead : nullptr, sums);
     if (product.out_float)
       finish<uint16_t, float>(product, panel, from, num_rows, sums);
     else
@@ -91,7 +91,7 @@ void multiply_tiles(const Product& product, int32_t panel, int32_t first, int32_
 }
 
 constexpr pensieve::Dense tiled = {
-    LANES,          2 * kTileRows,  multiply_tiles, multiply<uint16_t, uint8_t>, quantise<uint16_t>,
+    LANES, 2 * kTileRows, multiply_tiles, multiply<uint16_t, uint8_t>, quantise<uint16_t>,
     join<uint16_t>, turn<uint16_t>, largest};
 
 // The same product as without tiles, up to rounding, for each way to cut rows.

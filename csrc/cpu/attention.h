@@ -13,7 +13,8 @@ constexpr int kRowsMax = 64;   // of an item
 constexpr int kPagesMax = 64;  // of a part
 constexpr int kHeadMax = 256;  // head size
 
-enum class Type : int32_t { kFloat = 0, kBfloat16 = 1 };
+enum class Type : int32_t { kFloat = 0,
+                            kBfloat16 = 1 };
 
 struct Part {
   const void* query;        // of the item's first row

@@ -327,7 +327,7 @@ inline int32_t largest(const float* row, int32_t width) {
 
 template <typename Element>
 constexpr pensieve::Dense dense_for = {
-    LANES,         kRows,         multiply<Element>, multiply<Element, uint8_t>, quantise<Element>,
+    LANES, kRows, multiply<Element>, multiply<Element, uint8_t>, quantise<Element>,
     join<Element>, turn<Element>, largest};
 
 }  // namespace

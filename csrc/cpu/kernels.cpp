@@ -297,12 +297,12 @@ int32_t pensieve_multi_token_attention(
   const Kernel* kernel = kernel_for(head_size, only);
   if (!kernel || slots != kSlots || head_size > kHeadMax || num_heads / num_kv_heads > kRowsMax)
     return 1;
-  const Call call{Type(type),        query,        query_token_stride, query_head_stride,
-                  keys,              values,       page_stride,        kv_head_stride,
-                  page_table,        pages_max,    slice_offsets,      slice_turns,
-                  slice_starts,      num_slices,   num_heads,          num_kv_heads,
-                  head_size,         scaling,      out,                out_token_stride,
-                  out_head_stride,   num_threads < 1 ? 1 : num_threads};
+  const Call call{Type(type), query, query_token_stride, query_head_stride,
+                  keys, values, page_stride, kv_head_stride,
+                  page_table, pages_max, slice_offsets, slice_turns,
+                  slice_starts, num_slices, num_heads, num_kv_heads,
+                  head_size, scaling, out, out_token_stride,
+                  out_head_stride, num_threads < 1 ? 1 : num_threads};
   if (!within(call, num_pages)) return 2;
   try {
     return attend_all(call, *kernel) ? 0 : 3;
@@ -313,10 +313,10 @@ int32_t pensieve_multi_token_attention(
 
 // Strides in bytes; a slot is page * slots + place. 0, or 2 and nothing written.
 int32_t pensieve_write_kv(const char* key, int64_t key_token_stride, int64_t key_head_stride,
-                       const char* value, int64_t value_token_stride, int64_t value_head_stride,
-                       const int64_t* slot_mapping, int64_t num_tokens, int32_t num_kv_heads,
-                       int32_t slots, int64_t row_bytes, char* key_pages, char* value_pages,
-                       int64_t page_stride, int64_t kv_head_stride, int64_t num_pages) {
+                          const char* value, int64_t value_token_stride, int64_t value_head_stride,
+                          const int64_t* slot_mapping, int64_t num_tokens, int32_t num_kv_heads,
+                          int32_t slots, int64_t row_bytes, char* key_pages, char* value_pages,
+                          int64_t page_stride, int64_t kv_head_stride, int64_t num_pages) {
   for (int64_t t = 0; t < num_tokens; ++t)
     if (slot_mapping[t] < 0 || slot_mapping[t] >= num_pages * slots) return 2;
   for (int64_t t = 0; t < num_tokens; ++t) {
@@ -333,9 +333,9 @@ int32_t pensieve_write_kv(const char* key, int64_t key_token_stride, int64_t key
 
 // A page is `num_tiles` (keys and values, times KV heads) tiles of `slots` rows. 0, or 2 and nothing copied.
 int32_t pensieve_copy_pages(const char* source, char* target, const int64_t* source_pages,
-                         const int64_t* target_pages, const int64_t* num_slots, int64_t num_copies,
-                         int32_t num_tiles, int32_t slots, int64_t row_bytes,
-                         int64_t num_source_pages, int64_t num_target_pages) {
+                            const int64_t* target_pages, const int64_t* num_slots, int64_t num_copies,
+                            int32_t num_tiles, int32_t slots, int64_t row_bytes,
+                            int64_t num_source_pages, int64_t num_target_pages) {
   for (int64_t i = 0; i < num_copies; ++i)
     if (source_pages[i] < 0 || source_pages[i] >= num_source_pages || target_pages[i] < 0 ||
         target_pages[i] >= num_target_pages || num_slots[i] < 0 || num_slots[i] > slots)

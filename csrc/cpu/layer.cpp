@@ -141,18 +141,18 @@ void pensieve_before_attention(const char* only, const Layer* layer, const Buffe
   const Dense& dense = worker.dense;
   const void* input = residual;
   if (layer->attention_before.weight) {
-    const Joint joint{residual, layer->type == 0, nullptr, {}, layer->attention_before, 1.0f,
-                      nullptr,  buffers->normed,  layer->hidden};
+    const Joint joint{
+        residual, layer->type == 0, nullptr, {}, layer->attention_before, 1.0f, nullptr, buffers->normed, layer->hidden};
     worker.each_row(num_rows, [&](int row) { dense.join(joint, row); });
     input = buffers->normed;
   }
   const int32_t width = layer->attention_in.outputs;
   worker.multiply({&layer->attention_in, input, layer->hidden, num_rows, buffers->turned, width, 0},
                   &layer->attention_out);
-  const Turning turning{buffers->turned,    width,           cosines,
-                        sines,              rotation_float,  layer->query_norm,
-                        layer->key_norm,    layer->num_heads, layer->num_kv_heads,
-                        layer->head_size,   rotary};
+  const Turning turning{buffers->turned, width, cosines,
+                        sines, rotation_float, layer->query_norm,
+                        layer->key_norm, layer->num_heads, layer->num_kv_heads,
+                        layer->head_size, rotary};
   worker.each_row(num_rows, [&](int row) { dense.turn(turning, row); });
 }
 
@@ -166,15 +166,14 @@ void pensieve_after_attention(const char* only, const Layer* layer, const Buffer
   worker.multiply({&layer->attention_out, attended, layer->attention_out.width, num_rows,
                    buffers->added, hidden, 1},
                   &layer->mlp_in);
-  const Joint middle{residual,      layer->type == 0, buffers->added, layer->attention_after,
-                     layer->mlp_before, layer->factor, buffers->sum,  buffers->normed, hidden};
+  const Joint middle{residual, layer->type == 0, buffers->added, layer->attention_after,
+                     layer->mlp_before, layer->factor, buffers->sum, buffers->normed, hidden};
   worker.each_row(num_rows, [&](int row) { dense.join(middle, row); });
   worker.multiply({&layer->mlp_in, buffers->normed, hidden, num_rows, buffers->gated, wide, 0},
                   &layer->mlp_out);
   worker.multiply({&layer->mlp_out, buffers->gated, wide, num_rows, buffers->added, hidden, 1},
                   layer->then);
-  const Joint last{buffers->sum, 1, buffers->added, layer->mlp_after, {}, layer->factor,
-                   buffers->sum, out, hidden};
+  const Joint last{buffers->sum, 1, buffers->added, layer->mlp_after, {}, layer->factor, buffers->sum, out, hidden};
   worker.each_row(num_rows, [&](int row) { dense.join(last, row); });
 }
 

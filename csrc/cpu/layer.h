@@ -24,7 +24,9 @@ struct Linear {
   int32_t activation;  // 0: none. Else a panel's first vector goes through it and multiplies the second
 };
 constexpr int kZero = 128;  // what a row's 0 becomes as a byte without sign
-enum Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2 };
+enum Activation : int32_t { kNone = 0,
+                            kSilu = 1,
+                            kGeluTanh = 2 };
 
 // Root mean square over `width` (a divisor of the row) and weights; null: none.
 struct Norm {

@@ -55,7 +55,7 @@ struct Plan {
   static constexpr int ROWS = 16 * ROW_TILES * (WIDE ? WARPS : 1);
   static constexpr int KEYS = WIDE ? PAGE : 16;    // of a run
   static constexpr int TEAM = WIDE ? THREADS : 32; // threads that share a ring
-  static constexpr int STAGES = WIDE ? (HEAD == 256 ? 2 : 3) : HEAD == 256 ? 1 : HEAD == 64 ? 3 : 2;
+  static constexpr int STAGES = WIDE ? (HEAD == 256 ? 2 : 3) : (HEAD == 256 ? 1 : (HEAD == 64 ? 3 : 2));
   static constexpr int RING = 2 * STAGES * KEYS * HEAD;  // elements
   static constexpr int RINGS = WIDE ? 1 : WARPS;
   static constexpr int ELEMENTS = ROWS * HEAD + RINGS * RING;
@@ -251,7 +251,7 @@ __device__ __forceinline__ void attend(const Arguments<Element>& arguments, cons
       for (int tile = 0; tile < ROW_TILES; ++tile)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float(&pair)[4] = scores[tile][step * 2 + i / 2];
+          const float (&pair)[4] = scores[tile][step * 2 + i / 2];
           left[tile][i] = ptx::pack<Element>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
         }
 #pragma unroll
@@ -350,16 +350,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                           float* part_sums,    // (part rows, kv_heads)
                           Element* out) {      // (tokens, heads, head_size)
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const Arguments<Element> arguments{query,        key_pages,   value_pages, page_table,   slice_offsets, slice_turns,
-                            slice_starts, items,       kv_heads,    group,        pages_max,     page_stride,
-                            query_stride, out_stride,  scale,       part_values,  part_sums,     out};
+  const Arguments<Element> arguments{query, key_pages, value_pages, page_table, slice_offsets, slice_turns,
+                                     slice_starts, items, kv_heads, group, pages_max, page_stride,
+                                     query_stride, out_stride, scale, part_values, part_sums, out};
   const WorkItem& item = items[blockIdx.x / kv_heads];
   const int head = blockIdx.x % kv_heads;
   if (item.num_rows <= 0) return;
   if (item.num_rows <= 16)
     attend<1, false>(arguments, item, head, shared_memory);
   else if (HEAD < 256 && item.num_rows <= 32)
-    attend<HEAD < 256 ? 2 : 1, false>(arguments, item, head, shared_memory);
+    attend<(HEAD < 256 ? 2 : 1), false>(arguments, item, head, shared_memory);
   else
     attend<WIDE_TILES, true>(arguments, item, head, shared_memory);
 }

@@ -196,7 +196,7 @@ struct Consumer {
     for (int step = 0; step < KEYS / 16; ++step)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float(&pair)[4] = scores[step * 2 + i / 2];
+        const float (&pair)[4] = scores[step * 2 + i / 2];
         powers[step][i] = ptx::pack<Element>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
       }
   }
@@ -299,9 +299,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                           float* part_sums,    // (part rows, kv_heads)
                           Element* out) {      // (tokens, heads, head_size)
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const Arguments<Element> arguments{query,        nullptr, nullptr,  page_table, slice_offsets, slice_turns,
-                                     slice_starts, items,   kv_heads, group,      pages_max,     0,
-                                     query_stride, out_stride, scale, part_values, part_sums,    out};
+  const Arguments<Element> arguments{query, nullptr, nullptr, page_table, slice_offsets, slice_turns,
+                                     slice_starts, items, kv_heads, group, pages_max, 0,
+                                     query_stride, out_stride, scale, part_values, part_sums, out};
   const Stages stages{ptx::shared_address(shared_memory)};
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < STAGES; ++slot) {

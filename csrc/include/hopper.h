@@ -141,25 +141,27 @@ __device__ __forceinline__ void multiply(float (&sums)[16][4], const uint32 (&le
 #define FOUR(c) "+f"(sums[c][0]), "+f"(sums[c][1]), "+f"(sums[c][2]), "+f"(sums[c][3])
 #define EIGHT_COLUMNS(c) \
   FOUR(c), FOUR(c + 1), FOUR(c + 2), FOUR(c + 3), FOUR(c + 4), FOUR(c + 5), FOUR(c + 6), FOUR(c + 7)
-#define PRODUCT_64(TYPE)                                                                                   \
-  asm volatile(                                                                                            \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"                                                     \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, " \
-      "%9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, " \
-      "%29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, %38;\n}\n"                                    \
-      : EIGHT_COLUMNS(0)                                                                                   \
-      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(int(add)),                 \
-        "n"(int(KEYS_DOWN)))
-#define PRODUCT_128(TYPE)                                                                                   \
+#define PRODUCT_64(TYPE)                                                                                    \
   asm volatile(                                                                                             \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"                                                      \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {%0, %1, %2, %3, %4, %5, %6, %7, %8, " \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"                                                      \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                           \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, "                                                              \
       "%9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, " \
-      "%29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
-      "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, "  \
-      "%68, add, 1, 1, %70;\n}\n"                                                                           \
-      : EIGHT_COLUMNS(0), EIGHT_COLUMNS(8)                                                                  \
+      "%29, %30, %31}, {%32, %33, %34, %35}, %36, add, 1, 1, %38;\n}\n"                                     \
+      : EIGHT_COLUMNS(0)                                                                                    \
       : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(int(add)),                  \
+        "n"(int(KEYS_DOWN)))
+#define PRODUCT_128(TYPE)                                                                                    \
+  asm volatile(                                                                                              \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"                                                       \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                                           \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, "                                                               \
+      "%9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, "  \
+      "%29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
+      "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, "   \
+      "%68, add, 1, 1, %70;\n}\n"                                                                            \
+      : EIGHT_COLUMNS(0), EIGHT_COLUMNS(8)                                                                   \
+      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(int(add)),                   \
         "n"(int(KEYS_DOWN)))
 
 template <class Element, bool KEYS_DOWN>
