@@ -236,8 +236,6 @@ def circle_in(arrows: dict[str, set[str]]) -> list[str]:
 
 
 CIRCLES_LEFT: set[tuple[str, str]] = {
-    ("pensieve.client.client", "pensieve.client.conversation"),
-    ("pensieve.client.aio", "pensieve.client.aio_conversation"),
     ("pensieve.core.cache", "pensieve.core.audit"),
     ("pensieve.bench.gpu", "pensieve.bench.gpu_load"),
 }  # to be broken

@@ -15,7 +15,8 @@ import pytest
 import pensieve.client
 from pensieve import errors
 from pensieve.client import Client, Conversation, Retry
-from pensieve.client.failures import Deadline, error_of
+from pensieve.client.grpc_errors import error_of
+from pensieve.client.retry import Deadline
 from pensieve.v1 import status_pb2
 from tests.client.scripted import AWAY, Mishap, Refusal, ScriptedServer
 

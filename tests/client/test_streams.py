@@ -12,7 +12,7 @@ import pytest
 
 from pensieve import errors
 from pensieve.client import Client, Delta, Restarted, Retry
-from pensieve.client.turns import TurnProgress
+from pensieve.client.turn_progress import TurnProgress
 from pensieve.v1 import conversation_pb2 as pb
 from tests.client.scripted import Mishap, Refusal, ScriptedServer
 

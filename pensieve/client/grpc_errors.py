@@ -1,27 +1,24 @@
-"""From a status on the wire back to an error of the tree, and whether to try again.
+"""From a gRPC status back to the error of `pensieve.errors` that the server raised.
 
-The server says with each error a reason, what names its cause, and perhaps when to come back.  A reason
-of our tree becomes that class again, attributes included.  Everything else (a proxy's answer, a newer
-server's reason, bytes that are no details at all) becomes the class of its code, so that whatever comes
-in, what goes out is a PensieveError.
+The server sends with each error a reason, its causes, and perhaps when to come back.  A reason that
+`pensieve.errors` has becomes that class again, attributes included.  Everything else (a proxy's answer, a
+newer server's reason, details that cannot be parsed) becomes the class of its status code, so that every
+failure raises a PensieveError.
 
-A call that something between here and the server cut off (CANCELLED, which nobody here asked for; a
-reset stream) is told apart from an error of the server by the missing reason, and is UNAVAILABLE: the
-same request may succeed over the next connection.
+A call that something between here and the server cut off (CANCELLED, which this client did not request; a
+reset stream) carries no reason.  It becomes UNAVAILABLE: the same request may succeed over a new connection.
 """
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from pensieve import errors
+from pensieve.client.retry import Deadline
 from pensieve.v1 import status_pb2
 
 DETAILS_KEY = "grpc-status-details-bin"
@@ -55,7 +52,7 @@ def error_of(
     trailing: Iterable[tuple[str, Any]] | None,
     timeout: float | None = None,
 ) -> errors.PensieveError:
-    """The error that a status stands for; `timeout` is what the call was given, in seconds."""
+    """The error that a status stands for; `timeout` is the call's, in seconds."""
     text = text or code.name
     found = _details(trailing or ())
     info: status_pb2.ErrorInfo = found.get("ErrorInfo", status_pb2.ErrorInfo())
@@ -64,8 +61,8 @@ def error_of(
     else:
         error = _foreign(code, text, found.get("BadRequest"))
     if isinstance(error, errors.DeadlineExceeded) and timeout is not None:
-        told = f"{text}; " if info.reason else ""
-        error = errors.DeadlineExceeded(f"{told}the timeout was {timeout:g} s")
+        reason = f"{text}; " if info.reason else ""
+        error = errors.DeadlineExceeded(f"{reason}the timeout was {timeout:g} s")
     retry = found.get("RetryInfo")
     if retry is not None:
         error.retry_after_seconds = max(retry.retry_delay.ToMilliseconds() / 1000, 0.0)
@@ -126,7 +123,7 @@ def _details(trailing: Iterable[tuple[str, Any]]) -> dict[str, Any]:
                 if name in kinds:
                     found[name] = kinds[name].FromString(detail.value)
         except DecodeError:
-            return found  # somebody else's bytes; the code still speaks
+            return found  # details in another format; the status code remains
     return found
 
 
@@ -137,74 +134,16 @@ def _whole(causes: dict[str, str], name: str) -> int:
         return 0
 
 
-@dataclass(frozen=True)
-class Retry:
-    """How often and how long to wait before the same request is sent again.
+class FailedCall(Protocol):
+    """What a gRPC error of either client says about its call."""
 
-    Only what may succeed without anybody's doing is tried again: UNAVAILABLE, and a full queue that says
-    when to come back.  The pause grows from `first_seconds` to `most_seconds`, with jitter, and is at
-    least what the server asks for.
-    """
-
-    retries: int = 8
-    first_seconds: float = 0.1
-    most_seconds: float = 10.0
-    drawn: Callable[[], float] = field(default=random.random)
-
-    def pause(
-        self, error: errors.PensieveError, num_tries: int, left: float | None
-    ) -> float | None:
-        """Seconds to wait before another try; None: give up."""
-        worthwhile = isinstance(error, errors.Unavailable) or (
-            isinstance(error, errors.QueueFull) and error.retry_after_seconds is not None
-        )
-        if not worthwhile or num_tries > self.retries:
-            return None
-        grown = min(self.first_seconds * 2 ** (num_tries - 1), self.most_seconds)
-        pause = max(grown * (0.5 + self.drawn() / 2), error.retry_after_seconds or 0.0)
-        return None if left is not None and pause >= left else pause
+    def code(self) -> grpc.StatusCode: ...
+    def details(self) -> str | None: ...
+    def trailing_metadata(self) -> Any: ...  # pairs of a key and a value, or None
 
 
-class Deadline:
-    """Seconds that shrink from the first time somebody asks; None never ends."""
-
-    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        if seconds is not None and not seconds > 0:
-            raise errors.InvalidArgument(
-                "timeout", f"is a number of seconds above 0, not {seconds}"
-            )
-        self.seconds = seconds
-        self._clock = clock
-        self._end: float | None = None
-
-    def left(self) -> float | None:
-        if self.seconds is None:
-            return None
-        if self._end is None:
-            self._end = self._clock() + self.seconds
-        return max(self._end - self._clock(), 0.0)
-
-
-class Tries:
-    """How often one request failed since it last got further."""
-
-    def __init__(self, retry: Retry, deadline: Deadline) -> None:
-        self._retry = retry
-        self._deadline = deadline
-        self._num_tries = 0
-
-    def pause(self, error: errors.PensieveError) -> float:
-        """After a failure: seconds to wait before the next try.  Raises the error if there is none."""
-        self._num_tries += 1
-        pause = self._retry.pause(error, self._num_tries, self._deadline.left())
-        if pause is None:
-            raise error
-        return pause
-
-    def got_further(self) -> None:
-        self._num_tries = 0
-
-
-def failed(call: Any, deadline: Deadline) -> errors.PensieveError:
-    """The error that a call of either client ended with."""
-    return error_of(call.code(), call.details(), call.trailing_metadata(), deadline.seconds)
+def error_of_call(failure: FailedCall, deadline: Deadline) -> errors.PensieveError:
+    """The error that a failed call stands for."""
+    return error_of(
+        failure.code(), failure.details(), failure.trailing_metadata(), deadline.seconds
+    )
