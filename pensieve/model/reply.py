@@ -1,6 +1,6 @@
 """A turn's way from token ids to text: what is released, and when the reply ends.
 
-    token id ─> Detokeniser ─> StopMatcher ─> text of the sample
+    token id ─> Detokenizer ─> StopMatcher ─> text of the sample
                 (withholds      (withholds what may
                  incomplete      begin a stop string)
                  UTF-8)
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, Turn
-from pensieve.text.detokenizer import Detokeniser
+from pensieve.text.detokenizer import Detokenizer
 from pensieve.text.stop import StopMatcher
 from pensieve.text.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ from pensieve.text.tokenizer import Tokenizer
 class Decoding:
     """The executor's memory of one turn."""
 
-    __slots__ = ("_detokeniser", "_stop_matcher", "end_token_ids", "sampling_state")
+    __slots__ = ("_detokenizer", "_stop_matcher", "end_token_ids", "sampling_state")
 
     def __init__(
         self, sampling: Sampling, tokenizer: Tokenizer, eos_token_ids: frozenset[int]
@@ -36,7 +36,7 @@ class Decoding:
         eos = frozenset() if sampling.ignore_eos else eos_token_ids
         self.end_token_ids = eos | frozenset(sampling.stop_token_ids)
         self.sampling_state: object | None = None  # the sampler's: penalty counts
-        self._detokeniser = Detokeniser(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer)
         self._stop_matcher = StopMatcher(sampling.stop)
 
     def accept(self, turn: Turn, token_id: int) -> tuple[str, FinishReason | None]:
@@ -46,7 +46,7 @@ class Decoding:
         """
         released = ""
         if token_id not in self.end_token_ids:
-            text = self._detokeniser.push(token_id)
+            text = self._detokenizer.push(token_id)
             if turn.num_output_tokens + 1 < turn.sampling.min_tokens:
                 return text, None  # no stop string ends the reply yet
             released, stopped = self._push(text)
@@ -57,7 +57,7 @@ class Decoding:
             finish = FinishReason.LENGTH
         else:
             finish = FinishReason.STOP
-        flushed, stopped = self._push(self._detokeniser.flush())
+        flushed, stopped = self._push(self._detokenizer.flush())
         if stopped:
             return released + flushed, FinishReason.STOP
         return released + flushed + self._stop_matcher.flush(), finish

@@ -10,7 +10,7 @@ def parts_of(family, prompt, reply):
     return {part.value: text for part, text in joined.items() if text}
 
 
-def test_thinking_text_and_tool_call_are_told_apart():
+def test_thinking_text_and_tool_call_are_distinguished():
     reply = '<think>yes</think>Hello<tool_call>{"name": "f"}</tool_call> now<|im_end|>'
     assert parts_of(QWEN_3, "<|im_start|>assistant\n", reply) == {
         "text": "Hello now<|im_end|>",
