@@ -1,4 +1,4 @@
-"""What a turn's reader has seen of it, and what happens next when its connection breaks; no socket in here.
+"""What a turn's reader has seen, and what happens next when its connection breaks; no socket in here.
 
 After a failure the same request is sent again, which its request_id makes safe.  The `started` event says
 which of three things follows:

@@ -1,4 +1,4 @@
-"""The Jinja sandbox in which chat templates run, with the functions that `transformers` offers them.
+"""The Jinja sandbox in which chat templates run.  It offers them the functions of `transformers`.
 
 Jinja's immutable sandbox keeps a template from reaching anything but its variables.  Two of Jinja's hooks
 keep track of which characters the template wrote (see template_text.py): the code generator makes every
