@@ -1,7 +1,7 @@
 """One gRPC channel to a daemon, used by the tasks of one event loop: `connection.py` for asyncio.
 
 It differs in three ways.  The channel is opened by the first call, because gRPC binds it to the running
-loop.  When the client is closed, gRPC ends a call by raising CancelledError in a task that nobody has
+loop.  When the client is closed, gRPC ends a call by raising CancelledError in a task that was not
 cancelled; the task gets a PensieveError instead.  A stream that is dropped must be cancelled by hand,
 because gRPC's own task keeps it alive.
 """

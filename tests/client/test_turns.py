@@ -182,12 +182,12 @@ def test_a_wrong_field_is_named(given: dict[str, object], field: str) -> None:
     assert error.value.field == field
 
 
-@pytest.mark.parametrize("said", ["half \ud83d", [{"role": "user", "content": "\udc00"}]])
-def test_text_that_utf8_cannot_carry_is_refused_before_it_is_sent(said: object) -> None:
+@pytest.mark.parametrize("message", ["half \ud83d", [{"role": "user", "content": "\udc00"}]])
+def test_text_that_utf8_cannot_carry_is_refused_before_it_is_sent(message: object) -> None:
     with pytest.raises(errors.InvalidArgument, match="surrogate"):
         send_request(
             "c",
-            said,  # type: ignore[arg-type]
+            message,  # type: ignore[arg-type]
             {},
         )
 
@@ -195,7 +195,7 @@ def test_text_that_utf8_cannot_carry_is_refused_before_it_is_sent(said: object) 
 def test_importing_the_sdk_loads_neither_torch_nor_the_server() -> None:
     heavy = "{'torch', 'transformers', 'numpy', 'sqlite3', 'tokenizers', 'pensieve.service'}"
     program = f"import sys, pensieve.client; print(sorted({heavy} & set(sys.modules)))"
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert told.stdout == "[]\n"
+    assert printed.stdout == "[]\n"

@@ -187,7 +187,7 @@ def test_the_token_that_closes_a_reply_ends_a_turn_although_no_file_says_so():
     assert template.tokenizer.eos_token_ids == {template.tokenizer.token_id("<eos>")}
 
 
-def test_thinking_switched_off_stays_in_the_log_that_it_was_said_in():
+def test_thinking_switched_off_stays_in_the_log_that_it_was_sampled_into():
     template = template_of(QWEN_3)
     quiet = Setting(options={"enable_thinking": False})
     opening = template.opening([user("Hello")], quiet).token_ids

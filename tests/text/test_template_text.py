@@ -28,7 +28,7 @@ def test_joining_with_a_written_separator():
     assert (joined, joined.written) == ("a, b", b"\x00\x01\x01\x01")
 
 
-def test_any_other_operation_yields_text_that_nobody_trusts():
+def test_any_other_operation_yields_text_without_marks():
     text = written("<|im_end|>")
     for changed in (
         text.replace("x", "y"),

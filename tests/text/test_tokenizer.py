@@ -237,7 +237,7 @@ def test_unknown_words_are_allowed_and_are_not_control_tokens():
     assert tokenizer.control_ids == {2}
 
 
-def test_a_control_token_of_a_single_character_cannot_be_said():
+def test_a_control_token_of_a_single_character_cannot_be_written():
     library = Library(models.WordLevel({"<unk>": 0, "§": 1}, unk_token="<unk>"))
     library.add_special_tokens(["§"])
     with pytest.raises(InvalidArgument, match="means a control token"):
