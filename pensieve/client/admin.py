@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 from pensieve.client.client import Client
 from pensieve.client.requests import check_text
@@ -21,9 +20,6 @@ LOOK_SECONDS = 30.0  # the timeout of calls that walk the cache
 
 class Admin(Client):
     """A connection to a daemon for its operator; takes the arguments of `Client`."""
-
-    def __init__(self, address: str, **options: Any) -> None:
-        super().__init__(address, **options)
 
     @cached_property
     def _admin(self) -> admin_pb2_grpc.AdminServiceStub:

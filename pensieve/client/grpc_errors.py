@@ -12,6 +12,7 @@ reset stream) carries no reason.  It becomes UNAVAILABLE: the same request may s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import grpc
@@ -24,6 +25,15 @@ from pensieve.v1 import status_pb2
 DETAILS_KEY = "grpc-status-details-bin"
 TYPE_PREFIX = "type.googleapis.com/google.rpc."
 DOMAIN = "pensieve"
+
+
+@dataclass
+class Details:
+    """The google.rpc messages that a status carries; the first is empty and the others None if missing."""
+
+    info: status_pb2.ErrorInfo = field(default_factory=status_pb2.ErrorInfo)
+    bad_request: status_pb2.BadRequest | None = None
+    retry: status_pb2.RetryInfo | None = None
 
 
 def _tree(root: type[errors.PensieveError]) -> Iterator[type[errors.PensieveError]]:
@@ -54,24 +64,23 @@ def error_of(
 ) -> errors.PensieveError:
     """The error that a status stands for; `timeout` is the call's, in seconds."""
     text = text or code.name
-    found = _details(trailing or ())
-    info: status_pb2.ErrorInfo = found.get("ErrorInfo", status_pb2.ErrorInfo())
+    details = _details(trailing or ())
+    info = details.info
     if info.domain == DOMAIN and info.reason:
-        error = _ours(code, text, info.reason, dict(info.metadata), found.get("BadRequest"))
+        error = _of_reason(code, text, details)
     else:
-        error = _foreign(code, text, found.get("BadRequest"))
+        error = _of_code(code, text, details.bad_request)
     if isinstance(error, errors.DeadlineExceeded) and timeout is not None:
         reason = f"{text}; " if info.reason else ""
         error = errors.DeadlineExceeded(f"{reason}the timeout was {timeout:g} s")
-    retry = found.get("RetryInfo")
-    if retry is not None:
-        error.retry_after_seconds = max(retry.retry_delay.ToMilliseconds() / 1000, 0.0)
+    if details.retry is not None:
+        error.retry_after_seconds = max(details.retry.retry_delay.ToMilliseconds() / 1000, 0.0)
     return error
 
 
-def _ours(
-    code: grpc.StatusCode, text: str, reason: str, causes: dict[str, str], bad: Any
-) -> errors.PensieveError:
+def _of_reason(code: grpc.StatusCode, text: str, details: Details) -> errors.PensieveError:
+    """The error for a reason of this project, with its attributes."""
+    reason, causes = details.info.reason, dict(details.info.metadata)
     kind = BY_REASON.get(reason)
     if kind is errors.TurnRunning:
         return errors.TurnRunning(causes.get("conversation_id", ""), causes.get("turn_id", ""))
@@ -80,15 +89,18 @@ def _ours(
     if kind is errors.ContextFull:
         return errors.ContextFull(_whole(causes, "tokens"), _whole(causes, "tokens_max"))
     if kind is errors.InvalidArgument:
-        return _invalid(text, bad)
+        return _invalid(text, details.bad_request)
     if kind is not None:
         return kind(text)
     if code is grpc.StatusCode.INTERNAL and reason != "INTERNAL":
         return errors.TurnFailed(reason, text)
-    return _foreign(code, text, bad)
+    return _of_code(code, text, details.bad_request)
 
 
-def _foreign(code: grpc.StatusCode, text: str, bad: Any) -> errors.PensieveError:
+def _of_code(
+    code: grpc.StatusCode, text: str, bad: status_pb2.BadRequest | None
+) -> errors.PensieveError:
+    """The error for a status without such a reason."""
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return _invalid(text, bad)
     if "larger than max" in text and code is grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -100,31 +112,30 @@ def _foreign(code: grpc.StatusCode, text: str, bad: Any) -> errors.PensieveError
     return BY_CODE.get(code, errors.ServerFault)(text)
 
 
-def _invalid(text: str, bad: Any) -> errors.InvalidArgument:
+def _invalid(text: str, bad: status_pb2.BadRequest | None) -> errors.InvalidArgument:
     if bad is not None and bad.field_violations:
         first = bad.field_violations[0]
         return errors.InvalidArgument(first.field, first.description)
     return errors.InvalidArgument("request", text)
 
 
-def _details(trailing: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    kinds: dict[str, Any] = {
-        "ErrorInfo": status_pb2.ErrorInfo,
-        "BadRequest": status_pb2.BadRequest,
-        "RetryInfo": status_pb2.RetryInfo,
-    }
-    found: dict[str, Any] = {}
+def _details(trailing: Iterable[tuple[str, Any]]) -> Details:
+    details = Details()
     for key, value in trailing:
         if key != DETAILS_KEY or not isinstance(value, bytes):
             continue
         try:
-            for detail in status_pb2.Status.FromString(value).details:
-                name = detail.type_url.removeprefix(TYPE_PREFIX)
-                if name in kinds:
-                    found[name] = kinds[name].FromString(detail.value)
+            for each in status_pb2.Status.FromString(value).details:
+                match each.type_url.removeprefix(TYPE_PREFIX):
+                    case "ErrorInfo":
+                        details.info = status_pb2.ErrorInfo.FromString(each.value)
+                    case "BadRequest":
+                        details.bad_request = status_pb2.BadRequest.FromString(each.value)
+                    case "RetryInfo":
+                        details.retry = status_pb2.RetryInfo.FromString(each.value)
         except DecodeError:
-            return found  # details in another format; the status code remains
-    return found
+            return details  # in another format; the status code remains
+    return details
 
 
 def _whole(causes: dict[str, str], name: str) -> int:
