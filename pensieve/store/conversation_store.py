@@ -26,7 +26,6 @@ read-only connection and may run in another.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from array import array
@@ -40,12 +39,12 @@ from pensieve.errors import (
     InvalidArgument,
     NotFound,
     StaleRevision,
-    StoreUnavailable,
     TurnRunning,
 )
 from pensieve.store import bodies, conversation_rows, message_rows, turn_rows, verify
 from pensieve.store.connection import BUSY_TIMEOUT_SECONDS, Writer, preferred_driver
 from pensieve.store.conversation_rows import require_conversation
+from pensieve.store.erasure import Erasure
 from pensieve.store.folder import DataFolder
 from pensieve.store.migrations import migrate
 from pensieve.store.records import (
@@ -89,14 +88,13 @@ class ConversationStore:
         self.folder = folder
         self.integrity_check_due = folder.stopped_unclean
         self._now = now
-        self._compact_bytes_min = compact_bytes_min
         self._writer = Writer(
             folder.database_path,
             lambda db: migrate(db, folder.database_path),
             driver,
             busy_timeout_seconds,
         )
-        self._truncate_due = False  # the write-ahead log still contains what was deleted
+        self._erasure = Erasure(self._writer, compact_bytes_min)
         self._running = RunningRows(self._writer, now)
         interrupted = self._running.interrupt_dead()
         self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
@@ -270,15 +268,13 @@ class ConversationStore:
         log could not be emptied yet, because another connection reads it; `close`, the next deletion, or
         this one again then empties it.
         """
-        if self._truncate_due:
-            self._truncate()
+        self._erasure.resume()
         with self._running.writing() as conn:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             _refuse_running(conversation)
             conversation_rows.delete_conversation(conn, number)
-            self._truncate_due = True
-        self._compact_if_wasteful()
-        self._truncate()
+            self._erasure.mark_due()
+        self._erasure.finish()
 
     # -- turns --
 
@@ -424,18 +420,6 @@ class ConversationStore:
     def _refuse_taken(self, conn: Connection, conversation_id: str, tenant: str) -> None:
         if conversation_rows.find_conversation(conn, conversation_id, tenant) is not None:
             raise AlreadyExists(f"there is a conversation {conversation_id!r} already")
-
-    def _truncate(self) -> None:
-        self._writer.truncate_journal()
-        self._truncate_due = False
-
-    def _compact_if_wasteful(self) -> None:
-        with self._writer.reading() as conn:
-            if not bodies.wasteful(conn, self._compact_bytes_min):
-                return
-        # The deletion is committed; if the disk is too full for the rewrite, the next deletion does it.
-        with contextlib.suppress(StoreUnavailable), self._writer.reading() as conn:
-            bodies.compact(conn)
 
 
 def _refuse_running(conversation: Conversation) -> None:
