@@ -199,7 +199,7 @@ def check_text(name: str, text: str) -> str:
 def check_id(conversation_id: str) -> str:
     """The id itself, if a conversation can have it."""
     if not isinstance(conversation_id, str) or not ID_PATTERN.fullmatch(conversation_id):
-        raise InvalidArgument("conversation_id", "is 1 to 128 of A-Z a-z 0-9 . _ ~ -")
+        raise InvalidArgument("conversation_id", "must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
     return conversation_id
 
 
