@@ -91,8 +91,8 @@ def _run(
     arguments: argparse.Namespace,
     resolved: Resolved,
 ) -> int:
+    from pensieve.client import Retry
     from pensieve.client.admin import Admin
-    from pensieve.client.failures import Retry
     from pensieve.launch.admin_socket import socket_path
 
     address, data = resolved.values["daemon"], resolved.values["data"]

@@ -18,9 +18,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pensieve.client import Client, ConversationState, Message, Restarted, Usage
+from pensieve.client import (
+    Client,
+    Conversation,
+    ConversationState,
+    Message,
+    Restarted,
+    Turn,
+    Usage,
+)
 from pensieve.client.admin import Admin
-from pensieve.client.conversation import Conversation, Turn
 from pensieve.errors import InvalidArgument, NotFound, PensieveError, Unavailable
 
 HELP = """\

@@ -1,62 +1,65 @@
-"""What `pensieve admin` asks a daemon; the answers are the messages of admin.proto."""
+"""The operator's client: what `pensieve admin` reads and does, as methods of AdminService.
+
+It connects like `Client`, most often to the daemon's admin socket (unix:PATH).  The answers are messages
+of admin.proto.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import cached_property
 
-import grpc
-
-from pensieve.client import wire
 from pensieve.client.client import Client
-from pensieve.client.failures import Deadline, failed
-from pensieve.client.turns import check_text
+from pensieve.client.requests import check_text
+from pensieve.client.retry import Deadline
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
 
+LOOK_SECONDS = 30.0  # the timeout of calls that walk the cache
+
 
 class Admin(Client):
-    def __init__(self, address: str, **options: Any) -> None:
-        super().__init__(address, **options)
-        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+    """A connection to a daemon for its operator; takes the arguments of `Client`."""
+
+    @cached_property
+    def _admin(self) -> admin_pb2_grpc.AdminServiceStub:
+        return admin_pb2_grpc.AdminServiceStub(self._connection.channel)
 
     def stats(self) -> pb.Stats:
-        stats: pb.Stats = self.call(self._admin.GetStats, pb.GetStatsRequest()).stats
-        return stats
+        """The daemon's figures now."""
+        return self.call(self._admin.GetStats, pb.GetStatsRequest()).stats
 
     def watch(self, interval_seconds: float = 1.0) -> Iterator[pb.Stats]:
-        """Until the daemon ends or the caller stops."""
+        """The daemon's figures at each interval, until the daemon ends or the caller stops."""
         request = pb.WatchStatsRequest(interval_seconds=interval_seconds)
-        self._check_open()
-        call = self._admin.WatchStats(request, metadata=self._metadata)
+        stream = self._connection.stream(self._admin.WatchStats, request, Deadline(None))
         try:
-            for response in call:
+            while (response := stream.read()) is not None:
                 yield response.stats
-        except grpc.RpcError as failure:
-            raise failed(failure, Deadline(None)) from None
         finally:
-            call.cancel()
+            stream.cancel()
 
     def cached(self, least_valuable: bool = False, limit: int = 20) -> list[pb.CachedConversation]:
+        """The conversations with KV in the cache: the largest, or those that would be evicted first."""
         kinds = pb.ListCachedConversationsRequest
         order = kinds.ORDER_LEAST_VALUABLE if least_valuable else kinds.ORDER_LARGEST
-        answer = self.call(
-            self._admin.ListCachedConversations, kinds(order=order, limit=limit), wire.LOOK_SECONDS
-        )
+        request = kinds(order=order, limit=limit)
+        answer = self.call(self._admin.ListCachedConversations, request, LOOK_SECONDS)
         return list(answer.conversations)
 
     def explain(self, conversation_id: str, tenant: str = "") -> pb.ExplainConversationResponse:
+        """Where the KV of one conversation lies, and why."""
         request = pb.ExplainConversationRequest(
             conversation_id=check_text("conversation_id", conversation_id),
             tenant=check_text("tenant", tenant),
         )
-        answer: pb.ExplainConversationResponse = self.call(
-            self._admin.ExplainConversation, request, wire.LOOK_SECONDS
-        )
-        return answer
+        return self.call(self._admin.ExplainConversation, request, LOOK_SECONDS)
 
     def evict(self, conversation_id: str, tenant: str = "", to_host: bool = False) -> int:
-        """How many chunks lost their pages, or with `to_host`, are leaving the device for the host."""
+        """Evict the KV of one conversation; returns the number of chunks that lost their pages.
+
+        With `to_host` they are swapped out from the device to the host instead; returns how many.
+        """
         destination = pb.EvictConversationRequest.Destination
         request = pb.EvictConversationRequest(
             conversation_id=check_text("conversation_id", conversation_id),
@@ -66,12 +69,12 @@ class Admin(Client):
             else destination.DESTINATION_NOWHERE,
         )
         answer = self.call(self._admin.EvictConversation, request)
-        return int(answer.chunks_moved if to_host else answer.chunks_dropped)
+        return answer.chunks_moved if to_host else answer.chunks_dropped
 
     def check(self) -> list[str]:
-        """What is wrong; nothing, as a rule."""
+        """Check the daemon's bookkeeping; returns the problems found, as a rule none."""
         return list(self.call(self._admin.CheckIntegrity, pb.CheckIntegrityRequest()).problems)
 
     def drain(self) -> int:
-        """How many turns still run."""
-        return int(self.call(self._admin.Drain, pb.DrainRequest()).turns_running)
+        """Let the daemon refuse new turns and finish those that run; returns how many run."""
+        return self.call(self._admin.Drain, pb.DrainRequest()).turns_running

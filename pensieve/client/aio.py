@@ -1,76 +1,92 @@
-"""The SDK for asyncio: `client.py` word for word, with `await`.
+"""The SDK for asyncio: `AsyncClient`, `AsyncConversation` and `AsyncTurn`, from which client.py is generated.
 
-    async with AsyncClient() as client:
-        trip = client.conversation("trip-42")
-        async for delta in trip.send("Where shall we go?"):
-            print(delta, end="", flush=True)
-        print(await trip.ask("Why there?"))
-
-The connection belongs to the loop in which the first thing is said.  A task that is cancelled while it
-listens leaves its turn as a thread's loop does: close it, let go of it, or listen again later.
+This file is the source of both clients: scripts/generate_sync_client leaves out `async` and `await`, takes
+`Async` off the names and writes client.py.  So only what reads the same for tasks and for threads may
+stand here.  What differs, the calls themselves, is in aio_connection.py and connection.py; what a turn
+does when its stream ends is decided in turn_progress.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from pensieve.client import wire
-from pensieve.client.aio_conversation import AsyncConversation
-from pensieve.client.failures import Deadline, Retry, Tries, failed
-from pensieve.client.turns import check_id, new_id
-from pensieve.client.values import ConversationState, state_of
-from pensieve.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from pensieve.client.aio_connection import AsyncConnection, AsyncStream, Sleep
+from pensieve.client.channel import DEFAULT_ADDRESS, Tls
+from pensieve.client.requests import (
+    MessageInput,
+    PagedRequest,
+    PagedResponse,
+    SendOptions,
+    check_id,
+    check_text,
+    create_request,
+    fork_request,
+    new_id,
+    send_request,
+)
+from pensieve.client.retry import Deadline, Retry, Tries
+from pensieve.client.turn_progress import TurnCourse
+from pensieve.client.values import (
+    ConversationState,
+    Delta,
+    Message,
+    Reply,
+    Restarted,
+    message_of,
+    state_of,
+)
+from pensieve.errors import DeadlineExceeded, PensieveError, Unavailable
 from pensieve.v1 import conversation_pb2 as pb
-from pensieve.v1 import conversation_pb2_grpc, status_pb2
+from pensieve.v1 import status_pb2
+
+PAGE_SIZE = 500  # items of a list that one call brings
+HEALTH_METHOD = "/grpc.health.v1.Health/Check"
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+PageRequest = TypeVar("PageRequest", bound=PagedRequest)
+Page = TypeVar("Page", bound=PagedResponse)
 
 
 class AsyncClient:
-    """A connection to a daemon; `timeout` is for each call that does not say its own."""
+    """A connection to a Pensieve daemon.
+
+    Several tasks may share one client.  Nothing is sent before the first call.  Use it in an `async with`,
+    or `close` it, to free the connection.  Whatever fails raises a subclass of
+    `pensieve.errors.PensieveError`.
+
+    Args:
+        address: HOST:PORT or unix:PATH, with or without grpc:// before it.
+        token: the access token, if the daemon asks for one.
+        tls: False for none; True trusts the system's certificate authorities; a path names the
+            certificate of the one authority to trust; or gRPC channel credentials.
+        timeout: seconds for each call or turn that names no timeout of its own, retries included;
+            None waits without limit.
+        retry: how often and when a request that met an unavailable server is sent again.
+        sleep: waits between tries; for tests.
+    """
 
     def __init__(
         self,
-        address: str = wire.DEFAULT_ADDRESS,
+        address: str = DEFAULT_ADDRESS,
         *,
         token: str | None = None,
-        tls: wire.Tls = False,
+        tls: Tls = False,
         timeout: float | None = None,
         retry: Retry | None = None,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.address = address
         self.timeout = timeout
         self.retry = retry or Retry()
         self._sleep = sleep
-        self._metadata = wire.metadata_of(token)
-        self._credentials = wire.credentials_of(tls)
-        self._closed = False
-        self._opened: grpc.aio.Channel | None = None
-        self._methods: Any = None
+        self._connection = AsyncConnection(address, token, tls)
 
-    @property
-    def _channel(self) -> grpc.aio.Channel:
-        if self._closed:
-            raise InvalidArgument("client", "is closed")
-        if self._opened is None:
-            target, options = wire.target_of(self.address), wire.OPTIONS
-            if self._credentials is None:
-                self._opened = grpc.aio.insecure_channel(target, options=options)
-            else:
-                self._opened = grpc.aio.secure_channel(target, self._credentials, options=options)
-        return self._opened
-
-    @property
-    def _stub(self) -> Any:
-        if self._methods is None or self._closed:
-            self._methods = conversation_pb2_grpc.ConversationServiceStub(self._channel)
-        return self._methods
-
-    async def __aenter__(self) -> AsyncClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -82,24 +98,31 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Everything under way ends, and nothing more is sent."""
-        self._closed = True
-        if self._opened is not None:
-            await self._opened.close()
+        """Close the connection: calls under way end, and later ones raise InvalidArgument."""
+        await self._connection.close()
 
     def conversation(self, conversation_id: str | None = None) -> AsyncConversation:
+        """The conversation with this id, whether it exists on the server yet or not; sends nothing.
+
+        Without an id, a new random one is chosen.
+        """
         chosen = new_id() if conversation_id is None else check_id(conversation_id)
         return AsyncConversation(self, chosen)
 
     async def conversations(self, timeout: float | None = None) -> AsyncIterator[ConversationState]:
-        request = pb.ListConversationsRequest()
-        async for page in self._pages(self._stub.ListConversations, request, timeout):
+        """Iterate over all conversations of this client's tenant, the newest first.
+
+        `timeout` is for each page that is fetched.
+        """
+        method, request = self._connection.stub.ListConversations, pb.ListConversationsRequest()
+        async for page in self._pages(method, request, timeout):
             for each in page.conversations:
                 yield state_of(each)
 
     async def healthy(self, timeout: float | None = 5.0) -> bool:
-        check: Any = self._channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
+        """Whether the daemon can be reached and accepts new turns."""
+        check = self._connection.channel.unary_unary(
+            HEALTH_METHOD,
             request_serializer=status_pb2.HealthCheckRequest.SerializeToString,
             response_deserializer=status_pb2.HealthCheckResponse.FromString,
         )
@@ -107,27 +130,39 @@ class AsyncClient:
             answer = await self.call(check, status_pb2.HealthCheckRequest(), timeout)
         except (Unavailable, DeadlineExceeded):
             return False
-        return bool(answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING)
+        return answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING
 
     async def call(
-        self, method: Any, request: Any, timeout: float | None = None, *, repeat: bool = False
-    ) -> Any:
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        timeout: float | None = None,
+        *,
+        repeat: bool = False,
+    ) -> Response:
+        """Call one method of a gRPC stub, with this client's token, timeout and errors.
+
+        With `repeat` the request may be sent more than once, as `retry` says; pass it only for methods
+        whose second call does no harm.
+        """
         deadline = Deadline(self.timeout if timeout is None else timeout)
         tries = Tries(self.retry, deadline)
         while True:
             try:
-                return await method(request, timeout=deadline.left(), metadata=self._metadata)
-            except grpc.aio.AioRpcError as failure:
-                error = failed(failure, deadline)
-            except asyncio.CancelledError:
-                self._check_closed()
-                raise
-            if not repeat:
-                raise error
-            await self._sleep(tries.pause(error))
+                return await self._connection.unary(method, request, deadline)
+            except PensieveError as error:
+                if not repeat:
+                    raise
+                pause = tries.pause(error)
+            await self._sleep(pause)
 
-    async def _pages(self, method: Any, request: Any, timeout: float | None) -> AsyncIterator[Any]:
-        request.page_size = wire.PAGE_SIZE
+    async def _pages(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[PageRequest, Page],
+        request: PageRequest,
+        timeout: float | None,
+    ) -> AsyncIterator[Page]:
+        request.page_size = PAGE_SIZE
         while True:
             page = await self.call(method, request, timeout, repeat=True)
             yield page
@@ -135,8 +170,268 @@ class AsyncClient:
                 return
             request.page_token = page.next_page_token
 
-    def _check_closed(self) -> None:
-        """A call that ends as cancelled without anybody cancelling its task ends with the client."""
-        task = asyncio.current_task()
-        if self._closed and not (task is not None and task.cancelling()):
-            raise InvalidArgument("client", "was closed") from None
+
+class AsyncConversation:
+    """A conversation on the server, named by its id; made by `AsyncClient.conversation`.
+
+    It holds no state of its own: two objects with one id are the same conversation.  Each method that
+    talks to the server takes a `timeout` in seconds, retries included; None is the client's.  `get`,
+    `messages`, `warm` and `cancel`, which may safely be repeated, are retried when the server is
+    unavailable, and so is a turn.  `create`, `delete`, `fork` and `rewind` are not, because the second try
+    of one that had succeeded would fail.
+    """
+
+    def __init__(self, client: AsyncClient, conversation_id: str) -> None:
+        self.client = client
+        self.conversation_id = conversation_id
+
+    async def create(
+        self,
+        *,
+        system_prompt: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        prefix_id: str = "",
+        timeout: float | None = None,
+    ) -> ConversationState:
+        """Create the conversation with settings that last for its life.
+
+        Only needed for such settings: by default the first `send` creates a conversation without any.
+
+        Args:
+            system_prompt: the first message, with the role "system".
+            tools: tools that the model may call, each as the JSON schema its chat template expects.
+            template_options: variables for the model's chat template.
+            metadata: any JSON object; the server keeps it and returns it with the state.
+            prefix_id: a name that conversations with the same system prompt and tools share, so that
+                their common beginning is computed once.
+
+        Raises:
+            AlreadyExists: a conversation with this id exists.
+        """
+        request = create_request(
+            self.conversation_id, system_prompt, tools, template_options, metadata, prefix_id
+        )
+        method = self.client._connection.stub.CreateConversation
+        answer = await self.client.call(method, request, timeout)
+        return state_of(answer.conversation)
+
+    async def get(self, timeout: float | None = None) -> ConversationState:
+        """The conversation's state: revision, sizes, metadata and times.
+
+        Raises:
+            NotFound: there is no such conversation.
+        """
+        request = pb.GetConversationRequest(conversation_id=self.conversation_id)
+        method = self.client._connection.stub.GetConversation
+        answer = await self.client.call(method, request, timeout, repeat=True)
+        return state_of(answer.conversation)
+
+    async def delete(self, timeout: float | None = None) -> None:
+        """Delete the conversation with its messages and cached state, for good.
+
+        Raises:
+            NotFound: there is no such conversation.
+        """
+        request = pb.DeleteConversationRequest(conversation_id=self.conversation_id)
+        await self.client.call(self.client._connection.stub.DeleteConversation, request, timeout)
+
+    def send(self, message: MessageInput, **options: Unpack[SendOptions]) -> AsyncTurn:
+        """Send a message; iterate over the turn that this returns for the reply as it is generated.
+
+        Nothing is sent before the iteration begins.  The message is a text of the user, or a list of
+        messages {"role": …, "content": …, "tool_call_id": …}, for example the results of tools.
+
+        Args:
+            request_id: names this message; sent again with the same id, it is answered with the same
+                turn and added only once.  Random by default.
+            expected_revision: refuse the message unless the conversation is at this revision.
+            create_if_missing: create the conversation if it does not exist (the default).
+            expected_return_seconds: when the next message is expected, as a hint for the cache.
+            last_turn: no further message is expected, as a hint for the cache.
+            priority: -8 to 8; a turn with a higher priority waits less and is suspended later.
+            timeout: seconds for the whole turn, retries included.
+            temperature, top_p, max_tokens, stop, ...: how the reply is sampled; see `SamplingOptions`.
+
+        Raises:
+            InvalidArgument: an argument cannot be right; nothing was sent.
+        """
+        timeout = options.get("timeout")
+        request = send_request(self.conversation_id, message, options)
+        return AsyncTurn(self, request, self.client.timeout if timeout is None else timeout)
+
+    async def ask(self, message: MessageInput, **options: Unpack[SendOptions]) -> Reply:
+        """Send a message and wait for the whole reply; takes the arguments of `send`."""
+        return await self.send(message, **options).reply()
+
+    async def messages(
+        self, include_token_ids: bool = False, timeout: float | None = None
+    ) -> AsyncIterator[Message]:
+        """Iterate over the messages of the conversation, the oldest first.
+
+        With `include_token_ids` each message carries its exact tokens.  `timeout` is for each page that
+        is fetched.
+        """
+        request = pb.ListMessagesRequest(
+            conversation_id=self.conversation_id, include_token_ids=include_token_ids
+        )
+        method = self.client._connection.stub.ListMessages
+        async for page in self.client._pages(method, request, timeout):
+            for each in page.messages:
+                yield message_of(each)
+
+    async def fork(
+        self,
+        at_revision: int | None = None,
+        *,
+        conversation_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> AsyncConversation:
+        """Create a second conversation with this one's history, and return it.
+
+        Args:
+            at_revision: take the history up to this revision; by default, all of it.
+            conversation_id: the id of the new conversation; random by default.
+            metadata: any JSON object, for the new conversation.
+        """
+        request = fork_request(self.conversation_id, at_revision, conversation_id, metadata)
+        method = self.client._connection.stub.ForkConversation
+        answer = await self.client.call(method, request, timeout)
+        return AsyncConversation(self.client, answer.conversation.conversation_id)
+
+    async def rewind(self, to_revision: int, timeout: float | None = None) -> ConversationState:
+        """Remove all messages after a revision; 0 is the beginning.  Returns the new state."""
+        request = pb.RewindConversationRequest(
+            conversation_id=self.conversation_id, to_revision=to_revision
+        )
+        method = self.client._connection.stub.RewindConversation
+        answer = await self.client.call(method, request, timeout)
+        return state_of(answer.conversation)
+
+    async def warm(self, timeout: float | None = None) -> None:
+        """Ask the server to bring the conversation's KV to the device, ahead of its next message."""
+        request = pb.WarmConversationRequest(conversation_id=self.conversation_id)
+        method = self.client._connection.stub.WarmConversation
+        await self.client.call(method, request, timeout, repeat=True)
+
+    async def cancel(self, turn_id: str = "", timeout: float | None = None) -> bool:
+        """End the running turn and keep what it has generated; returns whether one was running.
+
+        With a `turn_id` only that turn is ended.
+        """
+        request = pb.CancelTurnRequest(
+            conversation_id=self.conversation_id, turn_id=check_text("turn_id", turn_id)
+        )
+        method = self.client._connection.stub.CancelTurn
+        answer = await self.client.call(method, request, timeout, repeat=True)
+        return answer.was_running
+
+
+class AsyncTurn:
+    """A message that is sent and its reply; made by `AsyncConversation.send`.
+
+    Iterate over it once for the pieces of the reply: each is a `Delta`, or a `Restarted` when the server
+    had to begin the reply again.  A broken connection does not end the iteration: the turn is attached to
+    again, and nothing is given out twice.  One task at a time may iterate.
+
+    A turn that is closed, left by its `async with`, or dropped before its end is abandoned: the server
+    stops it after a few seconds and keeps nothing of it.  `cancel` ends a turn and keeps what it has
+    generated.  A turn that an exception interrupted and that is still held may be iterated further.
+    """
+
+    def __init__(
+        self,
+        conversation: AsyncConversation,
+        request: pb.SendMessageRequest,
+        timeout: float | None,
+    ) -> None:
+        self.conversation = conversation
+        self.request_id = request.request_id
+        self._stream: AsyncStream[pb.SendMessageResponse] | None = None  # while it is attached
+        self._course = TurnCourse(request, conversation.client.retry, timeout)
+
+    def __aiter__(self) -> AsyncTurn:
+        return self
+
+    async def __anext__(self) -> Delta | Restarted:
+        while self._course.under_way:
+            error: PensieveError | None = None
+            try:
+                response = await self._attached().read()
+            except PensieveError as failure:
+                error, response = failure, None
+            except BaseException:  # the iteration was interrupted; the next step attaches again
+                self._detach()
+                raise
+            if response is None:
+                self._detach()
+                pause = self._course.stream_ended(error)
+                if pause:
+                    await self.conversation.client._sleep(pause)
+            elif (event := await self._take(response)) is not None:
+                return event
+        raise StopAsyncIteration
+
+    @property
+    def turn_id(self) -> str:
+        """The server's id of this turn; empty until the server has accepted it."""
+        return self._course.progress.turn_id
+
+    async def reply(self) -> Reply:
+        """The whole reply; iterates to the end of the turn if necessary.
+
+        Raises:
+            TurnInterrupted: the turn was closed before its end.
+        """
+        async for _ in self:
+            pass
+        return self._course.reply
+
+    async def cancel(self) -> bool:
+        """End the turn and keep what it has generated; returns whether there was something to end.
+
+        Any task may call it.  A turn that has not started yet is ended as soon as it does.
+        """
+        self._course.cancelling = True
+        return await self.conversation.cancel(self.turn_id) if self.turn_id else True
+
+    def close(self) -> None:
+        """Abandon the turn if it has not ended: the server keeps nothing of it."""
+        self._course.leave()
+        self._detach()
+
+    async def __aenter__(self) -> AsyncTurn:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _attached(self) -> AsyncStream[pb.SendMessageResponse]:
+        if self._stream is None:
+            course, connection = self._course, self.conversation.client._connection
+            self._stream = connection.stream(
+                connection.stub.SendMessage, course.request, course.deadline
+            )
+        return self._stream
+
+    async def _take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
+        try:
+            event = self._course.take(response)
+        except PensieveError:
+            self._detach()
+            raise
+        if self._course.must_cancel(response):
+            await self.conversation.cancel(self.turn_id)
+        return event
+
+    def _detach(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.cancel()

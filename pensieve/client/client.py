@@ -1,74 +1,87 @@
-"""The SDK: a conversation is its id, and a turn is something to iterate over.
+"""The SDK for threads: `Client`, `Conversation` and `Turn`.
 
-    with Client("127.0.0.1:50051") as client:
-        trip = client.conversation("trip-42")
-        for delta in trip.send("Where shall we go?"):
-            print(delta, end="", flush=True)
-        print(trip.ask("Why there?"))
-
-A `Client` may be shared by threads; it connects when it first has something to say.  A turn carries a
-request_id, so after a broken connection, a restart of the daemon or of its engine the same message is
-sent again and said once: the turn goes on where it was, or a `Restarted` says that it begins anew.
-
-Whoever stops listening for good abandons the turn: `close` it, use it in a `with`, or let go of it, as
-a `for` over `send(...)` does by itself when it is left.  The server gives an abandoned turn up after a
-few seconds, and nothing of it stays.  `cancel` ends a turn and keeps what was said.  A loop that an
-exception left while the turn is still held may go on: the next step attaches to it again.
-
-A program that is to survive Ctrl-C lets a thread cancel, started by its handler of SIGINT.  As a
-KeyboardInterrupt it may strike within gRPC's own locks, which then stay locked: good enough to end a
-program, not to go on with the connection.
-
-Everything that only looks, a cancel and a warm are tried again when the server is away; so is a turn.
-Creating, forking, rewinding and deleting are not, because a second try of one that got through would be
-answered with an error.  A timeout is in seconds, for a call or turn with all its tries.
+Generated from aio.py by scripts/generate_sync_client; do not edit.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from pensieve.client import wire
-from pensieve.client.conversation import Conversation
-from pensieve.client.failures import Deadline, Retry, Tries, failed
-from pensieve.client.turns import check_id, new_id
-from pensieve.client.values import ConversationState, state_of
-from pensieve.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from pensieve.client.channel import DEFAULT_ADDRESS, Tls
+from pensieve.client.connection import Connection, Sleep, Stream
+from pensieve.client.requests import (
+    MessageInput,
+    PagedRequest,
+    PagedResponse,
+    SendOptions,
+    check_id,
+    check_text,
+    create_request,
+    fork_request,
+    new_id,
+    send_request,
+)
+from pensieve.client.retry import Deadline, Retry, Tries
+from pensieve.client.turn_progress import TurnCourse
+from pensieve.client.values import (
+    ConversationState,
+    Delta,
+    Message,
+    Reply,
+    Restarted,
+    message_of,
+    state_of,
+)
+from pensieve.errors import DeadlineExceeded, PensieveError, Unavailable
 from pensieve.v1 import conversation_pb2 as pb
-from pensieve.v1 import conversation_pb2_grpc, status_pb2
+from pensieve.v1 import status_pb2
+
+PAGE_SIZE = 500  # items of a list that one call brings
+HEALTH_METHOD = "/grpc.health.v1.Health/Check"
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+PageRequest = TypeVar("PageRequest", bound=PagedRequest)
+Page = TypeVar("Page", bound=PagedResponse)
 
 
 class Client:
-    """A connection to a daemon; `timeout` is for each call that does not say its own."""
+    """A connection to a Pensieve daemon.
+
+    Several threads may share one client.  Nothing is sent before the first call.  Use it in an `with`,
+    or `close` it, to free the connection.  Whatever fails raises a subclass of
+    `pensieve.errors.PensieveError`.
+
+    Args:
+        address: HOST:PORT or unix:PATH, with or without grpc:// before it.
+        token: the access token, if the daemon asks for one.
+        tls: False for none; True trusts the system's certificate authorities; a path names the
+            certificate of the one authority to trust; or gRPC channel credentials.
+        timeout: seconds for each call or turn that names no timeout of its own, retries included;
+            None waits without limit.
+        retry: how often and when a request that met an unavailable server is sent again.
+        sleep: waits between tries; for tests.
+    """
 
     def __init__(
         self,
-        address: str = wire.DEFAULT_ADDRESS,
+        address: str = DEFAULT_ADDRESS,
         *,
         token: str | None = None,
-        tls: wire.Tls = False,
+        tls: Tls = False,
         timeout: float | None = None,
         retry: Retry | None = None,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Sleep = time.sleep,
     ) -> None:
         self.address = address
         self.timeout = timeout
         self.retry = retry or Retry()
         self._sleep = sleep
-        self._closed = False
-        self._metadata = wire.metadata_of(token)
-        credentials = wire.credentials_of(tls)
-        target = wire.target_of(address)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(target, options=wire.OPTIONS)
-        else:
-            self._channel = grpc.secure_channel(target, credentials, options=wire.OPTIONS)
-        self._stub = conversation_pb2_grpc.ConversationServiceStub(self._channel)
+        self._connection = Connection(address, token, tls)
 
     def __enter__(self) -> Self:
         return self
@@ -82,27 +95,31 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Everything under way ends, and nothing more is sent."""
-        self._closed = True
-        self._channel.close()
+        """Close the connection: calls under way end, and later ones raise InvalidArgument."""
+        self._connection.close()
 
     def conversation(self, conversation_id: str | None = None) -> Conversation:
-        """A conversation by its id, whether it exists yet or not; nothing is sent."""
-        return Conversation(
-            self, new_id() if conversation_id is None else check_id(conversation_id)
-        )
+        """The conversation with this id, whether it exists on the server yet or not; sends nothing.
+
+        Without an id, a new random one is chosen.
+        """
+        chosen = new_id() if conversation_id is None else check_id(conversation_id)
+        return Conversation(self, chosen)
 
     def conversations(self, timeout: float | None = None) -> Iterator[ConversationState]:
-        """All of them, the newest first."""
-        for page in self._pages(
-            self._stub.ListConversations, pb.ListConversationsRequest(), timeout
-        ):
-            yield from map(state_of, page.conversations)
+        """Iterate over all conversations of this client's tenant, the newest first.
+
+        `timeout` is for each page that is fetched.
+        """
+        method, request = self._connection.stub.ListConversations, pb.ListConversationsRequest()
+        for page in self._pages(method, request, timeout):
+            for each in page.conversations:
+                yield state_of(each)
 
     def healthy(self, timeout: float | None = 5.0) -> bool:
-        """Whether the daemon takes new turns."""
-        check = self._channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
+        """Whether the daemon can be reached and accepts new turns."""
+        check = self._connection.channel.unary_unary(
+            HEALTH_METHOD,
             request_serializer=status_pb2.HealthCheckRequest.SerializeToString,
             response_deserializer=status_pb2.HealthCheckResponse.FromString,
         )
@@ -110,26 +127,39 @@ class Client:
             answer = self.call(check, status_pb2.HealthCheckRequest(), timeout)
         except (Unavailable, DeadlineExceeded):
             return False
-        return bool(answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING)
+        return answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING
 
     def call(
-        self, method: Any, request: Any, timeout: float | None = None, *, repeat: bool = False
-    ) -> Any:
-        """One answer to one message; with `repeat` it may be sent more than once."""
+        self,
+        method: grpc.UnaryUnaryMultiCallable[Request, Response],
+        request: Request,
+        timeout: float | None = None,
+        *,
+        repeat: bool = False,
+    ) -> Response:
+        """Call one method of a gRPC stub, with this client's token, timeout and errors.
+
+        With `repeat` the request may be sent more than once, as `retry` says; pass it only for methods
+        whose second call does no harm.
+        """
         deadline = Deadline(self.timeout if timeout is None else timeout)
         tries = Tries(self.retry, deadline)
         while True:
-            self._check_open()
             try:
-                return method(request, timeout=deadline.left(), metadata=self._metadata)
-            except grpc.RpcError as failure:
-                error = failed(failure, deadline)
-            if not repeat:
-                raise error
-            self._sleep(tries.pause(error))
+                return self._connection.unary(method, request, deadline)
+            except PensieveError as error:
+                if not repeat:
+                    raise
+                pause = tries.pause(error)
+            self._sleep(pause)
 
-    def _pages(self, method: Any, request: Any, timeout: float | None) -> Iterator[Any]:
-        request.page_size = wire.PAGE_SIZE
+    def _pages(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[PageRequest, Page],
+        request: PageRequest,
+        timeout: float | None,
+    ) -> Iterator[Page]:
+        request.page_size = PAGE_SIZE
         while True:
             page = self.call(method, request, timeout, repeat=True)
             yield page
@@ -137,6 +167,269 @@ class Client:
                 return
             request.page_token = page.next_page_token
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InvalidArgument("client", "is closed")
+
+class Conversation:
+    """A conversation on the server, named by its id; made by `Client.conversation`.
+
+    It holds no state of its own: two objects with one id are the same conversation.  Each method that
+    talks to the server takes a `timeout` in seconds, retries included; None is the client's.  `get`,
+    `messages`, `warm` and `cancel`, which may safely be repeated, are retried when the server is
+    unavailable, and so is a turn.  `create`, `delete`, `fork` and `rewind` are not, because the second try
+    of one that had succeeded would fail.
+    """
+
+    def __init__(self, client: Client, conversation_id: str) -> None:
+        self.client = client
+        self.conversation_id = conversation_id
+
+    def create(
+        self,
+        *,
+        system_prompt: str = "",
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        prefix_id: str = "",
+        timeout: float | None = None,
+    ) -> ConversationState:
+        """Create the conversation with settings that last for its life.
+
+        Only needed for such settings: by default the first `send` creates a conversation without any.
+
+        Args:
+            system_prompt: the first message, with the role "system".
+            tools: tools that the model may call, each as the JSON schema its chat template expects.
+            template_options: variables for the model's chat template.
+            metadata: any JSON object; the server keeps it and returns it with the state.
+            prefix_id: a name that conversations with the same system prompt and tools share, so that
+                their common beginning is computed once.
+
+        Raises:
+            AlreadyExists: a conversation with this id exists.
+        """
+        request = create_request(
+            self.conversation_id, system_prompt, tools, template_options, metadata, prefix_id
+        )
+        method = self.client._connection.stub.CreateConversation
+        answer = self.client.call(method, request, timeout)
+        return state_of(answer.conversation)
+
+    def get(self, timeout: float | None = None) -> ConversationState:
+        """The conversation's state: revision, sizes, metadata and times.
+
+        Raises:
+            NotFound: there is no such conversation.
+        """
+        request = pb.GetConversationRequest(conversation_id=self.conversation_id)
+        method = self.client._connection.stub.GetConversation
+        answer = self.client.call(method, request, timeout, repeat=True)
+        return state_of(answer.conversation)
+
+    def delete(self, timeout: float | None = None) -> None:
+        """Delete the conversation with its messages and cached state, for good.
+
+        Raises:
+            NotFound: there is no such conversation.
+        """
+        request = pb.DeleteConversationRequest(conversation_id=self.conversation_id)
+        self.client.call(self.client._connection.stub.DeleteConversation, request, timeout)
+
+    def send(self, message: MessageInput, **options: Unpack[SendOptions]) -> Turn:
+        """Send a message; iterate over the turn that this returns for the reply as it is generated.
+
+        Nothing is sent before the iteration begins.  The message is a text of the user, or a list of
+        messages {"role": …, "content": …, "tool_call_id": …}, for example the results of tools.
+
+        Args:
+            request_id: names this message; sent again with the same id, it is answered with the same
+                turn and added only once.  Random by default.
+            expected_revision: refuse the message unless the conversation is at this revision.
+            create_if_missing: create the conversation if it does not exist (the default).
+            expected_return_seconds: when the next message is expected, as a hint for the cache.
+            last_turn: no further message is expected, as a hint for the cache.
+            priority: -8 to 8; a turn with a higher priority waits less and is suspended later.
+            timeout: seconds for the whole turn, retries included.
+            temperature, top_p, max_tokens, stop, ...: how the reply is sampled; see `SamplingOptions`.
+
+        Raises:
+            InvalidArgument: an argument cannot be right; nothing was sent.
+        """
+        timeout = options.get("timeout")
+        request = send_request(self.conversation_id, message, options)
+        return Turn(self, request, self.client.timeout if timeout is None else timeout)
+
+    def ask(self, message: MessageInput, **options: Unpack[SendOptions]) -> Reply:
+        """Send a message and wait for the whole reply; takes the arguments of `send`."""
+        return self.send(message, **options).reply
+
+    def messages(
+        self, include_token_ids: bool = False, timeout: float | None = None
+    ) -> Iterator[Message]:
+        """Iterate over the messages of the conversation, the oldest first.
+
+        With `include_token_ids` each message carries its exact tokens.  `timeout` is for each page that
+        is fetched.
+        """
+        request = pb.ListMessagesRequest(
+            conversation_id=self.conversation_id, include_token_ids=include_token_ids
+        )
+        method = self.client._connection.stub.ListMessages
+        for page in self.client._pages(method, request, timeout):
+            for each in page.messages:
+                yield message_of(each)
+
+    def fork(
+        self,
+        at_revision: int | None = None,
+        *,
+        conversation_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Conversation:
+        """Create a second conversation with this one's history, and return it.
+
+        Args:
+            at_revision: take the history up to this revision; by default, all of it.
+            conversation_id: the id of the new conversation; random by default.
+            metadata: any JSON object, for the new conversation.
+        """
+        request = fork_request(self.conversation_id, at_revision, conversation_id, metadata)
+        method = self.client._connection.stub.ForkConversation
+        answer = self.client.call(method, request, timeout)
+        return Conversation(self.client, answer.conversation.conversation_id)
+
+    def rewind(self, to_revision: int, timeout: float | None = None) -> ConversationState:
+        """Remove all messages after a revision; 0 is the beginning.  Returns the new state."""
+        request = pb.RewindConversationRequest(
+            conversation_id=self.conversation_id, to_revision=to_revision
+        )
+        method = self.client._connection.stub.RewindConversation
+        answer = self.client.call(method, request, timeout)
+        return state_of(answer.conversation)
+
+    def warm(self, timeout: float | None = None) -> None:
+        """Ask the server to bring the conversation's KV to the device, ahead of its next message."""
+        request = pb.WarmConversationRequest(conversation_id=self.conversation_id)
+        method = self.client._connection.stub.WarmConversation
+        self.client.call(method, request, timeout, repeat=True)
+
+    def cancel(self, turn_id: str = "", timeout: float | None = None) -> bool:
+        """End the running turn and keep what it has generated; returns whether one was running.
+
+        With a `turn_id` only that turn is ended.
+        """
+        request = pb.CancelTurnRequest(
+            conversation_id=self.conversation_id, turn_id=check_text("turn_id", turn_id)
+        )
+        method = self.client._connection.stub.CancelTurn
+        answer = self.client.call(method, request, timeout, repeat=True)
+        return answer.was_running
+
+
+class Turn:
+    """A message that is sent and its reply; made by `Conversation.send`.
+
+    Iterate over it once for the pieces of the reply: each is a `Delta`, or a `Restarted` when the server
+    had to begin the reply again.  A broken connection does not end the iteration: the turn is attached to
+    again, and nothing is given out twice.  One thread at a time may iterate.
+
+    A turn that is closed, left by its `with`, or dropped before its end is abandoned: the server
+    stops it after a few seconds and keeps nothing of it.  `cancel` ends a turn and keeps what it has
+    generated.  A turn that an exception interrupted and that is still held may be iterated further.
+    """
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        request: pb.SendMessageRequest,
+        timeout: float | None,
+    ) -> None:
+        self.conversation = conversation
+        self.request_id = request.request_id
+        self._stream: Stream[pb.SendMessageResponse] | None = None  # while it is attached
+        self._course = TurnCourse(request, conversation.client.retry, timeout)
+
+    def __iter__(self) -> Turn:
+        return self
+
+    def __next__(self) -> Delta | Restarted:
+        while self._course.under_way:
+            error: PensieveError | None = None
+            try:
+                response = self._attached().read()
+            except PensieveError as failure:
+                error, response = failure, None
+            except BaseException:  # the iteration was interrupted; the next step attaches again
+                self._detach()
+                raise
+            if response is None:
+                self._detach()
+                pause = self._course.stream_ended(error)
+                if pause:
+                    self.conversation.client._sleep(pause)
+            elif (event := self._take(response)) is not None:
+                return event
+        raise StopIteration
+
+    @property
+    def turn_id(self) -> str:
+        """The server's id of this turn; empty until the server has accepted it."""
+        return self._course.progress.turn_id
+
+    @property
+    def reply(self) -> Reply:
+        """The whole reply; iterates to the end of the turn if necessary.
+
+        Raises:
+            TurnInterrupted: the turn was closed before its end.
+        """
+        for _ in self:
+            pass
+        return self._course.reply
+
+    def cancel(self) -> bool:
+        """End the turn and keep what it has generated; returns whether there was something to end.
+
+        Any thread may call it.  A turn that has not started yet is ended as soon as it does.
+        """
+        self._course.cancelling = True
+        return self.conversation.cancel(self.turn_id) if self.turn_id else True
+
+    def close(self) -> None:
+        """Abandon the turn if it has not ended: the server keeps nothing of it."""
+        self._course.leave()
+        self._detach()
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _attached(self) -> Stream[pb.SendMessageResponse]:
+        if self._stream is None:
+            course, connection = self._course, self.conversation.client._connection
+            self._stream = connection.stream(
+                connection.stub.SendMessage, course.request, course.deadline
+            )
+        return self._stream
+
+    def _take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
+        try:
+            event = self._course.take(response)
+        except PensieveError:
+            self._detach()
+            raise
+        if self._course.must_cancel(response):
+            self.conversation.cancel(self.turn_id)
+        return event
+
+    def _detach(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.cancel()

@@ -1,4 +1,4 @@
-"""What the SDK gives out: small frozen values, made from messages of the wire."""
+"""The values that the SDK returns: small frozen dataclasses, made from messages of the wire."""
 
 from __future__ import annotations
 
@@ -41,20 +41,23 @@ RECOMPUTE_REASONS: dict[int, str] = {
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
+    """The log probability of one token of a reply, and the most probable tokens in its position."""
+
     logprob: float
     alternatives: tuple[tuple[int, float], ...]  # (token id, log probability)
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of a reply; `str(delta)` is its text."""
+    """A piece of a reply; `str(delta)` is its text.
+
+    `kind` is "text", "thinking" or "tool_call", or "unknown" for a kind that only a newer server has.
+    """
 
     text: str
     token_ids: tuple[int, ...] = ()
-    kind: str = (
-        "text"  # text, thinking or tool_call; unknown, if a newer server says something else
-    )
-    logprobs: tuple[TokenLogprob, ...] = ()
+    kind: str = "text"
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each token, if `logprobs` was given
 
     def __str__(self) -> str:
         return self.text
@@ -62,12 +65,13 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The turn begins again from nothing: forget what was shown of it.  `str(restarted)` is empty."""
+    """The server begins the reply again: forget the deltas before.  `str(restarted)` is empty."""
 
-    attempt: int
+    attempt: int  # 2 for the first restart
 
     @property
     def text(self) -> str:
+        """Empty, as a restart adds nothing to the text."""
         return ""
 
     def __str__(self) -> str:
@@ -76,16 +80,16 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Where the tokens of a turn came from, and how long it took.
+    """How many tokens a turn read and wrote, where they came from, and how long it took.
 
     prompt_tokens = new_tokens + device_tokens + host_tokens + recomputed_tokens.
     """
 
     prompt_tokens: int = 0
-    new_tokens: int = 0
-    device_tokens: int = 0
-    host_tokens: int = 0
-    recomputed_tokens: int = 0
+    new_tokens: int = 0  # of this turn's messages
+    device_tokens: int = 0  # earlier ones, whose KV was on the device
+    host_tokens: int = 0  # earlier ones, whose KV was swapped in from the host
+    recomputed_tokens: int = 0  # earlier ones, whose KV had to be computed again
     recompute_reason: str = ""  # dropped, engine_restarted or fingerprint_changed
     output_tokens: int = 0
     queue_seconds: float = 0.0
@@ -96,7 +100,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A turn that is in the history; `str(reply)` is its text."""
+    """The whole reply of a turn that is in the history; `str(reply)` is its text."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -105,7 +109,7 @@ class Reply:
     revision: int
     turn_id: str
     request_id: str
-    replayed: bool  # it was computed before; nothing was now
+    replayed: bool  # the turn had finished before this request; nothing was computed for it
 
     def __str__(self) -> str:
         return self.text
@@ -113,39 +117,45 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    index: int
+    """A message of the history.  Its tokens are `num_tokens` of the conversation's, from `first_token`."""
+
+    index: int  # position in the history, from 0
     role: str  # system, user, assistant or tool
     text: str
-    tool_call_id: str
-    revision: int
+    tool_call_id: str  # of a tool's result: the call that it answers
+    revision: int  # of the conversation, once this message was added
     first_token: int
     num_tokens: int
-    token_ids: tuple[int, ...]  # empty unless asked for
-    finish_reason: str  # of a reply
+    token_ids: tuple[int, ...]  # empty without `include_token_ids`
+    finish_reason: str  # of a reply: stop, length or cancelled
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationState:
+    """What the server knows of a conversation, without its messages."""
+
     conversation_id: str
-    revision: int
+    revision: int  # grows with every turn and rewind
     num_messages: int
     num_tokens: int
-    context_max_tokens: int
+    context_max_tokens: int  # the most that the model can be served with
     metadata: Mapping[str, Any]
     tools: tuple[Mapping[str, Any], ...]
     template_options: Mapping[str, Any]
     prefix_id: str
-    running_turn_id: str  # empty while it rests
+    running_turn_id: str  # empty while no turn runs
     created_at: datetime
     updated_at: datetime
 
 
 def plain(struct: Any) -> dict[str, Any]:
+    """A JSON object of the wire as a dict."""
     value: dict[str, Any] = json.loads(json_format.MessageToJson(struct))
     return value
 
 
 def state_of(given: pb.Conversation) -> ConversationState:
+    """From a conversation of the wire."""
     return ConversationState(
         given.conversation_id,
         given.revision,
@@ -163,6 +173,7 @@ def state_of(given: pb.Conversation) -> ConversationState:
 
 
 def message_of(given: pb.Message) -> Message:
+    """From a message of the wire; a role that only a newer server has is "unknown"."""
     return Message(
         given.index,
         ROLES.get(given.role, "unknown"),
@@ -177,11 +188,12 @@ def message_of(given: pb.Message) -> Message:
 
 
 def finish_reason_of(number: int) -> str:
-    """Empty for what is no reply; unknown, if a newer server knows more reasons."""
+    """The name of a reason; empty for messages that are no reply, "unknown" for a newer server's reason."""
     return FINISH_REASONS.get(number, "unknown")
 
 
 def usage_of(given: pb.Usage) -> Usage:
+    """From a usage of the wire."""
     return Usage(
         given.prompt_tokens,
         given.new_tokens,

@@ -1,8 +1,8 @@
 """The history on disk: every conversation's exact tokens, text, turns and revisions, in SQLite.
 
-The token log is the truth; key/value pages are derived from it and may vanish at any time.  A
-`DataFolder` is held by one process, a `Writer` is its only read-write connection, and a
-`ConversationStore` speaks in frozen records: values in, values out.
+The token log is the truth; KV pages are derived from it and may vanish at any time.  A `DataFolder` is
+held by one process, a `Writer` is its only read-write connection, and a `ConversationStore` takes and
+returns frozen records.
 """
 
 from pensieve.store.conversation_store import ConversationStore

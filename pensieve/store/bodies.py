@@ -1,22 +1,21 @@
-"""Bodies: the one table in which everything private lies, so that deleting can mean it.
+"""The table of private content (texts, tokens, names), from which deletion leaves no trace.
 
-A body is the private part of a conversation, a message or a turn: a JSON object, and for messages
-the packed token ids, under one CRC.  All other tables hold numbers, states, fixed words and digests.
+A body is the private part of a conversation, a message or a turn: a JSON object, and for messages the
+packed token ids, under one CRC.  All other tables hold numbers, states, fixed words and digests.
 
-Why one table.  `secure_delete` overwrites a cell where it lies *now*, but when SQLite balances a
-B-tree it copies cells between pages and leaves the old copies in the unused middle of the page,
-where no later delete finds them (measured: about one text in 500 survived on random traffic).  So
-the cells of this table must never move between pages:
+Why one table.  `secure_delete` overwrites a cell where it lies *now*, but when SQLite balances a B-tree it
+copies cells between pages and leaves the old copies in the unused middle of a page, where no later delete
+finds them (measured: about one text in 500 survived on random traffic).  So the cells of this table must
+never move between pages:
 
-    insert   only ever appends at the largest rowid; SQLite then opens a new rightmost leaf and moves
-             no existing cell
+    insert   appends at the largest rowid; SQLite then adds a new rightmost leaf and moves no existing cell
     wipe     sets the columns to NULL; a row that shrinks stays in its page, its old cell is zeroed,
              and its overflow pages are zeroed and freed
     delete   happens in `compact` only, which rewrites the whole file afterwards
 
-A wiped row keeps its place in its leaf.  `wiped_bytes` counts what that wastes, and `compact` runs
-when it is more than half of the file, so the file is at most about twice what it holds and the cost
-of rewriting is spread over the deletes that made it necessary.
+A wiped row keeps its space in its leaf.  `wiped_bytes` counts that space, and `compact` runs when it is
+more than half of the file.  So the file is at most about twice as large as its content, and the cost of
+rewriting it is spread over the deletions.
 """
 
 from __future__ import annotations
@@ -35,15 +34,16 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 4
 COMPACT_BYTES_MIN = 16 * 2**20
-LOCAL_BYTES_MAX = 4061  # the most that a 4096-byte leaf page keeps of one row; the rest overflows
+LOCAL_BYTES_MAX = 4061  # the most of one row that a 4096-byte leaf page holds; the rest overflows
 
 
 def canonical_json(value: Any) -> bytes:
+    """JSON that is the same for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Little-endian uint32, whatever the machine."""
+    """Token ids as little-endian uint32, whatever the machine's byte order."""
     packed = array("I", token_ids)
     assert packed.itemsize == TOKEN_BYTES
     if sys.byteorder == "big":
@@ -52,6 +52,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(tokens: bytes) -> array[int]:
+    """The inverse of `pack_tokens`."""
     token_ids = array("I")
     token_ids.frombytes(tokens)
     if sys.byteorder == "big":
@@ -60,10 +61,12 @@ def unpack_tokens(tokens: bytes) -> array[int]:
 
 
 def body_crc(private: bytes, tokens: bytes) -> int:
+    """The checksum over both parts of a body."""
     return zlib.crc32(tokens, zlib.crc32(private))
 
 
 def insert_body(conn: Connection, private: Mapping[str, Any], token_ids: Sequence[int] = ()) -> int:
+    """Append a body; returns its row number."""
     fields = canonical_json(private)
     tokens = pack_tokens(token_ids)
     cursor = conn.execute(
@@ -77,7 +80,7 @@ def insert_body(conn: Connection, private: Mapping[str, Any], token_ids: Sequenc
 def checked_body(
     owner: str, crc: int | None, private: bytes | None, tokens: bytes | None
 ) -> tuple[bytes, bytes]:
-    """The two parts of a body as they were written, or StoreCorrupt naming its owner."""
+    """The two parts of a body as they were written; raises StoreCorrupt, which names the owner."""
     if crc is None or private is None or tokens is None:
         raise StoreCorrupt(f"{owner}: a record is missing")
     if body_crc(private, tokens) != crc:
@@ -86,10 +89,12 @@ def checked_body(
 
 
 def read_private(owner: str, crc: int | None, private: bytes | None, tokens: bytes | None) -> Any:
+    """The JSON object of a body, checked."""
     return json.loads(checked_body(owner, crc, private, tokens)[0])
 
 
 def wipe_bodies(conn: Connection, bodies: Iterable[int]) -> None:
+    """Overwrite bodies with nothing and count the space that they waste."""
     for body in bodies:
         conn.execute(
             "UPDATE space SET wiped_bytes = wiped_bytes + coalesce((SELECT"
@@ -102,6 +107,7 @@ def wipe_bodies(conn: Connection, bodies: Iterable[int]) -> None:
 
 
 def wasteful(conn: Connection, bytes_min: int) -> bool:
+    """Whether wiped bodies waste at least `bytes_min` and more than half of the file."""
     (wiped_bytes,) = conn.execute("SELECT wiped_bytes FROM space").fetchone()
     (num_pages,) = conn.execute("PRAGMA page_count").fetchone()
     (page_bytes,) = conn.execute("PRAGMA page_size").fetchone()
@@ -109,7 +115,7 @@ def wasteful(conn: Connection, bytes_min: int) -> bool:
 
 
 def compact(conn: Connection) -> None:
-    """Drop the wiped rows and rewrite the file; a crash in between leaves `wasteful` true."""
+    """Delete the wiped rows and rewrite the file; after a crash in between, `wasteful` is still true."""
     conn.execute("DELETE FROM bodies WHERE crc IS NULL")
     conn.execute("VACUUM")
     conn.execute("UPDATE space SET wiped_bytes = 0")

@@ -1,18 +1,18 @@
-"""The only read-write connection to a history, and read-only ones for looking at it.
+"""The only read-write connection to the database of a history, and read-only ones.
 
-One writer.  Nothing else in any process writes or checkpoints this database: the data folder is
-locked, checkpoints happen on this connection, readers open with mode=ro and there is no mmap.  That
-also keeps clear of the WAL-reset bug of SQLite 3.7.0 to 3.51.2, which needs two connections that
-write or checkpoint; pysqlite3, where installed, brings a version without it.
+One writer.  Nothing else in any process writes or checkpoints this database: the data folder is locked,
+checkpoints happen on this connection, readers open with mode=ro, and there is no mmap.  This also avoids
+the WAL-reset bug of SQLite 3.7.0 to 3.51.2, which needs two connections that write or checkpoint;
+pysqlite3, where installed, brings a version without it.
 
-One thread at a time.  The connection may be opened in one thread and used in another, never in two
-at once; a second entrance is a bug of the caller and raises RuntimeError.
+One thread at a time.  The connection may be opened in one thread and used in another, but never in two at
+once; a second user at the same time is a bug of the caller and raises RuntimeError.
 
-Durable when it returns.  WAL with synchronous=FULL: `writing` syncs the log before it leaves.
+Durable on return.  With WAL and synchronous=FULL, `writing` syncs the log before it returns.
 
-After an error the transaction is rolled back.  An I/O error, a failed sync above all, leaves it open
-what the kernel still holds, so the connection is closed and the next use opens a new one that reads
-from the disk; nothing is ever retried on the old one.  The same happens if even the rollback failed.
+After an error the transaction is rolled back.  After an I/O error, above all a failed sync, it is unknown
+what the kernel's cache still holds.  So the connection is closed, and the next use opens a new one that
+reads from the disk; nothing is retried on the old one.  The same happens if the rollback fails.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SQLITE_VERSION_MIN = (3, 37, 0)  # STRICT tables
 BUSY_TIMEOUT_SECONDS = 5.0
 JOURNAL_BYTES_MAX = 64 * 2**20
 
-# Primary result codes (sqlite.org/rescode.html), with what they mean to whoever reads the message.
+# Primary result codes (sqlite.org/rescode.html), in words for error messages.
 UNAVAILABLE = {
     3: "permission denied",
     5: "another program holds the database",
@@ -55,7 +55,10 @@ REOPEN_AFTER = {8, 10, 14}
 
 
 class Writer:
-    """`driver` is pysqlite3 or sqlite3; `on_open` sees each new sqlite_utils Database once."""
+    """The connection for one thread at a time; it opens again after an error.
+
+    `driver` is pysqlite3 or sqlite3; `on_open` is called with each new sqlite_utils Database.
+    """
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class Writer:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
-        """One transaction: committed and on the disk when the block ends, or rolled back."""
+        """One transaction: at the end of the block it is committed and on the disk, or rolled back."""
         with self._operation() as db, db.atomic():
             yield db.conn
 
@@ -95,7 +98,7 @@ class Writer:
             )
 
     def close(self) -> None:
-        """Checkpoint and close; an error leaves the connection closed all the same."""
+        """Checkpoint and close; the connection is closed even if this raises an error."""
         try:
             if self._db is not None:
                 self.truncate_journal()
@@ -133,7 +136,7 @@ class Writer:
                 raise StoreError(f"{self.path} lies where SQLite cannot use a write-ahead log")
             for pragma in (
                 "synchronous = FULL",
-                "fullfsync = ON",  # macOS; nothing elsewhere
+                "fullfsync = ON",  # for macOS; no effect elsewhere
                 "secure_delete = ON",
                 "foreign_keys = ON",
                 "mmap_size = 0",
@@ -155,7 +158,7 @@ class Writer:
 
 
 def explained(error: Any, path: Path) -> Exception:
-    """What a driver's error means here; one that should not happen stays what it is."""
+    """The PensieveError for a driver's error; an error that should not happen is returned as it is."""
     primary = _primary_code(error)
     if primary in UNAVAILABLE:
         return StoreUnavailable(f"the history {path}: {UNAVAILABLE[primary]}")
@@ -172,7 +175,7 @@ def _primary_code(error: Any) -> int:
 
 @contextlib.contextmanager
 def read_only(path: Path, driver: Any = preferred_driver) -> Iterator[Connection]:
-    """A connection that cannot write or checkpoint; for looking, from any thread."""
+    """A connection that cannot write or checkpoint; any thread may open one."""
     try:
         conn = driver.connect(
             f"file:{quote(str(path))}?mode=ro",

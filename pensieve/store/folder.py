@@ -1,9 +1,9 @@
-"""The data folder: private to its owner, held by one process at a time, and it knows how it ended.
+"""The data folder: one process holds it at a time, and it records whether it was closed cleanly.
 
-One file, `lock`, says both things.  Holding it is an advisory lock of the operating system, so it
-goes with its process, however that dies.  Its text is the holder ("123 pensieve chat"), written when
-the folder is opened and emptied when it is closed in order; whoever takes the lock and finds text
-knows that the last holder did not close.
+The file `lock` serves both.  It is locked with an advisory lock of the operating system, which ends with
+the process, however that dies.  Its text names the holder ("123 pensieve chat"); it is written when the
+folder is opened and emptied when it is closed cleanly.  A process that takes the lock and finds text knows
+that the last holder did not close.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOLDER_BYTES_MAX = 256
 
 
 class DataFolder:
-    """Open it with `DataFolder.open`; it must be closed by the process that opened it."""
+    """A folder that this process holds; `DataFolder.open` makes one, and `close` releases it."""
 
     def __init__(self, path: Path, lock: int, stopped_unclean: bool) -> None:
         self.path = path
@@ -30,7 +30,7 @@ class DataFolder:
 
     @classmethod
     def open(cls, path: Path, holder: str) -> DataFolder:
-        """Take the folder, making it if it is missing; `holder` is told to whoever comes next."""
+        """Lock the folder, creating it if it is missing; another process that tries is shown `holder`."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -40,7 +40,7 @@ class DataFolder:
             _take(lock, path)
             stopped_unclean = bool(os.pread(lock, HOLDER_BYTES_MAX, 0))
             _write(lock, f"{os.getpid()} {holder}\n".encode()[:HOLDER_BYTES_MAX])
-            # Other users must not read what people wrote; SQLite gives its side files the same mode.
+            # Other users must not read conversations; SQLite gives its side files the same mode.
             database = os.open(path / DATABASE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             os.close(database)
         except OSError as error:
@@ -55,14 +55,15 @@ class DataFolder:
 
     @property
     def database_path(self) -> Path:
+        """Where the history is."""
         return self.path / DATABASE_NAME
 
     def close(self, clean: bool) -> None:
-        """Let go of the folder; `clean` promises that the database was closed without an error."""
+        """Release the folder; pass `clean` only if the database was closed without an error."""
         if self._lock is None:
             return
         if clean:
-            # A disk that refuses even this costs one integrity check at the next start.
+            # If the disk refuses even this, the next start makes an integrity check.
             with contextlib.suppress(OSError):
                 _write(self._lock, b"")
         os.close(self._lock)

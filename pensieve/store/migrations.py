@@ -1,19 +1,19 @@
-"""The schema, as numbered functions in one list; a database from the future is refused.
+"""The schema of the database, as numbered functions in one list.
 
-Each migration runs in one transaction with the record that it ran, and leaves its number in
-`user_version`.  A database that already holds conversations is copied beside itself before it is
-changed.  The tables:
+Each migration runs in one transaction together with the record that it ran, and sets `user_version` to its
+number.  A database that already holds conversations is copied to a file beside it first.  A database of a
+newer Pensieve is refused.  The tables:
 
     conversations   one row each; `key` is a digest of (tenant, conversation_id)
     turns           one row per request; `request_key` is a digest of its request_id
     messages        one row per message, shared by every conversation whose history holds it
     history         which messages a conversation has, in order: (position, message)
     bodies          the private part of all three (see bodies.py)
-    space           one row: how much wiped bodies waste
+    space           one row: the bytes that wiped bodies waste
 
-A message lives as long as something holds it: a row of `history`, or the turn that made it, whose
-replay it is.  Both are indexed, so "does anything hold it" is a lookup and there is no count that
-could drift.  A fork copies rows of `history` and no text or token; a rewind deletes them.
+A message exists as long as something holds it: a row of `history`, or the turn that made it, which may be
+replayed.  Both are indexed, so whether anything holds a message is a lookup, and there is no reference
+count that could be wrong.  A fork copies rows of `history` and no text or token; a rewind deletes them.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ STEPS: tuple[Step, ...] = (m001_initial,)
 
 
 def migrate(db: Any, path: Path, steps: Sequence[Step] = STEPS) -> None:
-    """Bring the database at `path` to the newest schema, or say why it cannot be used."""
+    """Bring the database at `path` to the newest schema; raises StoreError if that is not possible."""
     migrations = Migrations("pensieve")
     for step in steps:
         migrations()(step)
@@ -134,7 +134,7 @@ def _refuse_foreign(db: Any, path: Path) -> None:
     (application_id,) = db.conn.execute("PRAGMA application_id").fetchone()
     names = {name for (name,) in db.conn.execute("SELECT name FROM sqlite_schema")}
     ours = application_id == APPLICATION_ID
-    # sqlite-utils makes its own table before the first migration, so a stop in between leaves it.
+    # sqlite-utils creates its own table before the first migration; a crash in between leaves only that.
     fresh = application_id == 0 and all(Migrations.migrations_table in name for name in names)
     if not ours and not fresh:
         raise StoreError(f"{path} is a database of another program")

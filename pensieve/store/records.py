@@ -1,9 +1,9 @@
-"""What goes into the store and what comes out of it: frozen values, no connection behind them.
+"""The frozen values that the store takes and returns.
 
 A conversation's *log* is its token ids from the first to the last.  Its messages tile the log:
 message n covers positions [first_token, first_token + num_tokens), and the next one begins where it
-ends.  Every commit of a conversation takes the next *revision*, and a message names the revision
-that made it; the messages given at creation have revision 0.
+ends.  Every commit to a conversation makes its next *revision*, and each message records the revision that
+added it; the messages of a new conversation have revision 0.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ PAGE_SIZE_MAX = 1000
 
 
 class TurnState(StrEnum):
+    """The states of a turn's row; LEGAL_TRANSITIONS says which may follow which."""
+
     RUNNING = "running"
     COMPLETED = "completed"
     CANCELLED = "cancelled"  # ended by the client; what was delivered is in the history
@@ -44,9 +46,9 @@ LEGAL_TRANSITIONS: Mapping[TurnState, frozenset[TurnState]] = {
 
 @dataclass(frozen=True, slots=True)
 class NewMessage:
-    """A message about to join the log, with exactly the tokens it adds to it.
+    """A message to append to the log, with exactly the tokens that it adds.
 
-    `extra` holds whatever else a template needs to render it again (tool calls, thinking).
+    `extra` holds what else a template needs to render it again (tool calls, thinking).
     """
 
     role: str
@@ -56,6 +58,7 @@ class NewMessage:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def private(self) -> dict[str, Any]:
+        """The JSON object of its body."""
         return {
             "content": self.content,
             "tool_call_id": self.tool_call_id,
@@ -65,7 +68,7 @@ class NewMessage:
 
 @dataclass(frozen=True, slots=True)
 class NewConversation:
-    """`messages` is the head, the system prompt as a rule: revision 0, never rewound away."""
+    """A conversation to create.  `messages` is its head, most often a system prompt: no rewind removes it."""
 
     conversation_id: str
     fingerprint: str
@@ -79,11 +82,11 @@ class NewConversation:
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """What a client asked for.
+    """A turn to begin, as its client requested it.
 
-    `sampling` is what it sent, before defaults and without a seed that the service drew, so that
-    the same request compares equal when it comes again; `seed` is the one to use.  The token ids of
-    `messages` were made for `expected_revision`; None accepts any.
+    `sampling` is what the client sent, without defaults and without a seed that the service chose, so that
+    a repeated request compares equal; `seed` is the seed to use.  The token ids of `messages` were made for
+    `expected_revision`; None accepts any.
     """
 
     request_id: str
@@ -93,12 +96,15 @@ class TurnRequest:
     expected_revision: int | None = None
 
     def content_hash(self) -> str:
-        asked = [[message.role, message.private()] for message in self.messages]
-        return hashlib.sha256(canonical_json([asked, dict(self.sampling)])).hexdigest()
+        """A digest that is the same for the same messages and sampling."""
+        messages = [[message.role, message.private()] for message in self.messages]
+        return hashlib.sha256(canonical_json([messages, dict(self.sampling)])).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
+    """A stored conversation without its messages."""
+
     conversation_id: str
     tenant: str
     revision: int
@@ -116,6 +122,8 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Message:
+    """A message of a history."""
+
     index: int
     role: str
     content: str
@@ -125,17 +133,19 @@ class Message:
     first_token: int
     num_tokens: int
     finish_reason: str | None  # of a reply; None for every other message
-    token_ids: array[int] | None  # 'I'; None unless asked for
+    token_ids: array[int] | None  # 'I'; None unless requested
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTurn:
+    """A stored turn without its messages."""
+
     turn_id: int
     conversation_id: str
     tenant: str
     request_id: str
     state: TurnState
-    attempts: int  # how often it began; above 1 after an interruption
+    attempts: int  # how often it has begun; above 1 after an interruption or failure
     sampling: dict[str, Any]
     seed: int
     finish_reason: str | None
@@ -147,34 +157,41 @@ class StoredTurn:
 
 
 class Begun(NamedTuple):
-    """A turn, and whether it is to be computed now (else it is running or finished already)."""
+    """A turn, and whether the caller must compute it; if not, it is running or has finished already."""
 
     turn: StoredTurn
     must_run: bool
 
 
 class TurnMessages(NamedTuple):
+    """The messages of a turn."""
+
     prompt: tuple[NewMessage, ...]
     reply: NewMessage | None  # None unless the turn is completed or cancelled
 
 
 class Page(NamedTuple):
+    """Some conversations of a list."""
+
     conversations: tuple[Conversation, ...]
     next_page_token: str  # empty on the last page
 
 
 class Rewound(NamedTuple):
+    """A conversation after a rewind."""
+
     revision: int
     num_tokens: int
 
 
 def check_id(name: str, value: str) -> None:
+    """Raises InvalidArgument unless the value can be an id."""
     if not ID_PATTERN.fullmatch(value):
         raise InvalidArgument(name, "must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
 
 
 def check_text(messages: Iterable[NewMessage]) -> None:
-    """Refuse what UTF-8 cannot carry, before anything is written."""
+    """Raises InvalidArgument for text that UTF-8 cannot express, before anything is written."""
     for message in messages:
         try:
             (message.role + message.content).encode()

@@ -1,4 +1,4 @@
-"""SQL of turns, as functions on a connection; see rows.py."""
+"""SQL of turns, as functions on a connection; see conversation_rows.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pensieve.store.bodies import (
     unpack_tokens,
     wipe_bodies,
 )
+from pensieve.store.conversation_rows import digest
+from pensieve.store.message_rows import Link
 from pensieve.store.records import (
     Conversation,
     NewMessage,
@@ -22,13 +24,14 @@ from pensieve.store.records import (
     TurnRequest,
     TurnState,
 )
-from pensieve.store.rows import Link, digest
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
 
 class TurnRow(NamedTuple):
+    """A stored turn, with its conversation's row number and what identifies its request's content."""
+
     conversation: int
     content_hash: str
     turn: StoredTurn
@@ -68,11 +71,11 @@ def _turn(row: Any) -> TurnRow:
 
 
 class Progress(NamedTuple):
-    """What ending a turn needs to know of it."""
+    """What `finish_turn` needs to know of a turn."""
 
     conversation: int
     state: TurnState
-    revision: int | None  # that it has made
+    revision: int | None  # the one it made, if it has ended
     conversation_revision: int
 
 
@@ -142,7 +145,7 @@ def insert_turn(
 
 
 def restart_turn(conn: Connection, turn_id: int) -> None:
-    """An interrupted or failed turn begins again with its seed; its old prompt is wiped."""
+    """Begin an interrupted or failed turn again with its seed; its old messages are wiped."""
     bodies = conn.execute("SELECT body FROM messages WHERE turn_id = ?", (turn_id,)).fetchall()
     wipe_bodies(conn, (body for (body,) in bodies))
     conn.execute("DELETE FROM messages WHERE turn_id = ?", (turn_id,))

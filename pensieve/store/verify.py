@@ -1,10 +1,10 @@
-"""What must be true of a history, derived again from its records over a read-only connection.
+"""Checks over a read-only connection that the records of a history agree with each other.
 
-For each conversation: positions count from 0, messages tile the log, every record passes its
-checksum and has as many token ids as it says, revisions do not fall and do not exceed the
-conversation's, and a turn that ended is in the history as a whole or not at all.  For the store: at
-most one turn of a conversation runs, every message and every body is held by something, and nothing
-holds what is not there.
+For each conversation: positions count from 0, messages tile the log, every record passes its checksum
+and has the number of token ids that it states, revisions do not fall and do not exceed the
+conversation's, and a turn that has finished is in the history as a whole or not at all.  For the store: at
+most one turn of a conversation is running, every message and every body is held by something, and nothing
+refers to a missing row.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import NotFound, StoreCorrupt
-from pensieve.store import rows
+from pensieve.store import conversation_rows
 from pensieve.store.bodies import TOKEN_BYTES, checked_body
 from pensieve.store.connection import read_only
 
@@ -24,12 +24,12 @@ PROBLEMS_MAX = 100
 
 
 def verify(path: Path, driver: Any, conversation_id: str | None, tenant: str) -> list[str]:
-    """At most PROBLEMS_MAX sentences, each naming what is wrong; none when all is well."""
+    """The problems found, at most PROBLEMS_MAX sentences; none if all is well."""
     problems: list[str] = []
     try:
         with read_only(path, driver) as conn:
             if conversation_id is not None:
-                number, _ = rows.require_conversation(conn, conversation_id, tenant)
+                number, _ = conversation_rows.require_conversation(conn, conversation_id, tenant)
                 _verify_conversation(conn, number, problems)
             else:
                 _verify_all(conn, problems)
@@ -39,6 +39,7 @@ def verify(path: Path, driver: Any, conversation_id: str | None, tenant: str) ->
 
 
 def integrity_check(path: Path, driver: Any) -> list[str]:
+    """The problems that SQLite finds in its pages, indices and foreign keys."""
     try:
         with read_only(path, driver) as conn:
             found = conn.execute(f"PRAGMA integrity_check({PROBLEMS_MAX})").fetchall()
@@ -62,7 +63,7 @@ def _verify_all(conn: Connection, problems: list[str]) -> None:
 
 def _verify_conversation(conn: Connection, number: int, problems: list[str]) -> None:
     try:
-        name = f"conversation {rows.conversation_numbered(conn, number).conversation_id!r}"
+        name = f"conversation {conversation_rows.conversation_numbered(conn, number).conversation_id!r}"
     except NotFound:
         return  # deleted since
     except StoreCorrupt as error:

@@ -1,9 +1,9 @@
-"""Tokens to text, one by one.
+"""From tokens to text, one token at a time.
 
-Each token is a string of bytes (`Tokenizer.piece`), so a reply is a stream of bytes, and what can be
-released is whatever of it is complete UTF-8.  All releases and the flush together are
-`Tokenizer.decode` of all the ids, whatever the ids are; special tokens and ids beyond the vocabulary
-say nothing.  A push costs two lookups.
+Each token stands for a string of bytes (`Tokenizer.piece`), so a reply is a stream of bytes, and its
+complete UTF-8 characters are released as they arrive.  All released text and the flush together equal
+`Tokenizer.decode` of all the ids, whatever the ids are; special tokens and ids beyond the vocabulary have
+no text.  A push costs two lookups.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import codecs
 from pensieve.text.tokenizer import Tokenizer
 
 
-class Detokeniser:
+class Detokenizer:
+    """The state of one reply: the bytes of an incomplete character."""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._first = True
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, often that of the token itself."""
+        """The text that this token completes, most often its own."""
         if self._tokenizer.is_silent(token_id):
             return ""
         piece = self._tokenizer.piece(token_id, first=self._first)
@@ -28,5 +30,5 @@ class Detokeniser:
         return self._utf8.decode(piece)
 
     def flush(self) -> str:
-        """The reply is over: an incomplete character becomes U+FFFD."""
+        """The rest of the text at the end of the reply: U+FFFD if a character is incomplete."""
         return self._utf8.decode(b"", final=True)

@@ -1,7 +1,7 @@
-"""What a client says, and what is fixed for the life of a conversation.
+"""A message, and the settings that a conversation fixes when it begins, checked as they enter.
 
-Both are checked where they enter: every string a template will see, at any depth, is a plain `str` that
-can be written as UTF-8, and everything else is a plain JSON value.
+Every string that a template will see, at any depth, is a plain `str` that can be written as UTF-8, and
+everything else is a plain JSON value.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from pensieve.errors import InvalidArgument
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MESSAGES_MAX = 128  # of one turn; each costs one render
+MESSAGES_MAX = 128  # of one turn; each costs one rendering
 DEPTH_MAX = 64  # of tools, arguments and options
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call in an assistant message that the client supplies; one that is sampled stays tokens."""
+    """A tool call in an assistant message that a client supplies; calls that were sampled stay tokens."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -30,6 +30,8 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
+    """A message as a chat template sees it."""
+
     role: str
     content: str = ""
     thinking: str | None = None
@@ -40,7 +42,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a conversation fixes when it begins: tools, template options, and what day it is."""
+    """What a conversation fixes when it begins: tools, template options, and the date."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -48,7 +50,7 @@ class Setting:
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a tool call: a mapping, and its JSON text where a template joins it to text.
+    """The arguments of a tool call: a mapping that becomes its JSON where a template joins it to text.
 
     Some families' templates write `arguments | tojson`, others `'…' + arguments`.
     """

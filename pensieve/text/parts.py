@@ -1,8 +1,8 @@
 """Which part of a reply a token belongs to: thinking, text or a tool call.
 
-Decided by the ids of control tokens, never by looking for words in the text, so that nobody can write
-himself into another part.  A marker belongs to the part it opens or closes.  The marker of a reply is fed
-the prompt's last tokens too, because some templates open the thinking in the generation prompt.
+The ids of control tokens decide, never the text, so that no text can pretend to be another part.  A
+control token belongs to the part that it opens or closes.  A reply's `PartMarker` is given the prompt's
+last tokens too, because some templates open the thinking in the generation prompt.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pensieve.text.tokenizer import Tokenizer
 
 
 class Part(StrEnum):
+    """A kind of text in a reply."""
+
     TEXT = "text"
     THINKING = "thinking"
     TOOL_CALL = "tool_call"
@@ -31,6 +33,8 @@ _CLOSING = ("</think>", "[/THINK]", "</tool_call>", "<｜tool▁calls▁end｜>"
 
 
 class PartMarker:
+    """Assigns the tokens of one reply, in order, to its parts."""
+
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Iterable[int] = ()) -> None:
         self._opening = {
             token_id: part

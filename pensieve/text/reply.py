@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
-from pensieve.text.detokenizer import Detokeniser
+from pensieve.text.detokenizer import Detokenizer
 from pensieve.text.stop import StopMatcher
 from pensieve.text.tokenizer import Tokenizer
 
@@ -26,7 +26,7 @@ from pensieve.text.tokenizer import Tokenizer
 class ReplyText:
     """The text of one reply; it lives as long as the turn does, suspended or not."""
 
-    __slots__ = ("_detokeniser", "_min_tokens", "_num_tokens", "_stop_matcher", "end_token_ids")
+    __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_stop_matcher", "end_token_ids")
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class ReplyText:
         min_tokens: int = 0,
     ) -> None:
         self.end_token_ids = end_token_ids
-        self._detokeniser = Detokeniser(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer)
         self._stop_matcher = StopMatcher(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -45,9 +45,9 @@ class ReplyText:
         """The text that this token releases, and whether the reply stops with it."""
         self._num_tokens += 1
         stops = token_id in self.end_token_ids
-        text = "" if stops else self._detokeniser.push(token_id)
+        text = "" if stops else self._detokenizer.push(token_id)
         if stops or is_last:
-            text += self._detokeniser.flush()
+            text += self._detokenizer.flush()
         if self._num_tokens < self._min_tokens:
             return text, stops  # no stop string ends the reply yet
         released, matched = self._stop_matcher.push(text)

@@ -1,8 +1,9 @@
-"""The sandbox in which chat templates run: what `transformers` offers them, and `Traced` constants.
+"""The Jinja sandbox in which chat templates run.  It offers them the functions of `transformers`.
 
-Jinja's immutable sandbox keeps a template from reaching anything but its variables.  Two of Jinja's
-hooks make it remember who wrote what: the code generator wraps a template's constants, and the
-environment's `concat`, which joins all output (of the template, of macros, of blocks), keeps marks.
+Jinja's immutable sandbox keeps a template from reaching anything but its variables.  Two of Jinja's hooks
+keep track of which characters the template wrote (see template_text.py): the code generator makes every
+constant a `TemplateText`, and the environment's `concat`, which joins all output of the template, its
+macros and its blocks, keeps the marks.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pensieve.text.traced import concat, written
+from pensieve.text.template_text import concat, written
 
 
 class _MarkingCodeGenerator(CodeGenerator):
-    """Whatever a template holds as a constant is `Traced`."""
+    """Compiles a template so that each of its constants is a `TemplateText`."""
 
     def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
         value = node.as_const(frame.eval_ctx)
@@ -44,7 +45,7 @@ class _MarkingCodeGenerator(CodeGenerator):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks replies for training; here it only brackets text."""
+    """`{% generation %}` marks replies for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
@@ -55,6 +56,8 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
+    """A Jinja environment whose output keeps the marks of `TemplateText`."""
+
     code_generator_class = _MarkingCodeGenerator
     concat = staticmethod(concat)
     written = staticmethod(written)
@@ -70,15 +73,15 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _raise_exception
 
     def options(self, source: str) -> set[str]:
-        """What a template expects from outside: names it never sets, or sets only if they are missing."""
+        """The variables that a template expects: names it never sets, or sets only if they are undefined."""
         tree = self.parse(source)
         stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
-        asked = {
+        tested = {
             test.node.name
             for test in tree.find_all(nodes.Test)
             if test.name == "defined" and isinstance(test.node, nodes.Name)
         }
-        return jinja2.meta.find_undeclared_variables(tree) - (stored - asked)
+        return jinja2.meta.find_undeclared_variables(tree) - (stored - tested)
 
 
 def _tojson(
@@ -88,7 +91,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As text, not for HTML; Jinja's own escapes `<`."""
+    """The JSON of a value; unlike Jinja's own filter, `<` is not escaped for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

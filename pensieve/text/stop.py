@@ -1,12 +1,12 @@
-"""Stop strings in a text that arrives in pieces.
+"""Finds stop strings in a text that arrives in pieces.
 
 The match that counts is the one that is *complete first*; of several that are complete with the same
-character, the longest.  Nothing that may still belong to a match is released: the matcher withholds the
-longest end of the text that begins a stop string, which is exactly the depth of its state.
+character, the longest.  Text that may still belong to a match is not released: the matcher withholds the
+longest suffix of the text that is a prefix of a stop string, whose length is the depth of its state.
 
 The states are the nodes of the trie of the stop strings; where a character does not fit, the state falls
-back to the longest proper end of its string that is a node too (Aho and Corasick).  A character costs
-amortised constant time, whatever the stop strings are.
+back to the longest proper suffix of its string that is a node too (the automaton of Aho and Corasick).
+A character costs amortised constant time, whatever the stop strings are.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from typing import NamedTuple
 
 
 class StopResult(NamedTuple):
-    released: str  # text that no stop string can claim any more
+    """What a piece of text released, and the stop string that it completed, if any."""
+
+    released: str  # text that cannot belong to a stop string any more
     matched: str | None  # the stop string that ended the text
 
 
 class StopMatcher:
+    """The automaton of some stop strings, and the text of one reply that it withholds."""
+
     def __init__(self, stops: tuple[str, ...]) -> None:
         assert all(stops), "a stop string is not empty"
         self._next: list[dict[str, int]] = [{}]
@@ -35,6 +39,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> StopResult:
+        """Add a piece of text."""
         assert self.matched is None, "the text has ended"
         text = self._withheld + text
         state = self._state
@@ -50,7 +55,7 @@ class StopMatcher:
         return StopResult(text[:sure], None)
 
     def flush(self) -> str:
-        """The text is over: what was withheld is text after all."""
+        """The withheld text, once the reply has ended without a match."""
         withheld, self._withheld, self._state = self._withheld, "", 0
         return withheld
 
@@ -74,7 +79,7 @@ class StopMatcher:
         self._longest[state] = stop
 
     def _link(self) -> None:
-        """Breadth first, so that a fallback, which is shallower, is complete before it is used."""
+        """Find all fallbacks, breadth first: a fallback is shallower than its state, so it is found first."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()

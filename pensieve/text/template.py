@@ -1,25 +1,26 @@
-"""Messages to the tokens that follow a log; the log itself is never rendered or tokenised again.
+"""From messages to the tokens that follow a log; the log itself is never rendered or tokenised again.
 
-A chat template is a function of a whole conversation.  We want only its last piece, as it would stand
-after *this* log, whatever was sampled into it.  So the past is replaced by a skeleton of one exchange
+A chat template is a function of a whole conversation.  Only its last piece is needed, as it would follow
+*this* log, whatever tokens were sampled into it.  So one short exchange stands in for all earlier turns:
 
     user: "."    assistant: REPLY
 
-and what the template writes after REPLY is the delta: the end of the open reply, the new messages, and
-the generation prompt that invites the next reply.  REPLY is half of a surrogate pair, which no client's
-text can contain.  Nothing that a template does to earlier turns (dropping their thinking, moving the
-system prompt or the tools to the last message) reaches the log; `template_probe` finds such templates
-and names what differs.  The system prompt and the tools are written once, with the opening.
+What the template writes after REPLY is the delta: the end of the open reply, the new messages, and the
+generation prompt that begins the next reply.  REPLY is half of a surrogate pair, which no client's text
+can contain.  What a template does to earlier turns (dropping their thinking, moving the system prompt or
+the tools to the last message) therefore never reaches the log; `template_probe` finds such templates and
+names what differs.  The system prompt and the tools are written once, with the opening.
 
-If the model itself ended its reply with an end-of-turn token, the delta begins behind the one that the
-template would write there, otherwise with it.
+If the model ended its reply with an end-of-turn token, the delta starts after the one that the template
+would write there, otherwise with it.
 
-Messages tile the log.  Message k of a delta ends where leaving out the messages after it would first
-change the rendering; the end of the open reply therefore belongs to the first new message and the
-generation prompt to the last.  The rendering is tokenised as a whole, and a token on the border belongs
-to the later message.
+The spans of the messages tile the log.  Message k of a delta ends at the first character that leaving out
+the later messages would change; so the end of the open reply belongs to the first new message, and the
+generation prompt to the last.  The rendering is tokenised as a whole, and a token that crosses a border
+belongs to the later message.
 
-Templates are the operator's.  All constants of a template are `Traced`, all data is plain text.
+Templates are the operator's, and trusted.  All constants of a template are `TemplateText`, all data is
+plain text.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from pensieve.text.message import (
     plain_text,
 )
 from pensieve.text.sandbox import Sandbox
+from pensieve.text.template_text import TemplateText, written
 from pensieve.text.tokenizer import Encoded, Tokenizer
-from pensieve.text.traced import Traced, written
 
 REPLY = "\udfff"
-MARK = "\udffe"  # stands for content when a template is asked what it writes
+MARK = "\udffe"  # stands in for content when a template is tested
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
 FAILURES = (
     jinja2.TemplateError,
@@ -64,14 +65,14 @@ FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens to append to a log, and the part of each new message: the spans tile the tokens."""
+    """Tokens to append to a log, and the span of each new message in them; the spans tile the tokens."""
 
     token_ids: list[int]
     spans: tuple[tuple[int, int], ...]
 
 
 class ChatTemplate:
-    """Immutable; may be used from several threads."""
+    """A model's chat templates with its tokenizer.  Immutable; may be used from several threads."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if not tokenizer.templates:
@@ -82,10 +83,10 @@ class ChatTemplate:
         names: set[str] = set()
         for name, source in tokenizer.templates.items():
             try:
-                source.encode()  # REPLY and MARK are ours alone
+                source.encode()  # no template contains REPLY or MARK, which UTF-8 cannot express
                 self._templates[name] = sandbox.from_string(source)
                 names |= sandbox.options(source)
-            except Exception as error:  # jinja2's compiler lets Python's errors through
+            except Exception as error:  # jinja2's compiler raises Python's own errors too
                 problem = " ".join(str(error).split()) or type(error).__name__
                 raise ModelError(f"the chat template {name!r} is not valid: {problem}") from error
         self._strings = {name: written(text) for name, text in tokenizer.special_strings.items()}
@@ -123,7 +124,7 @@ class ChatTemplate:
         except InvalidArgument:
             if new[0]["role"] != "tool":
                 raise
-            past = _skeleton(new[0])  # some templates want to see the call that is answered
+            past = _skeleton(new[0])  # some templates need the tool call that is answered
             text = self._after_reply(past, new, setting)
         encoded = self.tokenizer.encode(text)
         borders = self._borders(text, past, new, setting)
@@ -131,13 +132,13 @@ class ChatTemplate:
 
     def render(
         self, messages: Sequence[Message], setting: Setting, *, reply_follows: bool = True
-    ) -> Traced:
+    ) -> TemplateText:
         """A whole conversation as the template would write it, for comparison only."""
         new = self._checked(messages, setting, self._refused_first)
         return self._render(new, setting, reply_follows=reply_follows)
 
-    def continuation(self, messages: Sequence[Message], setting: Setting) -> Traced:
-        """The text of a delta after a reply that is still open."""
+    def continuation(self, messages: Sequence[Message], setting: Setting) -> TemplateText:
+        """The text of a delta after a reply that has no end-of-turn token yet."""
         new = self._checked(messages, setting, self._refused_later)
         return self._after_reply(_skeleton(None), new, setting)
 
@@ -169,7 +170,7 @@ class ChatTemplate:
 
     def _render(
         self, messages: list[dict[str, Any]], setting: Setting, *, reply_follows: bool
-    ) -> Traced:
+    ) -> TemplateText:
         template = self._templates.get("tool_use") if setting.tools else None
         if template is None:
             template = self._templates.get("default") or next(iter(self._templates.values()))
@@ -188,7 +189,7 @@ class ChatTemplate:
         except FAILURES as error:
             reason = " ".join(str(error).split())[:300]
             raise InvalidArgument("messages", f"the chat template refuses: {reason}") from error
-        assert isinstance(text, Traced)
+        assert isinstance(text, TemplateText)
         self.tokenizer.check_text(text, "content")
         return text
 
@@ -199,7 +200,7 @@ class ChatTemplate:
         setting: Setting,
         *,
         reply_follows: bool = True,
-    ) -> Traced:
+    ) -> TemplateText:
         if self._tools_move:
             setting = Setting((), setting.options, setting.now)
         text = self._render(past + new, setting, reply_follows=reply_follows)
@@ -209,14 +210,14 @@ class ChatTemplate:
                 "messages", "the chat template does not write the reply before them"
             )
         rest = text[at + 1 :]
-        if new and "tool_calls" in past[-1]:  # the call itself was sampled
+        if new and "tool_calls" in past[-1]:  # the model has sampled the call itself
             call = self._after_reply(past, [], setting, reply_follows=False)
             rest = rest[common_prefix(rest, call[: len(call) - len(self.closing)]) :]
         return rest
 
     def _borders(
         self,
-        text: Traced,
+        text: TemplateText,
         past: list[dict[str, Any]],
         new: list[dict[str, Any]],
         setting: Setting,
@@ -230,13 +231,13 @@ class ChatTemplate:
                 else:
                     alone = self._render(new[:count], setting, reply_follows=False)
                 border = _end_of_last(new[count - 1], alone, text)
-            except InvalidArgument:  # no conversation by itself: it goes to the next message
+            except InvalidArgument:  # the template refuses a conversation that ends here
                 border = 0
             borders.append(border)
         return [*borders, len(text)]
 
     def _closed(self, ids: list[int], last_token_id: int | None) -> int:
-        """How many tokens of a delta the reply has already said itself."""
+        """How many of a delta's first tokens the model has sampled already, as its end of the turn."""
         if last_token_id not in self.end_of_turn_ids:
             return 0
         for index, token_id in enumerate(ids):
@@ -246,22 +247,22 @@ class ChatTemplate:
                 break
         return 0
 
-    # -- what a template is asked when it is loaded --
+    # -- what a template can do, tested when it is loaded --
 
     def _refusals(self, past: list[dict[str, Any]]) -> dict[str, str]:
-        """The roles whose messages the template cannot write behind `past`, and why."""
+        """The roles whose messages the template cannot write after `past`, and why."""
         refusals = {}
         user = {"role": _ROLE["user"], "content": "."}
         for role in ROLES:
-            asked = {"role": _ROLE[role], "content": MARK}
-            messages = [*past, asked, user]
+            tested = {"role": _ROLE[role], "content": MARK}
+            messages = [*past, tested, user]
             if role == "user":
-                messages = [*past, asked]
+                messages = [*past, tested]
             elif role == "assistant":
-                messages = [*past, user, asked, user]
+                messages = [*past, user, tested, user]
             elif role == "tool":
-                asked |= {"tool_call_id": "call00000", "name": "f"}
-                messages = [*_skeleton(asked), asked]
+                tested |= {"tool_call_id": "call00000", "name": "f"}
+                messages = [*_skeleton(tested), tested]
             try:
                 text = self._render(messages, Setting(), reply_follows=True)
             except InvalidArgument as error:
@@ -273,7 +274,7 @@ class ChatTemplate:
         return refusals
 
     def _where_tools_go(self) -> tuple[bool, bool]:
-        """(whether they are written at all, whether they are written anew with each message)"""
+        """Whether the template writes tools at all, and whether it writes them again with each message."""
         self._tools_move = False
         function = {
             "name": "f",
@@ -292,11 +293,11 @@ class ChatTemplate:
             differences.append(given[given.find(REPLY) + 1 :] != without[without.find(REPLY) + 1 :])
         return differences[0], differences[1]
 
-    def _find_closing(self) -> Traced:
-        """What the template writes behind a last reply."""
+    def _find_closing(self) -> TemplateText:
+        """What the template writes after a last reply."""
         try:
             return self._after_reply(_skeleton(None), [], Setting(), reply_follows=False)
-        except InvalidArgument:  # it insists on a user's message at the end
+        except InvalidArgument:  # the template needs a user's message at the end
             return written("")
 
 
@@ -305,8 +306,8 @@ def _delta(encoded: Encoded, borders: list[int], skipped: int) -> Delta:
     for border in borders[:-1]:
         edge = bisect_left(encoded.starts, border)
         if border < borders[-1] and encoded.starts[edge : edge + 1] != [border]:
-            edge -= 1  # the border lies in the token before
-        edges.append(max(edge - skipped, edges[-1]))  # in order, whatever the template does
+            edge -= 1  # the token before crosses the border
+        edges.append(max(edge - skipped, edges[-1]))  # never falling, whatever the template does
     edges.append(len(encoded.ids) - skipped)
     return Delta(encoded.ids[skipped:], tuple(pairwise(edges)))
 
@@ -314,22 +315,22 @@ def _delta(encoded: Encoded, borders: list[int], skipped: int) -> Delta:
 def _end_of_last(message: Mapping[str, Any], alone: str, text: str) -> int:
     """Where `message`, the last of `alone`, ends in `text`, in which more messages follow.
 
-    Usually where the two part.  Some templates write a last message differently (with a think part);
-    then what counts is how far they agree behind the message's content.
+    Usually at the first difference.  Some templates write a last message differently (with a think part);
+    then at the first difference after the message's content.
     """
-    parting = common_prefix(alone, text)
+    first_difference = common_prefix(alone, text)
     content = (message["content"] or "").strip()
-    if parting == len(alone) or not content:
-        return parting
-    here, there = alone.rfind(content), text.find(content, parting)
-    if here < parting or there < 0:
-        return parting
+    if first_difference == len(alone) or not content:
+        return first_difference
+    here, there = alone.rfind(content), text.find(content, first_difference)
+    if here < first_difference or there < 0:
+        return first_difference
     here, there = here + len(content), there + len(content)
     return there + common_prefix(alone[here:], text[there:])
 
 
 def common_prefix(a: str, b: str) -> int:
-    """Its length; by halving, because comparing slices is fast."""
+    """The length of the common prefix, by binary search, because comparing slices is fast."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -340,12 +341,12 @@ def common_prefix(a: str, b: str) -> int:
     return low
 
 
-# The template may compose a control token of a role ("<|" + role + "|>"), so roles count as written.
+# A template may join a role to a control token ("<|" + role + "|>"), so roles are marked as its own text.
 _ROLE = {role: written(role) for role in ROLES}
 
 
 def _skeleton(answer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """An exchange that stands for any past; if `answer` is a tool's, the reply calls that tool."""
+    """The exchange that stands in for all earlier turns; if `answer` is a tool's, the reply calls it."""
     reply: dict[str, Any] = {"role": _ROLE["assistant"], "content": REPLY}
     if answer is not None:
         call = ToolCall(answer.get("name", "f"), {}, answer.get("tool_call_id"))

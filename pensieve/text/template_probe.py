@@ -1,9 +1,9 @@
-"""What a chat template does to earlier turns, found out by letting it tell stories.
+"""Finds what a chat template does to earlier turns, by rendering short dialogues in two ways.
 
-Pensieve's log keeps what was said.  A template that renders a conversation anew may disagree: it may drop
-the thinking of earlier replies, or move the system prompt to the last message.  `probe` plays short stories
-both ways, once by appending deltas and once by rendering the whole, and says where they differ.  Such a
-difference is no error; it is logged when a model is loaded.
+Pensieve only appends to a log.  A template that renders the whole conversation again may change its
+earlier turns: drop the thinking of replies, or move the system prompt to the last message.  `probe` makes
+each dialogue into tokens twice, by appending deltas and by one rendering, and reports where they differ.
+Such a difference is no error; it is logged when a model is loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import accumulate
 from pensieve.errors import InvalidArgument
 from pensieve.text.message import Message, Setting, ToolCall
 from pensieve.text.template import ChatTemplate, common_prefix
-from pensieve.text.traced import Traced, written
+from pensieve.text.template_text import TemplateText, written
 
 SYSTEM, THOUGHT, TOOL, REPLY = "Be brief.", "I should say yes.", "get_weather", "Yes."
 PARTS = {
@@ -28,15 +28,19 @@ CALL_ID = "call00000"  # nine letters and digits, which Mistral's templates insi
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    append_only: bool  # every story reads the same both ways
-    same_tokens: bool  # ... and where it does, it has the same token ids
+    """What `probe` found."""
+
+    append_only: bool  # every dialogue has the same text in both ways
+    same_tokens: bool  # ... and those that do have the same token ids
     differences: tuple[str, ...]  # sentences for the log
-    refusals: tuple[str, ...]  # stories that the template does not tell, and why
-    lost_controls: tuple[str, ...]  # stories in which control tokens came out as text
+    refusals: tuple[str, ...]  # dialogues that the template cannot render, and why
+    lost_controls: tuple[str, ...]  # dialogues in which control tokens became text
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class Dialogue:
+    """A short conversation to render."""
+
     name: str
     turns: tuple[tuple[tuple[Message, ...], Message], ...]  # (new messages, the reply to them)
     end: Message
@@ -44,27 +48,28 @@ class Story:
 
 
 def probe(template: ChatTemplate) -> TemplateReport:
+    """Render each dialogue in both ways and compare."""
     differences: list[str] = []
     refusals: list[str] = []
     lost_controls: list[str] = []
     same_tokens = True
-    for story in _stories(template):
+    for dialogue in _dialogues(template):
         try:
-            appended, whole, same, lost = _tell(template, story)
+            appended, whole, same, lost = _render_both(template, dialogue)
         except InvalidArgument as error:
-            refusals.append(f"{story.name}: {error.problem}")
+            refusals.append(f"{dialogue.name}: {error.problem}")
             continue
         if lost:
-            lost_controls.append(story.name)
+            lost_controls.append(dialogue.name)
         if appended != whole:
-            differences += _name_differences(story, appended, whole)
+            differences += _name_differences(dialogue, appended, whole)
         else:
             same_tokens &= same
     unique = tuple(dict.fromkeys(differences))
     return TemplateReport(not unique, same_tokens, unique, tuple(refusals), tuple(lost_controls))
 
 
-def _stories(template: ChatTemplate) -> list[Story]:
+def _dialogues(template: ChatTemplate) -> list[Dialogue]:
     hello, more, bye = (Message("user", text) for text in ("Hello there.", "And now?", "Good bye."))
     yes = Message("assistant", REPLY)
     thoughtful = Message("assistant", REPLY, thinking=THOUGHT)
@@ -78,52 +83,51 @@ def _stories(template: ChatTemplate) -> list[Story]:
     tools = ({"type": "function", "function": function},)
     equipped = Setting(tools=tools if template.knows_tools else ())
     turns = (((hello,), yes), ((more,), yes))
-    stories = [
-        Story("conversations", turns, bye),
-        Story("a system prompt", (((Message("system", SYSTEM), hello), yes), turns[1]), bye),
-        Story("thinking", (((hello,), thoughtful), ((more,), thoughtful)), bye),
-        Story("tools", turns, bye, Setting(tools=tools)),
-        Story("tool calls", (((hello,), call), ((answer,), yes)), more, equipped),
+    dialogues = [
+        Dialogue("conversations", turns, bye),
+        Dialogue("a system prompt", (((Message("system", SYSTEM), hello), yes), turns[1]), bye),
+        Dialogue("thinking", (((hello,), thoughtful), ((more,), thoughtful)), bye),
+        Dialogue("tools", turns, bye, Setting(tools=tools)),
+        Dialogue("tool calls", (((hello,), call), ((answer,), yes)), more, equipped),
     ]
     if "enable_thinking" in template.options:
         quiet = Setting(options={"enable_thinking": False})
-        stories.append(Story("thinking switched off", turns, bye, quiet))
-    return stories
+        dialogues.append(Dialogue("thinking switched off", turns, bye, quiet))
+    return dialogues
 
 
-def _tell(template: ChatTemplate, story: Story) -> tuple[str, str, bool, bool]:
-    """The story as a log that was appended to, as one rendering, whether the ids are equal, and
-    whether a control token was lost: nobody in a story spells one, so every one that can be read in
-    the rendering was the template's."""
+def _render_both(template: ChatTemplate, dialogue: Dialogue) -> tuple[str, str, bool, bool]:
+    """The dialogue as a log of deltas, as one rendering, whether the ids are equal, and whether a control
+    token was lost: no message contains one, so all that appear in the rendering are the template's."""
     encode = template.tokenizer.encode
-    said: list[Message] = []
+    messages: list[Message] = []
     log, ids = "", []
-    for new, reply in (*story.turns, ((story.end,), None)):
-        if said:
-            text = template.continuation(new, story.setting)
-            ids += template.delta(new, None, story.setting).token_ids
+    for new, reply in (*dialogue.turns, ((dialogue.end,), None)):
+        if messages:
+            text = template.continuation(new, dialogue.setting)
+            ids += template.delta(new, None, dialogue.setting).token_ids
         else:
-            text = template.render(new, story.setting)
-            ids += template.opening(new, story.setting).token_ids
-        said += new
+            text = template.render(new, dialogue.setting)
+            ids += template.opening(new, dialogue.setting).token_ids
+        messages += new
         log += text
         if reply is not None:
-            sampled = _as_sampled(template, said, reply, story.setting)
+            sampled = _as_sampled(template, messages, reply, dialogue.setting)
             ids += encode(sampled).ids
             log += sampled
-            said.append(reply)
-    whole = template.render(said, story.setting)
+            messages.append(reply)
+    whole = template.render(messages, dialogue.setting)
     whole_ids = encode(whole, at_start=True).ids
     lost = whole_ids != encode(written(str.__str__(whole)), at_start=True).ids
     return log, whole, ids == whole_ids, lost
 
 
 def _as_sampled(
-    template: ChatTemplate, said: list[Message], reply: Message, setting: Setting
-) -> Traced:
-    """The reply as a model that follows its template would have said it, its end left open."""
-    invited = template.render(said, setting)
-    answered = template.render([*said, reply], setting, reply_follows=False)
+    template: ChatTemplate, messages: list[Message], reply: Message, setting: Setting
+) -> TemplateText:
+    """The reply as a model that follows its template would sample it, without its end-of-turn token."""
+    invited = template.render(messages, setting)
+    answered = template.render([*messages, reply], setting, reply_follows=False)
     answered = answered[: len(answered) - len(template.closing)]
     kept = common_prefix(invited, answered)
     if reply.tool_calls:
@@ -134,13 +138,13 @@ def _as_sampled(
     return written(thinking + reply.content)
 
 
-def _name_differences(story: Story, appended: str, whole: str) -> list[str]:
+def _name_differences(dialogue: Dialogue, appended: str, whole: str) -> list[str]:
     named = []
     for part, text in PARTS.items():
-        if _places(appended, text) != _places(whole, text):
+        if _occurrences(appended, text) != _occurrences(whole, text):
             more = whole.count(text) - appended.count(text)
             verb = "drops" if more < 0 else "adds" if more > 0 else "moves"
-            named.append(f"the template {verb} {part}; the log keeps what was said")
+            named.append(f"the template {verb} {part}; the log keeps the original")
     if named:
         return named
     at = next(
@@ -148,10 +152,10 @@ def _name_differences(story: Story, appended: str, whole: str) -> list[str]:
         min(len(appended), len(whole)),
     )
     kept, anew = appended[max(at - 12, 0) :][:40], whole[max(at - 12, 0) :][:40]
-    return [f"in {story.name} the template writes {anew!r} where the log keeps {kept!r}"]
+    return [f"in {dialogue.name} the template writes {anew!r} where the log keeps {kept!r}"]
 
 
-def _places(text: str, part: str) -> list[int]:
-    """For each occurrence, how many replies stand before it."""
-    befores = text.split(part)[:-1]
-    return list(accumulate(before.count(REPLY) for before in befores))
+def _occurrences(text: str, part: str) -> list[int]:
+    """For each occurrence of a part, the number of replies before it."""
+    texts_before = text.split(part)[:-1]
+    return list(accumulate(before.count(REPLY) for before in texts_before))

@@ -1,23 +1,23 @@
 """A tokenizer from a Hugging Face folder, in which text never becomes a control token.
 
-*Control tokens* are the added tokens of `tokenizer.json` that say more than white space, special or not
-("<|im_end|>", "<think>", "<tool_call>"), without the one that stands for unknown text.  The library is
-told to treat them all as special and to read them as ordinary text, so that
+*Control tokens* are the added tokens of `tokenizer.json` that are more than white space, special or not
+("<|im_end|>", "<think>", "<tool_call>"), without the one that stands for unknown text.  The library is set
+to treat all of them as special and not to recognise any, so that
 
-* `encode` finds control tokens itself, and only where the template wrote every character of one;
-* what lies between two of them is tokenised as one section, template's words and client's together.
-  Hence harmless text gets exactly the ids that tokenising the whole rendering would give; what a
-  client writes just cannot be *read* as a control token;
-* after each section the ids are looked at: a vocabulary whose words include its control tokens
-  (word level, unigram) could still yield one.  There the text is cut inside the offending word.
+* `encode` finds control tokens itself, and only where the template wrote all their characters;
+* the text between two of them is tokenised as one section, the template's part and the client's together.
+  So ordinary text gets exactly the ids that tokenising the whole rendering would give, and a client's text
+  is never recognised as a control token;
+* the ids of each section are checked: a vocabulary that has its control tokens among its words (word
+  level, unigram) could still yield one.  If it does, the text is cut inside that word.
 
-Most tokenizers treat the start of a text differently from what follows a control token (a space is put
-before it, or not).  A section that is not the start of a log is therefore encoded behind an *anchor*, an
-added token of our own whose id is taken off again; its name is drawn at random, so nobody can type it.
+Most tokenizers treat the start of a text differently from what follows a control token (they put a space
+before it, or do not).  A section that does not start a log is therefore encoded after an *anchor*, a token
+that this class adds and whose id it removes again; its name is random, so that no client can write it.
 
-Decoding: the text of a token is a fixed string of bytes, except that the first of a reply may lose a
-leading space.  `piece` finds and remembers it, so that decoding a reply is joining its pieces, at once
-(`decode`) or one by one (`Detokeniser`), with the same result.
+Decoding: each token has a fixed string of bytes, except that the first one of a reply may lose a leading
+space.  `piece` finds and caches these bytes, so decoding a reply is joining its pieces, all at once
+(`decode`) or one at a time (`Detokenizer`), with the same result.
 """
 
 from __future__ import annotations
@@ -35,21 +35,25 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from pensieve.errors import ContextFull, InvalidArgument, ModelError
-from pensieve.text.traced import written, written_mask
+from pensieve.text.template_text import written, written_mask
 
 
 class Encoded(NamedTuple):
+    """The tokens of a text."""
+
     ids: list[int]
-    starts: list[int]  # the character each token begins at
+    starts: list[int]  # the index of each token's first character
 
 
 class ControlToken(NamedTuple):
+    """What `tokenizer.json` says of a control token."""
+
     id: int
-    lstrip: bool  # takes the white space to its left with it
+    lstrip: bool  # it includes the white space to its left
     rstrip: bool
 
 
-LONG_CHARACTERS = 8_192
+LONG_CHARACTERS = 8_192  # from here on, other threads may run while the library tokenises
 
 
 class Tokenizer:
@@ -71,7 +75,7 @@ class Tokenizer:
         self._control = {
             token["content"]: ControlToken(token["id"], token["lstrip"], token["rstrip"])
             for token in added
-            if _says_something(token)
+            if _has_text(token)
         }
         self.control_ids = frozenset(
             token.id
@@ -88,7 +92,7 @@ class Tokenizer:
         self.eos_token_ids = frozenset(eos_token_ids)
         if any(not 0 <= token_id < self.vocab_size for token_id in self.eos_token_ids):
             raise ModelError(f"end-of-turn ids {sorted(self.eos_token_ids)} exceed the vocabulary")
-        self.tokens_max = sys.maxsize  # of one text: a longer one is ContextFull, and gone at once
+        self.tokens_max = sys.maxsize  # of one text; a longer one raises ContextFull
         self._anchor = f"\ufdd0{secrets.token_hex(16)}\ufdd0"  # between noncharacters
         self._tokenizer.add_tokens([tokenizers.AddedToken(self._anchor, normalized=False)])
         self._forbidden = self.control_ids | {self._tokenizer.token_to_id(self._anchor)}
@@ -105,7 +109,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """From tokenizer.json and what lies beside it; ModelError says what is missing or wrong."""
+        """From tokenizer.json and the files beside it; raises ModelError if one is missing or wrong."""
         definition_json = _read_text(folder / "tokenizer.json")
         config = _read_json(folder / "tokenizer_config.json")
         special_strings = _special_strings(
@@ -131,7 +135,7 @@ class Tokenizer:
     def encode(self, text: str, *, at_start: bool = False) -> Encoded:
         """Tokenise a rendering: control tokens where the template wrote them, text elsewhere.
 
-        `at_start`: the text begins a log; otherwise something stands before it.
+        `at_start`: the text begins a log; otherwise it follows other tokens.
         """
         encoded = Encoded([], [])
         position = 0
@@ -144,21 +148,21 @@ class Tokenizer:
         return encoded
 
     def encode_text(self, text: str) -> list[int]:
-        """A client's words, standing alone: control tokens never."""
+        """The ids of a client's text by itself, without control tokens."""
         return self.encode(str.__str__(text), at_start=True).ids
 
     def encode_literal(self, text: str) -> list[int]:
-        """The template's words: control tokens wherever they are spelled."""
+        """The ids of a template's text by itself, with the control tokens that it contains."""
         return self.encode(written(text), at_start=True).ids
 
     def check_text(self, text: str, field: str) -> None:
-        """Refuse what this tokenizer would lose."""
+        """Raises InvalidArgument for text that this tokenizer cannot keep; `field` is named in the error."""
         if "\0" in text and not self._keeps_nul:
             raise InvalidArgument(field, "this model's tokenizer does not keep NUL characters")
 
     def _written_controls(self, text: str) -> Iterator[tuple[int, int, int]]:
         """(start, stop, id) of each control token, leftmost first, the longest of several."""
-        position = 0  # white space before it has already been taken
+        position = 0  # the end of the control token before, with its white space
         for run in re.finditer(b"\x01+", written_mask(text)):
             for match in self._control_pattern.finditer(text, run.start(), run.end()):
                 token = self._control[match.group()]
@@ -176,7 +180,7 @@ class Tokenizer:
         anchor = "" if at_start else self._anchor
         if len(text) < LONG_CHARACTERS:
             result = self._tokenizer.encode(anchor + text, add_special_tokens=False)
-        else:  # this one lets other threads run meanwhile
+        else:  # only encode_batch releases Python's lock
             (result,) = self._tokenizer.encode_batch([anchor + text], add_special_tokens=False)
         if len(encoded.ids) + len(result) > self.tokens_max:
             raise ContextFull(len(encoded.ids) + len(result), self.tokens_max)
@@ -205,7 +209,7 @@ class Tokenizer:
         return b"".join(pieces).decode("utf-8", "replace")
 
     def is_silent(self, token_id: int) -> bool:
-        """It says nothing: a special token, or an id that only pads the model's vocabulary."""
+        """Whether a token has no text: a special one, or an id that only pads the model's vocabulary."""
         return token_id in self.special_ids or not 0 <= token_id < self.vocab_size
 
     def piece(self, token_id: int, *, first: bool) -> bytes:
@@ -228,28 +232,28 @@ class Tokenizer:
         return text[0 if first else len(self._reference) :].encode()
 
     def token_text(self, token_id: int) -> str:
-        """What one token reads like in the middle of a text, special or not, for logprobs."""
+        """The text of one token, special or not, in the middle of a text; for logprobs."""
         if not 0 <= token_id < self.vocab_size:
             return ""
         return self.piece(token_id, first=False).decode("utf-8", "replace")
 
     def token_id(self, text: str) -> int | None:
-        """The id of a control token."""
+        """The id of the control token with this text; None if there is none."""
         token = self._control.get(text)
         return token.id if token else None
 
     def fingerprint(self) -> str:
-        """SHA-256 of all that decides how messages become tokens."""
+        """A SHA-256 over everything that decides how messages become tokens."""
         return self._fingerprint
 
 
-def _says_something(added_token: dict[str, Any]) -> bool:
-    """Runs of white space are added tokens in some vocabularies; they control nothing."""
+def _has_text(added_token: dict[str, Any]) -> bool:
+    """Whether an added token is more than white space, as whole runs of spaces are in some vocabularies."""
     return bool(added_token["content"].replace("▁", " ").strip())
 
 
 def _unknown_token(model: dict[str, Any]) -> str | None:
-    """The token for text that the vocabulary lacks: client's text may well become it."""
+    """The token for text that the vocabulary lacks, which a client's text may become."""
     if model.get("unk_id") is not None:
         return str(model["vocab"][model["unk_id"]][0])
     unknown: str | None = model.get("unk_token")
@@ -264,9 +268,7 @@ def _vocab_size(definition: dict[str, Any]) -> int:
 
 
 def _library_tokenizer(definition: dict[str, Any], definition_json: str) -> tokenizers.Tokenizer:
-    added = [
-        token | {"special": _says_something(token)} for token in definition.get("added_tokens", [])
-    ]
+    added = [token | {"special": _has_text(token)} for token in definition.get("added_tokens", [])]
     changed = definition | {"added_tokens": added, "truncation": None, "padding": None}
     if changed != definition:
         definition_json = json.dumps(changed)
@@ -279,7 +281,7 @@ def _library_tokenizer(definition: dict[str, Any], definition_json: str) -> toke
 
 
 def _byte_reader(decoder: dict[str, Any] | None) -> Callable[[str], bytes | None]:
-    """How this decoder reads raw bytes off a token's name; None for tokens that it reads as text."""
+    """A function from a token's name to its raw bytes; it returns None for tokens that stand for text."""
     kinds = {part["type"] for part in _decoder_parts(decoder)}
     if "ByteLevel" in kinds:
         alphabet = _byte_level_alphabet()
@@ -304,7 +306,7 @@ def _decoder_parts(decoder: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Byte-level vocabularies name printable Latin-1 bytes by themselves, the rest from U+0100 on."""
+    """The byte of each character in a byte-level vocabulary: printable Latin-1, the rest from U+0100 on."""
     alphabet: dict[str, int] = {}
     for byte in range(256):
         if not (0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or byte >= 0xAE):

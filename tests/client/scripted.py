@@ -1,8 +1,8 @@
 """A small daemon that keeps its word, and breaks it on demand.
 
 It remembers conversations, revisions and request_ids as the real one does, and replies with the words
-of the message.  `mishaps` says what goes wrong with the next streams, one for each; what is not said
-goes well.  Its errors are put together by hand, so that the SDK is held against the wire and not
+of the message.  `mishaps` says what goes wrong with the next streams, one for each; a stream without a
+mishap goes well.  Its errors are put together by hand, so that the SDK is held against the wire and not
 against our own translation.
 """
 
@@ -74,7 +74,7 @@ class Mishap:
     refusal: Refusal | None = AWAY  # None: the stream just ends
     lost: bool = False  # the attempt is lost with it, and the next one says it in capitals
     stalls: bool = False  # nothing more until the turn is cancelled or the client leaves
-    words: tuple[str, ...] | None = None  # told instead
+    words: tuple[str, ...] | None = None  # sent instead
     on_stall: Callable[[], None] = lambda: None
 
 
@@ -84,7 +84,7 @@ class FakeTurn:
     request_id: str
     words: list[str]
     attempt: int = 1
-    num_told: int = 0  # of the words, to anybody: a cancel keeps them
+    num_sent: int = 0  # of the words, over any stream: a cancel keeps them
     interrupted: bool = False
     finish_reason: int = pb.FINISH_REASON_UNSPECIFIED
     cancelled: bool = False
@@ -200,23 +200,23 @@ class ScriptedServer(conversation_pb2_grpc.ConversationServiceServicer):
         )
         yield pb.SendMessageResponse(sequence=next(numbers), started=started)
         words = turn.words if mishap is None or mishap.words is None else mishap.words
-        said = []
+        sent = []
         for place, word in enumerate(words):
             if mishap is not None and place == mishap.after:
                 for _ in go_wrong(turn):
                     return
-            if turn.cancelled and place >= turn.num_told:
+            if turn.cancelled and place >= turn.num_sent:
                 break
-            turn.num_told = max(turn.num_told, place + 1)
+            turn.num_sent = max(turn.num_sent, place + 1)
             text = word.upper() if turn.attempt > 1 else word
-            said.append(text)
+            sent.append(text)
             delta = pb.TurnDelta(text=text + " ", token_ids=[len(word)], kind=pb.PART_KIND_TEXT)
             if request.sampling.logprobs:
                 delta.logprobs.add(logprob=-0.5).alternatives.add(token_id=7, logprob=-1.5)
             if self.odd:
                 delta.kind = 77  # type: ignore[assignment]
                 unknown = pb.SendMessageResponse(sequence=next(numbers))
-                unknown.MergeFromString(b"\xca\x3e\x02hi")  # field 1001, which nobody knows
+                unknown.MergeFromString(b"\xca\x3e\x02hi")  # field 1001, which no client knows
                 yield unknown
             yield pb.SendMessageResponse(sequence=next(numbers), delta=delta)
         if not context.is_active():
@@ -226,14 +226,14 @@ class ScriptedServer(conversation_pb2_grpc.ConversationServiceServicer):
             kept.running = None
             kept.conversation.revision += 1
             kept.say(pb.ROLE_USER, request.messages[0].content)
-            kept.say(pb.ROLE_ASSISTANT, " ".join(said))
-            turn.words = [word.lower() for word in said]
+            kept.say(pb.ROLE_ASSISTANT, " ".join(sent))
+            turn.words = [word.lower() for word in sent]
             turn.finish_reason = (
                 pb.FINISH_REASON_CANCELLED if turn.cancelled else pb.FINISH_REASON_STOP
             )
         completed = pb.TurnCompleted(
             finish_reason=99 if self.odd else turn.finish_reason,  # type: ignore[arg-type]
-            usage=pb.Usage(prompt_tokens=3, new_tokens=3, output_tokens=len(said)),
+            usage=pb.Usage(prompt_tokens=3, new_tokens=3, output_tokens=len(sent)),
             revision=kept.conversation.revision,
         )
         yield pb.SendMessageResponse(sequence=next(numbers), completed=completed)
@@ -252,7 +252,7 @@ class ScriptedServer(conversation_pb2_grpc.ConversationServiceServicer):
             if turn.interrupted:
                 turn.interrupted = False
                 turn.attempt += 1
-                turn.num_told = 0
+                turn.num_sent = 0
             return kept, turn, turn.finish_reason != pb.FINISH_REASON_UNSPECIFIED
         revision = kept.conversation.revision
         if request.HasField("expected_revision") and request.expected_revision != revision:

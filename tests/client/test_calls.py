@@ -1,4 +1,4 @@
-"""Every other method: what is sent, what comes back, what is asked again, and errors on their way home."""
+"""Every other method: what is sent, what comes back, what is retried, and how errors arrive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 import pensieve.client
 from pensieve import errors
 from pensieve.client import Client, Conversation, Retry
-from pensieve.client.failures import Deadline, error_of
+from pensieve.client.grpc_errors import error_of
+from pensieve.client.retry import Deadline
 from pensieve.v1 import status_pb2
 from tests.client.scripted import AWAY, Mishap, Refusal, ScriptedServer
 
@@ -80,7 +81,7 @@ def test_every_page_is_read(client: Client, server: ScriptedServer) -> None:
     assert {message.token_ids for message in talk.messages()} == {()}
 
 
-def test_only_what_changes_nothing_is_asked_again(client: Client, server: ScriptedServer) -> None:
+def test_only_what_changes_nothing_is_retried(client: Client, server: ScriptedServer) -> None:
     talk = client.conversation("c")
     talk.ask("a b")
     again: dict[str, Act] = {
@@ -124,8 +125,8 @@ def test_health_is_yes_or_no(server: ScriptedServer, client: Client) -> None:
     assert client.healthy() is False
     server.refusals.append(Refusal("DEADLINE_EXCEEDED"))
     assert client.healthy() is False
-    with Client("127.0.0.1:1") as nobody:
-        assert nobody.healthy() is False
+    with Client("127.0.0.1:1") as other:
+        assert other.healthy() is False
 
 
 def test_the_token_goes_with_every_call_and_into_no_error(server: ScriptedServer) -> None:
@@ -139,8 +140,8 @@ def test_the_token_goes_with_every_call_and_into_no_error(server: ScriptedServer
     with pytest.raises(errors.InvalidArgument, match="token") as odd:
         Client(server.address, token="schlüssel")
     assert "schl" not in str(odd.value)
-    with Client(server.address) as nobody:
-        nobody.conversation("c").get()
+    with Client(server.address) as other:
+        other.conversation("c").get()
     assert "authorization" not in server.calls[-1][2]
 
 
@@ -298,7 +299,10 @@ def test_every_reason_of_the_tree_comes_home() -> None:
                 yield from tree(each)
 
     for kind in tree(errors.PensieveError):
-        if kind in (errors.TurnFailed, errors.ServerFault):  # told apart by what is not in the tree
+        if kind in (
+            errors.TurnFailed,
+            errors.ServerFault,
+        ):  # distinguished by reasons that are not in the tree
             continue
         refusal = Refusal(kind.grpc_status, kind.reason)
         code = getattr(grpc.StatusCode, kind.grpc_status)
@@ -339,7 +343,7 @@ def test_another_domain_has_its_own_reasons() -> None:
         ("RESOURCE_EXHAUSTED", "too many", errors.QueueFull),
     ],
 )
-def test_what_the_way_did_is_told_apart_from_what_the_server_said(
+def test_an_error_of_the_connection_is_distinguished_from_one_of_the_server(
     code: str, text: str, kind: type[errors.PensieveError]
 ) -> None:
     assert type(error_of(getattr(grpc.StatusCode, code), text, ())) is kind
@@ -388,10 +392,10 @@ def test_importing_it_loads_nothing_heavy() -> None:
         "ours = {name.split('.')[1] for name in sys.modules if name.startswith('pensieve.')}\n"
         f"print(sorted(heavy & set(sys.modules)), sorted(ours - {allowed}))"
     )
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True
     )
-    assert told.stdout == "[] []\n"
+    assert printed.stdout == "[] []\n"
 
 
 def test_a_client_that_is_shared_reads_pages_for_each_thread(

@@ -38,8 +38,8 @@ def test_a_conversation_is_its_id(client: Client) -> None:
     assert len(turn.reply.token_ids) == turn.reply.usage.output_tokens == 12
     reply = client.conversation("trip-42").ask("Why there?")
     assert reply.usage.device_tokens > 12
-    said = [(message.role, message.text) for message in trip.messages()]
-    assert said == [
+    messages = [(message.role, message.text) for message in trip.messages()]
+    assert messages == [
         ("user", "Where shall we go?"),
         ("assistant", turn.reply.text),
         ("user", "Why there?"),
@@ -141,8 +141,8 @@ def test_a_turn_survives_the_death_of_the_engine(tmp_path: Path) -> None:
         assert len(restarts) == 1
         shown = events[restarts[0] + 1 :]
         assert sum(len(each.token_ids) for each in shown if isinstance(each, Delta)) == 150
-        said = [m.text for m in talk.messages()]
-        assert said == ["hello", "".join(map(str, shown))]
+        messages = [m.text for m in talk.messages()]
+        assert messages == ["hello", "".join(map(str, shown))]
 
 
 def test_a_turn_survives_kill_9_of_the_daemon(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_turn_survives_kill_9_of_the_daemon(tmp_path: Path) -> None:
     assert process.stop() == 0
 
 
-def test_nobody_at_the_address_is_unavailable_after_the_retries() -> None:
+def test_an_address_without_a_server_is_unavailable_after_the_retries() -> None:
     slept: list[float] = []
     client = Client("127.0.0.1:1", retry=Retry(retries=2), sleep=slept.append)
     with client, pytest.raises(errors.Unavailable):
@@ -194,7 +194,7 @@ def test_threads_may_share_a_client(client: Client) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(replies.values())) == 1  # the same was said, so the same was replied
+    assert len(set(replies.values())) == 1  # the same messages have the same replies
     assert len(replies) == 12
     assert client.healthy()
 

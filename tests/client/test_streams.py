@@ -1,4 +1,4 @@
-"""A turn over connections that fail: said once, shown once, ended when it is told to."""
+"""A turn over connections that fail: added once, shown once, cancelled once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from pensieve import errors
 from pensieve.client import Client, Delta, Restarted, Retry
-from pensieve.client.turns import TurnProgress
+from pensieve.client.turn_progress import TurnProgress
 from pensieve.v1 import conversation_pb2 as pb
 from tests.client.scripted import Mishap, Refusal, ScriptedServer
 
@@ -86,13 +86,13 @@ def test_a_turn_that_was_lost_begins_again_and_says_so(
     assert talk.ask("d e f").text == "D E F "
 
 
-def test_a_turn_that_finished_while_nobody_heard_is_told_from_the_history(
+def test_a_turn_that_finished_without_a_reader_is_replayed_from_the_history(
     client: Client, server: ScriptedServer
 ) -> None:
     talk = client.conversation("c")
-    said = talk.ask("a b c", request_id="r")
+    first = talk.ask("a b c", request_id="r")
     again = talk.ask("a b c", request_id="r")
-    assert (again.text, again.replayed, said.replayed) == (said.text, True, False)
+    assert (again.text, again.replayed, first.replayed) == (first.text, True, False)
     assert [each.text for each in talk.messages()] == ["a b c", "a b c"]
 
 
@@ -110,30 +110,30 @@ def test_whatever_cuts_the_connection_the_turn_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "problem"),
     [(("a", "x", "c"), "another"), (("a", "bb", "c"), "another"), (("a",), "shorter")],
 )
 def test_a_reply_that_is_not_the_one_begun_is_a_fault(
-    client: Client, server: ScriptedServer, words: tuple[str, ...], told: str
+    client: Client, server: ScriptedServer, words: tuple[str, ...], problem: str
 ) -> None:
     server.mishaps.extend([Mishap(after=2), Mishap(after=99, words=words)])
     turn = client.conversation("c").send("a b c")
-    with pytest.raises(errors.ServerFault, match=told):
+    with pytest.raises(errors.ServerFault, match=problem):
         list(turn)
-    with pytest.raises(errors.ServerFault, match=told):  # and stays one
+    with pytest.raises(errors.ServerFault, match=problem):  # and stays one
         _ = turn.reply
 
 
 def test_the_same_text_of_other_tokens_is_a_fault_too() -> None:
-    def said(*token_ids: int) -> pb.SendMessageResponse:
+    def delta(*token_ids: int) -> pb.SendMessageResponse:
         return pb.SendMessageResponse(delta=pb.TurnDelta(text="ab", token_ids=token_ids))
 
     started = pb.SendMessageResponse(started=pb.TurnStarted(turn_id="1", attempt=1))
     progress = TurnProgress()
-    for response in (started, said(1, 2), started):
+    for response in (started, delta(1, 2), started):
         progress.take(response)
     with pytest.raises(errors.ServerFault, match="another"):
-        progress.take(said(1, 3))
+        progress.take(delta(1, 3))
 
 
 # -- how often, and how long --
@@ -150,7 +150,7 @@ def test_the_pauses_grow_and_end(
     assert len(server.calls) == 4
     with pytest.raises(errors.Unavailable, match="because"):
         _ = turn.reply
-    assert len(server.calls) == 4  # a failure is told again, not tried again
+    assert len(server.calls) == 4  # the failure is raised again, not retried
 
 
 def test_the_server_says_how_long_to_wait(
@@ -162,7 +162,7 @@ def test_the_server_says_how_long_to_wait(
     assert slept == [5.5, 5.5]
 
 
-def test_a_full_queue_that_does_not_say_when_is_not_asked_again(
+def test_a_full_queue_that_does_not_say_when_is_not_retried(
     client: Client, server: ScriptedServer, slept: list[float]
 ) -> None:
     server.mishaps.append(Mishap(refusal=Refusal("RESOURCE_EXHAUSTED", "QUEUE_FULL")))
@@ -171,7 +171,7 @@ def test_a_full_queue_that_does_not_say_when_is_not_asked_again(
     assert (slept, len(server.calls)) == ([], 1)
 
 
-def test_nobody_waits_beyond_the_timeout(
+def test_no_pause_goes_beyond_the_timeout(
     client: Client, server: ScriptedServer, slept: list[float]
 ) -> None:
     server.mishaps.append(Mishap(refusal=Refusal("UNAVAILABLE", "UNAVAILABLE", retry_seconds=60)))
@@ -219,7 +219,7 @@ def test_a_timeout_is_a_time(client: Client, timeout: float) -> None:
 # -- ends --
 
 
-def test_cancelling_keeps_what_was_said(client: Client, server: ScriptedServer) -> None:
+def test_cancelling_keeps_what_was_generated(client: Client, server: ScriptedServer) -> None:
     server.mishaps.append(Mishap(after=2, stalls=True))
     talk = client.conversation("c")
     turn = talk.send("a b c")

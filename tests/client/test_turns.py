@@ -10,8 +10,9 @@ import pytest
 
 from pensieve import errors
 from pensieve.client import Delta, Restarted, Retry
-from pensieve.client.failures import error_of
-from pensieve.client.turns import TurnProgress, request_of, sampling_of
+from pensieve.client.grpc_errors import error_of
+from pensieve.client.requests import sampling_of, send_request
+from pensieve.client.turn_progress import TurnProgress
 from pensieve.service.grpc import translate
 from pensieve.v1 import conversation_pb2 as pb
 
@@ -146,13 +147,17 @@ def test_only_what_may_pass_is_tried_again_and_not_for_ever() -> None:
 
 
 def test_a_request_says_what_was_given_and_no_more() -> None:
-    request = request_of(
+    request = send_request(
         "c",
         [{"content": "hi"}, {"role": "tool", "content": "18 °C", "tool_call_id": "x"}],
-        request_id="r",
-        expected_revision=0,
-        create_if_missing=True,
-        sampling={"temperature": 0, "stop": "END", "logit_bias": {5: -1}, "top_p": None},
+        {
+            "request_id": "r",
+            "expected_revision": 0,
+            "temperature": 0,
+            "stop": "END",
+            "logit_bias": {5: -1},
+            "top_p": None,
+        },
     )
     assert [message.role for message in request.messages] == [pb.ROLE_USER, pb.ROLE_TOOL]
     assert request.HasField("expected_revision")
@@ -177,23 +182,20 @@ def test_a_wrong_field_is_named(given: dict[str, object], field: str) -> None:
     assert error.value.field == field
 
 
-@pytest.mark.parametrize("said", ["half \ud83d", [{"role": "user", "content": "\udc00"}]])
-def test_text_that_utf8_cannot_carry_is_refused_before_it_is_sent(said: object) -> None:
+@pytest.mark.parametrize("message", ["half \ud83d", [{"role": "user", "content": "\udc00"}]])
+def test_text_that_utf8_cannot_carry_is_refused_before_it_is_sent(message: object) -> None:
     with pytest.raises(errors.InvalidArgument, match="surrogate"):
-        request_of(
+        send_request(
             "c",
-            said,  # type: ignore[arg-type]
-            request_id=None,
-            expected_revision=None,
-            create_if_missing=True,
-            sampling={},
+            message,  # type: ignore[arg-type]
+            {},
         )
 
 
 def test_importing_the_sdk_loads_neither_torch_nor_the_server() -> None:
     heavy = "{'torch', 'transformers', 'numpy', 'sqlite3', 'tokenizers', 'pensieve.service'}"
     program = f"import sys, pensieve.client; print(sorted({heavy} & set(sys.modules)))"
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert told.stdout == "[]\n"
+    assert printed.stdout == "[]\n"

@@ -30,7 +30,7 @@ from pensieve.errors import (
 )
 from pensieve.service.daemon import Daemon
 from pensieve.service.live_turn import Ask, LiveTurn
-from pensieve.store import rows
+from pensieve.store import conversation_rows, message_rows
 from pensieve.text import Message
 from tests.fakes import ends_turn, extend_prefix, next_token
 from tests.faults.histories import Deed, Histories, Seen
@@ -403,11 +403,11 @@ class People:
 
     def _look(self, looking: Any, name: str, live: Callable[[int], bool] | None) -> Seen | None:
         try:
-            number, conversation = rows.require_conversation(looking, name, "")
+            number, conversation = conversation_rows.require_conversation(looking, name, "")
         except NotFound:
             self.histories.seen(name, None, live)
             return None
-        messages = rows.read_messages(
+        messages = message_rows.read_messages(
             looking, number, conversation, 0, conversation.num_messages, True
         )
         exchanges = []

@@ -21,8 +21,8 @@ from pensieve.errors import PensieveError
 from pensieve.service import prefixes
 from pensieve.service.conversations import Conversations
 from pensieve.service.daemon import Daemon
-from pensieve.store import conversation_store, rows, turn_rows
-from pensieve.store.live_turns import LiveTurns
+from pensieve.store import conversation_store, message_rows, turn_rows
+from pensieve.store.running_rows import RunningRows
 from tests.faults.disk import shelf
 from tests.faults.world import run
 
@@ -113,7 +113,7 @@ def keep_what_lies_behind_the_history(
 
 
 def look_closer_when_it_is_too_late(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LiveTurns, "is_dead", lambda self, turn_id: False)
+    patch.setattr(RunningRows, "is_dead", lambda self, turn_id: False)
 
 
 FAULTS: dict[str, Plant] = {
@@ -125,9 +125,9 @@ FAULTS: dict[str, Plant] = {
     ),
     "running turns go on waiting for a dead engine": around(Daemon, "_on_down", never),
     "an event is lost when many come at once": around(channel, "events_of", lose_the_last_event),
-    "an end is applied twice": around(rows, "append_history", apply_twice),
+    "an end is applied twice": around(message_rows, "append_history", apply_twice),
     "a cancelled turn goes on": around(Conversations, "deliver", go_on_after_a_cancel),
-    "a fork takes what came later": around(conversation_store, "_links_until", fork_everything),
+    "a fork takes what came later": around(message_rows, "require_links", fork_everything),
     "the engine keeps what was deleted": around(Conversations, "_tell", forget_to_tell_the_engine),
     "a prefix is shared further than the words agree": around(
         prefixes, "common", as_far_as_it_goes

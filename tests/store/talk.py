@@ -28,9 +28,9 @@ def begin(store: ConversationStore, name: str, request_id: str, text: str, *ids:
 
 
 def say(
-    store: ConversationStore, name: str, request_id: str, asked: NewMessage, answer: NewMessage
+    store: ConversationStore, name: str, request_id: str, question: NewMessage, answer: NewMessage
 ) -> int:
     """One whole turn; returns its revision."""
-    begun = store.begin_turn(name, TurnRequest(request_id, [asked]))
+    begun = store.begin_turn(name, TurnRequest(request_id, [question]))
     assert begun.must_run
     return store.finish_turn(begun.turn.turn_id, answer, "stop", {"output_tokens": 2})

@@ -1,4 +1,4 @@
-"""Conversations: made, listed, forked, rewound, told under another fingerprint."""
+"""Conversations: made, listed, forked, rewound, given the tokens of another fingerprint."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_messages_tile_the_log_and_name_their_revision(store: ConversationStore)
     ]
 
 
-def test_messages_come_in_pages_without_ids_unless_asked(store: ConversationStore) -> None:
+def test_messages_come_in_pages_without_ids_by_default(store: ConversationStore) -> None:
     two_turns(store)
     assert [(m.index, m.token_ids) for m in store.messages("tea", 1, 2)] == [(1, None), (2, None)]
     assert [m.index for m in store.messages("tea", 4, 2**63)] == [4]
@@ -252,8 +252,8 @@ def test_while_a_turn_runs_a_fork_is_allowed_and_nothing_else(store: Conversatio
 
 def test_a_replaced_log_keeps_text_and_revisions(store: ConversationStore) -> None:
     two_turns(store)
-    told = store.replace_log("tea", "fingerprint 2", [[9], [8, 7], [], [6], [5, 4, 3]])
-    assert (told.fingerprint, told.revision, told.num_tokens) == ("fingerprint 2", 2, 7)
+    replaced = store.replace_log("tea", "fingerprint 2", [[9], [8, 7], [], [6], [5, 4, 3]])
+    assert (replaced.fingerprint, replaced.revision, replaced.num_tokens) == ("fingerprint 2", 2, 7)
     assert list(store.log("tea")) == [9, 8, 7, 6, 5, 4, 3]
     assert [
         (m.content, m.revision, m.first_token, m.finish_reason) for m in store.messages("tea")
@@ -268,7 +268,7 @@ def test_a_replaced_log_keeps_text_and_revisions(store: ConversationStore) -> No
     assert store.rewind_conversation("tea", 1) == (3, 3)
 
 
-def test_a_fork_keeps_its_tokens_when_the_source_is_told_anew(store: ConversationStore) -> None:
+def test_a_fork_keeps_its_tokens_when_the_source_gets_others(store: ConversationStore) -> None:
     two_turns(store)
     store.fork_conversation("tea", 1, "cup")
     store.replace_log("tea", "fingerprint 2", [[9], [8], [7], [6], [5]])
@@ -314,7 +314,9 @@ def test_another_text_under_a_prefix_is_refused(store: ConversationStore) -> Non
     store.create_conversation(NewConversation("b", "f", [loud], prefix_id="bot", tenant="x"))
 
 
-def test_a_prefix_told_anew_is_not_shared_with_the_old_tokens(store: ConversationStore) -> None:
+def test_a_prefix_with_new_tokens_is_not_shared_with_the_old_tokens(
+    store: ConversationStore,
+) -> None:
     store.create_conversation(NewConversation("a", "f1", [SYSTEM], prefix_id="bot"))
     again = NewMessage("system", "Be brief.", (3,))
     store.create_conversation(NewConversation("b", "f2", [again], prefix_id="bot"))

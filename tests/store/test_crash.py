@@ -46,11 +46,11 @@ number = 0
 while True:
     name = names[number % 4]
     request_id = f"r{number}"
-    turn_id = begin(store, name, request_id, f"asked {number}", number, number)
+    turn_id = begin(store, name, request_id, f"question {number}", number, number)
     if number % 7 == 6:
         store.interrupt_turn(turn_id)
     else:
-        store.finish_turn(turn_id, reply(f"told {number}" * 300, *[number] * 50), "stop", {})
+        store.finish_turn(turn_id, reply(f"answer {number}" * 300, *[number] * 50), "stop", {})
         tell(name, request_id, number)
     if number % 5 == 4:
         store.fork_conversation(name, store.get_conversation(name).revision, fork)
@@ -78,7 +78,7 @@ def one_life(
     while (line := nursery.stdout.readline()) != "gone\n":
         lines.append(line)
     turns = [line.split() for line in lines if line != "ready\n"]
-    return [(name, request_id, int(said)) for name, request_id, said in turns]
+    return [(name, request_id, int(number)) for name, request_id, number in turns]
 
 
 def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -> None:
@@ -108,7 +108,10 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
             prompt, reply = store.turn_messages(turn.turn_id)
             assert [list(message.token_ids) for message in prompt] == [[number, number]]
             assert isinstance(reply, NewMessage)
-            assert (reply.content, list(reply.token_ids)) == (f"told {number}" * 300, [number] * 50)
+            assert (reply.content, list(reply.token_ids)) == (
+                f"answer {number}" * 300,
+                [number] * 50,
+            )
         for name in {name for name, _, _ in acknowledged}:
             log = list(store.log(name))
             assert log[0] == 1

@@ -33,8 +33,8 @@ def test_nothing_of_a_deleted_conversation_is_on_the_disk(store: ConversationSto
             prefix_id="SECRET-prefix",
         )
     )
-    asked = NewMessage("user", "SECRET-hi", (70001, 70002), "SECRET-call", {"k": "SECRET-extra"})
-    request = TurnRequest("SECRET-request", [asked], {"stop": ["SECRET-stop"]})
+    question = NewMessage("user", "SECRET-hi", (70001, 70002), "SECRET-call", {"k": "SECRET-extra"})
+    request = TurnRequest("SECRET-request", [question], {"stop": ["SECRET-stop"]})
     turn = store.begin_turn("SECRET-name", request).turn
     store.finish_turn(turn.turn_id, reply("SECRET-hello", 70003), "stop", {})
     interrupted = begin(store, "SECRET-name", "SECRET-second", "SECRET-more", 70004)

@@ -254,10 +254,10 @@ def test_a_turn_whose_end_could_not_be_written_can_be_ended_again(
         assert store.finish_turn(turn_id, reply("ok", 70), "stop", {}) == 3
 
 
-def test_a_turn_whose_end_could_not_be_written_is_not_said_to_run(
+def test_a_turn_whose_end_could_not_be_written_is_not_shown_as_running(
     folder: Path, driver: Any
 ) -> None:
-    """Whoever is told that a turn runs does not write, and only a write would interrupt it."""
+    """A client that sees a running turn does not write, and only a write would interrupt it."""
     faults = FaultyDriver(driver, IO_ERROR, False, False)
     with opened(folder, "copy", faults) as store:
         turn_id = begun(store)

@@ -21,7 +21,7 @@ Said = tuple[str, int, tuple[int, ...]]  # text, revision, tokens
 
 
 @dataclass
-class Told:
+class Expected:
     """What a conversation should hold."""
 
     revision: int = 0
@@ -37,7 +37,7 @@ class Traffic:
         self.rng = random.Random(seed)
         self.open_store = open_store
         self.store = open_store(compact_bytes_min=2000)
-        self.told: dict[str, Told] = {}
+        self.expected: dict[str, Expected] = {}
         self.number = 0
 
     def step(self) -> None:
@@ -45,7 +45,7 @@ class Traffic:
         self.rng.choice([*acts, *[self.begin] * 4, *[self.end] * 4, self.restart])()
 
     def some(self) -> str | None:
-        return self.rng.choice(sorted(self.told)) if self.told else None
+        return self.rng.choice(sorted(self.expected)) if self.expected else None
 
     def fresh(self) -> str:
         self.number += 1
@@ -58,118 +58,125 @@ class Traffic:
     def create(self) -> None:
         name, head = self.fresh(), [self.draft("system")][: self.rng.randrange(2)]
         self.store.create_conversation(NewConversation(name, "f", head))
-        self.told[name] = Told(messages=[(m.content, 0, tuple(m.token_ids)) for m in head])
+        self.expected[name] = Expected(messages=[(m.content, 0, tuple(m.token_ids)) for m in head])
 
     def fork(self) -> None:
         if (source := self.some()) is None:
             return
-        told, name = self.told[source], self.fresh()
-        revision = self.rng.choice([0, told.revision, *[m[1] for m in told.messages]])
+        expected, name = self.expected[source], self.fresh()
+        revision = self.rng.choice([0, expected.revision, *[m[1] for m in expected.messages]])
         self.store.fork_conversation(source, revision, name)
-        self.told[name] = Told(revision, [m for m in told.messages if m[1] <= revision])
+        self.expected[name] = Expected(revision, [m for m in expected.messages if m[1] <= revision])
 
     def rewind(self) -> None:
         if (name := self.some()) is None:
             return
-        told = self.told[name]
-        revision = self.rng.choice([0, told.revision, *[m[1] for m in told.messages]])
-        if told.running is not None:
+        expected = self.expected[name]
+        revision = self.rng.choice([0, expected.revision, *[m[1] for m in expected.messages]])
+        if expected.running is not None:
             with pytest.raises(TurnRunning):
                 self.store.rewind_conversation(name, revision)
             return
-        told.messages = [m for m in told.messages if m[1] <= revision]
-        told.revision += 1
+        expected.messages = [m for m in expected.messages if m[1] <= revision]
+        expected.revision += 1
         rewound = self.store.rewind_conversation(name, revision)
-        assert rewound == (told.revision, sum(len(m[2]) for m in told.messages))
+        assert rewound == (expected.revision, sum(len(m[2]) for m in expected.messages))
 
     def delete(self) -> None:
         if (name := self.some()) is None:
             return
-        if self.told[name].running is not None:
+        if self.expected[name].running is not None:
             with pytest.raises(TurnRunning):
                 self.store.delete_conversation(name)
             return
-        del self.told[name]
+        del self.expected[name]
         self.store.delete_conversation(name)
         with pytest.raises(NotFound):
             self.store.log(name)
 
     def replace(self) -> None:
-        if (name := self.some()) is None or self.told[name].running is not None:
+        if (name := self.some()) is None or self.expected[name].running is not None:
             return
-        told = self.told[name]
-        ids = [tuple(self.draft("").token_ids) for _ in told.messages]
+        expected = self.expected[name]
+        ids = [tuple(self.draft("").token_ids) for _ in expected.messages]
         self.store.replace_log(name, self.fresh(), ids)
-        told.messages = [(m[0], m[1], new) for m, new in zip(told.messages, ids, strict=True)]
+        expected.messages = [
+            (m[0], m[1], new) for m, new in zip(expected.messages, ids, strict=True)
+        ]
 
     def begin(self) -> None:
         if (name := self.some()) is None:
             return
-        told = self.told[name]
+        expected = self.expected[name]
         messages = [self.draft("user") for _ in range(self.rng.choice([1, 1, 2]))]
-        request = TurnRequest(self.fresh(), messages, expected_revision=told.revision)
-        if told.running is not None:
+        request = TurnRequest(self.fresh(), messages, expected_revision=expected.revision)
+        if expected.running is not None:
             with pytest.raises(TurnRunning):
                 self.store.begin_turn(name, request)
             return
-        told.running = self.store.begin_turn(name, request).turn.turn_id
-        told.pending = [(m.content, tuple(m.token_ids)) for m in messages]
-        told.request_id = request.request_id
+        expected.running = self.store.begin_turn(name, request).turn.turn_id
+        expected.pending = [(m.content, tuple(m.token_ids)) for m in messages]
+        expected.request_id = request.request_id
 
     def end(self) -> None:
-        running = [name for name in sorted(self.told) if self.told[name].running is not None]
+        running = [
+            name for name in sorted(self.expected) if self.expected[name].running is not None
+        ]
         if not running:
             return
-        told = self.told[self.rng.choice(running)]
-        assert told.running is not None
+        expected = self.expected[self.rng.choice(running)]
+        assert expected.running is not None
         way = self.rng.choice(["stop", "stop", "stop", "cancelled", "fail", "interrupt"])
         if way == "fail":
-            assert self.store.fail_turn(told.running, "x").state is TurnState.FAILED
+            assert self.store.fail_turn(expected.running, "x").state is TurnState.FAILED
         elif way == "interrupt":
-            assert self.store.interrupt_turn(told.running).state is TurnState.INTERRUPTED
+            assert self.store.interrupt_turn(expected.running).state is TurnState.INTERRUPTED
         else:
             answer = self.draft("assistant")
-            told.revision += 1
-            revision = self.store.finish_turn(told.running, answer, way, {})
-            assert revision == told.revision
-            said = [*told.pending, (answer.content, tuple(answer.token_ids))]
-            told.messages += [(text, revision, ids) for text, ids in said]
-            told.ended[told.request_id] = revision, answer.content
-        told.running = None
+            expected.revision += 1
+            revision = self.store.finish_turn(expected.running, answer, way, {})
+            assert revision == expected.revision
+            exchange = [*expected.pending, (answer.content, tuple(answer.token_ids))]
+            expected.messages += [(text, revision, ids) for text, ids in exchange]
+            expected.ended[expected.request_id] = revision, answer.content
+        expected.running = None
 
     def replay(self) -> None:
         name = self.some()
-        if name is None or not self.told[name].ended:
+        if name is None or not self.expected[name].ended:
             return
-        request_id = self.rng.choice(sorted(self.told[name].ended))
+        request_id = self.rng.choice(sorted(self.expected[name].ended))
         turn = self.store.find_turn(name, request_id)
         assert turn is not None
         reply = self.store.turn_messages(turn.turn_id).reply
         assert reply is not None
-        assert (turn.revision, reply.content) == self.told[name].ended[request_id]
+        assert (turn.revision, reply.content) == self.expected[name].ended[request_id]
 
     def restart(self) -> None:
         self.store.close()
         self.store = self.open_store(compact_bytes_min=2000)
-        running = {told.running for told in self.told.values()} - {None}
+        running = {expected.running for expected in self.expected.values()} - {None}
         assert {turn.turn_id for turn in self.store.interrupted_at_open} == running
-        for told in self.told.values():
-            told.running = None
+        for expected in self.expected.values():
+            expected.running = None
 
     def check(self) -> None:
         assert self.store.verify() == []
         listed = self.store.list_conversations().conversations
-        assert {c.conversation_id for c in listed} == set(self.told)
+        assert {c.conversation_id for c in listed} == set(self.expected)
         for conversation in listed:
-            name, told = conversation.conversation_id, self.told[conversation.conversation_id]
+            name, expected = (
+                conversation.conversation_id,
+                self.expected[conversation.conversation_id],
+            )
             assert (conversation.revision, conversation.running_turn_id) == (
-                told.revision,
-                told.running,
+                expected.revision,
+                expected.running,
             )
             messages = self.store.messages(name, include_token_ids=True)
-            said = [(m.content, m.revision, tuple(m.token_ids or ())) for m in messages]
-            assert said == told.messages
-            log = [token_id for m in told.messages for token_id in m[2]]
+            found = [(m.content, m.revision, tuple(m.token_ids or ())) for m in messages]
+            assert found == expected.messages
+            log = [token_id for m in expected.messages for token_id in m[2]]
             assert list(self.store.log(name)) == log
             assert conversation.num_tokens == len(log)
 
@@ -184,8 +191,8 @@ def test_the_store_does_what_the_model_says(
         traffic.check()
     assert traffic.number > 40, seed
     assert traffic.store.integrity_check() == []
-    for name in sorted(traffic.told):
-        if (running := traffic.told[name].running) is not None:
+    for name in sorted(traffic.expected):
+        if (running := traffic.expected[name].running) is not None:
             traffic.store.interrupt_turn(running)
         traffic.store.delete_conversation(name)
     with traffic.store._writer.reading() as conn:

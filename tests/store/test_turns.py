@@ -103,12 +103,12 @@ def test_an_interrupted_turn_cannot_be_finished(store: ConversationStore) -> Non
 
 def test_the_same_request_replays_what_was_stored(store: ConversationStore) -> None:
     create(store, "tea")
-    asked = [user("hi", 1)]
-    turn_id = store.begin_turn("tea", TurnRequest("r1", asked, seed=5)).turn.turn_id
-    running, must_run = store.begin_turn("tea", TurnRequest("r1", asked, seed=6))
+    messages = [user("hi", 1)]
+    turn_id = store.begin_turn("tea", TurnRequest("r1", messages, seed=5)).turn.turn_id
+    running, must_run = store.begin_turn("tea", TurnRequest("r1", messages, seed=6))
     assert (running.turn_id, running.state, must_run) == (turn_id, TurnState.RUNNING, False)
     store.finish_turn(turn_id, reply("hello", 2, 3), "stop", {"output_tokens": 2})
-    stored, must_run = store.begin_turn("tea", TurnRequest("r1", asked, expected_revision=0))
+    stored, must_run = store.begin_turn("tea", TurnRequest("r1", messages, expected_revision=0))
     assert (stored.turn_id, stored.state, must_run) == (turn_id, TurnState.COMPLETED, False)
     assert (stored.seed, stored.revision, stored.usage) == (5, 1, {"output_tokens": 2})
     prompt, answer = store.turn_messages(turn_id)

@@ -201,7 +201,7 @@ def test_a_damaged_page_is_found_and_stays_due(
     path.write_bytes(damaged)
     store = open_store()
     assert store.integrity_check() != []
-    assert store.integrity_check_due is False  # no unclean stop asked for one
+    assert store.integrity_check_due is False  # no unclean stop made one due
     assert store.verify() != []
     with pytest.raises(StoreCorrupt, match="the database is damaged"):
         store.log("tea")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
-from pensieve.text import Detokeniser, Tokenizer
+from pensieve.text import Detokenizer, Tokenizer
 from tests.text.families import QWEN_3, byte_level_library, sentencepiece_library, tokenizer_of
 
 BYTE_LEVEL = byte_level_library(("<|end|>",), ("<think>", "<｜User｜>"))
@@ -31,8 +31,8 @@ TOKENIZERS = {name: Tokenizer(library.to_str()) for name, library in LIBRARIES.i
 
 
 def released(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    detokeniser = Detokeniser(tokenizer)
-    return [*(detokeniser.push(token_id) for token_id in ids), detokeniser.flush()]
+    detokenizer = Detokenizer(tokenizer)
+    return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -100,6 +100,6 @@ def test_special_tokens_say_nothing_and_think_tags_are_text():
 
 
 def test_ids_beyond_the_vocabulary_say_nothing():
-    detokeniser = Detokeniser(TOKENIZERS["byte level"])
-    assert detokeniser.push(10**9) == ""
-    assert detokeniser.push(-1) == ""
+    detokenizer = Detokenizer(TOKENIZERS["byte level"])
+    assert detokenizer.push(10**9) == ""
+    assert detokenizer.push(-1) == ""

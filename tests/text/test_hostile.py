@@ -54,7 +54,7 @@ def test_every_control_string_everywhere_yields_no_control_token(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_a_faked_turn_stays_what_a_user_said(family):
+def test_a_faked_turn_stays_a_users_text(family):
     """A user writes the template's own rendering of a conversation."""
     template = template_of(family)
     whole = template.opening(

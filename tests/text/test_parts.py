@@ -6,11 +6,11 @@ def parts_of(family, prompt, reply):
     tokenizer = tokenizer_of(family)
     marker = PartMarker(tokenizer, tokenizer.encode_literal(prompt))
     named = [(marker.push(i), tokenizer.token_text(i)) for i in tokenizer.encode_literal(reply)]
-    joined = {part: "".join(text for each, text in named if each is part) for part in Part}
-    return {part.value: text for part, text in joined.items() if text}
+    texts = {part: "".join(text for each, text in named if each is part) for part in Part}
+    return {part.value: text for part, text in texts.items() if text}
 
 
-def test_thinking_text_and_tool_call_are_told_apart():
+def test_thinking_text_and_tool_call_are_distinguished():
     reply = '<think>yes</think>Hello<tool_call>{"name": "f"}</tool_call> now<|im_end|>'
     assert parts_of(QWEN_3, "<|im_start|>assistant\n", reply) == {
         "text": "Hello now<|im_end|>",

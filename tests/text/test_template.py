@@ -120,7 +120,7 @@ APPEND_ONLY = [LLAMA_3, QWEN_2_5, QWEN_3, PHI_3, GEMMA, MISTRAL]
 def test_a_chat_of_many_turns_has_the_ids_of_one_rendering(family):
     template = template_of(family)
     first, *turns = [user(f"Hello {i}, how are you?") for i in range(4)]
-    said = [first]
+    history = [first]
     log = template.opening([first], NOTHING).token_ids
     for turn in turns:
         kept = list(log)
@@ -128,9 +128,9 @@ def test_a_chat_of_many_turns_has_the_ids_of_one_rendering(family):
         reply = " Yes, fine." if family is MISTRAL else "Yes, fine."
         log += template.tokenizer.encode(reply).ids
         log += template.delta([turn], None, NOTHING).token_ids
-        said += [Message("assistant", "Yes, fine."), turn]
+        history += [Message("assistant", "Yes, fine."), turn]
         assert log[: len(kept)] == kept
-    whole = template.render(said, NOTHING)
+    whole = template.render(history, NOTHING)
     if family is not PHI_3:  # its tokens swallow the white space behind them
         assert spoken(template, log) == whole
     assert log == template.tokenizer.encode(whole, at_start=True).ids
@@ -187,7 +187,7 @@ def test_the_token_that_closes_a_reply_ends_a_turn_although_no_file_says_so():
     assert template.tokenizer.eos_token_ids == {template.tokenizer.token_id("<eos>")}
 
 
-def test_thinking_switched_off_stays_in_the_log_that_it_was_said_in():
+def test_thinking_switched_off_stays_in_the_log_that_it_was_sampled_into():
     template = template_of(QWEN_3)
     quiet = Setting(options={"enable_thinking": False})
     opening = template.opening([user("Hello")], quiet).token_ids

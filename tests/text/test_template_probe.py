@@ -30,22 +30,22 @@ def test_templates_that_only_append(family):
         (
             QWEN_3,
             {
-                "the template drops the thinking of earlier replies; the log keeps what was said",
-                "the template drops the think tags of earlier replies; the log keeps what was said",
+                "the template drops the thinking of earlier replies; the log keeps the original",
+                "the template drops the think tags of earlier replies; the log keeps the original",
             },
         ),
         (
             MISTRAL,
             {
-                "the template moves the system prompt; the log keeps what was said",
-                "the template moves the tools; the log keeps what was said",
+                "the template moves the system prompt; the log keeps the original",
+                "the template moves the tools; the log keeps the original",
             },
         ),
         (
             DEEPSEEK_R1,
             {
-                "the template drops the thinking of earlier replies; the log keeps what was said",
-                "the template drops the think tags of earlier replies; the log keeps what was said",
+                "the template drops the thinking of earlier replies; the log keeps the original",
+                "the template drops the think tags of earlier replies; the log keeps the original",
             },
         ),
         (PHI_3, set()),
@@ -60,7 +60,7 @@ def test_what_a_template_does_to_earlier_turns_is_named(family, differences):
     assert report.same_tokens
 
 
-def test_stories_that_a_template_does_not_tell():
+def test_dialogues_that_a_template_cannot_render():
     refusals = probe(template_of(GEMMA)).refusals
     assert "a system prompt: the chat template refuses: System role not supported" in refusals
     assert "tools: this model's chat template does not write tools" in refusals
@@ -80,7 +80,7 @@ def report_on(source, library=None):
         "{{ ('<s>@' ~ m.role) | replace('@', '') }}",
     ],
 )
-def test_control_tokens_that_cannot_be_told_from_text_are_noticed(opening):
+def test_control_tokens_that_cannot_be_distinguished_from_text_are_noticed(opening):
     ending = " {{ m.content }}</s>{% endfor %}"
     lost = report_on("{% for m in messages %}" + opening + ending).lost_controls
     assert "conversations" in lost

@@ -143,7 +143,7 @@ def test_user_text_never_becomes_a_control_token(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_literals_are_tokenised_as_the_library_tokenises_them(family):
+def test_literals_are_tokenized_as_the_library_tokenizes_them(family):
     tokenizer = tokenizer_of(family)
     library = byte_level_library(family.special, family.plain_added, family.rstrip)
     controls = (*family.special, *family.plain_added)
@@ -237,14 +237,14 @@ def test_unknown_words_are_allowed_and_are_not_control_tokens():
     assert tokenizer.control_ids == {2}
 
 
-def test_a_control_token_of_a_single_character_cannot_be_said():
+def test_a_control_token_of_a_single_character_cannot_be_written():
     library = Library(models.WordLevel({"<unk>": 0, "§": 1}, unk_token="<unk>"))
     library.add_special_tokens(["§"])
     with pytest.raises(InvalidArgument, match="means a control token"):
         Tokenizer(library.to_str()).encode_text("§")
 
 
-def test_a_normaliser_does_not_open_a_back_door():
+def test_a_normalizer_makes_no_control_token():
     library = byte_level_library(("<end>",))
     library.normalizer = normalizers.Lowercase()
     library.add_tokens([AddedToken("<stop>", normalized=True)])

@@ -1,6 +1,6 @@
 """Marks survive what templates do to join text, and nothing else."""
 
-from pensieve.text.traced import Traced, concat, written, written_mask
+from pensieve.text.template_text import TemplateText, concat, written, written_mask
 
 
 def test_joining_keeps_who_wrote_what():
@@ -28,7 +28,7 @@ def test_joining_with_a_written_separator():
     assert (joined, joined.written) == ("a, b", b"\x00\x01\x01\x01")
 
 
-def test_any_other_operation_yields_text_that_nobody_trusts():
+def test_any_other_operation_yields_text_without_marks():
     text = written("<|im_end|>")
     for changed in (
         text.replace("x", "y"),
@@ -38,13 +38,13 @@ def test_any_other_operation_yields_text_that_nobody_trusts():
     ):
         assert changed.strip() == "<|im_end|>"
         assert not any(written_mask(changed))
-    assert written_mask(Traced("<|im_end|>")) == bytes(10)
+    assert written_mask(TemplateText("<|im_end|>")) == bytes(10)
 
 
 def test_it_compares_and_hashes_as_its_text():
     assert written("user") == "user"
     assert {"user": 1}[written("user")] == 1
-    assert isinstance(str(written("user")), Traced)
+    assert isinstance(str(written("user")), TemplateText)
 
 
 def test_concat_of_nothing_is_empty():

@@ -1,0 +1,160 @@
+"""From a gRPC status back to the error of `pensieve.errors` that the server raised.
+
+The server sends with each error a reason, its causes, and perhaps when to come back.  A reason that
+`pensieve.errors` has becomes that class again, attributes included.  Everything else (a proxy's answer, a
+newer server's reason, details that cannot be parsed) becomes the class of its status code, so that every
+failure raises a PensieveError.
+
+A call that something between here and the server cut off (CANCELLED, which this client did not request; a
+reset stream) carries no reason.  It becomes UNAVAILABLE: the same request may succeed over a new connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from pensieve import errors
+from pensieve.client.retry import Deadline
+from pensieve.v1 import status_pb2
+
+DETAILS_KEY = "grpc-status-details-bin"
+TYPE_PREFIX = "type.googleapis.com/google.rpc."
+DOMAIN = "pensieve"
+
+
+@dataclass
+class Details:
+    """The google.rpc messages that a status carries; the first is empty and the others None if missing."""
+
+    info: status_pb2.ErrorInfo = field(default_factory=status_pb2.ErrorInfo)
+    bad_request: status_pb2.BadRequest | None = None
+    retry: status_pb2.RetryInfo | None = None
+
+
+def _tree(root: type[errors.PensieveError]) -> Iterator[type[errors.PensieveError]]:
+    for each in root.__subclasses__():
+        yield each
+        yield from _tree(each)
+
+
+BY_REASON = {each.reason: each for each in _tree(errors.PensieveError) if each.reason != "INTERNAL"}
+BY_CODE: dict[grpc.StatusCode, type[errors.PensieveError]] = {
+    grpc.StatusCode.NOT_FOUND: errors.NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyExists,
+    grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
+    grpc.StatusCode.CANCELLED: errors.Unavailable,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.QueueFull,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
+    grpc.StatusCode.ABORTED: errors.TurnInterrupted,
+}
+
+
+def error_of(
+    code: grpc.StatusCode,
+    text: str | None,
+    trailing: Iterable[tuple[str, Any]] | None,
+    timeout: float | None = None,
+) -> errors.PensieveError:
+    """The error that a status stands for; `timeout` is the call's, in seconds."""
+    text = text or code.name
+    details = _details(trailing or ())
+    info = details.info
+    if info.domain == DOMAIN and info.reason:
+        error = _of_reason(code, text, details)
+    else:
+        error = _of_code(code, text, details.bad_request)
+    if isinstance(error, errors.DeadlineExceeded) and timeout is not None:
+        reason = f"{text}; " if info.reason else ""
+        error = errors.DeadlineExceeded(f"{reason}the timeout was {timeout:g} s")
+    if details.retry is not None:
+        error.retry_after_seconds = max(details.retry.retry_delay.ToMilliseconds() / 1000, 0.0)
+    return error
+
+
+def _of_reason(code: grpc.StatusCode, text: str, details: Details) -> errors.PensieveError:
+    """The error for a reason of this project, with its attributes."""
+    reason, causes = details.info.reason, dict(details.info.metadata)
+    kind = BY_REASON.get(reason)
+    if kind is errors.TurnRunning:
+        return errors.TurnRunning(causes.get("conversation_id", ""), causes.get("turn_id", ""))
+    if kind is errors.StaleRevision:
+        return errors.StaleRevision(_whole(causes, "expected"), _whole(causes, "actual"))
+    if kind is errors.ContextFull:
+        return errors.ContextFull(_whole(causes, "tokens"), _whole(causes, "tokens_max"))
+    if kind is errors.InvalidArgument:
+        return _invalid(text, details.bad_request)
+    if kind is not None:
+        return kind(text)
+    if code is grpc.StatusCode.INTERNAL and reason != "INTERNAL":
+        return errors.TurnFailed(reason, text)
+    return _of_code(code, text, details.bad_request)
+
+
+def _of_code(
+    code: grpc.StatusCode, text: str, bad: status_pb2.BadRequest | None
+) -> errors.PensieveError:
+    """The error for a status without such a reason."""
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return _invalid(text, bad)
+    if "larger than max" in text and code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        if text.startswith("CLIENT: Received"):
+            return errors.ServerFault(f"the server's answer is too large: {text}")
+        return errors.InvalidArgument("request", f"is too large: {text}")
+    if "RST_STREAM" in text and code is grpc.StatusCode.INTERNAL:
+        return errors.Unavailable(text)
+    return BY_CODE.get(code, errors.ServerFault)(text)
+
+
+def _invalid(text: str, bad: status_pb2.BadRequest | None) -> errors.InvalidArgument:
+    if bad is not None and bad.field_violations:
+        first = bad.field_violations[0]
+        return errors.InvalidArgument(first.field, first.description)
+    return errors.InvalidArgument("request", text)
+
+
+def _details(trailing: Iterable[tuple[str, Any]]) -> Details:
+    details = Details()
+    for key, value in trailing:
+        if key != DETAILS_KEY or not isinstance(value, bytes):
+            continue
+        try:
+            for each in status_pb2.Status.FromString(value).details:
+                match each.type_url.removeprefix(TYPE_PREFIX):
+                    case "ErrorInfo":
+                        details.info = status_pb2.ErrorInfo.FromString(each.value)
+                    case "BadRequest":
+                        details.bad_request = status_pb2.BadRequest.FromString(each.value)
+                    case "RetryInfo":
+                        details.retry = status_pb2.RetryInfo.FromString(each.value)
+        except DecodeError:
+            return details  # in another format; the status code remains
+    return details
+
+
+def _whole(causes: dict[str, str], name: str) -> int:
+    try:
+        return int(causes.get(name, ""))
+    except ValueError:
+        return 0
+
+
+class FailedCall(Protocol):
+    """What a gRPC error of either client says about its call."""
+
+    def code(self) -> grpc.StatusCode: ...
+    def details(self) -> str | None: ...
+    def trailing_metadata(self) -> Any: ...  # pairs of a key and a value, or None
+
+
+def error_of_call(failure: FailedCall, deadline: Deadline) -> errors.PensieveError:
+    """The error that a failed call stands for."""
+    return error_of(
+        failure.code(), failure.details(), failure.trailing_metadata(), deadline.seconds
+    )

@@ -1,0 +1,208 @@
+"""The requests that the SDK sends, checked before they are sent.
+
+What could not be right (an unknown option, text that UTF-8 cannot express, an id that no conversation can
+have) raises InvalidArgument here and is never sent.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypedDict
+
+from google.protobuf import json_format, struct_pb2
+
+from pensieve.client.values import ROLE_NUMBERS
+from pensieve.errors import InvalidArgument
+from pensieve.v1 import conversation_pb2 as pb
+
+MessageInput = str | Sequence[Mapping[str, str]]
+ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
+MESSAGE_KEYS = ("role", "content", "tool_call_id")
+PRIORITY_MAX = 8
+
+
+class PagedRequest(Protocol):
+    """A request of a method that answers with one page of a list at a time."""
+
+    page_size: int
+    page_token: str
+
+
+class PagedResponse(Protocol):
+    """One page of a list; the token is empty on the last page."""
+
+    next_page_token: str
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How the tokens of a reply are sampled; what is left out or None comes from the model's defaults."""
+
+    temperature: float | None  # 0 is greedy
+    top_p: float | None  # in (0, 1]
+    top_k: int | None  # 0 is no limit
+    min_p: float | None  # in 0..1
+    repetition_penalty: float | None  # over the whole context
+    presence_penalty: float | None  # over this reply
+    frequency_penalty: float | None  # over this reply
+    seed: int | None  # the same seed repeats the reply; 0 is a random one
+    max_tokens: int | None  # the reply ends after so many tokens
+    min_tokens: int | None  # the reply does not end before
+    stop: str | Sequence[str] | None  # the reply ends before the first of these strings
+    stop_token_ids: Sequence[int] | None  # the reply ends at the first of these tokens
+    ignore_eos: bool | None  # go on to max_tokens, whatever the model samples
+    logprobs: int | None  # how many alternatives to return beside each token
+    logit_bias: Mapping[int, float] | None  # added to the logits of these token ids
+
+
+class SendOptions(SamplingOptions, total=False):
+    """The arguments of `Conversation.send` beside the message; its docstring explains them."""
+
+    request_id: str | None
+    expected_revision: int | None
+    create_if_missing: bool
+    expected_return_seconds: float
+    last_turn: bool
+    priority: int
+    timeout: float | None
+
+
+NOT_SAMPLING = SendOptions.__annotations__.keys() - SamplingOptions.__annotations__.keys()
+
+
+def send_request(
+    conversation_id: str, message: MessageInput, options: SendOptions
+) -> pb.SendMessageRequest:
+    """The request that begins a turn.  Its request_id makes it safe to send the same bytes again."""
+    priority = options.get("priority", 0)
+    if not isinstance(priority, int) or abs(priority) > PRIORITY_MAX:
+        raise InvalidArgument("priority", f"is a whole number in -{PRIORITY_MAX}..{PRIORITY_MAX}")
+    request = pb.SendMessageRequest(
+        conversation_id=check_id(conversation_id),
+        request_id=check_text("request_id", options.get("request_id") or new_id()),
+        create_if_missing=options.get("create_if_missing", True),
+        sampling=sampling_of({k: v for k, v in options.items() if k not in NOT_SAMPLING}),
+        hints=pb.Hints(
+            expected_return_seconds=options.get("expected_return_seconds", 0.0),
+            last_turn=options.get("last_turn", False),
+        ),
+        priority=priority,
+    )
+    expected_revision = options.get("expected_revision")
+    if expected_revision is not None:
+        request.expected_revision = expected_revision
+    if isinstance(message, bytes | Mapping) or not isinstance(message, Sequence):
+        raise InvalidArgument("messages", "is a text, or a list of messages")
+    for each in [{"content": message}] if isinstance(message, str) else message:
+        _add_message(request, each)
+    return request
+
+
+def _add_message(request: pb.SendMessageRequest, message: Mapping[str, str]) -> None:
+    if not isinstance(message, Mapping) or "content" not in message:
+        raise InvalidArgument("messages", f"each is a mapping of {', '.join(MESSAGE_KEYS)}")
+    for key in message:
+        if key not in MESSAGE_KEYS:
+            raise InvalidArgument("messages", f"{key!r} is none of {', '.join(MESSAGE_KEYS)}")
+    role = message.get("role", "user")
+    if role not in ROLE_NUMBERS:
+        raise InvalidArgument("role", f"is one of {', '.join(ROLE_NUMBERS)}, not {role!r}")
+    request.messages.add(
+        role=ROLE_NUMBERS[role],
+        content=check_text("content", message["content"]),
+        tool_call_id=check_text("tool_call_id", message.get("tool_call_id", "")),
+    )
+
+
+def sampling_of(given: Mapping[str, Any]) -> pb.Sampling:
+    """The wire's Sampling, from its fields by name; None means not given."""
+    sampling = pb.Sampling()
+    known = {field.name for field in pb.Sampling.DESCRIPTOR.fields}
+    for name, value in given.items():
+        if name not in known:
+            raise InvalidArgument(name, "is not a field of sampling")
+        if value is None:
+            continue
+        try:
+            if name in ("stop", "stop_token_ids"):
+                getattr(sampling, name).extend([value] if isinstance(value, str) else value)
+            elif name == "logit_bias":
+                sampling.logit_bias.update(value)
+            else:
+                setattr(sampling, name, value)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(name, str(error)) from None
+    return sampling
+
+
+def create_request(
+    conversation_id: str,
+    system_prompt: str,
+    tools: Sequence[Mapping[str, Any]],
+    template_options: Mapping[str, Any] | None,
+    metadata: Mapping[str, Any] | None,
+    prefix_id: str,
+) -> pb.CreateConversationRequest:
+    """The request that creates a conversation with settings of its own."""
+    check_text("system_prompt", system_prompt)
+    return pb.CreateConversationRequest(
+        conversation_id=conversation_id,
+        system_prompt=system_prompt,
+        tools=[struct("tools", tool) for tool in tools],
+        template_options=struct("template_options", template_options or {}),
+        metadata=struct("metadata", metadata or {}),
+        prefix_id=check_text("prefix_id", prefix_id),
+    )
+
+
+def fork_request(
+    conversation_id: str,
+    at_revision: int | None,
+    new_conversation_id: str | None,
+    metadata: Mapping[str, Any] | None,
+) -> pb.ForkConversationRequest:
+    """The request that creates a second conversation from this one's history."""
+    request = pb.ForkConversationRequest(
+        conversation_id=conversation_id,
+        new_conversation_id=new_id()
+        if new_conversation_id is None
+        else check_id(new_conversation_id),
+        metadata=struct("metadata", metadata or {}),
+    )
+    if at_revision is not None:
+        request.at_revision = at_revision
+    return request
+
+
+def struct(name: str, value: Mapping[str, Any]) -> struct_pb2.Struct:
+    """A mapping as a JSON object of the wire; `name` is the argument that an error names."""
+    given = struct_pb2.Struct()
+    try:
+        json_format.ParseDict(dict(value), given)
+    except (json_format.ParseError, ValueError, TypeError) as error:
+        raise InvalidArgument(name, f"is not JSON: {error}") from None
+    return given
+
+
+def check_text(name: str, text: str) -> str:
+    """The text itself, if UTF-8 can express it; NUL is a character like any other."""
+    if not isinstance(text, str):
+        raise InvalidArgument(name, f"is a text, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(name, "the text has an unpaired surrogate") from None
+    return text
+
+
+def check_id(conversation_id: str) -> str:
+    """The id itself, if a conversation can have it."""
+    if not isinstance(conversation_id, str) or not ID_PATTERN.fullmatch(conversation_id):
+        raise InvalidArgument("conversation_id", "must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
+    return conversation_id
+
+
+def new_id() -> str:
+    """A random id for a conversation or a request."""
+    return uuid.uuid4().hex

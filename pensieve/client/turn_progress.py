@@ -1,0 +1,171 @@
+"""What a turn's reader has seen, and what happens next when its connection breaks; no socket in here.
+
+After a failure the same request is sent again, which its request_id makes safe.  The `started` event says
+which of three things follows:
+
+* the same attempt, from its first token: what the reader has seen already is cut from its front;
+* the turn has finished meanwhile and is replayed: likewise;
+* a later attempt: what the reader has seen is void, and a `Restarted` says so.
+
+In the first two, the stream must repeat what the reader has seen, tokens and text, and must not end
+sooner.  Otherwise the reader would hold a reply that is not in the history, so this is a ServerFault.
+
+Retries are counted since the reply last grew longer than ever before.  A new attempt that only repeats
+the beginning is no progress: it may be the turn itself that crashes the engine.
+"""
+
+from __future__ import annotations
+
+from pensieve.client.retry import Deadline, Retry, Tries
+from pensieve.client.values import (
+    KINDS,
+    Delta,
+    Reply,
+    Restarted,
+    TokenLogprob,
+    finish_reason_of,
+    usage_of,
+)
+from pensieve.errors import PensieveError, ServerFault, TurnInterrupted, Unavailable
+from pensieve.v1 import conversation_pb2 as pb
+
+
+class TurnProgress:
+    """What the reader has seen of one turn, and what each event of the stream adds to it."""
+
+    def __init__(self) -> None:
+        self.reply: Reply | None = None
+        self.turn_id = ""
+        self.furthest = 0  # tokens and characters of the longest attempt so far
+        self._started: pb.TurnStarted | None = None
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._read_text = 0  # characters of the present stream so far
+        self._read_tokens = 0  # and its tokens
+
+    def take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
+        """Add an event of the stream; returns what is new to the reader, if anything."""
+        match response.WhichOneof("event"):
+            case "started":
+                return self._start(response.started)
+            case "delta":
+                return self._add(response.delta)
+            case "completed":
+                self._complete(response.completed)
+        return None
+
+    def _start(self, started: pb.TurnStarted) -> Restarted | None:
+        before, self._started = self._started, started
+        self.turn_id = started.turn_id
+        self._read_text = self._read_tokens = 0
+        same = before is not None and (before.turn_id, before.attempt) == (
+            started.turn_id,
+            started.attempt,
+        )
+        if same or not (self._text or self._token_ids):
+            return None
+        self._text, self._token_ids = "", []
+        return Restarted(started.attempt)
+
+    def _add(self, delta: pb.TurnDelta) -> Delta | None:
+        """The part of a delta that the reader has not seen yet."""
+        text, token_ids = delta.text, list(delta.token_ids)
+        known_text = self._text[self._read_text :][: len(text)]
+        known_tokens = self._token_ids[self._read_tokens :][: len(token_ids)]
+        if not text.startswith(known_text) or token_ids[: len(known_tokens)] != known_tokens:
+            raise ServerFault("the server sent another reply under the same turn")
+        self._read_text += len(text)
+        self._read_tokens += len(token_ids)
+        text, token_ids = text[len(known_text) :], token_ids[len(known_tokens) :]
+        if not text and not token_ids:
+            return None
+        self._text += text
+        self._token_ids += token_ids
+        self.furthest = max(self.furthest, len(self._text) + len(self._token_ids))
+        logprobs = tuple(
+            TokenLogprob(
+                each.logprob, tuple((other.token_id, other.logprob) for other in each.alternatives)
+            )
+            for each in delta.logprobs[len(known_tokens) :]
+        )
+        return Delta(text, tuple(token_ids), KINDS.get(delta.kind, "unknown"), logprobs)
+
+    def _complete(self, completed: pb.TurnCompleted) -> None:
+        if (self._read_text, self._read_tokens) != (len(self._text), len(self._token_ids)):
+            raise ServerFault("the server sent a shorter reply under the same turn")
+        started = self._started or pb.TurnStarted()
+        self.reply = Reply(
+            self._text,
+            tuple(self._token_ids),
+            finish_reason_of(completed.finish_reason),
+            usage_of(completed.usage),
+            completed.revision,
+            started.turn_id,
+            started.request_id,
+            started.replayed,
+        )
+
+
+class TurnCourse:
+    """What a turn does next; the two clients only carry it out.
+
+    It is under way until it has a reply, has failed, or was closed.  A turn that failed raises the same
+    error again each time.  A cancel is remembered over connections and attempts: whenever the turn starts,
+    it is cancelled.
+    """
+
+    def __init__(self, request: pb.SendMessageRequest, retry: Retry, timeout: float | None) -> None:
+        self.request = request
+        self.deadline = Deadline(timeout)
+        self.progress = TurnProgress()
+        self.cancelling = False
+        self._tries = Tries(retry, self.deadline)
+        self._failure: PensieveError | None = None
+        self._left = False
+
+    @property
+    def under_way(self) -> bool:
+        """Whether more can be read; raises the error that the turn failed with."""
+        if self._failure is not None:
+            raise self._failure
+        return not self._left
+
+    @property
+    def reply(self) -> Reply:
+        """The reply, once the turn has ended."""
+        if self.progress.reply is None:
+            raise TurnInterrupted("the turn was left before its end")
+        return self.progress.reply
+
+    def take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
+        """Add an event of the stream; returns what is new to the reader, if anything."""
+        before = self.progress.furthest
+        try:
+            event = self.progress.take(response)
+        except PensieveError as error:
+            self._failure = error
+            raise
+        if self.progress.furthest > before:
+            self._tries.made_progress()
+        return event
+
+    def must_cancel(self, response: pb.SendMessageResponse) -> bool:
+        """Whether this event starts a turn that was cancelled before."""
+        return self.cancelling and response.HasField("started")
+
+    def stream_ended(self, error: PensieveError | None) -> float:
+        """After the stream ended, by itself or with an error: the seconds to wait before the next one."""
+        if self.progress.reply is not None:
+            self.leave()  # the reply is complete, so an error of the connection no longer matters
+        if self._left:
+            return 0.0
+        error = error or Unavailable("the server ended the stream within the turn")
+        try:
+            return self._tries.pause(error)
+        except PensieveError:
+            self._failure = error
+            raise
+
+    def leave(self) -> None:
+        """Read no further."""
+        self._left = True

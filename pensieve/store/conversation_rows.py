@@ -1,0 +1,190 @@
+"""SQL of conversations, as functions on a connection; each runs inside its caller's transaction.
+
+`ConversationStore` decides; this module, message_rows.py and turn_rows.py read and write rows.  Every
+lookup uses a primary key or an index, so only counting conversations takes longer the more there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from pensieve.errors import NotFound
+from pensieve.store.bodies import insert_body, read_private, wipe_bodies
+from pensieve.store.records import Conversation
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+
+def digest(*words: str) -> bytes:
+    """A fixed-size key for names that clients choose, which are private and may be long."""
+    whole = "\0".join(words).encode(errors="surrogatepass")
+    return hashlib.blake2b(whole, digest_size=16).digest()
+
+
+CONVERSATION = """
+    SELECT c.conversation, c.tenant, c.revision, c.fingerprint, c.created_at, c.updated_at,
+        (SELECT turn_id FROM turns t WHERE t.conversation = c.conversation AND t.state = 'running'),
+        (SELECT h.position + 1 FROM history h WHERE h.conversation = c.conversation
+            ORDER BY h.position DESC LIMIT 1),
+        (SELECT h.first_token + m.num_tokens FROM history h JOIN messages m USING (message)
+            WHERE h.conversation = c.conversation ORDER BY h.position DESC LIMIT 1),
+        b.crc, b.private, b.tokens
+    FROM conversations c LEFT JOIN bodies b USING (body)
+"""
+
+
+def _conversation(row: Any) -> tuple[int, Conversation]:
+    number, tenant, revision, fingerprint, created_at, updated_at, running = row[:7]
+    num_messages, num_tokens = row[7:9]
+    private = read_private(f"conversation number {number}", *row[9:])
+    return number, Conversation(
+        conversation_id=private["conversation_id"],
+        tenant=tenant,
+        revision=revision,
+        num_messages=num_messages or 0,
+        num_tokens=num_tokens or 0,
+        fingerprint=fingerprint,
+        tools=tuple(private["tools"]),
+        template_options=private["template_options"],
+        metadata=private["metadata"],
+        prefix_id=private["prefix_id"],
+        running_turn_id=running,
+        created_at=created_at,
+        updated_at=updated_at,
+    )
+
+
+def conversation_key(conversation_id: str, tenant: str) -> bytes:
+    """The `key` column of a conversation."""
+    return digest(tenant, conversation_id)
+
+
+def find_conversation(
+    conn: Connection, conversation_id: str, tenant: str
+) -> tuple[int, Conversation] | None:
+    """A conversation with its row number."""
+    row = conn.execute(
+        CONVERSATION + "WHERE c.key = ?", (conversation_key(conversation_id, tenant),)
+    ).fetchone()
+    return None if row is None else _conversation(row)
+
+
+def require_conversation(
+    conn: Connection, conversation_id: str, tenant: str
+) -> tuple[int, Conversation]:
+    """A conversation with its row number; raises NotFound."""
+    found = find_conversation(conn, conversation_id, tenant)
+    if found is None:
+        raise NotFound(f"there is no conversation {conversation_id!r}")
+    return found
+
+
+def conversation_numbered(conn: Connection, number: int) -> Conversation:
+    """The conversation of a row number; raises NotFound."""
+    row = conn.execute(CONVERSATION + "WHERE c.conversation = ?", (number,)).fetchone()
+    if row is None:
+        raise NotFound(f"there is no conversation number {number}")
+    return _conversation(row)[1]
+
+
+def first_with_prefix(
+    conn: Connection, tenant: str, prefix_id: str
+) -> tuple[int, Conversation] | None:
+    """The oldest conversation with this prefix_id, and its row number."""
+    row = conn.execute(
+        CONVERSATION + "WHERE c.prefix_key = ? ORDER BY c.conversation LIMIT 1",
+        (digest(tenant, prefix_id),),
+    ).fetchone()
+    return None if row is None else _conversation(row)
+
+
+def num_conversations(conn: Connection) -> int:
+    """Those of all tenants."""
+    count: int = conn.execute("SELECT count(*) FROM conversations").fetchone()[0]
+    return count
+
+
+def conversations_before(
+    conn: Connection, tenant: str, before: int, limit: int
+) -> list[tuple[int, Conversation]]:
+    """Up to `limit` conversations with row numbers below `before`, the newest first."""
+    found = conn.execute(
+        CONVERSATION
+        + "WHERE c.tenant = ? AND c.conversation < ? ORDER BY c.conversation DESC LIMIT ?",
+        (tenant, before, limit),
+    )
+    return [_conversation(row) for row in found]
+
+
+def insert_conversation(conn: Connection, conversation: Conversation) -> int:
+    """Insert a row for a conversation without history; returns its number."""
+    body = insert_body(
+        conn,
+        {
+            "conversation_id": conversation.conversation_id,
+            "tools": list(conversation.tools),
+            "template_options": conversation.template_options,
+            "metadata": conversation.metadata,
+            "prefix_id": conversation.prefix_id,
+        },
+    )
+    prefix_id = conversation.prefix_id
+    cursor = conn.execute(
+        "INSERT INTO conversations (key, tenant, prefix_key, revision, fingerprint, created_at,"
+        " updated_at, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            conversation_key(conversation.conversation_id, conversation.tenant),
+            conversation.tenant,
+            digest(conversation.tenant, prefix_id) if prefix_id else None,
+            conversation.revision,
+            conversation.fingerprint,
+            conversation.created_at,
+            conversation.updated_at,
+            body,
+        ),
+    )
+    assert cursor.lastrowid is not None
+    return cursor.lastrowid
+
+
+def set_revision(conn: Connection, conversation: int, revision: int, now: float) -> None:
+    conn.execute(
+        "UPDATE conversations SET revision = ?, updated_at = ? WHERE conversation = ?",
+        (revision, now, conversation),
+    )
+
+
+def set_fingerprint(conn: Connection, conversation: int, fingerprint: str) -> None:
+    conn.execute(
+        "UPDATE conversations SET fingerprint = ? WHERE conversation = ?",
+        (fingerprint, conversation),
+    )
+
+
+def delete_conversation(conn: Connection, conversation: int) -> None:
+    """Delete a conversation with its turns and messages, but for messages that a fork's history holds."""
+    made_here = "(SELECT turn_id FROM turns WHERE conversation = :conversation)"
+    held_here = (
+        "(SELECT message FROM history WHERE conversation = :conversation UNION"
+        f" SELECT message FROM messages WHERE turn_id IN {made_here})"
+    )
+    only_here = (
+        f"message IN {held_here} AND (turn_id IS NULL OR turn_id IN {made_here}) AND NOT EXISTS"
+        " (SELECT 1 FROM history h"
+        " WHERE h.message = messages.message AND h.conversation <> :conversation)"
+    )
+    name = {"conversation": conversation}
+    bodies = conn.execute(
+        f"SELECT body FROM messages WHERE {only_here}"
+        " UNION ALL SELECT body FROM turns WHERE conversation = :conversation"
+        " UNION ALL SELECT body FROM conversations WHERE conversation = :conversation",
+        name,
+    ).fetchall()
+    wipe_bodies(conn, (body for (body,) in bodies))
+    conn.execute(f"DELETE FROM messages WHERE {only_here}", name)
+    conn.execute(f"UPDATE messages SET turn_id = NULL WHERE turn_id IN {made_here}", name)
+    conn.execute("DELETE FROM history WHERE conversation = :conversation", name)
+    conn.execute("DELETE FROM turns WHERE conversation = :conversation", name)
+    conn.execute("DELETE FROM conversations WHERE conversation = :conversation", name)

@@ -1,0 +1,227 @@
+"""SQL of messages and of the histories that hold them, as functions on a connection.
+
+A history is a list of links to messages; forks share the messages.  See conversation_rows.py.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pensieve.errors import NotFound, StoreCorrupt
+from pensieve.store.bodies import (
+    TOKEN_BYTES,
+    checked_body,
+    insert_body,
+    read_private,
+    unpack_tokens,
+    wipe_bodies,
+)
+from pensieve.store.records import Conversation, Message, NewMessage
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+
+class Link(NamedTuple):
+    """One row of a history: a message, the revision that added it, and its length."""
+
+    message: int
+    revision: int
+    num_tokens: int
+
+
+def insert_message(
+    conn: Connection, message: NewMessage, turn_id: int | None, finish_reason: str | None = None
+) -> int:
+    """Insert a message that no history holds yet; returns its row number."""
+    body = insert_body(conn, message.private(), message.token_ids)
+    cursor = conn.execute(
+        "INSERT INTO messages (turn_id, role, finish_reason, num_tokens, body)"
+        " VALUES (?, ?, ?, ?, ?)",
+        (
+            turn_id,
+            str(message.role),
+            finish_reason and str(finish_reason),
+            len(message.token_ids),
+            body,
+        ),
+    )
+    assert cursor.lastrowid is not None
+    return cursor.lastrowid
+
+
+def insert_messages(
+    conn: Connection, messages: Sequence[NewMessage], turn_id: int | None, revision: int
+) -> list[Link]:
+    """Insert messages that no history holds yet; returns the links that will add them to one."""
+    return [
+        Link(insert_message(conn, message, turn_id), revision, len(message.token_ids))
+        for message in messages
+    ]
+
+
+def append_history(conn: Connection, conversation: int, links: Iterable[Link]) -> None:
+    """Add messages to the end of a history."""
+    row = conn.execute(
+        "SELECT h.position + 1, h.first_token + m.num_tokens FROM history h"
+        " JOIN messages m USING (message)"
+        " WHERE h.conversation = ? ORDER BY h.position DESC LIMIT 1",
+        (conversation,),
+    ).fetchone()
+    position, first_token = row or (0, 0)
+    for link in links:
+        conn.execute(
+            "INSERT INTO history (conversation, position, message, revision, first_token)"
+            " VALUES (?, ?, ?, ?, ?)",
+            (conversation, position, link.message, link.revision, first_token),
+        )
+        position += 1
+        first_token += link.num_tokens
+
+
+def links(conn: Connection, conversation: int, until_revision: int) -> list[Link]:
+    """The messages of a history up to a revision, in order."""
+    found = conn.execute(
+        "SELECT h.message, h.revision, m.num_tokens FROM history h JOIN messages m USING (message)"
+        " WHERE h.conversation = ? AND h.revision <= ? ORDER BY h.position",
+        (conversation, until_revision),
+    )
+    return [Link(*row) for row in found]
+
+
+def require_links(
+    conn: Connection, number: int, conversation: Conversation, revision: int
+) -> list[Link]:
+    """The history up to a revision that is in it: 0, a message's, or the present one."""
+    found = links(conn, number, revision)
+    if revision not in (0, conversation.revision) and (not found or found[-1].revision != revision):
+        raise NotFound(
+            f"conversation {conversation.conversation_id!r} has no message of revision {revision}"
+        )
+    return found
+
+
+def cut_history(conn: Connection, conversation: int, after_revision: int) -> None:
+    """Remove the messages of later revisions from a history, and wipe those that nothing holds."""
+    cut = "SELECT message FROM history WHERE conversation = :conversation AND revision > :revision"
+    unheld = (
+        f"message IN ({cut}) AND turn_id IS NULL AND NOT EXISTS (SELECT 1 FROM history h"
+        " WHERE h.message = messages.message AND h.conversation <> :conversation)"
+    )
+    names = {"conversation": conversation, "revision": after_revision}
+    bodies = conn.execute(f"SELECT body FROM messages WHERE {unheld}", names).fetchall()
+    wipe_bodies(conn, (body for (body,) in bodies))
+    conn.execute(f"DELETE FROM messages WHERE {unheld}", names)
+    conn.execute(
+        "DELETE FROM history WHERE conversation = :conversation AND revision > :revision", names
+    )
+
+
+def replace_tokens(conn: Connection, conversation: int, token_ids: Sequence[Sequence[int]]) -> None:
+    """Replace every message of a history by a new row with other tokens; forks keep the old rows.
+
+    A message that a turn of this conversation made stays that turn's; its old row is deleted if no fork
+    holds it.
+    """
+    old = conn.execute(
+        "SELECT h.revision, m.message, m.role, m.finish_reason, t.turn_id,"
+        " b.crc, b.private, b.tokens FROM history h JOIN messages m USING (message)"
+        " LEFT JOIN turns t ON t.turn_id = m.turn_id AND t.conversation = h.conversation"
+        " LEFT JOIN bodies b ON b.body = m.body"
+        " WHERE h.conversation = ? ORDER BY h.position",
+        (conversation,),
+    ).fetchall()
+    new = []
+    for (revision, message, role, finish_reason, turn_id, *body), ids in zip(
+        old, token_ids, strict=True
+    ):
+        private = read_private(f"message number {message}", *body)
+        again = NewMessage(role=role, token_ids=ids, **private)
+        if turn_id is not None:
+            conn.execute("UPDATE messages SET turn_id = NULL WHERE message = ?", (message,))
+        new.append(Link(insert_message(conn, again, turn_id, finish_reason), revision, len(ids)))
+    cut_history(conn, conversation, after_revision=-1)
+    append_history(conn, conversation, new)
+
+
+def _bodies_between(
+    conn: Connection, number: int, conversation: Conversation, start: int, stop: int
+) -> Iterator[tuple[Any, bytes, bytes]]:
+    """(row, private, tokens) of the messages at positions [start, stop), each checked."""
+    found = conn.execute(
+        "SELECT h.position, h.revision, h.first_token, m.role, m.finish_reason, m.num_tokens,"
+        " b.crc, b.private, b.tokens"
+        " FROM history h JOIN messages m USING (message) LEFT JOIN bodies b USING (body)"
+        " WHERE h.conversation = ? AND h.position >= ? AND h.position < ? ORDER BY h.position",
+        (number, start, stop),
+    )
+    for row in found:
+        owner = f"conversation {conversation.conversation_id!r}, message {row[0]}"
+        private, tokens = checked_body(owner, *row[6:])
+        if len(tokens) != TOKEN_BYTES * row[5]:
+            raise StoreCorrupt(f"{owner}: has {len(tokens)} bytes for {row[5]} token ids")
+        yield row, private, tokens
+
+
+def read_log(
+    conn: Connection, number: int, conversation: Conversation, num_tokens: int | None = None
+) -> array[int]:
+    """The token ids of a conversation, or the first so many of them.
+
+    StoreCorrupt if its messages do not tile the log.
+    """
+    log = array("I")
+    num_messages = 0
+    for row, _, tokens in _bodies_between(conn, number, conversation, 0, conversation.num_messages):
+        if row[0] != num_messages or row[2] != len(log):
+            break
+        log.extend(unpack_tokens(tokens))
+        num_messages += 1
+        if num_tokens is not None and len(log) >= num_tokens:
+            return log[:num_tokens]
+    if num_messages != conversation.num_messages:
+        raise StoreCorrupt(
+            f"conversation {conversation.conversation_id!r}: its messages do not tile the log"
+        )
+    return log
+
+
+def read_log_end(
+    conn: Connection, number: int, conversation: Conversation, num_tokens: int
+) -> array[int]:
+    """The last so many token ids of a conversation, or all there are: reads its last messages only."""
+    end, stop = array("I"), conversation.num_messages
+    while stop and len(end) < num_tokens:
+        start = max(stop - 2, 0)
+        part = array("I")
+        for _, _, tokens in _bodies_between(conn, number, conversation, start, stop):
+            part.extend(unpack_tokens(tokens))
+        end, stop = part + end, start
+    return end[-num_tokens:]
+
+
+def read_messages(
+    conn: Connection,
+    number: int,
+    conversation: Conversation,
+    start: int,
+    stop: int,
+    include_token_ids: bool,
+) -> list[Message]:
+    """The messages at positions [start, stop)."""
+    return [
+        Message(
+            index=row[0],
+            role=row[3],
+            revision=row[1],
+            first_token=row[2],
+            num_tokens=row[5],
+            finish_reason=row[4],
+            token_ids=unpack_tokens(tokens) if include_token_ids else None,
+            **json.loads(private),
+        )
+        for row, private, tokens in _bodies_between(conn, number, conversation, start, stop)
+    ]

@@ -1,0 +1,94 @@
+"""Keeps `running` rows to turns that this process computes, also when writes fail.
+
+A turn is *live* from the return of `begin_turn` to the call that ends it, and only live turns may have a
+`running` row.  Two things break the rule: a process that died left `running` rows behind, and a write that
+failed may or may not have been committed (an error at COMMIT does not say).  Both lead to one state,
+*unsure*: there may be `running` rows of turns that are not live, here called *dead*.  So before the next
+transaction every dead row on the disk becomes `interrupted`, and only once that is committed is the store
+sure again.  A new process starts unsure, without live turns: that is recovery.
+
+Reads come before that transaction and cannot wait for one, because a client that learns that a turn is
+running sends nothing that would write.  So they return a dead row as the interrupted turn that it will be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pensieve.store import turn_rows
+from pensieve.store.connection import Writer
+from pensieve.store.records import Conversation, StoredTurn, TurnState
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+
+class RunningRows:
+    """The live turns of this process, and the transactions that keep the `running` rows theirs."""
+
+    def __init__(self, writer: Writer, now: Callable[[], float]) -> None:
+        self._writer = writer
+        self._now = now
+        self._live: set[int] = set()
+        self._unsure = True
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """One transaction, in which every `running` row is live."""
+        self.interrupt_dead()
+        try:
+            with self._writer.writing() as conn:
+                yield conn
+        except BaseException:
+            self._unsure = True
+            raise
+
+    @contextlib.contextmanager
+    def ending(self, turn_id: int) -> Iterator[Connection]:
+        """The transaction that ends a turn, which is not live afterwards, even if the write failed."""
+        self._live.add(turn_id)  # also when an earlier attempt to end it has failed
+        try:
+            with self.writing() as conn:
+                yield conn
+        except BaseException:
+            self._unsure = True
+            raise
+        finally:
+            self._live.discard(turn_id)
+
+    def add(self, turn_id: int) -> None:
+        """A turn has begun; it is live from now on."""
+        self._live.add(turn_id)
+
+    def is_dead(self, turn_id: int) -> bool:
+        """Whether the next transaction would interrupt this turn if its row is `running`."""
+        return turn_id not in self._live
+
+    def interrupt_dead(self) -> list[int]:
+        """Interrupt every turn with a dead row; returns their ids."""
+        if not self._unsure:
+            return []
+        with self._writer.writing() as conn:
+            dead = [turn for turn in turn_rows.running_turns(conn) if turn not in self._live]
+            for turn_id in dead:
+                turn_rows.interrupt_turn(conn, turn_id, self._now())
+        self._unsure = False
+        return dead
+
+    # -- for reads --
+
+    def as_read(self, conversation: Conversation) -> Conversation:
+        """The conversation as the next transaction will find it."""
+        turn_id = conversation.running_turn_id
+        if turn_id is None or not self.is_dead(turn_id):
+            return conversation
+        return replace(conversation, running_turn_id=None)
+
+    def turn_as_read(self, turn: StoredTurn) -> StoredTurn:
+        """The turn as the next transaction will find it."""
+        if turn.state is not TurnState.RUNNING or not self.is_dead(turn.turn_id):
+            return turn
+        return replace(turn, state=TurnState.INTERRUPTED)

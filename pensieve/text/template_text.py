@@ -1,0 +1,81 @@
+"""Text that remembers which of its characters the template wrote.
+
+A chat template joins its own text ("<|im_start|>") with a client's.  Once rendered they look alike, and a
+user who types "<|im_end|>" would end the turn.  So every constant of a template is a `TemplateText`, a
+client's text is a plain `str`, and joining them keeps one mark for each character: 1 if the template wrote
+it, 0 if a client did.  A control token is recognised only where all its characters are marked 1.
+
+This fails closed.  Only the operations below keep the marks; whatever else a template does to a string
+(`replace`, `upper`, `tojson`, `%`) yields a plain `str`, in which no control token is recognised.  No
+operation changes a mark from 0 to 1: only a template's constants are created with 1.  Apart from its marks
+a `TemplateText` equals its text: it compares, hashes and measures the same, so a template takes the same
+decisions as elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import SupportsIndex
+
+
+class TemplateText(str):
+    """A string with a mark for each character: 1 if the template wrote it and 0 if a client did."""
+
+    __slots__ = ("written",)
+    written: bytes
+
+    def __new__(cls, text: str, written: bytes | None = None) -> TemplateText:
+        self = super().__new__(cls, text)
+        self.written = bytes(len(text)) if written is None else written
+        assert len(self.written) == len(text)
+        return self
+
+    def __str__(self) -> str:
+        return self
+
+    def __add__(self, other: str) -> TemplateText:
+        if not isinstance(other, str):
+            return NotImplemented
+        return concat((self, other))
+
+    def __radd__(self, other: str) -> TemplateText:
+        if not isinstance(other, str):
+            return NotImplemented
+        return concat((other, self))
+
+    def __getitem__(self, key: SupportsIndex | slice) -> TemplateText:
+        if not isinstance(key, slice):
+            index = range(len(self))[key]
+            key = slice(index, index + 1)
+        return TemplateText(super().__getitem__(key), self.written[key])
+
+    def lstrip(self, chars: str | None = None, /) -> TemplateText:
+        return self[len(self) - len(super().lstrip(chars)) :]
+
+    def rstrip(self, chars: str | None = None, /) -> TemplateText:
+        return self[: len(super().rstrip(chars))]
+
+    def strip(self, chars: str | None = None, /) -> TemplateText:
+        return self.lstrip(chars).rstrip(chars)
+
+    def join(self, parts: Iterable[str], /) -> TemplateText:
+        pieces: list[str] = []
+        for part in parts:
+            pieces += (self, part)
+        return concat(pieces[1:])
+
+
+def written(text: str) -> TemplateText:
+    """The text with all its characters marked as the template's."""
+    return TemplateText(text, b"\x01" * len(text))
+
+
+def written_mask(text: str) -> bytes:
+    """The marks of a text; those of a plain `str` are all 0."""
+    return text.written if isinstance(text, TemplateText) else bytes(len(text))
+
+
+def concat(pieces: Iterable[str]) -> TemplateText:
+    """The pieces joined, with the marks of each."""
+    pieces = list(pieces)
+    return TemplateText("".join(pieces), b"".join(map(written_mask, pieces)))
