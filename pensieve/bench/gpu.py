@@ -35,9 +35,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pensieve.errors import PensieveError
-from pensieve.kernels import copy_pages, multi_token_attention, write_kv
+from pensieve.kernels import PAGE_SLOTS as PAGE
+from pensieve.kernels import copy_pages, cuda_launch, multi_token_attention, write_kv
 from pensieve.kernels.attention import cuda, reference
-from pensieve.kernels.attention.plan import PAGE, Work
+from pensieve.kernels.attention.plan import Work
 
 SECTIONS = (
     *("device", "kernels", "attention", "decode", "prefill", "swap", "hidden", "exactness", "load"),
@@ -168,7 +169,7 @@ class Paged:
         if device.type == "cuda" and cuda.takes(dtype, PAGE, head_size):
             starts = [start for start, _ in slices]
             plan = cuda.plan(
-                lengths, starts, heads, kv_heads, head_size, cuda.slots(device, head_size)
+                lengths, starts, heads, kv_heads, head_size, cuda.blocks_at_once(device, head_size)
             )
             above = cuda.wide_above(head_size, device)
             work = Work.of(plan, kv_heads, head_size, device, above)
@@ -319,7 +320,7 @@ def section_device(bench: Bench) -> None:
         bench.tell(
             "device",
             f"{found.name}, {found.multi_processor_count} multiprocessors, "
-            f"{found.total_memory / 2**30:.0f} GiB, {cuda.architecture(device.index or 0)}, "
+            f"{found.total_memory / 2**30:.0f} GiB, {cuda_launch.architecture(device.index or 0)}, "
             f"torch {torch.__version__}, CUDA {torch.version.cuda}",
             name=found.name,
         )
@@ -521,7 +522,7 @@ def section_swap(bench: Bench) -> None:
             "neighbours": memory.prepared(PageMoves(runs, runs + pages, scattered.num_slots)),
         }
         if bench.device.type == "cuda":
-            joined = scattered.joined(PAGE)
+            joined = scattered.in_runs(PAGE)
             ways["scattered, copy engine"] = ways["scattered"]._replace(runs=joined)
         for name, moves in ways.items():
 

@@ -1,4 +1,4 @@
-"""Shapes as algebra: one symbol per dimension, unified over all tensors of a call.
+"""Checks the shapes of a kernel's tensors: one symbol per dimension, unified over all tensors of a call.
 
 `Shapes("write_kv").unify("key", key, ("tokens", "kv_heads", "head_size"))` binds each symbol to its
 size the first time and compares it afterwards; a mismatch names the tensor, the symbol, both sizes
@@ -8,6 +8,8 @@ and the tensor that bound it.  A symbol may carry "+1" ("slices+1": one more tha
 from __future__ import annotations
 
 import torch
+
+PAGE_SLOTS = 32  # of the pages that the compiled kernels take; the torch implementation takes any
 
 
 class Shapes:

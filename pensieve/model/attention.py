@@ -29,8 +29,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from pensieve.errors import UnsupportedModel
 from pensieve.kernels import multi_token_attention, write_kv
 from pensieve.kernels.attention.plan import Work
-from pensieve.kernels.layer import cpu as dense
-from pensieve.kernels.layer import cuda as joined
+from pensieve.kernels.layer import paged_rows
+from pensieve.kernels.layer.protocol import PagedRows, PageIndex
 from pensieve.model.batch import Batch
 from pensieve.model.kv.memory import KVMemory, PageMoves
 
@@ -41,7 +41,9 @@ PROBING = "pensieve-probe"
 class ForwardPass(Protocol):
     """What the forward carries to every layer: one per iteration, or the probe's."""
 
-    pages: Any  # what a fused layer needs to do without `attend`: of `dense`, of `joined`, or None
+    @property
+    def paged_rows(self) -> PagedRows | None:
+        """With which a fused layer attends by itself; None: it calls `attend`."""
 
     def arrive(self, layer: int) -> None:
         """Return when the layer's pages are in place."""
@@ -74,14 +76,14 @@ class PagedPass:
         self._memory = memory
         self._wait_layer = wait_layer
         self._copies = copies
-        self.pages: Any = None
-        arena = memory.device_arena
-        tensors = (arena, batch.slot_mapping, batch.page_table)
-        index = (batch.slice_offsets, batch.slice_turns, batch.slice_starts)
-        if arena.device.type != "cpu":
-            self.pages = joined.Pages(*tensors, *index, work)
-        elif dense.available(arena.dtype):
-            self.pages = dense.Pages(*tensors, *index)
+        index = PageIndex(
+            batch.slot_mapping,
+            batch.page_table,
+            batch.slice_offsets,
+            batch.slice_turns,
+            batch.slice_starts,
+        )
+        self.paged_rows = paged_rows(memory.device_arena, index, work)
 
     def arrive(self, layer: int) -> None:
         self._wait_layer(layer)

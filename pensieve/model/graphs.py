@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pensieve.errors import one_line
 from pensieve.kernels.attention import cuda
 from pensieve.kernels.attention.plan import Plan, Work
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
 from pensieve.model.kv.memory import KVMemory
-from pensieve.model.probe import one_line
 from pensieve.model.transfer import upload
 
 ROWS_MAX = 256  # of a graph
@@ -59,7 +59,7 @@ def plan_of(
         shape.num_heads,
         shape.num_kv_heads,
         shape.head_size,
-        cuda.slots(device, shape.head_size),
+        cuda.blocks_at_once(device, shape.head_size),
         waves_more,
     )
     return plan, cuda.wide_above(shape.head_size, device)
@@ -105,7 +105,9 @@ class DecodeGraphs:
         self._rest(0, rows)
         self._work: Work | None = None
         if device.type == "cuda" and cuda.takes(shape.dtype, memory.chunk_tokens, shape.head_size):
-            self._extra_items = cuda.slots(device, shape.head_size) // shape.num_kv_heads + 1
+            self._extra_items = (
+                cuda.blocks_at_once(device, shape.head_size) // shape.num_kv_heads + 1
+            )
             items = rows + self._extra_items
             part_rows = items * (shape.num_heads // shape.num_kv_heads)
             heads = shape.num_kv_heads

@@ -19,10 +19,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from pensieve.errors import DeviceError, ModelError, UnsupportedModel
+from pensieve.errors import DeviceError, ModelError, UnsupportedModel, one_line
 from pensieve.model.attention import FlatModel
 from pensieve.model.parallel.ranks import ParallelModel, Rank
-from pensieve.model.probe import FusionFailed, one_line, probe
+from pensieve.model.probe import FusionFailed, probe
 from pensieve.model.shape import ModelShape
 
 

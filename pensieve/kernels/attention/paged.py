@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cpu, cuda, reference
 from pensieve.kernels.attention.plan import Work
 from pensieve.kernels.shapes import Shapes
@@ -57,7 +58,7 @@ def multi_token_attention(
             rows = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
             tensors = (rows, *tensors[1:])
             for launch in cuda.attention_launches(*tensors, scaling, out, work):
-                cuda.launch(launch, query.device)
+                cuda_launch.launch(launch, query.device)
         case "cpu" if cpu.multi_token_attention(*tensors, scaling, out):
             pass
         case _:
@@ -81,7 +82,7 @@ def write_kv(
     tensors = (key, value, slot_mapping, key_pages, value_pages)
     match key.device.type:
         case "cuda" if cuda.takes(key.dtype, *key_pages.shape[2:]):
-            cuda.launch(cuda.write_kv_launch(*tensors), key.device)
+            cuda_launch.launch(cuda.write_kv_launch(*tensors), key.device)
         case "cpu" if cpu.write_kv(*tensors):
             pass
         case _:
@@ -123,6 +124,6 @@ def copy_pages(
             and (mapped or source == target)
             and cuda.takes_arena(source_arena)
         ):
-            cuda.launch(cuda.copy_pages_launch(*tensors), source_pages.device)
+            cuda_launch.launch(cuda.copy_pages_launch(*tensors), source_pages.device)
         case _:
             reference.copy_pages(*tensors)

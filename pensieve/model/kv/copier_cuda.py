@@ -1,35 +1,32 @@
-"""Moves pages between the tiers of a GPU beside the compute, one layer at a time.
+"""The copier of a GPU: pages are copied on streams of their own.  `copier` has the interface.
 
 Three streams: the one that computes, one for swap-ins, one for swap-outs.
 
-    compute    ├ layer 0 ┤ wait(0) of in ├ layer 1 ┤ wait(1) …        never waits on the host
-    swap-in    ├ 0 ┤e0├ 1 ┤e1├ 2 ┤e2 …                                all layers given at once
-    swap-out               ├ some layers ┤    ├ some layers ┤         unit by unit, by the worker
+    compute    ├ wait e0 ┤ layer 0 ├ wait e1 ┤ layer 1 ├ …        the host never waits
+    swap-in    ├ 0 ┤e0├ 1 ┤e1├ 2 ┤e2 …                            all layers launched at once
+    swap-out               ├ some layers ┤    ├ some layers ┤     unit by unit, by the worker
 
-`submit` gives the swap-ins of an iteration to their stream at once, with an event behind each layer;
+`submit` launches the swap-ins of an iteration on their stream at once, with an event behind each layer;
 `wait_layer(n)` makes the computing stream wait for the events of layer n, and the host for nothing.
-Swap-outs are not urgent, so a worker thread gives them to their stream a unit at a time (some layers,
-about `UNIT_BYTES`) and only while no swap-in is outstanding: they yield after at most one unit.  A swap-in
-also waits, on the device, for the unit that is under way, so the two directions never share the bus by
-accident.
+Swap-outs are not urgent, so a worker thread launches them a unit at a time (some layers, about `UNIT_BYTES`)
+and only while no swap-in is outstanding: they yield after at most one unit.  A swap-in also waits, on the
+device, for the unit that is under way, so the two directions do not compete for the bus.
 
 Why no page is read or written wrongly:
 
 * A swap-in reads host pages whose swap-out was reported, that is, after the host saw its event.  It writes
   device pages that a launched iteration may still read or write: one that samples nothing is committed
-  before the device has come to its end.  So it waits for an event that `submit` records on the computing
-  stream, behind all of them; and whoever reads the pages later waits for its layer on the device.
+  before the device has finished it.  So the swap-in waits for an event that `submit` records on the
+  computing stream, behind all launched iterations.  A layer that reads the pages later waits for its event.
 * A swap-out reads slots that iterations before this one wrote.  Their forwards may still run, so the first
-  unit waits for an event that `submit` records on the computing stream, behind all of them.  Nobody writes
-  those slots again: full chunks never change, and of a partly filled one only `num_slots` count.
+  unit waits for an event that `submit` records on the computing stream, behind all of them.  Those slots are
+  not written again: full chunks never change, and of a partly filled one only `num_slots` are copied.
 * The core moves neither page of a copy before that copy is reported, and it is reported when the host
   has seen the event behind its last layer.
-* A job keeps its page numbers, which lie on the device, until then.
+* A job keeps its tensors of page numbers, which lie on the device, until then.
 
-The thread that computes calls `submit` and `wait_layer`; any one thread at a time calls `poll` and
-`wait_any`.  What threads share is under the one lock; the worker gives a unit to its stream while it
-holds it, so that `submit` either sees the unit or prevents it.  An error in the worker ends it; whatever
-waits, then and later, raises DeviceError.
+What threads share is under the one lock.  The worker launches a unit while it holds the lock, so `submit`
+either sees the unit or prevents it.  An error in the worker ends it.
 """
 
 from __future__ import annotations
@@ -118,7 +115,7 @@ class _Out:
     next_layer: int = 0
 
 
-class DeviceCopier:
+class CudaCopier:
     """The streams, the worker, and the copies that finished and were not yet reported."""
 
     def __init__(self, memory: KVMemory, streams: Streams | None = None) -> None:

@@ -64,8 +64,8 @@ class PageMoves(NamedTuple):
         table = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3)
         return cls(*table.T.contiguous())
 
-    def joined(self, chunk_tokens: int) -> tuple[Run, ...]:
-        """As runs of whole pages, longest possible; none if a page is not copied whole."""
+    def in_runs(self, chunk_tokens: int) -> tuple[Run, ...]:
+        """The same moves as the longest runs of whole pages; none if a page is not copied whole."""
         if bool((self.num_slots != chunk_tokens).any()):
             return ()
         runs: list[Run] = []
@@ -157,7 +157,7 @@ class KVMemory:
         device = self.device_arena.device
         if device.type == "cpu":
             return moves
-        runs = moves.joined(self.chunk_tokens)
+        runs = moves.in_runs(self.chunk_tokens)
         layer_bytes = self.page_bytes // self.shape.num_layers
         if sum(run.num_pages for run in runs) * layer_bytes < len(runs) * RUN_BYTES_MIN:
             runs = ()

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-from pensieve.kernels import copy_pages, multi_token_attention, write_kv
+from pensieve.kernels import copy_pages, cpu_library, multi_token_attention, write_kv
 from pensieve.kernels.attention import cpu, reference
 from tests.kernels.conftest import SETS
 
@@ -191,9 +191,9 @@ def test_an_index_outside_the_arena_is_refused_and_nothing_is_touched() -> None:
 
 def test_the_library_is_there_and_is_used() -> None:
     """An installation with a compiler has it; without one the other tests of this file are skipped."""
-    assert cpu.compiled_library() is not None
-    assert cpu.instruction_set(torch.bfloat16, 64) in SETS
-    assert cpu.instruction_set(torch.float16, 64) is None
+    assert cpu_library.compiled_library() is not None
+    assert cpu_library.instruction_set(torch.bfloat16, 64) in SETS
+    assert cpu_library.instruction_set(torch.float16, 64) is None
 
 
 def test_without_the_library_torch_does_it_after_one_warning() -> None:
