@@ -37,7 +37,7 @@ def pointers(*tensors: torch.Tensor) -> tuple[Argument, ...]:
 
 
 def launch(wanted: Launch, device: torch.device) -> None:
-    """Put it onto torch's current stream of that device."""
+    """Launch the kernel on torch's current stream of that device."""
     if not wanted.blocks:
         return
     import cupy
@@ -58,13 +58,13 @@ def launch(wanted: Launch, device: torch.device) -> None:
 
 
 class _Stream(NamedTuple):
-    """Torch's stream as CuPy wants to see one."""
+    """Torch's stream, as CuPy takes one."""
 
     ptr: int
 
 
 def prepare(device_index: int) -> None:
-    """Raise DeviceError if kernels cannot be had for this device, before anything large is loaded."""
+    """Load one kernel, so that a device without kernels raises DeviceError before a model is loaded."""
     _loaded(Kernel("copy_pages.cu", "copy_pages"), "", device_index)
     import cupy
 
@@ -89,19 +89,19 @@ def _loaded(kernel: Kernel, shared: str, device_index: int) -> tuple[Any, int]:
                 function.max_dynamic_shared_size_bytes = shared_bytes
                 function.preferred_shared_memory_carveout = 100
             return function, shared_bytes
-    except Exception as error:  # CuPy's own kinds: a driver that is too old, no memory
+    except Exception as error:  # of CuPy's own classes: a driver that is too old, no memory
         raise DeviceError(f"{kernel.name} cannot be loaded from {path}: {error}") from error
 
 
 def architecture(device_index: int = 0) -> str:
-    """What to compile for; Hopper's own instructions have a name of their own."""
+    """The architecture to compile for; sm_90a has the instructions that only Hopper knows."""
     major, minor = torch.cuda.get_device_capability(device_index)
     if (major, minor) < (8, 0):
         name = torch.cuda.get_device_name(device_index)
         raise DeviceError(f"{name} is of compute capability {major}.{minor}; 8.0 is needed")
     if (major, minor) == (9, 0):
         return "sm_90a"
-    # Code for the first of a generation runs on all of it, and every compiler that knows one knows the first.
+    # Code for the first member of a generation runs on all of them, and any compiler for one knows the first.
     return f"sm_{major}0" if major >= 10 else f"sm_{major}{minor}"
 
 

@@ -1,7 +1,6 @@
-"""What a model's layers hand to their attention: refused where we would not compute it, else its shape.
+"""Observes what a model's layers pass to their attention: measures the shape, refuses what is not plain.
 
-One forward runs under "pensieve-probe" (`model.attention`), whose masks say how far a query sees.  Nothing is
-attended to, so one forward takes as long as the model's products.
+One forward runs under "pensieve-probe" (`model.attention`), whose masks say how far a query sees.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from pensieve.kernels.layer.protocol import PagedRows
 from pensieve.model.attention import FlatModel
 from pensieve.model.shape import ModelShape
 
-# Arguments of an attention call that do not change its result for us: dropout is 0 outside of
-# training, positions and caches are ours, the rest asks for what we do not return.
+# Arguments of an attention call that do not change its result: dropout is 0 outside of training,
+# positions and caches are ours, and the others request outputs that are not used.
 HARMLESS = frozenset(
     {
         "dropout",
@@ -34,7 +33,7 @@ HARMLESS = frozenset(
 
 
 class Observer:
-    """A forward pass that writes down what arrives and computes nothing."""
+    """A forward pass that notes sizes and types, checks masks and arguments, and computes nothing."""
 
     paged_rows: PagedRows | None = None
 
@@ -98,7 +97,7 @@ class Observer:
 
 
 def observe(flat: FlatModel, prompt: list[int], context_max: int) -> ModelShape:
-    """One prompt at positions 0 … n-1: what each layer hands to its attention."""
+    """The shape of a model, from one prompt at positions 0 … n-1; UnsupportedModel if it is not plain."""
     observer = Observer(context_max)
     tokens, device = len(prompt), flat.module.device
     logits = flat.logits(

@@ -3,18 +3,19 @@
 Nothing here knows the name of a model.  A model is served if
 
 1. its attention accepts our implementation, and every layer calls it exactly once per forward, in
-   order, with `layer_idx` 0 … n-1 (recurrent layers never call; modelling code that bypasses the
-   interface or drops the forward's arguments shows here too);
-2. what reaches those calls is plain causal attention: no mask but the causal one (a window that is
-   longer than any prompt shows by the mask that is asked for, not by its effect), and no argument
-   that we would not honour (soft caps, sinks, biases, ...);
+   order, with `layer_idx` 0 … n-1 (recurrent layers never call it; modeling code that bypasses the
+   interface or drops the forward's arguments fails here, too);
+2. what reaches those calls is plain causal attention: no mask but the causal one (also no window that is
+   longer than the probe's prompts: the mask itself is examined), and no argument that we would ignore
+   (soft caps, sinks, biases, ...);
 3. all layers have one number of heads, and keys and values one size;
 4. two prompts in scattered pages, computed in uneven pieces in shared flat batches, give the logits
    of the model's own attention, each prompt by itself;
-5. nothing of a slice changes when its neighbour in the batch is at a far position (rotary types
+5. nothing of a slice changes when its neighbor in the batch is at a far position (rotary types
    that depend on length read the largest position of the whole batch).
 
-The probe fails with UnsupportedModel, whose message is the reason.
+1 to 3 are found by `observe`, 4 and 5 here.  The probe fails with UnsupportedModel, whose message is the
+reason.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from pensieve.model.kv.memory import KVMemory
 from pensieve.model.observe import observe
 from pensieve.model.shape import ModelShape
 
-INT8_DIFFERENCE = 0.15  # of the logits' range: a wrong order of weights lies far beyond
+INT8_DIFFERENCE = 0.15  # of the logits' range; weights in a wrong order give far more
 LOW_PRECISION_MIN, LOW_PRECISION_MAX = 1e-2, 5e-2  # of the logits' range
 _CHUNK_TOKENS = 8
 _PROMPT_TOKENS = (45, 12)  # the first is longer than a page
 
 
 class FusionFailed(Exception):
-    """The model does not work, or not the same, once its layers were replaced; its weights are gone."""
+    """The model with replaced layers fails or differs; its original weights are freed already."""
 
 
 def probe(flat: FlatModel, *, fuse_layers: bool = True, int8: bool = False) -> ModelShape:
-    """The shape of a model that can be served; leaves it under our attention, its layers fused.
+    """The shape of a model that can be served; afterwards it uses our attention, and its layers are fused.
 
-    With `int8` their weights are rounded, and it is the middle row of logits that has to be near.
+    With `int8` their weights are rounded, and the median over rows of logits has to be near.
     """
     attention.register()
     module = flat.module
@@ -73,7 +74,9 @@ def probe(flat: FlatModel, *, fuse_layers: bool = True, int8: bool = False) -> M
                 tolerance = INT8_DIFFERENCE
             try:
                 _compare(flat, shape, prompts, plain, tolerance, _CHUNK_TOKENS)
-                if num_replaced or module.device.type != "cpu":  # with pages as they are served
+                if (
+                    num_replaced or module.device.type != "cpu"
+                ):  # with pages of the size that is served
                     _compare(flat, shape, prompts, plain, tolerance, PAGE_SLOTS)
                 _check_far_neighbour(flat, shape, prompts[0])
             except Exception as error:
@@ -157,7 +160,7 @@ def _compare(
 
 
 class _Recorder:
-    """A forward pass that keeps the first rows of what arrives, and attends to nothing.
+    """A forward pass that keeps the first rows of queries, keys and values, and attends to nothing.
 
     Without attention, and in batches of one size, those rows are the same to the last bit unless
     their positions were treated differently.
@@ -247,8 +250,8 @@ def _paged_logits(flat: FlatModel, memory: KVMemory, batch: Batch) -> torch.Tens
 def _difference(got: torch.Tensor, expected: torch.Tensor, exact: bool) -> float:
     """How far the logits lie apart, as a share of the expected range.
 
-    Rounding alone may send a token to another expert, which spoils its row; a wrong attention spoils
-    nearly all rows.  So in low precision it is the middle row that counts.
+    Rounding alone may send a token to another expert, which changes its row; a wrong attention changes
+    nearly all rows.  So in low precision the median over rows counts, not the maximum.
     """
     span = (expected.max() - expected.min()).clamp_min(1e-12)
     by_row = (got - expected).abs().amax(dim=1) / span
@@ -256,10 +259,10 @@ def _difference(got: torch.Tensor, expected: torch.Tensor, exact: bool) -> float
 
 
 def _tolerance(module: Any, prompts: list[list[int]], plain: list[torch.Tensor]) -> float:
-    """What rounding may make of the logits.
+    """The largest difference of logits that can be rounding.
 
-    In low precision it is measured: how far two attentions of the model's own, which are both right,
-    lie apart.  A scaling that is 10 % off lies well beyond twice that.
+    In low precision it is measured, between two of the model's own attentions, which are both right.
+    A scaling that is 10 % off differs by well over twice as much.
     """
     dtype = next(module.parameters()).dtype
     if dtype == torch.float32:

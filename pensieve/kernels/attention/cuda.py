@@ -23,8 +23,8 @@ HEAD_SIZES = (64, 96, 128, 256)
 HOPPER_HEAD_SIZES = (64, 128)
 ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 LOG2_E = 1.4426950408889634
-# Shared memory in KiB: what a block of multi_token_attention takes, by head size (and 1 of the driver's);
-# what a multiprocessor has, by compute capability (100 where it is not named).
+# Shared memory in KiB: what a block of multi_token_attention takes, by head size (the driver takes 1 more);
+# what a multiprocessor has, by compute capability (100 where it is not listed).
 BLOCK_KIB = {64: 52, 96: 60, 128: 80, 256: 96}
 MULTIPROCESSOR_KIB = {
     (8, 0): 164,
@@ -34,23 +34,23 @@ MULTIPROCESSOR_KIB = {
     (10, 3): 228,
     (11, 0): 228,
 }
-BLOCKS_MAX = 2  # that fit into a multiprocessor's registers
-COPY_BLOCKS = 32  # enough for the bus, and a fraction of the machine
+BLOCKS_MAX = 2  # of a multiprocessor: its registers hold no more
+COPY_BLOCKS = 32  # saturate the bus, and leave most of the device to the computation
 
 
 def takes(dtype: torch.dtype, page_slots: int, head_size: int) -> bool:
-    """Whether the kernels are for KV like this; torch does what they are not for."""
+    """Whether the kernels can be used with KV like this; torch does the rest."""
     return dtype in ELEMENTS and page_slots == PAGE_SLOTS and head_size in HEAD_SIZES
 
 
 def takes_arena(arena: torch.Tensor) -> bool:
-    """Whether `copy_pages` is for pages like these: any element, rows of whole 16 bytes."""
+    """Whether `copy_pages` can copy these pages: elements of any type, rows of a multiple of 16 bytes."""
     _, _, _, slots, head_size = arena.shape
     return slots == PAGE_SLOTS and head_size * arena.element_size() % 16 == 0
 
 
 def tiling(head_size: int) -> Tiling:
-    """How multi_token_attention.cu shares rows: its `Plan`s."""
+    """The row counts of multi_token_attention.cu's `Plan`s."""
     return Tiling(16, 64) if head_size == 256 else Tiling(32, 128)
 
 
@@ -78,7 +78,7 @@ def work_of(
     slice_offsets: torch.Tensor,
     slice_starts: torch.Tensor,
 ) -> Work:
-    """Planned from the tensors themselves: reads them back, so it is for single calls."""
+    """The plan of one call, from its tensors; it reads them back, so iterations are planned beforehand."""
     offsets = slice_offsets.tolist()
     lengths = [end - begin for begin, end in itertools.pairwise(offsets)]
     kv_heads, _, head_size = key_pages.shape[1:]
@@ -94,7 +94,7 @@ def work_of(
 
 
 def wide_above(head_size: int, device: torch.device) -> int | None:
-    """On Hopper, wide items have a kernel of their own."""
+    """Items with more rows than this are for Hopper's own kernel; None where it is not used."""
     if device.type != "cuda" or cuda_launch.architecture(device.index or 0) != "sm_90a":
         return None
     return tiling(head_size).narrow_max if head_size in HOPPER_HEAD_SIZES else None

@@ -1,8 +1,9 @@
-"""The kernels' Python functions: check shapes as algebra, then hand over to an implementation.
+"""Attention over paged keys and values: the public functions, for tensors of any device.
 
-The one argument order is: query, key_pages, value_pages, page_table, slice_offsets, slice_turns,
-slice_starts, then scalars, what is written last.  Values inside index tensors are trusted: they come
-from the batch, and reading them back would stall a GPU.
+Each function checks the shapes of its tensors and calls the implementation for their device.  All
+implementations have one order of arguments: query, key_pages, value_pages, page_table, slice_offsets,
+slice_turns, slice_starts, then scalars, and what is written last.  The values in index tensors are not
+checked here: they come from the batch, and reading them back would stall a GPU.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def copy_pages(
 ) -> None:
     """Copy pages of one layer, bit for bit; the arenas may be one and the same, or lie apart.
 
-    `mapped` says that an arena in the host's memory is page-locked and mapped for the other's device.
+    With `mapped` an arena in host memory is page-locked and mapped into the other arena's device.
     """
     tail = ("two", "kv_heads", "slots", "head_size")
     shapes = Shapes("copy_pages")

@@ -41,11 +41,11 @@ _maps: dict[tuple[torch.device, torch.dtype, MapShape], torch.Tensor] = {}
 
 
 def map_of(pages: torch.Tensor) -> int:
-    """The address on the device of a map of these pages; made once, and kept."""
+    """The device address of the descriptor of these pages."""
     key = (pages.device, pages.dtype, map_shape(pages))
     found = _maps.get(key)
     if found is None:
-        with torch.cuda.device(pages.device):  # the driver asks for a context
+        with torch.cuda.device(pages.device):  # the driver needs a current context
             found = _maps[key] = _encoded(key[2], pages.dtype).to(pages.device)
     return found.data_ptr()
 

@@ -177,7 +177,7 @@ class Norm:
 
 
 def norm_struct(norm: NormWeights) -> NormStruct:
-    """Points into the norm's weights: whoever keeps it keeps them, too."""
+    """The structure holds the address of the weights, which its owner has to keep alive."""
     return NormStruct(norm.weight.data_ptr(), len(norm.weight), norm.eps)
 
 
@@ -217,7 +217,7 @@ def _panels(weight: torch.Tensor, order: torch.Tensor, width: int, step: int) ->
 
 
 def _advise_huge(tensor: torch.Tensor) -> None:
-    """Ask the kernel for large memory pages under weights, which are read from end to end each step."""
+    """Ask the operating system for huge pages under weights: each iteration reads all of them."""
     page = 2 << 20
     first = -(-tensor.data_ptr() // page) * page
     end = (tensor.data_ptr() + tensor.nbytes) // page * page

@@ -17,8 +17,8 @@ A layer computes, in this order, where norms in brackets may be missing:
     → attention → product → [attention_after] · factor + residual
     → [mlp_before] → gate and up → activation(gate) · up → product → [mlp_after] · factor + residual
 
-`forward` does all of it, attention included, over pages.  Where the attention is somebody else's (a probe,
-a model that runs without pages), `before_attention` and `after_attention` are the two halves around it.
+`forward` does all of it, attention over pages included.  Where something else attends (the load probe, which
+runs without pages), `before_attention` and `after_attention` are the two halves around it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class PageIndex:
 
 
 class PackedWeights(Protocol):
-    """A product's weights as a device wants them."""
+    """A product's weights in the layout that the device's kernel reads."""
 
     @property
     def outputs(self) -> int:

@@ -1,4 +1,4 @@
-"""A decoder layer replaced as a whole: the same call, the same answer, in a device's layer kernels.
+"""Replaces a whole decoder layer by the layer kernels, where they give the same answer.
 
 A layer whose calls have the known form is rebuilt from its weights and run on the recorded input.  It
 replaces the module only if it answers what the module answered.  So a layer with another order of operations,
@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class FusedLayer(torch.nn.Module):
-    """Stands where a decoder layer stood."""
+    """Replaces a decoder layer: takes the same arguments, gives the same answer."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class FusedLayer(torch.nn.Module):
 def fused_layer(
     layer: torch.nn.Module, record: LayerRecord, kernels: LayerKernels, *, int8: bool = False
 ) -> FusedLayer | None:
-    """What can replace a layer; None if nothing here computes the same."""
+    """What can replace a layer; None if the kernels do not give its answer."""
     given, rotation = record.given, record.arguments.get("position_embeddings")
     in_tuple = isinstance(record.answer, tuple)
     if in_tuple and len(record.answer) != 1:

@@ -1,8 +1,8 @@
 """Matches a decoder layer's recorded calls to the form that fused layers have, and collects its weights.
 
-The form is drawn in `model.fuse`.  The calls before the attention and those after it are walked once each; a
-call that does not fit there ends the match, with None.  What a norm or an activation computes is found out
-from what it answered: its name and its attributes only say what to try.
+`model.fuse` describes the form.  The calls before the attention and those after it are walked once each; at
+the first call that does not fit, the layer does not match.  Whether a norm or an activation is a known one
+is decided by what it answered; its attributes only give the numbers to try.
 """
 
 from __future__ import annotations

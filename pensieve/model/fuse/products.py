@@ -1,4 +1,4 @@
-"""Single products with packed weights, in the places of torch's Linear and GPT-2's Conv1D.
+"""Single products with packed weights, which replace torch's Linear and GPT-2's Conv1D.
 
 Products that one parent calls one after another with the same input (queries, keys and values, for
 instance) become one product, computed at the first call; the others take their columns of its result.
@@ -12,7 +12,7 @@ import torch
 
 from pensieve.kernels.layer.protocol import LayerKernels, PackedWeights
 from pensieve.model.fuse.match import product_weights
-from pensieve.model.fuse.record import ModuleCall, Place
+from pensieve.model.fuse.record import Child, ModuleCall
 
 
 class SharedInput:
@@ -40,7 +40,7 @@ class SharedInput:
 
 
 class PackedProduct(torch.nn.Module):
-    """Stands where a Linear stood."""
+    """Rechildren a Linear."""
 
     def __init__(self, shared: SharedInput, part: int, like: torch.nn.Module) -> None:
         super().__init__()
@@ -70,29 +70,29 @@ def pack_products(
     *,
     int8: bool = False,
 ) -> int:
-    """Replace the called products that hang in this module; how many."""
-    places = places_in(module)
+    """Replace those of the called products that are inside of this module; returns how many."""
+    children = children_of(module)
     count = 0
-    for group in _groups([call for call in calls if id(call.module) in places], places):
+    for group in _groups([call for call in calls if id(call.module) in children], children):
         packed = kernels.pack(product_weights(group), int8=int8)
         shared = SharedInput(packed, [call.answer.shape[-1] for call in group])
         for part, call in enumerate(group):
-            parent, name, _ = places[id(call.module)]
+            parent, name, _ = children[id(call.module)]
             setattr(parent, name, PackedProduct(shared, part, call.module))
             count += 1
     return count
 
 
-def places_in(module: torch.nn.Module) -> dict[int, Place]:
-    """Where each module inside of this one hangs, by its id."""
+def children_of(module: torch.nn.Module) -> dict[int, Child]:
+    """Every module inside of this one, with its parent, by its id."""
     return {
-        id(child): Place(parent, name, child)
+        id(child): Child(parent, name, child)
         for parent in module.modules()
         for name, child in parent.named_children()
     }
 
 
-def _groups(calls: Sequence[ModuleCall], places: dict[int, Place]) -> Iterator[list[ModuleCall]]:
+def _groups(calls: Sequence[ModuleCall], children: dict[int, Child]) -> Iterator[list[ModuleCall]]:
     """Consecutive calls with one input by one parent; a module that is called twice stays alone."""
     num_calls: dict[int, int] = {}
     for call in calls:
@@ -101,7 +101,7 @@ def _groups(calls: Sequence[ModuleCall], places: dict[int, Place]) -> Iterator[l
     for call in calls:
         if group and not (
             call.given is group[0].given
-            and places[id(call.module)].parent is places[id(group[0].module)].parent
+            and children[id(call.module)].parent is children[id(group[0].module)].parent
             and num_calls[id(call.module)] == num_calls[id(group[0].module)] == 1
         ):
             yield group

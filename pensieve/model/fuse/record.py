@@ -1,7 +1,7 @@
 """Records one forward of a model: every call of a leaf module and of the attention, layer by layer.
 
-What was given and answered is kept as the very tensors: that one call got what another answered is seen by
-`is`.  The recorded tensors, and through them the modules, stay alive as long as the record does.
+The record holds the very tensors that were given and answered, so `is` tells whether one call got what
+another answered.  These tensors stay alive as long as the record does.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class ForwardRecord(NamedTuple):
     logits: torch.Tensor
 
 
-class Place(NamedTuple):
-    """Where a module hangs: `getattr(parent, name)` is what stands there now."""
+class Child(NamedTuple):
+    """A module and its parent; `setattr(parent, name, other)` replaces it."""
 
     parent: torch.nn.Module
     name: str
@@ -98,13 +98,13 @@ class CausalPass:
         """Nothing moves."""
 
 
-def decoder_layers(module: torch.nn.Module) -> list[Place]:
+def decoder_layers(module: torch.nn.Module) -> list[Child]:
     """The outermost list of modules whose members each hold one attention; empty where there is none."""
     for parent in module.modules():
         if isinstance(parent, torch.nn.ModuleList) and len(parent):
             holders = [attention_of(layer) for layer in parent]
             if all(each is not None for each in holders):
-                return [Place(parent, name, layer) for name, layer in parent.named_children()]
+                return [Child(parent, name, layer) for name, layer in parent.named_children()]
     return []
 
 

@@ -1,8 +1,8 @@
 """The whole forward of a model all of whose layers are fused: a loop over them, without the model's own code.
 
-What surrounds the layers has to be as the loop has it; each of these is found in the recorded forward and
-compared: a table of embeddings times a number, one pair of rotations for all layers, a norm, an output
-product times a number.  A second forward with an output product 64 times as large shows a cap on logits.
+The loop knows a table of embeddings times a number, one pair of rotations for all layers, a norm, and an
+output product times a number.  Each is found in the recorded forward and compared with what was answered.
+A second forward, with an output product 64 times as large, shows a cap on logits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pensieve.kernels.layer.protocol import LayerKernels, NormWeights
 from pensieve.model.attention import FlatModel, ForwardPass
 from pensieve.model.fuse.layers import FusedLayer, is_rotation
 from pensieve.model.fuse.match import match_norm
-from pensieve.model.fuse.products import PackedProduct, places_in
+from pensieve.model.fuse.products import PackedProduct, children_of
 from pensieve.model.fuse.record import ForwardRecord, ModuleCall, causal_logits, is_product
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, (1, tokens, rotary)
@@ -33,7 +33,7 @@ class Surroundings:
     table_factor: float
     rotation: Callable[[torch.Tensor, torch.Tensor], Rotation]  # of (1, tokens, …), (1, tokens)
     norm: NormWeights
-    find_head: Callable[[], torch.nn.Module]  # what stands now where the output product stood
+    find_head: Callable[[], torch.nn.Module]  # what the output product was replaced by
     head_factor: float
 
 
@@ -79,7 +79,7 @@ class FusedModel:
 def match_surroundings(
     flat: FlatModel, record: ForwardRecord, kernels: LayerKernels
 ) -> Surroundings | None:
-    """What surrounds the layers; None where anything is not as the loop has it."""
+    """What surrounds the layers; None if the loop could not do it."""
     layers, outside = record.layers, record.outside
     if not layers:
         return None
@@ -112,7 +112,7 @@ def match_surroundings(
         or not all(torch.equal(one, other) for one, other in zip(again, rotation, strict=True))
     ):
         return None
-    parent, name, _ = places_in(flat.module)[id(head.module)]
+    parent, name, _ = children_of(flat.module)[id(head.module)]
     return Surroundings(
         table=table.module,  # type: ignore[arg-type]
         table_factor=table_factor,
@@ -129,7 +129,7 @@ def _hidden(answer: Any) -> Any:
 
 
 def _with_other_positions(call: ModuleCall) -> Callable[[torch.Tensor, torch.Tensor], Rotation]:
-    """The call that gave the rotation, repeated with positions in place of its second tensor."""
+    """The call that gave the rotation, for other positions, which are its one tensor beside the first."""
     args, kwargs = call.others
 
     def rotate(hidden: torch.Tensor, positions: torch.Tensor) -> Rotation:

@@ -59,7 +59,6 @@ class CpuCopier:
     # -- called by the thread that computes --
 
     def submit(self, swap_ins: Sequence[SwapIn], swap_outs: Sequence[SwapOut]) -> None:
-        """Begin these copies; every write of earlier iterations must be done."""
         memory = self._memory
         jobs_in = [
             _Job(
@@ -81,7 +80,6 @@ class CpuCopier:
             self._changed.notify_all()
 
     def wait_layer(self, layer: int) -> None:
-        """Return when every outstanding swap-in has brought this layer."""
         if not self._swap_ins:  # only `submit` adds, on this very thread
             return
         with self._changed:
@@ -94,16 +92,13 @@ class CpuCopier:
 
     @property
     def arriving(self) -> bool:
-        """Whether a swap-in is outstanding."""
         return bool(self._swap_ins)
 
     def poll(self) -> tuple[int, ...]:
-        """The ids of copies that finished since the last report, without waiting."""
         with self._changed:
             return self._report()
 
     def wait_any(self) -> tuple[int, ...]:
-        """As `poll`, but waits for at least one copy if any is outstanding."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -115,7 +110,6 @@ class CpuCopier:
             return self._report()
 
     def close(self) -> None:
-        """End the worker after its present unit; copies still outstanding are given up."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -138,7 +132,7 @@ class CpuCopier:
                 while (job := self._next_job()) is not None:
                     job.move_layer(job.next_layer, job.moves)
                     self._advance(job)
-        except BaseException as error:  # kept, and raised where somebody waits
+        except BaseException as error:  # kept, and raised in whatever waits
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

@@ -57,27 +57,27 @@ class Stream(Protocol):
 
 
 class Streams(Protocol):
-    """What the copier needs of a device."""
+    """What the copier needs of a device; the tests have another one."""
 
     swap_in: Stream
     swap_out: Stream
 
     @property
     def compute(self) -> Stream:
-        """Where forwards go."""
+        """The stream that forwards are launched on."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """What is launched inside goes to this stream."""
+        """Inside, this stream is the current one."""
 
     def record(self, stream: Any) -> Event:
-        """Behind what the stream has been given."""
+        """An event behind everything that was launched on the stream."""
 
     def adopt_thread(self) -> None:
-        """The calling thread works with this device from now on."""
+        """Make this device the calling thread's current one."""
 
 
 class TorchStreams:
-    """Of a CUDA device; swap-ins come before swap-outs where the device has to choose."""
+    """The streams of a CUDA device; swap-ins have the higher priority."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -101,17 +101,17 @@ class TorchStreams:
 
 
 @dataclass(slots=True, eq=False)
-class _In:
+class _SwapInJob:
     copy_ids: tuple[int, ...]
     moves: PageMoves
     events: list[Event]  # behind each layer
 
 
 @dataclass(slots=True, eq=False)
-class _Out:
+class _SwapOutJob:
     copy_ids: tuple[int, ...]
     moves: PageMoves
-    after: Event  # what wrote these pages
+    after: Event  # behind the forwards that wrote these pages
     next_layer: int = 0
 
 
@@ -124,8 +124,8 @@ class CudaCopier:
         self._streams: Streams = streams if streams is not None else TorchStreams(device)
         self._num_layers = memory.shape.num_layers
         self._changed = threading.Condition()
-        self._ins: list[_In] = []
-        self._outs: list[_Out] = []
+        self._swap_ins: list[_SwapInJob] = []
+        self._swap_outs: list[_SwapOutJob] = []
         self._unit: Event | None = None  # behind the last unit of swap-outs
         self._finished: list[int] = []
         self._error: BaseException | None = None
@@ -136,11 +136,10 @@ class CudaCopier:
     # -- called by the thread that computes --
 
     def submit(self, swap_ins: Sequence[SwapIn], swap_outs: Sequence[SwapOut]) -> None:
-        """Begin these copies; whatever earlier iterations write was launched already."""
         if swap_ins:
             moves = self._memory.prepared(PageMoves.from_swap_ins(swap_ins))
             ready = self._streams.record(self._streams.compute)
-            job = _In(tuple(each.copy_id for each in swap_ins), moves, [])
+            job = _SwapInJob(tuple(each.copy_id for each in swap_ins), moves, [])
             stream = self._streams.swap_in
             with self._changed, self._streams.on(stream):
                 self._raise_error()
@@ -150,68 +149,65 @@ class CudaCopier:
                 for layer in range(self._num_layers):
                     self._memory.swap_in(layer, moves)
                     job.events.append(self._streams.record(stream))
-                self._ins.append(job)
+                self._swap_ins.append(job)
         if swap_outs:
             moves = self._memory.prepared(PageMoves.from_swap_outs(swap_outs))
             ids = tuple(each.copy_id for each in swap_outs)
             after = self._streams.record(self._streams.compute)
             with self._changed:
-                self._outs.append(_Out(ids, moves, after))
+                self._swap_outs.append(_SwapOutJob(ids, moves, after))
                 self._changed.notify_all()
 
     def wait_layer(self, layer: int) -> None:
-        """What is launched from now on waits until every outstanding swap-in has brought this layer."""
-        if not self._ins:
+        if not self._swap_ins:
             return
         with self._changed:
-            events = [job.events[layer] for job in self._ins]
+            events = [job.events[layer] for job in self._swap_ins]
         for event in events:
             self._streams.compute.wait_event(event)
 
     @property
     def arriving(self) -> bool:
-        """Whether a swap-in is outstanding."""
         with self._changed:
             self._sweep()
-            return bool(self._ins)
+            return bool(self._swap_ins)
 
-    # -- called by whoever reports --
+    # -- called by the thread that reports --
 
     def poll(self) -> tuple[int, ...]:
-        """The ids of copies that finished since the last report, without waiting."""
         with self._changed:
             self._sweep()
             return self._report()
 
     def wait_any(self) -> tuple[int, ...]:
-        """As `poll`, but waits for at least one copy if any is outstanding."""
         while True:
             with self._changed:
                 self._sweep()
-                if not self._ins:
+                if not self._swap_ins:
                     self._changed.wait_for(
-                        lambda: self._finished or self._error or self._ins or not self._outs
+                        lambda: (
+                            self._finished or self._error or self._swap_ins or not self._swap_outs
+                        )
                     )
-                if self._finished or self._error or not (self._ins or self._outs):
+                if self._finished or self._error or not (self._swap_ins or self._swap_outs):
                     return self._report()
-                event = self._ins[0].events[-1] if self._ins else None
+                event = self._swap_ins[0].events[-1] if self._swap_ins else None
             if event is not None:
                 event.synchronize()
 
     def close(self) -> None:
-        """End the worker after its present unit; copies still outstanding are given up."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._worker.join()
-        if self._error is None:  # nobody may let go of the memory before
+        if self._error is None:  # copies under way still use the memory
             for stream in (self._streams.swap_in, self._streams.swap_out):
                 self._streams.record(stream).synchronize()
 
     def _sweep(self) -> None:
-        """Swap-ins whose last event the device has passed are finished, in order."""
-        while self._ins and self._ins[0].events[-1].query():
-            self._finished.extend(self._ins.pop(0).copy_ids)
+        """Mark the swap-ins as finished, in order, whose last event the device has passed."""
+        while self._swap_ins and self._swap_ins[0].events[-1].query():
+            self._finished.extend(self._swap_ins.pop(0).copy_ids)
             self._changed.notify_all()
 
     def _report(self) -> tuple[int, ...]:
@@ -229,33 +225,33 @@ class CudaCopier:
         try:
             self._streams.adopt_thread()
             with torch.inference_mode():
-                while (given := self._give_unit()) is not None:
-                    job, event = given
+                while (launched := self._launch_next_unit()) is not None:
+                    job, event = launched
                     event.synchronize()
                     with self._changed:
                         if job.next_layer == self._num_layers:
-                            self._outs.remove(job)
+                            self._swap_outs.remove(job)
                             self._finished.extend(job.copy_ids)
                             self._changed.notify_all()
-        except BaseException as error:  # kept, and raised where somebody waits
+        except BaseException as error:  # kept, and raised in whatever waits
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _give_unit(self) -> tuple[_Out, Event] | None:
-        """Some layers of the oldest swap-out go to their stream; None when closing."""
+    def _launch_next_unit(self) -> tuple[_SwapOutJob, Event] | None:
+        """Launch some layers of the oldest swap-out, once there is one; None when closing."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._outs)
+                self._changed.wait_for(lambda: self._closing or self._swap_outs)
                 if self._closing:
                     return None
                 self._sweep()
-                if not self._ins:
-                    return self._given(self._outs[0])
-                event = self._ins[-1].events[-1]
+                if not self._swap_ins:
+                    return self._launch_unit(self._swap_outs[0])
+                event = self._swap_ins[-1].events[-1]
             event.synchronize()
 
-    def _given(self, job: _Out) -> tuple[_Out, Event]:
+    def _launch_unit(self, job: _SwapOutJob) -> tuple[_SwapOutJob, Event]:
         layer_bytes = len(job.moves.num_slots) * self._memory.page_bytes // self._num_layers
         count = max(UNIT_BYTES // max(layer_bytes, 1), 1)
         stream = self._streams.swap_out

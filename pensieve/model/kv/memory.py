@@ -1,14 +1,13 @@
-"""The memory that keys and values lie in: one arena per tier, layer-major.
+"""The memory of keys and values: one arena per tier, layer-major, and moves of pages between them.
 
     device_arena, host_arena   (layers, pages, 2, kv_heads, slots, head_size)
 
 Inside a layer a page is keys then values of all heads, one contiguous run, so moving a page of one
-layer is one copy and a head's tile of slots x head_size is contiguous for the kernels.  Which page
-holds what is the core's business; nothing here is initialised, and a slot that nobody wrote may
-hold anything.
+layer is one copy and a head's tile of slots x head_size is contiguous for the kernels.  The core decides
+which page holds what.  Nothing here is initialized, and a slot that was never written may hold anything.
 
-Both tiers number their pages from 0.  Movements are given as `PageMoves` (built once per job) and
-done one layer at a time, which is what lets copying overlap with computing.
+Both tiers number their pages from 0.  Moves are given as `PageMoves` (built once per job) and
+done one layer at a time, so copying can overlap with computing.
 
 On a GPU the host tier is page-locked and mapped (host_arena.py).  Scattered pages cross the bus by the kernel
 `copy_pages`, one launch a layer; long runs of neighbours by the copy engine, one asynchronous copy each.
@@ -28,7 +27,9 @@ from pensieve.model.kv import host_arena
 from pensieve.model.shape import ModelShape
 from pensieve.model.transfer import upload
 
-RUN_BYTES_MIN = 1 << 20  # of one layer, on average, for the copy engine to be worth a call per run
+RUN_BYTES_MIN = (
+    1 << 20
+)  # of one layer, on average: below, `copy_pages` is faster than a call per run
 
 
 class Run(NamedTuple):
@@ -130,7 +131,7 @@ class KVMemory:
 
     @property
     def spare_page(self) -> int:
-        """The page behind the last: no turn has it; rows that only fill a batch up write there."""
+        """The page behind the last one, which no turn has: padding rows of a batch write there."""
         return self.device_pages
 
     @property
@@ -153,7 +154,7 @@ class KVMemory:
         return self.device_arena[layer, :, 1]
 
     def prepared(self, moves: PageMoves) -> PageMoves:
-        """Where the arenas' device wants them, and cut for its copy engine if that is the faster way."""
+        """The moves on the arenas' device, and as runs where its copy engine is the faster way."""
         device = self.device_arena.device
         if device.type == "cpu":
             return moves

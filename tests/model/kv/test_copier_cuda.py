@@ -152,7 +152,7 @@ def test_swap_outs_yield_to_swap_ins(seed: int, monkeypatch: pytest.MonkeyPatch)
         time.sleep(0.001)
     copier.submit([SwapIn(2, 5, 5, SIZE)], [])
     streams.going.set()
-    while copier._outs:  # the worker goes on by itself
+    while copier._swap_outs:  # the worker goes on by itself
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert sorted(collect(copier, 2)) == [1, 2]
