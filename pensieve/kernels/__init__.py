@@ -1,4 +1,4 @@
-"""The kernels: attention over paged keys and values, and the dense parts of a decoder layer.
+"""Kernels for attention over paged keys and values, and for decoder layers.
 
     multi_token_attention   every slice of an iteration attends to its turn's whole context
     write_kv                the keys and values of the iteration's tokens go to their slots
@@ -14,7 +14,7 @@ implementation for the tensors' device:
     attention.reference   torch: runs anywhere, does what the others do not take, and is what they are
                           tested against
 
-A kernel has the same name in Python and in csrc.
+An attention kernel has the same name in Python and in csrc.
 
 Layout.  A layer's arena is (pages, 2, kv_heads, slots, head_size), keys then values, so one page of
 one layer is one contiguous run and so is the tile of one head.  `key_pages` and `value_pages` are

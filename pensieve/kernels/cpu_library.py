@@ -1,4 +1,4 @@
-"""The compiled kernels for CPUs: finds libpensieve_cpu.so, loads it and declares its functions.
+"""Finds, loads and declares libpensieve_cpu.so, the compiled kernels for CPUs.
 
 The library is built from csrc/cpu when the package is installed.  Where that failed there is none:
 `compiled_library` warns once and answers None, and the torch implementations do the work.

@@ -1,4 +1,6 @@
-"""Checks the shapes of a kernel's tensors: one symbol per dimension, unified over all tensors of a call.
+"""Checks that the shapes of a kernel's tensors fit together.
+
+Shapes are algebra: one symbol per dimension, unified over all tensors of a call.
 
 `Shapes("write_kv").unify("key", key, ("tokens", "kv_heads", "head_size"))` binds each symbol to its
 size the first time and compares it afterwards; a mismatch names the tensor, the symbol, both sizes

@@ -1,4 +1,4 @@
-"""Connects transformers models to our attention: the registered functions, and one layer's work over pages.
+"""Connects transformers models to our attention over pages.
 
 `AttentionInterface.register` makes "pensieve" a name that `set_attn_implementation` accepts.  What an
 iteration shares over all layers travels as a keyword argument of the forward (`pensieve_pass`), which

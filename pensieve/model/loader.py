@@ -1,4 +1,4 @@
-"""Loads a model from a folder or a hub id, and has the probe check that it can be served exactly.
+"""Loads a model from a folder or a hub id, and has it probed.
 
 `load` runs no code that a repository ships, reads safetensors only, and refuses a checkpoint that lacks
 weights (transformers would fill them with random numbers).  Then `probe` measures the model and

@@ -1,4 +1,4 @@
-"""Observes what a model's layers pass to their attention: measures the shape, refuses what is not plain.
+"""Observes what layers pass to their attention, and refuses what is not plain and causal.
 
 One forward runs under "pensieve-probe" (`model.attention`), whose masks say how far a query sees.
 """

@@ -1,4 +1,4 @@
-"""Finds out, by running it, whether a model can be served exactly, and measures its shape.
+"""Finds out, by running a model, whether it can be served exactly.
 
 Nothing here knows the name of a model.  A model is served if
 

@@ -1,4 +1,4 @@
-"""A model's shape as plain numbers: layers, heads, sizes, and the bytes that its KV takes.
+"""A model's shape as plain numbers (layers, heads, sizes), and the bytes that its KV takes.
 
 The load probe measures it on what the layers pass to the attention: the field names of configs differ from
 model to model.  Only `context_max` comes from the config, and the probe runs a token at its last position.

@@ -1,4 +1,4 @@
-"""Copies tensors between host and device without making either wait for the other.
+"""Copies tensors between host and device without waiting.
 
 On an accelerator both ways lead through page-locked memory and are ordered by the stream: what is
 uploaded has arrived when a later kernel reads it, and the host waits only for a `ReadBack` whose

@@ -1,4 +1,4 @@
-"""What each attention kernel of csrc/cuda is launched with: blocks, arguments, and what it takes.
+"""The launches of the attention kernels of csrc/cuda, their blocks and arguments, as values.
 
 A function ending in `_launch` (or `_launches`) turns tensors into a `Launch` (`kernels.cuda_launch`); that is
 plain arithmetic, and needs no GPU.  The plan of an iteration, which blocks do what, is made by `plan`.

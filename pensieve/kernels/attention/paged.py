@@ -1,4 +1,4 @@
-"""Attention over paged keys and values: the public functions, for tensors of any device.
+"""The public functions of attention over paged keys and values, for tensors of any device.
 
 Each function checks the shapes of its tensors and calls the implementation for their device.  All
 implementations have one order of arguments: query, key_pages, value_pages, page_table, slice_offsets,

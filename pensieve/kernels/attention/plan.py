@@ -1,4 +1,4 @@
-"""Cuts an iteration's attention into work for blocks of threads, once for the kernels of all layers.
+"""Cuts an iteration's attention into work for a GPU's blocks, once for all layers.
 
 A *row* is one query token with one query head of a KV head's group, so a slice of n tokens has n · group
 rows.  A *tile* is a run of rows of one slice; all its rows see the context up to its last token.  A tile

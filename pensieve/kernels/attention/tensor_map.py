@@ -1,5 +1,6 @@
-"""Pages as Hopper's tensor memory accelerator (TMA) sees them: a descriptor for each layer's keys and values.
+"""Descriptors of pages for Hopper's tensor memory accelerator (TMA).
 
+Each layer's keys and each layer's values have one.
 The driver makes a descriptor from an address and a shape (cuTensorMapEncodeTiled); it lies on the device and
 a kernel gets its address.  Arenas live as long as the engine, so a descriptor is made once and kept.
 """

@@ -1,6 +1,7 @@
-"""The dense parts of a decoder layer on a CPU, compiled (csrc/cpu/layer.cpp); the interface is in `protocol`.
+"""The dense parts of a decoder layer on a CPU, compiled.
 
-For float32 and bfloat16.  A row's result is the same whatever other rows are in the call.
+`protocol` is the interface, csrc/cpu/layer.cpp the implementation, for float32 and bfloat16.  A row's result
+is the same whatever other rows are in the call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An iteration's rows as the compiled layers read them, and the buffers that they compute in.
+"""An iteration's rows and the buffers, as the compiled layers of a CPU read them.
 
 csrc/cpu/layer.cpp has the structures.
 """

@@ -1,4 +1,4 @@
-"""Weights of a decoder layer as the compiled kernels read them: products in panels, and norms.
+"""A decoder layer's weights as the compiled kernels read them, products in panels.
 
 A panel is two vectors of outputs wide.  For each step of the inputs (one float, two bfloat16 or four int8
 inputs) it holds the weights of its outputs side by side, so a product reads a panel in one run from front

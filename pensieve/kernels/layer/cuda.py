@@ -1,9 +1,9 @@
-"""The dense parts of a decoder layer on a GPU, in torch operations; the interface is in `protocol`.
+"""The dense parts of a decoder layer on a GPU, in torch operations.
 
-What `transformers` does in some twenty launches a layer takes about twelve: products with one input are
-one product, a norm is one launch where its weights are exact in the rows' type, and queries and keys are
-rotated on their way to the pages (`rotate_and_write_kv` of csrc/cuda/write_kv.cu).  Nothing depends on the
-model's own modules any more, so an iteration can be captured as a CUDA graph.
+`protocol` is the interface.  What `transformers` does in some twenty launches a layer takes about twelve:
+products with one input are one product, a norm is one launch where its weights are exact in the rows' type,
+and queries and keys are rotated on their way to the pages (`rotate_and_write_kv` of csrc/cuda/write_kv.cu).
+Nothing depends on the model's own modules any more, so an iteration can be captured as a CUDA graph.
 
 Weights keep their type: there is no `int8` here.
 """

@@ -1,4 +1,4 @@
-"""The dense parts of a decoder layer, as one interface for all devices: products, norms, rotation, sums.
+"""The interface of a decoder layer's dense parts (products, norms, rotation, sums).
 
     cpu    compiled (csrc/cpu/layer.cpp); weights packed for the machine's vectors, optionally as int8
     cuda   torch operations and two kernels of csrc/cuda; can be captured in a CUDA graph

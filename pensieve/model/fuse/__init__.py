@@ -1,4 +1,4 @@
-"""Replaces a transformers model's layers and products by faster ones that compute the same.
+"""Replaces a model's layers and products by faster ones that compute the same.
 
 What a model does is measured, not concluded from its name.  One forward over a prompt is recorded
 (`record`).  A replacement is used only if it gives what the module itself gave.

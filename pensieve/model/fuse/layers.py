@@ -1,4 +1,4 @@
-"""Replaces a whole decoder layer by the layer kernels, where they give the same answer.
+"""Replaces a decoder layer by the layer kernels, where they give the same answer.
 
 A layer whose calls have the known form is rebuilt from its weights and run on the recorded input.  It
 replaces the module only if it answers what the module answered.  So a layer with another order of operations,

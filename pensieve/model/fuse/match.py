@@ -1,4 +1,4 @@
-"""Matches a decoder layer's recorded calls to the form that fused layers have, and collects its weights.
+"""Matches a decoder layer's recorded calls to the form of fused layers; collects its weights.
 
 `model.fuse` describes the form.  The calls before the attention and those after it are walked once each; at
 the first call that does not fit, the layer does not match.  Whether a norm or an activation is a known one

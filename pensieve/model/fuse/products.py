@@ -1,4 +1,4 @@
-"""Single products with packed weights, which replace torch's Linear and GPT-2's Conv1D.
+"""Replaces single products (Linear, Conv1D) by products with packed weights.
 
 Products that one parent calls one after another with the same input (queries, keys and values, for
 instance) become one product, computed at the first call; the others take their columns of its result.

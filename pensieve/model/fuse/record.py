@@ -1,4 +1,4 @@
-"""Records one forward of a model: every call of a leaf module and of the attention, layer by layer.
+"""Records what one forward calls, layer by layer (every leaf module, and the attention).
 
 The record holds the very tensors that were given and answered, so `is` tells whether one call got what
 another answered.  These tensors stay alive as long as the record does.

@@ -1,4 +1,4 @@
-"""The copier: moves pages between the device tier and the host tier beside the compute, layer by layer.
+"""The interface of the copiers, which move pages between the tiers beside the compute.
 
 `copier_cpu` copies in a thread, `copier_cuda` on streams of the GPU.  Both keep this order:
 

@@ -1,4 +1,4 @@
-"""The copier of a CPU: a worker thread copies pages, one layer at a time.  `copier` has the interface.
+"""The copier of a CPU, a thread that copies pages layer by layer; `copier` is its interface.
 
 A job is the swap-ins, or the swap-outs, of one iteration; a unit of work is one layer of one job.
 The worker takes units of swap-ins first, lowest layer first; a swap-out yields after at most one layer.

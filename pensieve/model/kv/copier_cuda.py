@@ -1,4 +1,4 @@
-"""The copier of a GPU: pages are copied on streams of their own.  `copier` has the interface.
+"""The copier of a GPU, which copies pages on streams of their own; `copier` is its interface.
 
 Three streams: the one that computes, one for swap-ins, one for swap-outs.
 

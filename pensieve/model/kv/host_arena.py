@@ -1,4 +1,4 @@
-"""The host tier of a GPU: memory that is page-locked and mapped into the device's addresses.
+"""Allocates the host tier of a GPU, page-locked and mapped into the device's addresses.
 
 Asynchronous copies need memory that cannot be paged out, and `copy_pages` reads and writes it directly from
 the device.  It is an anonymous mapping, which begins at a memory page and has the size that was requested

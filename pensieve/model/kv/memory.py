@@ -1,4 +1,4 @@
-"""The memory of keys and values: one arena per tier, layer-major, and moves of pages between them.
+"""The arenas of both tiers that hold keys and values, and moves of pages between them.
 
     device_arena, host_arena   (layers, pages, 2, kv_heads, slots, head_size)
 

@@ -104,7 +104,7 @@ def test_wide_tiles_are_cut_and_merged() -> None:
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (6, 2)])
 def test_wide_tiles_on_hopper(head_size: int, heads: int, kv_heads: int) -> None:
-    """The last stage full, almost empty, and beginning with a page that is nobody's."""
+    """The last stage is full, almost empty, or begins with a page that no turn has."""
     slices = [(0, 0, 1), (1, 0, 150), (2, 190, 66), (3, 380, 70), (4, 5, 1)]
     attend(slices, heads, kv_heads, head_size, hopper=True)
 
@@ -205,10 +205,10 @@ def test_rotation_on_the_way(head_size: int, rotated: int) -> None:
     cosine, sine = (torch.cat([each, each], -1).to(dtype) for each in (angles.cos(), angles.sin()))
     slots = torch.tensor([3, 32, 33, 95, 64])
     arena = arena_of(3, kv_heads, head_size, dtype)
-    turned = torch.empty(tokens, heads, head_size, dtype=dtype)
+    rotated_query = torch.empty(tokens, heads, head_size, dtype=dtype)
     run(
         cuda.rotate_and_write_kv_launch(
-            query, key, value, cosine, sine, slots, turned, arena[:, 0], arena[:, 1]
+            query, key, value, cosine, sine, slots, rotated_query, arena[:, 0], arena[:, 1]
         )
     )
 
@@ -220,7 +220,7 @@ def test_rotation_on_the_way(head_size: int, rotated: int) -> None:
         part = part * cosine.float()[:, None] + swapped * sine.float()[:, None]
         return torch.cat([part, rest], -1).to(dtype)
 
-    torch.testing.assert_close(turned, rotate(query), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(rotated_query, rotate(query), rtol=1e-2, atol=1e-2)
     keys = rotate(key)
     for token, slot in enumerate(slots.tolist()):
         found = arena[slot // 32, :, :, slot % 32]

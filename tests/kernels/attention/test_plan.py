@@ -1,4 +1,4 @@
-"""The work list: every row sees every position it has to, once, and nobody has much more than others."""
+"""The plan of attention's work: each row sees each of its positions once, and the load is balanced."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check(plan: Plan, lengths: list[int], starts: list[int], group: int, tiling:
 
 
 def makespan(plan: Plan, kv_heads: int, blocks_at_once: int) -> int:
-    """As the device does it: the next block to whoever is free first."""
+    """The time that the device takes, which starts the next block as soon as another one ends."""
     free = [0] * blocks_at_once
     for item in plan.items:
         cost = cost_of(item.key_begin, item.key_end, item.num_rows)
@@ -110,7 +110,7 @@ def test_random_batches_are_exact_and_balanced(seed: int) -> None:
     check(plan, lengths, starts, group, tiling)
     total = sum(cost_of(item.key_begin, item.key_end, item.num_rows) for item in plan.items)
     mean = total * kv_heads / blocks_at_once
-    # Longest first is at most the mean and one item; nothing shorter than the least part is asked for.
+    # Longest first is at most the mean and one item; no part is shorter than the shortest allowed.
     assert (
         makespan(plan, kv_heads, blocks_at_once)
         <= 1.6 * mean + 2 * (PART_PAGES_MIN + WAVE_COST) * 2

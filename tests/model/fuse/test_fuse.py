@@ -1,4 +1,4 @@
-"""Layers replaced by compiled ones: which are, that nothing changes, and what happens when it would."""
+"""Layers replaced by compiled ones: which are, that logits do not change, and what happens if they would."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def test_a_norm_with_one_added_to_large_weights() -> None:
     assert torch.equal(found.weight, 1 + norm.weight.float())
 
 
-def test_rotations_that_ask_for_more_than_positions() -> None:
+def test_rotations_that_need_more_than_positions() -> None:
     config = transformers.Gemma3TextConfig(
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1),
         vocab_size=128,

@@ -1,4 +1,4 @@
-"""The copier: what it moves, in which order, when it says so, and how it fails."""
+"""The copier of a CPU: what it moves, in which order, what it reports, and how it fails."""
 
 from __future__ import annotations
 
