@@ -26,8 +26,8 @@ Argument = tuple[Literal["p", "i", "l", "f"], float]  # pointer, int32, int64, f
 
 class Launch(NamedTuple):
     kernel: Kernel
-    blocks: int
-    threads: int
+    num_blocks: int
+    num_threads: int
     arguments: tuple[Argument, ...]
     shared: str = ""  # the constant of the source that says how much dynamic shared memory it needs
 
@@ -38,7 +38,7 @@ def pointers(*tensors: torch.Tensor) -> tuple[Argument, ...]:
 
 def launch(wanted: Launch, device: torch.device) -> None:
     """Launch the kernel on torch's current stream of that device."""
-    if not wanted.blocks:
+    if not wanted.num_blocks:
         return
     import cupy
 
@@ -53,7 +53,11 @@ def launch(wanted: Launch, device: torch.device) -> None:
     stream = _Stream(torch.cuda.current_stream(device).cuda_stream)
     with torch.cuda.device(device):
         function(
-            (wanted.blocks,), (wanted.threads,), arguments, shared_mem=shared_bytes, stream=stream
+            (wanted.num_blocks,),
+            (wanted.num_threads,),
+            arguments,
+            shared_mem=shared_bytes,
+            stream=stream,
         )
 
 

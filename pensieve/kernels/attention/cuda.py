@@ -60,15 +60,15 @@ def tiling(head_size: int) -> Tiling:
 def plan(
     lengths: Sequence[int],
     starts: Sequence[int],
-    heads: int,
-    kv_heads: int,
+    num_heads: int,
+    num_kv_heads: int,
     head_size: int,
     blocks_at_once: int,
     waves_more: int | None = None,
 ) -> Plan:
-    group = heads // kv_heads
+    group = num_heads // num_kv_heads
     return plan_work(
-        lengths, starts, group, kv_heads, tiling(head_size), blocks_at_once, waves_more
+        lengths, starts, group, num_kv_heads, tiling(head_size), blocks_at_once, waves_more
     )
 
 
@@ -81,16 +81,16 @@ def work_of(
     """The plan of one call, from its tensors; it reads them back, so iterations are planned beforehand."""
     offsets = slice_offsets.tolist()
     lengths = [end - begin for begin, end in itertools.pairwise(offsets)]
-    kv_heads, _, head_size = key_pages.shape[1:]
+    num_kv_heads, _, head_size = key_pages.shape[1:]
     made = plan(
         lengths,
         slice_starts.tolist(),
         query.shape[1],
-        kv_heads,
+        num_kv_heads,
         head_size,
         blocks_at_once(query.device, head_size),
     )
-    return Work.of(made, kv_heads, head_size, query.device, wide_above(head_size, query.device))
+    return Work.of(made, num_kv_heads, head_size, query.device, wide_above(head_size, query.device))
 
 
 def wide_above(head_size: int, device: torch.device) -> int | None:
@@ -128,8 +128,8 @@ def attention_launches(
 
     `map_of` gives the address of a tensor map of key or value pages.
     """
-    kv_heads, head_size = key_pages.shape[1], key_pages.shape[3]
-    heads = query.shape[1]
+    num_kv_heads, head_size = key_pages.shape[1], key_pages.shape[3]
+    num_heads = query.shape[1]
     if not scaling > 0:
         raise ValueError(f"multi_token_attention: scaling is {scaling}, it has to be positive")
     for name, tensor in (("query", query), ("out", out)):
@@ -149,14 +149,14 @@ def attention_launches(
         *pointers(work.part_values, work.part_sums, out),
     )
     heads_and_pages: tuple[Argument, ...] = (
-        ("i", kv_heads),
-        ("i", heads // kv_heads),
+        ("i", num_kv_heads),
+        ("i", num_heads // num_kv_heads),
         ("i", page_table.stride(0)),
     )
     index = pointers(page_table, slice_offsets, slice_turns, slice_starts)
     launches = []
     if len(work.wide_items):
-        num_items = len(work.wide_items) * kv_heads
+        num_items = len(work.wide_items) * num_kv_heads
         map_of = map_of or tensor_map.map_of
         launches.append(
             Launch(
@@ -180,7 +180,7 @@ def attention_launches(
         launches.append(
             Launch(
                 Kernel("multi_token_attention.cu", "multi_token_attention", defines),
-                len(work.items) * kv_heads,
+                len(work.items) * num_kv_heads,
                 128,
                 (
                     *pointers(query, key_pages, value_pages),
@@ -197,12 +197,12 @@ def attention_launches(
         launches.append(
             Launch(
                 Kernel("merge_parts.cu", "merge_parts", defines),
-                len(work.merges) * kv_heads,
+                len(work.merges) * num_kv_heads,
                 128,
                 (
                     *pointers(work.part_values, work.part_sums, slice_offsets, work.merges),
-                    ("i", kv_heads),
-                    ("i", heads // kv_heads),
+                    ("i", num_kv_heads),
+                    ("i", num_heads // num_kv_heads),
                     ("l", out.stride(0)),
                     *pointers(out),
                 ),
@@ -218,7 +218,7 @@ def write_kv_launch(
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
 ) -> Launch:
-    num_tokens, kv_heads, head_size = key.shape
+    num_tokens, num_kv_heads, head_size = key.shape
     for name, tensor in (("key", key), ("value", value)):
         if tensor.stride(2) != 1 or tensor.stride(0) % 2 or tensor.stride(1) % 2:
             raise ValueError(f"write_kv: {name} has strides {tensor.stride()}")
@@ -228,7 +228,7 @@ def write_kv_launch(
         128,
         (
             *pointers(key, value, slot_mapping),
-            ("i", kv_heads),
+            ("i", num_kv_heads),
             ("l", key.stride(0)),
             ("l", key.stride(1)),
             ("l", value.stride(0)),
@@ -250,7 +250,7 @@ def rotate_and_write_kv_launch(
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
 ) -> Launch:
-    num_tokens, heads, head_size = query.shape
+    num_tokens, num_heads, head_size = query.shape
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.stride()[1:] != (head_size, 1) or tensor.stride(0) % 2:
             raise ValueError(f"rotate_and_write_kv: {name} has strides {tensor.stride()}")
@@ -264,7 +264,7 @@ def rotate_and_write_kv_launch(
         128,
         (
             *pointers(query, key, value, cosine, sine, slot_mapping),
-            ("i", heads),
+            ("i", num_heads),
             ("i", key.shape[1]),
             ("i", cosine.shape[1]),
             ("l", query.stride(0)),
@@ -283,7 +283,7 @@ def copy_pages_launch(
     target_pages: torch.Tensor,
     num_slots: torch.Tensor,
 ) -> Launch:
-    _, two, kv_heads, _, head_size = source_arena.shape
+    _, two, num_kv_heads, _, head_size = source_arena.shape
     return Launch(
         Kernel("copy_pages.cu", "copy_pages"),
         min(len(source_pages), COPY_BLOCKS),
@@ -291,7 +291,7 @@ def copy_pages_launch(
         (
             *pointers(source_arena, source_pages, target_pages, num_slots),
             ("i", len(source_pages)),
-            ("i", two * kv_heads),
+            ("i", two * num_kv_heads),
             ("i", head_size * source_arena.element_size() // 16),
             *pointers(target_arena),
         ),

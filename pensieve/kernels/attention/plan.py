@@ -94,7 +94,7 @@ class Work(NamedTuple):
     def of(
         cls,
         plan: Plan,
-        kv_heads: int,
+        num_kv_heads: int,
         head_size: int,
         device: torch.device | str,
         wide_above: int | None = None,  # rows of an item, beyond which it is a wide one
@@ -110,8 +110,8 @@ class Work(NamedTuple):
             table([item for item in plan.items if item.num_rows <= most], 6),
             table([item for item in plan.items if item.num_rows > most], 6),
             table(plan.merges, 5),
-            torch.empty(rows, kv_heads, head_size, dtype=torch.float32, device=device),
-            torch.empty(rows, kv_heads, dtype=torch.float32, device=device),
+            torch.empty(rows, num_kv_heads, head_size, dtype=torch.float32, device=device),
+            torch.empty(rows, num_kv_heads, dtype=torch.float32, device=device),
         )
 
 
@@ -119,21 +119,21 @@ def plan_work(
     lengths: Sequence[int],
     starts: Sequence[int],
     group: int,
-    kv_heads: int,
+    num_kv_heads: int,
     tiling: Tiling,
     blocks_at_once: int,
     waves_more: int | None = None,
 ) -> Plan:
     """Work for slices of these lengths that begin at these positions.
 
-    With `waves_more` 0 there are at most blocks_at_once / kv_heads + 1 items more than tiles.
+    With `waves_more` 0 there are at most blocks_at_once / num_kv_heads + 1 items more than tiles.
     """
     tiles = [
         tile
         for index, (length, start) in enumerate(zip(lengths, starts, strict=True))
         for tile in tiles_of(index, length, start, group, tiling)
     ]
-    limit = part_limit([tile.cost for tile in tiles], kv_heads, blocks_at_once, waves_more)
+    limit = part_limit([tile.cost for tile in tiles], num_kv_heads, blocks_at_once, waves_more)
     items: list[tuple[int, Item]] = []
     merges: list[Merge] = []
     num_part_rows = 0
@@ -171,19 +171,19 @@ def tiles_of(slice_index: int, length: int, start: int, group: int, tiling: Tili
 
 
 def part_limit(
-    costs: Sequence[int], kv_heads: int, blocks_at_once: int, waves_more: int | None = None
+    costs: Sequence[int], num_kv_heads: int, blocks_at_once: int, waves_more: int | None = None
 ) -> int:
     """The longest that a part may be, in pages."""
     if not costs:
         return PART_PAGES_MIN
-    mean = sum(costs) * kv_heads / blocks_at_once
-    fewest = -(-len(costs) * kv_heads // blocks_at_once)
+    mean = sum(costs) * num_kv_heads / blocks_at_once
+    fewest = -(-len(costs) * num_kv_heads // blocks_at_once)
     if fewest > WAVES_MORE:
         return max(int(mean) + 1, PART_PAGES_MIN)
     best, least = max(costs), float("inf")
     last = fewest + (WAVES_MORE if waves_more is None else waves_more)
     for waves in range(fewest, last + 1):
-        limit = _smallest_limit(costs, waves * blocks_at_once // kv_heads)
+        limit = _smallest_limit(costs, waves * blocks_at_once // num_kv_heads)
         time = min(waves * limit, mean + limit) + waves * WAVE_COST
         if time < least:
             best, least = limit, time

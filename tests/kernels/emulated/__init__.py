@@ -95,10 +95,10 @@ def run(launch: Launch, *, backwards: bool = False, early: bool = False) -> None
     pointers = (ctypes.c_void_p * len(values))(
         *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values)
     )
-    if launch.blocks:
+    if launch.num_blocks:
         found.emulate(
-            launch.blocks,
-            launch.threads,
+            launch.num_blocks,
+            launch.num_threads,
             shared_bytes(launch),
             pointers,
             int(backwards),
