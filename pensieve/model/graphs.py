@@ -35,9 +35,8 @@ from pensieve.model.transfer import upload
 
 ROWS_MAX = 256  # of a graph
 Replay = Callable[[], Any]
-Capture = Callable[
-    [Callable[[], None]], Replay
-]  # what is captured always writes to the same tensors
+# Captures a computation, which always reads and writes the same tensors.
+Capture = Callable[[Callable[[], None]], Replay]
 
 
 def buckets(turns_max: int) -> list[int]:

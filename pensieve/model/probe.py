@@ -74,11 +74,10 @@ def probe(flat: FlatModel, *, fuse_layers: bool = True, int8: bool = False) -> M
                 tolerance = INT8_DIFFERENCE
             try:
                 _compare(flat, shape, prompts, plain, tolerance, _CHUNK_TOKENS)
-                if (
-                    num_replaced or module.device.type != "cpu"
-                ):  # with pages of the size that is served
+                if num_replaced or module.device.type != "cpu":
+                    # The kernels take only pages of their own size; with others torch attends.
                     _compare(flat, shape, prompts, plain, tolerance, PAGE_SLOTS)
-                _check_far_neighbour(flat, shape, prompts[0])
+                _check_far_neighbor(flat, shape, prompts[0])
             except Exception as error:
                 if num_replaced:
                     raise FusionFailed(one_line(error)) from error
@@ -139,7 +138,7 @@ def _compare(
     tolerance: float,
     chunk_tokens: int,
 ) -> None:
-    """Both prompts in scattered pages, in uneven pieces that share flat batches."""
+    """Compute both prompts in scattered pages and uneven pieces; the logits have to be the plain ones."""
     device = flat.module.device
     memory, turns = _paged(shape, prompts, chunk_tokens, device)
     rows = [torch.empty_like(each) for each in plain]
@@ -189,16 +188,16 @@ class _Recorder:
         """Nothing moves."""
 
 
-def _check_far_neighbour(flat: FlatModel, shape: ModelShape, prompt: list[int]) -> None:
-    """A prompt beside a token at its own start, then past the length the model was made for."""
+def _check_far_neighbor(flat: FlatModel, shape: ModelShape, prompt: list[int]) -> None:
+    """Run a prompt beside a token at position 0, then beside one past the length of the model's training."""
     embeddings = [each for each in flat.module.modules() if isinstance(each, torch.nn.Embedding)]
     # A second table is one of positions: it has no rotary frequencies, and nothing past its end.
     far = shape.context_max - 1 if len(embeddings) > 1 else 4 * shape.context_max
     recorders = []
     device = flat.module.device
-    for neighbour in (0, far):
+    for neighbor in (0, far):
         recorder = _Recorder(len(prompt))
-        positions = torch.tensor([*range(len(prompt)), neighbour], device=device)
+        positions = torch.tensor([*range(len(prompt)), neighbor], device=device)
         ids = torch.tensor([*prompt, prompt[0]], device=device)
         flat.logits(ids, positions, positions[:0], recorder)
         recorders.append(recorder)
@@ -212,7 +211,7 @@ def _check_far_neighbour(flat: FlatModel, shape: ModelShape, prompt: list[int]) 
 def _paged(
     shape: ModelShape, prompts: list[list[int]], chunk_tokens: int, device: torch.device
 ) -> tuple[KVMemory, list[Turn]]:
-    """Memory just large enough, its pages handed out in reverse and by turns."""
+    """Memory just large enough for the prompts, and turns whose pages lie in no order."""
     counts = [-(-len(prompt) // chunk_tokens) for prompt in prompts]
     memory = KVMemory(shape, sum(counts), 0, chunk_tokens, device)
     free = list(range(sum(counts)))

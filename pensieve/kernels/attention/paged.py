@@ -28,8 +28,7 @@ def multi_token_attention(
     slice_starts: torch.Tensor,  # int32 (slices): position of the slice's first token
     scaling: float,
     out: torch.Tensor,  # (tokens, heads, head_size); may not alias query
-    work: Work
-    | None = None,  # a GPU's plan for these slices; made here, at some cost, if it is not given
+    work: Work | None = None,  # on a GPU, the plan for these slices; None: it is made here
 ) -> None:
     """out[t] = softmax(scaling · query[t] · Kᵀ) · V over positions 0 … position of t, per head.
 

@@ -221,6 +221,6 @@ def _advise_huge(tensor: torch.Tensor) -> None:
     page = 2 << 20
     first = -(-tensor.data_ptr() // page) * page
     end = (tensor.data_ptr() + tensor.nbytes) // page * page
-    if sys.platform == "linux" and end > first:  # where it is refused, nothing is lost
+    if sys.platform == "linux" and end > first:
         libc = ctypes.CDLL(None)
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_HUGEPAGE)

@@ -51,7 +51,7 @@ class NormWeights:
 
 @dataclass(frozen=True)
 class ProductWeights:
-    """Weights of one product, or of several products with the same input: their outputs lie side by side.
+    """Weights of one product, or of several with the same input, whose outputs lie side by side.
 
     With an activation the first half of the outputs goes through it and multiplies the second half.
     """

@@ -82,7 +82,7 @@ def match_layer(
 def _match_before_attention(
     parts: _Parts, calls: Sequence[ModuleCall], given: torch.Tensor, kernels: LayerKernels
 ) -> bool:
-    """[norm] → products of one input → [norms of queries and keys]"""
+    """Whether they are: [norm] → products of one input → [norms of queries and keys]."""
     normed = given
     for call in calls:
         if is_product(call, kernels):
@@ -107,7 +107,7 @@ def _match_before_attention(
 def _match_after_attention(
     parts: _Parts, calls: Sequence[ModuleCall], kernels: LayerKernels
 ) -> bool:
-    """a product → [norm] → + → [norm] → products of one input → activation → a product → [norm] → +"""
+    """Whether they are: a product → [norms] → products of one input → activation → a product → [norm]."""
     loose: list[tuple[NormWeights, ModuleCall]] = []  # norms since the last product
     for call in calls:
         if is_product(call, kernels):
@@ -141,7 +141,7 @@ def _match_after_attention(
 def _name_middle_norms(
     parts: _Parts, loose: list[tuple[NormWeights, ModuleCall]], product: ModuleCall
 ) -> bool:
-    """Norms between the attention's product and the MLP's first: before the sum, or after it?"""
+    """Name the norms between the attention's product and the MLP's first one: before or after the sum."""
     if loose and product.given is loose[-1][1].answer:
         parts.norms["mlp_before"] = loose.pop()[0]
     if loose:
@@ -184,7 +184,7 @@ def _sizes_fit(parts: _Parts, attention: AttentionCall) -> bool:
 def product_weights(
     calls: Sequence[ModuleCall], activation: Activation | None = None
 ) -> ProductWeights:
-    """Of products with one input."""
+    """The weights of products with one input, as one product's."""
     return ProductWeights(
         [_weight(call.module) for call in calls],
         [cast(torch.Tensor | None, call.module.bias) for call in calls],

@@ -40,7 +40,7 @@ class SharedInput:
 
 
 class PackedProduct(torch.nn.Module):
-    """Rechildren a Linear."""
+    """Replaces a Linear."""
 
     def __init__(self, shared: SharedInput, part: int, like: torch.nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class PackedProduct(torch.nn.Module):
 
     @property
     def weight_bytes(self) -> int:
-        """Of all products that share the input, counted at the first of them."""
+        """The weights of all products that share the input, counted at the first of them."""
         return self.packed.num_bytes if self._part == 0 else 0
 
     @property

@@ -10,7 +10,7 @@ Both tiers number their pages from 0.  Moves are given as `PageMoves` (built onc
 done one layer at a time, so copying can overlap with computing.
 
 On a GPU the host tier is page-locked and mapped (host_arena.py).  Scattered pages cross the bus by the kernel
-`copy_pages`, one launch a layer; long runs of neighbours by the copy engine, one asynchronous copy each.
+`copy_pages`, one launch a layer; long runs of neighbors by the copy engine, one asynchronous copy each.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from pensieve.model.kv import host_arena
 from pensieve.model.shape import ModelShape
 from pensieve.model.transfer import upload
 
-RUN_BYTES_MIN = (
-    1 << 20
-)  # of one layer, on average: below, `copy_pages` is faster than a call per run
+# The mean size of a run, in one layer, from which a call of the copy engine per run beats `copy_pages`.
+RUN_BYTES_MIN = 1 << 20
 
 
 class Run(NamedTuple):
-    """Neighbouring pages that move to neighbouring pages."""
+    """Neighboring pages that move to neighboring pages."""
 
     source_page: int
     target_page: int
