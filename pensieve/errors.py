@@ -32,6 +32,16 @@ Whatever is not in this tree is a bug and leaves as INTERNAL: to a client it is 
 
 from __future__ import annotations
 
+ONE_LINE_CHARACTERS_MAX = 300
+
+
+def one_line(error: BaseException) -> str:
+    """The beginning of an error's message, on one line: libraries write paragraphs."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if len(text) <= ONE_LINE_CHARACTERS_MAX:
+        return text
+    return text[: ONE_LINE_CHARACTERS_MAX - 3] + "..."
+
 
 class PensieveError(Exception):
     """Root of the tree; never raised itself."""

@@ -1,10 +1,12 @@
-// AMX with BF16: products of 32 rows by 32 columns in four tiles of sums, over the panels that the other
-// kernels use, too. Everything else is AVX-512 with BF16, which each such processor has.
+// Products for AMX with BF16, 32 rows by 32 columns in four tiles of sums.
 //
-// What bounds it: few rows, as everywhere, the speed at which weights arrive; many rows, the second-level
-// cache, which gives a panel and the rows once for each 32 rows (4 KiB for 64 cycles of arithmetic).
-// Developed without such a machine, on the emulation of tiles.h; so before its first use it has to agree
-// with the AVX-512 kernel (amx_works), or it is not used.
+// Panels are those of the other instruction sets, and everything else is AVX-512 with BF16, which each
+// processor with AMX has.
+//
+// With few rows it is bound by the speed at which weights arrive, as everywhere; with many rows by the
+// second-level cache, from which a panel and the rows are read once for each 32 rows (4 KiB for 64 clock
+// cycles of arithmetic). It was developed without such a machine, on the emulation of tiles.h, so it is
+// used only if its products agree with those of the AVX-512 kernel (amx_works).
 #define LANES 16
 #define BFLOAT16_DOT 1
 #include <cmath>
@@ -19,7 +21,7 @@ constexpr int kTileRows = 16;
 constexpr int kTileInputs = 32;  // of bfloat16
 constexpr int kTileBytes = 64;   // of a row of a tile
 
-// Sums in tiles 0 and 1, with Two also 2 and 3 for the rows from 16 on; rows in 4 and 5, weights in 6 and 7.
+// Sums are in tiles 0 and 1, with Two also in 2 and 3 (rows from 16 on); rows in 4 and 5, weights in 6 and 7.
 template <bool Two>
 void tile_sums(const char* panel, const char* rows, int64_t row_bytes, int64_t blocks,
                const char* ahead, float* sums) {
@@ -94,7 +96,7 @@ constexpr pensieve::Dense tiled = {
     LANES, 2 * kTileRows, multiply_tiles, multiply<uint16_t, uint8_t>, quantise<uint16_t>,
     join<uint16_t>, turn<uint16_t>, largest};
 
-// The same product as without tiles, up to rounding, for each way to cut rows.
+// Whether products are those without tiles, up to rounding, for each way to cut rows.
 bool agrees() {
   constexpr int kInputs = 96, kMost = 49;
   alignas(64) static uint16_t panel[kInputs * kPanel], rows[kMost * kInputs];

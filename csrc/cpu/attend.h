@@ -1,15 +1,15 @@
-// multi_token_attention over pages, for one instruction set. Included by one file for each.
+// multi_token_attention over pages, in vectors of LANES floats; included once per instruction set.
 //
-// For each page of the part: turn the keys' tile around, so that a vector holds one dimension (or, with
-// BFLOAT16_DOT, a pair of dimensions) of consecutive slots; scores of up to eight rows at once, in
-// registers; online softmax in base 2; then the values, eight rows by two vectors at once. The tile and the
-// values are read from memory once for all rows of the item: what bounds a decode, and eight queries with
-// a head each, is the speed at which pages arrive. With 32 rows (eight queries, four heads to a group) it
-// is the arithmetic. Measured (Zen 5, two threads, contexts of 512 and more): 50 to 80 % of the read
+// For each page of the part: transpose the keys' tile, so that a vector holds one dimension (or, with
+// BFLOAT16_DOT, a pair of dimensions) of consecutive slots; compute scores of up to eight rows at once, in
+// registers; online softmax in base 2; then add the values, eight rows by two vectors at once. The tile and
+// the values are read from memory once for all rows of the item. A decode, and eight queries with a head
+// each, are bound by the speed at which pages arrive; 32 rows (eight queries, four heads to a group) by
+// arithmetic. Measured (Zen 5, two threads, contexts of 512 and more): 50 to 80 % of the read
 // bandwidth with a head each, in bfloat16 and in float; 20 to 40 % with four heads to a group.
 //
-// Slots behind a row's own position are given a score of minus infinity, and the values of slots behind
-// the part's last position are never multiplied: nobody wrote them, and they may hold NaN.
+// Slots behind a row's own position get a score of minus infinity, and the values of slots behind the
+// part's last position are never multiplied: they were never written, and may hold NaN.
 #pragma once
 
 #include "attention.h"
@@ -30,8 +30,8 @@ using pensieve::Partial;
 constexpr int kVectors = kSlots / LANES;  // of one row of scores
 constexpr float kLog2E = 1.44269504088896f;
 
-// The next page's tile, a few lines at each step of the present one's arithmetic: all at once would fill
-// the queue of outstanding loads and stop the arithmetic until it has drained.
+// Prefetches the next page's tile, a few lines at each step of the present one's arithmetic: all at once
+// would fill the queue of outstanding loads and stop the arithmetic until it has drained.
 struct Ahead {
   const char* next;
   const char* end;
@@ -47,8 +47,8 @@ inline Ahead ahead_of(const void* tile, int num_bytes) {
 
 struct alignas(64) Scratch {  // of one thread
   float query[kRowsMax * kHeadMax];  // rows of floats, or of pairs of bfloat16
-  uint32_t keys[kHeadMax * kSlots];  // turned around
-  float values[kSlots * kHeadMax];   // widened, or pairs of slots
+  uint32_t keys[kHeadMax * kSlots];  // transposed
+  float values[kSlots * kHeadMax];   // widened to float, or in pairs of slots
   float scores[kRowsMax * kSlots];
   float rescale[kRowsMax];
   Ahead keys_ahead, values_ahead;
@@ -98,7 +98,7 @@ void turn_keys(const uint16_t* keys, int head_size, uint32_t* turned, Ahead& ahe
     }
 }
 
-// Values as the second product wants them; `num_slots` rows hold something, what follows counts as 0.
+// Values in the layout of the second product; only the first `num_slots` rows were written.
 inline const float* ready_values(const float* values, int, int, float*, Ahead&) {
   return values;
 }
@@ -164,7 +164,7 @@ void score(Scratch& scratch, int row, int head_size, float factor) {
     for (int v = 0; v < kVectors; ++v) store(scores + r * kSlots + v * LANES, sums[r][v] * factor);
 }
 
-// Scores become weights; the row's largest, its sum and how much older sums shrink are brought up to date.
+// Turns scores into weights, and updates the row's largest score, its sum, and the factor of older sums.
 inline void soften(float* scores, int num_visible, float& largest, float& sum, float& rescale) {
   Floats row[kVectors];
   Floats most = splat(-INFINITY);
@@ -231,7 +231,7 @@ void add_values(Scratch& scratch, const float* values, int num_slots, int row, i
 }
 
 #if BFLOAT16_DOT
-// Weights in pairs of bfloat16, over their own floats: row r moves to half its place, so front to back.
+// Weights become pairs of bfloat16, in place: row r moves to half its offset, so rows go front to back.
 inline void pair_weights(float* scores, int num_rows) {
   uint32_t* pairs = reinterpret_cast<uint32_t*>(scores);
   for (int r = 0; r < num_rows; ++r) {
@@ -269,7 +269,7 @@ struct AddValues {
 inline float as_float(float value) { return value; }
 inline float as_float(uint16_t value) { return widened(value); }
 
-// Rows of a block lie interleaved, so that one pointer reaches the same dimension of all of them.
+// The rows of a block are interleaved, so that one pointer reaches the same dimension of all of them.
 template <typename Element, int Rows>
 struct TakeQuery {
   static void run(int row, Scratch& scratch, const Part& part) {

@@ -1,4 +1,4 @@
-// What an instruction set provides, and what it is asked: one part of one item of attention.
+// What an instruction set implements for attention, for one part of one item of work.
 //
 // An item is the rows (query tokens x the query heads of one KV head) of a stretch of one slice; a part
 // is an item over a range of its context's pages. See kernels.cpp for how work is cut and merged.
@@ -25,7 +25,7 @@ struct Part {
   int64_t page_stride;      // elements between pages
   const int32_t* pages;     // of the turn
   int32_t first_page, end_page;
-  const void *keys_after, *values_after;  // tiles that this thread reads next; null: none
+  const void *keys_after, *values_after;  // tiles that this thread reads next, to prefetch; null: none
   int32_t position;         // of the item's first token
   int32_t num_tokens;       // of the item
   int32_t group;            // query heads of this KV head
@@ -33,14 +33,14 @@ struct Part {
   float scaling;
 };
 
-// A part's answer for each row: the largest score (base 2), the sum of 2^(score - largest), and the
-// values weighted by the same, row by row.
+// A part's result for each row: the largest score (base 2), the sum of 2^(score - largest), and the
+// values weighted with the same powers.
 struct Partial {
   float *largest, *sum;  // (rows)
   float* weighted;       // (rows, head size)
 };
 
-constexpr int kScratchBytes = 256 << 10;  // that a thread hands to each call, aligned to 64 bytes
+constexpr int kScratchBytes = 256 << 10;  // of a thread, passed to each call, aligned to 64 bytes
 
 using Attend = void (*)(const Part&, Partial&, void* scratch);
 
@@ -52,20 +52,20 @@ struct Dense;  // in layer.h
 
 struct Kernel {
   const char* name;
-  int head_multiple;  // of head sizes that it can do
+  int head_multiple;  // head sizes have to be a multiple of it
   Attend attend_float, attend_bfloat16;
   WriteOut write_float, write_bfloat16;
   const Dense &dense_float, &dense_bfloat16;
 };
 
-bool amx_works();  // asks for permission, and compares with the kernel without tiles, once
+bool amx_works();  // requests AMX from the system, and compares its products with AVX-512's, once
 extern const Kernel kAmx, kAvx512Bf16, kAvx512, kAvx2, kPlain;
 
 }  // namespace pensieve
 
 #pragma GCC visibility push(default)
 extern "C" {
-// Of the C interface, what a whole layer needs; see kernels.cpp.
+// The functions of kernels.cpp that a whole layer calls.
 int32_t pensieve_multi_token_attention(
     const char* only, int32_t type, const void* query, int64_t query_token_stride,
     int64_t query_head_stride, const void* keys, const void* values, int64_t page_stride,

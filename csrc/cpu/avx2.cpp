@@ -1,4 +1,4 @@
-// x86-64 with AVX2 and FMA: vectors of eight floats. Compiled with -mavx2 -mfma.
+// The kernels for x86-64 with AVX2 and FMA, in vectors of eight floats. Compiled with -mavx2 -mfma.
 #define LANES 8
 #define BFLOAT16_DOT 0
 #include <cmath>

@@ -1,9 +1,9 @@
-// The dense parts of a decoder layer, for one instruction set. Included by one file for each.
+// The dense parts of a decoder layer, in vectors of LANES floats; included once per instruction set.
 //
-// A product of few rows is bound by the speed at which weights arrive. They are read once: all rows pass
-// over a panel while it is in the cache, up to kRows at a time with their sums in registers, and the next
-// panel is fetched meanwhile. Measured (Zen 5, two threads, 16 rows): 41 of 45 GB/s; with 512 rows 930
-// GFLOP/s. oneDNN on the same weights: 20 GB/s and 880 GFLOP/s.
+// A product of few rows is bound by the speed at which weights arrive. They are read once: all rows are
+// multiplied with a panel while it is in the cache, up to kRows at a time with their sums in registers, and
+// the next panel is prefetched meanwhile. Measured (Zen 5, two threads, 16 rows): 41 of 45 GB/s; with 512
+// rows 930 GFLOP/s. oneDNN on the same weights: 20 GB/s and 880 GFLOP/s.
 #pragma once
 
 #include "layer.h"
@@ -42,7 +42,7 @@ inline Floats add_step(Floats sum, Words weights, uint32_t input) {
   }
 }
 
-// Four inputs, bytes without sign, times four weights with one; the sums are whole numbers.
+// Four inputs, unsigned bytes, times four signed weights; the sums are whole numbers.
 template <>
 inline Floats add_step<uint8_t>(Floats sum, Words weights, uint32_t input) {
 #if BFLOAT16_DOT
@@ -134,7 +134,7 @@ void finish(const Product& product, int32_t panel, int32_t first, int num_rows, 
   }
 }
 
-// Input is what the rows consist of: Elements, or bytes.
+// Input is the type of the rows' values: Element, or uint8_t for quantised rows.
 template <typename Element, typename Input = Element>
 void multiply(const Product& product, int32_t panel, int32_t first, int32_t end,
               const char* ahead) {
@@ -276,7 +276,7 @@ float quantise(const void* memory, int32_t width, int32_t padded, uint8_t* out) 
   for (; i + LANES <= width; i += LANES) {
     const Floats x = read(row + i);
     most = larger(x < 0.0f ? -x : x, most);
-    odd += x - x;  // NaN once anything is not finite
+    odd += x - x;  // becomes NaN if a value is not finite
   }
   float largest = max_of(most), spoilt = sum_of(odd);
   for (; i < width; ++i) {
@@ -284,7 +284,7 @@ float quantise(const void* memory, int32_t width, int32_t padded, uint8_t* out) 
     largest = size > largest ? size : largest;
     spoilt += x - x;
   }
-  if (spoilt != 0.0f) {  // so is NaN: whatever is multiplied with it must not be finite, either
+  if (spoilt != 0.0f) {  // NaN is unequal, too; a row that is not finite must give products that are not
     memset(out, pensieve::kZero, padded);
     return __builtin_nanf("");
   }
@@ -310,14 +310,14 @@ inline int32_t largest(const float* row, int32_t width) {
   for (; i + LANES <= width; i += LANES) {
     const Floats x = load<Floats>(row + i);
     most = larger(x, most);
-    spread += x - x;  // NaN once anything is not finite
+    spread += x - x;  // becomes NaN if a value is not finite
   }
   float best = max_of(most), odd = sum_of(spread);
   for (; i < width; ++i) {
     best = row[i] > best ? row[i] : best;
     odd += row[i] - row[i];
   }
-  if (odd != 0.0f) return -1;  // so is NaN
+  if (odd != 0.0f) return -1;  // NaN is unequal, too
   i = 0;
   for (; i + LANES <= width; i += LANES)
     if (max_of(load<Floats>(row + i)) == best) break;

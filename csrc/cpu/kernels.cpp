@@ -1,11 +1,11 @@
-// The C interface: which instruction set, how work is cut, and who does it.
+// The C interface of attention and page copies on CPUs, and the choice of an instruction set.
 //
-// Cutting. Attention is a list of items (the rows of a stretch of one slice that share a KV head), each
-// over its own number of pages. An item is cut into parts after every kPagesMax pages; the thread that
-// finishes an item's last part merges them, in their order. Threads take parts from one counter, so few
-// long contexts and many short ones both keep all of them busy. Where is cut depends on nothing but the
-// position in the context: a row's result is the same in any batch, in a long slice or alone, and with
-// any number of threads.
+// How attention is cut into work. An item is the rows of a run of one slice that share a KV head, over the
+// pages of their context. An item is cut into parts after every kPagesMax pages; the thread that finishes
+// an item's last part merges all of them, in order. Threads take parts from one counter, so few long
+// contexts and many short ones both keep all threads busy. The cuts depend only on positions in the
+// context: a row's result is the same in any batch, in a long slice or alone, and with any number of
+// threads.
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
@@ -58,7 +58,7 @@ const Kernel* const kKernels[] = {
 #endif
     &kPlain};
 
-// The best one that runs here and takes this head size; `only` names one, for tests.
+// The best kernel that runs here and takes this head size; `only` names the one to use, for tests.
 const Kernel* kernel_for(int head_size, const char* only) {
   for (const Kernel* kernel : kKernels)
     if (runs(*kernel) && head_size % kernel->head_multiple == 0 &&
@@ -71,7 +71,7 @@ struct Item {
   int slice, kv_head, first_token, num_tokens;
   int num_pages;
   int first_part, num_parts;
-  int64_t kept;  // floats before this item's partials, where it has several
+  int64_t kept;  // offset, in floats, of this item's partials, if it has several
 };
 
 struct Memory {  // of one thread
@@ -140,7 +140,7 @@ void write_out(const Call& call, const Kernel& kernel, const Item& item, const P
         call.out_head_stride);
 }
 
-// Floats of one of an item's partials, whole lines of them.
+// Floats of one partial of an item, rounded up to whole cache lines.
 int64_t partial_floats(int num_rows, int head_size) {
   return (int64_t(num_rows) * (head_size + 2) + 15) / 16 * 16;
 }
@@ -150,7 +150,7 @@ Partial partial_at(float* memory, int num_rows, int head_size) {
   return {behind, behind + num_rows, memory};
 }
 
-// Into the first of an item's partials.
+// Merges an item's partials into the first of them.
 Partial merge(const Item& item, float* memory, int num_rows, int head_size) {
   const int64_t stride = partial_floats(num_rows, head_size);
   const Partial all = partial_at(memory, num_rows, head_size);
@@ -176,7 +176,7 @@ Partial merge(const Item& item, float* memory, int num_rows, int head_size) {
   return all;
 }
 
-// Whether every page that a slice reaches is one of the arena's.
+// Whether every page that a slice reads is inside of the arena.
 bool within(const Call& call, int64_t num_pages) {
   for (int slice = 0; slice < call.num_slices; ++slice) {
     const int length = call.slice_offsets[slice + 1] - call.slice_offsets[slice];
@@ -189,7 +189,7 @@ bool within(const Call& call, int64_t num_pages) {
   return true;
 }
 
-// How many floats all partials take that have to be kept.
+// Lists the items and their parts; returns how many floats the partials of cut items take.
 int64_t cut(const Call& call, std::vector<Item>& items, std::vector<Cut>& cuts) {
   const int group = call.num_heads / call.num_kv_heads;
   const int tokens_max = kRowsMax / group;
@@ -212,7 +212,7 @@ int64_t cut(const Call& call, std::vector<Item>& items, std::vector<Cut>& cuts) 
   return kept;
 }
 
-// False where there is no memory for partials.
+// False if there is no memory for partials.
 bool attend_all(const Call& call, const Kernel& kernel) {
   const Attend attend = call.type == Type::kFloat ? kernel.attend_float : kernel.attend_bfloat16;
   std::vector<Item> items;
@@ -279,13 +279,13 @@ void pensieve_use_threads_of(void* gomp_parallel) {
   g_parallel = reinterpret_cast<Parallel>(gomp_parallel);
 }
 
-// The name of the instruction set that would be used; null where none fits.
+// The name of the instruction set that would be used; null if none takes this head size.
 const char* pensieve_kernel(int32_t head_size, const char* only) {
   const Kernel* kernel = kernel_for(head_size, only);
   return kernel ? kernel->name : nullptr;
 }
 
-// 0; 1 where these shapes are somebody else's; 2 where an index leads out of the arena; 3: no memory.
+// Returns 0; 1: these shapes are not for it; 2: an index is outside of the arena; 3: out of memory.
 int32_t pensieve_multi_token_attention(
     const char* only, int32_t type, const void* query, int64_t query_token_stride,
     int64_t query_head_stride, const void* keys, const void* values, int64_t page_stride,
@@ -311,7 +311,7 @@ int32_t pensieve_multi_token_attention(
   }
 }
 
-// Strides in bytes; a slot is page * slots + place. 0, or 2 and nothing written.
+// Strides are in bytes; a slot number is page * slots + slot. Returns 0; 2: out of the arena, nothing done.
 int32_t pensieve_write_kv(const char* key, int64_t key_token_stride, int64_t key_head_stride,
                           const char* value, int64_t value_token_stride, int64_t value_head_stride,
                           const int64_t* slot_mapping, int64_t num_tokens, int32_t num_kv_heads,
@@ -331,7 +331,8 @@ int32_t pensieve_write_kv(const char* key, int64_t key_token_stride, int64_t key
   return 0;
 }
 
-// A page is `num_tiles` (keys and values, times KV heads) tiles of `slots` rows. 0, or 2 and nothing copied.
+// A page is `num_tiles` (keys and values, times KV heads) tiles of `slots` rows. Returns 0; 2: out of an
+// arena, nothing done.
 int32_t pensieve_copy_pages(const char* source, char* target, const int64_t* source_pages,
                             const int64_t* target_pages, const int64_t* num_slots, int64_t num_copies,
                             int32_t num_tiles, int32_t slots, int64_t row_bytes,

@@ -1,4 +1,6 @@
-// The C interface of the dense parts: products, and what a decoder layer does around its attention.
+// The C interface of a decoder layer on CPUs.
+//
+// It has the whole layer, and its dense parts (products, norms, rotation) for when something else attends.
 #include "layer.h"
 
 #include <atomic>
@@ -10,8 +12,8 @@
 namespace pensieve {
 namespace {
 
-constexpr int kRowsAtOnce = 192;      // of one piece of work: with a panel they stay in the cache
-constexpr int kRowsWorthThreads = 8;  // below, row by row work is shorter than waking a thread
+constexpr int kRowsAtOnce = 192;      // of one piece of work: they fit into the cache beside a panel
+constexpr int kRowsWorthThreads = 8;  // with fewer, the work on rows is shorter than waking a thread
 
 struct Worker {
   const Dense& dense;
@@ -23,7 +25,7 @@ struct Worker {
         element_bytes(Type(type) == Type::kFloat ? 4 : 2),
         num_threads(num_threads) {}
 
-  // Rows for int8 weights become bytes first.
+  // Rows are quantised to bytes first where the weights are int8.
   void multiply(const Product& product, const Linear* then) const {
     const Linear& linear = *product.linear;
     if (!linear.scales) return multiply_by(dense.multiply, product, then);
@@ -45,7 +47,7 @@ struct Worker {
     multiply_by(dense.multiply_bytes, quantised, then);
   }
 
-  // Whoever runs out of panels fetches the first ones of `then`, the next product.
+  // A thread that finds no more panels prefetches the first panels of `then`, the next product.
   void multiply_by(Multiply act, const Product& product, const Linear* then) const {
     const Linear& linear = *product.linear;
     const char* panels = static_cast<const char*>(linear.panels);
@@ -86,7 +88,7 @@ struct Worker {
 
 }  // namespace
 
-// Of one layer. Buffers have room for the call's rows.
+// One layer. Buffers have room for the call's rows.
 struct Layer {
   int32_t type, index, hidden;
   int32_t num_heads, num_kv_heads, head_size;
@@ -94,12 +96,12 @@ struct Layer {
   Linear attention_in, attention_out, mlp_in, mlp_out;
   float factor;  // of what is added to the residual
   float scaling;
-  const Linear* then;  // what is read after this layer; null: not known
+  const Linear* then;  // the product that is computed after this layer; null: not known
 };
 
 struct Buffers {
   void* normed;   // (rows, hidden) Element
-  void* turned;   // (rows, queries + keys + values) Element
+  void* turned;   // (rows, queries + keys + values) Element, rotated
   void* gated;    // (rows, mlp) Element
   float* added;   // (rows, hidden)
   float* sum;     // (rows, hidden)
@@ -125,14 +127,14 @@ using namespace pensieve;
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Outputs to a vector, of which a panel has two.
+// How many outputs a vector holds; a panel has two vectors.
 int32_t pensieve_lanes(const char* only) { return dense_of(only, Type::kFloat).lanes; }
 
 void pensieve_multiply(const char* only, int32_t type, const Product* product, int32_t num_threads) {
   Worker(only, type, num_threads).multiply(*product, nullptr);
 }
 
-// From the residual to queries, keys and values, turned to their positions.
+// From the residual to queries, keys and values, the first two rotated by their positions.
 void pensieve_before_attention(const char* only, const Layer* layer, const Buffers* buffers,
                                const void* residual, const void* cosines, const void* sines,
                                int32_t rotation_float, int32_t rotary, int32_t num_rows,
@@ -156,7 +158,7 @@ void pensieve_before_attention(const char* only, const Layer* layer, const Buffe
   worker.each_row(num_rows, [&](int row) { dense.turn(turning, row); });
 }
 
-// From what attention found, (rows, heads * head_size), to the next layer's residual.
+// From the attention's result, (rows, heads * head_size), to the next layer's residual.
 void pensieve_after_attention(const char* only, const Layer* layer, const Buffers* buffers,
                               const void* residual, const void* attended, void* out,
                               int32_t num_rows, int32_t num_threads) {
@@ -177,8 +179,8 @@ void pensieve_after_attention(const char* only, const Layer* layer, const Buffer
   worker.each_row(num_rows, [&](int row) { dense.join(last, row); });
 }
 
-// The whole layer, its keys and values written to their slots. Unless num_kept is -1, only these rows
-// go on behind the attention, and `out` has no others. 0; 2 where an index leads out of the arena.
+// The whole layer; its keys and values are written to their slots. Unless num_kept is -1, only the kept
+// rows are computed after the attention, and `out` has no others. Returns what attention returns.
 int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buffers,
                        const Pages* pages, const void* residual, const int64_t* kept,
                        int32_t num_kept, void* out) {
@@ -208,7 +210,7 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
   if (answer) return answer;
   const void* attended = buffers->attended;
   int32_t num_rows = pages->num_rows;
-  if (num_kept >= 0) {  // into buffers that nobody needs any more
+  if (num_kept >= 0) {  // gathered in buffers that are not used any more
     const int64_t wide = layer->num_heads * size * bytes, narrow = layer->hidden * bytes;
     char *to = static_cast<char*>(buffers->turned), *base = static_cast<char*>(buffers->normed);
     for (int32_t i = 0; i < num_kept; ++i) {
@@ -232,7 +234,7 @@ void pensieve_normalise(const char* only, int32_t type, const Norm* norm, const 
   worker.each_row(num_rows, [&](int row) { worker.dense.join(joint, row); });
 }
 
-// For each row the place of its largest value, of equals the first; -1 where one is not finite.
+// For each row the column of its largest value, the first of equals; -1 if any value is not finite.
 void pensieve_argmax(const char* only, const float* rows, int64_t row_stride, int32_t num_rows,
                      int32_t width, int64_t* out, int32_t num_threads) {
   const Worker worker(only, 0, num_threads);

@@ -1,4 +1,4 @@
-// What an instruction set provides besides attention: the dense parts of a decoder layer.
+// What an instruction set implements besides attention (the dense parts of a decoder layer).
 //
 // Activations are `Element`s (float or bfloat16), sums and the residual inside a layer are float. A row's
 // result is the same whatever other rows are there: each sum runs over its inputs in one fixed order.
@@ -15,18 +15,16 @@ namespace pensieve {
 struct Linear {
   const void* panels;
   const float* bias;   // in the order of the panels' outputs, as are the next two; null: none
-  const float* scales;  // of int8 weights: what one is worth; null: the weights are Elements
+  const float* scales;  // of int8 weights: the step of an output's weights; null: weights are Elements
   const int32_t* offsets;  // of int8 weights: kZero times the sum of an output's weights
   int64_t panel_bytes;
   int32_t inputs;      // of bfloat16: even; of int8: a multiple of 4
-  int32_t width;       // of a row; `inputs` without what fills up the last step
+  int32_t width;       // of a row: `inputs` without the padding of the last step
   int32_t outputs;     // columns of the result
-  int32_t activation;  // 0: none. Else a panel's first vector goes through it and multiplies the second
+  int32_t activation;  // 0: none; else of a panel's first vector, which then multiplies the second
 };
-constexpr int kZero = 128;  // what a row's 0 becomes as a byte without sign
-enum Activation : int32_t { kNone = 0,
-                            kSilu = 1,
-                            kGeluTanh = 2 };
+constexpr int kZero = 128;  // the unsigned byte that stands for 0 in a quantised row
+enum Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2 };
 
 // Root mean square over `width` (a divisor of the row) and weights; null: none.
 struct Norm {
@@ -46,11 +44,12 @@ struct Product {
   const float* row_scales = nullptr;  // of quantised rows
 };
 
-// Panel `panel` of rows first..end; meanwhile as much is fetched from `ahead`, unless it is null.
+// Panel `panel` for rows first..end; meanwhile prefetches as many bytes from `ahead`, unless it is null.
 using Multiply = void (*)(const Product&, int32_t panel, int32_t first, int32_t end,
                           const char* ahead);
 
-// sum = base + factor * after(added); out = before(sum). `base` is Element or float, what is null is left out.
+// sum = base + factor * after(added); out = before(sum), where `after` and `before` are norms. `base` is
+// Element or float; whatever is null is left out.
 struct Joint {
   const void* base;
   int32_t base_float;
@@ -63,7 +62,7 @@ struct Joint {
 };
 using Join = void (*)(const Joint&, int32_t row);
 
-// Norms of queries and keys, then the rotation of halves, in place.
+// Norms of queries and keys, then the rotation of halves (rotary embedding), in place.
 struct Turning {
   void* rows;  // queries, keys, values of each token
   int64_t row_stride;
@@ -74,10 +73,10 @@ struct Turning {
 };
 using Turn = void (*)(const Turning&, int32_t row);
 
-// A row as bytes around kZero; what one is worth. The bytes behind the row, up to `padded`, are kZero.
+// Quantises a row to bytes around kZero; returns the step. Bytes behind the row, up to `padded`, are kZero.
 using Quantise = float (*)(const void* row, int32_t width, int32_t padded, uint8_t* out);
 
-// The place of the largest value, of equals the first; -1 where one is not finite.
+// The column of the largest value, the first of equals; -1 if any value is not finite.
 using Largest = int32_t (*)(const float* row, int32_t width);
 
 struct Dense {

@@ -1,4 +1,4 @@
-// Any 64-bit machine: vectors of four floats, which every one of them has.
+// The kernels for any 64-bit machine, in vectors of four floats.
 #define LANES 4
 #define BFLOAT16_DOT 0
 #include <cmath>

@@ -1,6 +1,8 @@
-// Torch's OpenMP threads spin for a while after each of its own operations. A second pool would have to
-// share the cores with them, so the work runs on the same threads: Python hands over the GOMP_parallel
-// of the library that torch has loaded. Without it, one thread does everything.
+// Runs work on torch's own OpenMP threads.
+//
+// They spin for a while after each of torch's operations, so a second pool would have to share the cores
+// with them. Python passes the address of GOMP_parallel of the library that torch has loaded
+// (pensieve/kernels/cpu_library.py). Without it, the calling thread does everything.
 #pragma once
 
 namespace pensieve {

@@ -1,7 +1,9 @@
-// The matrix unit of some Intel processors (AMX): eight tiles of up to 16 rows of 64 bytes.
+// The instructions of AMX, the matrix unit of some Intel processors.
 //
-// EMULATED_TILES puts the same operations in plain C++, so that what uses them can be checked on a machine
-// without: the arithmetic differs in rounding only.
+// It has eight tiles of up to 16 rows of 64 bytes.
+//
+// With EMULATED_TILES the same operations are plain C++, so that their users can be tested on a machine
+// without AMX; the arithmetic differs in rounding only.
 #pragma once
 
 #include <cstdint>
@@ -81,7 +83,7 @@ inline bool may_use_tiles() { return true; }
 #define TILE_DOT(sums, a, b) _tile_dpbf16ps(sums, a, b)
 #define TILE_RELEASE() _tile_release()
 
-// Whether the processor has them, and the operating system lets this process use them.
+// Whether the processor has tiles, and the operating system lets this process use them.
 inline bool may_use_tiles() {
   unsigned a, b, c, d;
   constexpr unsigned kTile = 1u << 24, kBfloat16 = 1u << 22;

@@ -1,8 +1,8 @@
-// Vectors of one width per instruction set: GCC's vector extensions, so that one text serves all.
+// Vectors in GCC's vector extensions, so that one source serves all instruction sets.
 //
 // A file that includes this defines LANES (16, 8 or 4) and is compiled for an instruction set that has
-// vectors of so many floats. Everything is in an anonymous namespace: the same names exist once for each
-// instruction set, and the linker must never pick one for another.
+// vectors of so many floats. Everything is in an anonymous namespace: each instruction set has its own
+// functions of these names, and the linker must not merge them.
 #pragma once
 
 #include <cstdint>
@@ -110,7 +110,7 @@ inline void write_one(Element* to, float value) {
     *to = rounded(value);
 }
 
-// 2 to the power of x, for x <= 0; below -126 it is 2^-126, which no sum notices. Relative error < 2e-7.
+// 2 to the power of x, for x <= 0; below -126 it is 2^-126, which changes no sum. Relative error < 2e-7.
 inline Floats exp2_nonpositive(Floats x) {
   x = x < splat(-126.0f) ? splat(-126.0f) : x;  // NaN stays
   const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number

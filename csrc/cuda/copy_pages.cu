@@ -1,16 +1,17 @@
-// Pages of one layer move between arenas, or inside one: device to device, or between the device and pinned
-// host memory that is mapped into the device's addresses.
+// Copies pages of one layer between arenas, or inside one.
+//
+// Arenas are on the device, or in page-locked host memory that is mapped into the device's addresses.
 //
 //   target[target_pages[i], :, :, :num_slots[i]] <- source[source_pages[i], :, :, :num_slots[i]]
 //
 // A page is 2 · kv_heads tiles of 32 · head_size elements, each contiguous; the first num_slots rows of a tile
-// are copied, 16 bytes at a time, bit for bit.  A block takes whole pages, one after another, so that few
-// blocks suffice where the link is the limit: copies across the bus must not take the machine from the
-// computation beside them.  Loads go four deep before the first store, which keeps enough of them
-// under way to hide the bus.
+// are copied, 16 bytes at a time, bit for bit.  A block copies whole pages, one after another, so few blocks
+// saturate the bus and leave the multiprocessors to the computation beside them.  Four loads are issued before
+// the first store, which hides the latency of the bus.
 //
-// Beside it stands the copy engine (runs of neighbouring pages, one asynchronous copy each): it needs no
-// multiprocessor but pays per run.  pensieve/model/device_copier.py chooses by size; scripts/bench_gpu measures.
+// The alternative is the copy engine (one asynchronous copy for each run of neighboring pages): it needs no
+// multiprocessor, but each run costs a call.  pensieve/model/kv/memory.py chooses by size; scripts/bench_gpu
+// measures both.
 #include <element.h>
 
 namespace {

@@ -1,4 +1,4 @@
-// Joins the partial results of contexts that were cut for multi_token_attention.
+// Merges the parts of contexts that were cut for multi_token_attention.
 //
 //   out[row] = Σ over parts of 2^(sum[part] - most) · values[part] / Σ of 2^(sum[part] - most)
 //

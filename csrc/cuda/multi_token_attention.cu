@@ -1,4 +1,4 @@
-// Every slice of an iteration attends to its turn's whole context, over pages that lie anywhere.
+// Attention of every slice of an iteration over its turn's whole context, in scattered pages.
 //
 //   out[t, h] = softmax(scale · query[t, h] · Kᵀ) · V   over positions 0 … position of t
 //
@@ -9,8 +9,8 @@
 //                             fourth run of 16 keys each, through rings of their own: no warp waits for
 //                             another until their four results are merged.  Bound by the memory.
 //   wide, up to 128 rows      prefill.  Each warp takes 32 of the rows (16 where a head is 256 long),
-//                             all share a ring of pages.  Bound by the matrix rate: a page that lies in
-//                             shared memory is used for 32 rows a warp.
+//                             all share a ring of pages.  Bound by the matrix rate: a page in shared
+//                             memory is used for 32 rows a warp.
 //
 // Keys and values come by cp.async, STAGES runs ahead, as groups K V K V …; one wait before the scores and
 // one before the values, each leaving the other 2 STAGES - 2 groups under way.  What was just read is
@@ -18,8 +18,8 @@
 //
 // Scores and values are products on the matrix units (m16n8k16); the query stays in registers where
 // it fits and is read again from shared memory where it does not.  Positions that a row does not see
-// are masked in the runs that reach beyond the item's first row; in all others nothing is asked.  Slots
-// behind the last key are filled with zeros on the way, because a slot that nobody wrote may hold NaN.
+// are masked in the runs that reach beyond the item's first row; the other runs need no mask.  Slots behind
+// the last key are filled with zeros on the way, because a slot that was never written may hold NaN.
 //
 // A part of a longer context leaves normalised rows and log2 of their sums; merge_parts.cu joins them.
 //

@@ -1,11 +1,11 @@
-// multi_token_attention for Hopper (sm_90a): the wide items of an iteration, on warpgroup products.
+// multi_token_attention of wide items on Hopper (sm_90a), with warpgroup products.
 //
 // A block of three warpgroups stays on its multiprocessor and does every gridDim-th item, longest first.
 // One warpgroup fetches, two compute, 64 of the item's 128 rows each:
 //
-//   producer    one thread; page by page, boxes of 64 elements x 32 keys by the tensor memory accelerator, to
-//               where eight rows of 128 bytes are permuted as the products want them.  It runs ahead by as
-//               many stages as there is room for, over the end of an item into the next.
+//   producer    one thread; page by page, boxes of 64 elements x 32 keys by the tensor memory accelerator, which
+//               permutes eight rows of 128 bytes as the products read them.  It runs ahead by as many stages
+//               as fit into shared memory, also into the next item.
 //   consumers   S = Q Kᵀ of 128 keys, softmax, O += P V.  The product with the values of one stage runs while the
 //               scores of the next become powers:
 //
@@ -17,8 +17,8 @@
 // own: `full` counts the bytes of a stage, `empty` the warps that are done with it.  Both sides count
 // stages from the beginning of the kernel; stage n lies in slot n % STAGES, in the phase n / STAGES.
 //
-// The last stage of an item may hold less than 128 keys.  What lies behind them is masked among the scores, and the
-// values' rows are set to zero by the consumers, because a slot that nobody wrote may hold NaN.
+// The last stage of an item may hold less than 128 keys.  Behind them, scores are masked, and the consumers set the
+// values' rows to zero, because a slot that was never written may hold NaN.
 //
 // Versions and what they reached (share of a large product's rate):
 //   1  this one.  Not yet run on a GPU; scripts/bench_gpu prints the figures.
@@ -60,7 +60,7 @@ constexpr int KEY_COLUMNS = KEYS / 8;    // of the scores
 constexpr int COLUMNS = HEAD / 8;        // of the values
 constexpr int CONSUMERS_MEET = 1;        // a named barrier
 constexpr int EIGHT_ROWS = 8 * ROW_BYTES;
-constexpr int UNUSED = 1000;             // a place behind the barriers
+constexpr int UNUSED = 1000;             // an offset behind the barriers
 
 // Where everything lies in shared memory.
 struct Stages {
@@ -88,7 +88,7 @@ __device__ __forceinline__ int stages_of(const WorkItem& item) {
 
 // -- the producer --
 
-// Starts copying one stage of keys (or values); says how many bytes will come before it does.
+// Starts copying one stage of keys (or values), after it announced the number of bytes.
 __device__ __forceinline__ void fetch(uint32 target, uint32 barrier, const void* map, const int* pages,
                                       int num_pages, int head) {
   hopper::arrive_expecting(barrier, num_pages * HALVES * BOX_BYTES);

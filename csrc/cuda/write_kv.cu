@@ -1,8 +1,8 @@
-// The keys and values of an iteration's tokens go to their slots; no other slot changes.
+// Writes the keys and values of an iteration's tokens to their slots; no other slot changes.
 //
 //   key_pages[slot / 32, h, slot % 32] <- key[t, h],  values alike,  slot = slot_mapping[t]
 //
-// and, as `rotate_and_write_kv`, with rotary embedding on the way: query and key rows are rotated,
+// `rotate_and_write_kv` applies rotary embedding on the way: query and key rows are rotated,
 //
 //   x[i], x[i + half] <- x[i] cos[i] - x[i + half] sin[i],  x[i + half] cos[i + half] + x[i] sin[i + half]
 //

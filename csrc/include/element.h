@@ -1,5 +1,5 @@
-// The two types that keys and values come in, and integers of known width.  No library header is
-// needed, so a kernel compiles with nothing but this folder.
+// The two types of keys and values (bfloat16 and float16), and integers of known width.  No library header
+// is included, so a kernel compiles with this folder alone.
 #pragma once
 
 using uint16 = unsigned short;

@@ -1,4 +1,4 @@
-// The instructions that only Hopper (sm_90a) has: barriers in shared memory that count bytes, boxes copied by
+// PTX instructions that only Hopper (sm_90a) has: barriers in shared memory that count bytes, boxes copied by
 // the tensor memory accelerator, and products of a whole warpgroup.  The tests' folder has the same for a CPU.
 #pragma once
 #include <ptx.h>

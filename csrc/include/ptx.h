@@ -1,5 +1,4 @@
-// The instructions that C++ has no words for, one function each, for sm_80 and newer.  What only
-// Hopper has is in hopper.h.
+// PTX instructions of sm_80 and newer, one function each.  What only Hopper has is in hopper.h.
 //
 // Shared memory is addressed by its own 32-bit addresses.  The tests put another folder first on the
 // include path, whose ptx.h does the same on a CPU.

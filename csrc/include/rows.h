@@ -1,4 +1,4 @@
-// What multi_token_attention is given, and how the rows of an item (work.h) lie in it.
+// The arguments of multi_token_attention, and where the rows of an item (work.h) are in them.
 #pragma once
 #include <element.h>
 #include <ptx.h>
@@ -22,7 +22,7 @@ struct Arguments {
   Element* out;
 };
 
-// The rows of an item: where they come from and where they go.  What is seldom asked is read from memory
+// The rows of an item: where they come from and where they go.  What is seldom needed is read from memory
 // each time, which leaves the registers to the products.
 template <class Element, int HEAD>
 struct Rows {

@@ -1,9 +1,11 @@
-// Softmax over keys that arrive a few at a time: each row keeps the largest score so far and the sum
-// of 2^(score - largest), and what was accumulated under a smaller maximum is scaled down.
+// Online softmax, over keys that arrive a few at a time.
+//
+// Each row keeps the largest score so far and the sum of 2^(score - largest); what was accumulated under a
+// smaller maximum is scaled down.
 //
 // Scores are multiplied by `scale`, which holds log2(e), on the way.  A lane holds two rows of 16 (row
 // l / 4 and the one 8 below) and shares them with the three lanes beside it.  A row that has seen no key
-// has maximum -infinity, sum 0.  A NaN among the scores makes the row's sum NaN, and nobody else's.
+// has maximum -infinity, sum 0.  A NaN among the scores makes the row's sum NaN, and no other row's.
 #pragma once
 #include <ptx.h>
 

@@ -1,5 +1,7 @@
-// How a tile of keys, values or query rows lies in shared memory: row by row, the 16-byte pieces of a row
-// permuted so that eight rows read at one column, or one row read whole, meet every bank once.
+// The layout of a tile of keys, values or query rows in shared memory.
+//
+// A tile is stored row by row, the 16-byte pieces of a row permuted so that eight rows read at one column, or
+// one row read whole, use every bank once.
 #pragma once
 #include <element.h>
 #include <ptx.h>

@@ -1,12 +1,13 @@
-// What an iteration asks of multi_token_attention, cut into pieces: made once per iteration by
-// pensieve/kernels/work.py, read by the kernels of every layer.
+// The work of an iteration's multi_token_attention, cut into items for blocks of threads.
+//
+// pensieve/kernels/attention/plan.py makes it once per iteration; the kernels of every layer read it.
 //
 // The rows of a slice are its query tokens times the query heads of one group: row r is token
 // r / group, head r % group of the group, so that one pass over a page serves the whole group.  A tile
 // is a run of rows of one slice; a tile whose context is long is cut into parts at page boundaries.
 // Every item is done once for each KV head.
 //
-// Items lie longest first.  One with no rows fills the list up to a fixed length (CUDA graphs).
+// Items are sorted longest first.  Items without rows fill the list up to a fixed length (CUDA graphs).
 #pragma once
 
 struct WorkItem {

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from pensieve.bench import plots
 from pensieve.bench.report import Report, progress
 from pensieve.errors import InvalidArgument, PensieveError
-from pensieve.kernels import multi_token_attention
-from pensieve.kernels.attention import cpu, reference
+from pensieve.kernels import cpu_library, multi_token_attention
+from pensieve.kernels.attention import reference
 
 SLOTS = 32
 COPIES_BYTES = 256 << 20  # of inputs that take turns: beyond any cache
@@ -296,8 +296,8 @@ def machine() -> dict[str, str | int | None]:
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "float32": cpu.instruction_set(torch.float32, 64),
-        "bfloat16": cpu.instruction_set(torch.bfloat16, 64),
+        "float32": cpu_library.instruction_set(torch.float32, 64),
+        "bfloat16": cpu_library.instruction_set(torch.bfloat16, 64),
     }
 
 

@@ -22,7 +22,7 @@ from pensieve.engine.assembly import EngineConfigs, Ports, assemble
 from pensieve.engine.engine import Engine
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import Event, EvictConversation, SubmitTurn, TurnEnded
-from pensieve.kernels.attention.plan import PAGE
+from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.launch.engine import SystemClock
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.loader import LoadedModel

@@ -8,8 +8,8 @@ import torch
 
 from pensieve.bench.gpu_harness import Bench
 from pensieve.errors import PensieveError
-from pensieve.kernels.attention import cuda
-from pensieve.kernels.attention.plan import PAGE
+from pensieve.kernels import PAGE_SLOTS as PAGE
+from pensieve.kernels import cuda_launch
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.shape import ModelShape
 
@@ -23,7 +23,7 @@ def section_device(bench: Bench) -> None:
         bench.report(
             "device",
             f"{found.name}, {found.multi_processor_count} multiprocessors, "
-            f"{found.total_memory / 2**30:.0f} GiB, {cuda.architecture(device.index or 0)}, "
+            f"{found.total_memory / 2**30:.0f} GiB, {cuda_launch.architecture(device.index or 0)}, "
             f"torch {torch.__version__}, CUDA {torch.version.cuda}",
             name=found.name,
         )
@@ -76,7 +76,7 @@ def section_swap(bench: Bench) -> None:
             "neighbours": memory.prepared(PageMoves(runs, runs + pages, scattered.num_slots)),
         }
         if bench.device.type == "cuda":
-            joined = scattered.joined(PAGE)
+            joined = scattered.in_runs(PAGE)
             ways["scattered, copy engine"] = ways["scattered"]._replace(runs=joined)
         for name, moves in ways.items():
 

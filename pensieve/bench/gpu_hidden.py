@@ -12,7 +12,7 @@ from pensieve.bench.gpu_harness import Bench
 from pensieve.bench.gpu_model import GREEDY, executor_of
 from pensieve.core.iteration import Iteration, Slice, SwapIn, SwapOut, TurnStart
 from pensieve.errors import PensieveError
-from pensieve.kernels.attention.plan import PAGE
+from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.model.loader import LoadedModel
 
 

@@ -13,9 +13,9 @@ from pensieve.bench.gpu_baselines import baselines, usable
 from pensieve.bench.gpu_harness import Bench, Run, captured, check
 from pensieve.bench.gpu_pages import Paged
 from pensieve.errors import PensieveError
+from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels import copy_pages, write_kv
 from pensieve.kernels.attention import cuda, reference
-from pensieve.kernels.attention.plan import PAGE
 
 ROTATED_BYTES = 512 << 20  # of inputs that take turns: several times the cache
 

@@ -24,7 +24,7 @@ from pensieve.bench.gpu_conversations import ENGINES, EngineShape, serve, talks
 from pensieve.bench.gpu_harness import Bench
 from pensieve.bench.gpu_model import executor_of
 from pensieve.errors import PensieveError
-from pensieve.kernels.attention.plan import PAGE
+from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.model.loader import LoadedModel
 
 SHRINK = 20  # of reaction times and tiers

@@ -8,10 +8,10 @@ import torch
 
 from pensieve.core.sampling import Sampling
 from pensieve.errors import PensieveError
-from pensieve.kernels.attention.plan import PAGE
+from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.model.attention import SERVING, FlatModel, register
 from pensieve.model.executor import TorchExecutor
-from pensieve.model.fuse.layers import fuse
+from pensieve.model.fuse import fuse
 from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels import multi_token_attention
 from pensieve.kernels.attention import cuda, reference
-from pensieve.kernels.attention.plan import PAGE, Work
+from pensieve.kernels.attention.plan import Work
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Paged:
         if device.type == "cuda" and cuda.takes(dtype, PAGE, head_size):
             starts = [start for start, _ in slices]
             plan = cuda.plan(
-                lengths, starts, heads, kv_heads, head_size, cuda.slots(device, head_size)
+                lengths, starts, heads, kv_heads, head_size, cuda.blocks_at_once(device, head_size)
             )
             above = cuda.wide_above(head_size, device)
             work = Work.of(plan, kv_heads, head_size, device, above)

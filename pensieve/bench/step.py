@@ -35,7 +35,8 @@ from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.model.attention import PagedPass
 from pensieve.model.batch import Batch
 from pensieve.model.executor import TorchExecutor
-from pensieve.model.fuse.layers import FusedLayer, PackedProduct
+from pensieve.model.fuse.layers import FusedLayer
+from pensieve.model.fuse.products import PackedProduct
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel, load
 from pensieve.model.sampling.sampler import Sampler

@@ -85,12 +85,12 @@ def _cpu_kernels() -> str:
     try:
         import torch
 
-        from pensieve.kernels.attention import cpu
+        from pensieve.kernels import cpu_library
     except ImportError:
         return "unknown: torch is missing"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        name = cpu.instruction_set(torch.float32, 64)
+        name = cpu_library.instruction_set(torch.float32, 64)
     if name is None:
         return "missing: installed without a C++ compiler; everything runs in torch, and slower"
     return f"{name}, {torch.get_num_threads()} threads"
@@ -118,14 +118,13 @@ def _gpu_kernels() -> str:
         import torch
 
         from pensieve.errors import DeviceError
-        from pensieve.kernels import nvrtc
-        from pensieve.kernels.attention import cuda
+        from pensieve.kernels import cuda_launch, nvrtc
     except ImportError:
         return "unknown: torch is missing"
     has_gpu = torch.cuda.is_available()
     kernel = nvrtc.Kernel("copy_pages.cu", "copy_pages")
     try:
-        architecture = cuda.architecture(0) if has_gpu else "sm_80"
+        architecture = cuda_launch.architecture(0) if has_gpu else "sm_80"
         if nvrtc.shipped(kernel, architecture) is not None:
             return f"shipped for {architecture}"
         nvrtc.cubin(kernel, architecture)

@@ -1,4 +1,6 @@
-"""From csrc/cuda to code for a GPU: compiled with NVRTC, through CuPy, on any machine, GPU or not.
+"""Compiles the kernels of csrc/cuda with NVRTC, and keeps what it compiled in a cache.
+
+Compiling needs CuPy and NVRTC, but no GPU.
 
 Where a kernel's code (a cubin) comes from, in this order:
 
@@ -8,11 +10,11 @@ Where a kernel's code (a cubin) comes from, in this order:
 
 A file's name is `key-digest.cubin`.  The key is the SHA-256 of everything that the code depends on: the
 source and every header, the definitions, the architecture, the options, and for the cache the version of
-the compiler.  The digest is the SHA-256 of what is inside, and a file is used only if it fits.
+the compiler.  The digest is the SHA-256 of the file's content; a file whose content has another is not used.
 
-Why processes do not disturb each other: a file appears under its name complete (written beside, then
-renamed), and while one process compiles a key another one that needs it waits at its lock.  The cache
-folder has to belong to this user, and nobody else may write there: what lies in it runs on the device.
+Why processes do not disturb each other: a file is written under another name and then renamed, so it is
+complete when it appears; and while one process compiles a key, others that need it wait at its lock.  The
+cache folder has to belong to this user, and no other user may write to it: its files run on the device.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ def compiled(kernel: Kernel, architecture: str) -> bytes:
 
 
 def whole(code: bytes) -> bytes:
-    """The ELF file as its header describes it: CuPy hands it over without its last byte, a zero."""
+    """The ELF file in the length that its header says: CuPy drops the last byte, a zero."""
     (program_offset, section_offset) = struct.unpack_from("<QQ", code, 32)
     program_size, program_count, section_size, section_count = struct.unpack_from("<4H", code, 54)
     end = max(
@@ -132,7 +134,7 @@ def compiler_version() -> str:
     nvrtc = _nvrtc()
     try:
         return ".".join(str(part) for part in nvrtc.getVersion())
-    except Exception as error:  # CuPy raises what it finds: no library, a wrong one
+    except Exception as error:  # of CuPy's own classes: no library, or a wrong one
         raise DeviceError(
             f"CuPy finds no NVRTC to compile the kernels with: {error}; install "
             "nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12"
@@ -163,7 +165,7 @@ def cache_folder() -> Path:
     except OSError as error:
         raise DeviceError(
             f"compiled kernels cannot be kept in {folder}: {error.strerror}; "
-            "XDG_CACHE_HOME names another place"
+            "set XDG_CACHE_HOME to another folder"
         ) from error
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise DeviceError(
@@ -174,7 +176,7 @@ def cache_folder() -> Path:
 
 
 def stored(folder: Path, key: str) -> Path | None:
-    """The file of this key whose content is what it was when it was written."""
+    """The file of this key whose content still has its digest; None if there is none."""
     for path in sorted(folder.glob(f"{key}-*.cubin")):
         try:
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -187,7 +189,7 @@ def stored(folder: Path, key: str) -> Path | None:
 
 def store(folder: Path, key: str, code: bytes) -> Path:
     path = folder / f"{key}-{hashlib.sha256(code).hexdigest()}.cubin"
-    for damaged in folder.glob(f"{key}-*.cubin"):  # else it would have been used
+    for damaged in folder.glob(f"{key}-*.cubin"):  # an intact one would have been used
         damaged.unlink(missing_ok=True)
     descriptor, beside = tempfile.mkstemp(dir=folder, suffix=".part")
     try:

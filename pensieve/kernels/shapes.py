@@ -1,4 +1,6 @@
-"""Shapes as algebra: one symbol per dimension, unified over all tensors of a call.
+"""Checks that the shapes of a kernel's tensors fit together.
+
+Shapes are algebra: one symbol per dimension, unified over all tensors of a call.
 
 `Shapes("write_kv").unify("key", key, ("tokens", "kv_heads", "head_size"))` binds each symbol to its
 size the first time and compares it afterwards; a mismatch names the tensor, the symbol, both sizes
@@ -8,6 +10,8 @@ and the tensor that bound it.  A symbol may carry "+1" ("slices+1": one more tha
 from __future__ import annotations
 
 import torch
+
+PAGE_SLOTS = 32  # of the pages that the compiled kernels take; the torch implementation takes any
 
 
 class Shapes:

@@ -45,12 +45,12 @@ def chosen_device(settings: Settings) -> torch.device:
 
 def _check_kernels(settings: Settings, device: torch.device, report: Report) -> None:
     """The kernels can be had for this GPU; compiling them takes a few seconds the first time."""
-    from pensieve.kernels.attention import cuda
-    from pensieve.kernels.attention.plan import PAGE
+    from pensieve.kernels import PAGE_SLOTS as PAGE
+    from pensieve.kernels import cuda_launch
 
     if settings.weights == "int8":
         raise ConfigError("--weights int8 is for CPUs: --device cpu")
     if settings.chunk_tokens != PAGE:
         raise ConfigError(f"--chunk-tokens is {PAGE} on a GPU: the kernels' pages are")
-    report(f"kernels for {cuda.architecture(device.index)}")
-    cuda.prepare(device.index)
+    report(f"kernels for {cuda_launch.architecture(device.index)}")
+    cuda_launch.prepare(device.index)

@@ -1,10 +1,13 @@
 """An Iteration made real with torch and transformers.
 
-loader ─> probe ─> shape         a model whose every layer is known to go through our attention
-executor                         launch and collect
-  ├── copier ─> kv_memory        pages move between the tiers beside the compute
-  ├── batch                      an iteration's slices as tensors
-  ├── attention ─> kernels       one layer: wait, copy, write, attend
-  ├── sampler                    logits to token ids
-  └── decoding ─> text           token ids to text, and when a reply ends
+loader ─> probe ─> shape            a model whose every layer is known to go through our attention
+             └─> fuse               its layers and products replaced by faster ones
+executor                            launch and collect
+  ├── kv: copier ─> memory          pages move between the tiers beside the compute
+  ├── forward ─> batch              an iteration's slices as tensors, and the model's logits
+  │     ├── attention ─> kernels    one layer: wait, copy, write, attend
+  │     └── graphs                  decode iterations of a GPU as CUDA graphs
+  ├── sampling                      logits to token ids
+  └── reply ─> text                 token ids to text, and when a reply ends
+parallel                            the same on several devices, a process for each
 """

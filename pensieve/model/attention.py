@@ -1,20 +1,19 @@
-"""How a transformers model reaches our attention, and what one layer does there.
+"""Connects transformers models to our attention over pages.
 
 `AttentionInterface.register` makes "pensieve" a name that `set_attn_implementation` accepts.  What an
 iteration shares over all layers travels as a keyword argument of the forward (`pensieve_pass`), which
-modelling code that follows the interface hands on to every attention call; there is no global.
+modeling code that follows the interface passes on to every attention call; there is no global.
 
 No mask is registered under "pensieve", so transformers builds none: causality follows from the
-slices.  The load probe runs under "pensieve-probe", which does register one: it builds nothing either,
-but answers each request for a mask with None if the mask is plain causal, and with a marker that
-travels to the attention call if it is not.  So the probe learns what reaches each layer, whatever
-the config calls it.
+slices.  The load probe runs under "pensieve-probe", which registers a mask function.  It builds no mask
+either: it returns None for a plain causal mask, and for any other one a marker that reaches the attention
+call.  So the probe sees which mask each layer would use, whatever the config calls it.
 
 One layer of a pass, in this order (the executor's contract in core.iteration):
 
     wait for this layer's outstanding swap-ins  →  page copies  →  write_kv of all slices  →  attend
 
-Waiting comes first so that a page copy may even read a page that is being swapped in.
+The wait comes first, so a page copy may read a page that is being swapped in.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from pensieve.errors import UnsupportedModel
 from pensieve.kernels import multi_token_attention, write_kv
 from pensieve.kernels.attention.plan import Work
-from pensieve.kernels.layer import cpu as dense
-from pensieve.kernels.layer import cuda as joined
+from pensieve.kernels.layer import paged_rows
+from pensieve.kernels.layer.protocol import PagedRows, PageIndex
 from pensieve.model.batch import Batch
 from pensieve.model.kv.memory import KVMemory, PageMoves
 
@@ -39,12 +38,14 @@ PROBING = "pensieve-probe"
 
 
 class ForwardPass(Protocol):
-    """What the forward carries to every layer: one per iteration, or the probe's."""
+    """What a forward passes to every layer's attention: one object per iteration, or the probe's."""
 
-    pages: Any  # what a fused layer needs to do without `attend`: of `dense`, of `joined`, or None
+    @property
+    def paged_rows(self) -> PagedRows | None:
+        """For fused layers, which then do the attention themselves; None: they call `attend`."""
 
     def arrive(self, layer: int) -> None:
-        """Return when the layer's pages are in place."""
+        """Return when the layer's pages hold what the iteration needs; a fused layer calls this itself."""
 
     def attend(
         self,
@@ -74,14 +75,14 @@ class PagedPass:
         self._memory = memory
         self._wait_layer = wait_layer
         self._copies = copies
-        self.pages: Any = None
-        arena = memory.device_arena
-        tensors = (arena, batch.slot_mapping, batch.page_table)
-        index = (batch.slice_offsets, batch.slice_turns, batch.slice_starts)
-        if arena.device.type != "cpu":
-            self.pages = joined.Pages(*tensors, *index, work)
-        elif dense.available(arena.dtype):
-            self.pages = dense.Pages(*tensors, *index)
+        index = PageIndex(
+            batch.slot_mapping,
+            batch.page_table,
+            batch.slice_offsets,
+            batch.slice_turns,
+            batch.slice_starts,
+        )
+        self.paged_rows = paged_rows(memory.device_arena, index, work)
 
     def arrive(self, layer: int) -> None:
         self._wait_layer(layer)
@@ -120,7 +121,7 @@ class PagedPass:
 
 
 class WholeModel(Protocol):
-    """A faster way through the same model."""
+    """Computes the same logits as the model, without the model's own code."""
 
     def logits(
         self,
@@ -136,8 +137,8 @@ class FlatModel:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.whole: WholeModel | None = None  # does all of it, once the layers are fused
-        # All families of transformers 5 take it; a model that does not computes every row's logits.
+        self.whole: WholeModel | None = None  # replaces the forward, once all layers are fused
+        # All families of transformers 5 know this argument; another model computes every row's logits.
         self._keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
 
     def logits(
@@ -147,7 +148,7 @@ class FlatModel:
         rows: torch.Tensor,  # int64 (rows)
         forward_pass: ForwardPass,
     ) -> torch.Tensor:  # (rows, vocab)
-        """Logits of the given rows; the others never meet the output matrix."""
+        """Logits of the given rows; only they are multiplied with the output matrix."""
         if self.whole is not None:
             return self.whole.logits(input_ids, positions, rows, forward_pass)
         output = self.module(
@@ -189,7 +190,7 @@ def attention_forward(
     return attended.unsqueeze(0), None
 
 
-FAR = 1 << 30  # a position beyond any window; the mask functions are plain arithmetic on indices
+FAR = 1 << 30  # a position beyond any window; mask functions compute with any index
 
 
 def probing_mask(*, mask_function: Callable[..., Any], **rest: Any) -> torch.Tensor | None:
@@ -222,7 +223,7 @@ def mask_reach(mask_function: Callable[..., Any]) -> int:
                 nearest = middle
             else:
                 furthest = middle
-    except IndexError:  # it looks positions up in a tensor, so it depends on more than positions
+    except IndexError:  # a lookup in a tensor: the mask depends on more than positions
         return 0
     return furthest
 

@@ -24,8 +24,9 @@ from pensieve.kernels.attention.plan import Work
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch, SampledIds
 from pensieve.model.graphs import DecodeGraphs, plan_of
-from pensieve.model.kv.copier_cpu import Copier
-from pensieve.model.kv.copier_cuda import DeviceCopier
+from pensieve.model.kv.copier import Copier
+from pensieve.model.kv.copier_cpu import CpuCopier
+from pensieve.model.kv.copier_cuda import CudaCopier
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.transfer import upload
 
@@ -46,8 +47,8 @@ class Computed(NamedTuple):
     positions: tuple[int, ...]  # where a sampled token will stand
 
 
-def copier_for(memory: KVMemory) -> Copier | DeviceCopier:
-    return Copier(memory) if memory.device_arena.device.type == "cpu" else DeviceCopier(memory)
+def copier_for(memory: KVMemory) -> Copier:
+    return CpuCopier(memory) if memory.device_arena.device.type == "cpu" else CudaCopier(memory)
 
 
 class Forward:
@@ -57,7 +58,7 @@ class Forward:
         self,
         flat: FlatModel,
         memory: KVMemory,
-        copier: Copier | DeviceCopier,
+        copier: Copier,
         *,
         halves: bool = True,
         graphs: DecodeGraphs | None = None,

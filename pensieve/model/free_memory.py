@@ -1,10 +1,10 @@
-"""How much of a GPU's memory is left for KV: measured, not guessed.
+"""Measures how much of a GPU's memory is left for KV.
 
-Weights are there already.  What else needs memory is tried out once: the largest batch there can be (the
-budget of tokens, a row of logits for every turn), with sampling that asks for everything, and the batch
-of a decode iteration, whose memory the captured graphs keep.  The most that torch's allocator ever held is
-what they need, but for the trials' own KV; a margin is left for what is not torch's (the graphs' nodes,
-what a library loads later, fragments).
+The weights are loaded already.  What else needs memory is run once: the largest batch there can be (the
+budget of tokens, a row of logits for every turn), with every option of sampling, and the batch of a decode
+iteration, whose memory the captured graphs keep.  What they need is the most that torch's allocator held,
+less the KV of these trials.  A margin is left for what torch does not allocate (the graphs' nodes, what a
+library loads later, fragments).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pensieve.model.sampling.sampler import Sampler
 
 MARGIN_BYTES = 256 << 20
 MARGIN_SHARE = 0.02  # of all memory
-# What makes the sampler work hardest.
-GREEDIEST = Sampling(
+# The sampling that needs the most memory.
+COSTLIEST = Sampling(
     temperature=1.0,
     top_p=0.9,
     min_p=0.01,
@@ -43,7 +43,7 @@ def free_for_kv(
     device: torch.device,
     sampler: Sampler | None = None,
 ) -> int:
-    """Bytes of the device; every rank has to call it at the same time."""
+    """Bytes of the device that KV can take; all ranks have to call it at the same time."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved(device)
@@ -69,7 +69,7 @@ def run_once(
     device: torch.device,
     sampler: Sampler | None = None,
 ) -> int:
-    """One iteration of so many tokens, of as many turns as there may be; the bytes of its own KV."""
+    """Run one iteration of so many tokens and of `turns_max` turns; returns the bytes of its own KV."""
     slices, num_pages = widest(num_tokens, turns_max, model.shape.context_max, chunk_tokens)
     memory = KVMemory(model.shape, num_pages, 0, chunk_tokens, device)
     copier = copier_for(memory)
@@ -80,7 +80,7 @@ def run_once(
             computed = forward.run(slices)
             if sampler is not None:
                 logs = {
-                    each.turn_id: TurnLog(GREEDIEST, each.token_ids, each.stop) for each in slices
+                    each.turn_id: TurnLog(COSTLIEST, each.token_ids, each.stop) for each in slices
                 }
                 pairs = zip(computed.turn_ids, computed.positions, strict=True)
                 rows = [Row(logs[turn_id], position) for turn_id, position in pairs]
@@ -93,7 +93,7 @@ def run_once(
 def widest(
     num_tokens: int, turns_max: int, context_max: int, chunk_tokens: int
 ) -> tuple[list[Slice], int]:
-    """Slices of a batch with that many tokens and turns, and the pages that they need."""
+    """Slices of a batch with that many tokens and turns, and the number of pages that they need."""
     slices, page = [], 0
     longest = min(max(num_tokens - turns_max + 1, 1), context_max)
     for index, length in enumerate([longest, *[1] * (turns_max - 1)]):

@@ -1,22 +1,21 @@
-"""Decode iterations of a GPU as captured graphs: a layer's launches, all layers', given to it as one.
+"""Captures decode iterations as CUDA graphs, one launch for all layers.
 
 At batch 1 to 64 a layer of an 8 B model takes some 100 microseconds, and a transformers layer is some 20
 launches; launched one by one they would bound the speed.  A graph is captured for each of a few batch
 sizes (`buckets`) and replayed for every iteration that only decodes.
 
-What a graph reads lies in tensors that stay: token ids, positions, slots, page tables, and the work list
-of the attention.  Before a replay the iteration's values are copied into their first rows, on the same
-stream, so the graph before it has read them.  The rows that remain are nobody's: they are at position 0 of
-a page that no turn has (`KVMemory.spare_page`), no item of work is theirs, and their logits are never
-looked at.
+A graph reads tensors that stay at their addresses: token ids, positions, slots, page tables, and the work
+list of the attention.  Before a replay the iteration's values are copied into their first rows, on the same
+stream, so the replay before has read the old ones.  The other rows are padding: they are at position 0 of
+a page that no turn has (`KVMemory.spare_page`), no item of work has them, and their logits are not read.
 
-The work list has a fixed length, so its plan keeps to the fewest waves (work.py); it is filled up with
-empty items.
+The work list has a fixed length, so it is planned with the fewest waves (`kernels.attention.plan`), and
+filled up with empty items.
 
-Logits go to one tensor that all graphs share: they are good until the next replay.
+Logits go to one tensor that all graphs share: they are valid until the next replay.
 
-What cannot be captured (modelling code that asks the device for values, as some routers of experts do)
-runs as before; the reason is reported.
+A model that cannot be captured (its code reads values from the device, as some routers of experts do)
+runs without graphs; the reason is reported.
 """
 
 from __future__ import annotations
@@ -26,21 +25,22 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pensieve.errors import one_line
 from pensieve.kernels.attention import cuda
 from pensieve.kernels.attention.plan import Plan, Work
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
 from pensieve.model.kv.memory import KVMemory
-from pensieve.model.probe import one_line
 from pensieve.model.transfer import upload
 
 ROWS_MAX = 256  # of a graph
 Replay = Callable[[], Any]
-Capture = Callable[[Callable[[], None]], Replay]  # of something that writes where it always does
+# Captures a computation, which always reads and writes the same tensors.
+Capture = Callable[[Callable[[], None]], Replay]
 
 
 def buckets(turns_max: int) -> list[int]:
-    """Batch sizes that graphs are captured for; larger batches decode without."""
+    """Batch sizes that graphs are captured for; larger batches decode without a graph."""
     largest = min(turns_max, ROWS_MAX)
     steps = {1, 2, 4, *range(8, 64, 8), *range(64, ROWS_MAX, 32), largest}
     return sorted(size for size in steps if size <= largest)
@@ -49,7 +49,7 @@ def buckets(turns_max: int) -> list[int]:
 def plan_of(
     batch: Batch, memory: KVMemory, waves_more: int | None = None
 ) -> tuple[Plan, int | None] | None:
-    """The attention's work for a batch, and which items Hopper's kernel takes; None on a CPU."""
+    """The attention's plan for a batch, and `wide_above` of `Work.of`; None where torch attends."""
     shape, device = memory.shape, memory.device_arena.device
     if device.type != "cuda" or not cuda.takes(shape.dtype, memory.chunk_tokens, shape.head_size):
         return None
@@ -59,14 +59,14 @@ def plan_of(
         shape.num_heads,
         shape.num_kv_heads,
         shape.head_size,
-        cuda.slots(device, shape.head_size),
+        cuda.blocks_at_once(device, shape.head_size),
         waves_more,
     )
     return plan, cuda.wide_above(shape.head_size, device)
 
 
 class _Bucket(NamedTuple):
-    batch: Batch  # a captured kernel knows addresses, and keeps nothing alive
+    batch: Batch  # kept alive: a captured kernel knows only its addresses
     replay: Replay
 
 
@@ -101,11 +101,13 @@ class DecodeGraphs:
         self._index = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(rows, device=device)
         self._logits = torch.empty(rows, shape.vocab_size, device=device)
-        self._nobody = memory.spare_page * memory.chunk_tokens
-        self._rest(0, rows)
+        self._spare_slot = memory.spare_page * memory.chunk_tokens
+        self._pad(0, rows)
         self._work: Work | None = None
         if device.type == "cuda" and cuda.takes(shape.dtype, memory.chunk_tokens, shape.head_size):
-            self._extra_items = cuda.slots(device, shape.head_size) // shape.num_kv_heads + 1
+            self._extra_items = (
+                cuda.blocks_at_once(device, shape.head_size) // shape.num_kv_heads + 1
+            )
             items = rows + self._extra_items
             part_rows = items * (shape.num_heads // shape.num_kv_heads)
             heads = shape.num_kv_heads
@@ -118,7 +120,7 @@ class DecodeGraphs:
             )
 
     def capture(self) -> None:
-        """Capture all of them, the largest first: the others fit into the memory that it takes."""
+        """Capture all graphs, the largest first: the others fit into the memory that it takes."""
         group = self._memory.shape.num_heads // self._memory.shape.num_kv_heads
         if group > cuda.tiling(self._memory.shape.head_size).narrow_max:
             self.failure = f"groups of {group} heads are not for the graphs' work lists"
@@ -146,7 +148,7 @@ class DecodeGraphs:
             self.failure = one_line(error)
 
     def takes(self, batch: Batch, arriving: bool) -> bool:
-        """Whether it only decodes, nothing is on its way to the device, and a graph is large enough."""
+        """Whether the batch only decodes, no swap-in is outstanding, and a graph is large enough."""
         return (
             bool(self._graphs)
             and not arriving
@@ -156,7 +158,7 @@ class DecodeGraphs:
         )
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """float32 (rows, vocab), good until the next call."""
+        """float32 (rows, vocab), valid until the next call."""
         rows = len(batch.lengths)
         size = next(size for size in self._sizes if size >= rows)
         self._input_ids[:rows].copy_(batch.input_ids)
@@ -164,7 +166,7 @@ class DecodeGraphs:
         self._slots[:rows].copy_(batch.slot_mapping)
         self._starts[:rows].copy_(batch.slice_starts)
         self._page_table[:rows, : batch.page_table.shape[1]].copy_(batch.page_table)
-        self._rest(rows, size)
+        self._pad(rows, size)
         if self._work is not None:
             planned = plan_of(batch, self._memory, waves_more=0)
             assert planned is not None
@@ -172,10 +174,10 @@ class DecodeGraphs:
         self._graphs[size].replay()
         return self._logits[:rows]
 
-    def _rest(self, first: int, last: int) -> None:
-        """Rows that are nobody's."""
+    def _pad(self, first: int, last: int) -> None:
+        """Make these rows padding."""
         self._positions[first:last].zero_()
-        self._slots[first:last].fill_(self._nobody)
+        self._slots[first:last].fill_(self._spare_slot)
         self._starts[first:last].zero_()
         self._page_table[first:last, 0].fill_(self._memory.spare_page)
 
@@ -196,7 +198,7 @@ class DecodeGraphs:
         )
 
     def _work_of(self, size: int) -> Work | None:
-        """The beginning of the work list, as much as a plan for so many rows may need."""
+        """The first items of the work list, as many as a plan for so many rows may need."""
         if self._work is None:
             return None
         return self._work._replace(items=self._work.items[: size + self._extra_items])
@@ -215,10 +217,10 @@ class DecodeGraphs:
 
 
 def capture_cuda(device: torch.device) -> Capture:
-    """Captures into one pool of memory, on one stream.
+    """A function that captures, always into one pool of memory and on one stream.
 
-    Before, it is run twice: once to load what is loaded at the first use, once to see that nothing in it
-    waits for the device.  A capture that is broken off would leave its stream and its pool behind.
+    It first runs the computation twice: once to load what is loaded at the first use, once to see that
+    nothing in it waits for the device.  A capture that failed would leave its stream and its pool unusable.
     """
     made: list[Any] = []
 

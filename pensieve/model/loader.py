@@ -1,8 +1,8 @@
-"""From a folder or a hub id to a model whose every layer is known to go through our attention.
+"""Loads a model from a folder or a hub id, and has it probed.
 
-`load` trusts no code that a repository ships, reads safetensors only, and accepts no weight that the
-checkpoint lacks (transformers would fill it with random numbers).  Then `probe` measures the model
-and refuses it, with the reason, if it cannot be served exactly.  Each way to fail is one line.
+`load` runs no code that a repository ships, reads safetensors only, and refuses a checkpoint that lacks
+weights (transformers would fill them with random numbers).  Then `probe` measures the model and
+refuses it, with the reason, if it cannot be served exactly.  Each error is one line.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from pensieve.errors import DeviceError, ModelError, UnsupportedModel
+from pensieve.errors import DeviceError, ModelError, UnsupportedModel, one_line
 from pensieve.model.attention import FlatModel
 from pensieve.model.parallel.ranks import ParallelModel, Rank
-from pensieve.model.probe import FusionFailed, one_line, probe
+from pensieve.model.probe import FusionFailed, probe
 from pensieve.model.shape import ModelShape
 
 
@@ -49,8 +49,8 @@ def load(
     """Load, check and probe a causal language model.
 
     `dtype` None takes the checkpoint's own; `int8` rounds the weights inside of its layers.  With a
-    `rank` it is a part of the model, and every rank loads its own at the same time; its layers stay
-    as they are, since transformers' hooks in them are what joins the parts.
+    `rank` only this rank's part is loaded, and all ranks load at the same time; the layers are not
+    replaced, since transformers' hooks in them combine the ranks' results.
     `report` receives one line per stage.
     """
     name = os.fspath(path_or_id)
@@ -62,9 +62,8 @@ def load(
         report("probing its attention")
         try:
             shape = _probed(flat, rank is None, int8, report)
-            if (
-                shape is None
-            ):  # by now nothing holds what was replaced, so one model is in memory at a time
+            if shape is None:
+                # Nothing refers to the replaced layers by now, so one model is in memory at a time.
                 del flat
                 gc.collect()
                 if device.type == "cuda":
@@ -91,7 +90,7 @@ def load(
 def _probed(
     flat: FlatModel, fuse_layers: bool, int8: bool, report: Callable[[str], None]
 ) -> ModelShape | None:
-    """None if replacing its layers failed: its weights are gone."""
+    """The model's shape; None if replacing its layers failed, after which it has to be loaded again."""
     try:
         return probe(flat, fuse_layers=fuse_layers, int8=int8)
     except FusionFailed as error:
@@ -152,7 +151,7 @@ def _read_model(
 
     parts = {"distributed_config": DistributedConfig(tp_size=rank.num_ranks)}
     module = _read_weights(name, config, dtype, parts)
-    rank.meet()  # reading may take one of them minutes longer; a collective has less patience
+    rank.meet()  # reading may take one rank minutes longer than another; a collective would time out
     return ParallelModel(module, rank)
 
 
@@ -176,7 +175,7 @@ def _read_weights(
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            attn_implementation="eager",  # whatever its config asks for; the probe puts ours in
+            attn_implementation="eager",  # whatever its config names; the probe sets ours
             **(parts or {}),
         )
     except Exception as error:
@@ -193,7 +192,7 @@ def _read_weights(
 
 
 def _eos_token_ids(module: Any) -> frozenset[int]:
-    """Both configs may name one id, several or none."""
+    """The ids that its two configs name, each of which may name one, several or none."""
     ids: set[int] = set()
     for config in (module.config.get_text_config(), module.generation_config):
         named = getattr(config, "eos_token_id", None)
@@ -204,7 +203,7 @@ def _eos_token_ids(module: Any) -> frozenset[int]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """What matters of its warnings and progress bars reaches the user as an error or a report."""
+    """Silences its warnings and progress bars: what matters becomes an error or a line of `report`."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)

@@ -1,20 +1,21 @@
-"""Finds out, by running it, whether a model can be served exactly, and measures its shape.
+"""Finds out, by running a model, whether it can be served exactly.
 
 Nothing here knows the name of a model.  A model is served if
 
 1. its attention accepts our implementation, and every layer calls it exactly once per forward, in
-   order, with `layer_idx` 0 … n-1 (recurrent layers never call; modelling code that bypasses the
-   interface or drops the forward's arguments shows here too);
-2. what reaches those calls is plain causal attention: no mask but the causal one (a window that is
-   longer than any prompt shows by the mask that is asked for, not by its effect), and no argument
-   that we would not honour (soft caps, sinks, biases, ...);
+   order, with `layer_idx` 0 … n-1 (recurrent layers never call it; modeling code that bypasses the
+   interface or drops the forward's arguments fails here, too);
+2. what reaches those calls is plain causal attention: no mask but the causal one (also no window that is
+   longer than the probe's prompts: the mask itself is examined), and no argument that we would ignore
+   (soft caps, sinks, biases, ...);
 3. all layers have one number of heads, and keys and values one size;
 4. two prompts in scattered pages, computed in uneven pieces in shared flat batches, give the logits
    of the model's own attention, each prompt by itself;
-5. nothing of a slice changes when its neighbour in the batch is at a far position (rotary types
+5. nothing of a slice changes when its neighbor in the batch is at a far position (rotary types
    that depend on length read the largest position of the whole batch).
 
-The probe fails with UnsupportedModel, whose message is the reason.
+1 to 3 are found by `observe`, 4 and 5 here.  The probe fails with UnsupportedModel, whose message is the
+reason.
 """
 
 from __future__ import annotations
@@ -27,45 +28,31 @@ from typing import Any
 import torch
 
 from pensieve.core.iteration import Slice
-from pensieve.errors import UnsupportedModel
-from pensieve.kernels.attention import cpu
+from pensieve.errors import UnsupportedModel, one_line
+from pensieve.kernels import PAGE_SLOTS
+from pensieve.kernels.layer.protocol import PagedRows
 from pensieve.model import attention
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
-from pensieve.model.fuse.layers import fuse
+from pensieve.model.fuse import fuse
 from pensieve.model.kv.memory import KVMemory
+from pensieve.model.observe import observe
 from pensieve.model.shape import ModelShape
 
-INT8_DIFFERENCE = 0.15  # of the logits' range: a wrong order of weights lies far beyond
+INT8_DIFFERENCE = 0.15  # of the logits' range; weights in a wrong order give far more
 LOW_PRECISION_MIN, LOW_PRECISION_MAX = 1e-2, 5e-2  # of the logits' range
 _CHUNK_TOKENS = 8
 _PROMPT_TOKENS = (45, 12)  # the first is longer than a page
-# Arguments of an attention call that do not change its result for us: dropout is 0 outside of
-# training, positions and caches are ours, the rest asks for what we do not return.
-_HARMLESS = frozenset(
-    {
-        "dropout",
-        "is_causal",
-        "position_ids",
-        "position_embeddings",
-        "cache_position",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-    }
-)
 
 
 class FusionFailed(Exception):
-    """The model does not work, or not the same, once its layers were replaced; its weights are gone."""
+    """The model with replaced layers fails or differs; its original weights are freed already."""
 
 
 def probe(flat: FlatModel, *, fuse_layers: bool = True, int8: bool = False) -> ModelShape:
-    """The shape of a model that can be served; leaves it under our attention, its layers fused.
+    """The shape of a model that can be served; afterwards it uses our attention, and its layers are fused.
 
-    With `int8` their weights are rounded, and it is the middle row of logits that has to be near.
+    With `int8` their weights are rounded, and the median over rows of logits has to be near.
     """
     attention.register()
     module = flat.module
@@ -76,7 +63,7 @@ def probe(flat: FlatModel, *, fuse_layers: bool = True, int8: bool = False) -> M
             plain = [_plain_logits(module, prompt) for prompt in prompts]
             tolerance = _tolerance(module, prompts, plain)
             _set_implementation(module, attention.PROBING)
-            shape = _observe(flat, prompts[0], context_max)
+            shape = observe(flat, prompts[0], context_max)
             _set_implementation(module, attention.SERVING)
             num_replaced = _fused(flat, prompts[0], int8) if fuse_layers else 0
             if int8:
@@ -85,9 +72,10 @@ def probe(flat: FlatModel, *, fuse_layers: bool = True, int8: bool = False) -> M
                 tolerance = INT8_DIFFERENCE
             try:
                 _compare(flat, shape, prompts, plain, tolerance, _CHUNK_TOKENS)
-                if num_replaced or module.device.type != "cpu":  # with pages as they are served
-                    _compare(flat, shape, prompts, plain, tolerance, cpu.SLOTS)
-                _check_far_neighbour(flat, shape, prompts[0])
+                if num_replaced or module.device.type != "cpu":
+                    # The kernels take only pages of their own size; with others torch attends.
+                    _compare(flat, shape, prompts, plain, tolerance, PAGE_SLOTS)
+                _check_far_neighbor(flat, shape, prompts[0])
             except Exception as error:
                 if num_replaced:
                     raise FusionFailed(one_line(error)) from error
@@ -107,12 +95,6 @@ def _fused(flat: FlatModel, prompt: list[int], int8: bool) -> int:
         return sum(fuse(flat, prompt, int8=int8))
     except Exception as error:
         raise FusionFailed(one_line(error)) from error
-
-
-def one_line(error: BaseException) -> str:
-    """The beginning of an error's message; transformers writes paragraphs."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def _context_max(module: Any) -> int:
@@ -146,117 +128,6 @@ def _set_implementation(module: Any, implementation: str) -> None:
         )
 
 
-class _Observer:
-    """A forward pass that writes down what arrives and computes nothing."""
-
-    pages: Any = None
-
-    def __init__(self, context_max: int) -> None:
-        self._context_max = context_max
-        self.layers: list[Any] = []
-        self.sizes: set[tuple[int, int, int]] = set()  # heads, kv_heads, head_size
-        self.dtypes: set[torch.dtype] = set()
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        rest: dict[str, Any],
-    ) -> torch.Tensor:
-        layer = getattr(module, "layer_idx", None)
-        self._check_mask(layer, attention_mask)
-        self._check_arguments(layer, module, rest)
-        if key.shape != value.shape or query.shape[::2] != key.shape[::2]:
-            raise UnsupportedModel(
-                f"layer {layer} has queries, keys and values of different sizes: "
-                f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
-            )
-        self.layers.append(layer)
-        self.sizes.add((query.shape[1], key.shape[1], key.shape[2]))
-        self.dtypes.update((query.dtype, key.dtype, value.dtype))
-        return torch.zeros_like(query)
-
-    def arrive(self, layer: int) -> None:
-        """Nothing moves."""
-
-    def _check_mask(self, layer: Any, attention_mask: torch.Tensor | None) -> None:
-        if attention_mask is None:
-            return
-        reach = int(attention_mask.flatten()[0]) if attention_mask.numel() == 1 else 0
-        if reach == 0:
-            raise UnsupportedModel(f"layer {layer} asks for a mask that is not causal")
-        if reach < self._context_max:
-            raise UnsupportedModel(
-                f"layer {layer} sees at most {reach} positions (a sliding window or chunks), "
-                f"fewer than the context of {self._context_max}"
-            )
-
-    def _check_arguments(self, layer: Any, module: torch.nn.Module, rest: dict[str, Any]) -> None:
-        for name, given in rest.items():
-            if given is None or name in _HARMLESS:
-                continue
-            if name == "sliding_window" and int(given) >= self._context_max:
-                continue
-            shown = f" = {given}" if isinstance(given, int | float) else ""
-            raise UnsupportedModel(
-                f"layer {layer} passes {name}{shown} to its attention, which we do not honour"
-            )
-        causal = rest.get("is_causal")
-        if not (getattr(module, "is_causal", True) if causal is None else causal):
-            raise UnsupportedModel(f"layer {layer} is not causal")
-
-
-def _observe(flat: FlatModel, prompt: list[int], context_max: int) -> ModelShape:
-    """One prompt at positions 0 … n-1: what each layer hands to its attention."""
-    observer = _Observer(context_max)
-    tokens, device = len(prompt), flat.module.device
-    logits = flat.logits(
-        torch.tensor(prompt, device=device),
-        torch.arange(tokens, device=device),
-        torch.tensor([tokens - 1], device=device),
-        observer,
-    )
-    module = flat.module
-    config = module.config.get_text_config()
-    num_layers = getattr(config, "num_hidden_layers", len(observer.layers))
-    silent = sorted(
-        set(range(num_layers)) - {layer for layer in observer.layers if layer is not None}
-    )
-    if not observer.layers:
-        raise UnsupportedModel("none of its layers calls the attention interface")
-    if observer.layers != list(range(num_layers)):
-        raise UnsupportedModel(
-            f"layer {silent[0]} never calls the attention interface (is it recurrent?)"
-            if silent
-            else f"its attention is called for layers {observer.layers}, expected 0 to "
-            f"{num_layers - 1} once each, in this order"
-        )
-    if len(observer.sizes) > 1 or len(observer.dtypes) > 1:
-        raise UnsupportedModel(
-            f"its layers differ in heads or types: {sorted(observer.sizes)}, "
-            f"{sorted(str(dtype) for dtype in observer.dtypes)}"
-        )
-    ((num_heads, num_kv_heads, head_size),) = observer.sizes
-    if num_heads % num_kv_heads:
-        raise UnsupportedModel(f"{num_heads} heads do not share {num_kv_heads} KV heads evenly")
-    parameters = list(module.parameters())
-    return ModelShape(
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        vocab_size=logits.shape[-1],
-        context_max=context_max,
-        dtype=observer.dtypes.pop(),
-        num_parameters=sum(each.numel() for each in parameters),
-        weight_bytes=sum(each.numel() * each.element_size() for each in parameters),
-    )
-
-
 def _compare(
     flat: FlatModel,
     shape: ModelShape,
@@ -265,7 +136,7 @@ def _compare(
     tolerance: float,
     chunk_tokens: int,
 ) -> None:
-    """Both prompts in scattered pages, in uneven pieces that share flat batches."""
+    """Compute both prompts in scattered pages and uneven pieces; the logits have to be the plain ones."""
     device = flat.module.device
     memory, tables = _paged(shape, prompts, chunk_tokens, device)
     tokens = [array("I", prompt) for prompt in prompts]
@@ -290,13 +161,13 @@ def _compare(
 
 
 class _Recorder:
-    """A forward pass that keeps the first rows of what arrives, and attends to nothing.
+    """A forward pass that keeps the first rows of queries, keys and values, and attends to nothing.
 
     Without attention, and in batches of one size, those rows are the same to the last bit unless
     their positions were treated differently.
     """
 
-    pages: Any = None
+    paged_rows: PagedRows | None = None
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -319,16 +190,16 @@ class _Recorder:
         """Nothing moves."""
 
 
-def _check_far_neighbour(flat: FlatModel, shape: ModelShape, prompt: list[int]) -> None:
-    """A prompt beside a token at its own start, then past the length the model was made for."""
+def _check_far_neighbor(flat: FlatModel, shape: ModelShape, prompt: list[int]) -> None:
+    """Run a prompt beside a token at position 0, then beside one past the length of the model's training."""
     embeddings = [each for each in flat.module.modules() if isinstance(each, torch.nn.Embedding)]
     # A second table is one of positions: it has no rotary frequencies, and nothing past its end.
     far = shape.context_max - 1 if len(embeddings) > 1 else 4 * shape.context_max
     recorders = []
     device = flat.module.device
-    for neighbour in (0, far):
+    for neighbor in (0, far):
         recorder = _Recorder(len(prompt))
-        positions = torch.tensor([*range(len(prompt)), neighbour], device=device)
+        positions = torch.tensor([*range(len(prompt)), neighbor], device=device)
         ids = torch.tensor([*prompt, prompt[0]], device=device)
         flat.logits(ids, positions, positions[:0], recorder)
         recorders.append(recorder)
@@ -376,8 +247,8 @@ def _paged_logits(flat: FlatModel, memory: KVMemory, batch: Batch) -> torch.Tens
 def _difference(got: torch.Tensor, expected: torch.Tensor, exact: bool) -> float:
     """How far the logits lie apart, as a share of the expected range.
 
-    Rounding alone may send a token to another expert, which spoils its row; a wrong attention spoils
-    nearly all rows.  So in low precision it is the middle row that counts.
+    Rounding alone may send a token to another expert, which changes its row; a wrong attention changes
+    nearly all rows.  So in low precision the median over rows counts, not the maximum.
     """
     span = (expected.max() - expected.min()).clamp_min(1e-12)
     by_row = (got - expected).abs().amax(dim=1) / span
@@ -385,10 +256,10 @@ def _difference(got: torch.Tensor, expected: torch.Tensor, exact: bool) -> float
 
 
 def _tolerance(module: Any, prompts: list[list[int]], plain: list[torch.Tensor]) -> float:
-    """What rounding may make of the logits.
+    """The largest difference of logits that can be rounding.
 
-    In low precision it is measured: how far two attentions of the model's own, which are both right,
-    lie apart.  A scaling that is 10 % off lies well beyond twice that.
+    In low precision it is measured, between two of the model's own attentions, which are both right.
+    A scaling that is 10 % off differs by well over twice as much.
     """
     dtype = next(module.parameters()).dtype
     if dtype == torch.float32:

@@ -1,8 +1,7 @@
-"""What the rest of the program needs to know of a model, as plain numbers.
+"""A model's shape as plain numbers (layers, heads, sizes), and the bytes that its KV takes.
 
-Measured by the load probe on what the layers really hand to the attention, not read from a config
-whose field names differ from model to model; only `context_max` comes from the config, and the
-probe runs a token at its last position.
+The load probe measures it on what the layers pass to the attention: the field names of configs differ from
+model to model.  Only `context_max` comes from the config, and the probe runs a token at its last position.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class ModelShape:
     num_kv_heads: int
     head_size: int
     vocab_size: int
-    context_max: int  # positions the model can tell apart
+    context_max: int  # in tokens: the positions that the model was made for
     dtype: torch.dtype
     num_parameters: int
     weight_bytes: int

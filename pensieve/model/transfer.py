@@ -1,11 +1,11 @@
-"""What crosses between host and device, without either waiting for the other.
+"""Copies tensors between host and device without waiting.
 
 On an accelerator both ways lead through page-locked memory and are ordered by the stream: what is
 uploaded has arrived when a later kernel reads it, and the host waits only for a `ReadBack` whose
-value it wants.  (An ordinary copy waits for everything the device was given before it.)  Torch
-keeps page-locked memory from being used again until the copy is done.
+value it reads.  (An ordinary copy waits for everything that was launched before it.)  Torch does
+not use the page-locked memory again until the copy is done.
 
-On a CPU nothing crosses: an upload is the tensor itself, and so is a read-back.
+On a CPU nothing is copied: an upload is the tensor itself, and so is a read-back.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 
 def reading_is_free(values: Tensor) -> bool:
-    """Whether the host can look at values without waiting for a device."""
+    """Whether the host can read the values without waiting for a device."""
     return values.device.type == "cpu"
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device."""
+    """A copy of a host tensor on the device."""
     if device.type == "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)
@@ -40,7 +40,7 @@ class ReadBack:
         self._arrived: torch.cuda.Event | None = None
         self._values = values
         if values.device.type != "cpu":
-            with torch.cuda.device(values.device):  # a thread begins with the first one
+            with torch.cuda.device(values.device):  # which is not every thread's current one
                 self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
                 self._values.copy_(values, non_blocking=True)
                 self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ from pensieve.cli.main import main
 from pensieve.core.iteration import Slice
 from pensieve.core.turn import Turn
 from pensieve.errors import InvalidArgument, PensieveError
-from pensieve.kernels.attention import cpu
+from pensieve.kernels import cpu_library
 from pensieve.model.loader import load
 from pensieve.text.tokenizer import Tokenizer
 
@@ -82,7 +82,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_replies_of_a_random_model_survive_being_read_again(random_model: Path) -> None:
     tokenizer = Tokenizer.load(random_model)
     model = load(random_model)
-    assert model.flat.whole is not None or cpu.compiled_library() is None
+    assert model.flat.whole is not None or cpu_library.compiled_library() is None
     draw = random.Random(3)
     text = "".join(draw.choices(random_model_of.words()[:1000], k=50)).strip()
     ids = tokenizer.encode(text).ids

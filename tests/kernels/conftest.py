@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pensieve.kernels.attention import cpu
+from pensieve.kernels import cpu_library
 
 SETS = ("amx", "avx512_bf16", "avx512", "avx2", "plain")
 
@@ -13,7 +13,7 @@ SETS = ("amx", "avx512_bf16", "avx512", "avx2", "plain")
 @pytest.fixture(params=SETS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
-    monkeypatch.setattr(cpu, "only", name.encode())
-    if cpu.instruction_set(torch.float32, 64) != name:
+    monkeypatch.setattr(cpu_library, "only_instruction_set", name.encode())
+    if cpu_library.instruction_set(torch.float32, 64) != name:
         pytest.skip(f"this machine has no {name}")
     return name

@@ -201,9 +201,9 @@ def test_compute_of_one_layer_overlaps_with_the_copy_of_the_next(
     first = model.flat.module.model.layers[0]
     with monkeypatch.context() as patch:
         if compiled:
-            after_attention = first.inner.after_attention
+            after_attention = first.dense.after_attention
             patch.setattr(
-                first.inner, "after_attention", lambda *rows: (meet(), after_attention(*rows))[1]
+                first.dense, "after_attention", lambda *rows: (meet(), after_attention(*rows))[1]
             )
         else:
             forward = first.mlp.forward

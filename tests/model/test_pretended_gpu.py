@@ -22,18 +22,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pensieve.core.iteration import Iteration, PageCopy, SwapIn, SwapOut, TurnStart
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn, TurnOptions
-from pensieve.kernels.attention import cuda
-from pensieve.kernels.attention.cuda import Launch
-from pensieve.kernels.layer import cuda as joined
-from pensieve.model import attention, transfer
+from pensieve.kernels import cuda_launch
+from pensieve.kernels.attention import cuda, tensor_map
+from pensieve.kernels.cuda_launch import Launch
+from pensieve.kernels.layer.cuda import CudaLayerKernels
+from pensieve.model import attention, fuse, transfer
 from pensieve.model.attention import FlatModel
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.free_memory import widest
-from pensieve.model.fuse import layers as fused
-from pensieve.model.fuse.layers import FusedModel
+from pensieve.model.fuse.whole_model import FusedModel
 from pensieve.model.graphs import DecodeGraphs
-from pensieve.model.kv import copier_cuda as device_copier
-from pensieve.model.kv import host_arena
+from pensieve.model.kv import copier_cuda, host_arena
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel
 from pensieve.model.probe import probe
@@ -103,19 +102,19 @@ class Pretended:
                 return tensor.copy_(_do(tensor, *rest))
 
             monkeypatch.setattr(torch.Tensor, name + "_", in_place)
-        monkeypatch.setattr(cuda, "launch", self.launch)
-        monkeypatch.setattr(cuda, "_pointers", self.pointers)
+        monkeypatch.setattr(cuda_launch, "launch", self.launch)
+        monkeypatch.setattr(cuda, "pointers", self.pointers)
         monkeypatch.setattr(FakeTensor, "data_ptr", lambda tensor: id(tensor) * 16, raising=False)
-        monkeypatch.setattr(cuda, "_map_of", lambda pages: 16)
-        monkeypatch.setattr(cuda, "slots", lambda device, head_size: 264)
-        monkeypatch.setattr(cuda, "multiprocessors", lambda device: 132)
-        monkeypatch.setattr(cuda, "architecture", lambda index=0: "sm_90a")
+        monkeypatch.setattr(tensor_map, "map_of", lambda pages: 16)
+        monkeypatch.setattr(cuda, "blocks_at_once", lambda device, head_size: 264)
+        monkeypatch.setattr(cuda_launch, "multiprocessors", lambda device: 132)
+        monkeypatch.setattr(cuda_launch, "architecture", lambda index=0: "sm_90a")
         monkeypatch.setattr(
             host_arena,
             "allocate",
             lambda count, size, device, report: torch.empty(count * size, dtype=torch.uint8),
         )
-        monkeypatch.setattr(device_copier, "TorchStreams", lambda device: self.streams)
+        monkeypatch.setattr(copier_cuda, "TorchStreams", lambda device: self.streams)
         monkeypatch.setattr(transfer, "upload", self.upload)
         for module in (
             "pensieve.model.batch.upload",
@@ -129,7 +128,7 @@ class Pretended:
         monkeypatch.setattr("pensieve.model.sampling.sampler.ReadBack", OnItsWay)
         monkeypatch.setattr(Drawn, "read", lambda drawn: [DrawnToken(0, None, ())] * len(drawn.ids))
         monkeypatch.setattr(PageMoves, "_of", really(PageMoves._of))
-        monkeypatch.setattr(PageMoves, "joined", really(PageMoves.joined))
+        monkeypatch.setattr(PageMoves, "in_runs", really(PageMoves.in_runs))
         monkeypatch.setattr(  # which looks at the host's own values
             "pensieve.model.sampling.penalties._ids_of",
             lambda tokens, like: torch.empty(len(tokens), dtype=torch.int64, device=like.device),
@@ -187,8 +186,8 @@ def gpu(guard: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
         yield Pretended(monkeypatch, mode)
 
 
-def flat_on(gpu: Pretended, joins: bool) -> FlatModel:
-    """A model on the device; with `joins` its layers are replaced, as the loader does there."""
+def flat_on(gpu: Pretended, fused: bool) -> FlatModel:
+    """A model on the device; with `fused` its layers are replaced, as the loader does there."""
     with unset_fake_temporarily(), torch.inference_mode(False):
         config = LlamaConfig(
             hidden_size=256,
@@ -202,20 +201,22 @@ def flat_on(gpu: Pretended, joins: bool) -> FlatModel:
         )
         module = LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
         flat = FlatModel(module)
-        if not joins:
+        if not fused:
             module.set_attn_implementation(attention.SERVING)
         else:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(fused, "kernels_on", lambda device: joined)
+                patch.setattr(fuse, "layer_kernels", lambda device: CudaLayerKernels())
                 probe(flat)
             assert flat.whole is not None
     move(module)
     if isinstance(flat.whole, FusedModel):
-        inner = [layer.inner for layer in flat.whole._layers]
-        products = [flat.whole._head, *(each for layer in inner for each in layer._products)]
-        norms = [flat.whole._around.norm, *(n for layer in inner for n in layer._norms.values())]
+        dense: list[Any] = [layer.dense for layer in flat.whole._layers]
+        head: Any = flat.whole._head
+        norm: Any = flat.whole._norm
+        products = [head, *(each for layer in dense for each in layer._products)]
+        norms = [norm, *(each for layer in dense for each in layer._norms.values())]
         for product in products:
-            product.panels = there(product.panels)
+            product.matrix = there(product.matrix)
         for norm in norms:
             norm.weight = there(norm.weight)
             norm._in_type = {
@@ -226,9 +227,9 @@ def flat_on(gpu: Pretended, joins: bool) -> FlatModel:
 
 
 def executor_on(
-    gpu: Pretended, graphs: bool = False, joins: bool = False
+    gpu: Pretended, graphs: bool = False, fused: bool = False
 ) -> tuple[TorchExecutor, KVMemory]:
-    model = LoadedModel("pretended", flat_on(gpu, joins), SHAPE, 4, frozenset())
+    model = LoadedModel("pretended", flat_on(gpu, fused), SHAPE, 4, frozenset())
     memory = KVMemory(SHAPE, 40, 20, 32, DEVICE)
     assert memory.host_arena.shape[1] == 20
     made = None
@@ -299,8 +300,8 @@ def test_launching_asks_the_device_for_nothing(gpu: Pretended) -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_joined_layers_turn_rows_on_the_way(gpu: Pretended, graphs: bool) -> None:
-    executor, _ = executor_on(gpu, graphs, joins=True)
+def test_fused_layers_rotate_rows_on_the_way_to_the_pages(gpu: Pretended, graphs: bool) -> None:
+    executor, _ = executor_on(gpu, graphs, fused=True)
     first, second = turn_of(0, 40, [3, 1], EVERYTHING), turn_of(1, 20, [5], PLAIN)
     slices = (slice_of(first, 0, 40, True, 32), slice_of(second, 0, 20, False, 32))
     executor.launch(Iteration(0, slices, started=starts(first, second)))

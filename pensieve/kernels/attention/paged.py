@@ -1,14 +1,16 @@
-"""The kernels' Python functions: check shapes as algebra, then hand over to an implementation.
+"""The public functions of attention over paged keys and values, for tensors of any device.
 
-The one argument order is: query, key_pages, value_pages, page_table, slice_offsets, slice_turns,
-slice_starts, then scalars, what is written last.  Values inside index tensors are trusted: they come
-from the batch, and reading them back would stall a GPU.
+Each function checks the shapes of its tensors and calls the implementation for their device.  All
+implementations have one order of arguments: query, key_pages, value_pages, page_table, slice_offsets,
+slice_turns, slice_starts, then scalars, and what is written last.  The values in index tensors are not
+checked here: they come from the batch, and reading them back would stall a GPU.
 """
 
 from __future__ import annotations
 
 import torch
 
+from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cpu, cuda, reference
 from pensieve.kernels.attention.plan import Work
 from pensieve.kernels.shapes import Shapes
@@ -26,8 +28,7 @@ def multi_token_attention(
     slice_starts: torch.Tensor,  # int32 (slices): position of the slice's first token
     scaling: float,
     out: torch.Tensor,  # (tokens, heads, head_size); may not alias query
-    work: Work
-    | None = None,  # a GPU's plan for these slices; made here, at some cost, if it is not given
+    work: Work | None = None,  # on a GPU, the plan for these slices; None: it is made here
 ) -> None:
     """out[t] = softmax(scaling · query[t] · Kᵀ) · V over positions 0 … position of t, per head.
 
@@ -57,7 +58,7 @@ def multi_token_attention(
             rows = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
             tensors = (rows, *tensors[1:])
             for launch in cuda.attention_launches(*tensors, scaling, out, work):
-                cuda.launch(launch, query.device)
+                cuda_launch.launch(launch, query.device)
         case "cpu" if cpu.multi_token_attention(*tensors, scaling, out):
             pass
         case _:
@@ -81,7 +82,7 @@ def write_kv(
     tensors = (key, value, slot_mapping, key_pages, value_pages)
     match key.device.type:
         case "cuda" if cuda.takes(key.dtype, *key_pages.shape[2:]):
-            cuda.launch(cuda.write_kv_launch(*tensors), key.device)
+            cuda_launch.launch(cuda.write_kv_launch(*tensors), key.device)
         case "cpu" if cpu.write_kv(*tensors):
             pass
         case _:
@@ -99,7 +100,7 @@ def copy_pages(
 ) -> None:
     """Copy pages of one layer, bit for bit; the arenas may be one and the same, or lie apart.
 
-    `mapped` says that an arena in the host's memory is page-locked and mapped for the other's device.
+    With `mapped` an arena in host memory is page-locked and mapped into the other arena's device.
     """
     tail = ("two", "kv_heads", "slots", "head_size")
     shapes = Shapes("copy_pages")
@@ -123,6 +124,6 @@ def copy_pages(
             and (mapped or source == target)
             and cuda.takes_arena(source_arena)
         ):
-            cuda.launch(cuda.copy_pages_launch(*tensors), source_pages.device)
+            cuda_launch.launch(cuda.copy_pages_launch(*tensors), source_pages.device)
         case _:
             reference.copy_pages(*tensors)

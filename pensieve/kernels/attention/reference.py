@@ -1,12 +1,12 @@
-"""The kernels in plain torch: right for any slices, any device and any dtype.
+"""The attention kernels in plain torch, for any device, dtype and page size.
 
 Attention gathers a slice's pages into contiguous keys and values and calls torch's fused attention
 on them, which accumulates in fp32.  Grouped heads are folded into rows (the queries of one KV head
 lie together), so keys and values are never repeated.  Slices of equal length are computed together,
-padded to the longest context among them, but never to more than twice a slice's own; that makes one
-call of a whole batch of decodes.  Padding is zeroed after the gather, because a slot that nobody
-wrote may hold NaN, and 0 · NaN would spread it.  Rows of long slices go in blocks, which bounds the
-mask.
+padded to the longest context among them, but never to more than twice a slice's own; so a batch of
+decodes is one call.  Padding is zeroed after the gather, because a slot that was never written may
+hold NaN, and 0 · NaN would spread it.  Rows of long slices are computed some at a time, which bounds the
+size of the mask.
 
 Memory traffic: each page is read and written once more than a fused paged kernel would.
 """

@@ -1,0 +1,22 @@
+"""The dense parts of a decoder layer, for the device that a model is on; `protocol` is their interface."""
+
+from __future__ import annotations
+
+import torch
+
+from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.layer import cpu, cuda
+from pensieve.kernels.layer.cpu_rows import CpuPagedRows
+from pensieve.kernels.layer.protocol import LayerKernels, PagedRows, PageIndex
+
+
+def layer_kernels(device: torch.device) -> LayerKernels:
+    """What makes the layers of one model on this device."""
+    return cpu.CpuLayerKernels() if device.type == "cpu" else cuda.CudaLayerKernels()
+
+
+def paged_rows(arena: torch.Tensor, index: PageIndex, work: Work | None) -> PagedRows | None:
+    """An iteration's rows for the layers on the arena's device; None where there are no such layers."""
+    if arena.device.type != "cpu":
+        return cuda.CudaPagedRows(arena, index, work)
+    return CpuPagedRows(arena, index) if cpu.available(arena.dtype) else None

@@ -1,52 +1,72 @@
-"""The dense parts of a decoder layer in torch, for GPUs; the same interface as `dense`.
+"""The dense parts of a decoder layer on a GPU, in torch operations.
 
-What `transformers` does in some twenty launches a layer takes about twelve: products with one input are
-one product, a norm is one launch where its weights are exact in the rows' type, and rotation happens on the
-way to the pages (csrc/cuda/write_kv.cu).  Nothing depends on the model's own modules any more, so an
-iteration can be captured.
+`protocol` is the interface.  What `transformers` does in some twenty launches a layer takes about twelve:
+products with one input are one product, a norm is one launch where its weights are exact in the rows' type,
+and queries and keys are rotated on their way to the pages (`rotate_and_write_kv` of csrc/cuda/write_kv.cu).
+Nothing depends on the model's own modules any more, so an iteration can be captured as a CUDA graph.
 
-Weights are joined as they are; there is no `int8` here.
+Weights keep their type: there is no `int8` here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
+from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cuda
 from pensieve.kernels.attention.paged import multi_token_attention
 from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.layer.protocol import (
+    Activation,
+    DenseLayer,
+    LayerWeights,
+    NormName,
+    NormWeights,
+    PackedWeights,
+    PagedRows,
+    PageIndex,
+    ProductWeights,
+)
 
-ACTIVATIONS: dict[str, Any] = {
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda rows: F.gelu(rows, approximate="tanh"),
 }
 
 
-def available(dtype: torch.dtype) -> bool:
-    return dtype in (torch.float32, torch.bfloat16, torch.float16)
+class CudaLayerKernels:
+    """Makes the layers of one model; buffers come from torch's allocator."""
+
+    def available(self, dtype: torch.dtype) -> bool:
+        return dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+    def layer(self, weights: LayerWeights, *, int8: bool = False) -> Layer:
+        return Layer(weights, int8=int8)
+
+    def pack(self, product: ProductWeights, *, int8: bool = False) -> Packed:
+        return Packed(product.weights, product.biases, product.activation, int8=int8)
+
+    def norm(self, weights: NormWeights) -> Norm:
+        return Norm(weights.weight, weights.eps)
 
 
 class Packed:
-    """Weights (outputs, inputs) of one product, or of several with the same input.
-
-    With an activation the first half of the outputs goes through it and multiplies the second half.
-    """
+    """The weights of a product, or of several with the same input (`ProductWeights`), as one matrix."""
 
     def __init__(
         self,
         weights: Sequence[torch.Tensor],
         biases: Sequence[torch.Tensor | None] | None = None,
-        activation: str | None = None,
+        activation: Activation | None = None,
         *,
         int8: bool = False,
     ) -> None:
         if int8:
             raise ValueError("weights are not rounded on a GPU")
-        self.panels = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        self.matrix = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         self._bias: torch.Tensor | None = None
         if biases is not None and any(bias is not None for bias in biases):
             self._bias = torch.cat(
@@ -56,25 +76,27 @@ class Packed:
                 ]
             )
         self._activation = ACTIVATIONS[activation] if activation is not None else None
-        self.dtype = self.panels.dtype
-        self.inputs = self.panels.shape[1]
-        self.outputs = self.panels.shape[0] // (1 if activation is None else 2)
+        self.dtype = self.matrix.dtype
+        self.inputs = self.matrix.shape[1]
+        self.outputs = self.matrix.shape[0] // (1 if activation is None else 2)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.matrix.nbytes
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        product = F.linear(rows, self.panels, self._bias)
+        product = F.linear(rows, self.matrix, self._bias)
         if self._activation is None:
             return product
         gate, up = torch.split(product, self.outputs, dim=-1)
-        gated: torch.Tensor = self._activation(gate)
-        return gated.mul_(up)
+        return self._activation(gate).mul_(up)
 
     def multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """out (rows, outputs) = rows (rows, inputs) times the weights, plus the bias."""
         out.copy_(self(rows))
 
 
 class Norm:
-    """x / rms(x) · weight, over each `len(weight)` values."""
+    """x / rms(x) · weight, of the last dimension or of each part of it that is as wide as the weights."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.weight = weight  # float32
@@ -82,7 +104,6 @@ class Norm:
         self._in_type: dict[torch.dtype, torch.Tensor | None] = {}
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of the last dimension, or of each part of it that is as wide as the weights."""
         width = len(self.weight)
         parts = rows.view(*rows.shape[:-1], rows.shape[-1] // width, width)
         weight = self._exact_in(rows.dtype)
@@ -92,7 +113,7 @@ class Norm:
         return wide.to(rows.dtype).view(rows.shape)
 
     def _exact_in(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """The weights in the rows' type, if that rounds none."""
+        """The weights in the rows' type, unless that would round one."""
         if dtype not in self._in_type:
             rounded = self.weight.to(dtype)
             exact = torch.equal(rounded.float(), self.weight)
@@ -100,121 +121,96 @@ class Norm:
         return self._in_type[dtype]
 
 
-class Pages:
+class CudaPagedRows:
     """One iteration's rows, and the arena (layers, pages, 2, kv_heads, slots, head_size) they go to."""
 
-    def __init__(
-        self,
-        arena: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        page_table: torch.Tensor,
-        slice_offsets: torch.Tensor,
-        slice_turns: torch.Tensor,
-        slice_starts: torch.Tensor,
-        work: Work | None,
-    ) -> None:
+    def __init__(self, arena: torch.Tensor, index: PageIndex, work: Work | None) -> None:
         self.arena = arena
-        self.slot_mapping = slot_mapping
-        self.index = (page_table, slice_offsets, slice_turns, slice_starts)
+        self.slot_mapping = index.slot_mapping
+        self.index = (index.page_table, index.slice_offsets, index.slice_turns, index.slice_starts)
         self.work = work
-        self.rotation: tuple[torch.Tensor, torch.Tensor] = (arena, arena)  # until it is known
-        self._turned_by: object = None
+        self.rotation: tuple[torch.Tensor, torch.Tensor] = (arena, arena)  # until `rotate_by`
+        self._rotated_by: object = None
 
-    def turn_by(self, embeddings: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """The cosines and sines (1, tokens, rotary) of this iteration; the same object for all layers."""
-        if embeddings is not self._turned_by:
-            cosines, sines = (each[0].to(self.arena.dtype).contiguous() for each in embeddings)
-            self.rotation, self._turned_by = (cosines, sines), embeddings
-
-
-class Workspace:
-    """Torch's allocator is one."""
+    def rotate_by(self, rotation: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if rotation is not self._rotated_by:
+            cosines, sines = (each[0].to(self.arena.dtype).contiguous() for each in rotation)
+            self.rotation, self._rotated_by = (cosines, sines), rotation
 
 
 class Layer:
-    """What stands around the attention of one layer."""
+    """One decoder layer: its products and norms."""
 
-    def __init__(
-        self,
-        *,
-        heads: tuple[int, int, int],  # query heads, KV heads, head size
-        attention_in: Packed,
-        attention_out: Packed,
-        mlp_in: Packed,
-        mlp_out: Packed,
-        norms: dict[str, Norm],  # those that there are
-        index: int,
-        scaling: float,
-        factor: float,  # of what is added to the residual
-        workspace: Workspace,
-    ) -> None:
-        self._heads = heads
-        self._products = (attention_in, attention_out, mlp_in, mlp_out)
-        self._norms = norms
-        self._index = index
-        self._scaling = scaling
-        self._factor = factor
+    def __init__(self, weights: LayerWeights, *, int8: bool = False) -> None:
+        self._heads = weights.heads
+        self._products = [
+            Packed(each.weights, each.biases, each.activation, int8=int8)
+            for each in (
+                weights.attention_in,
+                weights.attention_out,
+                weights.mlp_in,
+                weights.mlp_out,
+            )
+        ]
+        self._norms = {name: Norm(each.weight, each.eps) for name, each in weights.norms.items()}
+        self._layer_index = weights.layer_index
+        self._scaling = weights.scaling
+        self.factor = 1.0
 
     @property
     def weight_bytes(self) -> int:
-        return sum(each.panels.nbytes for each in self._products)
+        return sum(each.num_bytes for each in self._products)
 
-    def followed_by(self, then: Any) -> None:
-        """A GPU fetches by itself."""
+    def followed_by(self, then: DenseLayer | PackedWeights) -> None:
+        """Nothing is fetched ahead on a GPU."""
 
-    def fits(self, pages: Any) -> bool:
-        """Whether rows can be turned on their way to these pages."""
-        if not isinstance(pages, Pages):
+    def takes(self, paged_rows: PagedRows) -> bool:
+        if not isinstance(paged_rows, CudaPagedRows):
             return False
-        arena = pages.arena
+        arena = paged_rows.arena
         return cuda.takes(arena.dtype, *arena.shape[4:]) and arena.dtype == self._products[0].dtype
 
-    def whole(
-        self, residual: torch.Tensor, pages: Pages, kept: torch.Tensor | None = None
+    def forward(
+        self, residual: torch.Tensor, paged_rows: PagedRows, kept: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The next layer's residual, of all rows or those of `kept`; keys and values are in their slots."""
-        query, key, value = self._turnable(residual)
-        turned = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        layer = pages.arena[self._index]
+        assert isinstance(paged_rows, CudaPagedRows)
+        query, key, value = self._before_rotation(residual)
+        rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        layer = paged_rows.arena[self._layer_index]
         launch = cuda.rotate_and_write_kv_launch(
-            *(query, key, value, *pages.rotation, pages.slot_mapping, turned),
+            *(query, key, value, *paged_rows.rotation, paged_rows.slot_mapping, rotated),
             *(layer[:, 0], layer[:, 1]),
         )
-        cuda.launch(launch, residual.device)
-        attended = torch.empty_like(turned)
+        cuda_launch.launch(launch, residual.device)
+        attended = torch.empty_like(rotated)
         multi_token_attention(
-            turned,
+            rotated,
             layer[:, 0],
             layer[:, 1],
-            *pages.index,
+            *paged_rows.index,
             self._scaling,
             attended,
-            pages.work,
+            paged_rows.work,
         )
         if kept is not None:
             residual, attended = residual.index_select(0, kept), attended.index_select(0, kept)
         return self.after_attention(residual, attended)
 
     def before_attention(
-        self,
-        residual: torch.Tensor,  # (tokens, hidden)
-        cosines: torch.Tensor,  # (tokens, rotary)
-        sines: torch.Tensor,
+        self, residual: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values, (tokens, their heads, head_size)."""
-        query, key, value = self._turnable(residual)
-        return _turned(query, cosines, sines), _turned(key, cosines, sines), value
+        query, key, value = self._before_rotation(residual)
+        return _rotated(query, cosines, sines), _rotated(key, cosines, sines), value
 
     def after_attention(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The next layer's residual."""
         _, attention_out, mlp_in, mlp_out = self._products
         added = attention_out(attended.flatten(1))
         middle = self._sum(residual, self._normed("attention_after", added))
         added = mlp_out(mlp_in(self._normed("mlp_before", middle)))
         return self._sum(middle, self._normed("mlp_after", added))
 
-    def _turnable(self, residual: torch.Tensor) -> list[torch.Tensor]:
-        """Queries, keys and values that are not yet turned."""
+    def _before_rotation(self, residual: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys and values that are not yet rotated."""
         num_heads, num_kv_heads, head_size = self._heads
         counts = [num_heads, num_kv_heads, num_kv_heads]
         rows = self._products[0](self._normed("attention_before", residual))
@@ -225,17 +221,17 @@ class Layer:
         pairs = zip((query, key, value), counts, strict=True)
         return [each.view(len(rows), count, head_size) for each, count in pairs]
 
-    def _normed(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+    def _normed(self, name: NormName, rows: torch.Tensor) -> torch.Tensor:
         norm = self._norms.get(name)
         return rows if norm is None else norm(rows)
 
     def _sum(self, residual: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-        return residual + added if self._factor == 1 else residual + added * self._factor
+        return residual + added if self.factor == 1 else residual + added * self.factor
 
 
-def _turned(rows: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+def _rotated(rows: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
     rotary = cosines.shape[1]
     part = rows[..., :rotary]
     low, high = part.chunk(2, dim=-1)
-    turned = part * cosines[:, None] + torch.cat((-high, low), dim=-1) * sines[:, None]
-    return torch.cat((turned, rows[..., rotary:]), dim=-1).to(rows.dtype)
+    rotated = part * cosines[:, None] + torch.cat((-high, low), dim=-1) * sines[:, None]
+    return torch.cat((rotated, rows[..., rotary:]), dim=-1).to(rows.dtype)

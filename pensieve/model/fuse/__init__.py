@@ -1,0 +1,79 @@
+"""Replaces a model's layers and products by faster ones that compute the same.
+
+What a model does is measured, not concluded from its name.  One forward over a prompt is recorded
+(`record`).  A replacement is used only if it gives what the module itself gave.
+
+**A decoder layer** is replaced as a whole (`layers`) if its recorded calls have this form, in this order
+(`match`):
+
+    [norm] → products of one input: queries, keys, values → [norms of queries and keys] → rotation of
+    halves → attention → a product → [norm] → + → [norm] → products of one input: gate and up →
+    act(gate) · up → a product → [norm] → +
+
+where a norm is the root-mean-square kind, brackets mean "may be missing", and what is added to the
+residual may be multiplied by a number that the layer holds.  That is Llama and nearly everything after it.
+
+**The whole model** is replaced (`whole_model`) if every layer was, and what surrounds the layers is a table
+of embeddings (times a number), one pair of rotations for all layers, a norm and an output product (times a
+number).  Then an iteration is a loop over such layers and nothing else.
+
+**Any other product** (torch's Linear, GPT-2's Conv1D) stays in the module's own code with packed weights
+(`products`); products that one parent calls with the same input become one.
+
+Weights are packed layer by layer and the originals are freed on the way, so the model is in memory once,
+except for a table of embeddings that is also the output matrix.  The load probe compares the result
+with the plain model; where they differ, the loader reads the model again and leaves it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pensieve.kernels.layer import layer_kernels
+from pensieve.model.attention import FlatModel
+from pensieve.model.fuse.layers import FusedLayer, fused_layer
+from pensieve.model.fuse.products import pack_products
+from pensieve.model.fuse.record import decoder_layers, product_calls, record_forward
+from pensieve.model.fuse.whole_model import FusedModel, match_surroundings
+
+__all__ = ["Fused", "fuse"]
+
+
+class Fused(NamedTuple):
+    num_layers: int  # replaced as a whole
+    num_products: int  # packed one by one
+
+
+def fuse(flat: FlatModel, prompt: Sequence[int], *, int8: bool = False) -> Fused:
+    """Replace what can be replaced.
+
+    With `int8` the weights inside of layers are rounded, once a layer has proved to have the pattern.
+    """
+    module = flat.module
+    first = next(module.parameters())
+    kernels = layer_kernels(first.device)
+    if not kernels.available(first.dtype):
+        return Fused(0, 0)
+    layers = decoder_layers(module)
+    num_layers = len(layers)
+    record = record_forward(flat, prompt, [layer for _, _, layer in layers])
+    surroundings = match_surroundings(flat, record, kernels)
+    records = record.layers
+    num_products = pack_products(module, product_calls(record.outside, kernels), kernels)
+    fused: list[FusedLayer] = []
+    del record
+    while layers:  # the originals of each are freed before the next is packed
+        parent, name, layer = layers.pop()
+        of_layer = records.pop()
+        found = fused_layer(layer, of_layer, kernels, int8=int8)
+        if found is not None:
+            setattr(parent, name, found)
+            fused.append(found)
+        else:
+            num_products += pack_products(
+                layer, product_calls(of_layer.calls, kernels), kernels, int8=int8
+            )
+    if surroundings is not None and len(fused) == num_layers:
+        flat.whole = FusedModel(surroundings, fused[::-1], kernels)
+    return Fused(len(fused), num_products)

@@ -1,0 +1,1 @@
+"""The memory of keys and values, and how pages move between its tiers."""

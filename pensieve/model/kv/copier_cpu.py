@@ -1,15 +1,10 @@
-"""Moves pages between the tiers beside the compute, one layer at a time.
+"""The copier of a CPU, a thread that copies pages layer by layer; `copier` is its interface.
 
 A job is the swap-ins, or the swap-outs, of one iteration; a unit of work is one layer of one job.
-One worker thread takes units: those of swap-ins first, lowest layer first, because some layer's
-attention may be waiting for exactly that; a swap-out goes on only while no swap-in is outstanding,
-so it yields after at most one layer.
+The worker takes units of swap-ins first, lowest layer first; a swap-out yields after at most one layer.
 
-    launch ── submit(swap-ins) ──> worker:   layer 0 │ layer 1 │ layer 2 │ …
-    forward ─ wait_layer(0) ───────────────────────>│ attend 0, mlp 0 ─ wait_layer(1) …
-
-`wait_layer(n)` returns when no outstanding swap-in still lacks layer n.  It is called by the thread
-that computes, as is `submit`; that thread and the worker share only the fields under the one lock.
+`wait_layer(n)` returns when no outstanding swap-in still lacks layer n.  The thread that computes and the
+worker share only the fields under the one lock.
 
 Why no page is read or written wrongly:
 
@@ -17,12 +12,12 @@ Why no page is read or written wrongly:
   them to no slice of an earlier iteration, and every layer of a later forward waits first.
 * A swap-out reads slots written by earlier iterations.  Their forwards have returned when `submit`
   is called (on a CPU `launch` computes, also when the iteration before is not yet collected), and
-  nobody writes those slots again: full chunks never change, and of a partly filled
-  one only `num_slots` are copied while new tokens go behind them.
+  those slots are not written again: full chunks never change, and of a partly filled one only
+  `num_slots` are copied while new tokens go behind them.
 * The core moves neither page of a copy before that copy is reported, so no target is written twice
   and no source is reused.  The report is made under the lock, after the last layer.
 
-An error in the worker ends it.  Whatever waits, then and later, raises DeviceError.
+An error in the worker ends it.
 """
 
 from __future__ import annotations
@@ -46,7 +41,7 @@ class _Job:
     next_layer: int = 0
 
 
-class Copier:
+class CpuCopier:
     """The worker, its jobs, and the copies that finished and were not yet reported."""
 
     def __init__(self, memory: KVMemory) -> None:
@@ -64,7 +59,6 @@ class Copier:
     # -- called by the thread that computes --
 
     def submit(self, swap_ins: Sequence[SwapIn], swap_outs: Sequence[SwapOut]) -> None:
-        """Begin these copies; every write of earlier iterations must be done."""
         memory = self._memory
         jobs_in = [
             _Job(
@@ -86,7 +80,6 @@ class Copier:
             self._changed.notify_all()
 
     def wait_layer(self, layer: int) -> None:
-        """Return when every outstanding swap-in has brought this layer."""
         if not self._swap_ins:  # only `submit` adds, on this very thread
             return
         with self._changed:
@@ -99,16 +92,13 @@ class Copier:
 
     @property
     def arriving(self) -> bool:
-        """Whether a swap-in is outstanding."""
         return bool(self._swap_ins)
 
     def poll(self) -> tuple[int, ...]:
-        """The ids of copies that finished since the last report, without waiting."""
         with self._changed:
             return self._report()
 
     def wait_any(self) -> tuple[int, ...]:
-        """As `poll`, but waits for at least one copy if any is outstanding."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -120,7 +110,6 @@ class Copier:
             return self._report()
 
     def close(self) -> None:
-        """End the worker after its present unit; copies still outstanding are given up."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -143,7 +132,7 @@ class Copier:
                 while (job := self._next_job()) is not None:
                     job.move_layer(job.next_layer, job.moves)
                     self._advance(job)
-        except BaseException as error:  # kept, and raised where somebody waits
+        except BaseException as error:  # kept, and raised in whatever waits
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

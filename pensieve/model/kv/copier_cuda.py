@@ -1,35 +1,32 @@
-"""Moves pages between the tiers of a GPU beside the compute, one layer at a time.
+"""The copier of a GPU, which copies pages on streams of their own; `copier` is its interface.
 
 Three streams: the one that computes, one for swap-ins, one for swap-outs.
 
-    compute    ├ layer 0 ┤ wait(0) of in ├ layer 1 ┤ wait(1) …        never waits on the host
-    swap-in    ├ 0 ┤e0├ 1 ┤e1├ 2 ┤e2 …                                all layers given at once
-    swap-out               ├ some layers ┤    ├ some layers ┤         unit by unit, by the worker
+    compute    ├ wait e0 ┤ layer 0 ├ wait e1 ┤ layer 1 ├ …        the host never waits
+    swap-in    ├ 0 ┤e0├ 1 ┤e1├ 2 ┤e2 …                            all layers launched at once
+    swap-out               ├ some layers ┤    ├ some layers ┤     unit by unit, by the worker
 
-`submit` gives the swap-ins of an iteration to their stream at once, with an event behind each layer;
+`submit` launches the swap-ins of an iteration on their stream at once, with an event behind each layer;
 `wait_layer(n)` makes the computing stream wait for the events of layer n, and the host for nothing.
-Swap-outs are not urgent, so a worker thread gives them to their stream a unit at a time (some layers,
-about `UNIT_BYTES`) and only while no swap-in is outstanding: they yield after at most one unit.  A swap-in
-also waits, on the device, for the unit that is under way, so the two directions never share the bus by
-accident.
+Swap-outs are not urgent, so a worker thread launches them a unit at a time (some layers, about `UNIT_BYTES`)
+and only while no swap-in is outstanding: they yield after at most one unit.  A swap-in also waits, on the
+device, for the unit that is under way, so the two directions do not compete for the bus.
 
 Why no page is read or written wrongly:
 
 * A swap-in reads host pages whose swap-out was reported, that is, after the host saw its event.  It writes
   device pages that a launched iteration may still read or write: one that samples nothing is committed
-  before the device has come to its end.  So it waits for an event that `submit` records on the computing
-  stream, behind all of them; and whoever reads the pages later waits for its layer on the device.
+  before the device has finished it.  So the swap-in waits for an event that `submit` records on the
+  computing stream, behind all launched iterations.  A layer that reads the pages later waits for its event.
 * A swap-out reads slots that iterations before this one wrote.  Their forwards may still run, so the first
-  unit waits for an event that `submit` records on the computing stream, behind all of them.  Nobody writes
-  those slots again: full chunks never change, and of a partly filled one only `num_slots` count.
+  unit waits for an event that `submit` records on the computing stream, behind all of them.  Those slots are
+  not written again: full chunks never change, and of a partly filled one only `num_slots` are copied.
 * The core moves neither page of a copy before that copy is reported, and it is reported when the host
   has seen the event behind its last layer.
-* A job keeps its page numbers, which lie on the device, until then.
+* A job keeps its tensors of page numbers, which lie on the device, until then.
 
-The thread that computes calls `submit` and `wait_layer`; any one thread at a time calls `poll` and
-`wait_any`.  What threads share is under the one lock; the worker gives a unit to its stream while it
-holds it, so that `submit` either sees the unit or prevents it.  An error in the worker ends it; whatever
-waits, then and later, raises DeviceError.
+What threads share is under the one lock.  The worker launches a unit while it holds the lock, so `submit`
+either sees the unit or prevents it.  An error in the worker ends it.
 """
 
 from __future__ import annotations
@@ -60,27 +57,27 @@ class Stream(Protocol):
 
 
 class Streams(Protocol):
-    """What the copier needs of a device."""
+    """What the copier needs of a device; the tests have another one."""
 
     swap_in: Stream
     swap_out: Stream
 
     @property
     def compute(self) -> Stream:
-        """Where forwards go."""
+        """The stream that forwards are launched on."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """What is launched inside goes to this stream."""
+        """Inside, this stream is the current one."""
 
     def record(self, stream: Any) -> Event:
-        """Behind what the stream has been given."""
+        """An event behind everything that was launched on the stream."""
 
     def adopt_thread(self) -> None:
-        """The calling thread works with this device from now on."""
+        """Make this device the calling thread's current one."""
 
 
 class TorchStreams:
-    """Of a CUDA device; swap-ins come before swap-outs where the device has to choose."""
+    """The streams of a CUDA device; swap-ins have the higher priority."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -104,21 +101,21 @@ class TorchStreams:
 
 
 @dataclass(slots=True, eq=False)
-class _In:
+class _SwapInJob:
     copy_ids: tuple[int, ...]
     moves: PageMoves
     events: list[Event]  # behind each layer
 
 
 @dataclass(slots=True, eq=False)
-class _Out:
+class _SwapOutJob:
     copy_ids: tuple[int, ...]
     moves: PageMoves
-    after: Event  # what wrote these pages
+    after: Event  # behind the forwards that wrote these pages
     next_layer: int = 0
 
 
-class DeviceCopier:
+class CudaCopier:
     """The streams, the worker, and the copies that finished and were not yet reported."""
 
     def __init__(self, memory: KVMemory, streams: Streams | None = None) -> None:
@@ -127,8 +124,8 @@ class DeviceCopier:
         self._streams: Streams = streams if streams is not None else TorchStreams(device)
         self._num_layers = memory.shape.num_layers
         self._changed = threading.Condition()
-        self._ins: list[_In] = []
-        self._outs: list[_Out] = []
+        self._swap_ins: list[_SwapInJob] = []
+        self._swap_outs: list[_SwapOutJob] = []
         self._unit: Event | None = None  # behind the last unit of swap-outs
         self._finished: list[int] = []
         self._error: BaseException | None = None
@@ -139,11 +136,10 @@ class DeviceCopier:
     # -- called by the thread that computes --
 
     def submit(self, swap_ins: Sequence[SwapIn], swap_outs: Sequence[SwapOut]) -> None:
-        """Begin these copies; whatever earlier iterations write was launched already."""
         if swap_ins:
             moves = self._memory.prepared(PageMoves.from_swap_ins(swap_ins))
             ready = self._streams.record(self._streams.compute)
-            job = _In(tuple(each.copy_id for each in swap_ins), moves, [])
+            job = _SwapInJob(tuple(each.copy_id for each in swap_ins), moves, [])
             stream = self._streams.swap_in
             with self._changed, self._streams.on(stream):
                 self._raise_error()
@@ -153,68 +149,65 @@ class DeviceCopier:
                 for layer in range(self._num_layers):
                     self._memory.swap_in(layer, moves)
                     job.events.append(self._streams.record(stream))
-                self._ins.append(job)
+                self._swap_ins.append(job)
         if swap_outs:
             moves = self._memory.prepared(PageMoves.from_swap_outs(swap_outs))
             ids = tuple(each.copy_id for each in swap_outs)
             after = self._streams.record(self._streams.compute)
             with self._changed:
-                self._outs.append(_Out(ids, moves, after))
+                self._swap_outs.append(_SwapOutJob(ids, moves, after))
                 self._changed.notify_all()
 
     def wait_layer(self, layer: int) -> None:
-        """What is launched from now on waits until every outstanding swap-in has brought this layer."""
-        if not self._ins:
+        if not self._swap_ins:
             return
         with self._changed:
-            events = [job.events[layer] for job in self._ins]
+            events = [job.events[layer] for job in self._swap_ins]
         for event in events:
             self._streams.compute.wait_event(event)
 
     @property
     def arriving(self) -> bool:
-        """Whether a swap-in is outstanding."""
         with self._changed:
             self._sweep()
-            return bool(self._ins)
+            return bool(self._swap_ins)
 
-    # -- called by whoever reports --
+    # -- called by the thread that reports --
 
     def poll(self) -> tuple[int, ...]:
-        """The ids of copies that finished since the last report, without waiting."""
         with self._changed:
             self._sweep()
             return self._report()
 
     def wait_any(self) -> tuple[int, ...]:
-        """As `poll`, but waits for at least one copy if any is outstanding."""
         while True:
             with self._changed:
                 self._sweep()
-                if not self._ins:
+                if not self._swap_ins:
                     self._changed.wait_for(
-                        lambda: self._finished or self._error or self._ins or not self._outs
+                        lambda: (
+                            self._finished or self._error or self._swap_ins or not self._swap_outs
+                        )
                     )
-                if self._finished or self._error or not (self._ins or self._outs):
+                if self._finished or self._error or not (self._swap_ins or self._swap_outs):
                     return self._report()
-                event = self._ins[0].events[-1] if self._ins else None
+                event = self._swap_ins[0].events[-1] if self._swap_ins else None
             if event is not None:
                 event.synchronize()
 
     def close(self) -> None:
-        """End the worker after its present unit; copies still outstanding are given up."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._worker.join()
-        if self._error is None:  # nobody may let go of the memory before
+        if self._error is None:  # copies under way still use the memory
             for stream in (self._streams.swap_in, self._streams.swap_out):
                 self._streams.record(stream).synchronize()
 
     def _sweep(self) -> None:
-        """Swap-ins whose last event the device has passed are finished, in order."""
-        while self._ins and self._ins[0].events[-1].query():
-            self._finished.extend(self._ins.pop(0).copy_ids)
+        """Mark the swap-ins as finished, in order, whose last event the device has passed."""
+        while self._swap_ins and self._swap_ins[0].events[-1].query():
+            self._finished.extend(self._swap_ins.pop(0).copy_ids)
             self._changed.notify_all()
 
     def _report(self) -> tuple[int, ...]:
@@ -232,33 +225,33 @@ class DeviceCopier:
         try:
             self._streams.adopt_thread()
             with torch.inference_mode():
-                while (given := self._give_unit()) is not None:
-                    job, event = given
+                while (launched := self._launch_next_unit()) is not None:
+                    job, event = launched
                     event.synchronize()
                     with self._changed:
                         if job.next_layer == self._num_layers:
-                            self._outs.remove(job)
+                            self._swap_outs.remove(job)
                             self._finished.extend(job.copy_ids)
                             self._changed.notify_all()
-        except BaseException as error:  # kept, and raised where somebody waits
+        except BaseException as error:  # kept, and raised in whatever waits
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _give_unit(self) -> tuple[_Out, Event] | None:
-        """Some layers of the oldest swap-out go to their stream; None when closing."""
+    def _launch_next_unit(self) -> tuple[_SwapOutJob, Event] | None:
+        """Launch some layers of the oldest swap-out, once there is one; None when closing."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._outs)
+                self._changed.wait_for(lambda: self._closing or self._swap_outs)
                 if self._closing:
                     return None
                 self._sweep()
-                if not self._ins:
-                    return self._given(self._outs[0])
-                event = self._ins[-1].events[-1]
+                if not self._swap_ins:
+                    return self._launch_unit(self._swap_outs[0])
+                event = self._swap_ins[-1].events[-1]
             event.synchronize()
 
-    def _given(self, job: _Out) -> tuple[_Out, Event]:
+    def _launch_unit(self, job: _SwapOutJob) -> tuple[_SwapOutJob, Event]:
         layer_bytes = len(job.moves.num_slots) * self._memory.page_bytes // self._num_layers
         count = max(UNIT_BYTES // max(layer_bytes, 1), 1)
         stream = self._streams.swap_out

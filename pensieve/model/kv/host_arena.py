@@ -1,10 +1,9 @@
-"""The host tier of a GPU: memory that is page-locked and mapped into the device's addresses.
+"""Allocates the host tier of a GPU, page-locked and mapped into the device's addresses.
 
-Asynchronous copies need memory that cannot be paged out, and `copy_pages` reads and writes it straight from
-the device.  It is mapped anonymously (so it begins at a page and is not rounded up, as torch's own
-pinned allocator does, to a power of two), put on the NUMA node that the GPU hangs on, and registered
-with the driver layer by layer: locking is slow (several GiB a second at best), so whoever waits is told
-how far it is.
+Asynchronous copies need memory that cannot be paged out, and `copy_pages` reads and writes it directly from
+the device.  It is an anonymous mapping, which begins at a memory page and has the size that was requested
+(torch's own pinned allocator rounds up to a power of two).  It lies on the GPU's NUMA node, and is registered
+with the driver layer by layer: locking is slow (several GiB a second at best), so progress is reported.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ import torch
 
 from pensieve.errors import DeviceError
 
-REPORTED_BYTES = 1 << 30  # locking less is done before anybody wonders
+REPORTED_BYTES = 1 << 30  # locking less takes no time worth a report
 REGISTER_PORTABLE, REGISTER_MAPPED = 1, 2
 MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # the number of the system call
 
 
 class _Locked(mmap.mmap):
-    """Anonymous memory; what the driver knows of it is forgotten before it goes."""
+    """Anonymous memory that is unregistered from the driver before it is unmapped."""
 
     address = 0
     registered: tuple[int, ...] = ()  # where pieces begin
@@ -46,8 +45,8 @@ def allocate(
 ) -> torch.Tensor:
     """uint8 (num_pieces * piece_bytes), page-locked; lives as long as the tensor does.
 
-    No copy may cross the border of two registrations, so they are those of the pieces (a layer's), which
-    no copy leaves; pieces that are no whole number of memory pages are registered as one.
+    A copy may not cross from one registration into another.  So each piece (a layer), which no copy leaves,
+    is one registration; if pieces are no multiple of a memory page, all of it is.
     """
     num_bytes = num_pieces * piece_bytes
     if num_bytes == 0:
@@ -64,7 +63,7 @@ def allocate(
         ) from error
     arena = torch.frombuffer(mapped, dtype=torch.uint8)
     mapped.address = arena.data_ptr()
-    told = 0
+    reported = 0
     with _preferring(numa_node(device)):
         for first in range(0, num_bytes, piece_bytes):
             code = _register(mapped.address + first, piece_bytes)
@@ -72,8 +71,8 @@ def allocate(
                 raise DeviceError(refusal(code, first, num_bytes))
             mapped.registered += (first,)
             share = 10 * (first + piece_bytes) // num_bytes
-            if share > told and num_bytes > REPORTED_BYTES:
-                told = share
+            if share > reported and num_bytes > REPORTED_BYTES:
+                reported = share
                 report(f"locking the host tier: {10 * share}%")
     return arena
 
@@ -98,10 +97,10 @@ def _unregister(address: int) -> None:
 
 
 def numa_node(device: torch.device, root: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """The node that the GPU hangs on, where there are several."""
+    """The NUMA node that the GPU is connected to; None where there is only one."""
     if device.type != "cuda":
         return None
-    found: Any = torch.cuda.get_device_properties(device)  # whose stubs do not know these
+    found: Any = torch.cuda.get_device_properties(device)  # whose type stubs lack these attributes
     try:
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     except AttributeError:  # torch before 2.6
@@ -119,7 +118,7 @@ def node_of(address: str, root: Path) -> int | None:
 
 @contextmanager
 def _preferring(node: int | None) -> Iterator[None]:
-    """New pages of this thread come from that node, as long as it has any."""
+    """Inside, new memory of this thread comes from that node, as long as it has any."""
     number = SET_MEMPOLICY.get(platform.machine())
     if node is None or number is None:
         yield
@@ -127,7 +126,7 @@ def _preferring(node: int | None) -> Iterator[None]:
     libc = ctypes.CDLL(None)
     mask = (ctypes.c_ulong * 16)()
     mask[node // 64] = 1 << node % 64
-    libc.syscall(number, MPOL_PREFERRED, mask, 1024)  # a wish: where it is refused, nothing is lost
+    libc.syscall(number, MPOL_PREFERRED, mask, 1024)  # if refused, memory is slower
     try:
         yield
     finally:

@@ -1,17 +1,16 @@
-"""The memory that keys and values lie in: one arena per tier, layer-major.
+"""The arenas of both tiers that hold keys and values, and moves of pages between them.
 
     device_arena, host_arena   (layers, pages, 2, kv_heads, slots, head_size)
 
 Inside a layer a page is keys then values of all heads, one contiguous run, so moving a page of one
-layer is one copy and a head's tile of slots x head_size is contiguous for the kernels.  Which page
-holds what is the core's business; nothing here is initialised, and a slot that nobody wrote may
-hold anything.
+layer is one copy and a head's tile of slots x head_size is contiguous for the kernels.  The core decides
+which page holds what.  Nothing here is initialized, and a slot that was never written may hold anything.
 
-Both tiers number their pages from 0.  Movements are given as `PageMoves` (built once per job) and
-done one layer at a time, which is what lets copying overlap with computing.
+Both tiers number their pages from 0.  Moves are given as `PageMoves` (built once per job) and
+done one layer at a time, so copying can overlap with computing.
 
 On a GPU the host tier is page-locked and mapped (host_arena.py).  Scattered pages cross the bus by the kernel
-`copy_pages`, one launch a layer; long runs of neighbours by the copy engine, one asynchronous copy each.
+`copy_pages`, one launch a layer; long runs of neighbors by the copy engine, one asynchronous copy each.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ from pensieve.model.kv import host_arena
 from pensieve.model.shape import ModelShape
 from pensieve.model.transfer import upload
 
-RUN_BYTES_MIN = 1 << 20  # of one layer, on average, for the copy engine to be worth a call per run
+# The mean size of a run, in one layer, from which a call of the copy engine per run beats `copy_pages`.
+RUN_BYTES_MIN = 1 << 20
 
 
 class Run(NamedTuple):
-    """Neighbouring pages that move to neighbouring pages."""
+    """Neighboring pages that move to neighboring pages."""
 
     source_page: int
     target_page: int
@@ -64,8 +64,8 @@ class PageMoves(NamedTuple):
         table = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3)
         return cls(*table.T.contiguous())
 
-    def joined(self, chunk_tokens: int) -> tuple[Run, ...]:
-        """As runs of whole pages, longest possible; none if a page is not copied whole."""
+    def in_runs(self, chunk_tokens: int) -> tuple[Run, ...]:
+        """The same moves as the longest runs of whole pages; none if a page is not copied whole."""
         if bool((self.num_slots != chunk_tokens).any()):
             return ()
         runs: list[Run] = []
@@ -130,7 +130,7 @@ class KVMemory:
 
     @property
     def spare_page(self) -> int:
-        """The page behind the last: no turn has it; rows that only fill a batch up write there."""
+        """The page behind the last one, which no turn has: padding rows of a batch write there."""
         return self.device_pages
 
     @property
@@ -153,11 +153,11 @@ class KVMemory:
         return self.device_arena[layer, :, 1]
 
     def prepared(self, moves: PageMoves) -> PageMoves:
-        """Where the arenas' device wants them, and cut for its copy engine if that is the faster way."""
+        """The moves on the arenas' device, and as runs where its copy engine is the faster way."""
         device = self.device_arena.device
         if device.type == "cpu":
             return moves
-        runs = moves.joined(self.chunk_tokens)
+        runs = moves.in_runs(self.chunk_tokens)
         layer_bytes = self.page_bytes // self.shape.num_layers
         if sum(run.num_pages for run in runs) * layer_bytes < len(runs) * RUN_BYTES_MIN:
             runs = ()

@@ -35,11 +35,10 @@ from __future__ import annotations
 from collections import deque
 
 from pensieve.core.iteration import Iteration, Outcome
-from pensieve.errors import DeviceError
+from pensieve.errors import DeviceError, one_line
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.parallel.leader import Leader
 from pensieve.model.parallel.wire import pack
-from pensieve.model.probe import one_line
 
 
 class ParallelExecutor:

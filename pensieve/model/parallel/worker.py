@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from pensieve.core.iteration import Iteration
-from pensieve.errors import ModelError, PensieveError
+from pensieve.errors import ModelError, PensieveError, one_line
 from pensieve.model.forward import Forward, copier_for
 from pensieve.model.free_memory import free_for_kv
 from pensieve.model.kv.memory import KVMemory
@@ -34,7 +34,6 @@ from pensieve.model.loader import LoadedModel, load
 from pensieve.model.parallel.leader import parts_of
 from pensieve.model.parallel.ranks import Rank
 from pensieve.model.parallel.wire import Frame, Pipe, Words
-from pensieve.model.probe import one_line
 
 
 def serve(sock: socket.socket) -> None:

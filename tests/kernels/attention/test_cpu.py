@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 
 from pensieve.kernels import copy_pages, multi_token_attention, write_kv
 from pensieve.kernels.attention import cpu, reference
-from tests.kernels.conftest import SETS
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
 Slice = tuple[int, int, int]  # turn, start, length
@@ -187,36 +184,6 @@ def test_an_index_outside_the_arena_is_refused_and_nothing_is_touched() -> None:
         with pytest.raises(IndexError):
             cpu.multi_token_attention(*tensors, 1.0, out)
     assert float(arena.abs().sum() + out.abs().sum()) == 0.0
-
-
-def test_the_library_is_there_and_is_used() -> None:
-    """An installation with a compiler has it; without one the other tests of this file are skipped."""
-    assert cpu.compiled_library() is not None
-    assert cpu.instruction_set(torch.bfloat16, 64) in SETS
-    assert cpu.instruction_set(torch.float16, 64) is None
-
-
-def test_without_the_library_torch_does_it_after_one_warning() -> None:
-    program = (
-        "import warnings, torch\n"
-        "from pensieve.kernels import write_kv\n"
-        "arena = torch.zeros(1, 2, 1, 32, 64)\n"
-        "row = torch.ones(1, 1, 64)\n"
-        "with warnings.catch_warnings(record=True) as told:\n"
-        "    warnings.simplefilter('always')\n"
-        "    for slot in (0, 3):\n"
-        "        write_kv(row, row, torch.tensor([slot]), arena[:, 0], arena[:, 1])\n"
-        "print(int(arena.sum()), [str(each.message) for each in told])\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PENSIEVE_CPU_LIBRARY": "/nowhere", "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert result.stdout.startswith("256 ['pensieve was installed without its CPU kernels")
-    assert result.stdout.count("pensieve was installed") == 1
 
 
 def test_a_write_through_the_public_function_uses_it() -> None:

@@ -9,6 +9,8 @@ import torch
 
 from pensieve.kernels.attention import cuda, reference
 from pensieve.kernels.attention.plan import Tiling, Work, plan_work
+from pensieve.kernels.cuda_launch import Launch
+from pensieve.kernels.nvrtc import Kernel
 from tests.kernels.emulated import map_of, needs_x86, run, shared_bytes
 
 pytestmark = needs_x86
@@ -27,7 +29,7 @@ def attend(
     kv_heads: int,
     head_size: int,
     dtype: torch.dtype = torch.bfloat16,
-    slots: int = 1,
+    blocks_at_once: int = 1,
     seed: int = 0,
     spread: float = 1.0,
     backwards: bool = False,
@@ -58,7 +60,7 @@ def attend(
         torch.tensor(starts, dtype=torch.int32),
     )
     scaling = head_size**-0.5
-    plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, slots)
+    plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, blocks_at_once)
     work = Work.of(plan, kv_heads, head_size, "cpu", NARROW if hopper else None)
     assert bool(len(work.wide_items)) == hopper
     work.part_values.fill_(float("nan"))
@@ -90,19 +92,19 @@ def test_half_precision() -> None:
 
 @pytest.mark.parametrize("length", [1, 20])
 def test_long_contexts_are_cut_and_merged(length: int) -> None:
-    assert attend([(0, 1500, length), (1, 40, 1)], 2, 1, 64, slots=8) == 1
-    assert attend([(0, 700, length)], 4, 2, 96, slots=12) == 1
+    assert attend([(0, 1500, length), (1, 40, 1)], 2, 1, 64, blocks_at_once=8) == 1
+    assert attend([(0, 700, length)], 4, 2, 96, blocks_at_once=12) == 1
 
 
 def test_wide_tiles_are_cut_and_merged() -> None:
     """Rows in the first part see all of its keys, those of the last not one of a later row's."""
-    assert attend([(0, 300, 80)], 2, 1, 64, slots=6) >= 1
+    assert attend([(0, 300, 80)], 2, 1, 64, blocks_at_once=6) >= 1
 
 
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 1), (6, 2)])
 def test_wide_tiles_on_hopper(head_size: int, heads: int, kv_heads: int) -> None:
-    """The last stage full, almost empty, and beginning with a page that is nobody's."""
+    """The last stage is full, almost empty, or begins with a page that no turn has."""
     slices = [(0, 0, 1), (1, 0, 150), (2, 190, 66), (3, 380, 70), (4, 5, 1)]
     attend(slices, heads, kv_heads, head_size, hopper=True)
 
@@ -110,8 +112,8 @@ def test_wide_tiles_on_hopper(head_size: int, heads: int, kv_heads: int) -> None
 def test_hopper_in_half_precision_backwards_and_cut() -> None:
     slices = [(0, 100, 40), (1, 97, 128)]
     attend(slices, 2, 1, 128, torch.float16, hopper=True)
-    attend(slices, 2, 1, 64, slots=2, backwards=True, hopper=True)
-    assert attend([(0, 900, 40)], 2, 1, 64, slots=8, hopper=True) == 1
+    attend(slices, 2, 1, 64, blocks_at_once=2, backwards=True, hopper=True)
+    assert attend([(0, 900, 40)], 2, 1, 64, blocks_at_once=8, hopper=True) == 1
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -123,11 +125,18 @@ def test_random_slices_over_random_shapes(seed: int) -> None:
     ]
     kv_heads = draw.choice((1, 2))
     heads = kv_heads * draw.choice((1, 2, 3, 5, 8))
-    attend(slices, heads, kv_heads, draw.choice((64, 128)), slots=draw.choice((1, 16)), seed=seed)
+    attend(
+        slices,
+        heads,
+        kv_heads,
+        draw.choice((64, 128)),
+        blocks_at_once=draw.choice((1, 16)),
+        seed=seed,
+    )
 
 
 def test_the_order_of_threads_and_blocks_does_not_matter() -> None:
-    attend([(0, 200, 3), (1, 10, 50)], 4, 2, 64, slots=9, backwards=True)
+    attend([(0, 200, 3), (1, 10, 50)], 4, 2, 64, blocks_at_once=9, backwards=True)
 
 
 @pytest.mark.parametrize("hopper", [False, True])
@@ -146,8 +155,8 @@ def test_scores_far_from_zero_and_far_apart() -> None:
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 def test_a_block_takes_the_shared_memory_that_plans_reckon_with(head_size: int) -> None:
     defines = (f"HEAD_SIZE={head_size}", "ELEMENT=Bf16")
-    kernel = cuda.Kernel("multi_token_attention.cu", "multi_token_attention", defines)
-    needed = shared_bytes(cuda.Launch(kernel, 1, 128, (), "multi_token_attention_shared_bytes"))
+    kernel = Kernel("multi_token_attention.cu", "multi_token_attention", defines)
+    needed = shared_bytes(Launch(kernel, 1, 128, (), "multi_token_attention_shared_bytes"))
     assert needed <= cuda.BLOCK_KIB[head_size] * 1024 < needed + 4096
 
 
@@ -190,16 +199,16 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else(dtype: torch.dtype) 
 @pytest.mark.parametrize(("head_size", "rotated"), [(64, 64), (128, 128), (96, 32)])
 def test_rotation_on_the_way(head_size: int, rotated: int) -> None:
     tokens, heads, kv_heads, dtype = 5, 4, 2, torch.bfloat16
-    joined = torch.randn(tokens, heads + 2 * kv_heads, head_size).to(dtype)
-    query, key, value = joined.split([heads, kv_heads, kv_heads], dim=1)
+    rows = torch.randn(tokens, heads + 2 * kv_heads, head_size).to(dtype)
+    query, key, value = rows.split([heads, kv_heads, kv_heads], dim=1)
     angles = torch.rand(tokens, rotated // 2) * 6
     cosine, sine = (torch.cat([each, each], -1).to(dtype) for each in (angles.cos(), angles.sin()))
     slots = torch.tensor([3, 32, 33, 95, 64])
     arena = arena_of(3, kv_heads, head_size, dtype)
-    turned = torch.empty(tokens, heads, head_size, dtype=dtype)
+    rotated_query = torch.empty(tokens, heads, head_size, dtype=dtype)
     run(
         cuda.rotate_and_write_kv_launch(
-            query, key, value, cosine, sine, slots, turned, arena[:, 0], arena[:, 1]
+            query, key, value, cosine, sine, slots, rotated_query, arena[:, 0], arena[:, 1]
         )
     )
 
@@ -211,7 +220,7 @@ def test_rotation_on_the_way(head_size: int, rotated: int) -> None:
         part = part * cosine.float()[:, None] + swapped * sine.float()[:, None]
         return torch.cat([part, rest], -1).to(dtype)
 
-    torch.testing.assert_close(turned, rotate(query), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(rotated_query, rotate(query), rtol=1e-2, atol=1e-2)
     keys = rotate(key)
     for token, slot in enumerate(slots.tolist()):
         found = arena[slot // 32, :, :, slot % 32]

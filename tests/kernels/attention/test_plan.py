@@ -1,4 +1,4 @@
-"""The work list: every row sees every position it has to, once, and nobody has much more than others."""
+"""The plan of attention's work: each row sees each of its positions once, and the load is balanced."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import random
 
 import pytest
 
+from pensieve.kernels import PAGE_SLOTS
 from pensieve.kernels.attention.plan import (
-    PAGE,
     PART_PAGES_MIN,
     WAVE_COST,
     Plan,
@@ -22,7 +22,7 @@ NARROW = 32
 
 
 def cost_of(key_begin: int, key_end: int, num_rows: int) -> int:
-    return -(-(key_end - key_begin) // PAGE) * (1 if num_rows <= NARROW else 2)
+    return -(-(key_end - key_begin) // PAGE_SLOTS) * (1 if num_rows <= NARROW else 2)
 
 
 def check(plan: Plan, lengths: list[int], starts: list[int], group: int, tiling: Tiling) -> None:
@@ -43,7 +43,7 @@ def check(plan: Plan, lengths: list[int], starts: list[int], group: int, tiling:
         assert runs[-1][1] == end, "the last row's own position is not seen"
         for (_, before, _), (after, _, _) in itertools.pairwise(runs):
             assert before == after
-            assert after % PAGE == 0
+            assert after % PAGE_SLOTS == 0
         if len(runs) == 1:
             assert runs[0][2] == -1
             assert (index, begin, num_rows) not in merged
@@ -52,7 +52,7 @@ def check(plan: Plan, lengths: list[int], starts: list[int], group: int, tiling:
         assert merge.num_parts == len(runs)
         rows = [row for _, _, row in runs]
         assert rows == [merge.first_part_row + i * num_rows for i in range(len(runs))]
-        assert min(run[1] - run[0] for run in runs[:-1]) >= PART_PAGES_MIN * PAGE // 2
+        assert min(run[1] - run[0] for run in runs[:-1]) >= PART_PAGES_MIN * PAGE_SLOTS // 2
         taken += [(row, row + num_rows) for row in rows]
     assert not merged, "a merge of what was not cut"
     for (_, before), (after, _) in itertools.pairwise(sorted(taken)):
@@ -68,9 +68,9 @@ def check(plan: Plan, lengths: list[int], starts: list[int], group: int, tiling:
     assert costs == sorted(costs, reverse=True), "not longest first"
 
 
-def makespan(plan: Plan, kv_heads: int, slots: int) -> int:
-    """As the device does it: the next block to whoever is free first."""
-    free = [0] * slots
+def makespan(plan: Plan, kv_heads: int, blocks_at_once: int) -> int:
+    """The time that the device takes, which starts the next block as soon as another one ends."""
+    free = [0] * blocks_at_once
     for item in plan.items:
         cost = cost_of(item.key_begin, item.key_end, item.num_rows)
         for _ in range(kv_heads):
@@ -85,10 +85,14 @@ def test_every_small_batch_is_covered_exactly(group: int) -> None:
     pairs = list(itertools.product(sizes, contexts))
     for first, second in itertools.product(pairs, pairs):
         lengths, starts = [first[0], second[0]], [first[1], second[1]]
-        for slots in (1, 7, 64):
+        for blocks_at_once in (1, 7, 64):
             tiling = Tiling(NARROW, 128)
             check(
-                plan_work(lengths, starts, group, 2, tiling, slots), lengths, starts, group, tiling
+                plan_work(lengths, starts, group, 2, tiling, blocks_at_once),
+                lengths,
+                starts,
+                group,
+                tiling,
             )
 
 
@@ -96,18 +100,21 @@ def test_every_small_batch_is_covered_exactly(group: int) -> None:
 def test_random_batches_are_exact_and_balanced(seed: int) -> None:
     draw = random.Random(seed)
     kv_heads, group = draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4, 7))
-    slots = draw.choice((16, 132, 216, 264))
+    blocks_at_once = draw.choice((16, 132, 216, 264))
     context_max = draw.choice((200, 4_000, 60_000))
     num_slices = draw.choice((1, 2, 8, 60, 256))
     lengths = [draw.choice((1, 1, 1, 4, 20, 300)) for _ in range(num_slices)]
     starts = [int(context_max * draw.random() ** 3) for _ in range(num_slices)]
     tiling = Tiling(NARROW, 128)
-    plan = plan_work(lengths, starts, group, kv_heads, tiling, slots)
+    plan = plan_work(lengths, starts, group, kv_heads, tiling, blocks_at_once)
     check(plan, lengths, starts, group, tiling)
     total = sum(cost_of(item.key_begin, item.key_end, item.num_rows) for item in plan.items)
-    mean = total * kv_heads / slots
-    # Longest first is at most the mean and one item; nothing shorter than the least part is asked for.
-    assert makespan(plan, kv_heads, slots) <= 1.6 * mean + 2 * (PART_PAGES_MIN + WAVE_COST) * 2
+    mean = total * kv_heads / blocks_at_once
+    # Longest first is at most the mean and one item; no part is shorter than the shortest allowed.
+    assert (
+        makespan(plan, kv_heads, blocks_at_once)
+        <= 1.6 * mean + 2 * (PART_PAGES_MIN + WAVE_COST) * 2
+    )
 
 
 def test_one_long_context_fills_the_machine() -> None:
@@ -117,9 +124,9 @@ def test_one_long_context_fills_the_machine() -> None:
 
 
 def test_a_last_wave_that_would_be_almost_empty_is_avoided() -> None:
-    """300 equal blocks on 264 slots would take the time of two waves for 1.14 waves of work."""
+    """300 equal blocks on 264 blocks at once would take the time of two waves for 1.14 waves of work."""
     tiling = Tiling(NARROW, 128)
-    whole = 300 * (3200 // PAGE) / 264
+    whole = 300 * (3200 // PAGE_SLOTS) / 264
     plan = plan_work([1] * 300, [3199] * 300, 1, 1, tiling, 264)
     assert makespan(plan, 1, 264) < 1.3 * whole
 
@@ -136,5 +143,5 @@ def test_nothing_to_do() -> None:
 
 
 def test_the_limit_of_parts_is_never_below_the_least() -> None:
-    for count, cost, slots in itertools.product((1, 3, 50), (1, 2, 4, 100), (1, 8, 500)):
-        assert part_limit([cost] * count, 2, slots) >= PART_PAGES_MIN
+    for count, cost, blocks_at_once in itertools.product((1, 3, 50), (1, 2, 4, 100), (1, 8, 500)):
+        assert part_limit([cost] * count, 2, blocks_at_once) >= PART_PAGES_MIN

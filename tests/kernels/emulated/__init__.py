@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pensieve.kernels.attention import cuda
-from pensieve.kernels.attention.cuda import Launch
+from pensieve.kernels.attention.tensor_map import map_shape
+from pensieve.kernels.cuda_launch import Launch
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[2] / "csrc"
@@ -44,7 +44,7 @@ class Map(ctypes.Structure):
 
 
 def map_of(pages: torch.Tensor) -> int:
-    address, sizes, strides, box = cuda.map_shape(pages)
+    address, sizes, strides, box = map_shape(pages)
     made = Map(address, sizes, strides, box)
     MAPS.append(made)
     return ctypes.addressof(made)
@@ -95,10 +95,10 @@ def run(launch: Launch, *, backwards: bool = False, early: bool = False) -> None
     pointers = (ctypes.c_void_p * len(values))(
         *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values)
     )
-    if launch.blocks:
+    if launch.num_blocks:
         found.emulate(
-            launch.blocks,
-            launch.threads,
+            launch.num_blocks,
+            launch.num_threads,
             shared_bytes(launch),
             pointers,
             int(backwards),

@@ -109,7 +109,7 @@ inline std::vector<Fiber> fibers;
 inline std::vector<Exchange> warps, warpgroups;
 inline Barrier block_barrier;
 inline void* scheduler_stack = nullptr;
-inline unsigned long progress = 0;  // things that let somebody go on
+inline unsigned long progress = 0;  // events after which a waiting thread may go on
 inline bool early = false;          // asynchronous copies happen at once
 inline std::size_t shared_bytes = SHARED_MAX;  // that the launch asks for
 inline std::function<void()> body;

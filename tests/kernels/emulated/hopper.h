@@ -1,6 +1,6 @@
 // The functions of csrc/include/hopper.h on emulated threads; see cuda.h.
 //
-// Everything asynchronous happens as late as it may: a box is copied when somebody waits for its barrier, a
+// Everything asynchronous happens as late as it may: a box is copied when a thread waits for its barrier, a
 // product is made when it is waited for, and reads its operands then.  Or, with `early`, boxes are copied at once.
 #pragma once
 #include <map>

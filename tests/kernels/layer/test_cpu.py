@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pensieve.kernels.layer import cpu as dense
+from pensieve.kernels.layer import cpu
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 TYPES = [torch.float32, torch.bfloat16]
@@ -36,7 +36,7 @@ def test_products(dtype: torch.dtype, inputs: int, outputs: int, rows: int) -> N
     )
     bias = drawn(outputs, dtype=dtype, seed=3)
     given = drawn(rows, inputs, dtype=dtype, seed=4) * inputs**0.5
-    packed = dense.Packed([first, second], [bias, None])
+    packed = cpu.Packed([first, second], [bias, None])
     whole = torch.cat([first, second]).double()
     right = given.double() @ whole.T + F.pad(bias, (0, 9)).double()
     for kind in (dtype, torch.float32):
@@ -64,7 +64,7 @@ def test_gated_products(
     gate, up = (drawn(outputs, inputs, dtype=dtype, seed=seed) for seed in (1, 2))
     bias = drawn(2 * outputs, dtype=dtype, seed=3)
     given = drawn(rows, inputs, dtype=dtype, seed=4) * inputs**0.5 * 6
-    packed = dense.Packed([gate, up], [bias[:outputs], bias[outputs:]], activation)
+    packed = cpu.Packed([gate, up], [bias[:outputs], bias[outputs:]], activation)
     out = torch.empty(rows, outputs, dtype=dtype)
     packed.multiply(given, out)
     wide = given.double()
@@ -77,7 +77,7 @@ def test_gated_products(
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
-    packed = dense.Packed([drawn(130, 96, dtype=dtype, seed=1)])
+    packed = cpu.Packed([drawn(130, 96, dtype=dtype, seed=1)])
     given = drawn(40, 96, dtype=dtype, seed=2)
     whole = torch.empty(40, 130, dtype=dtype)
     packed.multiply(given, whole)
@@ -94,7 +94,7 @@ def test_activations_far_from_zero(activation: str) -> None:
     values = torch.tensor([0.0, -0.0, 1e-30, 3.0, -3.0, 88.0, -88.0, 200.0, -200.0, 1e18, -1e18])
     count = len(values)
     gate, up = torch.diag(values), torch.zeros(count, count)
-    packed = dense.Packed([gate, up], [None, torch.ones(count)], activation)
+    packed = cpu.Packed([gate, up], [None, torch.ones(count)], activation)
     out = torch.empty(1, count)
     packed.multiply(torch.ones(1, count), out)
     right = F.silu(values) if activation == "silu" else F.gelu(values, approximate="tanh")
@@ -107,7 +107,7 @@ def test_activations_far_from_zero(activation: str) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", [8, 48, 100, 1024])
 def test_norms(dtype: torch.dtype, width: int) -> None:
-    norm = dense.Norm(drawn(width, dtype=torch.float32, seed=1) + 1, 1e-5)
+    norm = cpu.Norm(drawn(width, dtype=torch.float32, seed=1) + 1, 1e-5)
     for rows in (1, 30):
         given = (drawn(rows, width, dtype=torch.float32, seed=2) * 50).to(dtype)
         wide = given.double()
@@ -126,14 +126,14 @@ def test_the_largest_of_each_row() -> None:
     rows[6, 3] = float("-inf")
     rows[7] = -3e38
     rows[8] = 3e38  # a sum would overflow
-    found = dense.argmax(rows).tolist()
+    found = cpu.argmax(rows).tolist()
     assert found[1:] == [7, 102, 0, -1, -1, -1, 0, 0]
     assert found[0] == int(rows[0].argmax())
-    assert dense.argmax(rows[:, :5]).tolist()[0] == int(rows[0, :5].argmax())
+    assert cpu.argmax(rows[:, :5]).tolist()[0] == int(rows[0, :5].argmax())
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
-    packed = dense.Packed([torch.ones(6, 4)])
+    packed = cpu.Packed([torch.ones(6, 4)])
     with pytest.raises(ValueError, match=r"weights are for \(4, 6\), not \(5, 6\)"):
         packed.multiply(torch.ones(2, 5), torch.ones(2, 6))
     with pytest.raises(ValueError, match="out has rows = 3, but rows has rows = 2"):
@@ -154,7 +154,7 @@ def test_products_of_bytes(dtype: torch.dtype, inputs: int, outputs: int, rows: 
     bias = drawn(outputs, dtype=dtype, seed=2)
     given = drawn(rows, inputs, dtype=dtype, seed=3) * inputs**0.5
     given[0] = 0
-    packed = dense.Packed([weight], [bias], int8=True)
+    packed = cpu.Packed([weight], [bias], int8=True)
     out = torch.empty(rows, outputs)
     packed.multiply(given, out)
     worth = weight.float().abs().amax(1) / 127
@@ -172,7 +172,7 @@ def test_products_of_bytes(dtype: torch.dtype, inputs: int, outputs: int, rows: 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_of_bytes_that_is_not_finite_stays_so(odd: float) -> None:
-    packed = dense.Packed([torch.ones(3, 40)], int8=True)
+    packed = cpu.Packed([torch.ones(3, 40)], int8=True)
     given = torch.ones(3, 40)
     given[1, 39] = odd
     out = torch.empty(3, 3)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pensieve.kernels.attention import cpu
+from pensieve.kernels import cpu_library
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SOURCES = ("kernels", "layer", "amx", "avx512bf16", "avx512", "plain")
 FLAGS = (
     *("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno"),
@@ -33,14 +33,14 @@ FLAGS = (
 def test_products_with_emulated_tiles(tmp_path: Path) -> None:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     sets = ("avx512_bf16", "amx")
-    if not compiler or cpu.instruction_set(torch.float32, 64) not in sets:
+    if not compiler or cpu_library.instruction_set(torch.float32, 64) not in sets:
         pytest.skip("it takes a compiler and AVX-512 with BF16")
     sources = [str(ROOT / "csrc" / "cpu" / f"{name}.cpp") for name in SOURCES]
-    subprocess.run([compiler, *FLAGS, *sources, "-o", str(tmp_path / cpu.NAME)], check=True)
+    subprocess.run([compiler, *FLAGS, *sources, "-o", str(tmp_path / cpu_library.NAME)], check=True)
     ran = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "amx"),
-            *("tests/kernels/test_dense.py", "tests/kernels/test_cpu.py"),
+            *("tests/kernels/layer/test_cpu.py", "tests/kernels/attention/test_cpu.py"),
         ],
         cwd=ROOT,
         env={**os.environ, "PENSIEVE_CPU_LIBRARY": str(tmp_path)},

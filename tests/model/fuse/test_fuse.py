@@ -1,4 +1,4 @@
-"""Layers replaced by compiled ones: which are, that nothing changes, and what happens when it would."""
+"""Layers replaced by compiled ones: which are, that logits do not change, and what happens if they would."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from pensieve.core.turn import Turn
 from pensieve.errors import UnsupportedModel
-from pensieve.kernels.layer import cpu as dense
+from pensieve.kernels.layer import cpu
+from pensieve.kernels.layer.protocol import PagedRows
 from pensieve.model import loader
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
-from pensieve.model.fuse import layers as fused
-from pensieve.model.fuse.layers import FusedLayer, PackedProduct, fuse
+from pensieve.model.fuse import fuse, layers, match
+from pensieve.model.fuse.layers import FusedLayer
+from pensieve.model.fuse.products import PackedProduct, pack_products
+from pensieve.model.fuse.record import CausalPass, ModuleCall
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import load
 from pensieve.model.probe import FusionFailed, probe
@@ -34,7 +37,7 @@ PROMPT = [5, 9, 3, 77, 12, 40, 8, 9, 21]
 
 @pytest.fixture(autouse=True)
 def _compiled() -> None:
-    if not dense.available(torch.float32):
+    if not cpu.available(torch.float32):
         pytest.skip("there is no compiled library")
 
 
@@ -65,7 +68,7 @@ def test_what_has_the_pattern_is_replaced(family: str, dtype: torch.dtype) -> No
         assert layers == 0
         assert products > 4 * num_layers - 2
         together = {
-            id(each._together) for each in flat.module.modules() if isinstance(each, PackedProduct)
+            id(each._shared) for each in flat.module.modules() if isinstance(each, PackedProduct)
         }
         assert (len(together) < products) == (family not in ("gpt2", "gpt-neox"))  # q, k, v as one
 
@@ -73,7 +76,7 @@ def test_what_has_the_pattern_is_replaced(family: str, dtype: torch.dtype) -> No
 class Together:
     """Several prompts as one flat batch, each attending to itself."""
 
-    pages: dense.Pages | None = None
+    paged_rows: PagedRows | None = None
 
     def __init__(self, lengths: list[int]) -> None:
         self._lengths = lengths
@@ -91,7 +94,7 @@ class Together:
         scaling: float,
         rest: dict[str, Any],
     ) -> torch.Tensor:
-        apart = fused._CausalPass()
+        apart = CausalPass()
         parts = zip(*(each.split(self._lengths) for each in (query, key, value)), strict=True)
         return torch.cat([apart.attend(module, *part, None, scaling, rest) for part in parts])
 
@@ -208,17 +211,17 @@ def test_a_product_called_twice_with_different_inputs() -> None:
     module = Twice().eval().requires_grad_(False)
     given = torch.randn(2, 5, 8)
     expected = module(given)
-    seen: list[fused._Seen] = []
+    seen: list[ModuleCall] = []
     hooks = [
         each.register_forward_hook(
-            lambda module, args, answer: seen.append(fused._Seen(module, args[0], answer))
+            lambda module, args, answer: seen.append(ModuleCall(module, args[0], answer))
         )
         for each in (module.one, module.other)
     ]
     module(given)
     for hook in hooks:
         hook.remove()
-    assert fused._pack_products(module, seen) == 2
+    assert pack_products(module, seen, cpu.CpuLayerKernels()) == 2
     assert isinstance(module.one, PackedProduct)
     assert torch.allclose(module(given), expected, atol=1e-6)
 
@@ -227,8 +230,8 @@ def test_a_fusion_that_does_not_agree_is_undone(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is accepted by mistake, the comparison with the plain model has the last word."""
-    monkeypatch.setattr(fused, "_activation", lambda module: "gelu_tanh")
-    monkeypatch.setattr(fused, "TOLERANCE", {torch.float32: 1e9})
+    monkeypatch.setattr(match, "activation_of", lambda module: "gelu_tanh")
+    monkeypatch.setattr(layers, "TOLERANCE", {torch.float32: 1e9})
     lines: list[str] = []
     model = loader.load(folder_of("llama-gqa"), report=lines.append)
     assert any("its layers stay as they are: its logits" in line for line in lines)
@@ -246,7 +249,7 @@ def test_a_fusion_that_does_not_agree_is_undone(
 def test_without_the_library_the_model_stays_as_it_is(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dense, "available", lambda dtype: False)
+    monkeypatch.setattr(cpu, "available", lambda dtype: False)
     model = load(folder_of("llama-gqa"))
     assert counts(model.flat.module) == (0, 0)
     assert fuse(model.flat, PROMPT) == (0, 0)
@@ -268,7 +271,7 @@ def test_weights_made_int8(family: str, dtype: torch.dtype) -> None:
     assert counts(rounded.module) == counts(exact.module)
     with torch.inference_mode():
         right, got = (
-            flat.logits(ids, positions, positions, fused._CausalPass()).float()
+            flat.logits(ids, positions, positions, CausalPass()).float()
             for flat in (exact, rounded)
         )
     difference = (got - right).abs().amax(1) / (right.max() - right.min())
@@ -278,7 +281,7 @@ def test_weights_made_int8(family: str, dtype: torch.dtype) -> None:
 def test_int8_without_the_library_is_refused(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dense, "available", lambda dtype: False)
+    monkeypatch.setattr(cpu, "available", lambda dtype: False)
     with pytest.raises(UnsupportedModel, match="none of its weights can be made int8"):
         load(folder_of("llama-gqa"), int8=True)
 
@@ -312,12 +315,12 @@ def test_a_norm_with_one_added_to_large_weights() -> None:
         norm.weight.uniform_(60, 70)
     given = torch.randn(1, 45, norm.weight.shape[0]).to(torch.bfloat16)
     with torch.inference_mode():
-        found = fused._norm(fused._Seen(norm, given, norm(given)))
+        found = match.match_norm(ModuleCall(norm, given, norm(given)))
     assert found is not None
     assert torch.equal(found.weight, 1 + norm.weight.float())
 
 
-def test_rotations_that_ask_for_more_than_positions() -> None:
+def test_rotations_that_need_more_than_positions() -> None:
     config = transformers.Gemma3TextConfig(
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1),
         vocab_size=128,
@@ -341,7 +344,7 @@ def test_a_fusion_that_breaks_down_leaves_the_model_as_it_is(
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("odd weights")
 
-    monkeypatch.setattr(fused, "_parts", broken)
+    monkeypatch.setattr(layers, "match_layer", broken)
     lines: list[str] = []
     model = load(folder_of("llama-gqa"), report=lines.append)
     assert any("stay as they are: odd weights" in line for line in lines)
@@ -349,12 +352,12 @@ def test_a_fusion_that_breaks_down_leaves_the_model_as_it_is(
 
 
 def test_the_probe_runs_what_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = dense.Layer.whole
+    forward = cpu.Layer.forward
 
-    def wrong(layer: dense.Layer, *rows: Any) -> torch.Tensor:
-        return whole(layer, *rows) * 1.2
+    def wrong(layer: cpu.Layer, *rows: Any) -> torch.Tensor:
+        return forward(layer, *rows) * 1.2
 
-    monkeypatch.setattr(dense.Layer, "whole", wrong)
+    monkeypatch.setattr(cpu.Layer, "forward", wrong)
     with pytest.raises(FusionFailed, match="its logits through our attention differ"):
         probe(FlatModel(tiny_model(SERVED["llama-gqa"]())))
 

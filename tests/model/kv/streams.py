@@ -1,6 +1,6 @@
 """Streams and events that behave like a GPU's, on a CPU: what is launched happens late, in any order.
 
-A stream is a queue.  Nothing in it happens until somebody waits for an event or asks for one; then the
+A stream is a queue.  Nothing in it happens until an event is waited for or queried; then the
 heads of the queues are carried out, one at a time, a random stream first.  A head that waits for an event
 stays until the event has been reached.  So a missing wait shows, sooner or later, as an order that is wrong.
 """

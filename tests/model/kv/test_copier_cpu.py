@@ -1,4 +1,4 @@
-"""The copier: what it moves, in which order, when it says so, and how it fails."""
+"""The copier of a CPU: what it moves, in which order, what it reports, and how it fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from pensieve.core.iteration import SwapIn, SwapOut
 from pensieve.errors import DeviceError
-from pensieve.model.kv.copier_cpu import Copier
+from pensieve.model.kv.copier_cpu import CpuCopier
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.shape import ModelShape
 
@@ -59,15 +59,15 @@ def memory() -> GatedMemory:
 
 
 @pytest.fixture
-def copier(memory: GatedMemory) -> Iterator[Copier]:
-    copier = Copier(memory)
+def copier(memory: GatedMemory) -> Iterator[CpuCopier]:
+    copier = CpuCopier(memory)
     yield copier
     memory.let_pass(100)
     copier.close()
 
 
 def test_a_swap_in_moves_the_named_slots_of_every_layer(
-    memory: GatedMemory, copier: Copier
+    memory: GatedMemory, copier: CpuCopier
 ) -> None:
     before = memory.device_arena.clone()
     memory.let_pass(3)
@@ -80,7 +80,7 @@ def test_a_swap_in_moves_the_named_slots_of_every_layer(
     assert torch.equal(memory.device_arena[:, untouched], before[:, untouched])
 
 
-def test_a_swap_out_moves_the_other_way(memory: GatedMemory, copier: Copier) -> None:
+def test_a_swap_out_moves_the_other_way(memory: GatedMemory, copier: CpuCopier) -> None:
     memory.let_pass(3)
     copier.submit([], [SwapOut(1, 7, 0, 3)])
     assert copier.wait_any() == (1,)
@@ -88,7 +88,7 @@ def test_a_swap_out_moves_the_other_way(memory: GatedMemory, copier: Copier) -> 
     assert not torch.equal(memory.host_arena[:, 0, :, :, 3:], memory.device_arena[:, 7, :, :, 3:])
 
 
-def test_wait_layer_waits_for_its_layer_only(memory: GatedMemory, copier: Copier) -> None:
+def test_wait_layer_waits_for_its_layer_only(memory: GatedMemory, copier: CpuCopier) -> None:
     copier.submit([SwapIn(1, 0, 0, 4)], [])
     memory.let_pass(1)
     copier.wait_layer(0)
@@ -109,7 +109,7 @@ def test_wait_layer_waits_for_its_layer_only(memory: GatedMemory, copier: Copier
     assert copier.wait_any() == (1,)
 
 
-def test_swap_outs_yield_to_swap_ins_between_layers(memory: GatedMemory, copier: Copier) -> None:
+def test_swap_outs_yield_to_swap_ins_between_layers(memory: GatedMemory, copier: CpuCopier) -> None:
     copier.submit([], [SwapOut(1, 0, 0, 4)])
     memory.wait_begun(1)
     copier.submit([SwapIn(2, 5, 5, 4)], [])
@@ -125,7 +125,7 @@ def test_swap_outs_yield_to_swap_ins_between_layers(memory: GatedMemory, copier:
     ]
 
 
-def test_a_wait_does_not_wait_for_swap_outs(memory: GatedMemory, copier: Copier) -> None:
+def test_a_wait_does_not_wait_for_swap_outs(memory: GatedMemory, copier: CpuCopier) -> None:
     copier.submit([], [SwapOut(1, 0, 0, 4)])
     memory.wait_begun(1)
     for layer in range(3):
@@ -134,7 +134,7 @@ def test_a_wait_does_not_wait_for_swap_outs(memory: GatedMemory, copier: Copier)
 
 
 def test_the_lowest_layer_of_several_swap_ins_goes_first(
-    memory: GatedMemory, copier: Copier
+    memory: GatedMemory, copier: CpuCopier
 ) -> None:
     copier.submit([SwapIn(1, 0, 0, 4)], [])
     memory.wait_begun(1)
@@ -150,7 +150,7 @@ def test_the_lowest_layer_of_several_swap_ins_goes_first(
     assert sorted(finished) == [1, 2]
 
 
-def test_every_copy_is_reported_once(memory: GatedMemory, copier: Copier) -> None:
+def test_every_copy_is_reported_once(memory: GatedMemory, copier: CpuCopier) -> None:
     memory.let_pass(6)
     copier.submit([SwapIn(1, 0, 0, 4)], [SwapOut(2, 3, 3, 4)])
     finished = list(copier.wait_any())
@@ -162,7 +162,7 @@ def test_every_copy_is_reported_once(memory: GatedMemory, copier: Copier) -> Non
 
 
 def test_an_error_in_the_worker_reaches_whoever_waits(memory: GatedMemory) -> None:
-    copier = Copier(memory)
+    copier = CpuCopier(memory)
     memory.let_pass(10)
     copier.submit([SwapIn(1, 99, 0, 4)], [])  # there is no host page 99
     for wait in (lambda: copier.wait_layer(2), copier.wait_any, copier.poll):
@@ -172,7 +172,7 @@ def test_an_error_in_the_worker_reaches_whoever_waits(memory: GatedMemory) -> No
 
 
 def test_close_gives_up_what_is_outstanding(memory: GatedMemory) -> None:
-    copier = Copier(memory)
+    copier = CpuCopier(memory)
     copier.submit([SwapIn(1, 0, 0, 4)], [])
     memory.wait_begun(1)
     closer = threading.Thread(target=copier.close)

@@ -11,8 +11,8 @@ import torch
 
 from pensieve.core.iteration import SwapIn, SwapOut
 from pensieve.errors import DeviceError
-from pensieve.model.kv import copier_cuda as device_copier
-from pensieve.model.kv.copier_cuda import DeviceCopier
+from pensieve.model.kv import copier_cuda
+from pensieve.model.kv.copier_cuda import CudaCopier
 from pensieve.model.kv.memory import KVMemory, PageMoves, Run
 from pensieve.model.shape import ModelShape
 from tests.model.kv.streams import FakeStreams
@@ -62,7 +62,7 @@ class StreamedMemory(KVMemory):
         self.streams.compute.launch(look)
 
 
-def collect(copier: DeviceCopier, count: int) -> list[int]:
+def collect(copier: CudaCopier, count: int) -> list[int]:
     found: list[int] = []
     while len(found) < count:
         found += copier.wait_any()
@@ -76,11 +76,11 @@ def test_pages_go_out_and_come_back_whatever_the_order(
 ) -> None:
     """Each iteration writes pages, sends those of the one before out, and brings others in to be read."""
     layer_bytes = 2 * SIZE * 4 * 4  # of one page
-    monkeypatch.setattr(device_copier, "UNIT_BYTES", unit_layers * layer_bytes * 2)
+    monkeypatch.setattr(copier_cuda, "UNIT_BYTES", unit_layers * layer_bytes * 2)
     draw = random.Random(seed)
     streams = FakeStreams(seed)
     memory = StreamedMemory(streams)
-    copier = DeviceCopier(memory, streams)
+    copier = CudaCopier(memory, streams)
     wrong: list[str] = []
     on_host: dict[int, float] = {}  # host page -> value, reported
     outstanding: dict[int, tuple[str, int, int, float]] = {}
@@ -139,11 +139,11 @@ def test_pages_go_out_and_come_back_whatever_the_order(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_swap_outs_yield_to_swap_ins(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_copier, "UNIT_BYTES", 1)
+    monkeypatch.setattr(copier_cuda, "UNIT_BYTES", 1)
     streams = FakeStreams(seed)
     memory = StreamedMemory(streams)
     gate = streams.swap_out
-    copier = DeviceCopier(memory, streams)
+    copier = CudaCopier(memory, streams)
     streams.going.clear()
     copier.submit([], [SwapOut(1, 0, 0, SIZE)])
     deadline = time.monotonic() + WAIT_SECONDS
@@ -152,7 +152,7 @@ def test_swap_outs_yield_to_swap_ins(seed: int, monkeypatch: pytest.MonkeyPatch)
         time.sleep(0.001)
     copier.submit([SwapIn(2, 5, 5, SIZE)], [])
     streams.going.set()
-    while copier._outs:  # the worker goes on by itself
+    while copier._swap_outs:  # the worker goes on by itself
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert sorted(collect(copier, 2)) == [1, 2]
@@ -164,7 +164,7 @@ def test_waiting_for_a_layer_blocks_the_device_and_not_the_host() -> None:
     streams = FakeStreams(0)
     memory = StreamedMemory(streams)
     memory.host_arena.fill_(7.0)
-    copier = DeviceCopier(memory, streams)
+    copier = CudaCopier(memory, streams)
     copier.submit([SwapIn(1, 2, 3, SIZE)], [])
     wrong: list[str] = []
     for layer in range(SHAPE.num_layers):
@@ -181,7 +181,7 @@ def test_waiting_for_a_layer_blocks_the_device_and_not_the_host() -> None:
 
 def test_with_nothing_outstanding_nothing_is_waited_for() -> None:
     streams = FakeStreams(0)
-    copier = DeviceCopier(StreamedMemory(streams), streams)
+    copier = CudaCopier(StreamedMemory(streams), streams)
     assert copier.poll() == copier.wait_any() == ()
     copier.wait_layer(0)
     copier.close()
@@ -191,7 +191,7 @@ def test_an_error_of_the_worker_is_raised_where_somebody_waits() -> None:
     streams = FakeStreams(0)
     memory = StreamedMemory(streams)
     memory.failing = True
-    copier = DeviceCopier(memory, streams)
+    copier = CudaCopier(memory, streams)
     copier.submit([], [SwapOut(1, 0, 0, SIZE)])
     with pytest.raises(DeviceError, match="the bus is gone"):
         copier.wait_any()
@@ -204,7 +204,7 @@ def test_an_error_of_the_worker_is_raised_where_somebody_waits() -> None:
 
 def test_a_reporter_in_another_thread_hears_of_swap_outs() -> None:
     streams = FakeStreams(3)
-    copier = DeviceCopier(StreamedMemory(streams), streams)
+    copier = CudaCopier(StreamedMemory(streams), streams)
     heard: list[int] = []
     copier.submit([], [SwapOut(each, each, each, SIZE) for each in range(4)])
     reporter = threading.Thread(target=lambda: heard.extend(collect(copier, 4)))
@@ -218,8 +218,8 @@ def test_neighbours_move_as_runs() -> None:
     moves = PageMoves.from_swap_ins(
         [SwapIn(0, 3, 7, 4), SwapIn(0, 1, 2, 4), SwapIn(0, 4, 8, 4), SwapIn(0, 5, 1, 4)]
     )
-    assert moves.joined(4) == (Run(1, 2, 1), Run(3, 7, 2), Run(5, 1, 1))
-    assert moves.joined(8) == (), "a page that is not copied whole"
+    assert moves.in_runs(4) == (Run(1, 2, 1), Run(3, 7, 2), Run(5, 1, 1))
+    assert moves.in_runs(8) == (), "a page that is not copied whole"
     memory = KVMemory(SHAPE, PAGES, PAGES, SIZE)
     memory.host_arena.copy_(torch.arange(memory.host_arena.numel()).view_as(memory.host_arena))
     other = KVMemory(SHAPE, PAGES, PAGES, SIZE)
@@ -227,5 +227,5 @@ def test_neighbours_move_as_runs() -> None:
     memory.device_arena.zero_()
     other.device_arena.zero_()
     memory.swap_in(1, moves)
-    other.swap_in(1, moves._replace(runs=moves.joined(SIZE)))
+    other.swap_in(1, moves._replace(runs=moves.in_runs(SIZE)))
     assert torch.equal(memory.device_arena, other.device_arena)

@@ -34,7 +34,7 @@ def test_it_is_memory_that_begins_at_a_page(monkeypatch: pytest.MonkeyPatch) -> 
     assert int(view.sum()) == 7 * 3 * 8192
     del arena
     gc.collect()
-    assert not unlocked, "somebody still looks at it"
+    assert not unlocked, "a view of it is still alive"
     del view
     gc.collect()
     assert unlocked == [begin + 8192 * i for i in range(3)]

@@ -1,0 +1,185 @@
+"""Finds, loads and declares libpensieve_cpu.so, the compiled kernels for CPUs.
+
+The library is built from csrc/cpu when the package is installed.  Where that failed there is none:
+`compiled_library` warns once and answers None, and the torch implementations do the work.
+
+The C interface, one line per function, is the table `FUNCTIONS`; csrc/cpu/kernels.cpp (attention) and
+csrc/cpu/layer.cpp (the dense parts of a layer) define it.  A function of the table that the library lacks
+makes the whole library unusable, so a caller never finds half of one.
+
+Threads.  A second pool of threads would fight with torch's for the cores, so the kernels run on torch's own:
+`GOMP_parallel` of the OpenMP library that torch has loaded is handed over (csrc/cpu/threads.h).  Where torch
+uses another OpenMP library, the kernels run in the calling thread alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import sysconfig
+import warnings
+from ctypes import c_char_p as text
+from ctypes import c_float as float32
+from ctypes import c_int32 as int32
+from ctypes import c_int64 as int64
+from ctypes import c_void_p as pointer
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pensieve.kernels.shapes import PAGE_SLOTS
+
+NAME = "libpensieve_cpu.so"
+TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as the C interface numbers them
+# The instruction set that all calls have to use, for comparing them; empty: the best of this machine.
+only_instruction_set = os.environ.get("PENSIEVE_CPU_KERNEL", "").encode()
+
+# What each function returns and takes; `None` returns nothing.
+FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "pensieve_use_threads_of": (None, (pointer,)),
+    "pensieve_kernel": (text, (int32, text)),
+    "pensieve_multi_token_attention": (
+        int32,
+        (
+            *(text, int32),
+            *(pointer, int64, int64),  # query
+            *(pointer, pointer, int64, int64, int64),  # key and value pages
+            *(pointer, int64),  # page table
+            *(pointer, pointer, pointer),  # offsets, turns and starts of the slices
+            *(int32, int32, int32, int32, int32),
+            float32,  # scaling
+            *(pointer, int64, int64),  # out
+            int32,
+        ),
+    ),
+    "pensieve_write_kv": (
+        int32,
+        (
+            *(pointer, int64, int64),  # key
+            *(pointer, int64, int64),  # value
+            *(pointer, int64),  # slot mapping
+            *(int32, int32, int64),
+            *(pointer, pointer, int64, int64, int64),  # key and value pages
+        ),
+    ),
+    "pensieve_copy_pages": (
+        int32,
+        (
+            *(pointer, pointer, pointer, pointer, pointer, int64),
+            *(int32, int32, int64, int64, int64),
+        ),
+    ),
+    "pensieve_lanes": (int32, (text,)),
+    "pensieve_multiply": (None, (text, int32, pointer, int32)),
+    "pensieve_before_attention": (
+        None,
+        (*(text, pointer, pointer, pointer, pointer, pointer), *(int32, int32, int32, int32)),
+    ),
+    "pensieve_after_attention": (
+        None,
+        (*(text, pointer, pointer, pointer, pointer, pointer), *(int32, int32)),
+    ),
+    "pensieve_layer": (
+        int32,
+        (*(text, pointer, pointer, pointer, pointer), *(pointer, int32, pointer)),
+    ),
+    "pensieve_normalise": (None, (text, int32, pointer, pointer, pointer, int32, int32)),
+    "pensieve_argmax": (None, (text, pointer, int64, int32, int32, pointer, int32)),
+}
+
+
+@cache
+def compiled_library() -> ctypes.CDLL | None:
+    """The loaded library; None, after a warning, where there is none."""
+    for folder in _folders():
+        if (folder / NAME).exists():
+            try:
+                return _declared(ctypes.CDLL(str(folder / NAME)))
+            except (OSError, AttributeError) as error:
+                warnings.warn(f"{folder / NAME} cannot be used: {error}", stacklevel=2)
+                return None
+    warnings.warn(
+        "pensieve was installed without its CPU kernels (no C++ compiler?); attention runs in "
+        "torch, which is slower",
+        stacklevel=2,
+    )
+    return None
+
+
+def instruction_set(dtype: torch.dtype, head_size: int) -> str | None:
+    """The name of the instruction set that attention would use; None: it would run in torch."""
+    library = compiled_library()
+    if library is None or dtype not in TYPES:
+        return None
+    name: bytes | None = library.pensieve_kernel(head_size, only_instruction_set)
+    return None if name is None else name.decode()
+
+
+def takes_pages(dtype: torch.dtype, page_slots: int, head_size: int) -> bool:
+    """Whether the compiled attention can read pages like these."""
+    return page_slots == PAGE_SLOTS and instruction_set(dtype, head_size) is not None
+
+
+def succeeded(status: int) -> bool:
+    """What a kernel's status says: True, it is done; False, these tensors are not for it."""
+    if status == 2:
+        raise IndexError("a page or slot lies outside the arena")
+    if status == 3:
+        raise MemoryError("not enough memory for attention over so long a context")
+    return status == 0
+
+
+def _folders() -> list[Path]:
+    """Where the library may lie: beside this file, or where an editable installation puts what it built."""
+    named = os.environ.get("PENSIEVE_CPU_LIBRARY")
+    if named:
+        return [Path(named)]
+    site = {sysconfig.get_path("platlib"), sysconfig.get_path("purelib"), *sys.path}
+    return [
+        Path(__file__).parent,
+        *(Path(each) / "pensieve" / "kernels" for each in sorted(site) if each),
+    ]
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(library, name)
+        function.argtypes = list(arguments)
+        function.restype = result
+    parallel = _gomp_parallel()
+    if parallel is not None:
+        library.pensieve_use_threads_of(parallel)
+    return library
+
+
+def _gomp_parallel() -> int | None:
+    """The address of GOMP_parallel in torch's OpenMP; opening a loaded library again loads nothing."""
+    try:  # a library that was preloaded into the process serves torch as well
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, TypeError, AttributeError):
+        pass
+    home = Path(torch.__file__).parent
+    found = [
+        path
+        for folder in (home / "lib", home.parent / "torch.libs")
+        for path in sorted(folder.glob("libgomp*.so*"))
+    ]
+    for path in (*found, *_loaded("libgomp", "libiomp5", "libomp")):
+        try:
+            return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def _loaded(*names: str) -> list[Path]:
+    """This process's libraries whose file names begin so: some builds of torch bring another OpenMP."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {Path(line.split(maxsplit=5)[5]) for line in lines if line.count(" /")}
+    return sorted(path for path in paths if path.name.startswith(names))

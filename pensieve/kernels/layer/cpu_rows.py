@@ -1,0 +1,117 @@
+"""An iteration's rows and the buffers, as the compiled layers of a CPU read them.
+
+csrc/cpu/layer.cpp has the structures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from pensieve.kernels.layer.protocol import PageIndex
+from pensieve.kernels.shapes import Shapes
+
+
+class PagesStruct(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int32) for name in ("num_rows", "num_slices")),
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines")),
+        *((name, ctypes.c_int32) for name in ("rotation_float", "rotary")),
+        ("slot_mapping", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("page_table", "slice_offsets")),
+        *((name, ctypes.c_void_p) for name in ("slice_turns", "slice_starts")),
+        *((name, ctypes.c_int64) for name in ("pages_max", "num_pages")),
+        ("arena", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("slots", "num_threads")),
+    ]
+
+
+class BuffersStruct(ctypes.Structure):
+    _fields_: ClassVar = [
+        (name, ctypes.c_void_p)
+        for name in ("normed", "turned", "gated", "added", "sum", "attended")
+    ]
+
+
+class CpuPagedRows:
+    """One iteration's rows, and the arena (layers, pages, 2, kv_heads, slots, head_size) they go to."""
+
+    def __init__(self, arena: torch.Tensor, index: PageIndex) -> None:
+        shapes = Shapes("layer")
+        shapes.unify("arena", arena, ("layers", "pages", "two", "kv_heads", "slots", "head_size"))
+        shapes.unify("slot_mapping", index.slot_mapping, ("tokens",), torch.int64)
+        shapes.unify("page_table", index.page_table, ("turns", "pages_max"), torch.int32)
+        shapes.unify("slice_offsets", index.slice_offsets, ("slices+1",), torch.int32)
+        shapes.unify("slice_turns", index.slice_turns, ("slices",), torch.int32)
+        shapes.unify("slice_starts", index.slice_starts, ("slices",), torch.int32)
+        assert arena.is_contiguous()
+        assert index.slot_mapping.is_contiguous()
+        assert index.page_table.is_contiguous()
+        assert index.slice_offsets.is_contiguous()
+        assert index.slice_turns.is_contiguous()
+        assert index.slice_starts.is_contiguous()
+        self._kept_alive = (arena, index)  # the structure holds addresses only
+        self._rotated_by: object = None
+        self.kv_shape = (shapes["kv_heads"], shapes["head_size"], arena.dtype)
+        self.struct = PagesStruct(
+            num_rows=shapes["tokens"],
+            num_slices=shapes["slices"],
+            slot_mapping=index.slot_mapping.data_ptr(),
+            page_table=index.page_table.data_ptr(),
+            slice_offsets=index.slice_offsets.data_ptr(),
+            slice_turns=index.slice_turns.data_ptr(),
+            slice_starts=index.slice_starts.data_ptr(),
+            pages_max=shapes["pages_max"],
+            num_pages=shapes["pages"],
+            arena=arena.data_ptr(),
+            slots=shapes["slots"],
+            num_threads=torch.get_num_threads(),
+        )
+
+    def rotate_by(self, rotation: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if rotation is self._rotated_by:
+            return
+        cosines, sines = (each[0].contiguous() for each in rotation)
+        self._rotated_by = rotation
+        self._rotation = (cosines, sines)  # kept alive
+        self.struct.cosines, self.struct.sines = cosines.data_ptr(), sines.data_ptr()
+        self.struct.rotation_float = cosines.dtype != self.kv_shape[2]
+        self.struct.rotary = cosines.shape[1]
+
+
+class Widths(NamedTuple):
+    """How many values a row has at each stage of a layer."""
+
+    hidden: int
+    heads_in: int  # queries, keys and values
+    mlp: int
+    heads_out: int
+
+
+class Workspace:
+    """The buffers that all layers of a model share, for as many rows as a call has ever had."""
+
+    def __init__(self) -> None:
+        self._num_rows = 0
+        self._made_for: tuple[object, ...] = ()
+        self._tensors: list[torch.Tensor] = []
+        self.struct = BuffersStruct()
+
+    def reserve(self, num_rows: int, widths: Widths, dtype: torch.dtype) -> None:
+        if num_rows <= self._num_rows and (*widths, dtype) == self._made_for:
+            return
+        self._num_rows, self._made_for = max(num_rows, self._num_rows), (*widths, dtype)
+        rows, (hidden, heads_in, mlp, heads_out) = self._num_rows, widths
+        self._tensors = [
+            *(torch.empty((rows, width), dtype=dtype) for width in (hidden, heads_in, mlp)),
+            *(torch.empty((rows, hidden), dtype=torch.float32) for _ in range(2)),
+            torch.empty((rows, heads_out), dtype=dtype),
+        ]
+        self.struct = BuffersStruct(*(each.data_ptr() for each in self._tensors))
+
+    @property
+    def rotated(self) -> torch.Tensor:
+        """Queries, keys and values of each row, after `before_attention`."""
+        return self._tensors[1]

@@ -1,0 +1,159 @@
+"""The interface of a decoder layer's dense parts (products, norms, rotation, sums).
+
+    cpu    compiled (csrc/cpu/layer.cpp); weights packed for the machine's vectors, optionally as int8
+    cuda   torch operations and two kernels of csrc/cuda; can be captured in a CUDA graph
+
+`LayerKernels` belongs to one model: it makes the model's layers from `LayerWeights`, and the two parts
+that stand outside of the layers, the last norm and the output product.  Layers follow only layers of their
+own kind, and `takes` says whether a layer can be run with an iteration's `PagedRows`.
+
+    weights ──── LayerKernels.layer ──> DenseLayer ─┐
+    residual of all rows ───────────────────────────┼─ forward ──> the next layer's residual
+    arena and PageIndex ── paged_rows ──> PagedRows ┘
+
+A layer computes, in this order, where norms in brackets may be missing:
+
+    [attention_before] → queries, keys, values → [query_norm, key_norm] → rotation of halves
+    → attention → product → [attention_after] · factor + residual
+    → [mlp_before] → gate and up → activation(gate) · up → product → [mlp_after] · factor + residual
+
+`forward` does all of it, attention over pages included.  Where something else attends (the load probe, which
+runs without pages), `before_attention` and `after_attention` are the two halves around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+Activation = Literal["silu", "gelu_tanh"]
+NormName = Literal[
+    "attention_before", "query_norm", "key_norm", "attention_after", "mlp_before", "mlp_after"
+]
+
+
+class Heads(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+
+
+@dataclass(frozen=True)
+class NormWeights:
+    """x / rms(x) · weight, over each `len(weight)` values of a row."""
+
+    weight: torch.Tensor  # float32
+    eps: float
+
+
+@dataclass(frozen=True)
+class ProductWeights:
+    """Weights of one product, or of several with the same input, whose outputs lie side by side.
+
+    With an activation the first half of the outputs goes through it and multiplies the second half.
+    """
+
+    weights: Sequence[torch.Tensor]  # each (outputs, inputs)
+    biases: Sequence[torch.Tensor | None]  # each (outputs)
+    activation: Activation | None = None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """What makes one decoder layer."""
+
+    layer_index: int
+    heads: Heads
+    scaling: float  # of the attention's scores
+    attention_in: ProductWeights  # queries, keys and values
+    attention_out: ProductWeights
+    mlp_in: ProductWeights  # gate and up
+    mlp_out: ProductWeights
+    norms: Mapping[NormName, NormWeights]  # those that there are
+
+
+@dataclass(frozen=True)
+class PageIndex:
+    """Which rows of an iteration belong to which pages; `pensieve.kernels.attention.paged` says how."""
+
+    slot_mapping: torch.Tensor  # int64 (tokens)
+    page_table: torch.Tensor  # int32 (turns, pages_max)
+    slice_offsets: torch.Tensor  # int32 (slices+1)
+    slice_turns: torch.Tensor  # int32 (slices)
+    slice_starts: torch.Tensor  # int32 (slices)
+
+
+class PackedWeights(Protocol):
+    """A product's weights in the layout that the device's kernel reads."""
+
+    @property
+    def outputs(self) -> int:
+        """Columns of the result; with an activation, half of the weights' outputs."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def multiply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """out (rows, outputs) = rows (rows, inputs) times the weights, plus the bias."""
+
+
+class Norm(Protocol):
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """The normalized rows, of contiguous rows as wide as the weights."""
+
+
+class PagedRows(Protocol):
+    """One iteration's rows, and the pages that they are written to; the same for all layers."""
+
+    def rotate_by(self, rotation: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Set the cosines and sines (1, tokens, rotary); the same object again costs nothing."""
+
+
+class DenseLayer(Protocol):
+    """One decoder layer."""
+
+    factor: float  # of what each half adds to the residual
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def followed_by(self, then: DenseLayer | PackedWeights) -> None:
+        """Say what runs next, so that its first weights can be fetched while this layer ends."""
+
+    def takes(self, paged_rows: PagedRows) -> bool:
+        """Whether `forward` can be used with pages like these."""
+
+    def forward(
+        self,
+        residual: torch.Tensor,  # (tokens, hidden), contiguous
+        paged_rows: PagedRows,
+        kept: torch.Tensor | None = None,  # int64: rows whose result is wanted; None: all
+    ) -> torch.Tensor:
+        """The next layer's residual, of the kept rows; keys and values are in their slots."""
+
+    def before_attention(
+        self,
+        residual: torch.Tensor,  # (tokens, hidden), contiguous
+        cosines: torch.Tensor,  # (tokens, rotary), contiguous, of the residual's type or float32
+        sines: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, each (tokens, its heads, head_size), valid until the next call."""
+
+    def after_attention(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The next layer's residual, from this layer's and what its attention gave."""
+
+
+class LayerKernels(Protocol):
+    """Makes the dense parts of one model."""
+
+    def available(self, dtype: torch.dtype) -> bool:
+        """Whether they can be had for weights of this type."""
+
+    def layer(self, weights: LayerWeights, *, int8: bool = False) -> DenseLayer: ...
+
+    def pack(self, product: ProductWeights, *, int8: bool = False) -> PackedWeights: ...
+
+    def norm(self, weights: NormWeights) -> Norm: ...

@@ -1,0 +1,246 @@
+"""Matches a decoder layer's recorded calls to the form of fused layers; collects its weights.
+
+`model.fuse` describes the form.  The calls before the attention and those after it are walked once each; at
+the first call that does not fit, the layer does not match.  Whether a norm or an activation is a known one
+is decided by what it answered; its attributes only give the numbers to try.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from transformers.pytorch_utils import Conv1D
+
+from pensieve.kernels.layer.protocol import (
+    Activation,
+    LayerKernels,
+    LayerWeights,
+    NormName,
+    NormWeights,
+    ProductWeights,
+)
+from pensieve.model.fuse.record import AttentionCall, Call, ModuleCall, is_product
+
+# How far a norm may be off, as a share of its largest value.
+NORM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+
+@dataclass
+class _Parts:
+    """What was found so far."""
+
+    norms: dict[NormName, NormWeights] = field(default_factory=dict)
+    attention_in: list[ModuleCall] = field(default_factory=list)
+    attention_out: list[ModuleCall] = field(default_factory=list)
+    mlp_in: list[ModuleCall] = field(default_factory=list)
+    mlp_out: list[ModuleCall] = field(default_factory=list)
+    activation: ModuleCall | None = None
+
+
+def match_layer(
+    calls: Sequence[Call], given: torch.Tensor, layer_index: int, kernels: LayerKernels
+) -> tuple[AttentionCall, LayerWeights] | None:
+    """The layer's attention and its weights; None if its calls have another form."""
+    attentions = [index for index, call in enumerate(calls) if isinstance(call, AttentionCall)]
+    if len(attentions) != 1:
+        return None
+    middle = attentions[0]
+    attention = cast(AttentionCall, calls[middle])
+    before, after = (
+        cast(Sequence[ModuleCall], part) for part in (calls[:middle], calls[middle + 1 :])
+    )
+    parts = _Parts()
+    if not _match_before_attention(parts, before, given, kernels):
+        return None
+    if not _match_after_attention(parts, after, kernels):
+        return None
+    activation = parts.activation
+    if activation is None or not parts.mlp_out:
+        return None
+    if len(parts.mlp_in) == 2 and parts.mlp_in[0].answer is not activation.given:
+        parts.mlp_in.reverse()  # the gate comes first
+    name = activation_of(activation.module)
+    if name is None or not _sizes_fit(parts, attention):
+        return None
+    weights = LayerWeights(
+        layer_index=layer_index,
+        heads=attention.heads,
+        scaling=attention.scaling,
+        attention_in=product_weights(parts.attention_in),
+        attention_out=product_weights(parts.attention_out),
+        mlp_in=product_weights(parts.mlp_in, name),
+        mlp_out=product_weights(parts.mlp_out),
+        norms=parts.norms,
+    )
+    return attention, weights
+
+
+def _match_before_attention(
+    parts: _Parts, calls: Sequence[ModuleCall], given: torch.Tensor, kernels: LayerKernels
+) -> bool:
+    """Whether they are: [norm] → products of one input → [norms of queries and keys]."""
+    normed = given
+    for call in calls:
+        if is_product(call, kernels):
+            if call.given is not normed:
+                return False
+            parts.attention_in.append(call)
+            continue
+        norm = match_norm(call)
+        if norm is None:
+            return False
+        if call.given is given and not parts.attention_in:
+            parts.norms["attention_before"], normed = norm, call.answer
+        elif "query_norm" not in parts.norms:
+            parts.norms["query_norm"] = norm
+        elif "key_norm" not in parts.norms:
+            parts.norms["key_norm"] = norm
+        else:
+            return False
+    return True
+
+
+def _match_after_attention(
+    parts: _Parts, calls: Sequence[ModuleCall], kernels: LayerKernels
+) -> bool:
+    """Whether they are: a product → [norms] → products of one input → activation → a product → [norm]."""
+    loose: list[tuple[NormWeights, ModuleCall]] = []  # norms since the last product
+    for call in calls:
+        if is_product(call, kernels):
+            if not parts.attention_out:
+                parts.attention_out.append(call)
+            elif not parts.mlp_in:
+                if not _name_middle_norms(parts, loose, call):
+                    return False
+                parts.mlp_in.append(call)
+            elif call.given is parts.mlp_in[0].given:
+                parts.mlp_in.append(call)
+            elif not parts.mlp_out:
+                parts.mlp_out.append(call)
+            else:
+                return False
+            loose = []
+        elif not list(call.module.parameters()) and parts.activation is None and parts.mlp_in:
+            parts.activation = call
+        else:
+            norm = match_norm(call)
+            if norm is None:
+                return False
+            loose.append((norm, call))
+    if len(loose) > 1:
+        return False
+    if loose:
+        parts.norms["mlp_after"] = loose[0][0]
+    return True
+
+
+def _name_middle_norms(
+    parts: _Parts, loose: list[tuple[NormWeights, ModuleCall]], product: ModuleCall
+) -> bool:
+    """Name the norms between the attention's product and the MLP's first one: before or after the sum."""
+    if loose and product.given is loose[-1][1].answer:
+        parts.norms["mlp_before"] = loose.pop()[0]
+    if loose:
+        parts.norms["attention_after"] = loose.pop()[0]
+    return not loose
+
+
+def _sizes_fit(parts: _Parts, attention: AttentionCall) -> bool:
+    """Whether all widths are those of the form, and even: the kernels take pairs of bfloat16."""
+    num_heads, num_kv_heads, head_size = attention.heads
+    norms, gates = parts.norms, parts.mlp_in
+    width = sum(call.answer.shape[-1] for call in gates)
+    inputs = sum(call.answer.shape[-1] for call in parts.attention_in)
+    hidden = parts.attention_in[0].given.shape[-1] if parts.attention_in else 0
+    to_residual = (*parts.attention_out, *parts.mlp_out)
+    fits = (
+        len(gates) <= 2
+        and width % 2 == 0
+        and parts.mlp_out[0].given.shape[-1] == width // 2
+        and inputs == (num_heads + 2 * num_kv_heads) * head_size
+        and parts.attention_out[0].given.shape[-1] == num_heads * head_size
+        and all(call.answer.shape[-1] == hidden for call in to_residual)
+        and ("query_norm" in norms) == ("key_norm" in norms)
+        and all(
+            len(norm.weight) == hidden
+            for name, norm in norms.items()
+            if name not in ("query_norm", "key_norm")
+        )
+    )
+    if not fits:
+        return False
+    if "query_norm" in norms and not (
+        len(norms["query_norm"].weight) in (head_size, num_heads * head_size)
+        and len(norms["key_norm"].weight) in (head_size, num_kv_heads * head_size)
+    ):
+        return False
+    return all(size % 2 == 0 for size in (hidden, num_heads * head_size, width // 2))
+
+
+def product_weights(
+    calls: Sequence[ModuleCall], activation: Activation | None = None
+) -> ProductWeights:
+    """The weights of products with one input, as one product's."""
+    return ProductWeights(
+        [_weight(call.module) for call in calls],
+        [cast(torch.Tensor | None, call.module.bias) for call in calls],
+        activation,
+    )
+
+
+def _weight(module: torch.nn.Module) -> torch.Tensor:
+    """(outputs, inputs)"""
+    weight = cast(torch.Tensor, module.weight)
+    return weight.T if type(module) is Conv1D else weight
+
+
+def match_norm(call: ModuleCall) -> NormWeights | None:
+    """The weights with which this call was x / rms(x) · weight; None if it was something else."""
+    parameters = list(call.module.parameters())
+    if len(parameters) != 1 or parameters[0].dim() != 1:
+        return None
+    width = len(parameters[0])
+    if call.given.shape[-1] % width or call.given.shape != call.answer.shape:
+        return None
+    numbers = [each for each in vars(call.module).values() if isinstance(each, float)]
+    small = call.given * 1e-3  # where eps makes a difference
+    pairs = [(call.given, call.answer), (small, call.module(small))]
+    best: tuple[float, NormWeights] | None = None
+    for eps in numbers:
+        for weight in (parameters[0].float(), 1 + parameters[0].float()):
+            norm = NormWeights(weight.contiguous(), eps)
+            errors = [_error(norm, given, answer) for given, answer in pairs]
+            fits = all(worst <= NORM_TOLERANCE[call.given.dtype] for worst, _ in errors)
+            mean = sum(mean for _, mean in errors)
+            if fits and (best is None or mean < best[0]):
+                best = mean, norm
+    return None if best is None else best[1]
+
+
+def _error(norm: NormWeights, given: torch.Tensor, answer: torch.Tensor) -> tuple[float, float]:
+    """The norm's largest and mean difference from the answer, as shares of its largest value."""
+    width = len(norm.weight)
+    rows = given.float().view(*given.shape[:-1], -1, width)
+    got = rows / (rows.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+    right = answer.float()
+    difference = (got.flatten(-2) - right).abs() / right.abs().max().clamp_min(1e-12)
+    return float(difference.max()), float(difference.mean())
+
+
+def activation_of(module: torch.nn.Module) -> Activation | None:
+    """Which activation of the kernels the module computes; None: another one."""
+    x = torch.linspace(-8, 8, 257)
+    with torch.inference_mode():
+        y = module(x)
+    right: dict[Activation, torch.Tensor] = {
+        "silu": F.silu(x),
+        "gelu_tanh": F.gelu(x, approximate="tanh"),
+    }
+    for name, expected in right.items():
+        if torch.allclose(y, expected, atol=1e-6):
+            return name
+    return None

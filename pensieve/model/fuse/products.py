@@ -1,0 +1,114 @@
+"""Replaces single products (Linear, Conv1D) by products with packed weights.
+
+Products that one parent calls one after another with the same input (queries, keys and values, for
+instance) become one product, computed at the first call; the others take their columns of its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from pensieve.kernels.layer.protocol import LayerKernels, PackedWeights
+from pensieve.model.fuse.match import product_weights
+from pensieve.model.fuse.record import Child, ModuleCall
+
+
+class SharedInput:
+    """Packed weights of products that get the same input, and the result that they share."""
+
+    def __init__(self, packed: PackedWeights, sizes: Sequence[int]) -> None:
+        self.packed = packed
+        self._sizes = list(sizes)
+        self._given: torch.Tensor | None = None
+        self._answers: list[torch.Tensor | None] = []
+
+    def answer(self, part: int, given: torch.Tensor) -> torch.Tensor:
+        if given is not self._given or self._answers[part] is None:
+            rows = given.reshape(-1, given.shape[-1])
+            out = torch.empty((len(rows), sum(self._sizes)), dtype=given.dtype, device=given.device)
+            self.packed.multiply(rows, out)
+            whole = out.view(*given.shape[:-1], out.shape[1])
+            self._given, self._answers = given, list(torch.split(whole, self._sizes, dim=-1))
+        answer = self._answers[part]
+        assert answer is not None
+        self._answers[part] = None
+        if not any(each is not None for each in self._answers):
+            self._given = None
+        return answer
+
+
+class PackedProduct(torch.nn.Module):
+    """Replaces a Linear."""
+
+    def __init__(self, shared: SharedInput, part: int, like: torch.nn.Module) -> None:
+        super().__init__()
+        weight: torch.Tensor = like.weight  # type: ignore[assignment]
+        self.weight = weight.new_empty(0)  # some models read its type
+        self.bias = None
+        self._shared = shared
+        self._part = part
+
+    @property
+    def weight_bytes(self) -> int:
+        """The weights of all products that share the input, counted at the first of them."""
+        return self.packed.num_bytes if self._part == 0 else 0
+
+    @property
+    def packed(self) -> PackedWeights:
+        return self._shared.packed
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self._shared.answer(self._part, given)
+
+
+def pack_products(
+    module: torch.nn.Module,
+    calls: Sequence[ModuleCall],
+    kernels: LayerKernels,
+    *,
+    int8: bool = False,
+) -> int:
+    """Replace those of the called products that are inside of this module; returns how many."""
+    children = children_of(module)
+    count = 0
+    for group in _groups([call for call in calls if id(call.module) in children], children):
+        packed = kernels.pack(product_weights(group), int8=int8)
+        shared = SharedInput(packed, [call.answer.shape[-1] for call in group])
+        for part, call in enumerate(group):
+            parent, name, _ = children[id(call.module)]
+            setattr(parent, name, PackedProduct(shared, part, call.module))
+            count += 1
+    return count
+
+
+def children_of(module: torch.nn.Module) -> dict[int, Child]:
+    """Every module inside of this one, with its parent, by its id."""
+    return {
+        id(child): Child(parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+    }
+
+
+def _groups(calls: Sequence[ModuleCall], children: dict[int, Child]) -> Iterator[list[ModuleCall]]:
+    """Consecutive calls with one input by one parent; a module that is called twice stays alone."""
+    num_calls: dict[int, int] = {}
+    for call in calls:
+        num_calls[id(call.module)] = num_calls.get(id(call.module), 0) + 1
+    group: list[ModuleCall] = []
+    for call in calls:
+        if group and not (
+            call.given is group[0].given
+            and children[id(call.module)].parent is children[id(group[0].module)].parent
+            and num_calls[id(call.module)] == num_calls[id(group[0].module)] == 1
+        ):
+            yield group
+            group = []
+        if num_calls[id(call.module)] > 0:
+            group.append(call)
+            if num_calls[id(call.module)] > 1:
+                num_calls[id(call.module)] = 0  # its other calls add nothing
+    if group:
+        yield group

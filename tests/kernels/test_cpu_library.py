@@ -1,0 +1,41 @@
+"""The compiled library: that it is there, and what happens where it is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+
+from pensieve.kernels import cpu_library
+from tests.kernels.conftest import SETS
+
+
+def test_the_library_is_there_and_is_used() -> None:
+    """An installation with a compiler has it; without one the other tests of this file are skipped."""
+    assert cpu_library.compiled_library() is not None
+    assert cpu_library.instruction_set(torch.bfloat16, 64) in SETS
+    assert cpu_library.instruction_set(torch.float16, 64) is None
+
+
+def test_without_the_library_torch_does_it_after_one_warning() -> None:
+    program = (
+        "import warnings, torch\n"
+        "from pensieve.kernels import write_kv\n"
+        "arena = torch.zeros(1, 2, 1, 32, 64)\n"
+        "row = torch.ones(1, 1, 64)\n"
+        "with warnings.catch_warnings(record=True) as told:\n"
+        "    warnings.simplefilter('always')\n"
+        "    for slot in (0, 3):\n"
+        "        write_kv(row, row, torch.tensor([slot]), arena[:, 0], arena[:, 1])\n"
+        "print(int(arena.sum()), [str(each.message) for each in told])\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PENSIEVE_CPU_LIBRARY": "/nowhere", "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.startswith("256 ['pensieve was installed without its CPU kernels")
+    assert result.stdout.count("pensieve was installed") == 1
