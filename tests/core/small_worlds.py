@@ -77,7 +77,7 @@ class ChosenWorld(World):
     def __init__(self, small: SmallWorld, chooser: Chooser) -> None:
         super().__init__(0, small.shape)
         shape, self.small = small.shape, small
-        self.executor = ChosenExecutor(
+        self.executor: ChosenExecutor = ChosenExecutor(
             shape.device_pages, shape.host_pages, shape.chunk_tokens, 0, 0.0, 0.0, shape.stops
         )
         self.logs["a"], self.commits["a"] = [], [0]

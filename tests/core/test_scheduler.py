@@ -557,7 +557,7 @@ def test_nothing_to_do_is_none() -> None:
     assert World(0, Shape()).scheduler.plan(0.0) is None
 
 
-def test_a_turn_cancelled_in_the_queue_leaves_no_kv_of_a_turn_that_is_in_no_log():
+def test_a_turn_cancelled_in_the_queue_leaves_no_kv_of_a_turn_that_is_in_no_log() -> None:
     """The store could not keep the first turn; the second's prompt joins the log uncomputed."""
     stage = Stage(12, 10)
     stage.say("a", 6)
@@ -567,7 +567,7 @@ def test_a_turn_cancelled_in_the_queue_leaves_no_kv_of_a_turn_that_is_in_no_log(
     stage.say("a", 3)
 
 
-def test_so_does_one_whose_predecessor_is_still_leaving():
+def test_so_does_one_whose_predecessor_is_still_leaving() -> None:
     stage = Stage(12, 10, overlap=True)
     lost = stage.ask("a", 6)
     stage.step()

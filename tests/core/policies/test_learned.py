@@ -73,13 +73,10 @@ def held(*holders: tuple[float, float]) -> Branch:
 
 def test_traits_tell_first_turns_sizes_and_hints_apart() -> None:
     assert traits_of(1, MESSAGE) == (1.0, -math.log(2), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    assert traits_of(4, EndedTurn(1499, 250))[4:8] == (
-        math.log(2),
-        pytest.approx(-0.694, abs=1e-3),
-        1,
-        0,
+    assert traits_of(4, EndedTurn(1499, 250))[4:8] == pytest.approx(
+        (math.log(2), -0.694, 1, 0), abs=1e-3
     )
-    assert traits_of(2, EndedTurn(0, 0))[5:8] == (-0.7, 1.0, -3.0), "nothing was ended and answered"
+    assert traits_of(2, EndedTurn(0, 0))[5:8] == (-0.7, 1.0, -3.0), "an empty message and reply"
     assert traits_of(1, EndedTurn(1500, 250, 0, 120.0))[8] == 0.0
     assert traits_of(1, EndedTurn(1500, 250, 0, 12.0))[8] == pytest.approx(-math.log(10))
     assert traits_of(1, EndedTurn(1500, 250, 0, 1e9))[8] == 6.0
