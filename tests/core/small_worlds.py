@@ -83,7 +83,7 @@ class ChosenWorld(World):
         self.logs["a"], self.commits["a"] = [], [0]
         self.born = {"a"}
         self.submit("a", prompt=[7] * small.first_tokens, reply_max=1)
-        self.settle()
+        self.run_until_idle()
         self.executor.chooser = chooser
 
     def may(self, deed: str) -> bool:
@@ -153,4 +153,4 @@ def run_chosen(small: SmallWorld, chooser: Chooser, done: list[str]) -> None:
             world.do(deed)
             world.clock.advance(1.0)
     world.executor.chooser = None
-    world.settle()
+    world.run_until_idle()
