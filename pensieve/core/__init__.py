@@ -7,12 +7,12 @@ Words (used everywhere, also in logs, metrics, proto and SQL), with the nearest 
 
 chunk           `chunk_tokens` (32) consecutive positions of a token prefix; logical: kept, copied,
                 dropped, recomputed.  vLLM: a KV block and its hash
-page            where one chunk lies in one tier (`device_page`, `host_page`: ints).
+page            the memory of one chunk in one tier (`device_page`, `host_page`: ints).
                 vLLM: a physical block, `block_id`; SGLang: page
 slot            the row of one token in a page.  vLLM: slot
 page table      the device pages of a turn's chunks, in order.  vLLM: block table
 branch          chunks with the same holders; a conversation is a path of branches.
-                SGLang: a node of the radix tree
+                SGLang: a `TreeNode` of the radix cache
 holder          a conversation that has a chunk in its path
 pinned, idle    held by a running turn, or by none.  vLLM: `ref_cnt` > 0; SGLang: `lock_ref` > 0
 conversation    a token log that turns extend; it outlives processes.  SGLang: session
@@ -27,7 +27,7 @@ Iteration       the plan of one step (vLLM: SchedulerOutput); *Batch* is its ten
 device, host    the two tiers, in this order; without a GPU both are arenas in RAM.
                 SGLang: HiCache; vLLM: KV offloading
 clean, dirty    on the device, with or without a complete copy on the host
-swap_out        copy device to host; swap_in: copy host to device.  SGLang: write back, load back
+swap_out        copy device to host; swap_in: copy host to device.  SGLang: `write_backup`, `load_back`
 reclaim         free a device page whose chunk the host has too, or that is marked to drop
 drop            forget the last copy; *marked to drop*: on the device only, valid until its page is
                 needed, and not to be copied
