@@ -73,6 +73,8 @@ class _Tail(NamedTuple):
 
 
 class KVCache:
+    """Called by one thread, that of the engine's loop; nothing in it waits."""
+
     def __init__(self, config: CacheConfig, policy: RetentionPolicy) -> None:
         self.config = config
         self.policy = policy
