@@ -1,4 +1,4 @@
-"""The audit: every invariant of the cache, recomputed from the chunks alone.
+"""Checks every invariant of the cache, recomputed from the chunks alone.
 
 AssertionError names what does not hold.  Everything is looked at; what is counted as it goes is only
 compared with, never relied on.
@@ -31,7 +31,7 @@ def audit(tree: PrefixTree, tiers: Tiers, queues: Sequence[RetentionQueue], now:
 
 
 def _audit_paths(tree: PrefixTree) -> dict[Branch, set[Conversation]]:
-    """Paths have no gaps; the branches on them, and who holds each."""
+    """Paths have no gaps; returns the branches on them, and who holds each."""
     holders_of: dict[Branch, set[Conversation]] = {}
     for conversation in tree.conversations.values():
         end = 0
@@ -47,7 +47,7 @@ def _audit_paths(tree: PrefixTree) -> dict[Branch, set[Conversation]]:
 
 
 def _audit_branches(holders_of: dict[Branch, set[Conversation]]) -> int:
-    """What branches say about their holders, children and chunks; how many chunks are reclaimable."""
+    """Each branch's holders, children, pins and counts; returns how many chunks are reclaimable."""
     num_children: dict[Branch, int] = {}
     for branch in holders_of:
         if branch.parent is not None:
@@ -88,7 +88,7 @@ def _copies_by_chunk(tiers: Tiers) -> dict[Chunk, int]:
 def _audit_pages(
     chunks: list[Chunk], num_copies: dict[Chunk, int], tiers: Tiers, chunk_tokens: int
 ) -> None:
-    """What chunks say about their slots and copies; each page has one chunk, or is in its pool."""
+    """Each chunk's slots and copies; each page has one chunk, or is in its pool."""
     device_pages, host_pages = [], []
     for chunk in chunks:
         assert 0 <= chunk.host_filled <= chunk.filled <= chunk_tokens, f"{chunk}"

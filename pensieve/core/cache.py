@@ -1,4 +1,4 @@
-"""The two-tier cache: a turn takes the pages of its context when it begins, and leaves them cached.
+"""The KV cache that the scheduler sees, where a turn takes, extends and returns its pages.
 
 The cache is put together from parts that each keep one thing:
 
@@ -12,8 +12,8 @@ pinned, what lies on the host is swapped in, what is missing gets empty pages to
 `extend` (a page for the next chunk) and `end` (everything is unpinned and stays, as candidates for
 eviction).  `discard` makes holes of what a failed turn computed.
 
-`begin` either reserves all it needs or changes nothing and says what is missing: no turn holds a part
-of its pages while it waits for the rest, so turns cannot block each other.
+`begin` either reserves all it needs or takes nothing and returns how many pages are needed: no turn
+holds a part of its pages while it waits for the rest, so turns cannot block each other.
 
 `check()` recomputes every invariant of the parts from the chunks alone (audit.py).
 """
@@ -74,6 +74,8 @@ class _Tail(NamedTuple):
 
 
 class KVCache:
+    """Called by one thread, that of the engine's loop; nothing in it waits."""
+
     def __init__(self, config: CacheConfig, policy: RetentionPolicy) -> None:
         self.config = config
         self.policy = policy
@@ -110,7 +112,7 @@ class KVCache:
     def begin(
         self, turn: Turn, now: float, reserve_pages: int, filled_before: dict[Chunk, int]
     ) -> Admission | Shortage:
-        """Pin and reserve the pages of the turn's whole present context, or say what is missing.
+        """Pin and reserve the pages of the turn's whole present context, or return how many are needed.
 
         `filled_before` holds, for chunks that this iteration writes, how far they were filled before
         it: page copies run before the slices.
@@ -301,8 +303,8 @@ class KVCache:
     def _context_of(self, conversation: Conversation) -> tuple[list[Chunk], _Tail | None]:
         """The chunks that its turn uses as they are; apart, a last one that it must copy first.
 
-        A turn appends to a partly used chunk if nobody else holds it and nothing lies behind the used
-        part.
+        A turn appends to a partly used chunk if no other conversation holds it and nothing lies behind
+        the used part.
         """
         chunks, size = conversation.chunks(), self.config.chunk_tokens
         num_used = conversation.num_tokens - size * (len(chunks) - 1)

@@ -1,4 +1,4 @@
-"""How large the two tiers of the cache are, and from which marks on pages are copied out or kept back."""
+"""The sizes of the two tiers, and the marks for copying out and for the reserve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which chunks may be given up: the idle branches, counted and queued for each role of retention.
+"""Keeps track of which chunks may be evicted, in one queue for each way to give one up.
 
 A branch is *pinned* while a running turn holds it, else *idle*.  Only idle branches have chunks to
 give up; there is one queue per role (policies/queue.py): chunks to copy to the host, device pages to

@@ -1,4 +1,6 @@
-"""What recomputing a chunk costs: cost(l) = cost_attention(l) + c, in seconds.
+"""What recomputing a chunk costs in seconds, by the length of its context.
+
+cost(l) = cost_attention(l) + c
 
 Attention is known at context lengths that are powers of two and interpolated linearly between them
 (extrapolated along the last segment); everything else in a layer does not depend on the context and

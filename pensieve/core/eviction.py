@@ -1,10 +1,10 @@
-"""What leaves the device or the host, and when: copied out ahead of need, taken when needed, dropped.
+"""Decides which page is given up when one is needed, and what is copied out ahead of need.
 
-Who asks for a device page gets an empty one first and then the least valuable reclaimable one; a
-conversation that returns before that finds its chunks where they were.  Ahead of need, when
-`available` falls below a mark, the least valuable dirty chunks are copied to the host
-(`plan_swap_outs`).  If the host is full, the less valuable of (that chunk, the least valuable chunk
-on the host) gives way:
+A chunk that needs a device page gets an empty one first, and then that of the least valuable
+reclaimable chunk; a conversation that returns before that finds its chunks where they were.  Ahead of
+need, when `available` falls below a mark, the least valuable dirty chunks are copied to the host
+(`plan_swap_outs`).  If the host is full, either that chunk or the least valuable chunk on the host has
+to go:
 
     the host chunk is worth less     its host page is dropped and taken
     the device chunk is worth less   it is marked to drop: reclaimable without a copy

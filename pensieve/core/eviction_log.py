@@ -1,4 +1,4 @@
-"""What happened to cached chunks and why: a bounded log that explains one conversation to its operator."""
+"""What happened to cached chunks, and why; a bounded log for operators."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ the path from a root to its leaf:
                       └──── [c4' c5']           trip-43
 
 A fork splits a branch where the shared part ends; nothing is copied.  The last chunk of a
-conversation may be used partly (`num_tokens` says how far): a fork or a rewind inside a chunk just
+conversation may be used partly (`num_tokens` is how far): a fork or a rewind inside a chunk just
 refers to its first slots, and the conversation gets a chunk of its own (copy on write) when it next
 writes there.
 
@@ -31,7 +31,7 @@ Where a chunk lies follows from its pages:
   conversation was the sole holder when it was admitted, or to a chunk that it made.  The slots of a
   *shared full* chunk are the same for all holders, so any of them may fill them.
 * A chunk that is *marked to drop* lies on the device only and will not be copied: the host is full of
-  more valuable ones.  It stays valid until somebody needs its page.
+  more valuable ones.  It stays valid until its page is needed.
 
 The tree knows which chunks there are and who holds them.  It owns no page and no queue: whoever does
 is its `BranchListener` and learns of each change that concerns them.
@@ -62,7 +62,7 @@ class Chunk:
 
     def __init__(self, index: int, branch: Branch) -> None:
         self.index = index  # in its context: positions from index * chunk_tokens
-        self.branch: Branch | None = branch  # None: nobody holds it; a copy is still in flight
+        self.branch: Branch | None = branch  # None: it has no holder; a copy is still in flight
         self.filled = 0
         self.device_page: int | None = None
         self.host_page: int | None = None
@@ -264,7 +264,7 @@ class BranchListener(Protocol):
         """Another conversation holds it, or one no longer does and others still do."""
 
     def branch_removed(self, branch: Branch) -> None:
-        """Nobody needs it: no conversation holds it, or it has no page and none behind it has."""
+        """It has no holder any more; or neither it nor anything behind it has a page."""
 
 
 class PrefixTree:
@@ -302,7 +302,7 @@ class PrefixTree:
         self.conversations[target_id] = target
 
     def truncate(self, conversation: Conversation, num_tokens: int, now: float) -> None:
-        """Cut the path behind `num_tokens`; what nobody else holds is freed."""
+        """Cut the path behind `num_tokens`; what no other conversation holds is freed."""
         conversation.num_tokens = num_tokens
         end = -(-num_tokens // self.chunk_tokens)
         while (leaf := conversation.leaf) is not None and leaf.end > end:

@@ -1,4 +1,4 @@
-"""The pages of the device and of the host: which are empty, who uses them, and the copies between them.
+"""The pages of the device and the host, which may be taken, and the copies between them.
 
 Pages of the device are, at any time, exactly one of
 
@@ -10,7 +10,7 @@ Pages of the device are, at any time, exactly one of
 
 and `available` = empty + reclaimable.
 
-Why no page is taken while somebody uses it:
+Why no page is taken while it is in use:
 
 * A running turn pins every branch of its path; the retention queues skip pinned branches, and
   `available` does not count them.
@@ -56,7 +56,7 @@ class PagePool:
         self._empty.append(page)
 
     def check(self, used_pages: list[int]) -> None:
-        """`used_pages` are all pages that somebody holds, each once."""
+        """`used_pages` are all pages that are not empty, each once."""
         assert len(set(used_pages)) == len(used_pages), "a page has two holders"
         assert sorted(used_pages) == [i for i, taken in enumerate(self._taken) if taken], (
             "the pool and its users disagree on which pages are taken"

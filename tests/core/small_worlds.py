@@ -77,13 +77,13 @@ class ChosenWorld(World):
     def __init__(self, small: SmallWorld, chooser: Chooser) -> None:
         super().__init__(0, small.shape)
         shape, self.small = small.shape, small
-        self.executor = ChosenExecutor(
+        self.executor: ChosenExecutor = ChosenExecutor(
             shape.device_pages, shape.host_pages, shape.chunk_tokens, 0, 0.0, 0.0, shape.stops
         )
         self.logs["a"], self.commits["a"] = [], [0]
         self.born = {"a"}
         self.submit("a", prompt=[7] * small.first_tokens, reply_max=1)
-        self.settle()
+        self.run_until_idle()
         self.executor.chooser = chooser
 
     def may(self, deed: str) -> bool:
@@ -153,4 +153,4 @@ def run_chosen(small: SmallWorld, chooser: Chooser, done: list[str]) -> None:
             world.do(deed)
             world.clock.advance(1.0)
     world.executor.chooser = None
-    world.settle()
+    world.run_until_idle()

@@ -20,7 +20,7 @@ AHEAD = {"swap_out_below": 1.0}  # everything idle is copied to the host
 def test_a_conversation_that_returns_before_its_pages_are_taken_pays_nothing() -> None:
     stage = Stage(8, 8, **AHEAD)
     stage.say("a", 8)
-    stage.settle()
+    stage.run_until_idle()
     assert stage.where("a") == "cc"
     assert stage.cache.available == 8
     again = stage.say("a", 3)
@@ -33,10 +33,10 @@ def test_a_conversation_that_returns_before_its_pages_are_taken_pays_nothing() -
 def test_swapping_out_begins_below_the_mark_and_stops_at_it() -> None:
     stage = Stage(8, 8)  # the mark: 2 pages
     stage.say("a", 8)
-    stage.settle()
+    stage.run_until_idle()
     assert stage.where("a") == "dd"  # 6 available
     stage.say("b", 20)
-    stage.settle()
+    stage.run_until_idle()
     assert stage.cache.available == 2
     assert (stage.where("a"), stage.where("b")) == ("cd", "ddddd")
 
@@ -46,7 +46,7 @@ def test_lazy_reclaim_takes_the_least_valuable_clean_page() -> None:
     stage.say("a", 8)
     stage.wait(1.0)
     stage.say("b", 8)
-    stage.settle()
+    stage.run_until_idle()
     stage.ask("c", 19)
     stage.next()
     assert (stage.where("a"), stage.where("b")) == ("hc", "cc")
@@ -57,9 +57,9 @@ def test_lazy_reclaim_takes_the_least_valuable_clean_page() -> None:
 def test_what_was_reclaimed_is_swapped_in() -> None:
     stage = Stage(8, 16, **AHEAD)
     stage.say("a", 8)
-    stage.settle()
+    stage.run_until_idle()
     stage.say("b", 27)
-    stage.settle()
+    stage.run_until_idle()
     assert stage.where("a") == "hc"
     again = stage.ask("a", 3)
     stage.next()
@@ -67,7 +67,7 @@ def test_what_was_reclaimed_is_swapped_in() -> None:
     assert [each.num_slots for each in stage.latest.swap_ins] == [4]
     assert stage.slices() == [("a", 8, 12)]
     assert (again.usage.host_tokens, again.usage.device_tokens) == (4, 4)
-    stage.settle()
+    stage.run_until_idle()
 
 
 def test_a_partly_filled_chunk_is_copied_as_far_as_it_goes() -> None:
@@ -76,21 +76,21 @@ def test_a_partly_filled_chunk_is_copied_as_far_as_it_goes() -> None:
     stage.next()
     assert stage.latest is not None
     assert [each.num_slots for each in stage.latest.swap_outs] == [4, 2]
-    stage.settle()
+    stage.run_until_idle()
     stage.say("a", 1)  # one more slot of the second chunk: its host copy is short now
     assert stage.where("a") == "cd"
     stage.next()
     assert [each.num_slots for each in stage.latest.swap_outs] == [4]
-    stage.settle()
+    stage.run_until_idle()
     assert stage.where("a") == "cc"
 
 
 def test_swap_ins_go_first_and_no_swap_out_starts_before_they_have_finished() -> None:
     stage = Stage(12, 12)
     stage.say("a", 8)
-    stage.settle()
+    stage.run_until_idle()
     stage.say("filler", 43)
-    stage.settle()
+    stage.run_until_idle()
     stage.delete("filler")
     stage.say("b", 24)
     assert (stage.where("a"), stage.where("b")) == ("hc", "dddddd")
@@ -146,7 +146,7 @@ def test_a_host_of_no_pages_makes_a_plain_device_cache() -> None:
     stage = Stage(6, 0)
     stage.say("a", 8)
     stage.say("b", 12)
-    stage.settle()
+    stage.run_until_idle()
     assert (stage.where("a"), stage.where("b")) == ("xd", "ddd")  # 2 available: the mark
     stage.say("c", 8)
     assert (stage.where("a"), stage.where("b")) == ("-x", "xdd")
@@ -158,7 +158,7 @@ def test_a_host_of_no_pages_makes_a_plain_device_cache() -> None:
 def test_a_chunk_marked_to_drop_stays_when_its_conversation_returns_first() -> None:
     stage = Stage(6, 0, **AHEAD)
     stage.say("a", 8)
-    stage.settle()
+    stage.run_until_idle()
     assert stage.where("a") == "xx"
     again = stage.say("a", 1)
     assert (again.usage.device_tokens, again.usage.recomputed_tokens) == (8, 0)
@@ -173,7 +173,7 @@ def test_deleting_during_a_copy_frees_the_pages_only_after_it() -> None:
     stage.delete("a")
     assert (stage.cache.device.num_empty, stage.cache.host.num_empty) == (7, 7)
     assert stage.cache.conversations == {}
-    stage.settle()
+    stage.run_until_idle()
     assert (stage.cache.device.num_empty, stage.cache.host.num_empty) == (8, 8)
 
 
@@ -198,11 +198,11 @@ def test_a_fork_inside_a_chunk_copies_the_first_slots_at_its_next_turn() -> None
 def test_a_fork_of_what_lies_on_the_host_swaps_the_first_slots_into_a_page_of_its_own() -> None:
     stage = Stage(12, 40)
     stage.say("a", 3)
-    stage.settle()
+    stage.run_until_idle()
     stage.say("filler", 43)
-    stage.settle()
+    stage.run_until_idle()
     stage.say("filler2", 43)
-    stage.settle()
+    stage.run_until_idle()
     assert stage.where("a") == "h"
     stage.fork_at("a", 2, "b")
     stage.delete("filler2")
@@ -211,7 +211,7 @@ def test_a_fork_of_what_lies_on_the_host_swaps_the_first_slots_into_a_page_of_it
     assert [each.num_slots for each in first.swap_ins] == [2]
     assert stage.slices() == [("b", 2, 6)]
     assert stage.where("a") == "h"
-    stage.settle()
+    stage.run_until_idle()
 
 
 def test_a_rewind_inside_a_chunk_gives_it_a_new_identity() -> None:
@@ -227,7 +227,7 @@ def test_a_rewind_inside_a_chunk_gives_it_a_new_identity() -> None:
     assert stage.slices() == [("a", 3, 6)]
     assert [copy.num_slots for copy in first.copies] == [3]
     assert stage.chunks("a")[0] is not old[0]
-    stage.settle()
+    stage.run_until_idle()
     assert stage.cache.device.num_empty == 6  # the old page came back
 
 
@@ -276,7 +276,7 @@ def test_a_fork_of_a_running_conversation_holds_committed_positions_only() -> No
     assert stage.latest is not None
     assert [copy.num_slots for copy in stage.latest.copies] == [2]
     stage.until_ended(running)
-    stage.settle()
+    stage.run_until_idle()
 
 
 def test_evict_takes_what_only_this_conversation_holds() -> None:
@@ -298,7 +298,7 @@ def test_what_is_moved_to_the_host_leaves_the_device_when_its_copy_is_done() -> 
     stage.say("a", 10)
     assert stage.where("a") == "ddd"
     assert stage.cache.move_to_host("a", stage.now) == 3
-    stage.settle()
+    stage.run_until_idle()
     assert stage.where("a") == "hhh"
     assert (stage.cache.available, stage.cache.device.num_empty) == (8, 8)
     again = stage.say("a", 2)
@@ -308,7 +308,7 @@ def test_what_is_moved_to_the_host_leaves_the_device_when_its_copy_is_done() -> 
 def test_what_has_a_copy_leaves_the_device_at_once() -> None:
     stage = Stage(8, 8, **AHEAD)
     stage.say("a", 8)
-    stage.settle()
+    stage.run_until_idle()
     assert stage.where("a") == "cc"
     assert stage.cache.move_to_host("a", stage.now) == 2
     assert stage.where("a") == "hh"
@@ -324,12 +324,12 @@ def test_what_is_in_use_or_shared_or_worth_less_than_the_host_holds_stays() -> N
     stage.wait(10.0)
     stage.say("c", 8)
     assert stage.cache.move_to_host("c", stage.now) == 2
-    stage.settle()
+    stage.run_until_idle()
     assert (stage.where("a"), stage.where("c")) == ("dd", "hh")
     assert (
         stage.cache.move_to_host("a", stage.now) == 2
     )  # tried, but it is older than what is there
-    stage.settle()
+    stage.run_until_idle()
     assert (stage.where("a"), stage.where("c")) == ("dd", "hh")
     running = stage.ask("a", 3, 5)
     stage.next()
@@ -344,7 +344,7 @@ def test_a_conversation_that_returns_while_it_moves_keeps_its_pages() -> None:
     again = stage.ask("a", 2)
     stage.until_ended(again)
     assert again.usage.device_tokens == 8
-    stage.settle()
+    stage.run_until_idle()
     assert stage.where("a") == "ddd"
 
 
@@ -364,7 +364,7 @@ def test_evicting_behind_a_hole_leaves_the_shared_prefix_alone() -> None:
     stage.cache.evict("a", stage.now)
     stage.cache.check(stage.now)
     assert stage.where("a") == "xx"
-    stage.settle()
+    stage.run_until_idle()
 
 
 def test_a_conversation_without_a_page_is_not_kept_in_mind() -> None:
@@ -372,7 +372,7 @@ def test_a_conversation_without_a_page_is_not_kept_in_mind() -> None:
     stage = Stage(6, 0)
     stage.say("a", 4)
     stage.say("b", 19)
-    stage.settle()
+    stage.run_until_idle()
     stage.say("c", 19)
     assert "a" not in stage.cache.conversations
     stage.rewind("c", 0)
@@ -387,7 +387,7 @@ def test_a_rewind_in_front_of_all_that_is_left_forgets_the_conversation() -> Non
     assert stage.where("a") == "-x"
     stage.rewind("a", 4)
     assert "a" not in stage.cache.conversations
-    stage.settle()
+    stage.run_until_idle()
 
 
 def test_a_turn_that_does_not_fit_takes_nothing() -> None:
@@ -400,7 +400,7 @@ def test_a_turn_that_does_not_fit_takes_nothing() -> None:
     assert stage.cache.device.num_empty == before - 1  # a's own
     assert "b" not in stage.cache.conversations
     stage.until_ended(running)
-    stage.settle()
+    stage.run_until_idle()
 
 
 @pytest.mark.parametrize(

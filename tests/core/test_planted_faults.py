@@ -277,13 +277,13 @@ def copy_a_chunk_that_is_being_repaired() -> None:
     stage.say("a", 1, 1)
     stage.wait(50.0)
     stage.say("filler", 46, 9)
-    stage.settle()
+    stage.run_until_idle()
     stage.cache.evict("filler", stage.clock.now())
     assert stage.where("a") == "--xx"
     a, b = stage.ask("a", 3, 5), stage.ask("b", 3, 5)
     first = stage.next()
     assert {piece.turn_id for piece in first.slices} == {a.turn_id, b.turn_id}
-    stage.settle()
+    stage.run_until_idle()
 
 
 def test_without_a_fault_the_same_seeds_pass() -> None:

@@ -82,7 +82,7 @@ def test_nobody_is_overtaken_for_ever() -> None:
         stage.ask(f"high{number}", 2, priority=1)
     waiting = [turn.conversation_id for turn in stage.scheduler.queued]
     assert waiting.index("low") == PRIORITY_ARRIVALS - 1
-    stage.settle()
+    stage.run_until_idle()
     assert low.usage.finished_at is not None
 
 
@@ -143,7 +143,7 @@ def test_nobody_overtakes_the_head_of_the_queue() -> None:
     stage.next()
     stage.next()
     assert [name for name, _, _ in stage.slices()][:1] == ["large"]
-    stage.settle()
+    stage.run_until_idle()
 
 
 # -- holes --
@@ -211,7 +211,7 @@ def test_two_conversations_that_miss_the_same_chunk_compute_it_once() -> None:
     stage.ask("b", 4)
     stage.next()
     assert stage.slices() == [("a", 0, 4), ("a", 8, 12), ("b", 8, 12)]
-    stage.settle()
+    stage.run_until_idle()
 
 
 def test_two_turns_share_the_repair_of_a_chunk_when_the_budget_cuts_it() -> None:
@@ -290,7 +290,7 @@ def test_the_latest_turn_is_suspended_and_resumes_ahead_of_the_queue() -> None:
 def test_nothing_that_is_still_held_is_computed_twice() -> None:
     """With a host that holds everything, each position of a, b and c is computed once."""
     stage, a, b, c = crowded(host_pages=20)
-    stage.settle()
+    stage.run_until_idle()
     assert b.usage.suspensions == 1
     assert stage.cache.counters.swapped_in >= 1
     positions = sum(len(turn.tokens) - 1 for turn in (a, b, c))
@@ -300,7 +300,7 @@ def test_nothing_that_is_still_held_is_computed_twice() -> None:
 
 def test_what_a_suspended_turn_lost_is_recomputed_and_its_reply_is_the_same() -> None:
     stage, a, b, c = crowded(host_pages=0)
-    stage.settle()
+    stage.run_until_idle()
     assert b.usage.suspensions >= 1
     again = stage.scheduler.counters.recomputed_tokens
     positions = sum(len(turn.tokens) - 1 for turn in (a, b, c))
@@ -315,14 +315,14 @@ def test_a_suspended_turn_that_is_cancelled_leaves_its_first_tokens() -> None:
     stage.cancel_at(b, 6)
     assert b.finish is FinishReason.CANCELLED
     assert stage.cache.conversations["b"].num_tokens == 6
-    stage.settle()
+    stage.run_until_idle()
 
 
 def test_a_waiting_turn_is_not_suspended_for_pages_that_are_on_their_way() -> None:
     stage = Stage(6, 20)
     stage.say("old", 8)  # dirty, so it is copied out when it is needed
     a = stage.ask("a", 4, 16)
-    stage.settle()
+    stage.run_until_idle()
     assert a.usage.suspensions == 0
     assert stage.where("old") in ("hc", "ch")  # whichever copy finished first
 
@@ -366,7 +366,7 @@ def test_a_turn_in_flight_ends_for_its_reader_at_once_and_keeps_its_pages_until_
     stage.cancel_at(turn, 0)
     assert turn.finish is FinishReason.CANCELLED
     assert stage.cache.device.num_empty == 7
-    stage.settle()
+    stage.run_until_idle()
     assert stage.cache.device.num_empty == 8
     assert stage.scheduler.counters.idle_tokens == 1
 
@@ -377,7 +377,7 @@ def test_a_conversation_is_deleted_although_its_turn_is_in_flight() -> None:
     stage.ask("a", 4, 10)
     stage.step()
     stage.delete("a")
-    stage.settle()
+    stage.run_until_idle()
     assert stage.cache.conversations == {}
     assert stage.cache.device.num_empty == 8
 
@@ -388,7 +388,7 @@ def test_a_conversation_is_deleted_although_its_turn_is_in_flight() -> None:
 def test_a_failed_turn_ends_alone_and_its_pages_are_not_kept() -> None:
     stage = Stage(8, 8, swap_out_below=1.0)
     stage.say("a", 8)
-    stage.settle()
+    stage.run_until_idle()
     bad, good = stage.ask("a", 4, 3), stage.ask("b", 4, 3)
     stage.executor.failing_turns = {bad.turn_id}
     stage.next()
@@ -485,11 +485,11 @@ def test_a_warm_brings_a_conversation_to_the_device_and_says_nothing() -> None:
     stage = Stage(12, 20)
     stage.say("a", 8)
     stage.say("filler", 43)
-    stage.settle()
+    stage.run_until_idle()
     stage.delete("filler")
     assert stage.where("a") == "hc"
     warm = stage.warm("a")
-    stage.settle()
+    stage.run_until_idle()
     assert warm.finish is FinishReason.WARMED
     assert warm.usage.output_tokens == 0
     assert stage.where("a") == "ccd"
@@ -560,7 +560,7 @@ def test_nothing_to_do_is_none() -> None:
     assert World(0, Shape()).scheduler.plan(0.0) is None
 
 
-def test_a_turn_cancelled_in_the_queue_leaves_no_kv_of_a_turn_that_is_in_no_log():
+def test_a_turn_cancelled_in_the_queue_leaves_no_kv_of_a_turn_that_is_in_no_log() -> None:
     """The store could not keep the first turn; the second's prompt joins the log uncomputed."""
     stage = Stage(12, 10)
     stage.say("a", 6)
@@ -570,7 +570,7 @@ def test_a_turn_cancelled_in_the_queue_leaves_no_kv_of_a_turn_that_is_in_no_log(
     stage.say("a", 3)
 
 
-def test_so_does_one_whose_predecessor_is_still_leaving():
+def test_so_does_one_whose_predecessor_is_still_leaving() -> None:
     stage = Stage(12, 10, overlap=True)
     lost = stage.ask("a", 6)
     stage.step()

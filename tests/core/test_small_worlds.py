@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.core.small_worlds import Chooser, SmallWorld, enumerate_worlds
@@ -9,7 +11,12 @@ from tests.core.world import Shape
 from tests.scale import SCALE
 
 MORE = int(SCALE > 1)
-TINY = {"chunk_tokens": 2, "batch_tokens_max": 4, "turns_max": 2, "stops": False}
+TINY: dict[str, Any] = {
+    "chunk_tokens": 2,
+    "batch_tokens_max": 4,
+    "turns_max": 2,
+    "stops": False,
+}
 WORLDS = {
     "3 pages, no host": SmallWorld(
         Shape(3, 0, **TINY),

@@ -103,13 +103,13 @@ def test_planning_ahead_says_the_same() -> None:
             for name, prompt in (("a", [1, 2, 3]), ("b", [7] * 9), ("c", list(range(13)))):
                 world.logs[name], world.commits[name] = [], [0]
                 world.submit(name, prompt=prompt, reply_max=1 + seed % 12)
-            world.settle()
+            world.run_until_idle()
             logs.append(world.logs)
         assert logs[0] == logs[1], f"seed {seed}"
 
 
 def test_a_failing_seed_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(World, "settle", lambda *a: [][0])
+    monkeypatch.setattr(World, "run_until_idle", lambda *a: [][0])
     with pytest.raises(IndexError) as caught:
         traffic("restless", range(7, 9))
     assert caught.value.__notes__[0].startswith("seed 7 of 'restless': Shape(")

@@ -232,7 +232,7 @@ class World:
             return True
         return iteration is not None
 
-    def settle(self, checks_every: int = 1) -> None:
+    def run_until_idle(self, checks_every: int = 1) -> None:
         """Run until nothing is left to do; every turn ends."""
         steps = 0
         while self.step(check=steps % checks_every == 0):
@@ -386,6 +386,6 @@ def run(seed: int, shape: Shape, actions: int = 60, checks_every: int = 1) -> Wo
         world.act()
         if world.random.random() < 0.7:
             world.step(check=step % checks_every == 0)
-    world.settle(checks_every)
+    world.run_until_idle(checks_every)
     world.scheduler.check(world.clock.now())
     return world

@@ -1,11 +1,11 @@
-"""The policy `return`: it learns which conversations return, and when, and keeps those.
+"""The policy `return`, which learns which conversations return, and when, and keeps those.
 
     value = cost(l) · sum over the holders of (ratio) · worth(idle time)
 
 The ratio and the worth come from a model of who returns (return_model.py), so a value is seconds of
 recompute saved per second of keeping.  The ratio of a conversation is known when its turn ends and
 goes, with the cost, into the class; what changes with time is the same for all, so a queue keeps its
-order (queue.py).  What a client says about its return is a trait like others: evidence, weighed by
+order (queue.py).  What a client announces about its return is a trait like others: evidence, weighed by
 how true it proved.
 
 What was learned may be wrong, most of all when the workload shifts.  So the cache follows it as long

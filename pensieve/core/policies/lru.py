@@ -1,4 +1,4 @@
-"""The policy `lru`: the least recently active conversation goes first, its leading chunk first."""
+"""The policy `lru`, which evicts the least recently active conversation first."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a retention policy is: it says what each cached chunk is worth, and the least valuable goes first.
+"""The protocol of a retention policy, which says what each cached chunk is worth.
 
 The eviction of pages (core/eviction.py) decides when something has to go; a policy decides what.  It
 
 * puts each chunk into a class and gives each class a value that falls with the idle time
   (`class_of`, `value`; policies/queue.py says why in this form),
-* is told when turns of a conversation begin and end, should it learn from that, and
+* hears when turns of a conversation begin and end, should it learn from that, and
 * decides where a copy between the tiers is not worth its seconds.
 
 A new policy is a file beside this one and a line in registry.py.
@@ -23,7 +23,7 @@ class EndedTurn(NamedTuple):
     input_tokens: int
     output_tokens: int
     length: int = 0  # of the conversation's log
-    away_seconds: float = 0.0  # how long its client expects to be away; 0: it did not say
+    away_seconds: float = 0.0  # how long its client expects to be away; 0: unknown
 
 
 class RetentionPolicy(Protocol):

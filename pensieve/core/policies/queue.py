@@ -1,4 +1,4 @@
-"""The retention queues: they find the least valuable chunk that may be given up, without a search.
+"""Finds the least valuable chunk that may be given up, without a search.
 
 Three roles give something up, each with its own queue and its own condition on a chunk:
 

@@ -1,4 +1,4 @@
-"""Which conversations return, and when: a model learned from when conversations returned before.
+"""Learns which conversations return, and when, from those that returned before.
 
 A *gap* is the time between two turns of a conversation.  It is cut into intervals of growing length
 (`EDGES`).  Of the conversations that are still away when interval i begins, some return within it:

@@ -1,4 +1,4 @@
-"""Would it have paid to follow what was learned?  Two caches of names and sizes only show it.
+"""Compares lru with what was learned, by two caches that hold only names and sizes.
 
 One shadow cache keeps the conversations that were active last, as `lru` does; the other those that the
 learned values rank highest.  Both see every turn, whichever of the two the real cache follows, and each

@@ -1,4 +1,4 @@
-"""The policy `value`: what takes longest to recompute, per second that it lies idle, is kept longest.
+"""The policy `value`, which keeps what costs most to recompute per second that it lies idle.
 
     retention_value = cost(l) / T, summed over the holders     (seconds of recompute per second idle)
 

@@ -62,7 +62,7 @@ def expected(model: ReturnModel, now: float, idle: float = 0.0) -> float:
 
 
 def held(*holders: tuple[float, float]) -> Branch:
-    """A branch whose holders rest since, with these ratios; the last one most recently."""
+    """A branch whose holders are idle since, with these ratios; the last one most recently."""
     branch = Branch(None, 0, holders[-1][0], 3)
     for number, (since, ratio) in enumerate(holders):
         conversation = Conversation(f"c{number}", since)
@@ -73,13 +73,11 @@ def held(*holders: tuple[float, float]) -> Branch:
 
 def test_traits_tell_first_turns_sizes_and_hints_apart() -> None:
     assert traits_of(1, MESSAGE) == (1.0, -math.log(2), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    assert traits_of(4, EndedTurn(1499, 250))[4:8] == (
-        math.log(2),
-        pytest.approx(-0.694, abs=1e-3),
-        1,
-        0,
-    )
-    assert traits_of(2, EndedTurn(0, 0))[5:8] == (-0.7, 1.0, -3.0), "nothing was ended and answered"
+    often, message, *short_and_reply = traits_of(4, EndedTurn(1499, 250))[4:8]
+    assert often == math.log(2)
+    assert message == pytest.approx(-0.694, abs=1e-3)
+    assert short_and_reply == [1, 0]
+    assert traits_of(2, EndedTurn(0, 0))[5:8] == (-0.7, 1.0, -3.0), "an empty message and reply"
     assert traits_of(1, EndedTurn(1500, 250, 0, 120.0))[8] == 0.0
     assert traits_of(1, EndedTurn(1500, 250, 0, 12.0))[8] == pytest.approx(-math.log(10))
     assert traits_of(1, EndedTurn(1500, 250, 0, 1e9))[8] == 6.0
@@ -94,7 +92,7 @@ def test_it_begins_with_a_sensible_prior() -> None:
         model.turn_ended(f"{away}", EndedTurn(1500, 250, 0, away), 3.0)
         for away in (10, 100, 1000, 1e6)
     ]
-    assert ratios == sorted(ratios, reverse=True), "who says to be away for longer"
+    assert ratios == sorted(ratios, reverse=True), "those who announce to be away for longer"
     assert model.worth(0.0) >= model.worth(60.0) > 3 * model.worth(600.0) > 0
 
 
@@ -185,11 +183,11 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(model._gaps) == 100
     assert sum(map(len, model._intervals)) == model._num_waiting <= 200
     model.turn_ended("later", MESSAGE, 1e6)
-    assert sum(map(len, model._intervals)) == 1, "rests are forgotten behind the last edge"
+    assert sum(map(len, model._intervals)) == 1, "gaps are forgotten behind the last edge"
 
 
 def test_what_is_forgotten_is_not_held_against_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All return after a minute, when half of their rests have been forgotten."""
+    """All return after a minute, when half of their gaps have been forgotten."""
     monkeypatch.setattr("pensieve.core.policies.return_model.GAPS_MAX", 40)
     model = ReturnModel()
     for number in range(3000):

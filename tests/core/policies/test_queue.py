@@ -79,7 +79,7 @@ def value_forest() -> Forest:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_victim_is_the_least_valuable_up_to_one_class(seed: int) -> None:
-    """Private and shared branches come, rest, return, lose holders and are given up."""
+    """Private and shared branches come, become idle, return, lose holders and are given up."""
     rng, forest = random.Random(seed), value_forest()
     num_victims = 0
     for _ in range(150):
