@@ -47,7 +47,7 @@ class PackedProduct(torch.nn.Module):
         weight: torch.Tensor = like.weight  # type: ignore[assignment]
         self.weight = weight.new_empty(0)  # some models read its type
         self.bias = None
-        self._shared = shared
+        self.shared = shared
         self._part = part
 
     @property
@@ -57,10 +57,10 @@ class PackedProduct(torch.nn.Module):
 
     @property
     def packed(self) -> PackedWeights:
-        return self._shared.packed
+        return self.shared.packed
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return self._shared.answer(self._part, given)
+        return self.shared.answer(self._part, given)
 
 
 def pack_products(

@@ -68,7 +68,7 @@ def test_what_has_the_pattern_is_replaced(family: str, dtype: torch.dtype) -> No
         assert layers == 0
         assert products > 4 * num_layers - 2
         together = {
-            id(each._shared) for each in flat.module.modules() if isinstance(each, PackedProduct)
+            id(each.shared) for each in flat.module.modules() if isinstance(each, PackedProduct)
         }
         assert (len(together) < products) == (family not in ("gpt2", "gpt-neox"))  # q, k, v as one
 
