@@ -1,21 +1,15 @@
-"""One system under one kind of load, and the load at which it is as slow as another.
+"""A system under a load of drawn conversations: everything that a simulation needs but their rate.
 
-A `Scenario` is everything that a simulation of drawn conversations needs but their rate.  It begins in a load
-that has gone on for long (load.py: in an empty house it takes an hour until the late turns of long
-conversations are as many as they will be), settles for `warm_seconds`, and the clock stops while it still
-goes on.
-
-`at_latency` finds where the P90 of normalized latency (a turn's seconds over its output tokens) reaches a
-limit: it raises or lowers the rate until the limit lies between two, narrows that down, and interpolates the
-rest.  The same conversations arrive at each rate, only faster, so a curve is smooth enough for that.
+It begins in the middle of a load that has gone on for long (sim/plan/load.py), because in an empty system it
+takes an hour until late turns of long conversations are as many as they will be.  Then it warms up for
+`warm_seconds`, and the clock stops while the load still goes on.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.policies.queue import policy_named
@@ -27,7 +21,6 @@ from pensieve.sim.simulator import Counts, Simulator
 from pensieve.sim.trace import Habits, Visit, drawn
 
 CHUNK_TOKENS = 32
-STEP = 1.5  # from rate to rate, until the limit lies between two
 SECONDS_PER_TOKEN = 0.04  # of a reply before the clock begins: only to tell who is in the house
 
 Row = dict[str, Any]
@@ -102,55 +95,3 @@ class Scenario:
         if not self.opens:
             return visits
         return lived_in(visits, before, self.opens, SECONDS_PER_TOKEN)
-
-
-class AtLatency(NamedTuple):
-    """Where a system's P90 reaches a limit."""
-
-    rate: float  # conversations per second
-    tokens_per_second: float
-    rows: tuple[Row, ...]  # what was played, by rate
-    reached: bool  # False: the limit is beyond what was played, and this is the end nearer to it
-
-
-def at_latency(
-    play: Callable[[float], Row],
-    limit_ms: float,
-    rate: float,
-    narrowings: int = 3,
-    steps_max: int = 24,
-) -> AtLatency:
-    """The search begins at `rate`."""
-    rows: dict[float, Row] = {}
-
-    def p90(rate: float) -> float:
-        if rate not in rows:
-            rows[rate] = play(rate)
-        found = rows[rate]["normalized_p90"]
-        return math.inf if found is None else float(found)
-
-    low = high = rate
-    for _ in range(steps_max):
-        if p90(low) > limit_ms:
-            low, high = low / STEP, low
-        elif p90(high) <= limit_ms:
-            low, high = high, high * STEP
-        else:
-            break
-    reached = p90(low) <= limit_ms < p90(high)
-    for _ in range(narrowings if reached else 0):
-        middle = math.sqrt(low * high)
-        if p90(middle) <= limit_ms:
-            low = middle
-        else:
-            high = middle
-    share = 0.0 if reached or p90(low) > limit_ms else 1.0
-    if reached and math.isfinite(p90(high)) and p90(low) > 0:
-        share = math.log(limit_ms / p90(low)) / math.log(p90(high) / p90(low))
-
-    def between(key: str) -> float:
-        first, last = rows[low][key] or 0.0, rows[high][key] or 0.0
-        return float(first + share * (last - first))
-
-    ordered = tuple(rows[each] for each in sorted(rows))
-    return AtLatency(between("rate"), between("tokens_per_second"), ordered, reached)
