@@ -228,13 +228,17 @@ def _single(values: list[float], form: str) -> str:
 
 def long_conversations(study: Study) -> Iterator[Line]:
     """Figure 3.15: only conversations of five turns and more."""
-    seconds = 2 * study.extent.seconds  # there are fewer of them
     for figure, model, guesses, paper in (
         ("3.15a", "opt-13b", (0.5, 0.3), "1.3 x"),
         ("3.15b", "llama2-13b-gqa", (1.8, 0.6), "1.7 x"),
     ):
         systems = {
-            name: study.scenario(model, turns_min=5, seconds=seconds, **SYSTEMS[name])
+            name: study.scenario(
+                model,
+                turns_min=5,
+                seconds=2 * study.seconds_of(model),  # there are fewer such conversations
+                **SYSTEMS[name],
+            )
             for name in ("Pensieve", "vLLM-like")
         }
         ours, theirs = (

@@ -24,10 +24,9 @@ from pensieve.core.cache import CacheConfig
 from pensieve.core.policies.queue import policy_named
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.sim import report
-from pensieve.sim.cost import HARDWARE, MODELS, CostModel, device_tokens_of
+from pensieve.sim.cost import CHUNK_TOKENS, HARDWARE, MODELS, CostModel, device_tokens_of
 from pensieve.sim.simulator import Simulator
-from pensieve.sim.trace import HABITS, drawn
-from scripts.paper_figures.scenario import CHUNK_TOKENS
+from pensieve.sim.workload import HABITS, drawn
 from scripts.paper_figures.study import Line, Spread, Study, ratio
 
 GPU, NUM_GPUS = "a100-80gb", 2
@@ -78,8 +77,8 @@ def simulate(
             keep_gaps=True,
             phases=phases,
         )
-        visits = islice(drawn(HABITS[workload], rate, 1e9, seed), requests)
-        rows.append(report.figures("value", simulator.run(visits)))
+        arrivals = islice(drawn(HABITS[workload], rate, 1e9, seed), requests)
+        rows.append(report.figures("value", simulator.run(arrivals)))
     return Batched(
         Spread(tuple(row["first_token_p50"] for row in rows)),
         Spread(tuple(row["gap_p99"] / 1000 for row in rows)),

@@ -15,16 +15,18 @@ from pensieve.core.cache import CacheConfig
 from pensieve.core.policies.queue import policy_named
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.sim import report
-from pensieve.sim.cost import CostModel
-from pensieve.sim.plan.load import LIVES, RESTS, lived_in
+from pensieve.sim.cost import CHUNK_TOKENS, CostModel
+from pensieve.sim.plan.load import LIFETIMES_BEFORE, REACTION_TIMES_FREE, steady_load
 from pensieve.sim.simulator import Counts, Simulator
-from pensieve.sim.trace import Habits, Visit, drawn
+from pensieve.sim.trace import Arrival
+from pensieve.sim.workload import Habits, drawn
 
-CHUNK_TOKENS = 32
-SECONDS_PER_TOKEN = 0.04  # of a reply before the clock begins: only to tell who is in the house
+SECONDS_PER_TOKEN = (
+    0.04  # of replies before the clock begins: decides which conversations are in progress
+)
 
 Row = dict[str, Any]
-Told = Callable[[float, Counts], None]
+Progress = Callable[[float, Counts], None]
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,18 @@ class Scenario:
     turns_max: int = 256
     reaction_seconds: float | None = None
     turns_min: int = 1
-    warm_seconds: float = 100.0  # of what is played in real time and not counted
+    warm_seconds: float = 100.0  # simulated before figures count
     seconds: float = 300.0  # of what is counted
     seed: int = 0
     keep_gaps: bool = False
-    lived_in: bool = True  # False: the house is empty at first
+    steady: bool = True  # False: there are no conversations at first
 
     @property
-    def opens(self) -> float:
-        """Before, whoever is in the house says their log, which takes no time."""
-        if not self.lived_in or self.habits.turns_mean <= 1:
+    def free_until(self) -> float:
+        """Until then conversations that are in progress bring their logs, which takes no time."""
+        if not self.steady or self.habits.turns_mean <= 1:
             return 0.0
-        return RESTS * self._reaction
+        return REACTION_TIMES_FREE * self._reaction
 
     @property
     def _reaction(self) -> float:
@@ -59,7 +61,7 @@ class Scenario:
         return self.habits.reaction_seconds if given is None else given
 
     def simulator(self) -> Simulator:
-        counts = self.opens + self.warm_seconds
+        counts = self.free_until + self.warm_seconds
         return Simulator(
             self.cost,
             policy_named(self.policy, self.cost.recompute(CHUNK_TOKENS), CHUNK_TOKENS),
@@ -69,22 +71,22 @@ class Scenario:
             keep_gaps=self.keep_gaps,
             count_from=counts,
             until=counts + self.seconds,
-            opens=self.opens,
+            free_until=self.free_until,
             stateless=self.stateless,
             phases=self.phases,
         )
 
-    def play(self, conversations_per_second: float, told: Told | None = None) -> Row:
+    def simulate(self, conversations_per_second: float, progress: Progress | None = None) -> Row:
         """The figures of one rate."""
-        counts = self.simulator().run(self._visits(conversations_per_second), told)
+        counts = self.simulator().run(self._arrivals(conversations_per_second), progress)
         return {**report.figures(self.policy, counts), "rate": conversations_per_second}
 
-    def _visits(self, rate: float) -> Iterator[Visit]:
+    def _arrivals(self, rate: float) -> Iterator[Arrival]:
         before = 0.0
-        if self.opens:
-            life = self._reaction + SECONDS_PER_TOKEN * self.habits.output_tokens
-            before = LIVES * self.habits.turns_from(self.turns_min) * life
-        visits = drawn(
+        if self.free_until:
+            turn = self._reaction + SECONDS_PER_TOKEN * self.habits.output_tokens
+            before = LIFETIMES_BEFORE * self.habits.turns_from(self.turns_min) * turn
+        arrivals = drawn(
             self.habits,
             rate,
             before + self.warm_seconds + self.seconds,
@@ -92,6 +94,6 @@ class Scenario:
             reaction_seconds=self._reaction,
             turns_min=self.turns_min,
         )
-        if not self.opens:
-            return visits
-        return lived_in(visits, before, self.opens, SECONDS_PER_TOKEN)
+        if not self.free_until:
+            return arrivals
+        return steady_load(arrivals, before, self.free_until, SECONDS_PER_TOKEN)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pensieve.sim.cost import HARDWARE, MODELS, CostModel
-from pensieve.sim.trace import HABITS
+from pensieve.sim.workload import HABITS
 from scripts.paper_figures.equal_latency import SCANNED_MAX, Crossing, Row, first_crossing
 from scripts.paper_figures.scenario import Scenario
 
@@ -96,7 +96,10 @@ class Extent:
 
     seeds: int = 3
     warm_seconds: float = 100.0
-    seconds: float = 600.0
+    seconds: float = 600.0  # that count, of each simulation
+    grouped_seconds: float = (
+        300.0  # where query heads share KV: more conversations in the same time
+    )
     halvings: int = 2  # of the interval on the grid
     scanned_max: int = SCANNED_MAX
     crowding: tuple[float, ...] = (
@@ -112,7 +115,7 @@ class Extent:
 
 
 # All that the full extent simulates, and nothing to learn from it: an empty system, a single rate each.
-QUICK = Extent(1, 4.0, 8.0, 0, 1, (1.0,), 8, 4.0, False)
+QUICK = Extent(1, 4.0, 8.0, 8.0, 0, 1, (1.0,), 8, 4.0, False)
 
 
 @dataclass
@@ -137,18 +140,23 @@ class Study:
                 "host_tokens": int(num_gpus * HOST_BYTES / per_token),
                 "habits": HABITS["sharegpt"],
                 "warm_seconds": self.extent.warm_seconds,
-                "seconds": self.extent.seconds,
-                "lived_in": self.extent.steady,
+                "seconds": self.seconds_of(model),
+                "steady": self.extent.steady,
                 **options,
             }
         )
+
+    def seconds_of(self, model: str) -> float:
+        """That count of a simulation: about as many turns for every model."""
+        grouped = MODELS[model].kv_heads < MODELS[model].heads
+        return self.extent.grouped_seconds if grouped else self.extent.seconds
 
     def seeded(self, scenario: Scenario) -> Iterator[Scenario]:
         return (replace(scenario, seed=seed) for seed in range(self.extent.seeds))
 
     def simulate(self, scenario: Scenario, rate: float) -> Row:
         if (scenario, rate) not in self._rows:
-            row = self._rows[scenario, rate] = scenario.play(rate)
+            row = self._rows[scenario, rate] = scenario.simulate(rate)
             p90 = row["normalized_p90"]
             latency = "no turn ended" if p90 is None else f"P90 {p90:.0f} ms/token"
             tokens = row["tokens_per_second"] or 0.0

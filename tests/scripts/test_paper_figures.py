@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pensieve.sim.cost import HARDWARE, MODELS, CostModel
-from pensieve.sim.trace import HABITS, drawn
+from pensieve.sim.workload import HABITS, drawn
 from scripts.paper_figures import __main__ as command
 from scripts.paper_figures.equal_latency import GRID_RATIO, first_crossing
 from scripts.paper_figures.sarathi_paper import PREFILL_FIRST, SCHEDULERS, TABLE_4, simulate
@@ -77,6 +77,8 @@ def test_wrong_numbers_and_names_are_refused(
 ) -> None:
     assert command.main([str(tmp_path), "--seeds", "0"]) == 3
     assert "--seeds is 1 or more" in capsys.readouterr().err
+    assert command.main([str(tmp_path), "--seconds", "0"]) == 3
+    assert "--seconds is above 0" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main([str(tmp_path), "--figure", "9.99"])
 
@@ -186,7 +188,7 @@ def test_crossings_beyond_the_first_are_noted() -> None:
 def test_longer_conversations_take_longer_to_gather() -> None:
     habits = HABITS["sharegpt"]
     assert habits.turns_from(1) == habits.turns_mean
-    found = [visit.conversation for visit in drawn(habits, 1.0, 5000.0, 9, turns_min=5)]
+    found = [arrival.conversation for arrival in drawn(habits, 1.0, 5000.0, 9, turns_min=5)]
     each = len(found) / len(set(found))
     assert each == pytest.approx(habits.turns_from(5), rel=0.07)
     assert each > 1.5 * habits.turns_mean
@@ -198,7 +200,7 @@ def test_a_load_that_has_gone_on_for_long_has_its_long_histories() -> None:
     options: dict[str, Any] = {"warm_seconds": 20.0, "seconds": 60.0, "reaction_seconds": 20.0}
     scenario = Scenario(cost, 195_000, 1_000_000, HABITS["sharegpt"], **options)
     long, empty = (
-        Scenario(**{**vars(scenario), "lived_in": lived_in}).play(0.5) for lived_in in (True, False)
+        Scenario(**{**vars(scenario), "steady": steady}).simulate(0.5) for steady in (True, False)
     )
     assert long["history_tokens"] / long["turns"] > 2 * empty["history_tokens"] / empty["turns"]
     assert long["seconds"] == pytest.approx(60.0, abs=1.0)

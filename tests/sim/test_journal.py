@@ -31,10 +31,11 @@ from pensieve.engine.messages import Event, Message
 from pensieve.sim import cost_file
 from pensieve.sim.cost import HARDWARE, MODELS, CostModel
 from pensieve.sim.executor import ModelledExecutor
-from pensieve.sim.fit import assumed_for, expected_seconds, fitted
-from pensieve.sim.observed import Observations
+from pensieve.sim.fit import assumed_for, fitted
+from pensieve.sim.observed import Observations, expected_seconds
 from pensieve.sim.simulator import Simulator
-from pensieve.sim.trace import HABITS, Visit, drawn
+from pensieve.sim.trace import Arrival
+from pensieve.sim.workload import HABITS, drawn
 from tests.service.rig import Crowd, started, write_model
 from tests.text.families import QWEN_2_5
 
@@ -104,7 +105,7 @@ def test_what_a_daemon_did_is_planned_again(policy: str, tmp_path: Path) -> None
 
 def simulated(
     path: Path,
-    visits: Iterable[Visit],
+    arrivals: Iterable[Arrival],
     cost: CostModel = A100,
     policy: str = "value",
     *,
@@ -122,25 +123,25 @@ def simulated(
         one.engine.executor = executor(cost, one.clock)
     with opened(path) as file:
         one.engine.observe(Journal(file, one.config, cache, scheduler, policy, recompute))
-        one.run(visits)
+        one.run(arrivals)
     return one
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_was_simulated_is_planned_again(policy: str, tmp_path: Path) -> None:
-    visits = drawn(HABITS["sharegpt"], 0.5, 60.0, 3, reaction_seconds=10.0)
-    one = simulated(tmp_path / "j", visits, policy=policy, device_tokens=6400, host_tokens=3200)
+    arrivals = drawn(HABITS["sharegpt"], 0.5, 60.0, 3, reaction_seconds=10.0)
+    one = simulated(tmp_path / "j", arrivals, policy=policy, device_tokens=6400, host_tokens=3200)
     assert one.scheduler.counters.recomputed_tokens > 0
     with (tmp_path / "j").open() as lines:
         assert replay(lines) == one.scheduler.counters.iterations > 1000
 
 
 def test_engines_that_were_started_again_append(tmp_path: Path) -> None:
-    path, visits = tmp_path / "j", [Visit("a", 0.0, 100, 5), Visit("a", None, 10, 3)]
-    counts = [simulated(path, visits).scheduler.counters.iterations]
+    path, arrivals = tmp_path / "j", [Arrival("a", 0.0, 100, 5), Arrival("a", None, 10, 3)]
+    counts = [simulated(path, arrivals).scheduler.counters.iterations]
     with path.open("a") as file:
         file.write('{"plan":12.5,"itera')  # killed
-    counts.append(simulated(path, visits).scheduler.counters.iterations)
+    counts.append(simulated(path, arrivals).scheduler.counters.iterations)
     again = Replay(path.read_text().splitlines())
     assert len(list(again)) == again.num_agreed == sum(counts)
     assert again.num_engines == 2
@@ -148,7 +149,7 @@ def test_engines_that_were_started_again_append(tmp_path: Path) -> None:
 
 
 def journal_of(tmp_path: Path) -> list[str]:
-    simulated(tmp_path / "j", [Visit("a", 0.0, 100, 5), Visit("b", 0.0, 700, 5)])
+    simulated(tmp_path / "j", [Arrival("a", 0.0, 100, 5), Arrival("b", 0.0, 700, 5)])
     return (tmp_path / "j").read_text().splitlines()
 
 
@@ -226,7 +227,7 @@ def test_an_iteration_takes_from_the_end_of_the_one_before(tmp_path: Path) -> No
             return super().collect()
 
     path = tmp_path / "j"
-    one = simulated(path, [Visit("a", 0.0, 3000, 40), Visit("b", 0.0, 900, 40)], executor=Ahead)
+    one = simulated(path, [Arrival("a", 0.0, 3000, 40), Arrival("b", 0.0, 900, 40)], executor=Ahead)
     replayed = list(Replay(path.read_text().splitlines()))
     assert len(replayed) == one.scheduler.counters.iterations
     for iteration, begun, ended, _ in replayed:
@@ -258,11 +259,17 @@ def seen_in(path: Path) -> Observations:
 
 def test_a_fit_finds_what_the_machine_costs(tmp_path: Path) -> None:
     """From another model on another machine as a guess, 3 % of noise and 2 % of pauses."""
-    visits = [
-        Visit(visit.conversation, visit.at, visit.input_tokens, visit.output_tokens, visit.after)
-        for visit in drawn(HABITS["agents"], 0.4, 15.0, 3)
+    arrivals = [
+        Arrival(
+            arrival.conversation,
+            arrival.at,
+            arrival.input_tokens,
+            arrival.output_tokens,
+            arrival.after,
+        )
+        for arrival in drawn(HABITS["agents"], 0.4, 15.0, 3)
     ]
-    simulated(tmp_path / "j", visits, Noisy(**vars(A100)), device_tokens=200_000, budget=2048)
+    simulated(tmp_path / "j", arrivals, Noisy(**vars(A100)), device_tokens=200_000, budget=2048)
     seen = seen_in(tmp_path / "j")
     fit = fitted(seen, CostModel.of(MODELS["qwen2-7b"], HARDWARE["h200"]), "a test")
     assert fit.cost.dense_seconds_per_token == pytest.approx(A100.dense_seconds_per_token, rel=0.03)
@@ -285,10 +292,10 @@ def test_a_fit_finds_what_the_machine_costs(tmp_path: Path) -> None:
 
 def test_the_link_is_found_where_copies_are_waited_for(tmp_path: Path) -> None:
     slow = CostModel(**{**vars(A100), "link_bytes_per_second": 3e9})
-    visits = [
-        Visit(f"c{turn % 12}", 10.0 * turn, 300, 20) for turn in range(240)
+    arrivals = [
+        Arrival(f"c{turn % 12}", 10.0 * turn, 300, 20) for turn in range(240)
     ]  # more than the device holds
-    simulated(tmp_path / "j", visits, slow, device_tokens=16_000, host_tokens=200_000)
+    simulated(tmp_path / "j", arrivals, slow, device_tokens=16_000, host_tokens=200_000)
     fit = fitted(seen_in(tmp_path / "j"), A100, "a test")
     assert fit.cost.link_bytes_per_second == pytest.approx(3e9, rel=0.05)
     assert "link_bytes_per_second" in fit.found
@@ -296,8 +303,8 @@ def test_the_link_is_found_where_copies_are_waited_for(tmp_path: Path) -> None:
 
 def test_what_was_not_seen_is_said_and_keeps_its_proportion(tmp_path: Path) -> None:
     """One conversation at a time, short prompts: nothing is bound by computing, nothing is copied."""
-    visits = [Visit(f"c{i}", 100.0 * i, 20, 200) for i in range(20)]
-    simulated(tmp_path / "j", visits, SLOWER)
+    arrivals = [Arrival(f"c{i}", 100.0 * i, 20, 200) for i in range(20)]
+    simulated(tmp_path / "j", arrivals, SLOWER)
     fit = fitted(seen_in(tmp_path / "j"), A100, "a test")
     assert fit.found == ("dense_seconds_min", "attention_seconds_per_key")
     told = {note.split(":")[0]: note for note in fit.assumed}
@@ -329,7 +336,7 @@ def test_a_long_journal_leaves_a_bounded_sample(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("pensieve.sim.observed.KEPT_MAX", 50)
-    simulated(tmp_path / "j", [Visit("a", 0.0, 10, 500)])
+    simulated(tmp_path / "j", [Arrival("a", 0.0, 10, 500)])
     seen = seen_in(tmp_path / "j")
     assert seen.counts["decode only"] == 499
     kept = seen.kept["decode only"]
@@ -359,7 +366,7 @@ def test_a_guess_from_what_the_journal_names() -> None:
 
 
 def test_costs_survive_their_file(tmp_path: Path) -> None:
-    simulated(tmp_path / "j", [Visit(f"c{i}", 10.0 * i, 600 * i, 20) for i in range(1, 9)])
+    simulated(tmp_path / "j", [Arrival(f"c{i}", 10.0 * i, 600 * i, 20) for i in range(1, 9)])
     fit = fitted(seen_in(tmp_path / "j"), A100, "a test")
     assert cost_file.read(cost_file.written(fit)) == fit.cost
 

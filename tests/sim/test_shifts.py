@@ -19,7 +19,8 @@ from pensieve.core.policies.queue import policy_named
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.sim.cost import instant
 from pensieve.sim.simulator import Simulator
-from pensieve.sim.trace import Habits, Visit, drawn
+from pensieve.sim.trace import Arrival
+from pensieve.sim.workload import Habits, drawn
 
 CHAT = Habits(5.56, 400, 4, 60.0, 16_384)
 AGENTS = Habits(33.0, 600, 2, 5.2, 40_000)
@@ -50,12 +51,12 @@ class Minutes(Simulator):
         self.costs[minute] += self.counts.recompute_cost - before
 
 
-def one_after_another(phases: list[Phase]) -> Iterator[Visit]:
+def one_after_another(phases: list[Phase]) -> Iterator[Arrival]:
     start = 0.0
     for number, (habits, rate, minutes) in enumerate(phases):
-        for visit in drawn(habits, rate, 60.0 * minutes, seed=number):
-            at = None if visit.at is None else visit.at + start
-            yield replace(visit, conversation=f"{number}.{visit.conversation}", at=at)
+        for arrival in drawn(habits, rate, 60.0 * minutes, seed=number):
+            at = None if arrival.at is None else arrival.at + start
+            yield replace(arrival, conversation=f"{number}.{arrival.conversation}", at=at)
         start += 60.0 * minutes
 
 
@@ -88,16 +89,16 @@ def test_no_ten_minutes_are_worse_than_with_lru(phases: list[Phase], device_toke
     assert sum(learned) <= 1.002 * sum(lru)
 
 
-def mixed() -> Iterator[Visit]:
+def mixed() -> Iterator[Arrival]:
     """People who chat, and documents asked about once."""
     chat, documents = drawn(CHAT, 0.2, 2400.0, 1), drawn(DOCUMENTS, 0.4, 2400.0, 2)
-    everything = [("c", visit) for visit in chat] + [("d", visit) for visit in documents]
+    everything = [("c", arrival) for arrival in chat] + [("d", arrival) for arrival in documents]
     firsts = {
         (kind, each.conversation): each.at for kind, each in everything if each.at is not None
     }
     everything.sort(key=lambda each: firsts[each[0], each[1].conversation] or 0.0)
-    for kind, visit in everything:
-        yield replace(visit, conversation=kind + visit.conversation)
+    for kind, arrival in everything:
+        yield replace(arrival, conversation=kind + arrival.conversation)
 
 
 def test_it_gains_where_some_return_and_others_do_not() -> None:
