@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = arguments.journal
     if arguments.traces or arguments.workload is not None:
         raise InvalidArgument(
-            "journal", "a journal says what happened; name no trace or --workload"
+            "journal", "a journal holds its own turns; name no trace or --workload"
         )
     replay, seen = Replay(_lines(path)), Observations()
     problem = None

@@ -126,7 +126,7 @@ def fit_compute(
         found.append("overhead_seconds")
     else:
         notes.append(
-            "overhead_seconds: not to be told from what every iteration takes: it is in there"
+            "overhead_seconds: cannot be separated from what every iteration takes, and is part of that"
         )
     return replace(assumed, **numbers), found, notes  # type: ignore[arg-type]
 

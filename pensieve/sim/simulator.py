@@ -53,7 +53,7 @@ STEPS_PER_REPORT = 2000  # of the engine, from one call of `progress` to the nex
 
 @dataclass
 class Counts:
-    """Figures of a run: turns that begin before `count_from` are left out, unless something else is said."""
+    """Figures of a run; those of turns are of turns that begin at `count_from` or later."""
 
     begun: int = 0  # turns that were begun, counted or not
     turns: int = 0

@@ -146,7 +146,7 @@ class Setting:
         return ClairvoyantPolicy(self.source.arrivals(point.rate, Problems()))
 
     def row(self, point: Point, simulator: Simulator, counts: Counts) -> dict[str, Any]:
-        """The figures of a point, with its place in the sweep."""
+        """The figures of a point, with its point of the sweep."""
         row = {
             **report.figures(point.policy, counts),
             "rate": point.rate if self.source.workload is not None else None,

@@ -27,8 +27,8 @@ def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="scripts/reproduce_figures",
         description="Computes figures of the Pensieve and Sarathi-Serve papers by simulation: plots, and a "
-        "table with the paper's number beside ours, over several seeds. All figures take about half an hour of "
-        "an idle core, one of them two to six minutes; the folder holds what is known after each figure.",
+        "table with the paper's number beside ours, over several seeds. All figures take about half an hour "
+        "of an idle core, one of them two to six minutes; the folder is written after each figure.",
     )
     command.add_argument(
         "folder", nargs="?", type=Path, default=FOLDER, help=f"written there (default: {FOLDER})"
@@ -79,18 +79,18 @@ def run(arguments: argparse.Namespace) -> int:
             paper = f"the paper: {line.paper}" if line.paper else "no number in the paper's text"
             progress(f"{line.figure}, {line.what}: {line.shown} ({paper})")
         _write(arguments, lines, study)  # what is known, even if the rest is interrupted
-    written = arguments.folder / ("figures.json" if arguments.json else "figures.md")
-    print(written.read_text(encoding="utf-8"), end="")
+    shown = arguments.folder / ("figures.json" if arguments.json else "figures.md")
+    print(shown.read_text(encoding="utf-8"), end="")
     return 0
 
 
 def _write(arguments: argparse.Namespace, lines: list[Line], study: Study) -> None:
     folder, quick = arguments.folder, arguments.quick
-    told = json.dumps(tables.values(lines, study, quick), indent=1)
+    written = json.dumps(tables.values(lines, study, quick), indent=1)
     table = "\n".join(tables.markdown(lines, study, quick))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "figures.json").write_text(told + "\n", encoding="utf-8")
+        (folder / "figures.json").write_text(written + "\n", encoding="utf-8")
         (folder / "figures.md").write_text(table + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}") from error

@@ -140,18 +140,18 @@ def _half_memory(scenario: Scenario) -> Scenario:
 
 def _note_history(study: Study, figure: str, systems: dict[str, Scenario]) -> None:
     """What the runs at the limit computed again: that is what the systems differ in."""
-    said = []
+    found = []
     for name in ("Pensieve", "GPU cache", "vLLM-like"):
         rows = [each.row for each in study.at_limit(name, systems[name], 1.0)]
         hits = Spread(tuple(100 * (row["hit_rate"] or 0.0) for row in rows))
         again = Spread(
             tuple(row["recomputed_tokens"] / max(row["output_tokens"], 1) for row in rows)
         )
-        said.append(
+        found.append(
             f"{name} finds {hits.shown('{:.0f} %')} of its history in memory and computes "
             f"{again.shown('{:.2f}')} tokens of it again for each output token"
         )
-    study.notes.append((figure, f"at the limit {'; '.join(said)}"))
+    study.notes.append((figure, f"at the limit {'; '.join(found)}"))
 
 
 def policies(study: Study) -> Iterator[Line]:

@@ -111,7 +111,7 @@ class Extent:
     )  # figure 3.14: of the rate at the limit
     requests: int = 128  # table 4
     faster: float = 1.0  # than the guess: where the search for a rate begins
-    steady: bool = True  # False: nobody is there at first
+    steady: bool = True  # False: there are no conversations at first
 
 
 # All that the full extent simulates, and nothing to learn from it: an empty system, a single rate each.

@@ -40,21 +40,21 @@ def test_every_row_and_every_plot(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "too short to mean anything" in out
     assert "assumed: memory: 40 GB of KV and 220 GB" in err
     assert "figure 3.12b, llama2-13b-gqa, vLLM-like" in err
-    told = json.loads((folder / "figures.json").read_text())
-    assert (told["quick"], told["seeds"]) == (True, 1)
+    result = json.loads((folder / "figures.json").read_text())
+    assert (result["quick"], result["seeds"]) == (True, 1)
     counts: dict[str, int] = {}
-    for row in told["rows"]:
+    for row in result["rows"]:
         counts[row["figure"]] = counts.get(row["figure"], 0) + 1
         assert math.isfinite(row["ours"]), row
         assert row["by_seed"] == [row["ours"]]
         assert row["what"] in out
     assert counts == ROWS
-    papers = {row["what"]: row["paper"] for row in told["rows"]}
+    papers = {row["what"]: row["paper"] for row in result["rows"]}
     assert papers["llama2-13b-gqa: throughput over vLLM-like"] == "1.52 x"
     assert papers["yi-34b, documents, combined: between tokens P99"] == "0.35 s"
     assert (folder / "figures.md").read_text() == out
     drawn = {path.stem for path in folder.glob("*.svg")}
-    assert drawn == {curve["name"] for curve in told["curves"]}
+    assert drawn == {curve["name"] for curve in result["curves"]}
     assert len(drawn) == 10
 
 
@@ -63,10 +63,10 @@ def test_a_single_figure_over_several_seeds(
 ) -> None:
     arguments = [str(tmp_path), "--quick", "--seeds", "3", "--figure", "3.18", "--json"]
     assert command.main(arguments) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {row["figure"] for row in told["rows"]} == {"3.18"}
-    assert told["seeds"] == 3
-    for row in told["rows"]:
+    result = json.loads(capsys.readouterr().out)
+    assert {row["figure"] for row in result["rows"]} == {"3.18"}
+    assert result["seeds"] == 3
+    for row in result["rows"]:
         assert len(row["by_seed"]) == 3
         assert row["ours"] == sorted(row["by_seed"])[1]
         assert " to " in row["shown"], "the least and the most are shown"
@@ -159,10 +159,10 @@ def test_a_limit_that_is_not_reached_says_so() -> None:
     assert not found.reached
     assert found.rate == pytest.approx(GRID_RATIO**-4), "the lowest"
 
-    def nobody(rate: float) -> dict[str, Any]:
+    def none_served(rate: float) -> dict[str, Any]:
         return {"rate": rate, "tokens_per_second": None, "normalized_p90": None}
 
-    found = first_crossing(nobody, 80.0, 1.0, scanned_max=2)
+    found = first_crossing(none_served, 80.0, 1.0, scanned_max=2)
     assert (found.reached, found.tokens_per_second) == (False, 0.0)
 
 

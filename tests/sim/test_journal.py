@@ -1,4 +1,4 @@
-"""A journal plans again what was planned, whoever wrote it; and tells what iterations cost."""
+"""A journal replays to the same iterations, whichever engine wrote it; costs are fitted to it."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def journal_of(tmp_path: Path) -> list[str]:
     return (tmp_path / "j").read_text().splitlines()
 
 
-def test_a_line_that_a_crash_cut_off_is_left_out_and_said(tmp_path: Path) -> None:
+def test_a_line_that_a_crash_cut_off_is_left_out_and_reported(tmp_path: Path) -> None:
     lines = journal_of(tmp_path)
     whole = replay(lines)
     for length in range(1, len(lines[-2])):
@@ -177,7 +177,7 @@ def test_an_engine_that_was_killed_at_its_first_line_loses_nothing_of_the_next(
 
 
 @pytest.mark.parametrize(
-    ("line", "before", "after", "told"),
+    ("line", "before", "after", "problem"),
     [
         (
             2,
@@ -197,16 +197,16 @@ def test_an_engine_that_was_killed_at_its_first_line_loses_nothing_of_the_next(
     ],
 )
 def test_a_journal_that_was_changed_is_refused_by_its_line(
-    line: int, before: str, after: str, told: str, tmp_path: Path
+    line: int, before: str, after: str, problem: str, tmp_path: Path
 ) -> None:
     lines = journal_of(tmp_path)
     assert before in lines[line - 1]
     lines[line - 1] = lines[line - 1].replace(before, after, 1)
     with pytest.raises(JournalError) as raised:
         replay(lines)
-    assert str(raised.value).startswith(told)
-    assert raised.value.line == int(told.split(":")[0].split()[1])
-    assert isinstance(raised.value, NotAJournal) == ("journal" in told)
+    assert str(raised.value).startswith(problem)
+    assert raised.value.line == int(problem.split(":")[0].split()[1])
+    assert isinstance(raised.value, NotAJournal) == ("journal" in problem)
 
 
 def test_an_iteration_takes_from_the_end_of_the_one_before(tmp_path: Path) -> None:
@@ -301,20 +301,20 @@ def test_the_link_is_found_where_copies_are_waited_for(tmp_path: Path) -> None:
     assert "link_bytes_per_second" in fit.found
 
 
-def test_what_was_not_seen_is_said_and_keeps_its_proportion(tmp_path: Path) -> None:
+def test_what_was_not_observed_is_noted_and_keeps_its_proportion(tmp_path: Path) -> None:
     """One conversation at a time, short prompts: nothing is bound by computing, nothing is copied."""
     arrivals = [Arrival(f"c{i}", 100.0 * i, 20, 200) for i in range(20)]
     simulated(tmp_path / "j", arrivals, SLOWER)
     fit = fitted(seen_in(tmp_path / "j"), A100, "a test")
     assert fit.found == ("dense_seconds_min", "attention_seconds_per_key")
-    told = {note.split(":")[0]: note for note in fit.assumed}
-    assert set(told) == {
+    notes = {note.split(":")[0]: note for note in fit.assumed}
+    assert set(notes) == {
         "dense_seconds_per_token",
         "attention_seconds_per_pair",
         "overhead_seconds",
         "link_bytes_per_second",
     }
-    assert "no batch of up to 20 tokens took longer" in told["dense_seconds_per_token"]
+    assert "no batch of up to 20 tokens took longer" in notes["dense_seconds_per_token"]
     constant = SLOWER.dense_seconds_min + SLOWER.overhead_seconds
     assert fit.cost.dense_seconds_min == pytest.approx(constant, rel=0.01)
     assert fit.cost.dense_seconds_per_token == pytest.approx(
@@ -372,7 +372,7 @@ def test_costs_survive_their_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "problem"),
     [
         ({"version": 2}, "is of version 2"),
         ({"cost": [1]}, "is not a file that"),
@@ -386,7 +386,7 @@ def test_costs_survive_their_file(tmp_path: Path) -> None:
         ({"source": 3}, "source is a text"),
     ],
 )
-def test_a_wrong_file_of_costs_is_refused(change: dict[str, object], told: str) -> None:
+def test_a_wrong_file_of_costs_is_refused(change: dict[str, object], problem: str) -> None:
     names = (*cost_file.SECONDS, *cost_file.COUNTS, "link_bytes_per_second")
     given = {
         "version": 1,
@@ -398,7 +398,7 @@ def test_a_wrong_file_of_costs_is_refused(change: dict[str, object], told: str) 
         inner = given["cost"] if key.startswith("cost.") else given
         assert isinstance(inner, dict)
         inner[key.removeprefix("cost.")] = value
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=problem):
         cost_file.read(json.dumps(given))
 
 
@@ -409,7 +409,7 @@ def test_the_command_records_replays_and_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal, costs = str(tmp_path / "j"), str(tmp_path / "costs.json")
-    play = [
+    command = [
         "simulate",
         "--workload",
         "sharegpt",
@@ -420,7 +420,7 @@ def test_the_command_records_replays_and_fits(
         "--reaction",
         "5",
     ]
-    assert main([*play, "--policy", "lru,return", "--record", journal, "--json"]) == 0
+    assert main([*command, "--policy", "lru,return", "--record", journal, "--json"]) == 0
     iterations = sum(row["iterations"] for row in json.loads(capsys.readouterr().out)["rows"])
     assert main(["simulate", "--journal", journal, "--fit", costs]) == 0
     out = capsys.readouterr().out
@@ -428,12 +428,12 @@ def test_the_command_records_replays_and_fits(
         f"{iterations:,} iterations, by 2 engines, all planned again as they were recorded" in out
     )
     assert "held out   median      P90" in out
-    assert main([*play, "--cost", costs, "--policy", "lru", "--json"]) == 0
+    assert main([*command, "--cost", costs, "--policy", "lru", "--json"]) == 0
     assert f"fitted to {iterations:,} iterations" in json.loads(capsys.readouterr().out)["assumed"]
     assert main(["simulate", "--journal", journal, "--fit", costs, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["iterations"] == iterations
-    assert told["fit"]["errors"][-1]["kind"] == "all"
+    result = json.loads(capsys.readouterr().out)
+    assert result["iterations"] == iterations
+    assert result["fit"]["errors"][-1]["kind"] == "all"
 
     lines = Path(journal).read_text().splitlines()
     Path(journal).write_text("\n".join(lines[:-1]) + '\n{"pl')

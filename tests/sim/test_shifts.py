@@ -61,9 +61,9 @@ def one_after_another(phases: list[Phase]) -> Iterator[Arrival]:
 
 
 def costs(policy: str, phases: list[Phase], device_tokens: int) -> tuple[list[float], Minutes]:
-    played = Minutes(policy, device_tokens, sum(minutes for _, _, minutes in phases))
-    played.run(one_after_another(phases))
-    return played.costs, played
+    minutes = Minutes(policy, device_tokens, sum(length for _, _, length in phases))
+    minutes.run(one_after_another(phases))
+    return minutes.costs, minutes
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_no_ten_minutes_are_worse_than_with_lru(phases: list[Phase], device_toke
 
 
 def mixed() -> Iterator[Arrival]:
-    """People who chat, and documents asked about once."""
+    """People who chat, and documents read once."""
     chat, documents = drawn(CHAT, 0.2, 2400.0, 1), drawn(DOCUMENTS, 0.4, 2400.0, 2)
     everything = [("c", arrival) for arrival in chat] + [("d", arrival) for arrival in documents]
     firsts = {
@@ -104,9 +104,9 @@ def mixed() -> Iterator[Arrival]:
 def test_it_gains_where_some_return_and_others_do_not() -> None:
     found = {}
     for policy in ("lru", "return"):
-        played = Minutes(policy, 60_000, 40)
-        played.run(mixed())
-        found[policy] = sum(played.costs[10:])
-        if isinstance(played.policy, ReturnPolicy):
-            assert played.policy.trial.trusted
+        minutes = Minutes(policy, 60_000, 40)
+        minutes.run(mixed())
+        found[policy] = sum(minutes.costs[10:])
+        if isinstance(minutes.policy, ReturnPolicy):
+            assert minutes.policy.trial.trusted
     assert found["return"] < 0.9 * found["lru"], found

@@ -1,4 +1,4 @@
-"""Traces played to the real engine: what takes how long, and what is still there."""
+"""Traces run through the real engine: what takes how long, and what is still in memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def simulator(
     )
 
 
-def play(*arrivals: Arrival, **options: object) -> Counts:
+def run_trace(*arrivals: Arrival, **options: object) -> Counts:
     one = simulator(**options)  # type: ignore[arg-type]
     counts = one.run(arrivals)
     one.scheduler.check(one.clock.now())
@@ -69,7 +69,7 @@ def test_a_turn_takes_what_its_iterations_take() -> None:
     assert (counts.turns, counts.input_tokens, counts.output_tokens) == (1, 100, 5)
 
 
-def test_a_message_waits_for_the_iteration_that_runs_when_it_is_said() -> None:
+def test_a_message_waits_for_the_iteration_that_runs_when_it_comes() -> None:
     """Half of 0.1 s is left of it, and 50 tokens take 0.05 s."""
     counts = simulator(SLOW).run([Arrival("a", 0.0, 100, 1), Arrival("b", 0.05, 50, 1)])
     assert counts.first_tokens.total == pytest.approx(0.1 + 0.05 + 0.05)
@@ -90,7 +90,7 @@ def test_a_later_turn_waits_for_the_reply_and_finds_its_history() -> None:
 
 def test_what_was_evicted_is_computed_again_and_costs_more_the_longer_its_context_is() -> None:
     first, second = Arrival("a", 0.0, 1600, 1), Arrival("b", 10.0, 2880, 1)
-    counts = play(first, second, Arrival("a", 20.0, 1, 1))
+    counts = run_trace(first, second, Arrival("a", 20.0, 1, 1))
     assert counts.history_tokens == 1601
     assert counts.recomputed_tokens == 1280, "40 of its 50 chunks made room, the leading ones"
     assert counts.recompute_cost == pytest.approx(1280 / 32 * (1 + 640 / 32_000), rel=0.01)
@@ -98,7 +98,7 @@ def test_what_was_evicted_is_computed_again_and_costs_more_the_longer_its_contex
 
 def test_the_host_tier_brings_it_back_instead() -> None:
     first, second = Arrival("a", 0.0, 1600, 1), Arrival("b", 10.0, 2880, 1)
-    counts = play(first, second, Arrival("a", 20.0, 1, 1), host_tokens=6400)
+    counts = run_trace(first, second, Arrival("a", 20.0, 1, 1), host_tokens=6400)
     assert counts.recomputed_tokens == 0
     assert counts.host_tokens > 0
     assert counts.recompute_cost == 0.0
@@ -140,7 +140,7 @@ def test_a_direction_is_busy_until_its_last_copy_and_the_other_is_not() -> None:
 
 
 def test_forks_and_cuts_keep_what_they_share() -> None:
-    counts = play(
+    counts = run_trace(
         Arrival("a", 0.0, 320, 8),
         Arrival("b", 1.0, 10, 1, 0.0, 328, "a"),
         Arrival("a", 2.0, 10, 1, 0.0, 200),
@@ -150,13 +150,13 @@ def test_forks_and_cuts_keep_what_they_share() -> None:
 
 
 def test_a_turn_that_is_too_large_is_refused_and_the_next_goes_on() -> None:
-    counts = play(Arrival("a", 0.0, 5000, 1), Arrival("a", 1.0, 10, 1))
+    counts = run_trace(Arrival("a", 0.0, 5000, 1), Arrival("a", 1.0, 10, 1))
     assert (counts.refused, counts.turns) == (1, 1)
 
 
-def test_what_comes_before_is_played_and_not_counted() -> None:
+def test_what_comes_before_is_simulated_and_not_counted() -> None:
     arrivals = [Arrival("a", 0.0, 100, 5), Arrival("b", 50.0, 100, 5), Arrival("a", 60.0, 10, 5)]
-    counts = play(*arrivals, count_from=30.0)
+    counts = run_trace(*arrivals, count_from=30.0)
     assert (counts.turns, counts.history_tokens, counts.input_tokens) == (2, 105, 110)
 
 
@@ -182,7 +182,7 @@ def test_a_crowd_under_pressure_loses_nothing(policy: str, host_tokens: int) -> 
     assert counts.recomputed_tokens > 0
 
 
-def test_the_same_trace_is_played_the_same() -> None:
+def test_the_same_trace_gives_the_same_figures() -> None:
     arrivals = list(drawn(HABITS["sharegpt"], 0.5, 100.0, 5, reaction_seconds=10.0))
     cost = CostModel.of(MODELS["mistral-7b"], HARDWARE["h200"])
     one, other = (simulator(cost, "return", 6400, 6400) for _ in range(2))
@@ -209,10 +209,10 @@ def test_the_command_compares_policies(tmp_path: Path, capsys: pytest.CaptureFix
     given = ["simulate", str(trace), "--hardware", "instant", "--device-tokens", "20k"]
     assert main([*given, "--host-tokens", "0", "--json"]) == 0
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert [row["policy"] for row in told["rows"]] == ["lru", "value", "return"]
-    assert len({row["history_tokens"] for row in told["rows"]}) == 1
-    assert told["problems"] == 1
+    result = json.loads(out)
+    assert [row["policy"] for row in result["rows"]] == ["lru", "value", "return"]
+    assert len({row["history_tokens"] for row in result["rows"]}) == 1
+    assert result["problems"] == 1
     assert "line 19 (" in err
     assert main([*given, "--policy", "lru"]) == 0
     assert "recomputed" in capsys.readouterr().out
@@ -300,11 +300,11 @@ def test_the_clock_may_stop_while_the_load_goes_on() -> None:
     assert idle.clock.now() == 5.0
     early = simulator(SLOW, until=5.0, count_from=1.0)
     assert early.run([Arrival("a", 1.0, 100, 5), Arrival("b", 7.0, 100, 5)]).seconds == 4.0, (
-        "whoever is silent is silent in it"
+        "a conversation that is idle is idle in it"
     )
 
 
-def test_nothing_found_is_no_hit_and_nothing_asked_is_neither() -> None:
+def test_nothing_found_is_no_hit_and_no_history_is_neither() -> None:
     assert report.figures("lru", Counts(recomputed_tokens=10))["hit_rate"] == 0.0
     assert report.figures("lru", Counts())["hit_rate"] is None
 

@@ -1,4 +1,4 @@
-"""What a trace says, and what is said of lines that say nothing."""
+"""Which arrivals a trace holds, and how lines that cannot be read are reported."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Replica:
         lone = self.cost.iteration_seconds([(0, 1)])
         if lone > slo.tbt_p99_seconds:
             raise Impossible(
-                f"a token takes {lone * 1000:.4g} ms when nobody else is there, more than "
+                f"a token takes {lone * 1000:.4g} ms even without other turns, more than "
                 f"{slo.tbt_p99_seconds * 1000:g} ms between tokens: no load is low enough"
             )
         left, alone = max(round(input_tokens), 1), 0.0
@@ -102,8 +102,8 @@ class Replica:
             left -= self.token_budget
         if alone > slo.ttft_p50_seconds:
             raise Impossible(
-                f"the first token after {round(input_tokens):,} new ones takes {alone * 1000:.4g} ms when "
-                f"nobody else is there, more than {slo.ttft_p50_seconds * 1000:g} ms: no load is low enough"
+                f"the first token after {round(input_tokens):,} new ones takes {alone * 1000:.4g} ms even "
+                f"without other turns, more than {slo.ttft_p50_seconds * 1000:g} ms: no load is low enough"
             )
 
     def check_served(self, row: Row) -> None:

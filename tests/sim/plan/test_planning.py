@@ -90,8 +90,8 @@ def test_a_fork_of_a_fork_stays_with_the_first() -> None:
     ]
     assert [families.root(arrival) for arrival in arrivals] == ["a", "a", "a"]
     for count in (2, 5):
-        heard = [list(with_affinity(arrivals, index, count)) for index in range(count)]
-        assert sorted(map(len, heard)) == [0] * (count - 1) + [3]
+        served = [list(with_affinity(arrivals, index, count)) for index in range(count)]
+        assert sorted(map(len, served)) == [0] * (count - 1) + [3]
 
 
 def test_times_and_logs_of_turns_that_were_not_simulated() -> None:
@@ -108,26 +108,26 @@ def test_times_and_logs_of_turns_that_were_not_simulated() -> None:
 
 def test_every_turn_has_one_replica() -> None:
     arrivals = list(with_times(LOAD.arrivals(0.5), 0.05))
-    heard = [list(at_random_of_few(arrivals, index, 3)) for index in range(3)]
-    assert sum(map(len, heard)) == len(arrivals)
-    assert min(map(len, heard)) > len(arrivals) / 4
+    served = [list(at_random_of_few(arrivals, index, 3)) for index in range(3)]
+    assert sum(map(len, served)) == len(arrivals)
+    assert min(map(len, served)) > len(arrivals) / 4
     again = sorted(
-        (arrival for part in heard for arrival in part), key=lambda arrival: arrival.at or 0.0
+        (arrival for part in served for arrival in part), key=lambda arrival: arrival.at or 0.0
     )
     assert [v.log_tokens for v in again] == [v.log_tokens for v in arrivals]
 
 
 @pytest.mark.parametrize(("count", "met_again"), [(1, 1.0), (4, 0.25), (1000, 0.001)])
-def test_one_of_many_hears_as_much_and_knows_few(count: int, met_again: float) -> None:
+def test_one_of_many_serves_as_much_and_holds_little(count: int, met_again: float) -> None:
     arrivals = list(with_times(LOAD.arrivals(3.0), 0.05))
-    heard = list(at_random_of_many(arrivals, count))
-    assert [v.at for v in heard] == sorted(v.at for v in heard if v.at is not None)
-    assert len(heard) == pytest.approx(len(arrivals), rel=0.08)
+    served = list(at_random_of_many(arrivals, count))
+    assert [v.at for v in served] == sorted(v.at for v in served if v.at is not None)
+    assert len(served) == pytest.approx(len(arrivals), rel=0.08)
     if count == 1:
-        assert [(v.at, v.log_tokens) for v in heard] == [(v.at, v.log_tokens) for v in arrivals]
+        assert [(v.at, v.log_tokens) for v in served] == [(v.at, v.log_tokens) for v in arrivals]
     met: set[str] = set()
     later = again = 0
-    for arrival in heard:
+    for arrival in served:
         if arrival.log_tokens:
             later += 1
             again += arrival.conversation in met
@@ -149,7 +149,7 @@ def simulated(arrivals: list[Arrival]) -> Counts:
     return counts
 
 
-def test_what_another_replica_heard_is_computed_again() -> None:
+def test_what_another_replica_served_is_computed_again() -> None:
     counts = simulated([Arrival("a", 0.0, 100, 5), Arrival("a", 10.0, 7, 2, log_tokens=300)])
     assert counts.history_tokens == 300
     assert counts.device_tokens == 104
@@ -159,14 +159,14 @@ def test_what_another_replica_heard_is_computed_again() -> None:
 def test_what_another_replica_cut_is_not_taken_for_the_log() -> None:
     arrivals = [
         Arrival("a", 0.0, 100, 5),
-        Arrival("a", 5.0, 10, 5, 0.0, 64),  # heard elsewhere
+        Arrival("a", 5.0, 10, 5, 0.0, 64),  # served elsewhere
         Arrival("a", 9.0, 200, 5),  # as well
         Arrival("a", 10.0, 7, 2),
     ]
     wheres = {tuple(routed_to(seed)): seed for seed in range(64)}
-    heard = list(at_random_of_few(with_times(arrivals, 0.0), 0, 2, wheres[(0, 1, 1, 0)]))
-    assert [(v.history_tokens, v.log_tokens) for v in heard] == [(None, 0), (64, 284)]
-    counts = simulated(heard)
+    served = list(at_random_of_few(with_times(arrivals, 0.0), 0, 2, wheres[(0, 1, 1, 0)]))
+    assert [(v.history_tokens, v.log_tokens) for v in served] == [(None, 0), (64, 284)]
+    counts = simulated(served)
     assert counts.device_tokens == 64
     assert counts.recomputed_tokens == 284 - 1 - 64
 
@@ -207,7 +207,7 @@ def test_a_load_that_has_gone_on_for_long() -> None:
     assert len({arrival.conversation for arrival in in_progress}) == len(in_progress)
 
 
-def test_a_trace_is_thinned_or_played_several_times() -> None:
+def test_a_trace_is_thinned_or_runs_several_times() -> None:
     arrivals = [
         Arrival(f"c{number}", 100.0 + number + 40.0 * turn, 100, 10)
         for turn in range(3)
@@ -305,13 +305,13 @@ def test_turns_that_the_device_cannot_hold_are_not_carried_by_refusing_them() ->
         host_memories(replace(SMALL, device_tokens=2000), long, SLO, 0.3, 0)
 
 
-def test_no_rate_at_all_is_said() -> None:
+def test_no_rate_at_all_is_reported() -> None:
     with pytest.raises(Impossible, match="still: median first token 2000 ms"):
         capacity(lambda rate: row_of(0.0, 2.0), Slo(1.0, 1.0), 1.0)
 
 
-def test_a_lone_turn_that_is_too_slow_is_refused_before_anything_is_played() -> None:
-    with pytest.raises(Impossible, match=r"a token takes 10.5 ms when nobody else is there"):
+def test_a_lone_turn_that_is_too_slow_is_refused_before_anything_is_simulated() -> None:
+    with pytest.raises(Impossible, match=r"a token takes 10.5 ms even without other turns"):
         SMALL.check(Slo(0.01, 1.0), 40)
     with pytest.raises(Impossible, match="first token after 4,000 new ones takes 8"):
         SMALL.check(Slo(0.1, 0.3), 4000)
@@ -343,14 +343,14 @@ def test_a_tighter_limit_never_needs_fewer_replicas(carried: tuple[float, Row]) 
 
 
 def test_host_memory_is_bought_as_long_as_it_brings_something() -> None:
-    told: list[str] = []
-    tried = host_memories(SMALL, LOAD, SLO, 0.8, 30_000, told.append)
+    lines: list[str] = []
+    tried = host_memories(SMALL, LOAD, SLO, 0.8, 30_000, lines.append)
     assert [each.host_tokens for each in tried] == [0, 8000, 16_000, 30_000][: len(tried)]
     assert [each.rate for each in tried] == sorted(each.rate for each in tried)
     assert tried[-1].rate > 1.1 * tried[0].rate
     assert tried[0].row["host_share"] == 0.0 < tried[-1].row["host_share"]
-    assert any("carried" in line for line in told)
-    assert any("ms" in line for line in told)
+    assert any("carried" in line for line in lines)
+    assert any("ms" in line for line in lines)
     rates = {0: 1.0, 10: 1.95, 20: 2.0, 40: 2.02}
     assert recommended([HostMemory(*each, {}) for each in rates.items()]).host_tokens == 10
 
@@ -417,25 +417,27 @@ def test_the_command_plans(costs: str, capsys: pytest.CaptureFixture[str]) -> No
     limits = ["--tbt-p99", "0.4", "--ttft-p50", "2", "--host-tokens", "12k", "--rate", "1"]
     assert main([*PLAN, *limits, "--cost", costs, "--replicas", "64", "--json"]) == 0
     out, err = capsys.readouterr()
-    told = json.loads(out)
+    result = json.loads(out)
     assert "costs: made up; 6,000 tokens of KV on the device; policy value" in err
     assert "a second: carried" in err
-    assert told["slo"] == {
+    assert result["slo"] == {
         "tbt_p99_seconds": 0.4,
         "ttft_p50_seconds": 2.0,
         "queue_p50_seconds": 2.0,
     }
-    assert sum(row["recommended"] for row in told["host_memory"]) == 1
-    assert told["needed"]["affinity"]["num_replicas"] <= told["needed"]["random"]["num_replicas"]
-    assert {row["replicas"] for row in told["fleets"]} >= {64}
-    for row in told["fleets"]:
+    assert sum(row["recommended"] for row in result["host_memory"]) == 1
+    assert (
+        result["needed"]["affinity"]["num_replicas"] <= result["needed"]["random"]["num_replicas"]
+    )
+    assert {row["replicas"] for row in result["fleets"]} >= {64}
+    for row in result["fleets"]:
         assert row["scaled"] == (row["replicas"] > 4)
-    shown = "\n".join(text(told, LOAD))
-    for count in (told["needed"]["affinity"]["num_replicas"], 64):
+    shown = "\n".join(text(result, LOAD))
+    for count in (result["needed"]["affinity"]["num_replicas"], 64):
         assert re.search(rf"^ +{count} (replicas? with )?affinity", shown, re.MULTILINE)
     assert shown.count("scaled from one of them, thinned load") >= 2
     assert "1,000 replicas are not enough" in "\n".join(
-        text({**told, "needed": {**told["needed"], "random": None}}, LOAD)
+        text({**result, "needed": {**result["needed"], "random": None}}, LOAD)
     )
 
 
@@ -497,7 +499,7 @@ def test_the_command_says_why_it_does_not_plan(
     costs: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for wrong, why in (
-        (["--cost", costs, "--tbt-p99", "0.01"], "a token takes 10.5 ms when nobody else is there"),
+        (["--cost", costs, "--tbt-p99", "0.01"], "a token takes 10.5 ms even without other turns"),
         (["--cost", costs, "--ttft-p50", "0.005"], "no load is low enough"),
         (["--cost", costs, "--tbt-p99", "0"], "above 0"),
         (["--cost", costs, "--rate", "1,2"], "one is planned for"),
