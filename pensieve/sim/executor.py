@@ -16,7 +16,7 @@ decodes.)
 Swap-outs begin when the link is free and delay no iteration.  A copy is reported by the first outcome at or
 after its end; an iteration without slices ends when one outstanding copy has.
 
-Turns end by their length; all their tokens are token 0.
+Turns end by their length, and all their tokens are token 0.
 """
 
 from __future__ import annotations

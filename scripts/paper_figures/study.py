@@ -50,10 +50,10 @@ class Spread:
         return statistics.median(self.values)
 
     def shown(self, form: str) -> str:
-        if len(self.values) < 2:
-            return form.format(self.median)
-        ends = " to ".join(form.format(each) for each in (min(self.values), max(self.values)))
-        return f"{form.format(self.median)} ({ends})"
+        least, most = form.format(min(self.values)), form.format(max(self.values))
+        if least == most:
+            return least
+        return f"{form.format(self.median)} ({least} to {most})"
 
 
 def ratio(ours: Iterable[float], theirs: Iterable[float]) -> Spread:
