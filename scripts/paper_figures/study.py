@@ -126,7 +126,7 @@ class Study:
     progress: Callable[[str], None] = lambda line: None
     panels: list[Panel] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)  # figure, what its runs show
-    _crossings: dict[Scenario, Crossing] = field(default_factory=dict)
+    crossings: dict[Scenario, Crossing] = field(default_factory=dict)
     _rows: dict[tuple[Scenario, float], Row] = field(default_factory=dict)
 
     def scenario(self, model: str, num_gpus: int = 1, **options: Any) -> Scenario:
@@ -167,11 +167,11 @@ class Study:
 
     def at_limit(self, name: str, scenario: Scenario, guess: float) -> list[Crossing]:
         """Where each seed's P90 reaches the limit."""
-        if scenario not in self._crossings:
+        if scenario not in self.crossings:
             self.progress(name)
             guess *= self.extent.faster
             for seeded in self.seeded(scenario):
-                found = self._crossings[seeded] = first_crossing(
+                found = self.crossings[seeded] = first_crossing(
                     lambda rate, seeded=seeded: self.simulate(seeded, rate),  # type: ignore[misc]
                     LIMIT_MS,
                     guess,
@@ -179,7 +179,7 @@ class Study:
                     self.extent.scanned_max,
                 )
                 guess = found.rate
-        return [self._crossings[seeded] for seeded in self.seeded(scenario)]
+        return [self.crossings[seeded] for seeded in self.seeded(scenario)]
 
     def throughputs(self, name: str, scenario: Scenario, guess: float) -> list[float]:
         return [each.tokens_per_second for each in self.at_limit(name, scenario, guess)]
@@ -189,7 +189,7 @@ class Study:
         self.progress("latency under less load")
         found = []
         for one, other in zip(self.seeded(ours), self.seeded(theirs), strict=True):
-            at_limit, best = self._crossings[other].rate, 0.0
+            at_limit, best = self.crossings[other].rate, 0.0
             for rate in (at_limit / 2, at_limit * 0.75, at_limit):
                 latency = self.simulate(one, rate)["normalized_p90"]
                 other_latency = self.simulate(other, rate)["normalized_p90"]
@@ -201,7 +201,7 @@ class Study:
     def note_crossings(self, figure: str, systems: dict[str, Scenario]) -> None:
         """Which of these systems' crossings are not the only ones, or were not reached."""
         for name, scenario in systems.items():
-            found = [self._crossings[each] for each in self.seeded(scenario)]
+            found = [self.crossings[each] for each in self.seeded(scenario)]
             several = [each for each in found if each.num_upward > 1]
             if several:
                 spans = ", ".join(

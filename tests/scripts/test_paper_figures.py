@@ -179,7 +179,7 @@ def test_a_load_that_serves_nobody_is_not_the_limit() -> None:
 def test_crossings_beyond_the_first_are_noted() -> None:
     study = Study(QUICK)
     scenario = study.scenario("opt-13b")
-    study._crossings[scenario] = first_crossing(wavy, 80.0, 1.0)
+    study.crossings[scenario] = first_crossing(wavy, 80.0, 1.0)
     study.note_crossings("3.12a", {"Pensieve": scenario})
     ((figure, text),) = study.notes
     assert figure == "3.12a"
