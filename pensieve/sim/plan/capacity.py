@@ -1,4 +1,4 @@
-"""The highest rate of conversations that one replica carries, and what host memory adds to it.
+"""The highest rate of conversations one replica carries, and what host memory adds to it.
 
 `capacity` finds the rate by doubling it, and then by halving the interval between a rate that is carried
 (replica.py) and one that is not; each step is a simulation of bounded length.

@@ -56,12 +56,12 @@ class Families:
 
 
 def with_affinity(
-    arrivals: Iterable[Arrival], replica: int, num_replicas: int
+    arrivals: Iterable[Arrival], replica_index: int, num_replicas: int
 ) -> Iterator[Arrival]:
     """The arrivals of one replica with affinity."""
     families = Families()
     for arrival in arrivals:
-        if replica_of(families.root(arrival), num_replicas) == replica:
+        if replica_of(families.root(arrival), num_replicas) == replica_index:
             yield arrival
 
 
@@ -90,12 +90,12 @@ def with_times(arrivals: Iterable[Arrival], seconds_per_token: float) -> Iterato
 
 
 def at_random_of_few(
-    arrivals: Iterable[Arrival], replica: int, num_replicas: int, seed: int = 0
+    arrivals: Iterable[Arrival], replica_index: int, num_replicas: int, seed: int = 0
 ) -> Iterator[Arrival]:
     """The arrivals of one of a few replicas, of arrivals `with_times` that are routed at random."""
     draw, held = random.Random(seed), _HeldPrefixes()
     for arrival in arrivals:
-        if draw.randrange(num_replicas) == replica:
+        if draw.randrange(num_replicas) == replica_index:
             yield held.served(arrival, arrival.conversation)
         else:
             held.routed_elsewhere(arrival, arrival.conversation)
