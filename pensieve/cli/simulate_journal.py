@@ -1,4 +1,4 @@
-"""`pensieve simulate --journal`: what a daemon did, planned again; and costs fitted to it."""
+"""The options and the output of `pensieve simulate --journal`: a replay, and costs fitted to it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +14,11 @@ from pensieve import __version__
 from pensieve.errors import ConfigError, InvalidArgument
 
 if TYPE_CHECKING:
-    from pensieve.core.cost import CostProfile
     from pensieve.engine.journal import Replay
-    from pensieve.sim.cost import CostModel
     from pensieve.sim.fit import Fit
     from pensieve.sim.observed import Observations
-    from pensieve.sim.simulator import Simulator
 
-TOLD_EVERY = 200_000  # iterations
+REPORT_EVERY = 200_000  # iterations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,39 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@contextmanager
-def recorded(
-    path: Path, simulator: Simulator, policy: str, recompute: CostProfile, cost: CostModel
-) -> Iterator[None]:
-    """What this simulator's engine does meanwhile is written to a journal."""
-    from pensieve.engine.journal import Journal, opened
-
-    scheduler = simulator.scheduler
-    computed_by = {
-        "name": cost.source,
-        "device": "simulated",
-        "layers": cost.layers,
-        "kv_bytes_per_token": cost.kv_bytes_per_token,
-    }
-    try:
-        file = opened(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-    with file:
-        simulator.engine.observe(
-            Journal(
-                file,
-                simulator.config,
-                scheduler.cache.config,
-                scheduler.config,
-                policy,
-                recompute,
-                computed_by,
-            )
-        )
-        yield
-
-
 def run(arguments: argparse.Namespace) -> int:
     from pensieve.engine.journal import JournalError, NotAJournal, Replay
     from pensieve.sim.observed import Observations
@@ -98,14 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
     path = arguments.journal
     if arguments.traces or arguments.workload is not None:
         raise InvalidArgument(
-            "journal", "a journal says what happened; name no trace or --workload"
+            "journal", "a journal holds its own turns; name no trace or --workload"
         )
     replay, seen = Replay(_lines(path)), Observations()
     problem = None
     try:
         for replayed in replay:
             seen.add(replayed)
-            if replay.num_agreed % TOLD_EVERY == 0:
+            if replay.num_agreed % REPORT_EVERY == 0:
                 print(f"{replay.num_agreed:,} iterations", file=sys.stderr, flush=True)
     except NotAJournal as error:
         raise ConfigError(f"{path}: {error}") from error
@@ -113,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         problem = str(error)
     if not replay.num_engines:
         raise ConfigError(f"{path} is empty: not a journal")
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "journal": str(path),
         "iterations": replay.num_agreed,
         "engines": replay.num_engines,
@@ -121,19 +83,19 @@ def run(arguments: argparse.Namespace) -> int:
         "problem": problem,
     }
     if not arguments.json:
-        print("\n".join(_said(path, replay, problem)))
+        print("\n".join(_outcome(path, replay, problem)))
     if problem is None and arguments.fit is not None:
         fit = _fitted(arguments, replay, seen)
-        told["fit"] = {
+        result["fit"] = {
             "cost": {name: value for name, value in vars(fit.cost).items() if name != "source"},
             "errors": [each._asdict() for each in fit.errors],
             "found": fit.found,
             "assumed": fit.assumed,
         }
         if not arguments.json:
-            print("\n".join(_shown(arguments.fit, fit)))
+            print("\n".join(_fit_table(arguments.fit, fit)))
     if arguments.json:
-        print(json.dumps(told))
+        print(json.dumps(result))
     return 0 if problem is None else 1
 
 
@@ -145,7 +107,7 @@ def _lines(path: Path) -> Iterator[str]:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _said(path: Path, replay: Replay, problem: str | None) -> Iterator[str]:
+def _outcome(path: Path, replay: Replay, problem: str | None) -> Iterator[str]:
     engines = f", by {replay.num_engines} engines" if replay.num_engines > 1 else ""
     agreed = f"{replay.num_agreed:,} iterations{engines}"
     if problem is None:
@@ -163,34 +125,26 @@ def _said(path: Path, replay: Replay, problem: str | None) -> Iterator[str]:
 
 def _fitted(arguments: argparse.Namespace, replay: Replay, seen: Observations) -> Fit:
     from pensieve.sim import cost_file
-    from pensieve.sim.cost import HARDWARE, INSTANT, MODELS, CostModel
-    from pensieve.sim.fit import assumed_for, fitted
+    from pensieve.sim.cost import HARDWARE, INSTANT, MODELS
+    from pensieve.sim.fit import assumed_costs, fitted
 
     hardware = arguments.hardware
     if str(replay.model.get("device", "")).startswith("cpu"):
         hardware = "cpu"
     if hardware == INSTANT:
         raise InvalidArgument("hardware", "a fit stands on a machine's data sheet: name one")
-    assumed = assumed_for(replay.model, HARDWARE[hardware])
-    if assumed is None:  # written by something that did not say what computed
-        assumed = CostModel.of(MODELS[arguments.model], HARDWARE[hardware])
-        known = {name: replay.model.get(name) for name in ("layers", "kv_bytes_per_token")}
-        if all(isinstance(value, int) and value > 0 for value in known.values()):
-            assumed = replace(assumed, **known)  # type: ignore[arg-type]
+    assumed = assumed_costs(replay.model, MODELS[arguments.model], HARDWARE[hardware])
     name = replay.model.get("name") or arguments.model
     source = f"fitted to {replay.num_agreed:,} iterations of {name} in {arguments.journal.name}"
     try:
         fit = fitted(seen, assumed, source)
     except ValueError as error:
         raise ConfigError(f"{arguments.journal} cannot be fitted: {error}") from error
-    try:
-        arguments.fit.write_text(cost_file.written(fit) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {arguments.fit}: {error.strerror}") from error
+    cost_file.save(fit, arguments.fit)
     return fit
 
 
-def _shown(path: Path, fit: Fit) -> Iterator[str]:
+def _fit_table(path: Path, fit: Fit) -> Iterator[str]:
     yield "error of the fit, |predicted - measured| / measured, over iterations that were not fitted:"
     yield f"{'':>14}{'iterations':>12}{'held out':>10}{'median':>9}{'P90':>9}"
     for each in fit.errors:

@@ -1,4 +1,4 @@
-"""`pensieve simulate --plan`: what one replica carries, the host memory it wants, and how many are needed."""
+"""The options and the output of `pensieve simulate --plan`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import InvalidArgument
@@ -15,9 +14,8 @@ from pensieve.errors import InvalidArgument
 if TYPE_CHECKING:
     from pensieve.sim.cost import CostModel
     from pensieve.sim.plan.load import Load
-    from pensieve.sim.plan.planning import HostMemory
-    from pensieve.sim.plan.replica import Replica, Row, Slo
-    from pensieve.sim.trace import Visit
+    from pensieve.sim.plan.planning import PlanRequest
+    from pensieve.sim.trace import Arrival
 
 REPLICAS_MAX = 1000
 SECONDS = 600.0  # the default of --seconds
@@ -68,13 +66,14 @@ def run(
     policy: str,
     device_tokens: int,
     host_tokens_max: int,
-    visits: Iterable[Visit],
+    arrivals: Iterable[Arrival],
 ) -> int:
-    """`visits` are those of the trace, if there is one."""
-    from pensieve.sim.plan import planning
+    """`arrivals` are those of the trace, if there is one."""
+    from pensieve.sim.plan.capacity import budget_within
     from pensieve.sim.plan.load import Drawn, Recorded
+    from pensieve.sim.plan.planning import PlanRequest, make_plan
     from pensieve.sim.plan.replica import Impossible, Replica, Slo
-    from pensieve.sim.trace import HABITS
+    from pensieve.sim.workload import HABITS
 
     _check(arguments, policy)
     slo = Slo(arguments.tbt_p99, arguments.ttft_p50)
@@ -86,37 +85,26 @@ def run(
         )
     else:
         try:
-            load = recorded = Recorded(visits, arguments.plan_seconds)
+            load = recorded = Recorded(arrivals, arguments.plan_seconds)
         except ValueError as error:
             raise InvalidArgument("TRACE", str(error)) from error
         wanted = recorded.rate
-    budget = planning.budget_within(cost, slo, arguments.token_budget, arguments.turns_max)
+    budget = budget_within(cost, slo, arguments.token_budget, arguments.turns_max)
     replica = Replica(cost, device_tokens, 0, policy, budget, arguments.turns_max)
+    request = PlanRequest(replica, load, slo, wanted, host_tokens_max, tuple(arguments.replicas))
     begun = time.monotonic()
 
-    def told(line: str) -> None:
+    def progress(line: str) -> None:
         print(f"{time.monotonic() - begun:6.0f} s  {line}", file=sys.stderr, flush=True)
 
-    assumed = _assumed(arguments, replica, load, slo, wanted)
+    assumed = _assumed(arguments, request)
     for line in assumed:
         print(line, file=sys.stderr)
     try:
-        replica.check(slo, load.typical.input_tokens)
-        guess = planning.first_guess(replica, load.typical)
-        tried = planning.host_memories(replica, load, slo, guess, host_tokens_max, told)
+        plan = make_plan(request, progress)
     except Impossible as error:
         raise InvalidArgument("tbt_p99, ttft_p50, device_tokens", str(error)) from error
-    chosen = planning.recommended(tried)
-    rows, needed = _fleets(arguments, replica, load, slo, chosen, wanted, told)
-    result = {
-        "assumed": assumed,
-        "slo": vars(slo),
-        "policy": policy,
-        "host_memory": [_sized(each, cost, each is chosen) for each in tried],
-        "wanted": wanted,
-        "needed": needed,
-        "fleets": rows,
-    }
+    result = {"assumed": assumed, **plan.values()}
     if arguments.json:
         print(json.dumps(result))
     else:
@@ -147,9 +135,8 @@ def _check(arguments: argparse.Namespace, policy: str) -> None:
         )
 
 
-def _assumed(
-    arguments: argparse.Namespace, replica: Replica, load: Load, slo: Slo, wanted: float
-) -> list[str]:
+def _assumed(arguments: argparse.Namespace, request: PlanRequest) -> list[str]:
+    replica, load, slo, wanted = request.replica, request.load, request.slo, request.wanted
     window = load.window(wanted)
     lines = [
         f"costs: {replica.cost.source}; {replica.device_tokens:,} tokens of KV on the device; policy "
@@ -160,84 +147,23 @@ def _assumed(
     if replica.token_budget < arguments.token_budget:
         lines.append(
             f"an iteration has {replica.token_budget} tokens, not {arguments.token_budget}: so many of "
-            "prompts fit between two tokens of who generates"
+            "prompts fit between two tokens of turns that generate"
         )
     if arguments.workload is not None:
         lines.append(
             f"load: {arguments.workload}, drawn; each simulation begins with the conversations that would "
-            f"be there, and {window.seconds:g} s of it count"
+            f"be in progress, and {window.seconds:g} s of it count"
         )
     else:
         lines.append(
             f"load: a trace of {wanted:.3g} conversations a second; for less some are left out by name, "
-            f"for more copies of it are played at once; {window.seconds:.0f} s, the second half, count"
+            f"for more several copies of it run at once; {window.seconds:.0f} s, the second half, count"
         )
     return lines
 
 
-def _fleets(
-    arguments: argparse.Namespace,
-    replica: Replica,
-    load: Load,
-    slo: Slo,
-    chosen: HostMemory,
-    wanted: float,
-    told: Any,
-) -> tuple[list[Row], dict[str, Any]]:
-    """Both ways of routing: how many are needed, and what some numbers of replicas carry."""
-    from pensieve.sim.plan import planning
-    from pensieve.sim.plan.fleet import crowding
-
-    replica = replace(replica, host_tokens=chosen.host_tokens)
-    pace = chosen.row["seconds_per_token"] or slo.tbt_p99_seconds
-    known: dict[int, float] = {}
-
-    def carries(count: int, guess: float) -> float:
-        if count not in known:
-            known[count] = planning.carried_at_random(
-                replica, load, slo, chosen.rate, count, pace, told, guess
-            )
-        return known[count]
-
-    together = planning.needed_with_affinity(chosen.rate, wanted)
-    apart = planning.needed_at_random(carries, chosen.rate, wanted)
-    rows = []
-    for count in sorted({*arguments.replicas, together.num_replicas} - {1}):
-        fullest = crowding(load.living(chosen.rate), count)
-        at_random = carries(count, min(known.values(), default=chosen.rate))
-        for routing, each in (
-            (planning.AFFINITY, chosen.rate),
-            (planning.RANDOM, at_random),
-        ):
-            played_at = at_random or chosen.rate  # a load that both carry, if there is one
-            told(f"{count} replicas, {routing}, {played_at:.3g} a second each")
-            row = planning.fleet(replica, load, played_at, count, routing, pace)
-            rows.append(
-                {
-                    **row,
-                    "carries": each * count,
-                    "fullest": fullest if routing == planning.AFFINITY else None,
-                }
-            )
-    return rows, {
-        planning.AFFINITY: together._asdict(),
-        planning.RANDOM: None if apart is None else apart._asdict(),
-    }
-
-
-def _sized(each: HostMemory, cost: CostModel, chosen: bool) -> dict[str, Any]:
-    gigabytes = each.host_tokens * cost.kv_bytes_per_token / 1e9
-    return {
-        **each.row,
-        "host_tokens": each.host_tokens,
-        "host_gigabytes": gigabytes,
-        "rate": each.rate,
-        "recommended": chosen,
-    }
-
-
 def text(result: dict[str, Any], load: Load) -> Iterable[str]:
-    """For a person."""
+    """The plan as a table."""
     yield from result["assumed"]
     yield ""
     yield "one replica, by host memory:"
@@ -254,7 +180,7 @@ def text(result: dict[str, Any], load: Load) -> Iterable[str]:
             f"{'   <- the least within 5 % of the best' if row['recommended'] else ''}"
         )
     best = next(row for row in result["host_memory"] if row["recommended"])
-    yield f"(its load: {load.how(best['rate'])}; rates are found to within 4 %)"
+    yield f"(its load: {load.description(best['rate'])}; rates are found to within 4 %)"
     wanted, needed = result["wanted"], result["needed"]
     together, apart = needed["affinity"], needed["random"]
     yield ""

@@ -1,22 +1,16 @@
 """The daemon's scheduler and cache on a virtual clock: another executor, and no second scheduler.
 
-virtual_clock       time that moves when somebody moves it
-model               what an iteration and a copy cost: shapes and hardware, by name
-cost_file           the same in a file
-modelled_executor   carries iterations out on that clock
-trace               who says what when: recorded, or drawn
-simulator           plays a trace to an engine
-series              figures over time, and quantiles, in a fixed room
-report              what came of it
-scenario            a system under a load, and the load at which it is as slow as another
-study, figures      published figures played again
-long_prompts        requests with long prompts, batched in several ways
-clairvoyant         a policy that knows the trace
-load                conversations per second, as a rate that can be turned
-fleet               who among several replicas hears which turn
-replica             one engine under a load: is it served as it should be?
-planning            what a replica carries, what host memory brings, how many are needed
-observed            what a replayed journal saw of each iteration
-fitting             what iterations cost on a machine, from that
-least_squares       with no negative number
+clock               virtual time: it moves only when it is advanced
+cost, cost_file     what an iteration and a copy cost: from shapes and data sheets, or from a file
+executor            an executor that computes nothing and takes that long
+trace, workload     the arrivals of turns: recorded, or drawn
+simulator           runs a trace through the engine
+series              figures over time, and quantiles, in a fixed amount of memory
+report              the figures of a run, as a row and as a table
+clairvoyant         a retention policy that knows the trace
+sweep               one load with every combination of policies, rates and sizes of the tiers
+recording           the journal of a simulation
+observed            what a replayed journal shows of each iteration
+fit                 what iterations cost on a machine, from that: fit_compute, fit_link, least_squares
+plan/               the load that a replica carries, and how many replicas a load needs
 """

@@ -1,8 +1,8 @@
-"""A policy that knows the trace: whose next message is furthest away goes first (Belady's rule).
+"""A retention policy that knows the trace: the conversation whose next message is furthest away goes first.
 
-Who has to guess can hardly hold more of what will be used, so its row in a report tells what the others
-could still gain: a bound in practice, not a proof, for it does not weigh by cost, and tells apart only times
-that lie `APART_SECONDS` apart (or more, in traces of many hours).
+That is Belady's rule.  A policy that has to guess can hardly do better, so its row in a report shows what the
+others could still gain: a bound in practice, not a proof, for it does not weigh by cost, and distinguishes
+only times that are `APART_SECONDS` apart (or more, in traces of many hours).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from itertools import islice
 
 from pensieve.core.policies.protocol import EndedTurn, StaticPolicy
 from pensieve.core.prefix_tree import HOLDERS_SUMMED_MAX, Branch
-from pensieve.sim.trace import Visit
+from pensieve.sim.trace import Arrival
 
 NUM_CLASSES = 1024
 APART_SECONDS = 15.0
-REFUSED_SECONDS = 600.0  # a message that has not begun so long after its time never will
+REFUSED_SECONDS = 600.0  # a turn that has not begun so long after its time was refused
 
 
 class ClairvoyantPolicy(StaticPolicy):
@@ -26,16 +26,16 @@ class ClairvoyantPolicy(StaticPolicy):
     num_classes = NUM_CLASSES
     class_ratio = math.inf
 
-    def __init__(self, visits: Iterable[Visit]) -> None:
-        self._own: dict[str, deque[Visit]] = {}  # of each conversation, that have not begun
-        self._forks: dict[str, deque[float]] = {}  # when others begin with its past
-        self._next: dict[str, float] = {}  # of those at rest
+    def __init__(self, arrivals: Iterable[Arrival]) -> None:
+        self._own: dict[str, deque[Arrival]] = {}  # by conversation: turns that have not begun
+        self._forks: dict[str, deque[float]] = {}  # by conversation: when others fork from it
+        self._next: dict[str, float] = {}  # by conversation: when its history is used next
         end = 1.0
-        for visit in visits:
-            self._own.setdefault(visit.conversation, deque()).append(visit)
-            if visit.fork_of and visit.at is not None:
-                self._forks.setdefault(visit.fork_of, deque()).append(visit.at)
-            end = max(end, (visit.at or 0.0) + visit.after)
+        for arrival in arrivals:
+            self._own.setdefault(arrival.conversation, deque()).append(arrival)
+            if arrival.fork_of and arrival.at is not None:
+                self._forks.setdefault(arrival.fork_of, deque()).append(arrival.at)
+            end = max(end, (arrival.at or 0.0) + arrival.after)
         self._width = max(end / (NUM_CLASSES - 2), APART_SECONDS)
 
     def turn_ended(self, conversation_id: str, ended: EndedTurn, now: float) -> float:
@@ -55,13 +55,13 @@ class ClairvoyantPolicy(StaticPolicy):
             own.popleft()
 
     def forked(self, source_id: str, target_id: str, now: float) -> None:
-        self._next[target_id] = now  # it is about to speak
+        self._next[target_id] = now  # its first message is on its way
 
     def initial_idle_seconds(self, away_seconds: float) -> float:
         return 0.0
 
     def class_of(self, branch: Branch, chunk_index: int, now: float) -> int:
-        """The sooner, the higher; 0 is never again."""
+        """The sooner it is used again, the higher; 0: never."""
         holders = islice(reversed(branch.holders), HOLDERS_SUMMED_MAX)
         soonest = min(self._next.get(holder.conversation_id, math.inf) for holder in holders)
         if soonest == math.inf:

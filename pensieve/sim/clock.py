@@ -1,4 +1,4 @@
-"""Time that moves when somebody moves it, and only forward."""
+"""A virtual clock: it moves only when it is advanced, and only forward."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ class VirtualClock:
         self._now += seconds
 
     def advance_to(self, moment: float) -> None:
-        """Nothing happens if that has passed."""
+        """To that moment, or not at all if it has passed."""
         self._now = max(self._now, moment)

@@ -8,7 +8,7 @@ apart:
 
 plus a fixed overhead.  `EFFICIENCY` is what real kernels reach of a data sheet's figures.  A copy between the
 tiers takes its bytes over the link's rate, each direction by itself.  Several devices (tensor parallel) are
-one that is so many times as large and as fast: what they say to each other takes no time here.
+one that is so many times as large and as fast: communication between them takes no time here.
 
 These are assumptions, and every report says so.
 """
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pensieve.core.cost import CostProfile
 
 EFFICIENCY = 0.6
+CHUNK_TOKENS = 32  # of what is simulated
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class CostModel:
         return tokens * self.kv_bytes_per_token / self.link_bytes_per_second
 
     def recompute(self, chunk_tokens: int) -> CostProfile:
-        """For retention: a chunk behind a context, computed in good company."""
+        """For retention: the cost of a chunk behind a context, computed in a full batch."""
         return CostProfile(
             tuple(
                 (1 << power, self.attention_seconds_per_pair * chunk_tokens * (1 << power))

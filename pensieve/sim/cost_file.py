@@ -1,7 +1,7 @@
-"""A cost model in a file, so that what one journal told serves many simulations.
+"""A cost model in a file: costs that were fitted to one journal, for many simulations.
 
-One JSON object: the numbers of `CostModel` by name under `cost`, and beside it what a person wants to know of
-the fit (errors, what was found, what was only assumed), which nobody reads back.
+One JSON object: the numbers of `CostModel` by name under `cost`, and beside it facts about the fit for people
+(errors, what was found, what was only assumed), which are not read back.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ COUNTS = ("layers", "kv_bytes_per_token")
 
 
 def written(fit: Fit) -> str:
+    """The text of the file."""
     cost = {name: getattr(fit.cost, name) for name in (*SECONDS, *COUNTS)}
     link = fit.cost.link_bytes_per_second
     return json.dumps(
@@ -43,7 +44,7 @@ def written(fit: Fit) -> str:
 
 
 def read(text: str) -> CostModel:
-    """ValueError that names what is wrong."""
+    """Raises ValueError that names what is wrong."""
     try:
         given = json.loads(text)
     except ValueError as error:
@@ -90,10 +91,18 @@ def _number(cost: dict[str, Any], name: str) -> float:
 
 
 def load(path: Path) -> CostModel:
-    """Of a file that --fit wrote."""
+    """The costs of a file that `save` wrote."""
     try:
         return read(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} {error}") from error
+
+
+def save(fit: Fit, path: Path) -> None:
+    """The file that `load` reads."""
+    try:
+        path.write_text(written(fit) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

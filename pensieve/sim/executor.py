@@ -1,4 +1,4 @@
-"""Carries iterations out on a virtual clock: nothing is computed, and everything takes its time.
+"""An executor on a virtual clock: it computes nothing and takes as long as the cost model says.
 
 An iteration begins when it is launched and ends after what `CostModel` says.  Each direction between the
 tiers is one link, busy until its last copy is through.  The layers of a swap-in arrive one after another, and
@@ -7,12 +7,13 @@ copying, begun at s, and L layers the iteration ends at
 
     max(begin + C,  s + S/L + C,  s + S + C/L)
 
-An iteration is one pass through the model.  With `phases="separate"` one with both kinds of work is two, the
-prompts' pass and then the one of the turns that generate: the weights are read twice, and whoever generates
-waits for the prompts, as in engines that batch the phases apart.  (There the prompts' first tokens are out
-before the second pass; here the iteration's tokens come together, so they are late by a pass of decodes.)
+An iteration is one pass through the model.  With `phases="separate"` one with both kinds of work is two,
+the prompts' pass and then the one of the turns that generate: the weights are read twice, and turns that
+generate wait for the prompts, as in engines that batch the phases apart.  (There the prompts' first tokens
+are out before the second pass; here the iteration's tokens come together, so they are late by a pass of
+decodes.)
 
-Swap-outs begin when the link is free and disturb nobody.  A copy is reported by the first outcome at or
+Swap-outs begin when the link is free and delay no iteration.  A copy is reported by the first outcome at or
 after its end; an iteration without slices ends when one outstanding copy has.
 
 Turns end by their length, and all their tokens are token 0.
@@ -52,8 +53,8 @@ class ModelledExecutor:
         self._outward: deque[tuple[float, int]] = deque()
         self._in_free = self._out_free = 0.0
 
-    def become(self, cost: CostModel) -> None:
-        """From the next iteration on another machine: one on which nothing took time has been prepared."""
+    def use_costs(self, cost: CostModel) -> None:
+        """From the next iteration on, other costs."""
         self._cost = cost
 
     def launch(self, iteration: Iteration) -> None:

@@ -1,49 +1,31 @@
-"""What iterations cost on a machine, from the journal of a daemon that ran there.
+"""What iterations cost on a machine, fitted to the journal of a daemon that ran there.
 
-A replay gives each iteration's slices and how long it took; what is wanted are the numbers of `CostModel`:
+A replay gives each iteration's slices and how long it took (observed.py).  From those the costs of
+computing are fitted (fit_compute.py) and then the rate of the link between the tiers (fit_link.py).  Half
+of the iterations, every other one, is fitted; the error is that of the other half.
 
-    seconds = dense · max(n, tokens) + attention · max(r · keys, pairs) + overhead
-
-The floor of the dense part is `dense · n` (up to n tokens it takes as long as reading the weights) and that
-of attention, per key, `attention · r`.  For a given n and r this is linear, so both are tried over all that
-was seen, and each time the other three are the least squares that are not negative.  Errors count relative to
-the prediction, and those far outside of the others (a pause, a neighbour on the machine) less and in the end
-not at all (Tukey's biweight).  Iterations of one kind are judged among themselves, and kinds weigh about the
-same, for a journal of many decodes and few prompts would take the prompts for mistakes.
-
-Half of the iterations, every other one, is fitted; the error is that of the other half.
-
-**What was not seen is not made up.**  A number counts as found if leaving it out explains the iterations
-clearly worse.  Any other keeps the proportion to the ones that were found which it has in `assumed` (the
-model's shape on a data sheet), within what the iterations allow, and `Fit.assumed` says so.  The link's rate
-is found where copies took longer than the computation over them, or where an iteration waited for nothing
-else.
+**What was not observed is not made up.**  A number counts as found if leaving it out explains the
+iterations clearly worse.  Any other keeps the proportion to the found ones that it has in `assumed` (the
+model's shape on a data sheet), within what the iterations allow, and `Fit.assumed` lists it.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import mul
 from typing import Any, NamedTuple
 
 from pensieve.sim.cost import CostModel, HardwarePreset, ModelPreset
-from pensieve.sim.least_squares import nonnegative
-from pensieve.sim.observed import KINDS, Observation, Observations
+from pensieve.sim.fit_compute import fit_compute
+from pensieve.sim.fit_link import fit_link
+from pensieve.sim.observed import KINDS, Observation, Observations, expected_seconds
 
 FITTED_MAX = 1000  # of each kind
 ITERATIONS_MIN = 40
-STEPS = 24  # n and r that are tried
-ROUNDS = 8  # of weighing again, the later ones closer to the best n and r
-CLEARLY = 12.0  # times the squares left per iteration: what leaving a number out must cost
-LINK_ROWS_MIN = 10
-SPREAD_MIN = 0.001  # relative: no clock and no machine is better
-GROUP_WEIGHT_MAX = 20.0
 
 
-class Found(NamedTuple):
+class FitError(NamedTuple):
     """The error of a kind of iterations, |predicted - measured| / measured."""
 
     kind: str
@@ -55,10 +37,12 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
+    """Costs, how well they predict, and which of them were observed."""
+
     cost: CostModel
-    errors: tuple[Found, ...]  # by kind, and of all
+    errors: tuple[FitError, ...]  # by kind, and of all
     found: tuple[str, ...]  # names of `CostModel`
-    assumed: tuple[str, ...]  # what was not seen, and what stands in its place
+    assumed: tuple[str, ...]  # what was not observed, and what stands in its place
 
 
 def assumed_for(computed_by: Mapping[str, Any], hardware: HardwarePreset) -> CostModel | None:
@@ -81,8 +65,21 @@ def assumed_for(computed_by: Mapping[str, Any], hardware: HardwarePreset) -> Cos
     )
 
 
+def assumed_costs(
+    computed_by: Mapping[str, Any], model: ModelPreset, hardware: HardwarePreset
+) -> CostModel:
+    """Of the model that a journal names; of `model`, as far as the journal does not describe it."""
+    if (assumed := assumed_for(computed_by, hardware)) is not None:
+        return assumed
+    cost = CostModel.of(model, hardware)
+    layers, kv_bytes = computed_by.get("layers"), computed_by.get("kv_bytes_per_token")
+    if isinstance(layers, int) and isinstance(kv_bytes, int) and min(layers, kv_bytes) > 0:
+        return replace(cost, layers=layers, kv_bytes_per_token=kv_bytes)
+    return cost
+
+
 def fitted(seen: Observations, assumed: CostModel, source: str) -> Fit:
-    """ValueError if there are too few iterations to say anything."""
+    """Raises ValueError if there are too few iterations to fit."""
     learned = {kind: _thinned(rows[0::2]) for kind, rows in seen.kept.items()}
     groups = [learned[KINDS[0]], learned[KINDS[1]]]
     if sum(map(len, groups)) < ITERATIONS_MIN:  # copies towards the host disturb little
@@ -93,8 +90,8 @@ def fitted(seen: Observations, assumed: CostModel, source: str) -> Fit:
             f"of {count} iterations {sum(map(len, groups))} can be fitted, and at least {ITERATIONS_MIN} "
             "are needed"
         )
-    computing, found, notes = _computing([group for group in groups if group], assumed)
-    cost, note = _with_link(computing, learned[KINDS[2]], seen.rates)
+    computing, found, notes = fit_compute([group for group in groups if group], assumed)
+    cost, note = fit_link(computing, learned[KINDS[2]], seen.rates)
     if note:
         notes.append(note)
     else:
@@ -110,231 +107,9 @@ def _thinned(rows: list[Observation]) -> list[Observation]:
     return rows[:: -(-len(rows) // FITTED_MAX) or 1]
 
 
-def expected_seconds(cost: CostModel, seen: Observation) -> float:
-    """As the modelled executor has it, on a link that was free."""
-    compute = cost.pass_seconds(seen.tokens, seen.pairs, seen.keys)
-    copying, layers = cost.copy_seconds(seen.slots_in), cost.layers
-    return max(compute, copying / layers + compute, copying + compute / layers)
-
-
-def _error(kind: str, seen: int, rows: Sequence[Observation], cost: CostModel) -> Found:
+def _error(kind: str, seen: int, rows: Sequence[Observation], cost: CostModel) -> FitError:
     errors = sorted(abs(expected_seconds(cost, row) / row.seconds - 1) for row in rows)
     if not errors:
-        return Found(kind, seen, 0, None, None)
+        return FitError(kind, seen, 0, None, None)
     p90 = errors[min(int(0.9 * len(errors)), len(errors) - 1)]
-    return Found(kind, seen, len(errors), statistics.median(errors), p90)
-
-
-# -- computing --
-
-
-class _Solved(NamedTuple):
-    squares: float  # relative and weighted: what is left
-    dense: float
-    attention: float
-    overhead: float
-    n: float
-    r: float
-
-    def seconds(self, row: Observation) -> float:
-        dense = self.dense * max(self.n, row.tokens)
-        return dense + self.attention * max(self.r * row.keys, row.pairs) + self.overhead
-
-
-def _computing(
-    groups: Sequence[Sequence[Observation]], assumed: CostModel
-) -> tuple[CostModel, list[str], list[str]]:
-    """The costs without the link's; what was found, and notes on what was not."""
-    rows = [row for group in groups for row in group]
-    ns, rs = _steps([row.tokens for row in rows]), _steps([row.pairs / row.keys for row in rows])
-    (least_n, most_n), (least_r, most_r) = (ns[0], ns[-1]), (rs[0], rs[-1])
-    weights = [1 / row.seconds**2 for row in rows]
-    best = _best(rows, weights, ns, rs)
-    for turn in range(ROUNDS):
-        weights = _weights(groups, best, 8.0 if turn < 3 else 4.685)
-        best = _best(rows, weights, ns, rs)
-        if turn >= 2:
-            ns, rs = _closer(ns, best.n), _closer(rs, best.r)
-
-    bar = best.squares * (1 + CLEARLY / len(rows)) + 1e-9
-
-    def matters(ns: Iterable[float], rs: Iterable[float], without: str = "") -> bool:
-        return _best(rows, weights, ns, rs, without).squares > bar
-
-    some_n, some_r = sorted({least_n, *ns, most_n}), sorted({least_r, *rs, most_r})
-    attends = matters(some_n, [best.r], "attention")
-    grows = matters([most_n], some_r)
-    has_overhead = grows and matters(some_n, some_r, "overhead")
-    if not (grows and has_overhead and attends):  # the others take over what it explained
-        without = "" if has_overhead else "overhead"
-        ns = some_n if grows else [most_n]
-        best = _best(rows, weights, ns, some_r, without if attends else f"{without} attention")
-    has_floor = not grows or matters([least_n], some_r, "" if has_overhead else "overhead")
-    by_pair = attends and matters([best.n], [most_r]) if least_r < most_r else False
-    by_key = attends and (not by_pair or matters([best.n], [least_r]))
-
-    floor, attention = best.dense * best.n, best.attention if attends else math.inf
-    scale = _ratio(best.dense, assumed.dense_seconds_per_token) if grows else 0.0
-    scale_floor = _ratio(floor, assumed.dense_seconds_min) if has_floor else 0.0
-    scale, scale_floor = scale or scale_floor, scale_floor or scale
-    numbers = {}
-    found, notes = [], []
-    # name, whether it was found, its value, the most that what was seen allows, and why it was not found
-    for name, was_found, value, most, why in (
-        (
-            "dense_seconds_per_token",
-            grows,
-            best.dense,
-            floor / most_n,
-            f"no batch of up to {most_n:.0f} tokens took longer for its size",
-        ),
-        (
-            "dense_seconds_min",
-            has_floor,
-            floor,
-            best.dense * least_n,
-            f"no batch of {least_n:.0f} tokens or more was bound by reading the weights",
-        ),
-        (
-            "attention_seconds_per_pair",
-            by_pair,
-            best.attention,
-            attention * best.r / most_r,
-            "no iteration was bound by the products of attention",
-        ),
-        (
-            "attention_seconds_per_key",
-            by_key,
-            best.attention * best.r,
-            attention * least_r,
-            "no iteration was bound by reading KV",
-        ),
-    ):
-        if was_found:
-            numbers[name] = value
-            found.append(name)
-        else:
-            factor = scale if "_per_token" in name or "_per_pair" in name else scale_floor
-            numbers[name] = min(getattr(assumed, name) * factor, most)
-            notes.append(f"{name}: {why}; in proportion to {assumed.source}")
-    numbers["overhead_seconds"] = best.overhead if has_overhead else 0.0
-    if has_overhead:
-        found.append("overhead_seconds")
-    else:
-        notes.append(
-            "overhead_seconds: not to be told from what every iteration takes: it is in there"
-        )
-    return replace(assumed, **numbers), found, notes  # type: ignore[arg-type]
-
-
-def _weights(groups: Sequence[Sequence[Observation]], best: _Solved, reach: float) -> list[float]:
-    """Of every row: how far to trust it, seen beside others of its kind."""
-    weights = []
-    most = max(map(len, groups))
-    for group in groups:
-        predicted = [best.seconds(row) for row in group]
-        errors = [row.seconds / each - 1 for row, each in zip(group, predicted, strict=True)]
-        cut = reach * max(1.4826 * statistics.median(map(abs, errors)), SPREAD_MIN)
-        share = min(most / len(group), GROUP_WEIGHT_MAX)
-        weights += [
-            share * (1 - (error / cut) ** 2) ** 2 / each**2 if abs(error) < cut else 0.0
-            for error, each in zip(errors, predicted, strict=True)
-        ]
-    return weights
-
-
-def _ratio(found: float, assumed: float) -> float:
-    return found / assumed if assumed > 0 else 0.0
-
-
-def _steps(values: Sequence[float]) -> list[float]:
-    least, most = min(values), max(values)
-    if least == most:
-        return [float(least)]
-    ratio = (most / least) ** (1 / (STEPS - 1))
-    return [least, *(least * ratio**i for i in range(1, STEPS - 1)), most]
-
-
-def _closer(steps: list[float], at: float) -> list[float]:
-    """Between the neighbours of one of them."""
-    index = steps.index(at)
-    low, high = steps[max(index - 1, 0)], steps[min(index + 1, len(steps) - 1)]
-    return sorted({at, *(low + (high - low) * i / 8 for i in range(9))})
-
-
-def _best(
-    rows: Sequence[Observation],
-    weights: Sequence[float],
-    ns: Iterable[float],
-    rs: Iterable[float],
-    without: str = "",
-) -> _Solved:
-    """The least squares over all n and r; sums over the rows are shared between them."""
-    seconds = [row.seconds for row in rows]
-    to_seconds = list(map(mul, weights, seconds))
-    squares, constant, constant_seconds = (
-        sum(map(mul, to_seconds, seconds)),
-        sum(weights),
-        sum(to_seconds),
-    )
-    allowed = [
-        i for i, name in ((0, ""), (1, "attention"), (2, "overhead")) if name not in without.split()
-    ]
-    attended = []
-    for r in rs:
-        column = [max(r * row.keys, row.pairs) for row in rows]
-        weighted = list(map(mul, weights, column))
-        sums = (sum(map(mul, weighted, column)), sum(weighted), sum(map(mul, to_seconds, column)))
-        attended.append((r, weighted, sums))
-    best: _Solved | None = None
-    for n in ns:
-        column = [max(n, row.tokens) for row in rows]
-        nn = sum(w * each * each for w, each in zip(weights, column, strict=True))
-        n1, nt = sum(map(mul, weights, column)), sum(map(mul, to_seconds, column))
-        for r, weighted, (rr, r1, rt) in attended:
-            nr = sum(map(mul, weighted, column))
-            products = [[nn, nr, n1], [nr, rr, r1], [n1, r1, constant]]
-            left, found = nonnegative(products, [nt, rt, constant_seconds], squares, allowed)
-            if best is None or left < best.squares:
-                best = _Solved(left, found[0], found[1], found[2], n, r)
-    assert best is not None
-    return best
-
-
-# -- copying --
-
-
-def _with_link(
-    cost: CostModel, rows: Sequence[Observation], rates: Sequence[float]
-) -> tuple[CostModel, str]:
-    """With the link's rate; what to say if that was not found."""
-    rows = [row for row in rows if row.slots_in]
-
-    def error(rate: float) -> float:
-        model = replace(cost, link_bytes_per_second=rate)
-        return statistics.median(
-            abs(expected_seconds(model, row) / row.seconds - 1) for row in rows
-        )
-
-    at_least = 0.0
-    if len(rows) >= LINK_ROWS_MIN:
-        hidden = error(math.inf)
-        grid = [10 ** (5 + i / 8) for i in range(65)]
-        best = min(grid, key=error)
-        if error(best) < 0.9 * hidden:
-            closer = [best * 10 ** (i / 64) for i in range(-8, 9)]
-            return replace(cost, link_bytes_per_second=min(closer, key=error)), ""
-        at_least = next((rate for rate in grid if error(rate) <= 1.05 * hidden), 0.0)
-    if len(rates) >= LINK_ROWS_MIN:
-        rate = statistics.median(rates) * cost.kv_bytes_per_token
-        return replace(cost, link_bytes_per_second=max(rate, at_least)), ""
-    taken = max(cost.link_bytes_per_second, at_least)
-    why = "no copy was waited for"
-    if at_least:
-        why = f"copies hid behind the computation, which says at least {at_least:.3g}"
-    return (
-        replace(cost, link_bytes_per_second=taken),
-        f"link_bytes_per_second: {why}; {taken:.3g} is that of {cost.source}"
-        if taken > at_least
-        else f"link_bytes_per_second: {why}; that is taken",
-    )
+    return FitError(kind, seen, len(errors), statistics.median(errors), p90)

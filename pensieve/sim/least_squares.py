@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-RIDGE = 1e-12  # relative: columns that say the same share what they explain
+RIDGE = 1e-12  # relative: columns that are proportional share what they explain
 
 
 def nonnegative(
@@ -24,7 +24,7 @@ def nonnegative(
     """
     best_left, best = squares, [0.0] * len(targets)
     for subset in range(1, 1 << len(allowed)):
-        chosen = [each for place, each in enumerate(allowed) if subset >> place & 1]
+        chosen = [each for bit, each in enumerate(allowed) if subset >> bit & 1]
         scales = {i: math.sqrt(products[i][i]) or 1.0 for i in chosen}
         right = [targets[i] / scales[i] for i in chosen]
         matrix = [

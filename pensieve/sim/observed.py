@@ -1,4 +1,4 @@
-"""What a replay saw of each iteration: a sample that stays small however long a journal is.
+"""What a replayed journal shows of each iteration: a sample that stays small however long the journal is.
 
 Iterations are of three kinds, and of each by itself some are kept, evenly spread over the journal: every one
 at first, and when there are too many every second of them, from then on too.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pensieve.engine.journal import Replayed
-from pensieve.sim.cost import work_of
+from pensieve.sim.cost import CostModel, work_of
 
 KINDS = ("decode only", "with prompts", "with copies")
 KEPT_MAX = 4000  # iterations of each kind
@@ -26,7 +26,7 @@ class Observation(NamedTuple):
 
 
 class Observations:
-    """A bounded sample of a replay, and what its copies say of the link."""
+    """A bounded sample of a replay, and the rates of its copies over the link."""
 
     def __init__(self) -> None:
         self.kept: dict[str, list[Observation]] = {kind: [] for kind in KINDS}
@@ -69,3 +69,10 @@ class Observations:
                 del kept[1::2]
                 self._strides[kind] *= 2
         self.counts[kind] += 1
+
+
+def expected_seconds(cost: CostModel, seen: Observation) -> float:
+    """What the modelled executor would take, on a link that is free."""
+    compute = cost.pass_seconds(seen.tokens, seen.pairs, seen.keys)
+    copying, layers = cost.copy_seconds(seen.slots_in), cost.layers
+    return max(compute, copying / layers + compute, copying + compute / layers)

@@ -1,4 +1,4 @@
-"""What came of a simulation, as figures and as text."""
+"""The figures of a simulation, as a row of plain values and as a table of text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SWEPT = ("rate", "device_size", "host_size")  # shown where they differ
 
 
 def figures(policy: str, counts: Counts) -> dict[str, Any]:
-    """One row: plain numbers, None where there is nothing to say."""
+    """One row: plain numbers, None where there is no value."""
     seconds = counts.seconds
     found = counts.device_tokens + counts.host_tokens
     known = found + counts.recomputed_tokens
@@ -45,7 +45,7 @@ def figures(policy: str, counts: Counts) -> dict[str, Any]:
         "output_tokens": counts.output_tokens,
         "iterations": counts.iterations,
         "seconds": seconds,
-        "tokens_per_second": counts.said_tokens / seconds if seconds else None,
+        "tokens_per_second": counts.delivered_tokens / seconds if seconds else None,
         "first_token_p50": counts.first_tokens.quantile(0.5),
         "first_token_p99": counts.first_tokens.quantile(0.99),
         "normalized_p50": _milliseconds(counts.latencies.quantile(0.5)),
@@ -55,19 +55,19 @@ def figures(policy: str, counts: Counts) -> dict[str, Any]:
 
 
 def compared(rows: Sequence[dict[str, Any]]) -> None:
-    """Adds to each row how much less recompute cost it has than `lru` in its place, if that is there."""
-    bases = {_place(row): row["recompute_cost"] for row in rows if row["policy"] == "lru"}
+    """Adds to each row by how much its recompute cost differs from that of `lru` in the same setting."""
+    bases = {_setting(row): row["recompute_cost"] for row in rows if row["policy"] == "lru"}
     for row in rows:
-        base = bases.get(_place(row))
+        base = bases.get(_setting(row))
         row["saved"] = (row["recompute_cost"] / base - 1) if base else None
 
 
-def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(key) for key in SWEPT)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Columns that say something in some row, and of what may be swept what differs."""
+    """Columns with a value in some row; of what may be swept, only what differs."""
     shown = [
         each
         for each in COLUMNS

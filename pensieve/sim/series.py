@@ -1,4 +1,4 @@
-"""Figures of any number of events in a fixed amount of memory.
+"""Figures over time and quantiles, of any number of events in a fixed amount of memory.
 
 A `Series` is how something went over time: its bins are of equal width, and when time runs out of them, two
 become one and each is twice as wide.  So a minute and a month take the same room, and every value still
@@ -32,13 +32,13 @@ class Series:
         self._sums = [[0.0] * bins for _ in names]
 
     def add(self, at: float, values: Sequence[float]) -> None:
-        place = int(at / self.width_seconds)
-        while place >= len(self._counts):
+        bin_index = int(at / self.width_seconds)
+        while bin_index >= len(self._counts):
             self._merge()
-            place = int(at / self.width_seconds)
-        self._counts[place] += 1
+            bin_index = int(at / self.width_seconds)
+        self._counts[bin_index] += 1
         for sums, value in zip(self._sums, values, strict=True):
-            sums[place] += value
+            sums[bin_index] += value
 
     def _merge(self) -> None:
         self.width_seconds *= 2
@@ -49,20 +49,22 @@ class Series:
 
     def means(self) -> dict[str, list[float | None]]:
         """By name, and `seconds`: where each bin begins.  None where nothing happened."""
-        used = max((place + 1 for place, count in enumerate(self._counts) if count), default=0)
-        told: dict[str, list[float | None]] = {
-            "seconds": [place * self.width_seconds for place in range(used)]
+        used = max((index + 1 for index, count in enumerate(self._counts) if count), default=0)
+        means: dict[str, list[float | None]] = {
+            "seconds": [index * self.width_seconds for index in range(used)]
         }
         for name, sums in zip(self.names, self._sums, strict=True):
-            told[name] = [
+            means[name] = [
                 total / count if count else None
                 for total, count in zip(sums[:used], self._counts[:used], strict=True)
             ]
-        return told
+        return means
 
 
 @dataclass
 class Distribution:
+    """Counts of values by class, and quantiles from them."""
+
     count: int = 0
     total: float = 0.0
     classes: dict[int, int] = field(default_factory=dict)

@@ -1,15 +1,15 @@
-"""Plays a trace to an engine: the daemon's own, on a virtual clock.
+"""Runs a trace through an engine: the daemon's own, on a virtual clock.
 
-A visit waits for its time, and for the turn before it in its conversation to end (whoever types has seen the
-reply).  Then it is a message in the mailbox like any other: after a fork where it begins with another
-conversation's past, after a rewind where it keeps only a part of its own.
+A message arrives at its time, but not before the turn before it in its conversation has ended (its author
+has read the reply by then).  Then it is a message in the mailbox like any other: after a fork where it
+begins with another conversation's past, after a rewind where it keeps only a part of its own.
 
-With `stateless` a conversation is forgotten when its turn has ended, and a fork brings nothing: each turn
+With `stateless` a conversation is forgotten when its turn has ended, and a fork brings no KV: each turn
 computes its whole history again, in the same batches, by the same scheduler.  That is the server without a
 memory to compare with.
 
-What is in memory is what is due, and the length of each conversation that may go on; a trace is read as it is
-played, and figures are kept in a fixed room (series.py).
+In memory are the turns that are due and the length of each conversation that may go on; a trace is read while
+it runs, and figures take a fixed amount of memory (series.py).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CostModel, instant
 from pensieve.sim.executor import ModelledExecutor
 from pensieve.sim.series import Distribution, Series
-from pensieve.sim.trace import Visit
+from pensieve.sim.trace import Arrival
 
 COST_CONTEXT = 32_000  # cost(l) / c = 1 + l / this, in reports
-WATCHED = (
+SERIES = (  # names of the values over time, see `_levels`
     "running",
     "queued",
     "tokens",
@@ -48,16 +48,16 @@ WATCHED = (
     "clean",
     "host",
 )  # shares of a tier for the last three
-STEPS_TOLD = 2000  # of the engine, from one call of `told` to the next
+STEPS_PER_REPORT = 2000  # of the engine, from one call of `progress` to the next
 
 
 @dataclass
 class Counts:
-    """What came of a trace."""
+    """Figures of a run; those of turns are of turns that begin at `count_from` or later."""
 
-    asked: int = 0  # turns that were begun, counted or not
+    begun: int = 0  # turns that were begun, counted or not
     turns: int = 0
-    refused: int = 0  # of those asked: larger than what can be served
+    refused: int = 0  # of those begun: larger than what can be served
     history_tokens: int = 0  # of earlier turns, that turns began with
     recomputed_tokens: int = 0  # of them, whose KV was gone
     recompute_cost: float = 0.0  # of those, in costs of a chunk without context
@@ -65,7 +65,7 @@ class Counts:
     host_tokens: int = 0
     input_tokens: int = 0
     output_tokens: int = 0  # of turns that were counted
-    said_tokens: int = 0  # of any turn, since counting began
+    delivered_tokens: int = 0  # of any turn, since counting began
     iterations: int = 0
     seconds: float = 0.0  # from where counting began to the last token, or to `until`
     latencies: Distribution = field(default_factory=Distribution)  # of a turn, over its tokens
@@ -74,12 +74,12 @@ class Counts:
 
 
 @dataclass(slots=True)
-class _Person:
-    """A conversation that may go on."""
+class _Conversation:
+    """A conversation that may have more turns."""
 
     length: int = 0  # of its log
     running: bool = False
-    waiting: list[Visit] = field(default_factory=list)
+    waiting: list[Arrival] = field(default_factory=list)
 
 
 class Simulator:
@@ -92,16 +92,18 @@ class Simulator:
         *,
         context_max: int | None = None,
         keep_gaps: bool = False,
-        count_from: float = 0.0,  # turns that begin before are played and not counted
+        count_from: float = 0.0,  # turns that begin before are simulated and not counted
         until: float | None = None,  # the clock stops here, whatever is left
-        opens: float = 0.0,  # before it nothing takes time: what is there already is prepared
+        free_until: float = 0.0,  # until then nothing takes time, so that the cache can be filled
         stateless: bool = False,
         phases: str = "unified",
         keep_series: bool = False,
     ) -> None:
         self.clock = VirtualClock()
         free = instant(cache.chunk_tokens)[0]
-        self.executor = ModelledExecutor(free if opens else cost, self.clock, self._watch, phases)
+        self.executor = ModelledExecutor(
+            free if free_until else cost, self.clock, self._watch, phases
+        )
         self.mailbox = Mailbox(1 << 20)
         configs = EngineConfigs.fitted(cache, scheduler, context_max or None, 1 << 20)
         self.config = configs.engine
@@ -113,39 +115,41 @@ class Simulator:
         self._keep_gaps = keep_gaps
         self._count_from = count_from
         self._until = until
-        self._opens, self._cost = opens, cost
+        self._free_until, self._cost = free_until, cost
         self._stateless = stateless
-        self.series = Series(WATCHED) if keep_series else None
-        self._people: dict[str, _Person] = {}
-        self._due: list[tuple[float, int, Visit]] = []
+        self.series = Series(SERIES) if keep_series else None
+        self._conversations: dict[str, _Conversation] = {}
+        self._due: list[tuple[float, int, Arrival]] = []
         self._num_due = 0
-        self._turns: dict[int, tuple[str, Visit, float]] = {}  # conversation, visit, submitted at
+        self._turns: dict[
+            int, tuple[str, Arrival, float]
+        ] = {}  # conversation, arrival, submitted at
         self._last_token: dict[int, float] = {}
         self._num_turns = 0
 
     def run(
-        self, visits: Iterable[Visit], told: Callable[[float, Counts], None] | None = None
+        self, arrivals: Iterable[Arrival], progress: Callable[[float, Counts], None] | None = None
     ) -> Counts:
-        """To the end of the trace, and of every turn; `told` hears now and then how far it is."""
-        source = iter(visits)
+        """To the end of the trace and of every turn; `progress` is called now and then."""
+        source = iter(arrivals)
         ahead = next(source, None)
         num_steps = 0
         while True:
             now = self.clock.now()
             if self._until is not None and now >= self._until:
                 break
-            if self._opens and now >= self._opens:
-                self.executor.become(self._cost)
-                self._opens = 0.0
+            if self._free_until and now >= self._free_until:
+                self.executor.use_costs(self._cost)
+                self._free_until = 0.0
             num_steps += 1
-            if told is not None and num_steps % STEPS_TOLD == 0:
-                told(now, self.counts)
+            if progress is not None and num_steps % STEPS_PER_REPORT == 0:
+                progress(now, self.counts)
             while ahead is not None and (ahead.at is None or ahead.at <= now):
                 self._arrive(ahead)
                 ahead = next(source, None)
             while self._due and self._due[0][0] <= now:
-                due, _, visit = heapq.heappop(self._due)
-                self._begin(visit, due)
+                due, _, arrival = heapq.heappop(self._due)
+                self._submit(arrival, due)
             if self.engine.step():
                 continue
             moments = [self._due[0][0]] if self._due else []
@@ -153,75 +157,77 @@ class Simulator:
                 moments.append(ahead.at)
             if not moments:
                 break
-            moments += [each for each in (self._until, self._opens) if each]
+            moments += [each for each in (self._until, self._free_until) if each]
             self.clock.advance_to(min(moments))
         if self._until is not None and self.clock.now() >= self._until:
             self.counts.seconds = self._until - self._count_from
         self.counts.iterations = self.scheduler.counters.iterations
         return self.counts
 
-    # -- who speaks --
+    # -- messages to the engine --
 
-    def _arrive(self, visit: Visit) -> None:
-        person = self._people.setdefault(visit.conversation, _Person())
-        if person.running or person.waiting or visit.at is None:
-            person.waiting.append(visit)
-            self._call(visit.conversation)
+    def _arrive(self, arrival: Arrival) -> None:
+        conversation = self._conversations.setdefault(arrival.conversation, _Conversation())
+        if conversation.running or conversation.waiting or arrival.at is None:
+            conversation.waiting.append(arrival)
+            self._submit_next(arrival.conversation)
         else:
-            person.running = True
-            self._begin(visit, visit.at)
+            conversation.running = True
+            self._submit(arrival, arrival.at)
 
-    def _call(self, name: str) -> None:
-        """Whoever waits for the end of a turn speaks, after a while."""
-        person = self._people[name]
-        if person.running or not person.waiting:
+    def _submit_next(self, name: str) -> None:
+        """The next message of a conversation whose turn has ended becomes due, after its pause."""
+        conversation = self._conversations[name]
+        if conversation.running or not conversation.waiting:
             return
-        visit = person.waiting.pop(0)
-        person.running = True
-        first = self.clock.now() + visit.after
+        arrival = conversation.waiting.pop(0)
+        conversation.running = True
+        first = self.clock.now() + arrival.after
         self._num_due += 1
-        heapq.heappush(self._due, (max(first, visit.at or 0.0), self._num_due, visit))
+        heapq.heappush(self._due, (max(first, arrival.at or 0.0), self._num_due, arrival))
 
-    def _begin(self, visit: Visit, since: float) -> None:
-        """The message is said at `since`; an iteration that runs by then ends before it is read."""
-        name = visit.conversation
-        person = self._people[name]
-        self.counts.asked += 1
-        if visit.fork_of:
-            source = self._people.get(visit.fork_of)
-            person.length = min(visit.history_tokens or 0, source.length if source else 0)
-            if visit.history_tokens is None and source is not None:
-                person.length = source.length
+    def _submit(self, arrival: Arrival, since: float) -> None:
+        """The message came at `since`; an iteration that ran then has ended by now."""
+        name = arrival.conversation
+        conversation = self._conversations[name]
+        self.counts.begun += 1
+        if arrival.fork_of:
+            source = self._conversations.get(arrival.fork_of)
+            conversation.length = min(arrival.history_tokens or 0, source.length if source else 0)
+            if arrival.history_tokens is None and source is not None:
+                conversation.length = source.length
             if not self._stateless:
-                self.mailbox.put(ForkConversation(visit.fork_of, person.length, name))
-        elif visit.history_tokens is not None and visit.history_tokens < person.length:
-            person.length = visit.history_tokens
-            self.mailbox.put(RewindConversation(name, person.length))
-        if visit.log_tokens is not None:
-            person.length = visit.log_tokens
-        history = person.length
-        tokens = history + visit.input_tokens
-        if tokens + visit.output_tokens >= self.config.context_max:
+                self.mailbox.put(ForkConversation(arrival.fork_of, conversation.length, name))
+        elif arrival.history_tokens is not None and arrival.history_tokens < conversation.length:
+            conversation.length = arrival.history_tokens
+            self.mailbox.put(RewindConversation(name, conversation.length))
+        if arrival.log_tokens is not None:
+            conversation.length = arrival.log_tokens
+        history = conversation.length
+        tokens = history + arrival.input_tokens
+        if tokens + arrival.output_tokens >= self.config.context_max:
             self.counts.refused += 1
-            person.running = False
-            self._call(name)
+            conversation.running = False
+            self._submit_next(name)
             return
         self._num_turns += 1
-        self._turns[self._num_turns] = (name, visit, since)
-        options = TurnOptions(Sampling(max_tokens=visit.output_tokens))
+        self._turns[self._num_turns] = (name, arrival, since)
+        options = TurnOptions(Sampling(max_tokens=arrival.output_tokens))
         self.mailbox.put(SubmitTurn(self._num_turns, name, bytes(4 * tokens), history, options))
 
-    # -- what the engine says --
+    # -- events of the engine --
 
     def publish(self, events: Sequence[Event]) -> None:
         now = self.clock.now()
         counted = now >= self._count_from
         since = self._last_token
-        gaps: dict[float, int] = {}  # most turns said their last token in the same iteration
-        num_said = 0
+        gaps: dict[
+            float, int
+        ] = {}  # few values: most turns had their last token in the same iteration
+        num_delivered = 0
         for event in events:
             if isinstance(event, SampledToken):
-                num_said += 1
+                num_delivered += 1
                 if self._keep_gaps:
                     turn_id = event.turn_id
                     if counted and turn_id in since:
@@ -229,40 +235,40 @@ class Simulator:
                         gaps[gap] = gaps.get(gap, 0) + 1
                     since[turn_id] = now
             elif isinstance(event, TurnEnded):
-                self._ended(event, now)
+                self._end_turn(event, now)
         if counted:
-            self.counts.said_tokens += num_said
+            self.counts.delivered_tokens += num_delivered
             self.counts.seconds = now - self._count_from
             for gap, times in gaps.items():
                 self.counts.gaps.add(gap, times)
 
-    def _ended(self, event: TurnEnded, now: float) -> None:
-        name, visit, since = self._turns.pop(event.turn_id)
+    def _end_turn(self, event: TurnEnded, now: float) -> None:
+        name, arrival, since = self._turns.pop(event.turn_id)
         self._last_token.pop(event.turn_id, None)
-        person, counts, usage = self._people[name], self.counts, event.usage
-        person.running = False
+        conversation, counts, usage = self._conversations[name], self.counts, event.usage
+        conversation.running = False
         if event.failure is not None:
             counts.refused += 1
         else:
-            history = person.length
-            person.length += visit.input_tokens + usage.output_tokens
+            history = conversation.length
+            conversation.length += arrival.input_tokens + usage.output_tokens
             if since >= self._count_from:
                 counts.turns += 1
                 counts.history_tokens += history
                 counts.recomputed_tokens += usage.recomputed_tokens
                 counts.device_tokens += usage.device_tokens
                 counts.host_tokens += usage.host_tokens
-                counts.input_tokens += visit.input_tokens
+                counts.input_tokens += arrival.input_tokens
                 counts.output_tokens += usage.output_tokens
                 counts.latencies.add((now - since) / max(usage.output_tokens, 1))
                 if usage.first_token_at is not None:
                     counts.first_tokens.add(usage.first_token_at - since)
         if self._stateless:
             self.mailbox.put(RewindConversation(name, 0))
-        self._call(name)
+        self._submit_next(name)
 
     def _watch(self, iteration: Iteration, begun: float, ended: float) -> None:
-        """What is computed again of earlier turns' KV costs more the longer its context is."""
+        """Adds up what it costs to compute KV of earlier turns again: the longer the context, the more."""
         for piece in iteration.slices:
             turn, start = self.scheduler.turn(piece.turn_id), piece.start
             if turn is None or start >= turn.history_tokens - 1:
@@ -275,10 +281,10 @@ class Simulator:
                     tokens / self._chunk_tokens * (1 + middle / COST_CONTEXT)
                 )
         if self.series is not None:
-            self.series.add(ended, self._watched(iteration))
+            self.series.add(ended, self._levels(iteration))
 
-    def _watched(self, iteration: Iteration) -> tuple[float, ...]:
-        """See `WATCHED`: of a device tier what somebody would miss, then what the host has, too."""
+    def _levels(self, iteration: Iteration) -> tuple[float, ...]:
+        """The values of `SERIES`: of the device, pages that exist nowhere else and pages with a copy."""
         cache, scheduler = self.scheduler.cache, self.scheduler
         device, host = cache.device, cache.host
         clean = cache.clean_pages

@@ -1,33 +1,33 @@
-"""Who says what when.
+"""A trace: the arrivals of turns, recorded in files of JSON lines.
 
-A trace is a stream of `Visit`s in the order of their times: one message each, of a conversation that may
-have had others before.  Recorded ones come from a file, a line at a time:
+A trace is a stream of `Arrival`s in the order of their times: one message each, of a conversation that may
+have had others before.  Each line of a file is in one of two formats:
 
 * **Mooncake** (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`): one id per block of 512
   tokens, equal ids mean equal prefixes, the last id is of a partial block.  A request continues the latest
   earlier one whose ids without the last are a prefix of its own and number two or more; a second one that
-  continues the same is a fork.  The first block opens every line and relates nobody.
+  continues the same is a fork.  The first block is the same in every line, so it relates no requests.
 * **plain** (`conversation`, `at` seconds or `after` seconds from the end of the turn before, `input_tokens`,
   `output_tokens`, and, if wanted, `fork_of`).
 
-What cannot be read is counted and named by its line, and the others are played.  `from_zero` has the clock
-begin with the first message.
-
-Drawn ones are conversations like those of published figures: `sharegpt`, `agents`, and single requests,
-`requests` and `documents`.
+A line that cannot be read is counted and named in `Problems`, and the others are used.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pensieve.errors import ConfigError
 
 
 @dataclass(slots=True, frozen=True)
-class Visit:
+class Arrival:
+    """One turn: when its message comes, and how long message and reply are."""
+
     conversation: str
     at: float | None  # seconds; None: `after` the turn before has ended
     input_tokens: int  # new ones
@@ -35,12 +35,12 @@ class Visit:
     after: float = 0.0
     history_tokens: int | None = None  # of the log that is kept; None: all of it
     fork_of: str = ""  # begins with the first `history_tokens` of this conversation
-    log_tokens: int | None = None  # of its log, where another replica heard a part of it
+    log_tokens: int | None = None  # length of its log, where another replica served a part of it
 
 
 @dataclass
 class Problems:
-    """Lines that were not understood."""
+    """Lines that could not be read."""
 
     lines: list[tuple[int, str]] = field(default_factory=list)  # the first few
     count: int = 0
@@ -51,8 +51,8 @@ class Problems:
         if len(self.lines) < 10:
             self.lines.append((line, problem))
 
-    def place(self, line: int) -> str:
-        """A line of all, as that of its file."""
+    def location(self, line: int) -> str:
+        """Of a line, counted over all files: its number in its own file."""
         before, path = (
             [each for each in self.files if each[0] < line][-1] if self.files else (0, "")
         )
@@ -60,8 +60,8 @@ class Problems:
         return f"line {line - before}{named}"
 
 
-def read(lines: Iterable[str], problems: Problems) -> Iterator[Visit]:
-    """The format is that of each line."""
+def read(lines: Iterable[str], problems: Problems) -> Iterator[Arrival]:
+    """The arrivals of these lines; each line is in a format of its own."""
     mooncake = Mooncake()
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -70,31 +70,31 @@ def read(lines: Iterable[str], problems: Problems) -> Iterator[Visit]:
             given = json.loads(line)
             if not isinstance(given, dict):
                 raise ValueError("is no object")
-            yield mooncake.visit(given) if "hash_ids" in given else plain_visit(given)
+            yield mooncake.arrival(given) if "hash_ids" in given else plain_arrival(given)
         except KeyError as error:
             problems.add(number, f"{error.args[0]} is missing")
         except (ValueError, TypeError) as error:
             problems.add(number, str(error))
 
 
-def from_zero(visits: Iterable[Visit]) -> Iterator[Visit]:
-    """The first message is said at 0: a trace may begin in the middle of a day."""
+def from_zero(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
+    """The first message comes at 0: a trace may begin in the middle of a day."""
     first: float | None = None
-    for visit in visits:
-        if visit.at is None:
-            yield visit
+    for arrival in arrivals:
+        if arrival.at is None:
+            yield arrival
             continue
-        first = visit.at if first is None else first
-        yield visit if not first else replace(visit, at=max(visit.at - first, 0.0))
+        first = arrival.at if first is None else first
+        yield arrival if not first else replace(arrival, at=max(arrival.at - first, 0.0))
 
 
-def plain_visit(given: dict[str, object]) -> Visit:
+def plain_arrival(given: dict[str, object]) -> Arrival:
     name = given["conversation"]
     if not isinstance(name, str) or not name:
         raise ValueError("conversation is a name")
     at = given.get("at")
     fork_of = given.get("fork_of", "")
-    return Visit(
+    return Arrival(
         name,
         None if at is None else _number(at, "at"),
         _count(given["input_tokens"], "input_tokens"),
@@ -118,7 +118,7 @@ def _number(value: object, name: str) -> float:
 
 
 class Mooncake:
-    """Finds out which request continues which."""
+    """Finds out which request of a Mooncake trace continues which."""
 
     def __init__(self) -> None:
         self._latest: dict[int, int] = {}  # a hash of ids without the last -> the latest request
@@ -127,7 +127,7 @@ class Mooncake:
         ] = []  # conversation, tokens at its end, continued
         self._num_forks = 0
 
-    def visit(self, given: dict[str, object]) -> Visit:
+    def arrival(self, given: dict[str, object]) -> Arrival:
         at = _number(given["timestamp"], "timestamp") / 1000
         num_inputs = _count(given["input_length"], "input_length")
         num_outputs = _count(given["output_length"], "output_length")
@@ -145,7 +145,7 @@ class Mooncake:
         if before < 0:
             name = f"r{number}"
             self._requests.append((name, num_inputs + num_outputs, False))
-            return Visit(name, at, num_inputs, num_outputs)
+            return Arrival(name, at, num_inputs, num_outputs)
         name, length, continued = self._requests[before]
         history = min(length, num_inputs)
         kept = min(history, num_inputs - 1)  # a turn brings at least one token
@@ -156,89 +156,18 @@ class Mooncake:
         else:
             self._requests[before] = (name, length, True)
         self._requests.append((name, num_inputs + num_outputs, False))
-        return Visit(name, at, num_inputs - kept, num_outputs, 0.0, kept, fork_of)
+        return Arrival(name, at, num_inputs - kept, num_outputs, 0.0, kept, fork_of)
 
 
-# -- drawn --
-
-
-@dataclass(frozen=True)
-class Habits:
-    """How a kind of conversation goes.
-
-    A length is drawn from an exponential distribution around its mean, or, with a spread, from a log-normal
-    one around its median.  Turns are geometric, or log-normal as well, around their mean in either case.
-    """
-
-    turns_mean: float
-    input_tokens: float
-    output_tokens: float
-    reaction_seconds: float
-    context_max: int  # what would be longer is cut off
-    turns_spread: float = 0.0
-    input_spread: float = 0.0
-    output_spread: float = 0.0
-
-    def turns_from(self, least: int) -> float:
-        """The mean of the turns of conversations that have so many or more."""
-        if least <= 1:
-            return self.turns_mean
-        draw = random.Random(0)
-        found = [turns for _ in range(20_000) if (turns := _turns(draw, self)) >= least]
-        return sum(found) / len(found) if found else float(least)
-
-
-# The spreads are those with which the published figures come out.  ShareGPT: 36 % of the conversations have
-# five turns or more, and 0.57 % are longer than the context (here 0.2 %; geometric turns would make it 45 %
-# and none).  openchat_sharegpt4, one request with its history as prompt: 1,730 tokens median, 5,696 P90,
-# output 415 and 834.  arXiv summaries: 7,059 median, 12,985 P90, output 208 and 371.
-HABITS = {
-    "sharegpt": Habits(5.56, 37.8, 204.6, 60.0, 16_384, turns_spread=1.13),
-    "requests": Habits(1.0, 2000.0, 415.0, 60.0, 8_192, 0.0, 1.2, 0.545),
-    "agents": Habits(33.0, 2242.0, 17.0, 5.2, 100_000),
-    "documents": Habits(1.0, 7400.0, 208.0, 60.0, 16_384, 0.0, 0.55, 0.45),
-}
-
-
-def drawn(
-    habits: Habits,
-    conversations_per_second: float,
-    seconds: float,
-    seed: int = 0,
-    *,
-    reaction_seconds: float | None = None,
-    turns_min: int = 1,
-) -> Iterator[Visit]:
-    """Conversations arrive at random; each turn comes a random while after the reply before."""
-    draw = random.Random(seed)
-    reaction = habits.reaction_seconds if reaction_seconds is None else reaction_seconds
-    now, number = 0.0, 0
-    while (now := now + draw.expovariate(conversations_per_second)) < seconds:
-        number += 1
-        turns = _turns(draw, habits)
-        if turns < turns_min:
-            continue
-        length = 0
-        for turn in range(turns):
-            inputs = _length(draw, habits.input_tokens, habits.input_spread)
-            outputs = _length(draw, habits.output_tokens, habits.output_spread)
-            length += inputs + outputs
-            if length >= habits.context_max:
-                break
-            wait = draw.expovariate(1 / reaction)
-            yield Visit(f"d{number}", now if turn == 0 else None, inputs, outputs, wait)
-
-
-def _turns(draw: random.Random, habits: Habits) -> int:
-    if habits.turns_mean <= 1:
-        return 1
-    if not habits.turns_spread:
-        return 1 + int(draw.expovariate(math.log1p(1 / (habits.turns_mean - 1))))
-    spread = habits.turns_spread  # rounding up adds a half
-    return math.ceil(draw.lognormvariate(math.log(habits.turns_mean - 0.5) - spread**2 / 2, spread))
-
-
-def _length(draw: random.Random, around: float, spread: float) -> int:
-    if spread:
-        return 1 + int(draw.lognormvariate(math.log(around), spread))
-    return 1 + int(draw.expovariate(1 / around))
+def lines_of(paths: Iterable[Path], problems: Problems) -> Iterator[str]:
+    """The files one after another; `problems` learns where each begins."""
+    num_lines = 0
+    for path in paths:
+        try:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                problems.files.append((num_lines, str(path)))
+                for line in file:
+                    num_lines += 1
+                    yield line
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error

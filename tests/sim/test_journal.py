@@ -1,4 +1,4 @@
-"""A journal plans again what was planned, whoever wrote it; and tells what iterations cost."""
+"""A journal replays to the same iterations, whichever engine wrote it; costs are fitted to it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from pensieve.engine.messages import Event, Message
 from pensieve.sim import cost_file
 from pensieve.sim.cost import HARDWARE, MODELS, CostModel
 from pensieve.sim.executor import ModelledExecutor
-from pensieve.sim.fit import assumed_for, expected_seconds, fitted
-from pensieve.sim.observed import Observations
+from pensieve.sim.fit import assumed_for, fitted
+from pensieve.sim.observed import Observations, expected_seconds
 from pensieve.sim.simulator import Simulator
-from pensieve.sim.trace import HABITS, Visit, drawn
+from pensieve.sim.trace import Arrival
+from pensieve.sim.workload import HABITS, drawn
 from tests.service.rig import Crowd, started, write_model
 from tests.text.families import QWEN_2_5
 
@@ -104,7 +105,7 @@ def test_what_a_daemon_did_is_planned_again(policy: str, tmp_path: Path) -> None
 
 def simulated(
     path: Path,
-    visits: Iterable[Visit],
+    arrivals: Iterable[Arrival],
     cost: CostModel = A100,
     policy: str = "value",
     *,
@@ -122,25 +123,25 @@ def simulated(
         one.engine.executor = executor(cost, one.clock)
     with opened(path) as file:
         one.engine.observe(Journal(file, one.config, cache, scheduler, policy, recompute))
-        one.run(visits)
+        one.run(arrivals)
     return one
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_was_simulated_is_planned_again(policy: str, tmp_path: Path) -> None:
-    visits = drawn(HABITS["sharegpt"], 0.5, 60.0, 3, reaction_seconds=10.0)
-    one = simulated(tmp_path / "j", visits, policy=policy, device_tokens=6400, host_tokens=3200)
+    arrivals = drawn(HABITS["sharegpt"], 0.5, 60.0, 3, reaction_seconds=10.0)
+    one = simulated(tmp_path / "j", arrivals, policy=policy, device_tokens=6400, host_tokens=3200)
     assert one.scheduler.counters.recomputed_tokens > 0
     with (tmp_path / "j").open() as lines:
         assert replay(lines) == one.scheduler.counters.iterations > 1000
 
 
 def test_engines_that_were_started_again_append(tmp_path: Path) -> None:
-    path, visits = tmp_path / "j", [Visit("a", 0.0, 100, 5), Visit("a", None, 10, 3)]
-    counts = [simulated(path, visits).scheduler.counters.iterations]
+    path, arrivals = tmp_path / "j", [Arrival("a", 0.0, 100, 5), Arrival("a", None, 10, 3)]
+    counts = [simulated(path, arrivals).scheduler.counters.iterations]
     with path.open("a") as file:
         file.write('{"plan":12.5,"itera')  # killed
-    counts.append(simulated(path, visits).scheduler.counters.iterations)
+    counts.append(simulated(path, arrivals).scheduler.counters.iterations)
     again = Replay(path.read_text().splitlines())
     assert len(list(again)) == again.num_agreed == sum(counts)
     assert again.num_engines == 2
@@ -148,11 +149,11 @@ def test_engines_that_were_started_again_append(tmp_path: Path) -> None:
 
 
 def journal_of(tmp_path: Path) -> list[str]:
-    simulated(tmp_path / "j", [Visit("a", 0.0, 100, 5), Visit("b", 0.0, 700, 5)])
+    simulated(tmp_path / "j", [Arrival("a", 0.0, 100, 5), Arrival("b", 0.0, 700, 5)])
     return (tmp_path / "j").read_text().splitlines()
 
 
-def test_a_line_that_a_crash_cut_off_is_left_out_and_said(tmp_path: Path) -> None:
+def test_a_line_that_a_crash_cut_off_is_left_out_and_reported(tmp_path: Path) -> None:
     lines = journal_of(tmp_path)
     whole = replay(lines)
     for length in range(1, len(lines[-2])):
@@ -176,7 +177,7 @@ def test_an_engine_that_was_killed_at_its_first_line_loses_nothing_of_the_next(
 
 
 @pytest.mark.parametrize(
-    ("line", "before", "after", "told"),
+    ("line", "before", "after", "problem"),
     [
         (
             2,
@@ -196,16 +197,16 @@ def test_an_engine_that_was_killed_at_its_first_line_loses_nothing_of_the_next(
     ],
 )
 def test_a_journal_that_was_changed_is_refused_by_its_line(
-    line: int, before: str, after: str, told: str, tmp_path: Path
+    line: int, before: str, after: str, problem: str, tmp_path: Path
 ) -> None:
     lines = journal_of(tmp_path)
     assert before in lines[line - 1]
     lines[line - 1] = lines[line - 1].replace(before, after, 1)
     with pytest.raises(JournalError) as raised:
         replay(lines)
-    assert str(raised.value).startswith(told)
-    assert raised.value.line == int(told.split(":")[0].split()[1])
-    assert isinstance(raised.value, NotAJournal) == ("journal" in told)
+    assert str(raised.value).startswith(problem)
+    assert raised.value.line == int(problem.split(":")[0].split()[1])
+    assert isinstance(raised.value, NotAJournal) == ("journal" in problem)
 
 
 def test_an_iteration_takes_from_the_end_of_the_one_before(tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_an_iteration_takes_from_the_end_of_the_one_before(tmp_path: Path) -> No
             return super().collect()
 
     path = tmp_path / "j"
-    one = simulated(path, [Visit("a", 0.0, 3000, 40), Visit("b", 0.0, 900, 40)], executor=Ahead)
+    one = simulated(path, [Arrival("a", 0.0, 3000, 40), Arrival("b", 0.0, 900, 40)], executor=Ahead)
     replayed = list(Replay(path.read_text().splitlines()))
     assert len(replayed) == one.scheduler.counters.iterations
     for iteration, begun, ended, _ in replayed:
@@ -258,11 +259,17 @@ def seen_in(path: Path) -> Observations:
 
 def test_a_fit_finds_what_the_machine_costs(tmp_path: Path) -> None:
     """From another model on another machine as a guess, 3 % of noise and 2 % of pauses."""
-    visits = [
-        Visit(visit.conversation, visit.at, visit.input_tokens, visit.output_tokens, visit.after)
-        for visit in drawn(HABITS["agents"], 0.4, 15.0, 3)
+    arrivals = [
+        Arrival(
+            arrival.conversation,
+            arrival.at,
+            arrival.input_tokens,
+            arrival.output_tokens,
+            arrival.after,
+        )
+        for arrival in drawn(HABITS["agents"], 0.4, 15.0, 3)
     ]
-    simulated(tmp_path / "j", visits, Noisy(**vars(A100)), device_tokens=200_000, budget=2048)
+    simulated(tmp_path / "j", arrivals, Noisy(**vars(A100)), device_tokens=200_000, budget=2048)
     seen = seen_in(tmp_path / "j")
     fit = fitted(seen, CostModel.of(MODELS["qwen2-7b"], HARDWARE["h200"]), "a test")
     assert fit.cost.dense_seconds_per_token == pytest.approx(A100.dense_seconds_per_token, rel=0.03)
@@ -285,29 +292,29 @@ def test_a_fit_finds_what_the_machine_costs(tmp_path: Path) -> None:
 
 def test_the_link_is_found_where_copies_are_waited_for(tmp_path: Path) -> None:
     slow = CostModel(**{**vars(A100), "link_bytes_per_second": 3e9})
-    visits = [
-        Visit(f"c{turn % 12}", 10.0 * turn, 300, 20) for turn in range(240)
+    arrivals = [
+        Arrival(f"c{turn % 12}", 10.0 * turn, 300, 20) for turn in range(240)
     ]  # more than the device holds
-    simulated(tmp_path / "j", visits, slow, device_tokens=16_000, host_tokens=200_000)
+    simulated(tmp_path / "j", arrivals, slow, device_tokens=16_000, host_tokens=200_000)
     fit = fitted(seen_in(tmp_path / "j"), A100, "a test")
     assert fit.cost.link_bytes_per_second == pytest.approx(3e9, rel=0.05)
     assert "link_bytes_per_second" in fit.found
 
 
-def test_what_was_not_seen_is_said_and_keeps_its_proportion(tmp_path: Path) -> None:
+def test_what_was_not_observed_is_noted_and_keeps_its_proportion(tmp_path: Path) -> None:
     """One conversation at a time, short prompts: nothing is bound by computing, nothing is copied."""
-    visits = [Visit(f"c{i}", 100.0 * i, 20, 200) for i in range(20)]
-    simulated(tmp_path / "j", visits, SLOWER)
+    arrivals = [Arrival(f"c{i}", 100.0 * i, 20, 200) for i in range(20)]
+    simulated(tmp_path / "j", arrivals, SLOWER)
     fit = fitted(seen_in(tmp_path / "j"), A100, "a test")
     assert fit.found == ("dense_seconds_min", "attention_seconds_per_key")
-    told = {note.split(":")[0]: note for note in fit.assumed}
-    assert set(told) == {
+    notes = {note.split(":")[0]: note for note in fit.assumed}
+    assert set(notes) == {
         "dense_seconds_per_token",
         "attention_seconds_per_pair",
         "overhead_seconds",
         "link_bytes_per_second",
     }
-    assert "no batch of up to 20 tokens took longer" in told["dense_seconds_per_token"]
+    assert "no batch of up to 20 tokens took longer" in notes["dense_seconds_per_token"]
     constant = SLOWER.dense_seconds_min + SLOWER.overhead_seconds
     assert fit.cost.dense_seconds_min == pytest.approx(constant, rel=0.01)
     assert fit.cost.dense_seconds_per_token == pytest.approx(
@@ -329,7 +336,7 @@ def test_a_long_journal_leaves_a_bounded_sample(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("pensieve.sim.observed.KEPT_MAX", 50)
-    simulated(tmp_path / "j", [Visit("a", 0.0, 10, 500)])
+    simulated(tmp_path / "j", [Arrival("a", 0.0, 10, 500)])
     seen = seen_in(tmp_path / "j")
     assert seen.counts["decode only"] == 499
     kept = seen.kept["decode only"]
@@ -359,13 +366,13 @@ def test_a_guess_from_what_the_journal_names() -> None:
 
 
 def test_costs_survive_their_file(tmp_path: Path) -> None:
-    simulated(tmp_path / "j", [Visit(f"c{i}", 10.0 * i, 600 * i, 20) for i in range(1, 9)])
+    simulated(tmp_path / "j", [Arrival(f"c{i}", 10.0 * i, 600 * i, 20) for i in range(1, 9)])
     fit = fitted(seen_in(tmp_path / "j"), A100, "a test")
     assert cost_file.read(cost_file.written(fit)) == fit.cost
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "problem"),
     [
         ({"version": 2}, "is of version 2"),
         ({"cost": [1]}, "is not a file that"),
@@ -379,7 +386,7 @@ def test_costs_survive_their_file(tmp_path: Path) -> None:
         ({"source": 3}, "source is a text"),
     ],
 )
-def test_a_wrong_file_of_costs_is_refused(change: dict[str, object], told: str) -> None:
+def test_a_wrong_file_of_costs_is_refused(change: dict[str, object], problem: str) -> None:
     names = (*cost_file.SECONDS, *cost_file.COUNTS, "link_bytes_per_second")
     given = {
         "version": 1,
@@ -391,7 +398,7 @@ def test_a_wrong_file_of_costs_is_refused(change: dict[str, object], told: str) 
         inner = given["cost"] if key.startswith("cost.") else given
         assert isinstance(inner, dict)
         inner[key.removeprefix("cost.")] = value
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=problem):
         cost_file.read(json.dumps(given))
 
 
@@ -402,7 +409,7 @@ def test_the_command_records_replays_and_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal, costs = str(tmp_path / "j"), str(tmp_path / "costs.json")
-    play = [
+    command = [
         "simulate",
         "--workload",
         "sharegpt",
@@ -413,7 +420,7 @@ def test_the_command_records_replays_and_fits(
         "--reaction",
         "5",
     ]
-    assert main([*play, "--policy", "lru,return", "--record", journal, "--json"]) == 0
+    assert main([*command, "--policy", "lru,return", "--record", journal, "--json"]) == 0
     iterations = sum(row["iterations"] for row in json.loads(capsys.readouterr().out)["rows"])
     assert main(["simulate", "--journal", journal, "--fit", costs]) == 0
     out = capsys.readouterr().out
@@ -421,12 +428,12 @@ def test_the_command_records_replays_and_fits(
         f"{iterations:,} iterations, by 2 engines, all planned again as they were recorded" in out
     )
     assert "held out   median      P90" in out
-    assert main([*play, "--cost", costs, "--policy", "lru", "--json"]) == 0
+    assert main([*command, "--cost", costs, "--policy", "lru", "--json"]) == 0
     assert f"fitted to {iterations:,} iterations" in json.loads(capsys.readouterr().out)["assumed"]
     assert main(["simulate", "--journal", journal, "--fit", costs, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["iterations"] == iterations
-    assert told["fit"]["errors"][-1]["kind"] == "all"
+    result = json.loads(capsys.readouterr().out)
+    assert result["iterations"] == iterations
+    assert result["fit"]["errors"][-1]["kind"] == "all"
 
     lines = Path(journal).read_text().splitlines()
     Path(journal).write_text("\n".join(lines[:-1]) + '\n{"pl')

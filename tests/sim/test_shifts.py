@@ -19,7 +19,8 @@ from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.sim.cost import instant
 from pensieve.sim.simulator import Simulator
-from pensieve.sim.trace import Habits, Visit, drawn
+from pensieve.sim.trace import Arrival
+from pensieve.sim.workload import Habits, drawn
 
 CHAT = Habits(5.56, 400, 4, 60.0, 16_384)
 AGENTS = Habits(33.0, 600, 2, 5.2, 40_000)
@@ -50,19 +51,19 @@ class Minutes(Simulator):
         self.costs[minute] += self.counts.recompute_cost - before
 
 
-def one_after_another(phases: list[Phase]) -> Iterator[Visit]:
+def one_after_another(phases: list[Phase]) -> Iterator[Arrival]:
     start = 0.0
     for number, (habits, rate, minutes) in enumerate(phases):
-        for visit in drawn(habits, rate, 60.0 * minutes, seed=number):
-            at = None if visit.at is None else visit.at + start
-            yield replace(visit, conversation=f"{number}.{visit.conversation}", at=at)
+        for arrival in drawn(habits, rate, 60.0 * minutes, seed=number):
+            at = None if arrival.at is None else arrival.at + start
+            yield replace(arrival, conversation=f"{number}.{arrival.conversation}", at=at)
         start += 60.0 * minutes
 
 
 def costs(policy: str, phases: list[Phase], device_tokens: int) -> tuple[list[float], Minutes]:
-    played = Minutes(policy, device_tokens, sum(minutes for _, _, minutes in phases))
-    played.run(one_after_another(phases))
-    return played.costs, played
+    minutes = Minutes(policy, device_tokens, sum(length for _, _, length in phases))
+    minutes.run(one_after_another(phases))
+    return minutes.costs, minutes
 
 
 @pytest.mark.parametrize(
@@ -88,24 +89,24 @@ def test_no_ten_minutes_are_worse_than_with_lru(phases: list[Phase], device_toke
     assert sum(learned) <= 1.002 * sum(lru)
 
 
-def mixed() -> Iterator[Visit]:
-    """People who chat, and documents asked about once."""
+def mixed() -> Iterator[Arrival]:
+    """People who chat, and documents read once."""
     chat, documents = drawn(CHAT, 0.2, 2400.0, 1), drawn(DOCUMENTS, 0.4, 2400.0, 2)
-    everything = [("c", visit) for visit in chat] + [("d", visit) for visit in documents]
+    everything = [("c", arrival) for arrival in chat] + [("d", arrival) for arrival in documents]
     firsts = {
         (kind, each.conversation): each.at for kind, each in everything if each.at is not None
     }
     everything.sort(key=lambda each: firsts[each[0], each[1].conversation] or 0.0)
-    for kind, visit in everything:
-        yield replace(visit, conversation=kind + visit.conversation)
+    for kind, arrival in everything:
+        yield replace(arrival, conversation=kind + arrival.conversation)
 
 
 def test_it_gains_where_some_return_and_others_do_not() -> None:
     found = {}
     for policy in ("lru", "return"):
-        played = Minutes(policy, 60_000, 40)
-        played.run(mixed())
-        found[policy] = sum(played.costs[10:])
-        if isinstance(played.policy, ReturnPolicy):
-            assert played.policy.trial.trusted
+        minutes = Minutes(policy, 60_000, 40)
+        minutes.run(mixed())
+        found[policy] = sum(minutes.costs[10:])
+        if isinstance(minutes.policy, ReturnPolicy):
+            assert minutes.policy.trial.trusted
     assert found["return"] < 0.9 * found["lru"], found

@@ -1,4 +1,4 @@
-"""Traces played to the real engine: what takes how long, and what is still there."""
+"""Traces run through the real engine: what takes how long, and what is still in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import HARDWARE, MODELS, CostModel, instant
 from pensieve.sim.executor import PHASES, ModelledExecutor
 from pensieve.sim.simulator import Counts, Simulator
-from pensieve.sim.trace import HABITS, Visit, drawn
+from pensieve.sim.trace import Arrival
+from pensieve.sim.workload import HABITS, drawn
 
 SLOW = CostModel(0.001, 0.01, 0.0, 0.0, 0.0, 10, 1000, 1e6, "made up")  # a token a millisecond
 
@@ -47,9 +48,9 @@ def simulator(
     )
 
 
-def play(*visits: Visit, **options: object) -> Counts:
+def run_trace(*arrivals: Arrival, **options: object) -> Counts:
     one = simulator(**options)  # type: ignore[arg-type]
-    counts = one.run(visits)
+    counts = one.run(arrivals)
     one.scheduler.check(one.clock.now())
     assert not one.scheduler.running
     return counts
@@ -58,7 +59,7 @@ def play(*visits: Visit, **options: object) -> Counts:
 def test_a_turn_takes_what_its_iterations_take() -> None:
     """Prefill of 100 tokens in 0.1 s, then four iterations that read the weights in 0.01 s each."""
     one = simulator(SLOW, keep_gaps=True)
-    counts = one.run([Visit("a", 5.0, 100, 5)])
+    counts = one.run([Arrival("a", 5.0, 100, 5)])
     assert one.clock.now() == pytest.approx(5.0 + 0.1 + 4 * 0.01)
     assert (counts.first_tokens.count, counts.first_tokens.total) == (1, pytest.approx(0.1))
     assert (counts.latencies.count, counts.latencies.total) == (1, pytest.approx(0.14 / 5))
@@ -67,17 +68,17 @@ def test_a_turn_takes_what_its_iterations_take() -> None:
     assert (counts.turns, counts.input_tokens, counts.output_tokens) == (1, 100, 5)
 
 
-def test_a_message_waits_for_the_iteration_that_runs_when_it_is_said() -> None:
+def test_a_message_waits_for_the_iteration_that_runs_when_it_comes() -> None:
     """Half of 0.1 s is left of it, and 50 tokens take 0.05 s."""
-    counts = simulator(SLOW).run([Visit("a", 0.0, 100, 1), Visit("b", 0.05, 50, 1)])
+    counts = simulator(SLOW).run([Arrival("a", 0.0, 100, 1), Arrival("b", 0.05, 50, 1)])
     assert counts.first_tokens.total == pytest.approx(0.1 + 0.05 + 0.05)
     assert counts.latencies.total == pytest.approx(0.1 + 0.05 + 0.05)
 
 
 def test_a_later_turn_waits_for_the_reply_and_finds_its_history() -> None:
-    visits = (Visit("a", 0.0, 100, 5), Visit("a", 0.01, 10, 2), Visit("a", None, 7, 2, 3.0))
+    arrivals = (Arrival("a", 0.0, 100, 5), Arrival("a", 0.01, 10, 2), Arrival("a", None, 7, 2, 3.0))
     one = simulator(SLOW)
-    counts = one.run(visits)
+    counts = one.run(arrivals)
     assert counts.turns == 3
     assert counts.history_tokens == 105 + 117
     assert counts.device_tokens == 104 + 116, "all but the last token of each reply"
@@ -87,16 +88,16 @@ def test_a_later_turn_waits_for_the_reply_and_finds_its_history() -> None:
 
 
 def test_what_was_evicted_is_computed_again_and_costs_more_the_longer_its_context_is() -> None:
-    first, second = Visit("a", 0.0, 1600, 1), Visit("b", 10.0, 2880, 1)
-    counts = play(first, second, Visit("a", 20.0, 1, 1))
+    first, second = Arrival("a", 0.0, 1600, 1), Arrival("b", 10.0, 2880, 1)
+    counts = run_trace(first, second, Arrival("a", 20.0, 1, 1))
     assert counts.history_tokens == 1601
     assert counts.recomputed_tokens == 1280, "40 of its 50 chunks made room, the leading ones"
     assert counts.recompute_cost == pytest.approx(1280 / 32 * (1 + 640 / 32_000), rel=0.01)
 
 
 def test_the_host_tier_brings_it_back_instead() -> None:
-    first, second = Visit("a", 0.0, 1600, 1), Visit("b", 10.0, 2880, 1)
-    counts = play(first, second, Visit("a", 20.0, 1, 1), host_tokens=6400)
+    first, second = Arrival("a", 0.0, 1600, 1), Arrival("b", 10.0, 2880, 1)
+    counts = run_trace(first, second, Arrival("a", 20.0, 1, 1), host_tokens=6400)
     assert counts.recomputed_tokens == 0
     assert counts.host_tokens > 0
     assert counts.recompute_cost == 0.0
@@ -144,23 +145,23 @@ def test_a_direction_is_busy_until_its_last_copy_and_the_other_is_not() -> None:
 
 
 def test_forks_and_cuts_keep_what_they_share() -> None:
-    counts = play(
-        Visit("a", 0.0, 320, 8),
-        Visit("b", 1.0, 10, 1, 0.0, 328, "a"),
-        Visit("a", 2.0, 10, 1, 0.0, 200),
+    counts = run_trace(
+        Arrival("a", 0.0, 320, 8),
+        Arrival("b", 1.0, 10, 1, 0.0, 328, "a"),
+        Arrival("a", 2.0, 10, 1, 0.0, 200),
     )
     assert counts.recomputed_tokens == 0
     assert counts.history_tokens == 328 + 200
 
 
 def test_a_turn_that_is_too_large_is_refused_and_the_next_goes_on() -> None:
-    counts = play(Visit("a", 0.0, 5000, 1), Visit("a", 1.0, 10, 1))
+    counts = run_trace(Arrival("a", 0.0, 5000, 1), Arrival("a", 1.0, 10, 1))
     assert (counts.refused, counts.turns) == (1, 1)
 
 
-def test_what_comes_before_is_played_and_not_counted() -> None:
-    visits = [Visit("a", 0.0, 100, 5), Visit("b", 50.0, 100, 5), Visit("a", 60.0, 10, 5)]
-    counts = play(*visits, count_from=30.0)
+def test_what_comes_before_is_simulated_and_not_counted() -> None:
+    arrivals = [Arrival("a", 0.0, 100, 5), Arrival("b", 50.0, 100, 5), Arrival("a", 60.0, 10, 5)]
+    counts = run_trace(*arrivals, count_from=30.0)
     assert (counts.turns, counts.history_tokens, counts.input_tokens) == (2, 105, 110)
 
 
@@ -168,16 +169,16 @@ def test_what_comes_before_is_played_and_not_counted() -> None:
 @pytest.mark.parametrize("host_tokens", [0, 20_000])
 def test_a_crowd_under_pressure_loses_nothing(policy: str, host_tokens: int) -> None:
     """Every turn ends, every history is found or computed again, and the cache's invariants hold."""
-    visits = list(drawn(HABITS["sharegpt"], 0.3, 300.0, 3, reaction_seconds=20.0))
+    arrivals = list(drawn(HABITS["sharegpt"], 0.3, 300.0, 3, reaction_seconds=20.0))
     one = simulator(
         CostModel.of(MODELS["llama3-8b"], HARDWARE["a100-80gb"]),
         policy,
         device_tokens=12_800,
         host_tokens=host_tokens,
     )
-    counts = one.run(visits)
+    counts = one.run(arrivals)
     one.scheduler.check(one.clock.now())
-    assert counts.turns + counts.refused == len(visits)
+    assert counts.turns + counts.refused == len(arrivals)
     assert counts.history_tokens > 10 * counts.input_tokens / 2
     known = counts.device_tokens + counts.host_tokens + counts.recomputed_tokens
     with_history = counts.history_tokens - known
@@ -186,11 +187,11 @@ def test_a_crowd_under_pressure_loses_nothing(policy: str, host_tokens: int) -> 
     assert counts.recomputed_tokens > 0
 
 
-def test_the_same_trace_is_played_the_same() -> None:
-    visits = list(drawn(HABITS["sharegpt"], 0.5, 100.0, 5, reaction_seconds=10.0))
+def test_the_same_trace_gives_the_same_figures() -> None:
+    arrivals = list(drawn(HABITS["sharegpt"], 0.5, 100.0, 5, reaction_seconds=10.0))
     cost = CostModel.of(MODELS["mistral-7b"], HARDWARE["h200"])
     one, other = (simulator(cost, "return", 6400, 6400) for _ in range(2))
-    assert one.run(visits) == other.run(visits)
+    assert one.run(arrivals) == other.run(arrivals)
 
 
 def test_published_shapes() -> None:
@@ -213,10 +214,10 @@ def test_the_command_compares_policies(tmp_path: Path, capsys: pytest.CaptureFix
     given = ["simulate", str(trace), "--hardware", "instant", "--device-tokens", "20k"]
     assert main([*given, "--host-tokens", "0", "--json"]) == 0
     out, err = capsys.readouterr()
-    told = json.loads(out)
-    assert [row["policy"] for row in told["rows"]] == ["lru", "value", "return"]
-    assert len({row["history_tokens"] for row in told["rows"]}) == 1
-    assert told["problems"] == 1
+    result = json.loads(out)
+    assert [row["policy"] for row in result["rows"]] == ["lru", "value", "return"]
+    assert len({row["history_tokens"] for row in result["rows"]}) == 1
+    assert result["problems"] == 1
     assert "line 19 (" in err
     assert main([*given, "--policy", "lru"]) == 0
     assert "recomputed" in capsys.readouterr().out
@@ -244,11 +245,11 @@ def test_the_command_draws_and_explains(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_separate_phases_read_the_weights_twice_and_decodes_wait_for_the_prompt() -> None:
     """Prompt of 100 tokens 0.1 s, a pass of decodes 0.01 s: together 0.101 s, apart 0.11 s."""
-    visits = [Visit("a", 0.0, 100, 5), Visit("b", 0.11, 100, 1)]
+    arrivals = [Arrival("a", 0.0, 100, 5), Arrival("b", 0.11, 100, 1)]
     unified, separate = (simulator(SLOW, keep_gaps=True, phases=each) for each in PHASES)
-    gaps = unified.run(visits).gaps
+    gaps = unified.run(arrivals).gaps
     assert gaps.total == pytest.approx(3 * 0.01 + 0.101)
-    gaps = separate.run(visits).gaps
+    gaps = separate.run(arrivals).gaps
     assert gaps.total == pytest.approx(3 * 0.01 + 0.11)
     assert gaps.quantile(0.99) == pytest.approx(0.11, rel=0.003)
     assert separate.clock.now() - unified.clock.now() == pytest.approx(0.009)
@@ -256,11 +257,11 @@ def test_separate_phases_read_the_weights_twice_and_decodes_wait_for_the_prompt(
 
 def test_whole_prompts_first_stall_whoever_generates() -> None:
     """A prompt of 2000 tokens in slices of 100, or in one of two seconds."""
-    visits = [Visit("a", 0.0, 100, 30), Visit("b", 0.11, 2000, 1)]
+    arrivals = [Arrival("a", 0.0, 100, 30), Arrival("b", 0.11, 2000, 1)]
     longest = []
     for budget, phases in ((101, "unified"), (1_000_000, "separate")):
         one = simulator(SLOW, budget=budget, keep_gaps=True, phases=phases)
-        longest.append(one.run(visits).gaps.quantile(0.999))
+        longest.append(one.run(arrivals).gaps.quantile(0.999))
     assert longest[0] == pytest.approx(0.101, rel=0.003)
     assert longest[1] == pytest.approx(2.01, rel=0.003)
 
@@ -278,14 +279,14 @@ def test_a_turn_computed_again_is_no_decode() -> None:
 
 
 def test_without_state_every_turn_computes_its_history_again() -> None:
-    visits = [
-        Visit("a", 0.0, 100, 5),
-        Visit("a", None, 10, 5, 3.0),
-        Visit("a", None, 10, 5, 3.0),
-        Visit("b", 30.0, 10, 5, 0.0, 105, "a"),
+    arrivals = [
+        Arrival("a", 0.0, 100, 5),
+        Arrival("a", None, 10, 5, 3.0),
+        Arrival("a", None, 10, 5, 3.0),
+        Arrival("b", 30.0, 10, 5, 0.0, 105, "a"),
     ]
     one = simulator(SLOW, stateless=True)
-    counts = one.run(visits)
+    counts = one.run(arrivals)
     one.scheduler.check(one.clock.now())
     assert counts.history_tokens == 105 + 120 + 105
     assert counts.recomputed_tokens == 104 + 119 + 104, "all but the last token, which is new"
@@ -297,20 +298,20 @@ def test_without_state_every_turn_computes_its_history_again() -> None:
 
 def test_the_clock_may_stop_while_the_load_goes_on() -> None:
     one = simulator(SLOW, until=0.125)
-    counts = one.run([Visit("a", 0.0, 100, 50), Visit("b", 7.0, 100, 5)])
-    assert (counts.turns, counts.said_tokens) == (0, 4)
+    counts = one.run([Arrival("a", 0.0, 100, 50), Arrival("b", 7.0, 100, 5)])
+    assert (counts.turns, counts.delivered_tokens) == (0, 4)
     assert one.clock.now() == pytest.approx(0.13), "the iteration that was under way ended"
     assert counts.seconds == 0.125
     idle = simulator(SLOW, until=5.0)
-    assert idle.run([Visit("b", 7.0, 100, 5)]).turns == 0
+    assert idle.run([Arrival("b", 7.0, 100, 5)]).turns == 0
     assert idle.clock.now() == 5.0
     early = simulator(SLOW, until=5.0, count_from=1.0)
-    assert early.run([Visit("a", 1.0, 100, 5), Visit("b", 7.0, 100, 5)]).seconds == 4.0, (
-        "whoever is silent is silent in it"
+    assert early.run([Arrival("a", 1.0, 100, 5), Arrival("b", 7.0, 100, 5)]).seconds == 4.0, (
+        "a conversation that is idle is idle in it"
     )
 
 
-def test_nothing_found_is_no_hit_and_nothing_asked_is_neither() -> None:
+def test_nothing_found_is_no_hit_and_no_history_is_neither() -> None:
     assert report.figures("lru", Counts(recomputed_tokens=10))["hit_rate"] == 0.0
     assert report.figures("lru", Counts())["hit_rate"] is None
 
@@ -378,21 +379,25 @@ def test_without_matplotlib_the_extra_is_named(
 
 def test_who_knows_the_trace_keeps_what_is_used_next() -> None:
     """Room for three: lru gives up `a`, which returns; clairvoyance `b`, which does not."""
-    visits = [Visit(name, at, 900, 1) for name, at in (("a", 0.0), ("b", 100.0), ("c", 200.0))]
-    visits += [Visit("d", 300.0, 900, 1), Visit("a", 400.0, 1, 1), Visit("c", 500.0, 1, 1)]
+    arrivals = [Arrival(name, at, 900, 1) for name, at in (("a", 0.0), ("b", 100.0), ("c", 200.0))]
+    arrivals += [Arrival("d", 300.0, 900, 1), Arrival("a", 400.0, 1, 1), Arrival("c", 500.0, 1, 1)]
     found = {}
-    for policy in (policy_named("lru", instant(32)[1], 32), ClairvoyantPolicy(visits)):
+    for policy in (policy_named("lru", instant(32)[1], 32), ClairvoyantPolicy(arrivals)):
         one = Simulator(
             instant(32)[0], policy, CacheConfig(110, 0, 32, 0.0, 0.0), SchedulerConfig(2000, 16)
         )
-        found[policy.name] = one.run(visits).recomputed_tokens
+        found[policy.name] = one.run(arrivals).recomputed_tokens
         one.scheduler.check(one.clock.now())
     assert found["clairvoyant"] == 0 < found["lru"]
 
 
 def test_clairvoyance_counts_forks_as_use_and_forgets_what_was_refused() -> None:
-    visits = [Visit("a", 0.0, 10, 1), Visit("f", 50.0, 10, 1, 0.0, 11, "a"), Visit("b", 5.0, 10, 1)]
-    policy = ClairvoyantPolicy([*visits, Visit("b", 10.0, 10, 1), Visit("b", 900.0, 10, 1)])
+    arrivals = [
+        Arrival("a", 0.0, 10, 1),
+        Arrival("f", 50.0, 10, 1, 0.0, 11, "a"),
+        Arrival("b", 5.0, 10, 1),
+    ]
+    policy = ClairvoyantPolicy([*arrivals, Arrival("b", 10.0, 10, 1), Arrival("b", 900.0, 10, 1)])
     policy.turn_began("a", 0.0)
     policy.turn_ended("a", EndedTurn(10, 1), 1.0)
     policy.turn_began("b", 5.0)

@@ -1,4 +1,4 @@
-"""What a trace says, and what is said of lines that say nothing."""
+"""Which arrivals a trace holds, and how lines that cannot be read are reported."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import statistics
 
 import pytest
 
-from pensieve.sim.trace import HABITS, Problems, Visit, drawn, from_zero, read
+from pensieve.sim.trace import Arrival, Problems, from_zero, read
+from pensieve.sim.workload import HABITS, drawn
 
 
-def visits(*lines: object) -> list[Visit]:
+def arrivals(*lines: object) -> list[Arrival]:
     problems = Problems()
     found = list(read((json.dumps(line) for line in lines), problems))
     assert not problems.count, problems.lines
@@ -27,7 +28,7 @@ def request(at: int, num_inputs: int, ids: list[int], num_outputs: int = 10) -> 
 
 
 def test_a_request_continues_the_latest_whose_blocks_it_begins_with() -> None:
-    first, other, second, third = visits(
+    first, other, second, third = arrivals(
         request(0, 1100, [0, 1, 2]),
         request(500, 1100, [0, 7, 8]),
         request(1000, 1300, [0, 1, 9]),  # the last block of the first was partial
@@ -41,13 +42,13 @@ def test_a_request_continues_the_latest_whose_blocks_it_begins_with() -> None:
 
 
 def test_the_first_block_relates_nobody() -> None:
-    found = visits(request(0, 400, [0]), request(1, 900, [0, 3]), request(2, 900, [0, 4]))
-    assert [visit.conversation for visit in found] == ["r0", "r1", "r2"]
-    assert all(visit.history_tokens is None for visit in found)
+    found = arrivals(request(0, 400, [0]), request(1, 900, [0, 3]), request(2, 900, [0, 4]))
+    assert [arrival.conversation for arrival in found] == ["r0", "r1", "r2"]
+    assert all(arrival.history_tokens is None for arrival in found)
 
 
 def test_a_second_continuation_is_a_fork_and_a_shorter_one_a_cut() -> None:
-    _, second, fork, cut = visits(
+    _, second, fork, cut = arrivals(
         request(0, 1100, [0, 1, 2], 400),
         request(1, 1600, [0, 1, 5, 6]),
         request(2, 1700, [0, 1, 3, 4]),
@@ -58,17 +59,17 @@ def test_a_second_continuation_is_a_fork_and_a_shorter_one_a_cut() -> None:
     assert cut.conversation == "r0"
     assert cut.history_tokens == 1610
 
-    _, shorter = visits(request(0, 1500, [0, 1, 2], 400), request(1, 1400, [0, 1, 2]))
+    _, shorter = arrivals(request(0, 1500, [0, 1, 2], 400), request(1, 1400, [0, 1, 2]))
     assert shorter.history_tokens == 1399, "a turn brings at least one token"
     assert shorter.input_tokens == 1
 
 
 def test_plain_lines() -> None:
-    first, second = visits(
+    first, second = arrivals(
         {"conversation": "a", "at": 2, "input_tokens": 5, "output_tokens": 7},
         {"conversation": "a", "after": 3.5, "input_tokens": 1, "output_tokens": 1},
     )
-    assert first == Visit("a", 2.0, 5, 7)
+    assert first == Arrival("a", 2.0, 5, 7)
     assert (second.at, second.after) == (None, 3.5)
 
 
@@ -95,7 +96,7 @@ def test_broken_lines_are_counted_and_named() -> None:
 
 def test_drawn_conversations_are_as_long_as_published() -> None:
     found = list(drawn(HABITS["sharegpt"], 2.0, 3000.0, seed=1))
-    first = [visit for visit in found if visit.at is not None]
+    first = [arrival for arrival in found if arrival.at is not None]
     assert len(first) == pytest.approx(6000, rel=0.05)
     assert len(found) / len(first) == pytest.approx(5.56, rel=0.05)
     assert statistics.mean(v.input_tokens for v in found) == pytest.approx(37.8, rel=0.05)
@@ -107,17 +108,21 @@ def test_drawn_conversations_are_as_long_as_published() -> None:
 
 def test_a_line_is_named_in_its_file() -> None:
     problems = Problems()
-    assert problems.place(3) == "line 3"
+    assert problems.location(3) == "line 3"
     problems.files = [(0, "a.jsonl")]
-    assert problems.place(3) == "line 3"
+    assert problems.location(3) == "line 3"
     problems.files = [(0, "a.jsonl"), (5, "b.jsonl"), (9, "an empty one"), (9, "c.jsonl")]
-    assert problems.place(5) == "line 5 of a.jsonl"
-    assert problems.place(9) == "line 4 of b.jsonl"
-    assert problems.place(10) == "line 1 of c.jsonl"
+    assert problems.location(5) == "line 5 of a.jsonl"
+    assert problems.location(9) == "line 4 of b.jsonl"
+    assert problems.location(10) == "line 1 of c.jsonl"
 
 
 def test_the_clock_begins_with_the_first_message() -> None:
-    visits = [Visit("a", 1800.5, 1, 1), Visit("b", 1802.0, 1, 1), Visit("a", None, 1, 1, 3.0)]
-    assert [visit.at for visit in from_zero(visits)] == [0.0, 1.5, None]
-    early = [Visit("a", 5.0, 1, 1), Visit("b", 4.0, 1, 1)]
-    assert [visit.at for visit in from_zero(early)] == [0.0, 0.0]
+    arrivals = [
+        Arrival("a", 1800.5, 1, 1),
+        Arrival("b", 1802.0, 1, 1),
+        Arrival("a", None, 1, 1, 3.0),
+    ]
+    assert [arrival.at for arrival in from_zero(arrivals)] == [0.0, 1.5, None]
+    early = [Arrival("a", 5.0, 1, 1), Arrival("b", 4.0, 1, 1)]
+    assert [arrival.at for arrival in from_zero(early)] == [0.0, 0.0]

@@ -1,170 +1,146 @@
-"""Who among several replicas hears which turn.
+"""Several replicas under a load: what they carry together, and how many a rate needs.
 
-* **affinity**: a conversation stays with one replica, found from its name (`home`, a consistent hash: another
-  replica takes over its even share of names and moves no others).  A fork stays with its source.
-* **random**: each turn goes to any replica.  What a replica holds of a conversation ends where it last heard
-  of it; the rest of the history is a hole that it computes again.
-
-To route turns one by one one must know when they come, and that depends on replies of other replicas: `timed`
-supposes that a turn takes `seconds_per_token` for each token of its reply, as it did where all was simulated.
-
-Of a few replicas all are played (`routed`).  Of many, one (`scattered`): with N times the conversations, each
-of its turns is from one that it heard before with probability 1/N.  So N copies of one replica's load are
-supposed, and of each turn those copies are kept that come here.  The work is that of one replica, whatever N.
+With affinity each replica serves its share of the conversations and holds their histories.  With random
+routing each holds the less of what it serves the more replicas there are, so their number is raised until
+they carry the rate (`needed_at_random`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import heapq
 import math
-import random
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from pensieve.sim.trace import Visit
+from pensieve.sim.plan.capacity import RESOLUTION, Progress, capacity
+from pensieve.sim.plan.load import Load
+from pensieve.sim.plan.replica import Impossible, Replica, Row, Slo, run_replica
+from pensieve.sim.plan.routing import (
+    at_random_of_few,
+    at_random_of_many,
+    with_affinity,
+    with_times,
+)
 
-APART_SECONDS = 30.0  # between copies of a conversation, at most
-NAMES_MAX = 100_000
-
-
-def home(name: str, num_replicas: int) -> int:
-    """Jump consistent hash (Lamping and Veach, 2014)."""
-    key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
-    place, ahead = -1, 0
-    while ahead < num_replicas:
-        place = ahead
-        key = (key * 2862933555777941757 + 1) & ((1 << 64) - 1)
-        ahead = int((place + 1) * ((1 << 31) / ((key >> 33) + 1)))
-    return place
+SIMULATED_MAX = 4  # replicas that are all simulated
+REPLICAS_MAX = 1000
+AFFINITY, RANDOM = "affinity", "random"
 
 
-class Families:
-    """The conversation at the root of a fork: they share KV, so they live together."""
+def fleet(
+    replica: Replica, load: Load, rate_each: float, num_replicas: int, routing: str, pace: float
+) -> Row:
+    """Figures of N replicas with `rate_each` apiece; of all of them if they are few, else of one (`scaled`).
 
-    def __init__(self) -> None:
-        self._roots: dict[str, str] = {}
-
-    def root(self, visit: Visit) -> str:
-        if visit.fork_of:
-            source = self._roots.get(visit.fork_of, visit.fork_of)
-            self._roots[visit.conversation] = source
-        return self._roots.get(visit.conversation, visit.conversation)
-
-
-def at_home(visits: Iterable[Visit], replica: int, num_replicas: int) -> Iterator[Visit]:
-    """What one replica hears with affinity."""
-    families = Families()
-    for visit in visits:
-        if home(families.root(visit), num_replicas) == replica:
-            yield visit
-
-
-def timed(visits: Iterable[Visit], seconds_per_token: float) -> Iterator[Visit]:
-    """The same with a time for each, in their order, and the length of each log."""
-    lengths: dict[str, int] = {}
-    ends: dict[str, float] = {}
-    pending: list[tuple[float, int, Visit]] = []
-    for number, visit in enumerate(visits):
-        name = visit.conversation
-        known = lengths.get(visit.fork_of or name, 0)
-        length = known if visit.history_tokens is None else min(visit.history_tokens, known)
-        length = visit.log_tokens if visit.log_tokens is not None else length
-        begin = visit.at or 0.0
-        if name in ends and (visit.at is None or ends[name] > begin):
-            begin = max(begin, ends[name] + visit.after)
-        lengths[name] = length + visit.input_tokens + visit.output_tokens
-        ends[name] = begin + seconds_per_token * visit.output_tokens
-        while visit.at is not None and pending and pending[0][0] <= visit.at:
-            yield heapq.heappop(pending)[2]
-        heapq.heappush(
-            pending, (begin, number, replace(visit, at=begin, after=0.0, log_tokens=length))
-        )
-    while pending:
-        yield heapq.heappop(pending)[2]
-
-
-def routed(
-    visits: Iterable[Visit], replica: int, num_replicas: int, seed: int = 0
-) -> Iterator[Visit]:
-    """What one of a few replicas hears, of `timed` visits that are routed at random."""
-    draw, kept = random.Random(seed), _Kept()
-    for visit in visits:
-        if draw.randrange(num_replicas) == replica:
-            yield kept.heard(visit, visit.conversation)
-        else:
-            kept.missed(visit, visit.conversation)
-
-
-def scattered(visits: Iterable[Visit], num_replicas: int, seed: int = 0) -> Iterator[Visit]:
-    """What one of many replicas hears, if each has a load like these `timed` visits, routed at random."""
-    draw, kept, chance = random.Random(seed), _Kept(), 1 / num_replicas
-    copies: dict[str, dict[int, float]] = {}  # that were here: how much later they are
-    pending: list[tuple[float, int, Visit]] = []
-    num_copies = num_heard = 0
-    for visit in visits:
-        name = visit.conversation
-        known = copies.setdefault(name, {})
-        others = {**(copies.get(visit.fork_of, {}) if visit.fork_of else {}), **known}
-        here = [copy for copy in others if draw.random() < chance]
-        for copy in others.keys() - set(here):
-            kept.missed(visit, f"{name}#{copy}")
-        for _ in range(_binomial(draw, num_replicas - len(others), chance)):
-            num_copies += 1
-            here.append(num_copies)
-            others[num_copies] = draw.uniform(0, APART_SECONDS) if num_replicas > 1 else 0.0
-        at = visit.at or 0.0
-        while pending and pending[0][0] <= at:
-            yield heapq.heappop(pending)[2]
-        for copy in here:
-            num_heard += 1
-            known[copy] = others[copy]
-            later = at + others[copy]
-            fork_of = f"{visit.fork_of}#{copy}" if visit.fork_of else ""
-            heard = kept.heard(replace(visit, at=later, fork_of=fork_of), f"{name}#{copy}")
-            heapq.heappush(pending, (later, num_heard, heard))
-    while pending:
-        yield heapq.heappop(pending)[2]
-
-
-class _Kept:
-    """How much of what a replica holds is still true: other replicas may have cut a conversation."""
-
-    def __init__(self) -> None:
-        self._cuts: dict[str, int] = {}
-
-    def missed(self, visit: Visit, name: str) -> None:
-        if visit.history_tokens is not None and not visit.fork_of:
-            self._cuts[name] = min(self._cuts.get(name, visit.history_tokens), visit.history_tokens)
-
-    def heard(self, visit: Visit, name: str) -> Visit:
-        cut = self._cuts.pop(name, None)
-        kept = visit.history_tokens
-        if cut is not None:
-            kept = cut if kept is None else min(cut, kept)
-        return replace(visit, conversation=name, history_tokens=kept)
-
-
-def _binomial(draw: random.Random, trials: int, chance: float) -> int:
-    """By waiting for the next success: as many draws as there are."""
-    if chance >= 1:
-        return trials
-    found, place = 0, 0
-    while (place := place + 1 + int(math.log(1 - draw.random()) / math.log(1 - chance))) <= trials:
-        found += 1
-    return found
-
-
-def crowding(conversations_each: float, num_replicas: int, share: float = 0.99) -> float:
-    """How many times the mean load a replica has that all but 1 % stay below, by names that are hashed.
-
-    For many replicas fewer are sampled: how many names meet in one depends on their mean number alone.
+    `pace` is the seconds per token of replies that are not simulated here.
     """
-    sampled = max(min(num_replicas, int(NAMES_MAX / max(conversations_each, 1.0))), 2)
-    if num_replicas == 1:
-        return 1.0
-    counts = [0] * sampled
-    for number in range(max(round(conversations_each * sampled), 1)):
-        counts[home(f"name {number}", sampled)] += 1
-    counts.sort()
-    return counts[min(int(share * sampled), sampled - 1)] * sampled / sum(counts)
+    all_of_them = num_replicas <= SIMULATED_MAX
+    rate = rate_each * num_replicas if all_of_them else rate_each
+    window = load.window(rate)
+    rows = []
+    for index in range(num_replicas if all_of_them else 1):
+        arrivals = load.arrivals(rate)
+        if num_replicas == 1 or (routing == AFFINITY and not all_of_them):
+            pass  # a share of independent conversations is as many of them
+        elif routing == AFFINITY:
+            arrivals = with_affinity(arrivals, index, num_replicas)
+        elif all_of_them:
+            arrivals = at_random_of_few(with_times(arrivals, pace), index, num_replicas)
+        else:
+            arrivals = at_random_of_many(with_times(arrivals, pace), num_replicas)
+        rows.append(run_replica(replica, arrivals, window))
+    worst = {
+        key: max((row[key] for row in rows if row[key] is not None), default=None)
+        for key in ("tbt_p99", "ttft_p50", "queue_p50")
+    }
+    history = sum(row["history_tokens"] for row in rows)
+    recomputed = sum(row["recomputed_tokens"] for row in rows)
+    return {
+        "replicas": num_replicas,
+        "routing": routing,
+        "rate": rate_each * num_replicas,
+        "scaled": not all_of_them,
+        **worst,
+        "history_tokens": history,
+        "recomputed_tokens": recomputed,
+        "recomputed_share": recomputed / history if history else 0.0,
+        "asked": sum(row["asked"] for row in rows),
+        "refused": sum(row["refused"] for row in rows),
+        "tokens_per_second": sum(row["tokens_per_second"] for row in rows)
+        * (1 if all_of_them else num_replicas),
+    }
+
+
+class Needed(NamedTuple):
+    """How many replicas a rate needs."""
+
+    num_replicas: int
+    rate_each: float  # that one of them carries
+
+
+def needed_with_affinity(rate_each: float, wanted: float) -> Needed:
+    """Each replica carries what it would carry alone: its conversations are independent of the others'.
+
+    How many meet in one replica varies among replicas as it varies in time where one is simulated.
+    """
+    return Needed(max(math.ceil(wanted / rate_each - 1e-9), 1), rate_each)
+
+
+@dataclass
+class RandomRouting:
+    """What one of N replicas carries if each turn goes to any of them."""
+
+    replica: Replica
+    load: Load
+    slo: Slo
+    rate_alone: float  # that a replica carries which is the only one
+    pace: float  # seconds per token of replies that are not simulated
+    progress: Progress = lambda line: None
+    _known: dict[int, float] = field(default_factory=dict)  # by number of replicas
+
+    @property
+    def lowest(self) -> float:
+        """Of what was found so far."""
+        return min(self._known.values(), default=self.rate_alone)
+
+    def carries(self, num_replicas: int, guess: float = 0.0) -> float:
+        """From simulating one of them; 0 if it carries nothing."""
+        if num_replicas not in self._known:
+            self._known[num_replicas] = self._carries(num_replicas, guess or self.rate_alone)
+        return self._known[num_replicas]
+
+    def _carries(self, num_replicas: int, guess: float) -> float:
+        def trial(rate: float) -> Row:
+            arrivals = at_random_of_many(
+                with_times(self.load.arrivals(rate), self.pace), num_replicas
+            )
+            row = run_replica(self.replica, arrivals, self.load.window(rate))
+            verdict = ", ".join(self.slo.violations(row)) or "carried"
+            self.progress(f"one of {num_replicas} at random, {rate:.3g} a second each: {verdict}")
+            return row
+
+        if num_replicas == 1:
+            return self.rate_alone
+        try:
+            return min(capacity(trial, self.slo, guess, 1.4)[0], self.rate_alone)
+        except Impossible:
+            return 0.0
+
+
+def needed_at_random(
+    carries: Callable[[int, float], float], rate_each: float, wanted: float
+) -> Needed | None:
+    """The number of replicas is raised until it is enough; None if it never is.
+
+    The more replicas there are, the less each carries: `carries(num_replicas, guess)`.
+    """
+    num_replicas, each = max(math.ceil(wanted / rate_each - 1e-9), 1), rate_each
+    while num_replicas <= REPLICAS_MAX:
+        each = min(each, carries(num_replicas, each))
+        if not each:
+            return None
+        enough = max(math.ceil(wanted / each - 1e-9), 1)
+        if enough <= num_replicas * RESOLUTION:
+            return Needed(max(enough, num_replicas), each)
+        num_replicas = enough
+    return None

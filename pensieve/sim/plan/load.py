@@ -1,13 +1,15 @@
-"""How much is said, as a rate that can be turned: conversations that begin per second.
+"""The load of a simulation, as a rate that can be set: conversations that begin per second.
 
-A simulation for planning is short, so it must not begin with an empty house.  `lived_in` supposes that a load
-has gone on for a long time: whoever began before the house opens and still has something to say is there, its
-log said in one go when its last turn ended.  Until the house opens nothing takes time (replica.py).
+A simulation for planning is short, so it must not begin with an empty system.  `steady_load` supposes that
+the load has gone on for a long time: every conversation that began before the simulation, and still has
+turns to come, is in progress.  Its log so far arrives in one turn, at the time when its last turn ended.
+Until `Window.free_until` nothing takes time, so these logs are in the cache when the simulation proper
+begins.
 
-A recorded trace has a rate of its own.  For a lower one some of its conversations are left out, by name; for
-a higher one several copies of it are played at once, each of other conversations and up to half a minute
-later, the last one perhaps in part.  So pauses stay what they were, which they would not if time were
-compressed.  Of what is played the second half counts.
+A recorded trace has a rate of its own.  For a lower rate some of its conversations are left out, chosen by
+name; for a higher rate several copies of it run at once, each of other conversations and up to half a minute
+later, the last copy perhaps in part.  So pauses stay what they were, which they would not if time were
+compressed.  Figures count in the second half of the trace.
 """
 
 from __future__ import annotations
@@ -21,28 +23,29 @@ from itertools import groupby
 from statistics import mean, median
 from typing import NamedTuple, Protocol
 
-from pensieve.sim.plan.fleet import APART_SECONDS, Families, home
-from pensieve.sim.trace import Habits, Visit, drawn
+from pensieve.sim.plan.routing import APART_SECONDS, Families, replica_of
+from pensieve.sim.trace import Arrival
+from pensieve.sim.workload import Habits, drawn
 
-LIVES = 6.0  # means of a conversation's life that have passed when the house opens
-RESTS = 5.0  # means of a reaction time: whoever rests for longer rests since the clock began
-PARTS = 1 << 16  # of names, to leave some out
+LIFETIMES_BEFORE = 6.0  # mean durations of a conversation that the load has gone on for
+REACTION_TIMES_FREE = 5.0  # mean reaction times until `free_until`; longer pauses are cut to that
+PARTS = 1 << 16  # of the names, to leave some conversations out
 
 
 class Window(NamedTuple):
     """Times of a simulation."""
 
-    opens: float  # before it nothing takes time
-    counts: float  # what begins before it is played and not counted
+    free_until: float  # before it nothing takes time
+    counted_from: float  # turns that begin before it are simulated and do not count
     ends: float
 
     @property
     def seconds(self) -> float:
-        return self.ends - self.counts
+        return self.ends - self.counted_from
 
 
 class Typical(NamedTuple):
-    """Of a conversation and its turns: enough for a first guess."""
+    """Means of a conversation and its turns: enough for a first guess."""
 
     turns: float
     input_tokens: float
@@ -53,25 +56,27 @@ class Load(Protocol):
     @property
     def typical(self) -> Typical: ...
 
-    def visits(self, rate: float) -> Iterator[Visit]:
+    def arrivals(self, rate: float) -> Iterator[Arrival]:
         """In the order of their times."""
 
     def window(self, rate: float) -> Window: ...
 
-    def living(self, rate: float) -> float:
-        """How many conversations go on at a time, about."""
+    def conversations_at_once(self, rate: float) -> float:
+        """How many conversations are in progress at a time, about."""
 
-    def how(self, rate: float) -> str:
-        """What was done to get that rate."""
+    def description(self, rate: float) -> str:
+        """How that rate is made, for people."""
 
 
 @dataclass(frozen=True)
 class Drawn:
+    """Conversations drawn from habits."""
+
     habits: Habits
     reaction_seconds: float | None = None
     seconds: float | None = None  # that count; None: two reaction times, a minute or more
     seed: int = 0
-    seconds_per_token: float = 0.03  # of a reply: only to tell who is in the house
+    seconds_per_token: float = 0.03  # of a reply: decides which conversations are in progress
 
     @property
     def _reaction(self) -> float:
@@ -79,20 +84,20 @@ class Drawn:
         return self.habits.reaction_seconds if given is None else given
 
     @property
-    def _life_seconds(self) -> float:
+    def _mean_seconds(self) -> float:
         reply = self.seconds_per_token * self.habits.output_tokens
         return self.habits.turns_mean * (self._reaction + reply)
 
     def window(self, rate: float) -> Window:
-        opens = RESTS * self._reaction
-        counts = opens + max(self._reaction / 2, 30.0)
+        free_until = REACTION_TIMES_FREE * self._reaction
+        counted_from = free_until + max(self._reaction / 2, 30.0)
         seconds = max(2 * self._reaction, 60.0) if self.seconds is None else self.seconds
-        return Window(opens, counts, counts + seconds)
+        return Window(free_until, counted_from, counted_from + seconds)
 
-    def living(self, rate: float) -> float:
-        return rate * self._life_seconds
+    def conversations_at_once(self, rate: float) -> float:
+        return rate * self._mean_seconds
 
-    def how(self, rate: float) -> str:
+    def description(self, rate: float) -> str:
         return "drawn"
 
     @property
@@ -100,62 +105,65 @@ class Drawn:
         habits = self.habits
         return Typical(habits.turns_mean, habits.input_tokens, habits.output_tokens)
 
-    def visits(self, rate: float) -> Iterator[Visit]:
-        opens, _, ends = self.window(rate)
-        before = LIVES * self._life_seconds
-        seconds = before + ends - opens
-        visits = drawn(self.habits, rate, seconds, self.seed, reaction_seconds=self._reaction)
-        return lived_in(visits, before, opens, self.seconds_per_token)
+    def arrivals(self, rate: float) -> Iterator[Arrival]:
+        free_until, _, ends = self.window(rate)
+        before = LIFETIMES_BEFORE * self._mean_seconds
+        seconds = before + ends - free_until
+        arrivals = drawn(self.habits, rate, seconds, self.seed, reaction_seconds=self._reaction)
+        return steady_load(arrivals, before, free_until, self.seconds_per_token)
 
 
-def lived_in(
-    visits: Iterable[Visit], before: float, opens: float, seconds_per_token: float
-) -> Iterator[Visit]:
-    """A load of conversations one after another, which has gone on for `before` seconds when the clock
-    shows `opens`."""
-    there: list[tuple[float, int, list[Visit]]] = []  # what is said at a time, and what follows it
-    groups = groupby(visits, key=lambda visit: visit.conversation)
+def steady_load(
+    arrivals: Iterable[Arrival], before: float, free_until: float, seconds_per_token: float
+) -> Iterator[Arrival]:
+    """A load that has gone on for `before` seconds when the clock shows `free_until`.
+
+    `arrivals` are whole conversations, one after another, in the order of their first turns.
+    """
+    pending: list[tuple[float, int, list[Arrival]]] = []  # a time, and the arrivals of it
+    groups = groupby(arrivals, key=lambda arrival: arrival.conversation)
     for number, (name, group) in enumerate(groups):
         turns = list(group)
-        begin, length, ended = (turns[0].at or 0.0) - before + opens, 0, 0.0
-        while there and begin >= opens and there[0][0] <= begin:
-            yield from heapq.heappop(there)[2]
-        while turns and begin < opens:
+        begin, length, ended = (turns[0].at or 0.0) - before + free_until, 0, 0.0
+        while pending and begin >= free_until and pending[0][0] <= begin:
+            yield from heapq.heappop(pending)[2]
+        while turns and begin < free_until:
             turn = turns.pop(0)
             length += turn.input_tokens + turn.output_tokens
             ended = begin + seconds_per_token * turn.output_tokens
             begin = ended + (turns[0].after if turns else 0.0)
         if turns and length:
-            before_opening = min(max(ended, 0.0), math.nextafter(opens, 0.0))
-            said = [Visit(name, before_opening, length - 1, 1)]
-            heapq.heappush(there, (said[0].at or 0.0, 2 * number, said))
+            log_at = min(max(ended, 0.0), math.nextafter(free_until, 0.0))
+            heapq.heappush(pending, (log_at, 2 * number, [Arrival(name, log_at, length - 1, 1)]))
         if turns:
-            said = [replace(turns[0], at=begin, after=0.0), *turns[1:]]
-            heapq.heappush(there, (begin, 2 * number + 1, said))
-    while there:
-        yield from heapq.heappop(there)[2]
+            rest = [replace(turns[0], at=begin, after=0.0), *turns[1:]]
+            heapq.heappush(pending, (begin, 2 * number + 1, rest))
+    while pending:
+        yield from heapq.heappop(pending)[2]
 
 
 class Recorded:
-    """A trace that was read."""
+    """The load of a trace."""
 
-    def __init__(self, visits: Iterable[Visit], seconds: float | None = None) -> None:
-        self._visits = list(visits)
+    def __init__(self, arrivals: Iterable[Arrival], seconds: float | None = None) -> None:
+        self._arrivals = list(arrivals)
         self._seconds = seconds
-        times = [visit.at for visit in self._visits if visit.at is not None]
+        times = [arrival.at for arrival in self._arrivals if arrival.at is not None]
         if len(times) < 2 or times[-1] <= times[0]:
-            raise ValueError("a trace of visits at two times or more is needed")
+            raise ValueError("a trace of arrivals at two times or more is needed")
         self._first, self._length = times[0], times[-1] - times[0]
-        names = {visit.conversation for visit in self._visits}
+        names = {arrival.conversation for arrival in self._arrivals}
         self.rate = len(names) / self._length
-        inputs = median(visit.input_tokens for visit in self._visits)
-        outputs = mean(visit.output_tokens for visit in self._visits)
+        inputs = median(arrival.input_tokens for arrival in self._arrivals)
+        outputs = mean(arrival.output_tokens for arrival in self._arrivals)
         ends: dict[str, float] = {}
-        for visit in self._visits:
-            ends[visit.conversation] = visit.at or ends.get(visit.conversation, 0.0) + visit.after
-        lives = [ends[visit.conversation] - (visit.at or 0.0) for visit in self._visits]
-        self._life_seconds = max(mean(lives), 1.0)
-        self.typical = Typical(len(self._visits) / len(names), inputs, outputs)
+        for arrival in self._arrivals:
+            ends[arrival.conversation] = (
+                arrival.at or ends.get(arrival.conversation, 0.0) + arrival.after
+            )
+        durations = [ends[arrival.conversation] - (arrival.at or 0.0) for arrival in self._arrivals]
+        self._mean_seconds = max(mean(durations), 1.0)
+        self.typical = Typical(len(self._arrivals) / len(names), inputs, outputs)
 
     def window(self, rate: float) -> Window:
         length = self._length
@@ -163,35 +171,35 @@ class Recorded:
             length = min(length, 2 * self._seconds)
         return Window(0.0, length / 2, length)
 
-    def living(self, rate: float) -> float:
-        return rate * self._life_seconds
+    def conversations_at_once(self, rate: float) -> float:
+        return rate * self._mean_seconds
 
-    def how(self, rate: float) -> str:
+    def description(self, rate: float) -> str:
         factor = rate / self.rate
         if factor <= 1:
             return f"{factor:.0%} of its conversations, by name"
         return f"{factor:.2f} copies of the trace at once, up to {APART_SECONDS:g} s apart"
 
-    def visits(self, rate: float) -> Iterator[Visit]:
+    def arrivals(self, rate: float) -> Iterator[Arrival]:
         copies, part = divmod(rate / self.rate, 1.0)
         families, draw = Families(), random.Random(0)
         later = [0.0, *(draw.uniform(0, APART_SECONDS) for _ in range(int(copies)))]
-        pending: list[tuple[float, int, Visit]] = []
+        pending: list[tuple[float, int, Arrival]] = []
         number, at = 0, 0.0
-        for visit in self._visits:
-            at = at if visit.at is None else visit.at - self._first
+        for arrival in self._arrivals:
+            at = at if arrival.at is None else arrival.at - self._first
             while pending and pending[0][0] <= at:
                 yield heapq.heappop(pending)[2]
-            root = families.root(visit)
+            root = families.root(arrival)
             for copy, apart in enumerate(later):
-                if copy == copies and home(f"part of {root}", PARTS) >= part * PARTS:
+                if copy == copies and replica_of(f"part of {root}", PARTS) >= part * PARTS:
                     continue
                 number += 1
-                begin = None if visit.at is None else at + apart
-                other = replace(visit, at=begin)
+                begin = None if arrival.at is None else at + apart
+                other = replace(arrival, at=begin)
                 if copy:
-                    source = f"{visit.fork_of}+{copy}" if visit.fork_of else ""
-                    name = f"{visit.conversation}+{copy}"
+                    source = f"{arrival.fork_of}+{copy}" if arrival.fork_of else ""
+                    name = f"{arrival.conversation}+{copy}"
                     other = replace(other, conversation=name, fork_of=source)
                 heapq.heappush(pending, (at + apart, number, other))
         while pending:

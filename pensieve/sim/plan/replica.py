@@ -1,15 +1,16 @@
-"""One engine under a load: is it served as it should be?
+"""One engine under a load, and whether it serves it within limits.
 
-A rate of conversations is *carried* if, where it has settled,
+A rate of conversations is *carried* if, after the warm-up,
 
 * the P99 of the time between the tokens of a reply,
 * the median time to the first token, and
 * the median time in the queue
 
-are within the `Slo`.  The daemon's own scheduler and cache are played, with nothing taking time until the
-house opens (load.py).  Whoever still waits when the simulation stops counts with the time waited so far, so
-an overloaded replica does not look well because its victims never came to speak.  Nor do refused turns make
-it look well: where more than `REFUSED_SHARE` of them are too long for the device tier, nothing is carried.
+are within the `Slo`.  The daemon's own scheduler and cache run, with nothing taking time until
+`Window.free_until` (load.py).  Turns that still wait when the simulation stops count with the time waited
+so far, so that an overloaded replica does not look well because most turns never began.  Nor do refused
+turns make it look well: where more than `REFUSED_SHARE` of them are too long for the device tier, nothing
+is carried.
 """
 
 from __future__ import annotations
@@ -24,27 +25,30 @@ from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.core.turn import Usage
 from pensieve.engine.messages import Event, Message, TurnEnded
-from pensieve.sim.cost import CostModel
+from pensieve.sim.cost import CHUNK_TOKENS, CostModel
 from pensieve.sim.plan.load import Window
 from pensieve.sim.series import Distribution
 from pensieve.sim.simulator import Simulator
-from pensieve.sim.trace import Visit
+from pensieve.sim.trace import Arrival
 
-CHUNK_TOKENS = 32
 QUEUE_P50_SECONDS = 2.0
-REFUSED_SHARE = 0.01  # of the turns that are asked; more is not what was wanted
+REFUSED_SHARE = (
+    0.01  # of the turns that begin; with more, the load is not the one that was planned for
+)
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Slo:
+    """Limits of what counts as served."""
+
     tbt_p99_seconds: float
     ttft_p50_seconds: float
     queue_p50_seconds: float = QUEUE_P50_SECONDS
 
-    def broken(self, row: Row) -> list[str]:
-        """By what; nothing said at all breaks nothing."""
+    def violations(self, row: Row) -> list[str]:
+        """The limits that these figures exceed; a figure without a value exceeds none."""
         limits = (
             ("tbt_p99", self.tbt_p99_seconds, "P99 between tokens"),
             ("ttft_p50", self.ttft_p50_seconds, "median first token"),
@@ -58,7 +62,7 @@ class Slo:
 
 
 class Impossible(ValueError):
-    """No rate is low enough."""
+    """No rate is low enough for the limits."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +83,17 @@ class Replica:
             CacheConfig(self.device_tokens // CHUNK_TOKENS, self.host_tokens // CHUNK_TOKENS),
             SchedulerConfig(self.token_budget, self.turns_max),
             keep_gaps=True,
-            count_from=window.counts,
+            count_from=window.counted_from,
             until=window.ends,
-            opens=window.opens,
+            free_until=window.free_until,
         )
 
     def check(self, slo: Slo, input_tokens: float) -> None:
-        """Impossible with the reason, if a turn alone on the machine is too slow."""
+        """Raises Impossible, with the reason, if a turn alone on the machine is too slow."""
         lone = self.cost.iteration_seconds([(0, 1)])
         if lone > slo.tbt_p99_seconds:
             raise Impossible(
-                f"a token takes {lone * 1000:.4g} ms when nobody else is there, more than "
+                f"a token takes {lone * 1000:.4g} ms even without other turns, more than "
                 f"{slo.tbt_p99_seconds * 1000:g} ms between tokens: no load is low enough"
             )
         left, alone = max(round(input_tokens), 1), 0.0
@@ -98,12 +102,12 @@ class Replica:
             left -= self.token_budget
         if alone > slo.ttft_p50_seconds:
             raise Impossible(
-                f"the first token after {round(input_tokens):,} new ones takes {alone * 1000:.4g} ms when "
-                f"nobody else is there, more than {slo.ttft_p50_seconds * 1000:g} ms: no load is low enough"
+                f"the first token after {round(input_tokens):,} new ones takes {alone * 1000:.4g} ms even "
+                f"without other turns, more than {slo.ttft_p50_seconds * 1000:g} ms: no load is low enough"
             )
 
     def check_served(self, row: Row) -> None:
-        """Impossible if it looks well only because it refuses turns; a single one may be chance."""
+        """Raises Impossible if figures are good only because turns were refused (one may be chance)."""
         if row["refused"] > max(REFUSED_SHARE * row["asked"], 1):
             raise Impossible(
                 f"{row['refused'] / row['asked']:.1%} of the turns are longer than what the device tier of "
@@ -112,7 +116,7 @@ class Replica:
 
 
 class _Admitted:
-    """An observer of what counts: how long turns were queued, and where their histories were found."""
+    """An observer of the engine: how long turns were queued, and in which tier their histories were found."""
 
     def __init__(self, since: float) -> None:
         self.queued = Distribution()
@@ -145,24 +149,24 @@ class _Admitted:
                 self.add(event.usage)
 
 
-def played(replica: Replica, visits: Iterable[Visit], window: Window) -> Row:
-    """The figures of one replica that hears this."""
+def run_replica(replica: Replica, arrivals: Iterable[Arrival], window: Window) -> Row:
+    """The figures of one replica under these arrivals."""
     simulator = replica.simulator(window)
-    admitted = _Admitted(window.counts)
+    admitted = _Admitted(window.counted_from)
     simulator.engine.observe(admitted)
-    counts = simulator.run(visits)
+    counts = simulator.run(arrivals)
     now = simulator.clock.now()
-    for turn in simulator.scheduler.turns():  # whoever waits still, as long as until now
+    for turn in simulator.scheduler.turns():  # those that still wait count as if they ended now
         usage = turn.usage
         admitted.add(usage)
-        if usage.first_token_at is None and usage.submitted_at >= window.counts:
+        if usage.first_token_at is None and usage.submitted_at >= window.counted_from:
             counts.first_tokens.add(now - usage.submitted_at)
         if usage.admitted_at is None:
             admitted.queued.add(now - usage.submitted_at)
     host, history = simulator.scheduler.cache.host, admitted.history_tokens
     return {
         "turns_per_second": counts.turns / window.seconds,
-        "tokens_per_second": counts.said_tokens / window.seconds,
+        "tokens_per_second": counts.delivered_tokens / window.seconds,
         "tbt_p99": counts.gaps.quantile(0.99),
         "ttft_p50": counts.first_tokens.quantile(0.5),
         "queue_p50": admitted.queued.quantile(0.5),
@@ -172,6 +176,6 @@ def played(replica: Replica, visits: Iterable[Visit], window: Window) -> Row:
         "recomputed_share": admitted.recomputed_tokens / history if history else 0.0,
         "host_share": admitted.host_tokens / history if history else 0.0,
         "host_full": host.num_pages > 0 and host.num_empty < host.num_pages * 0.02,
-        "asked": counts.asked,
+        "asked": counts.begun,
         "refused": counts.refused,
     }

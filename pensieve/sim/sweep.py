@@ -1,0 +1,161 @@
+"""A sweep: one load simulated with every combination of policies, rates and sizes of the tiers.
+
+A `Point` is one combination; a `Setting` is what all points of a sweep share.  What the tiers may hold is
+bounded by the machine (`Room`), and wrong values are refused with the name of the option that set them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pensieve.core.cache import CacheConfig
+from pensieve.core.cost import CostProfile
+from pensieve.core.policies.protocol import RetentionPolicy
+from pensieve.core.policies.registry import policy_named
+from pensieve.core.scheduler import SchedulerConfig
+from pensieve.errors import InvalidArgument
+from pensieve.sim import report
+from pensieve.sim.clairvoyant import ClairvoyantPolicy
+from pensieve.sim.cost import (
+    CHUNK_TOKENS,
+    DEVICE_SHARE,
+    CostModel,
+    HardwarePreset,
+    ModelPreset,
+    device_tokens_of,
+    host_tokens_of,
+)
+from pensieve.sim.simulator import Counts, Simulator
+from pensieve.sim.trace import Arrival, Problems, from_zero, lines_of, read
+from pensieve.sim.workload import HABITS, drawn
+
+DEVICE_TOKENS_MIN = 4 * CHUNK_TOKENS
+DEVICE_TOKENS, HOST_TOKENS = 500_000, 2_000_000  # where no machine limits them
+CLAIRVOYANT = "clairvoyant"
+
+
+class Point(NamedTuple):
+    """One simulation of a sweep."""
+
+    policy: str
+    rate: float
+    device_tokens: int
+    host_tokens: int
+
+
+def points(
+    policies: Iterable[str], rates: Iterable[float], devices: Iterable[int], hosts: Iterable[int]
+) -> list[Point]:
+    """Every combination."""
+    return [Point(*each) for each in product(policies, rates, devices, hosts)]
+
+
+@dataclass(frozen=True)
+class Room:
+    """How many tokens of KV the tiers hold by default, and the device at most."""
+
+    device_tokens: int = DEVICE_TOKENS
+    host_tokens: int = HOST_TOKENS
+    device_tokens_max: int | None = None  # None: no machine limits it
+
+    @classmethod
+    def of(cls, model: ModelPreset, hardware: HardwarePreset) -> Room:
+        """Beside the weights of a model on a machine."""
+        device = device_tokens_of(model, hardware)
+        if device < DEVICE_TOKENS_MIN:
+            share = DEVICE_SHARE * hardware.memory_bytes
+            raise InvalidArgument(
+                "model",
+                f"the weights of {model.name} are {model.weight_bytes / 1e9:.0f} GB, and of the memory of "
+                f"{hardware.devices} x {hardware.name} {share / 1e9:.0f} GB are for weights and KV: no room "
+                "(--devices)",
+            )
+        spare = (1 - DEVICE_SHARE) * hardware.memory_bytes / model.kv_bytes_per_token
+        return cls(device, host_tokens_of(model, hardware), int(device + spare))
+
+    def check(self, devices: Iterable[int], model: str, hardware: str) -> None:
+        """Refuses sizes of the device tier that are too small or do not fit."""
+        least, most = min(devices), max(devices)
+        if least < DEVICE_TOKENS_MIN:
+            raise InvalidArgument("device_tokens", f"is at least {DEVICE_TOKENS_MIN}")
+        if self.device_tokens_max is not None and most > self.device_tokens_max:
+            raise InvalidArgument(
+                "device_tokens",
+                f"{most:,} tokens of {model} do not fit {hardware}: beside the weights there is room for "
+                f"{self.device_tokens_max:,}",
+            )
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where arrivals come from: files of a trace, or a workload that is drawn."""
+
+    traces: tuple[Path, ...] = ()
+    workload: str | None = None
+    seconds: float = 600.0  # drawn for so long
+    seed: int = 0
+    reaction_seconds: float | None = None
+
+    def arrivals(self, rate: float, problems: Problems) -> Iterator[Arrival]:
+        if self.workload is None:
+            return from_zero(read(lines_of(self.traces, problems), problems))
+        return drawn(
+            HABITS[self.workload],
+            rate,
+            self.seconds,
+            self.seed,
+            reaction_seconds=self.reaction_seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all points of a sweep share."""
+
+    source: Source
+    cost: CostModel
+    recompute: CostProfile
+    scheduler: SchedulerConfig
+    keep_gaps: bool
+    keep_series: bool
+    count_from: float
+    until: float | None
+    stateless: bool
+    phases: str
+
+    def simulator(self, point: Point) -> Simulator:
+        return Simulator(
+            self.cost,
+            self._policy(point),
+            CacheConfig(point.device_tokens // CHUNK_TOKENS, point.host_tokens // CHUNK_TOKENS),
+            self.scheduler,
+            keep_gaps=self.keep_gaps,
+            count_from=self.count_from,
+            until=self.until,
+            stateless=self.stateless,
+            phases=self.phases,
+            keep_series=self.keep_series,
+        )
+
+    def _policy(self, point: Point) -> RetentionPolicy:
+        if point.policy != CLAIRVOYANT:
+            return policy_named(point.policy, self.recompute, CHUNK_TOKENS)
+        return ClairvoyantPolicy(self.source.arrivals(point.rate, Problems()))
+
+    def row(self, point: Point, simulator: Simulator, counts: Counts) -> dict[str, Any]:
+        """The figures of a point, with its point of the sweep."""
+        row = {
+            **report.figures(point.policy, counts),
+            "rate": point.rate if self.source.workload is not None else None,
+            "device_size": point.device_tokens,
+            "host_size": point.host_tokens,
+            "stateless": self.stateless,
+            "phases": self.phases,
+        }
+        if simulator.series is not None:
+            row["series"] = simulator.series.means()
+        return row

@@ -1,0 +1,145 @@
+"""The command behind scripts/reproduce_figures: published figures by simulation, beside what was published.
+
+Into a folder go a plot of each figure, and all of it as a table: `figures.md` for people, `figures.json` with
+the curves.  Nothing here is measured on a GPU: the scheduler and the cache are the daemon's, and time is what
+pensieve/sim/cost.py says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from pensieve.bench import plots
+from pensieve.errors import ConfigError, PensieveError
+from scripts.paper_figures import pensieve_paper, sarathi_paper, tables
+from scripts.paper_figures.study import ASSUMED, QUICK, Extent, Line, Panel, Study
+
+FOLDER = Path("build/figures")
+FIGURES = {**pensieve_paper.FIGURES, "table-4": sarathi_paper.table_4}
+
+
+def parser() -> argparse.ArgumentParser:
+    command = argparse.ArgumentParser(
+        prog="scripts/reproduce_figures",
+        description="Computes figures of the Pensieve and Sarathi-Serve papers by simulation: plots, and a "
+        "table with the paper's number beside ours, over several seeds. All figures take about half an hour "
+        "of an idle core, one of them one to seven minutes; the folder is written after each figure.",
+    )
+    command.add_argument(
+        "folder", nargs="?", type=Path, default=FOLDER, help=f"written there (default: {FOLDER})"
+    )
+    command.add_argument(
+        "--figure",
+        action="append",
+        choices=list(FIGURES),
+        help="only this one; may be given several times (default: all)",
+    )
+    command.add_argument(
+        "--seeds",
+        type=int,
+        metavar="N",
+        help=f"each figure is computed so many times, with other conversations (default: {Extent().seeds})",
+    )
+    command.add_argument(
+        "--seconds",
+        type=float,
+        metavar="N",
+        help="so long a time counts of each simulation (default: "
+        f"{Extent().seconds:g}, or {Extent().grouped_seconds:g} for models whose query heads share KV)",
+    )
+    command.add_argument(
+        "--quick",
+        action="store_true",
+        help="seconds: every row, of one seed and from too short a time to mean anything",
+    )
+    command.add_argument("--svg", action="store_true", help="draw SVG (default: PNG)")
+    command.add_argument("--json", action="store_true", help="print figures.json")
+    return command
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plots.matplotlib()
+    began = time.monotonic()
+
+    def progress(line: str) -> None:
+        print(f"{time.monotonic() - began:5.0f} s  {line}", file=sys.stderr, flush=True)
+
+    for assumption in ASSUMED:
+        print(f"assumed: {assumption}", file=sys.stderr)
+    study = Study(_extent(arguments), progress)
+    lines: list[Line] = []
+    for figure in arguments.figure or FIGURES:
+        for line in FIGURES[figure](study):
+            lines.append(line)
+            paper = f"the paper: {line.paper}" if line.paper else "no number in the paper's text"
+            progress(f"{line.figure}, {line.what}: {line.shown} ({paper})")
+        _write(arguments, lines, study)  # what is known, even if the rest is interrupted
+    shown = arguments.folder / ("figures.json" if arguments.json else "figures.md")
+    print(shown.read_text(encoding="utf-8"), end="")
+    return 0
+
+
+def _write(arguments: argparse.Namespace, lines: list[Line], study: Study) -> None:
+    folder, quick = arguments.folder, arguments.quick
+    written = json.dumps(tables.values(lines, study, quick), indent=1)
+    table = "\n".join(tables.markdown(lines, study, quick))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "figures.json").write_text(written + "\n", encoding="utf-8")
+        (folder / "figures.md").write_text(table + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from error
+    suffix = ".svg" if arguments.svg else ".png"
+    for panel in study.panels:
+        _draw(panel, folder / f"{panel.name}{suffix}")
+
+
+def _extent(arguments: argparse.Namespace) -> Extent:
+    extent = QUICK if arguments.quick else Extent()
+    if arguments.seeds is not None:
+        if arguments.seeds < 1:
+            raise ConfigError("--seeds is 1 or more")
+        extent = replace(extent, seeds=arguments.seeds)
+    if arguments.seconds is not None:
+        if arguments.seconds <= 0:
+            raise ConfigError("--seconds is above 0")
+        seconds = arguments.seconds
+        extent = replace(extent, seconds=seconds, grouped_seconds=seconds)
+    return extent
+
+
+def _draw(panel: Panel, path: Path) -> None:
+    figure, drawn = plots.axes()
+    for index, (label, points) in enumerate(panel.lines.items()):
+        marker = "osD^v"[index % 5]
+        drawn.plot(*zip(*points, strict=True) if points else ((), ()), marker=marker, label=label)
+    if panel.limit is not None:
+        drawn.axhline(
+            panel.limit, color="grey", linestyle=":", label=f"{panel.limit:g} ms per token"
+        )
+    drawn.set(xlabel=panel.x, ylabel=panel.y, title=f"{panel.title} (simulated)")
+    if panel.logarithmic:
+        drawn.set_yscale("log")
+    drawn.legend()
+    plots.save(figure, path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        return run(arguments)
+    except PensieveError as error:
+        print(f"reproduce_figures: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""What all figures share: models, memory, seeds, and every simulation that was run, so that none runs twice.
+
+Models and memory are those of the Pensieve paper: 40 GB of KV and 220 GB of host memory for each A100-80GB.
+Its text compares throughputs at equal P90 normalized latency and names no limit, so they are read at
+`LIMIT_MS`, where all curves have left their flat part.
+
+Every figure is computed once per seed.  A ratio compares two systems under the same conversations, seed by
+seed; what is shown is the median over the seeds, with the least and the most.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pensieve.sim.cost import HARDWARE, MODELS, CostModel
+from pensieve.sim.workload import HABITS
+from scripts.paper_figures.equal_latency import SCANNED_MAX, Crossing, Row, first_crossing
+from scripts.paper_figures.scenario import Scenario
+
+LIMIT_MS = 200.0
+KV_BYTES, HOST_BYTES = 40e9, 220e9  # of each GPU, in the paper
+GPU = "a100-80gb"
+THROUGHPUT, P90 = "throughput (output tokens per second)", "P90 normalized latency (ms per token)"
+
+ASSUMED = (
+    f"time: data sheets x 0.6 (pensieve/sim/cost.py), {GPU}; several GPUs are one larger one, and "
+    "communication between them, sampling and tokenization take no time; an iteration has 0.5 ms of overhead",
+    f"memory: {KV_BYTES / 1e9:.0f} GB of KV and {HOST_BYTES / 1e9:.0f} GB of host memory per GPU (table 4: "
+    "what is left of 0.9 of the device's memory)",
+    "load: conversations like ShareGPT's (5.56 turns, log-normal; 37.8 tokens in, 204.6 out, to 16,384), "
+    "reaction times exponential around 60 s, in a load that has gone on for long",
+    f"throughput: output tokens per second at the lowest load where the P90 of normalized latency crosses "
+    f"{LIMIT_MS:g} ms per token",
+    "each figure: the median over seeds (least to most); a ratio compares two systems seed by seed",
+)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One figure, by seed."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def shown(self, form: str) -> str:
+        least, most = form.format(min(self.values)), form.format(max(self.values))
+        if least == most:
+            return least
+        return f"{form.format(self.median)} ({least} to {most})"
+
+
+def ratio(ours: Iterable[float], theirs: Iterable[float]) -> Spread:
+    return Spread(tuple(a / (b or math.nan) for a, b in zip(ours, theirs, strict=True)))
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table."""
+
+    figure: str
+    what: str
+    paper: str  # "" where its text gives no number
+    ours: Spread
+    form: str = "{:.2f} x"
+    note: str = ""
+    aim: str = ""  # what ours should be
+
+    @property
+    def shown(self) -> str:
+        return self.ours.shown(self.form)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What is drawn of a figure: lines by name, each of (x, y)."""
+
+    name: str
+    title: str
+    x: str
+    y: str
+    lines: dict[str, list[tuple[float, float]]]
+    logarithmic: bool = False
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is simulated."""
+
+    seeds: int = 3
+    warm_seconds: float = 100.0
+    seconds: float = 600.0  # that count, of each simulation
+    grouped_seconds: float = (
+        300.0  # where query heads share KV: more conversations in the same time
+    )
+    halvings: int = 2  # of the interval on the grid
+    scanned_max: int = SCANNED_MAX
+    crowding: tuple[float, ...] = (
+        0.9,
+        1.0,
+        1.1,
+        1.2,
+        1.35,
+    )  # figure 3.14: of the rate at the limit
+    requests: int = 128  # table 4
+    faster: float = 1.0  # than the guess: where the search for a rate begins
+    steady: bool = True  # False: there are no conversations at first
+
+
+# All that the full extent simulates, and nothing to learn from it: an empty system, a single rate each.
+QUICK = Extent(1, 4.0, 8.0, 8.0, 0, 1, (1.0,), 8, 4.0, False)
+
+
+@dataclass
+class Study:
+    """Simulations, remembered: several figures share their curves."""
+
+    extent: Extent = field(default_factory=Extent)
+    progress: Callable[[str], None] = lambda line: None
+    panels: list[Panel] = field(default_factory=list)
+    notes: list[tuple[str, str]] = field(default_factory=list)  # figure, what its runs show
+    crossings: dict[Scenario, Crossing] = field(default_factory=dict)
+    _rows: dict[tuple[Scenario, float], Row] = field(default_factory=dict)
+
+    def scenario(self, model: str, num_gpus: int = 1, **options: Any) -> Scenario:
+        """Of the first seed."""
+        preset = MODELS[model]
+        per_token = preset.kv_bytes_per_token
+        return Scenario(
+            **{
+                "cost": CostModel.of(preset, replace(HARDWARE[GPU], devices=num_gpus)),
+                "device_tokens": int(num_gpus * KV_BYTES / per_token),
+                "host_tokens": int(num_gpus * HOST_BYTES / per_token),
+                "habits": HABITS["sharegpt"],
+                "warm_seconds": self.extent.warm_seconds,
+                "seconds": self.seconds_of(model),
+                "steady": self.extent.steady,
+                **options,
+            }
+        )
+
+    def seconds_of(self, model: str) -> float:
+        """That count of a simulation: about as many turns for every model."""
+        grouped = MODELS[model].kv_heads < MODELS[model].heads
+        return self.extent.grouped_seconds if grouped else self.extent.seconds
+
+    def seeded(self, scenario: Scenario) -> Iterator[Scenario]:
+        return (replace(scenario, seed=seed) for seed in range(self.extent.seeds))
+
+    def simulate(self, scenario: Scenario, rate: float) -> Row:
+        if (scenario, rate) not in self._rows:
+            row = self._rows[scenario, rate] = scenario.simulate(rate)
+            p90 = row["normalized_p90"]
+            latency = "no turn ended" if p90 is None else f"P90 {p90:.0f} ms/token"
+            tokens = row["tokens_per_second"] or 0.0
+            self.progress(
+                f"  seed {scenario.seed}, {rate:.3g} conversations/s: {tokens:,.0f} tokens/s, {latency}"
+            )
+        return self._rows[scenario, rate]
+
+    def at_limit(self, name: str, scenario: Scenario, guess: float) -> list[Crossing]:
+        """Where each seed's P90 reaches the limit."""
+        if scenario not in self.crossings:
+            self.progress(name)
+            guess *= self.extent.faster
+            for seeded in self.seeded(scenario):
+                found = self.crossings[seeded] = first_crossing(
+                    lambda rate, seeded=seeded: self.simulate(seeded, rate),  # type: ignore[misc]
+                    LIMIT_MS,
+                    guess,
+                    self.extent.halvings,
+                    self.extent.scanned_max,
+                )
+                guess = found.rate
+        return [self.crossings[seeded] for seeded in self.seeded(scenario)]
+
+    def throughputs(self, name: str, scenario: Scenario, guess: float) -> list[float]:
+        return [each.tokens_per_second for each in self.at_limit(name, scenario, guess)]
+
+    def lower_latency(self, ours: Scenario, theirs: Scenario) -> Spread:
+        """By which percentage at most, under loads up to the one at which `theirs` is at the limit."""
+        self.progress("latency under less load")
+        found = []
+        for one, other in zip(self.seeded(ours), self.seeded(theirs), strict=True):
+            at_limit, best = self.crossings[other].rate, 0.0
+            for rate in (at_limit / 2, at_limit * 0.75, at_limit):
+                latency = self.simulate(one, rate)["normalized_p90"]
+                other_latency = self.simulate(other, rate)["normalized_p90"]
+                if latency and other_latency:
+                    best = max(best, 1 - latency / other_latency)
+            found.append(100 * best)
+        return Spread(tuple(found))
+
+    def note_crossings(self, figure: str, systems: dict[str, Scenario]) -> None:
+        """Which of these systems' crossings are not the only ones, or were not reached."""
+        for name, scenario in systems.items():
+            found = [self.crossings[each] for each in self.seeded(scenario)]
+            several = [each for each in found if each.num_upward > 1]
+            if several:
+                spans = ", ".join(
+                    f"first between {each.bracket[0]:.3g} and {each.bracket[1]:.3g}, last between "
+                    f"{each.last_bracket[0]:.3g} and {each.last_bracket[1]:.3g} conversations/s"
+                    for each in several
+                )
+                self.notes.append(
+                    (
+                        figure,
+                        f"the P90 of {name} crosses the limit more than once in {len(several)} of "
+                        f"{len(found)} seeds ({spans}); the first crossing counts",
+                    )
+                )
+            if missed := sum(not each.reached for each in found):
+                self.notes.append(
+                    (
+                        figure,
+                        f"the P90 of {name} did not reach the limit in {missed} of {len(found)} seeds",
+                    )
+                )
+
+    def draw(self, name: str, title: str, scenarios: dict[str, Scenario]) -> None:
+        """The curves of all that was simulated, of the first seed."""
+        lines = {label: self._curve(each) for label, each in scenarios.items()}
+        self.panels.append(Panel(name, title, THROUGHPUT, P90, lines, True, LIMIT_MS))
+
+    def _curve(self, scenario: Scenario) -> list[tuple[float, float]]:
+        rates = sorted(rate for simulated, rate in self._rows if simulated == scenario)
+        rows = [self._rows[scenario, rate] for rate in rates]
+        return [
+            (row["tokens_per_second"], row["normalized_p90"])
+            for row in rows
+            if row["normalized_p90"]
+        ]

@@ -1,0 +1,228 @@
+"""Published figures by simulation: every row is there, and what a search finds is right."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.sim.cost import HARDWARE, MODELS, CostModel
+from pensieve.sim.workload import HABITS, drawn
+from scripts.paper_figures import __main__ as command
+from scripts.paper_figures.equal_latency import GRID_RATIO, first_crossing
+from scripts.paper_figures.sarathi_paper import PREFILL_FIRST, SCHEDULERS, TABLE_4, simulate
+from scripts.paper_figures.scenario import Scenario
+from scripts.paper_figures.study import QUICK, Spread, Study, ratio
+
+ROWS = {
+    "3.12a": 5,
+    "3.12b": 5,
+    "3.12b, M11": 1,
+    "3.13a": 3,
+    "3.13b": 4,
+    "3.14": 4,
+    "3.15a": 1,
+    "3.15b": 1,
+    "3.16": 3,
+    "3.18": 2,
+    "table 4": 12,
+    "M12": 2,
+}
+
+
+def test_every_row_and_every_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "figures"
+    assert command.main([str(folder), "--quick", "--svg"]) == 0
+    out, err = capsys.readouterr()
+    assert "too short to mean anything" in out
+    assert "assumed: memory: 40 GB of KV and 220 GB" in err
+    assert "figure 3.12b, llama2-13b-gqa, vLLM-like" in err
+    result = json.loads((folder / "figures.json").read_text())
+    assert (result["quick"], result["seeds"]) == (True, 1)
+    counts: dict[str, int] = {}
+    for row in result["rows"]:
+        counts[row["figure"]] = counts.get(row["figure"], 0) + 1
+        assert math.isfinite(row["ours"]), row
+        assert row["by_seed"] == [row["ours"]]
+        assert row["what"] in out
+    assert counts == ROWS
+    papers = {row["what"]: row["paper"] for row in result["rows"]}
+    assert papers["llama2-13b-gqa: throughput over vLLM-like"] == "1.52 x"
+    assert papers["yi-34b, documents, combined: between tokens P99"] == "0.35 s"
+    assert (folder / "figures.md").read_text() == out
+    drawn = {path.stem for path in folder.glob("*.svg")}
+    assert drawn == {curve["name"] for curve in result["curves"]}
+    assert len(drawn) == 10
+
+
+def test_a_single_figure_over_several_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(tmp_path), "--quick", "--seeds", "3", "--figure", "3.18", "--json"]
+    assert command.main(arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {row["figure"] for row in result["rows"]} == {"3.18"}
+    assert result["seeds"] == 3
+    for row in result["rows"]:
+        assert len(row["by_seed"]) == 3
+        assert row["ours"] == sorted(row["by_seed"])[1]
+        assert len(set(row["by_seed"])) > 1, "seeds draw other conversations"
+
+
+def test_wrong_numbers_and_names_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([str(tmp_path), "--seeds", "0"]) == 3
+    assert "--seeds is 1 or more" in capsys.readouterr().err
+    assert command.main([str(tmp_path), "--seconds", "0"]) == 3
+    assert "--seconds is above 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main([str(tmp_path), "--figure", "9.99"])
+
+
+def test_a_folder_that_cannot_be_written_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setitem(command.FIGURES, "3.18", lambda study: iter(()))
+    assert command.main([str(tmp_path / "file"), "--quick", "--figure", "3.18"]) == 3
+    assert "cannot write to" in capsys.readouterr().err
+
+
+def test_a_spread_shows_its_median_and_its_ends() -> None:
+    found = ratio([3.0, 1.0, 4.0], [2.0, 2.0, 2.0])
+    assert found.values == (1.5, 0.5, 2.0)
+    assert found.shown("{:.1f} x") == "1.5 x (0.5 x to 2.0 x)"
+    assert Spread((1.25,)).shown("{:.2f}") == "1.25"
+    assert Spread((0.001, 0.002)).shown("{:.0f} %") == "0 %"
+    assert math.isnan(ratio([1.0], [0.0]).median)
+
+
+# -- throughput at equal latency --
+
+
+def curve(rate: float) -> dict[str, Any]:
+    """A P90 that doubles with each conversation more, and 100 tokens for each."""
+    return {"rate": rate, "tokens_per_second": 100 * rate, "normalized_p90": 10 * 2**rate}
+
+
+def wavy(rate: float) -> dict[str, Any]:
+    """Beyond 80 between 1.2 and 1.9, and from 3 on."""
+    p90 = 100.0 if 1.2 < rate < 1.9 or rate > 3 else 50.0
+    return {"rate": rate, "tokens_per_second": 100 * rate, "normalized_p90": p90}
+
+
+@pytest.mark.parametrize("begin", [0.05, 1.0, 3.0, 40.0])
+def test_the_limit_is_found_from_either_side(begin: float) -> None:
+    found = first_crossing(curve, 80.0, begin)
+    assert found.reached
+    assert found.num_upward == 1
+    assert found.rate == pytest.approx(3.0)
+    assert found.tokens_per_second == pytest.approx(300.0)
+    assert found.bracket[0] <= 3.0 <= found.bracket[1]
+    assert found.bracket == found.last_bracket
+    assert found.row["normalized_p90"] <= 80.0
+
+
+def test_no_rate_is_simulated_twice() -> None:
+    rates: list[float] = []
+
+    def counted(rate: float) -> dict[str, Any]:
+        rates.append(rate)
+        return curve(rate)
+
+    first_crossing(counted, 80.0, 3.0)
+    assert len(rates) == len(set(rates)) < 10
+
+
+@pytest.mark.parametrize("begin", [0.5, 1.0, 1.3])
+def test_a_limit_that_is_crossed_twice_is_reported_at_the_first_and_says_so(begin: float) -> None:
+    """Wherever the search begins below it."""
+    found = first_crossing(wavy, 80.0, begin, halvings=6)
+    assert found.rate == pytest.approx(1.2, rel=0.01)
+    assert found.num_upward == 2
+    assert (
+        found.last_bracket[0] <= 3.0 <= found.last_bracket[1] == found.last_bracket[0] * GRID_RATIO
+    )
+
+
+def test_a_limit_that_is_not_reached_says_so() -> None:
+    def flat(rate: float) -> dict[str, Any]:
+        return {"rate": rate, "tokens_per_second": rate, "normalized_p90": 10.0}
+
+    found = first_crossing(flat, 80.0, 1.0, scanned_max=6)
+    assert (found.reached, found.num_upward) == (False, 0)
+    assert found.rate == pytest.approx(GRID_RATIO), "the highest: -4 to 1 are six"
+    found = first_crossing(flat, 5.0, 1.0, scanned_max=3)
+    assert not found.reached
+    assert found.rate == pytest.approx(GRID_RATIO**-4), "the lowest"
+
+    def none_served(rate: float) -> dict[str, Any]:
+        return {"rate": rate, "tokens_per_second": None, "normalized_p90": None}
+
+    found = first_crossing(none_served, 80.0, 1.0, scanned_max=2)
+    assert (found.reached, found.tokens_per_second) == (False, 0.0)
+
+
+def test_a_load_that_serves_nobody_is_not_the_limit() -> None:
+    def broken(rate: float) -> dict[str, Any]:
+        p90 = 10.0 if rate <= 1 else None
+        return {"rate": rate, "tokens_per_second": 100 * rate, "normalized_p90": p90}
+
+    found = first_crossing(broken, 80.0, 1.0)
+    assert (found.reached, found.rate, found.tokens_per_second) == (True, 1.0, 100.0)
+
+
+def test_crossings_beyond_the_first_are_noted() -> None:
+    study = Study(QUICK)
+    scenario = study.scenario("opt-13b")
+    study.crossings[scenario] = first_crossing(wavy, 80.0, 1.0)
+    study.note_crossings("3.12a", {"Pensieve": scenario})
+    ((figure, text),) = study.notes
+    assert figure == "3.12a"
+    assert "crosses the limit more than once in 1 of 1 seeds" in text
+
+
+def test_longer_conversations_take_longer_to_gather() -> None:
+    habits = HABITS["sharegpt"]
+    assert habits.turns_from(1) == habits.turns_mean
+    found = [arrival.conversation for arrival in drawn(habits, 1.0, 5000.0, 9, turns_min=5)]
+    each = len(found) / len(set(found))
+    assert each == pytest.approx(habits.turns_from(5), rel=0.07)
+    assert each > 1.5 * habits.turns_mean
+
+
+def test_a_load_that_has_gone_on_for_long_has_its_long_histories() -> None:
+    """A system that begins empty has much shorter histories after the same time."""
+    cost = CostModel.of(MODELS["llama2-13b-gqa"], HARDWARE["a100-80gb"])
+    options: dict[str, Any] = {"warm_seconds": 20.0, "seconds": 60.0, "reaction_seconds": 20.0}
+    scenario = Scenario(cost, 195_000, 1_000_000, HABITS["sharegpt"], **options)
+    long, empty = (
+        Scenario(**{**vars(scenario), "steady": steady}).simulate(0.5) for steady in (True, False)
+    )
+    assert long["history_tokens"] / long["turns"] > 2 * empty["history_tokens"] / empty["turns"]
+    assert long["seconds"] == pytest.approx(60.0, abs=1.0)
+    assert long["recomputed_tokens"] == 0
+    assert 20 < long["normalized_p90"] < 40
+
+
+# -- long prompts --
+
+
+def test_pieces_of_prompts_keep_whoever_generates_going() -> None:
+    """Table 4's order, and M12: at equal throughput a third or less of what prefill first makes wait."""
+    found = {
+        name: simulate("documents", 0.45, scheduling, requests=32, seeds=1)
+        for name, scheduling in {**SCHEDULERS, "prefill first": PREFILL_FIRST}.items()
+    }
+    ours, first = found["combined"], found["prefill first"]
+    cut_apart, hybrid = found["chunked prefills only"], found["hybrid batches only"]
+    assert ours.gap.median <= first.gap.median / 3
+    assert ours.tokens_per_second.median >= 0.97 * first.tokens_per_second.median
+    assert ours.gap.median <= cut_apart.gap.median
+    assert ours.first_token.median < cut_apart.first_token.median
+    assert hybrid.gap.median > 3 * ours.gap.median
+    assert set(TABLE_4["documents"]) == set(SCHEDULERS)
