@@ -204,7 +204,7 @@ def _seconds(act: Callable[[], object]) -> float:
 
 
 def _checked(bench: Bench, prompts: Sequence[Sequence[int]]) -> list[Turn]:
-    """The turns together, after each of a few has said the same alone."""
+    """The turns together, after a few of them got the same tokens alone."""
     alone = []
     for index, prompt in list(enumerate(prompts))[:: max(1, len(prompts) // 4)]:
         turn = bench.turn(index, prompt)

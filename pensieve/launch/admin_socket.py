@@ -1,4 +1,4 @@
-"""Where a daemon's operator finds it: a socket in the data folder that only its owner may open."""
+"""The path of a daemon's local socket: in the data folder, only for its owner to open."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from pensieve.text import Tokenizer
 PAGES = 4096
 CONTEXT_MAX = 100_000
 MULTIPLIER, MODULUS = 6_364_136_223_846_793_005, 1 << 64
-WORDS_PER_REPLY = 24  # on average, unless the turn says how long
+WORDS_PER_REPLY = 24  # on average, unless the turn's max_tokens ends it first
 
 
 def digest(tokens: array[int], state: int = 0) -> int:

@@ -3,8 +3,8 @@
 It is the daemon that `pensieve serve` runs: the same assembly, the same servers, the engine in a process
 of its own.  Two things are different around it:
 
-* A thread's loop gets no signals.  SIGINT is blocked in the thread and in what it starts, which inherit
-  that, so that Ctrl-C reaches the main thread and nobody else, however early it comes.
+* A thread's loop gets no signals.  SIGINT is blocked in it, and in the threads and the engine process
+  that it starts, so that Ctrl-C reaches the main thread alone, however early it comes.
 * The main thread waits for it to be ready, and gets its failure as an exception.
 """
 
@@ -20,19 +20,26 @@ from types import TracebackType
 
 from pensieve.config import Resolved
 from pensieve.errors import ConfigError
+from pensieve.launch import programs
 from pensieve.launch.admin_socket import socket_path
 from pensieve.launch.daemon import DaemonSetup, Hooks, open_server, run
 from pensieve.launch.model_folder import Report
 from pensieve.service.daemon import DaemonConfig
 from pensieve.service.grpc.server import Listening, Server
 
-CLOSE_SECONDS = 30.0  # for the thread; whatever hangs ends with the process
+CLOSE_SECONDS = 30.0  # for the thread; one that hangs ends with the process
 
 
 class EmbeddedDaemon:
     """To be used in a `with`: entering starts it and waits until it serves."""
 
-    def __init__(self, resolved: Resolved, holder: str, report: Report) -> None:
+    def __init__(
+        self,
+        resolved: Resolved,
+        holder: str,
+        report: Report,
+        engine_program: tuple[str, ...] = programs.ENGINE,
+    ) -> None:
         self._cleanup = contextlib.ExitStack()
         path = self._socket(resolved.settings.data)
         self.address = f"unix:{path.absolute()}"
@@ -41,6 +48,7 @@ class EmbeddedDaemon:
             holder,
             Listening(address="", socket=path, reflection=False),
             DaemonConfig(),
+            engine_program,
             check_history_first=True,  # a person at a terminal sees it, and what it finds
         )
         self._report = report

@@ -1,4 +1,4 @@
-"""The programs of our own processes, started with the number of one inherited socket."""
+"""The command lines of our own processes; each takes the number of one inherited socket."""
 
 from __future__ import annotations
 
