@@ -56,7 +56,7 @@ class EmbeddedDaemon:
         self._failure: BaseException | None = None
         self._stop_wanted = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._server: Server | None = None
+        self.server: Server | None = None  # once it is open
         self._thread = threading.Thread(target=self._run, name="daemon", daemon=True)
 
     @property
@@ -85,9 +85,9 @@ class EmbeddedDaemon:
     def close(self) -> None:
         """Interrupt what runs, keep the history, end the engine process."""
         self._stop_wanted = True  # before looking for a server: the thread does the reverse
-        if self._server is not None and self._loop is not None:
+        if self.server is not None and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # its loop has ended
-                self._loop.call_soon_threadsafe(self._server.stopping.set)
+                self._loop.call_soon_threadsafe(self.server.stopping.set)
         self._thread.join(CLOSE_SECONDS)
         self._cleanup.close()
 
@@ -112,8 +112,8 @@ class EmbeddedDaemon:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._server = open_server(self._setup, self._report)
+        self.server = open_server(self._setup, self._report)
         if self._stop_wanted:
-            self._server.stopping.set()
+            self.server.stopping.set()
         hooks = Hooks(self._report, ready=lambda address: self._started.set())
-        await run(self._server, self._setup, hooks, hurry=asyncio.Event())
+        await run(self.server, self._setup, hooks, hurry=asyncio.Event())

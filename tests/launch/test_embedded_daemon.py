@@ -32,8 +32,8 @@ def embedded(
 def test_it_serves_a_private_socket_and_no_port(tmp_path: Path) -> None:
     with embedded(tmp_path, []) as daemon:
         assert daemon.address == f"unix:{tmp_path / 'admin.sock'}"
-        assert daemon._server is not None
-        assert daemon._server.address == ""
+        assert daemon.server is not None
+        assert daemon.server.address == ""
         with Client(daemon.address) as client, Admin(daemon.address) as admin:
             assert client.conversation("c").ask("hello", max_tokens=5, ignore_eos=True).text
             assert admin.stats().serving
@@ -82,9 +82,9 @@ def test_an_engine_that_loads_does_not_delay_the_end(tmp_path: Path) -> None:
     pids: list[int] = []
 
     def interrupt() -> None:
-        while daemon._server is None or daemon._server.daemon.engine.pid is None:
+        while daemon.server is None or daemon.server.daemon.engine.pid is None:
             pass
-        pids.append(daemon._server.daemon.engine.pid)
+        pids.append(daemon.server.daemon.engine.pid)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
