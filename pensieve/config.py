@@ -1,4 +1,4 @@
-"""Settings: tables from which flags, environment variables, a file's keys and help are made.
+"""All settings, as tables that flags, variables, file keys and help are made from.
 
 A value comes from the first of: the command line, PENSIEVE_<NAME>, the TOML file, the default.
 `resolve` records for each where it came from.  A command takes the tables that concern it; one file may

@@ -1,4 +1,4 @@
-"""`pensieve bench attention`: queries over scattered pages against torch on contiguous keys and values.
+"""`pensieve bench attention` compares scattered pages with torch on contiguous keys.
 
 Each row is one shape: `batch` slices of `queries` tokens at the end of a context. The same attention is
 computed

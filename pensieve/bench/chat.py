@@ -1,4 +1,4 @@
-"""`pensieve bench chat`: conversations with a daemon, measured where its clients are.
+"""`pensieve bench chat` measures conversations with a daemon where its clients are.
 
 Conversations arrive (all at once, or at a Poisson rate); each sends a message, waits for the whole
 reply, thinks, and goes on. Everything goes through gRPC. Measured at the client:

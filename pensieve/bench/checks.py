@@ -1,4 +1,4 @@
-"""Checks that a bench makes before it times anything: what is wrong has no figure."""
+"""What a bench checks before it times anything (no figure for what is wrong)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scripts/bench_gpu`: correctness and figures of a GPU, in one run of at most nine minutes.
+"""`scripts/bench_gpu` checks and measures a GPU in one run of at most nine minutes.
 
     device       what it is; how fast a large copy, a large product and a large pinned copy are, each way
     kernels      every kernel against the float32 reference, over shapes, types and scattered pages

@@ -1,4 +1,4 @@
-"""Conversations like those of ShareGPT, played to an engine in this process, without a daemon."""
+"""Plays conversations like those of ShareGPT to an engine, without a daemon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same replies with and without memory pressure: section `exactness` of the GPU bench."""
+"""Section `exactness` of the GPU bench (the same replies under memory pressure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sections of the GPU bench share: the device, the clock, and the figures that are written down.
+"""What the sections of the GPU bench share (device, clock, figures written down).
 
 On a GPU each call is captured in a graph and replayed over inputs that take turns, so neither Python nor
 the cache is measured.

@@ -1,4 +1,4 @@
-"""Throughput of an engine with and without a memory at equal latency: section `load` of the GPU bench.
+"""Section `load` of the GPU bench (throughput with and without memory at equal latency).
 
 It runs the engine itself, without a daemon, under conversations like those of ShareGPT: they arrive at
 random; each sends a message, waits for the reply, reacts after a random time, and sends the next one. Mean

@@ -1,4 +1,4 @@
-"""Drawing, for the benches and the simulator: matplotlib, if it is there."""
+"""Draws figures of benches and of the simulator with matplotlib, if it is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints with random weights, for measuring: the shape is real, the replies are words at random.
+"""Makes checkpoints of a real shape with random weights, to measure with.
 
 Replies survive being read back: every token that the model can sample is one word with its space, which
 the tokenizer always turns into the same one token again.  (The others have output weights of zero, and

@@ -1,4 +1,4 @@
-"""`pensieve bench service`: how many tokens the service itself delivers.
+"""`pensieve bench service` measures how many tokens the service itself delivers.
 
 A real `pensieve serve` on one core, with arithmetic in the model's place; engine and clients have the
 other cores.  Every stream is one conversation with one long turn.  What is counted are tokens that

@@ -1,4 +1,4 @@
-"""`pensieve bench step`: one iteration of a model against the time that reading its weights takes.
+"""`pensieve bench step` compares an iteration with the time to read the weights.
 
 A step is what the engine does with its executor: launch, forward, sampling, collect. It is timed for turns
 that generate (`decode`), and for the same turns beside a piece of a prompt (`mixed`). Contexts are real:

@@ -1,4 +1,4 @@
-"""`pensieve bench swap`: what it costs that a history is not on the device.
+"""`pensieve bench swap` measures what it costs that a history is not on the device.
 
 The first part moves scattered pages between the arenas of both tiers, as the copier does, and holds the
 speed against one large copy of as many bytes. The second runs a daemon: the same message is sent to a

@@ -1,4 +1,4 @@
-"""Conversations that a bench plays to a daemon: how many, how long, when; the same for the same seed."""
+"""Conversations that a bench plays to a daemon (how many, how long, when)."""
 
 from __future__ import annotations
 

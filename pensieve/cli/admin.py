@@ -1,4 +1,4 @@
-"""`pensieve admin`: what a running daemon holds and why; and `pensieve token`.
+"""`pensieve admin` shows what a running daemon holds and why; also `pensieve token`.
 
 It talks to the socket in the data folder, which only its owner may open, or to --address with an admin
 token.  It never opens the history itself.

@@ -1,4 +1,4 @@
-"""`pensieve bench`: the flags of each bench; the benches themselves are in pensieve/bench."""
+"""`pensieve bench` parses the flags of each bench in pensieve/bench and runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pensieve chat`: a terminal that is the client of a daemon, its own or one that runs somewhere.
+"""`pensieve chat` connects a terminal to a daemon, its own or one that runs elsewhere.
 
 Without an address it runs the same daemon as `pensieve serve` in this process, on a private socket in
 the data folder (launch/embedded_daemon.py).  Ctrl-C while the model loads ends the program.

@@ -1,4 +1,4 @@
-"""A conversation in a terminal: lines in, replies streamed out, and commands that begin with a slash.
+"""A conversation in a terminal (lines in, replies streamed out, /commands).
 
 Ctrl-C ends the turn and keeps the text of its reply so far; a second one leaves the program.  At the
 prompt it clears the line.  Ctrl-D leaves.

@@ -1,4 +1,4 @@
-"""`pensieve doctor`: what this machine has, and what of it can be used."""
+"""`pensieve doctor` prints what this machine has, and what of it can be used."""
 
 from __future__ import annotations
 

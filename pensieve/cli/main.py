@@ -1,4 +1,4 @@
-"""`pensieve`: parse, run one command, turn errors of the tree into one line and an exit code."""
+"""The command `pensieve` (parse, run one command, turn errors into an exit code)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pensieve serve`: runs a daemon in the foreground until a signal ends it.
+"""`pensieve serve` runs a daemon in the foreground until a signal ends it.
 
 SIGTERM or Ctrl-C drains: no new turn, the running ones end (at most --drain-timeout), then it stops; the
 second signal interrupts them at once.

@@ -1,4 +1,4 @@
-"""The path of a daemon's local socket: in the data folder, only for its owner to open."""
+"""Where a daemon's local socket lies, which only its owner may open."""
 
 from __future__ import annotations
 

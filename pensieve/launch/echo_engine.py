@@ -1,4 +1,4 @@
-"""An engine process with arithmetic in the model's place, to measure or to break the service alone.
+"""An engine process with arithmetic in the model's place, to test the service alone.
 
 Started as `python -m pensieve.launch.echo_engine FD`.  Everything is real but the tensors: mailbox,
 scheduler, cache, detokenizer, pipe.  The next token is a

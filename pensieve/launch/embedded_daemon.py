@@ -1,4 +1,4 @@
-"""A daemon in a thread of this process, reached through a socket in the data folder and no port.
+"""Runs a daemon in a thread of this process, behind a private socket and no port.
 
 It is the daemon that `pensieve serve` runs: the same assembly, the same servers, the engine in a process
 of its own.  Two things are different around it:

@@ -1,4 +1,4 @@
-"""The engine process of a daemon: messages in from a pipe, iterations of a model, events out.
+"""The engine process of a daemon (messages in from a pipe, events out).
 
 Started by the service as `python -m pensieve.launch.engine_process FD`; FD is its end of the pipe.
 

@@ -1,4 +1,4 @@
-"""The folder of a model: where it is, its text side, what its authors recommend; needs no torch."""
+"""Finds the folder of a model, and loads what needs no torch from it."""
 
 from __future__ import annotations
 

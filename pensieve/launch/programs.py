@@ -1,4 +1,4 @@
-"""The command lines of our own processes; each takes the number of one inherited socket."""
+"""The command lines of our own processes, which take the number of one socket."""
 
 from __future__ import annotations
 

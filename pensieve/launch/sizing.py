@@ -1,4 +1,4 @@
-"""From the sizes of both tiers, as they were set, to numbers of pages that fit the memory there is."""
+"""From the sizes set for both tiers to numbers of pages that fit the memory."""
 
 from __future__ import annotations
 
