@@ -1,7 +1,7 @@
-"""Settings: tables from which flags, environment variables, the file and their help are made.
+"""All settings, as tables that flags, variables, file keys and help are made from.
 
 A value comes from the first of: the command line, PENSIEVE_<NAME>, the TOML file, the default.
-`resolve` says for each where it came from.  A command takes the tables that concern it; one file may
+`resolve` records for each where it came from.  A command takes the tables that concern it; one file may
 serve all commands, so the keys of every table are known in it, and others are errors.  The result is
 frozen; what follows from it and from the model (how many pages fit) is computed where it is used.
 """
@@ -35,7 +35,7 @@ class TierSize(NamedTuple):
     """The size of a tier: bytes, tokens, or a share of the memory that is available."""
 
     amount: float
-    unit: str  # "bytes", "tokens", "share"; "auto": whoever knows the device decides
+    unit: str  # "bytes", "tokens", "share"; "auto": decided where the device is known
 
     def pages(self, page_bytes: int, chunk_tokens: int, available_bytes: int) -> int:
         if self.unit == "tokens":
@@ -278,7 +278,7 @@ REACHING: Table = (
 TALKING: Table = (
     Setting("system", str, "", "system prompt of new conversations", "TEXT", "talking"),
     Setting(
-        "stats", _switch, "", "say after each reply where its tokens came from", group="talking"
+        "stats", _switch, "", "print after each reply where its tokens came from", group="talking"
     ),
     Setting("temperature", _number(0, 100), "", "0 is greedy", "T", "sampling"),
     Setting("top_p", _number(0, 1), "", "", "P", "sampling"),

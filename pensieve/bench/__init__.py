@@ -1,0 +1,1 @@
+"""Measures this machine and this build; each bench checks what it times."""

@@ -1,4 +1,4 @@
-"""A `pensieve serve` of its own for a bench, in a folder that is gone afterwards."""
+"""Starts a `pensieve serve` for a bench, in a folder that is gone afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pensieve bench chat`: conversations with a daemon, measured where its clients are.
+"""`pensieve bench chat` measures conversations with a daemon where its clients are.
 
 Conversations arrive (all at once, or at a Poisson rate); each sends a message, waits for the whole
 reply, thinks, and goes on. Everything goes through gRPC. Measured at the client:
@@ -145,11 +145,11 @@ async def replay(address: str, scripts: Sequence[Script], output_tokens: int) ->
     async def hold(client: AsyncClient, number: int, script: Script) -> None:
         await asyncio.sleep(script.arrives_at)
         conversation = client.conversation(f"bench-{time.time_ns()}-{number}")
-        for index, said in enumerate(script.turns):
-            await asyncio.sleep(said.think_seconds)
+        for index, message in enumerate(script.turns):
+            await asyncio.sleep(message.think_seconds)
             began = time.perf_counter()
             turn = conversation.send(
-                said.text,
+                message.text,
                 max_tokens=output_tokens,
                 ignore_eos=True,
                 temperature=0.0,

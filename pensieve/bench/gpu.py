@@ -1,4 +1,4 @@
-"""scripts/bench_gpu: everything that there is to know about a GPU, in one run of at most nine minutes.
+"""`scripts/bench_gpu` checks and measures a GPU in one run of at most nine minutes.
 
     device       what it is; how fast a large copy, a large product and a large pinned copy are, each way
     kernels      every kernel against the float32 reference, over shapes, types and scattered pages
@@ -7,12 +7,12 @@
     prefill      against the better of torch's flash and cuDNN, and the large product's rate (M7)
     swap         scattered pages over the bus, by kernel and by copy engine, against one large copy (M8)
     hidden       512 new tokens on an 8 B model, their history of 4,000 in either tier (M8)
-    exactness    a model with swaps, drops and recompute says what it says without pressure
+    exactness    a model replies the same with swaps, drops and recompute as without memory pressure
     load         ShareGPT-like conversations: throughput at equal P90 normalized latency (M11)
 
-Correctness comes first; what is wrong is not timed. A section that fails says why, and the next one
-runs. All figures go to `--out` as JSON lines as they come, so that a run that is cut off has told what it
-knew. On a GPU each call is captured in a graph and replayed over inputs that take turns, so neither
+Correctness comes first; what is wrong is not timed. A section that fails reports why, and the next one
+runs. All figures go to `--out` as JSON lines as they come, so a run that is cut off leaves what it had
+measured. On a GPU each call is captured in a graph and replayed over inputs that take turns, so neither
 Python nor the cache is measured. `--small` runs every section on small shapes, on any device.
 """
 
@@ -114,7 +114,7 @@ def run(bench: Bench, wanted: list[str]) -> list[str]:
 
 
 def _succeeds(bench: Bench, name: str, section: Run) -> bool:
-    """Run one section; one that fails says why, and the next ones run."""
+    """Run one section; the reason of one that fails is reported."""
     began = time.perf_counter()
     try:
         section()

@@ -1,4 +1,4 @@
-"""Torch's fused attention on contiguous keys and values, in every way that torch offers."""
+"""Torch's fused attention on contiguous keys and values, in every way that it offers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations like those of ShareGPT, played to an engine in this process, without a daemon."""
+"""Plays conversations like those of ShareGPT to an engine, without a daemon."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ TURNS_MEAN, INPUT_MEAN, OUTPUT_MEAN = 5.56, 37.8, 204.6
 
 @dataclass
 class Talk:
-    """A conversation: what a person will say in it, and what has been said so far."""
+    """A conversation: what a person will send in it, and its tokens so far."""
 
     name: str
-    says: list[array[int]]
+    messages: list[array[int]]
     outputs: list[int]  # how many tokens each reply has
     reactions: list[float]
     tokens: array[int] = field(default_factory=lambda: array("I"))
@@ -55,8 +55,8 @@ def talks(
         inputs = [1 + min(int(draw.expovariate(1 / INPUT_MEAN)), 1024) for _ in range(count)]
         outputs = [1 + min(int(draw.expovariate(1 / OUTPUT_MEAN)), 1024) for _ in range(count)]
         reactions = [draw.expovariate(1 / reaction) for _ in range(count)]
-        says = [array("I", draw.choices(range(3, vocab_size), k=each)) for each in inputs]
-        found.append((now, Talk(f"{seed}-{len(found)}", says, outputs, reactions)))
+        messages = [array("I", draw.choices(range(3, vocab_size), k=each)) for each in inputs]
+        found.append((now, Talk(f"{seed}-{len(found)}", messages, outputs, reactions)))
     return found
 
 
@@ -102,7 +102,7 @@ class Conversations:
         while self._due and self._due[0][0] <= now:
             _, number, talk = heapq.heappop(self._due)
             history = len(talk.tokens)
-            talk.tokens.extend(talk.says[talk.turn])
+            talk.tokens.extend(talk.messages[talk.turn])
             output = talk.outputs[talk.turn]
             if len(talk.tokens) + output >= CONTEXT_MAX:
                 continue
@@ -128,7 +128,7 @@ class Conversations:
                 if self._stateless:
                     self.mailbox.put(EvictConversation(talk.name))
                 talk.turn += 1
-                if talk.turn < len(talk.says):
+                if talk.turn < len(talk.messages):
                     self.add(now - self._began + talk.reactions[talk.turn], talk)
 
 

@@ -1,4 +1,4 @@
-"""What the GPU is, and how fast the bus moves pages: sections `device` and `swap` of the GPU bench."""
+"""Sections `device` and `swap` of the GPU bench (what it is, how fast pages move)."""
 
 from __future__ import annotations
 

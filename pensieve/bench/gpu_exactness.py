@@ -1,4 +1,4 @@
-"""The same replies with and without memory pressure: section `exactness` of the GPU bench."""
+"""Section `exactness` of the GPU bench (the same replies under memory pressure)."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def section_exactness(bench: Bench, model: LoadedModel) -> None:
         replies[name] = []
         for index in range(10):
             outputs = [draw.randint(4, 24) for _ in range(4)]
-            says = [
+            messages = [
                 array("I", draw.choices(range(3, model.shape.vocab_size), k=draw.randint(5, 150)))
                 for _ in outputs
             ]
-            replies[name].append(Talk(f"c{index}", says, outputs, [0.0] * 4))
+            replies[name].append(Talk(f"c{index}", messages, outputs, [0.0] * 4))
             people.add(0.0, replies[name][-1])
         while True:
             people.speak(math.inf)

@@ -1,4 +1,4 @@
-"""What the sections of the GPU bench share: the device, the clock, and the figures that are written down.
+"""What the sections of the GPU bench share (device, clock, figures written down).
 
 On a GPU each call is captured in a graph and replayed over inputs that take turns, so neither Python nor
 the cache is measured.
@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import torch
 
-from pensieve.errors import PensieveError
+from pensieve.bench.checks import check_close
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 Run = Callable[[], object]
@@ -96,7 +96,4 @@ def captured(run: Run) -> Run:
 
 
 def check(name: str, answer: torch.Tensor, right: torch.Tensor) -> float:
-    worst = float((answer.float() - right).abs().max())
-    if not worst <= TOLERANCE[answer.dtype]:  # nor NaN
-        raise PensieveError(f"{name} is off by {worst}")
-    return worst
+    return check_close(name, answer, right, TOLERANCE)

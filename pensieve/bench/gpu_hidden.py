@@ -1,4 +1,4 @@
-"""Whether a swap-in hides behind the compute: section `hidden` of the GPU bench."""
+"""Section `hidden` of the GPU bench (does a swap-in hide behind the compute?)."""
 
 from __future__ import annotations
 

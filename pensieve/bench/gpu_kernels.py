@@ -1,4 +1,4 @@
-"""Kernels against the float32 reference, then against torch: four sections of the GPU bench.
+"""Sections `kernels`, `attention`, `decode` and `prefill` of the GPU bench.
 
 `kernels` only checks.  `attention`, `decode` and `prefill` check their shapes again and time them.
 """

@@ -1,7 +1,7 @@
-"""Throughput of an engine with and without a memory at equal latency: section `load` of the GPU bench.
+"""Section `load` of the GPU bench (throughput with and without memory at equal latency).
 
 It runs the engine itself, without a daemon, under conversations like those of ShareGPT: they arrive at
-random, each says something, waits for the reply, reacts after a random time, and says the next thing. Mean
+random; each sends a message, waits for the reply, reacts after a random time, and sends the next one. Mean
 reaction time, tiers and load are all shrunk by the same factor (`SHRINK`), which keeps what matters: how much
 idle KV the tiers can hold for how long. Four engines get the same conversations:
 

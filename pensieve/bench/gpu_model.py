@@ -1,4 +1,4 @@
-"""A model of random weights in the shape of Llama 3 8B, and what runs it: for sections of the GPU bench."""
+"""A model of random weights in the shape of Llama 3 8B, and an executor for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices over pages in random order, as the attention kernels take them, with their right answer."""
+"""Slices over scattered pages as the attention kernels take them, with right answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model that a bench measures: one that is named, or one with random weights."""
+"""The folder of the model that a bench measures, named or with random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pensieve bench planning`: what a decision costs, `plan` and `commit` of the real scheduler and cache.
+"""`pensieve bench planning` measures what a decision of the scheduler costs.
 
 256 turns generate, the host tier is full, and numbers of cached conversations grow.  The executor
 answers at once, so what is timed is bookkeeping alone.  Garbage collection stays on.

@@ -1,4 +1,4 @@
-"""Drawing, for the benches and the simulator: matplotlib, if it is there."""
+"""Draws figures of benches and of the simulator with matplotlib, if it is there."""
 
 from __future__ import annotations
 
@@ -140,10 +140,10 @@ def _hits(rows: Sequence[dict[str, Any]], key: str, title: str, path: Path) -> P
 
 def _lines(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """Rows that differ in one thing only, by what they have in common."""
-    told = [key for key in keys if key == "policy" or len({row[key] for row in rows}) > 1]
+    varying = [key for key in keys if key == "policy" or len({row[key] for row in rows}) > 1]
     lines: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        label = ", ".join(_named(key, row[key]) for key in told)
+        label = ", ".join(_named(key, row[key]) for key in varying)
         lines.setdefault(label, []).append(row)
     return lines
 

@@ -1,6 +1,6 @@
-"""Checkpoints with random weights, for measuring: the shape is real, what they say is not.
+"""Makes checkpoints of a real shape with random weights, to measure with.
 
-Replies survive being read back: every token that the model can say is one word with its space, which
+Replies survive being read back: every token that the model can sample is one word with its space, which
 the tokenizer always turns into the same one token again.  (The others have output weights of zero, and
 among thousands of random logits the largest is never zero.)  So a server that tokenises the history
 anew each turn finds exactly the tokens it made, and its prefix cache is shown at its best.  Any other

@@ -1,4 +1,4 @@
-"""How a bench reports: lines for a person as they come, or one JSON object for a script at the end."""
+"""How a bench reports, in lines for a person or in one JSON object for a script."""
 
 from __future__ import annotations
 

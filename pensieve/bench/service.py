@@ -1,4 +1,4 @@
-"""`pensieve bench service`: how many tokens the service itself delivers.
+"""`pensieve bench service` measures how many tokens the service itself delivers.
 
 A real `pensieve serve` on one core, with arithmetic in the model's place; engine and clients have the
 other cores.  Every stream is one conversation with one long turn.  What is counted are tokens that
@@ -20,6 +20,7 @@ import grpc
 
 from pensieve.bench.bench_daemon import BenchDaemon, serving
 from pensieve.bench.report import Report
+from pensieve.errors import InvalidArgument
 from pensieve.v1 import conversation_pb2 as pb
 
 
@@ -112,6 +113,8 @@ async def measure(daemon: BenchDaemon, num_streams: int, num_tokens: int) -> Row
         assert first is not None
         seconds = time.perf_counter() - first
         cpu = _cpu_seconds(daemon.pid) - cpu
+    if not gaps:
+        raise InvalidArgument("tokens", "are so few that each stream was one message")
     gaps.sort()
     return Row(
         tokens_per_second=counted / seconds,

@@ -1,4 +1,4 @@
-"""`pensieve bench step`: one iteration of a model against the time that reading its weights takes.
+"""`pensieve bench step` compares an iteration with the time to read the weights.
 
 A step is what the engine does with its executor: launch, forward, sampling, collect. It is timed for turns
 that generate (`decode`), and for the same turns beside a piece of a prompt (`mixed`). Contexts are real:
@@ -223,7 +223,7 @@ def _seconds(act: Callable[[], object]) -> float:
 
 
 def _checked(bench: Bench, prompts: Sequence[Sequence[int]]) -> list[Generating]:
-    """The turns together, after each of a few has said the same alone."""
+    """The turns together, after a few of them got the same tokens alone."""
     alone = []
     for index, prompt in list(enumerate(prompts))[:: max(1, len(prompts) // 4)]:
         turn = bench.turn(index, prompt)

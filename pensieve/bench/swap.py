@@ -1,4 +1,4 @@
-"""`pensieve bench swap`: what it costs that a history is not on the device.
+"""`pensieve bench swap` measures what it costs that a history is not on the device.
 
 The first part moves scattered pages between the arenas of both tiers, as the copier does, and holds the
 speed against one large copy of as many bytes. The second runs a daemon: the same message is sent to a
@@ -117,7 +117,7 @@ def measure_copies(folder: Path, tokens: int, repeats: int = 9) -> list[CopyRow]
 
 def measure_turns(daemon: BenchDaemon, history: int, message: int, repeats: int) -> list[TurnRow]:
     (script,) = scripts_of(Shape(1, 1, history, 1), 1)
-    (said,) = scripts_of(Shape(1, 1, message, 1), 2)
+    (message_script,) = scripts_of(Shape(1, 1, message, 1), 2)
     times: dict[str, list[float]] = {tier: [] for tier in TIERS}
     replies = set()
     with Client(daemon.address) as client, Admin(daemon.admin_address) as admin:
@@ -138,7 +138,10 @@ def measure_turns(daemon: BenchDaemon, history: int, message: int, repeats: int)
                 evict_to(tier)
                 began = time.perf_counter()
                 stream = conversation.send(
-                    said.turns[0].text, max_tokens=REPLY_TOKENS, ignore_eos=True, temperature=0.0
+                    message_script.turns[0].text,
+                    max_tokens=REPLY_TOKENS,
+                    ignore_eos=True,
+                    temperature=0.0,
                 )
                 next(iter(stream))
                 if turn:  # the first time is for warming up

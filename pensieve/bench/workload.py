@@ -1,4 +1,4 @@
-"""Conversations that a bench plays to a daemon: how many, how long, when; the same for the same seed."""
+"""Conversations that a bench plays to a daemon (how many, how long, when)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 from pensieve.bench.random_model import words
 
 NUM_WORDS = 7_000  # that even the smallest of the random models has as one token each
-TEMPLATE_TOKENS = 16  # of a turn, beside what is said
+TEMPLATE_TOKENS = 16  # of a turn, beside its messages
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How much is said in a bench of conversations, and when."""
+    """How long the conversations of a bench are, and when they come."""
 
     conversations: int
     turns: int
@@ -41,7 +41,7 @@ SHAPES = {
 }
 
 
-class Said(NamedTuple):
+class Message(NamedTuple):
     text: str
     think_seconds: float  # before it
 
@@ -50,7 +50,7 @@ class Script(NamedTuple):
     """One conversation."""
 
     arrives_at: float
-    turns: tuple[Said, ...]
+    turns: tuple[Message, ...]
 
 
 def scripts_of(shape: Shape, seed: int) -> list[Script]:
@@ -61,7 +61,7 @@ def scripts_of(shape: Shape, seed: int) -> list[Script]:
     for _ in range(shape.conversations):
         now += draw.expovariate(shape.rate) if shape.rate else 0.0
         turns = [
-            Said(
+            Message(
                 "".join(draw.choices(known, k=shape.input_tokens)).strip(),
                 draw.expovariate(1 / shape.think_seconds)
                 if shape.think_seconds and number

@@ -1,4 +1,4 @@
-"""`pensieve admin`: what a daemon holds and why, for its operator; and `pensieve token`.
+"""`pensieve admin` shows what a running daemon holds and why; also `pensieve token`.
 
 It talks to the socket in the data folder, which only its owner may open, or to --address with an admin
 token.  It never opens the history itself.
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from pensieve.client.admin import Admin
+    from pensieve.v1 import admin_pb2 as pb
 
 MIB = 2**20
 
@@ -42,7 +43,7 @@ def add_parser(commands: Any) -> None:
         )
         return sub
 
-    command("stats", stats, "figures of the daemon, once")
+    command("stats", print_stats, "figures of the daemon, once")
     watching = command("watch", watch, "figures of the daemon, again and again")
     watching.add_argument(
         "--interval",
@@ -108,40 +109,40 @@ def _run(
         return act(admin, arguments)
 
 
-def stats(admin: Admin, arguments: argparse.Namespace) -> int:
-    told = admin.stats()
+def print_stats(admin: Admin, arguments: argparse.Namespace) -> int:
+    stats = admin.stats()
     if arguments.json:
-        print(json.dumps(_plain(told)))
+        print(json.dumps(_plain(stats)))
     else:
-        _print(stats_table(told))
+        _print(stats_table(stats))
     return 0
 
 
 def watch(admin: Admin, arguments: argparse.Namespace) -> int:
     if arguments.json or not sys.stdout.isatty():
-        for told in admin.watch(arguments.interval):
-            print(json.dumps(_plain(told)), flush=True)
+        for stats in admin.watch(arguments.interval):
+            print(json.dumps(_plain(stats)), flush=True)
         return 0
     from rich.live import Live
 
     with Live(auto_refresh=False) as live:
-        for told in admin.watch(arguments.interval):
-            live.update(stats_table(told), refresh=True)
+        for stats in admin.watch(arguments.interval):
+            live.update(stats_table(stats), refresh=True)
     return 0
 
 
-def stats_table(told: Any) -> RenderableType:
+def stats_table(stats: pb.Stats) -> RenderableType:
     from rich.table import Table
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column()
-    state = "draining" if told.draining else "serving" if told.serving else "not serving"
+    state = "draining" if stats.draining else "serving" if stats.serving else "not serving"
     table.add_row(
         "daemon",
-        f"{state}, up {_seconds(told.daemon_seconds)}, {told.engine_restarts} engine restarts",
+        f"{state}, up {_seconds(stats.daemon_seconds)}, {stats.engine_restarts} engine restarts",
     )
-    for name, tier in (("device", told.device), ("host", told.host)):
+    for name, tier in (("device", stats.device), ("host", stats.host)):
         size, share = tier.chunk_tokens, tier.pages_used / max(tier.pages, 1)
         table.add_row(
             f"{name} tier",
@@ -150,26 +151,26 @@ def stats_table(told: Any) -> RenderableType:
         )
     table.add_row(
         "turns",
-        f"{told.turns_running} running, {told.turns_queued} queued, {told.turns_suspended} suspended",
+        f"{stats.turns_running} running, {stats.turns_queued} queued, {stats.turns_suspended} suspended",
     )
     table.add_row(
-        "conversations", f"{told.conversations_cached:,} cached of {told.conversations_stored:,}"
+        "conversations", f"{stats.conversations_cached:,} cached of {stats.conversations_stored:,}"
     )
-    history = told.device_tokens + told.host_tokens + told.recomputed_tokens
+    history = stats.device_tokens + stats.host_tokens + stats.recomputed_tokens
     table.add_row(
         "history from",
-        f"device {_share(told.device_tokens, history)}, host {_share(told.host_tokens, history)}, "
-        f"recomputed {_share(told.recomputed_tokens, history)} of {history:,} tokens",
+        f"device {_share(stats.device_tokens, history)}, host {_share(stats.host_tokens, history)}, "
+        f"recomputed {_share(stats.recomputed_tokens, history)} of {history:,} tokens",
     )
-    table.add_row("new and output", f"{told.new_tokens:,} and {told.output_tokens:,} tokens")
+    table.add_row("new and output", f"{stats.new_tokens:,} and {stats.output_tokens:,} tokens")
     table.add_row(
         "swapped",
-        f"{told.bytes_swapped_out / MIB:,.1f} MiB out, {told.bytes_swapped_in / MIB:,.1f} MiB in",
+        f"{stats.bytes_swapped_out / MIB:,.1f} MiB out, {stats.bytes_swapped_in / MIB:,.1f} MiB in",
     )
     table.add_row(
         "iterations",
-        f"{told.iterations:,}, {told.iterations_per_second:,.1f}/s, "
-        f"{told.tokens_per_iteration:.1f} tokens each, {told.idle_tokens:,} tokens for nothing",
+        f"{stats.iterations:,}, {stats.iterations_per_second:,.1f}/s, "
+        f"{stats.tokens_per_iteration:.1f} tokens each, {stats.idle_tokens:,} tokens discarded",
     )
     return table
 
@@ -200,17 +201,17 @@ def conversations(admin: Admin, arguments: argparse.Namespace) -> int:
 
 
 def explain(admin: Admin, arguments: argparse.Namespace) -> int:
-    told = admin.explain(arguments.conversation, arguments.tenant)
+    answer = admin.explain(arguments.conversation, arguments.tenant)
     if arguments.json:
-        print(json.dumps(_plain(told)))
+        print(json.dumps(_plain(answer)))
         return 0
-    if not told.runs:
+    if not answer.runs:
         print("nothing of it is cached; its next turn computes all of it")
-    for run in told.runs:
+    for run in answer.runs:
         last = run.first_chunk + run.num_chunks - 1
         held = f", held by {run.num_holders} conversations" if run.num_holders > 1 else ""
         print(f"chunks {run.first_chunk:5} to {last:5}: {run.place}{held}")
-    for event in told.events:
+    for event in answer.events:
         print(f"{_seconds(event.seconds_ago)} ago: {event.text}")
     return 0
 
@@ -243,15 +244,15 @@ def drain(admin: Admin, arguments: argparse.Namespace) -> int:
 
 
 def new_token(arguments: argparse.Namespace) -> int:
-    from pensieve.service.grpc.auth import new_token as drawn
+    from pensieve.service.grpc.auth import new_token as draw_token
     from pensieve.store.records import ID_PATTERN
 
     if arguments.tenant and not ID_PATTERN.fullmatch(arguments.tenant):
         raise NotFound("--tenant must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
-    token, entry = drawn(
+    token, entry = draw_token(
         arguments.tenant, arguments.admin, arguments.turns_max, arguments.tokens_per_second
     )
-    print(f"# the client says (shown once): {token}")
+    print(f"# for the client (shown once): {token}")
     print(entry, end="")
     return 0
 

@@ -1,4 +1,4 @@
-"""`pensieve bench`: the flags of each bench; the benches themselves are in pensieve/bench."""
+"""`pensieve bench` parses the flags of each bench in pensieve/bench and runs it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ A real `pensieve serve` on one core, with arithmetic in the model's place; engin
 other cores.  Every stream is one conversation with one long turn.  What is counted are tokens that
 arrived at the clients, from the first to the last, and the gaps between the messages of a stream."""
 CHAT = """\
-Conversations arrive (all at once, or at a Poisson rate), each says something, waits for the whole reply,
-thinks, and goes on. Everything goes through gRPC. Measured at the client:
+Conversations arrive (all at once, or at a Poisson rate), each sends a message, waits for the whole
+reply, thinks, and goes on. Everything goes through gRPC. Measured at the client:
 
     first, later      time to the first token of a conversation's first turn, and of later ones
     gap               between the messages of a stream
@@ -36,11 +36,10 @@ with its KV thrown away between the turns: both must get the same replies, token
 not end by themselves and are greedy, so two runs with one seed do the same work."""
 SWAP = """\
 The first part moves scattered pages between the arenas of both tiers, as the copier does, and holds the
-speed against one large copy of as many bytes. The second asks a daemon: a conversation with a history of
-`--history` tokens says something, again and again, with its history on the device, in the host tier, and
-thrown away, and the time to the first token is compared. In between it is rewound, so that every time is
-that of the same turn; its reply must be the same, and its usage must say that its history was where it
-should be."""
+speed against one large copy of as many bytes. The second runs a daemon: the same message is sent to a
+conversation with a history of `--history` tokens, again and again, with its KV on the device, in the host
+tier, and dropped, and the time to the first token is compared. In between it is rewound, so that every
+time is that of the same turn; its reply must be the same, and its usage must show that its KV was there."""
 
 
 def add_parser(commands: Any) -> None:
@@ -236,7 +235,7 @@ def _swap(kinds: Any) -> None:
         "--history", type=int, default=2000, metavar="N", help="tokens (default: 2000)"
     )
     parser.add_argument(
-        "--message", type=int, default=64, metavar="N", help="tokens of what is said (default: 64)"
+        "--message", type=int, default=64, metavar="N", help="tokens of the message (default: 64)"
     )
     parser.add_argument(
         "--repeats", type=int, default=9, metavar="N", help="times for each median (default: 9)"
@@ -311,7 +310,7 @@ def _step(kinds: Any) -> None:
         help="an iteration of a model against the time that reading its weights takes",
         description="Times one iteration (forward, sampling) of turns that generate, alone and beside a "
         "piece of a prompt, and divides by the time that reading the weights takes at the bandwidth "
-        "measured in between. Before that several turns must say in a batch what they say alone.",
+        "measured in between. Before that several turns must get the same tokens in a batch as alone.",
     )
     parser.add_argument(
         "model",

@@ -1,4 +1,4 @@
-"""`pensieve chat`: a terminal that is the client of a daemon, its own or one that runs somewhere.
+"""`pensieve chat` connects a terminal to a daemon, its own or one that runs elsewhere.
 
 Without an address it runs the same daemon as `pensieve serve` in this process, on a private socket in
 the data folder (launch/embedded_daemon.py).  Ctrl-C while the model loads ends the program.
@@ -27,7 +27,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--conversation", metavar="ID", help="go on with (or begin) this one")
-    parser.add_argument("-q", "--message", metavar="TEXT", help="say this, print the reply, leave")
+    parser.add_argument("-q", "--message", metavar="TEXT", help="send this, print the reply, leave")
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:

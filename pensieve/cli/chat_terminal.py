@@ -1,6 +1,6 @@
-"""A conversation in a terminal: lines in, replies streamed out, and commands that begin with a slash.
+"""A conversation in a terminal (lines in, replies streamed out, /commands).
 
-Ctrl-C ends the turn and keeps what the model has said of it; a second one leaves the program.  At the
+Ctrl-C ends the turn and keeps the text of its reply so far; a second one leaves the program.  At the
 prompt it clears the line.  Ctrl-D leaves.
 """
 
@@ -34,13 +34,13 @@ HELP = """\
 /new [ID]        begin another conversation
 /list            the latest conversations
 /resume ID       go on with one of them
-/messages        what was said in this one
+/messages        the messages of this one
 /fork [ID]       go on with a copy of this conversation
 /undo            take back the last turn
 /delete          forget this conversation, on disk as well
 /stats           what the engine has done
 /bye             leave (or Ctrl-D)
-Ctrl-C           stop the reply; what was said of it stays"""
+Ctrl-C           stop the reply; its text so far stays"""
 LISTED_MAX = 20
 
 
@@ -181,7 +181,7 @@ class Chat:
     def _undo(self, argument: str) -> None:
         revisions = sorted({each.revision for each in self._messages_of()})
         if not revisions or revisions[-1] == 0:
-            raise InvalidArgument("/undo", "nothing was said yet")
+            raise InvalidArgument("/undo", "there is no turn yet")
         self._conversation().rewind(revisions[-2] if len(revisions) > 1 else 0)
         print("the last turn is taken back")
 

@@ -1,4 +1,4 @@
-"""`pensieve doctor`: what this machine has, and what of it Pensieve can use."""
+"""`pensieve doctor` prints what this machine has, and what of it can be used."""
 
 from __future__ import annotations
 
@@ -128,14 +128,14 @@ def _gpu_kernels() -> str:
         if nvrtc.shipped(kernel, architecture) is not None:
             return f"shipped for {architecture}"
         nvrtc.cubin(kernel, architecture)
-        told = f"compiled for {architecture} by NVRTC {nvrtc.compiler_version()} (CuPy)"
+        found = f"compiled for {architecture} by NVRTC {nvrtc.compiler_version()} (CuPy)"
         wrong_cuda = (
             has_gpu
             and nvrtc.compiler_version().split(".")[0] != str(torch.version.cuda).split(".")[0]
         )
         if wrong_cuda:
-            return f"{told}; missing: CuPy is for another CUDA than torch ({torch.version.cuda})"
-        return f"{told}, kept in {nvrtc.cache_folder()}"
+            return f"{found}; missing: CuPy is for another CUDA than torch ({torch.version.cuda})"
+        return f"{found}, kept in {nvrtc.cache_folder()}"
     except DeviceError as error:
         text = " ".join(str(error).split())
         return f"missing: {text}" if has_gpu else f"none: {text}"

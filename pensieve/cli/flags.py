@@ -40,7 +40,7 @@ def add_settings(command: argparse.ArgumentParser, *tables: Table) -> None:
 def with_settings(
     act: Callable[[argparse.Namespace, Resolved], int],
 ) -> Callable[[argparse.Namespace], int]:
-    """Run a command with its settings, or print them where that was asked."""
+    """Run a command with its settings, or print them where --print-config is given."""
 
     def run(arguments: argparse.Namespace) -> int:
         tables: tuple[Table, ...] = arguments.tables

@@ -1,4 +1,4 @@
-"""`pensieve`: parse, run one command, turn errors of the tree into one line and an exit code."""
+"""The command `pensieve` (parse, run one command, turn errors into an exit code)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def parser() -> argparse.ArgumentParser:
     talk = commands.add_parser(
         "chat",
         help="talk to a model in this terminal",
-        description="Talk to a model: through a daemon with --address, else with the engine in this "
-        "process. The conversations stay in the data folder; only one process at a time may use it.",
+        description="Talk to a model: through the daemon at --address, else through one that is started "
+        "for this chat. Conversations stay in the data folder; one process at a time may use it.",
     )
     chat.add_arguments(talk)
     add_settings(talk, REACHING, TALKING, SETTINGS)

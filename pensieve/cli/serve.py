@@ -1,4 +1,4 @@
-"""`pensieve serve`: runs a daemon in the foreground until a signal ends it.
+"""`pensieve serve` runs a daemon in the foreground until a signal ends it.
 
 SIGTERM or Ctrl-C drains: no new turn, the running ones end (at most --drain-timeout), then it stops; the
 second signal interrupts them at once.
@@ -61,7 +61,7 @@ async def _serve(resolved: Resolved) -> int:
 
 
 def _write_ready(path: Path, address: str) -> None:
-    """Whole or not at all: whoever waits for the file may read it at once."""
+    """Whole or not at all: a program that waits for the file may read it at once."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(address + "\n", encoding="ascii")

@@ -1,4 +1,4 @@
-"""Puts cache, scheduler and executor together to an engine: the one place where that happens.
+"""Puts cache, scheduler and executor together to an engine, in the one place for that.
 
     KVCache(config, policy) → Scheduler(cache, config) → Engine(config, scheduler, executor, ports)
 

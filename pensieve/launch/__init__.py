@@ -1,1 +1,1 @@
-"""From settings to running parts: what starts processes and joins rooms that must not know each other."""
+"""Turns settings into running parts, and starts the processes that they are."""

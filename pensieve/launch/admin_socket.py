@@ -1,4 +1,4 @@
-"""Where a daemon's operator finds it: a socket in the data folder that only its owner may open."""
+"""Where a daemon's local socket lies, which only its owner may open."""
 
 from __future__ import annotations
 

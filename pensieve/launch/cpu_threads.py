@@ -1,4 +1,4 @@
-"""How the threads that compute wait for each other.
+"""How long threads that compute spin at a barrier before they sleep.
 
 Kernels and torch run on OpenMP's threads, which spin at a barrier before they sleep.  Spinning is
 quickest while every thread has a core.  Beside any other busy process it is ruinous: the last thread
@@ -12,10 +12,10 @@ import os
 from collections.abc import MutableMapping
 
 SPIN_COUNT = 5000  # 1,000 to 5,000 do beside busy processes; fewer cost more when it is quiet
-SAID_BY_OPERATOR = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+SET_BY_OPERATOR = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def spin_briefly(environ: MutableMapping[str, str] = os.environ) -> None:
-    """To be called before torch is imported: the library reads this once, when it is loaded."""
-    if not any(name in environ for name in SAID_BY_OPERATOR):
+    """Must be called before torch is imported: the library reads this once, when it is loaded."""
+    if not any(name in environ for name in SET_BY_OPERATOR):
         environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)

@@ -12,6 +12,9 @@ the same one in a thread beside the terminal (embedded_daemon.py).
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +37,7 @@ class DaemonSetup:
     """What a daemon is made of."""
 
     resolved: Resolved
-    holder: str  # is named to whoever finds the data folder taken
+    holder: str  # is named to a process that finds the data folder in use
     listening: Listening
     config: DaemonConfig
     engine_program: tuple[str, ...] = programs.ENGINE
@@ -44,7 +47,7 @@ class DaemonSetup:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Whom a daemon tells how far it is."""
+    """What is called while a daemon starts and stops."""
 
     report: Report
     ready: Callable[[str], None] = lambda address: None
@@ -52,7 +55,7 @@ class Hooks:
 
 
 def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
-    """As `pensieve serve` is told; ConfigError where it would serve strangers by accident."""
+    """From the flags of `pensieve serve`; ConfigError where it would serve strangers by accident."""
     listening = Listening(
         address=serving.address,
         socket=socket_path(resolved.settings.data),
@@ -129,6 +132,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
                 daemon.check_history(hooks.report)
             await stopping
         else:
+            _kill(daemon.engine.pid)
             starting.cancel()
         hooks.stopping()
     finally:
@@ -139,3 +143,10 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
             daemon.hurry()
         hurrying.cancel()
         await closing
+
+
+def _kill(engine_pid: int | None) -> None:
+    """An engine that loads its model has nothing to save, and would not look at its pipe for seconds."""
+    if engine_pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine_pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""An engine process with arithmetic in the model's place, to measure or to break the service alone.
+"""An engine process with arithmetic in the model's place, to test the service alone.
 
 Started as `python -m pensieve.launch.echo_engine FD`.  Everything is real but the tensors: mailbox,
 scheduler, cache, detokenizer, pipe.  The next token is a
@@ -39,7 +39,7 @@ from pensieve.text.reply import ReplyText
 PAGES = 4096
 CONTEXT_MAX = 100_000
 MULTIPLIER, MODULUS = 6_364_136_223_846_793_005, 1 << 64
-WORDS_PER_REPLY = 24  # on average, unless the turn says how long
+WORDS_PER_REPLY = 24  # on average, unless the turn's max_tokens ends it first
 
 
 def digest(tokens: array[int], state: int = 0) -> int:

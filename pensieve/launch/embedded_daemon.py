@@ -1,10 +1,10 @@
-"""A daemon in a thread of this process, reached through a socket in the data folder and no port.
+"""Runs a daemon in a thread of this process, behind a private socket and no port.
 
 It is the daemon that `pensieve serve` runs: the same assembly, the same servers, the engine in a process
 of its own.  Two things are different around it:
 
-* A thread's loop gets no signals.  SIGINT is blocked in the thread and in what it starts, which inherit
-  that, so that Ctrl-C reaches the main thread and nobody else, however early it comes.
+* A thread's loop gets no signals.  SIGINT is blocked in it, and in the threads and the engine process
+  that it starts, so that Ctrl-C reaches the main thread alone, however early it comes.
 * The main thread waits for it to be ready, and gets its failure as an exception.
 """
 
@@ -20,19 +20,26 @@ from types import TracebackType
 
 from pensieve.config import Resolved
 from pensieve.errors import ConfigError
+from pensieve.launch import programs
 from pensieve.launch.admin_socket import socket_path
 from pensieve.launch.daemon import DaemonSetup, Hooks, open_server, run
 from pensieve.launch.model_folder import Report
 from pensieve.service.daemon import DaemonConfig
 from pensieve.service.grpc.server import Listening, Server
 
-CLOSE_SECONDS = 30.0  # for the thread; whatever hangs ends with the process
+CLOSE_SECONDS = 30.0  # for the thread; one that hangs ends with the process
 
 
 class EmbeddedDaemon:
     """To be used in a `with`: entering starts it and waits until it serves."""
 
-    def __init__(self, resolved: Resolved, holder: str, report: Report) -> None:
+    def __init__(
+        self,
+        resolved: Resolved,
+        holder: str,
+        report: Report,
+        engine_program: tuple[str, ...] = programs.ENGINE,
+    ) -> None:
         self._cleanup = contextlib.ExitStack()
         path = self._socket(resolved.settings.data)
         self.address = f"unix:{path.absolute()}"
@@ -41,6 +48,7 @@ class EmbeddedDaemon:
             holder,
             Listening(address="", socket=path, reflection=False),
             DaemonConfig(),
+            engine_program,
             check_history_first=True,  # a person at a terminal sees it, and what it finds
         )
         self._report = report
@@ -48,7 +56,7 @@ class EmbeddedDaemon:
         self._failure: BaseException | None = None
         self._stop_wanted = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._server: Server | None = None
+        self.server: Server | None = None  # once it is open
         self._thread = threading.Thread(target=self._run, name="daemon", daemon=True)
 
     @property
@@ -77,9 +85,9 @@ class EmbeddedDaemon:
     def close(self) -> None:
         """Interrupt what runs, keep the history, end the engine process."""
         self._stop_wanted = True  # before looking for a server: the thread does the reverse
-        if self._server is not None and self._loop is not None:
+        if self.server is not None and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # its loop has ended
-                self._loop.call_soon_threadsafe(self._server.stopping.set)
+                self._loop.call_soon_threadsafe(self.server.stopping.set)
         self._thread.join(CLOSE_SECONDS)
         self._cleanup.close()
 
@@ -104,8 +112,8 @@ class EmbeddedDaemon:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._server = open_server(self._setup, self._report)
+        self.server = open_server(self._setup, self._report)
         if self._stop_wanted:
-            self._server.stopping.set()
+            self.server.stopping.set()
         hooks = Hooks(self._report, ready=lambda address: self._started.set())
-        await run(self._server, self._setup, hooks, hurry=asyncio.Event())
+        await run(self.server, self._setup, hooks, hurry=asyncio.Event())

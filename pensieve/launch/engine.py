@@ -1,4 +1,4 @@
-"""From settings to an engine that runs a model: model → tiers → graphs → executor → engine.
+"""Builds an engine that runs a model (load, size the tiers, capture graphs, assemble).
 
 Joins rooms that must not know each other: the model, the kernels behind it, and the engine.  `report`
 is given a line about each stage, because loading takes seconds or minutes.  Whatever was started or

@@ -1,4 +1,4 @@
-"""The engine process of a daemon: messages in from a pipe, iterations of a model, events out.
+"""The engine process of a daemon (messages in from a pipe, events out).
 
 Started by the service as `python -m pensieve.launch.engine_process FD`; FD is its end of the pipe.
 
@@ -50,6 +50,8 @@ def main(fd: int, build: Build) -> int:
         built = _start(sock, incoming, build, mailbox, outbox)
     except PensieveError as error:  # the operator's to read, and no bug
         return _end(sock, error)
+    except BrokenPipeError:  # the service has ended meanwhile
+        return 0
     except BaseException as error:
         traceback.print_exc()
         return _end(sock, error)
@@ -65,7 +67,10 @@ def _start(
     sock: socket.socket, incoming: Iterator[Frame], build: Build, mailbox: Mailbox, outbox: Outbox
 ) -> BuiltEngine:
     """From the first frame to `ready`."""
-    (kind, written, folder), _ = next(incoming)
+    first = next(incoming, None)
+    if first is None:
+        raise BrokenPipeError
+    (kind, written, folder), _ = first
     if kind != "settings":
         raise BrokenPipe(f"{kind!r} where the settings were expected")
     settings = resolve(written, {}).settings

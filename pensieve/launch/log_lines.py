@@ -1,4 +1,4 @@
-"""What a daemon writes to standard error: lines of text on a terminal, JSON objects elsewhere."""
+"""How a daemon writes its log to standard error, as text or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a model: where it is, its text side, what its authors recommend; needs no torch."""
+"""Finds the folder of a model, and loads what needs no torch from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pensieve.errors import ModelError, UnsupportedModel
 if TYPE_CHECKING:
     from pensieve.text import ChatTemplate
 
-MAX_TOKENS = 1024  # of a reply, where the request does not say
+MAX_TOKENS = 1024  # of a reply, where the request does not set it
 HEADER_BYTES_MAX = 1 << 24  # of a safetensors file, that go into the fingerprint
 Report = Callable[[str], None]  # is given one line about each stage of the start
 
@@ -65,7 +65,7 @@ def load_texts(folder: Path, report: Report) -> LoadedTexts:
     if found.lost_controls:
         raise UnsupportedModel(
             "its chat template makes control tokens by formatting or a filter, where they cannot be "
-            f"told from text (seen in {found.lost_controls[0]})"
+            f"distinguished from text (seen in {found.lost_controls[0]})"
         )
     for difference in found.differences:
         report(f"chat template: {difference}")

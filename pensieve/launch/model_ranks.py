@@ -1,4 +1,4 @@
-"""Loads the model: all of it on one device, or rank 0's part, with the other ranks started beside it."""
+"""Loads the model on one device, or its first part with the other ranks beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs of our own processes, started with the number of one inherited socket."""
+"""The command lines of our own processes, which take the number of one socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process of a further rank: `python -m pensieve.launch.rank_process FD`, started by rank 0."""
+"""The process of one more rank of a model, which rank 0 starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the sizes of both tiers, as they were set, to numbers of pages that fit the memory there is."""
+"""From the sizes set for both tiers to numbers of pages that fit the memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pensieve.config import Settings, TierSize, available_memory_bytes
 from pensieve.errors import ConfigError
 
 TOKENS_MAX = 500_000  # of a tier whose size is a share of memory: small models need no more
-GPU_TIMES = 4  # as many where the models are larger
+GPU_TOKENS_MAX = 2_000_000  # models on a GPU are larger
 DEVICE_PAGES_MIN = 4
 
 
@@ -18,7 +18,7 @@ class TierPages(NamedTuple):
 
 
 def tier_pages(settings: Settings, page_bytes: int, device_bytes: int | None) -> TierPages:
-    """Pages of both tiers, held against the memory there is; the device's own, if it has some."""
+    """Pages of both tiers; `device_bytes` is what a device with its own memory has left."""
     available = available_memory_bytes()
     share = TierSize(0.25, "share")
     host = share if settings.host_cache.unit == "auto" else settings.host_cache
@@ -32,7 +32,8 @@ def tier_pages(settings: Settings, page_bytes: int, device_bytes: int | None) ->
             (host, available),
         )
     )
-    most = TOKENS_MAX * (1 if device_bytes is None else GPU_TIMES) // settings.chunk_tokens
+    tokens_max = TOKENS_MAX if device_bytes is None else GPU_TOKENS_MAX
+    most = tokens_max // settings.chunk_tokens
     device_pages = min(device_pages, most) if on_device.unit == "share" else device_pages
     host_pages = min(host_pages, most) if host.unit == "share" else host_pages
     if device_pages < DEVICE_PAGES_MIN:

@@ -181,7 +181,7 @@ def test_chat_scripts_are_the_same_for_a_seed_and_others_for_another() -> None:
     assert first == again
     assert first != other
     assert [len(script.turns) for script in first] == [3] * 4
-    assert all(len(said.text.split()) == 20 for script in first for said in script.turns)
+    assert all(len(message.text.split()) == 20 for script in first for message in script.turns)
     assert all(script.turns[0].think_seconds == 0 for script in first)
     assert sorted(script.arrives_at for script in first) == [s.arrives_at for s in first]
 
@@ -277,7 +277,9 @@ def test_conversations_are_as_long_as_theirs() -> None:
     found = gpu_conversations.talks(5.0, 200.0, 3.0, 1000, 1)
     assert len(found) == pytest.approx(1000, rel=0.15)
     talks = [talk for _, talk in found]
-    turns = sum(len(talk.says) for talk in talks)
+    turns = sum(len(talk.messages) for talk in talks)
     assert turns / len(talks) == pytest.approx(5.56, rel=0.1)
-    assert sum(len(each) for t in talks for each in t.says) / turns == pytest.approx(37.8, rel=0.1)
+    assert sum(len(each) for t in talks for each in t.messages) / turns == pytest.approx(
+        37.8, rel=0.1
+    )
     assert sum(sum(talk.outputs) for talk in talks) / turns == pytest.approx(204.6, rel=0.1)

@@ -96,13 +96,17 @@ def test_ctrl_c_stops_the_reply_and_not_the_program(model: Path, tmp_path: Path)
     )
     os.close(terminal)
 
-    def read_until(wanted: bytes, seconds: float = 60.0) -> bytes:
-        seen, end = b"", time.monotonic() + seconds
-        while wanted not in seen and time.monotonic() < end:
+    unread = b""
+
+    def read_until(wanted: bytes, seconds: float = 60.0) -> None:
+        """Whatever follows stays to be read: the terminal may bring several lines at once."""
+        nonlocal unread
+        end = time.monotonic() + seconds
+        while wanted not in unread and time.monotonic() < end:
             if select.select([master], [], [], 0.2)[0]:
-                seen += os.read(master, 65536)
-        assert wanted in seen, seen
-        return seen
+                unread += os.read(master, 65536)
+        assert wanted in unread, unread
+        unread = unread.partition(wanted)[2]
 
     try:
         read_until(b"/help for help")
@@ -122,6 +126,31 @@ def test_ctrl_c_stops_the_reply_and_not_the_program(model: Path, tmp_path: Path)
         messages = store.messages("c")
         assert messages[-1].finish_reason in ("cancelled", "length", "stop")
         assert store.verify() == []
+
+
+def test_ctrl_c_while_the_model_loads_ends_the_program(tmp_path: Path):
+    """A terminal sends it to every process of the foreground; only the chat may notice."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pensieve", "chat"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PENSIEVE_DATA": str(tmp_path)},
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    while "loading torch" not in process.stderr.readline():
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert "Traceback" not in err
+    with pytest.raises(ProcessLookupError):  # nobody is left in its group
+        os.killpg(process.pid, 0)
+    ConversationStore.open(tmp_path, "a test").close()
 
 
 def test_a_second_process_is_told_who_holds_the_data_folder(

@@ -1,0 +1,33 @@
+"""The one place that assembles an engine: limits that follow from several parts, and nothing shared."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve.core.cache import CacheConfig
+from pensieve.core.policies.queue import LruPolicy
+from pensieve.core.scheduler import SchedulerConfig
+from pensieve.engine.assembly import EngineConfigs, Ports, assemble
+from pensieve.engine.mailbox import Mailbox, Outbox
+from pensieve.sim.clock import VirtualClock
+from pensieve.sim.cost import instant
+from pensieve.sim.executor import ModelledExecutor
+
+
+@pytest.mark.parametrize(("model_max", "context_max"), [(None, 96), (50, 50), (1000, 96)])
+def test_a_context_is_at_most_what_model_and_device_tier_hold(
+    model_max: int | None, context_max: int
+) -> None:
+    """Four pages of 32 slots, one of them set aside for copy on write."""
+    configs = EngineConfigs.fitted(CacheConfig(4, 0, 32), SchedulerConfig(64, 2), model_max)
+    assert configs.engine.context_max == context_max
+
+
+def test_an_assembled_engine_has_nothing_to_do_at_first() -> None:
+    configs = EngineConfigs.fitted(CacheConfig(4, 4, 32), SchedulerConfig(64, 2))
+    clock, mailbox = VirtualClock(), Mailbox()
+    executor = ModelledExecutor(instant(32)[0], clock, lambda iteration, begun, ended: None)
+    engine = assemble(configs, LruPolicy(), executor, Ports(clock, mailbox, Outbox()))
+    assert not engine.step()
+    assert engine.scheduler.cache.config is configs.cache
+    engine.scheduler.check(clock.now())
