@@ -1,4 +1,4 @@
-"""Checks every invariant of the cache, recomputed from the chunks alone.
+"""Checks every invariant of the cache and of the turns in it, recomputed from the chunks alone.
 
 AssertionError names what does not hold.  Everything is looked at; what is counted as it goes is only
 compared with, never relied on.
@@ -6,11 +6,13 @@ compared with, never relied on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from pensieve.core.policies.queue import RetentionQueue
 from pensieve.core.prefix_tree import Branch, Chunk, Conversation, PrefixTree
 from pensieve.core.tiers import Tiers
+from pensieve.core.turn import Turn, TurnState
 
 
 def audit(tree: PrefixTree, tiers: Tiers, queues: Sequence[RetentionQueue], now: float) -> None:
@@ -102,3 +104,53 @@ def _audit_pages(
             host_pages.append(chunk.host_page)
     tiers.device.check(device_pages)
     tiers.host.check(host_pages)
+
+
+class TurnsByState(NamedTuple):
+    """The turns of a scheduler."""
+
+    every: Mapping[int, Turn]
+    running: Mapping[int, Turn]
+    suspended: Collection[Turn]
+    queued: Collection[Turn]
+    releasing: Mapping[int, Turn]  # running, and to give up their pages at a commit
+
+
+def audit_turns(
+    turns: TurnsByState, conversations: Mapping[str, Conversation], chunk_tokens: int
+) -> None:
+    for state, of_state in (
+        (TurnState.RUNNING, turns.running.values()),
+        (TurnState.SUSPENDED, turns.suspended),
+        (TurnState.QUEUED, turns.queued),
+    ):
+        for turn in of_state:
+            assert turn.state is state, f"turn {turn.turn_id} is {turn.state}, not {state}"
+            assert turns.every.get(turn.turn_id) is turn, f"turn {turn.turn_id} is unknown"
+    num_turns = len(turns.running) + len(turns.suspended) + len(turns.queued)
+    assert len(turns.every) == num_turns, "a turn is in no state, or in two"
+    assert set(turns.releasing) <= set(turns.running), "a turn that does not run releases pages"
+    for turn in turns.running.values():
+        _audit_pages_of(turn, conversations[turn.conversation_id], chunk_tokens)
+    for conversation in conversations.values():
+        if conversation.turn_id is None:
+            known = len(conversation.log)
+            assert known >= conversation.num_tokens, f"{conversation} has a log of {known}"
+        else:
+            assert conversation.turn_id in turns.running, f"{conversation} runs a turn that is gone"
+
+
+def _audit_pages_of(turn: Turn, conversation: Conversation, chunk_tokens: int) -> None:
+    assert conversation.turn_id == turn.turn_id, f"{conversation} does not know its turn"
+    held = conversation.chunks()
+    assert turn.chunks == held, f"turn {turn.turn_id} and its conversation disagree"
+    pages = [chunk.device_page for chunk in held]
+    assert turn.page_table.tolist() == pages, "a page moved"
+    position = 0
+    for chunk in turn.chunks:
+        end = min((chunk.index + 1) * chunk_tokens, turn.frontier)
+        assert chunk.index * chunk_tokens + chunk.filled >= end, (
+            f"turn {turn.turn_id} believes that {chunk} is filled up to {turn.frontier}"
+        )
+        position = end
+    assert turn.frontier <= position or not turn.chunks

@@ -1,27 +1,23 @@
 """What runs next: one unified batch per iteration, filled under a token budget.
 
 The order of filling: every turn that is generating (one token each), then started prefills, then
-suspended turns that come back, then new turns, each in the order of their places: first come first
-served, but for priorities (`Turn.arrive`).  A prefill, a recomputed
-hole and a decode are the same thing, slices of a turn; a turn's work is always spent from its lowest
-missing position upward, so when a slice is launched every position before its end is on the device,
-on its way there in this iteration, or in a slice of this iteration.
-
-A missing chunk that several turns share is computed by whichever is planned first: planning a slice
-raises `chunk.filled`, and the others find it done.
+suspended turns that resume, then new turns; each in queue order, which is first come first served but
+for priorities (`Turn.enqueue`).  A prefill, a recomputed hole and a decode are the same thing, slices
+of a turn (iteration_draft.py).
 
 Suspension.  A generating turn that needs a page when none is available waits one iteration if idle
-pages are being copied out anyway; otherwise the running turn with the last place (warms first) gives
-its pages up.  It keeps every token and every chunk that nobody takes meanwhile, and resumes ahead of the
-queue.
+pages are being copied out anyway; otherwise the running turn that is last in queue order (warms first)
+gives up its pages.  It keeps every token, and every chunk whose page nobody takes meanwhile, and resumes
+ahead of the queue.
 
 `plan` may be called while one iteration is uncommitted.  A token that it will sample is then planned
 for as if it were known (`pending_tokens`; the executor resolves it); if the turn turns out finished,
 that slice was computed for nothing and is counted in `idle_tokens`.  A turn with an uncommitted slice
-keeps its pages: cancelling, suspending and finishing take effect when the last such slice is committed.
+keeps its pages: cancelling, suspending and finishing release them when the last such slice is
+committed.  Until then the turn is in `_releasing`, and a rewind or an eviction of its conversation waits.
 
 Liveness: the head of the queue is admitted as soon as the pages for its whole context are available,
-a bounded number of later ones overtakes it, every idle page can become available (cache.py), and
+a bounded number of later ones overtakes it, every idle page can become available (eviction.py), and
 running turns end.
 """
 
@@ -35,20 +31,14 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from pensieve.core.cache import Admission, KVCache
-from pensieve.core.iteration import (
-    Iteration,
-    Outcome,
-    PageCopy,
-    SampledToken,
-    Slice,
-    SwapIn,
-    TurnStart,
-)
+from pensieve.core.audit import TurnsByState, audit_turns
+from pensieve.core.cache import Admission, KVCache, Shortage
+from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
+from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.turn import FinishReason, Turn, TurnState
 
-PLACE = attrgetter("place")
+QUEUE_ORDER = attrgetter("queue_order")
 
 
 @dataclass(frozen=True)
@@ -98,7 +88,7 @@ class Scheduler:
         self.suspended: deque[Turn] = deque()
         self.queued: deque[Turn] = deque()
         self._turns: dict[int, Turn] = {}  # every turn that has not ended
-        self._leaving: dict[int, Turn] = {}  # ended or to be suspended, with uncommitted slices
+        self._releasing: dict[int, Turn] = {}  # ended or suspended, with uncommitted slices
         self._uncommitted: deque[_Uncommitted] = deque()
         self._ended: list[Progress] = []  # ends that no outcome brings
         self._started: list[TurnStart] = []  # since the last iteration
@@ -118,10 +108,10 @@ class Scheduler:
         )
         assert turn.prompt_end == len(turn.tokens)
         self._num_arrivals += 1
-        turn.arrive(self._num_arrivals)
+        turn.enqueue(self._num_arrivals)
         turn.usage.submitted_at = now
         self._turns[turn.turn_id] = turn
-        insort(self.queued, turn, key=PLACE)
+        insort(self.queued, turn, key=QUEUE_ORDER)
 
     def cancel(self, turn_id: int, keep_tokens: int, now: float) -> None:
         """End a turn; its conversation keeps the KV of the first `keep_tokens` positions."""
@@ -136,7 +126,7 @@ class Scheduler:
         """Cut a conversation; one whose last turn has an uncommitted slice is cut after it."""
         conversation = self.cache.conversations.get(conversation_id)
         if conversation is not None and conversation.turn_id is not None:
-            assert conversation.turn_id in self._leaving, "a running turn is cancelled first"
+            assert conversation.turn_id in self._releasing, "a running turn is cancelled first"
             cut = self._cuts.get(conversation_id, num_tokens)
             self._cuts[conversation_id] = min(cut, num_tokens)
         else:
@@ -149,81 +139,27 @@ class Scheduler:
         self.rewind(conversation_id, 0, now)
 
     def evict(self, conversation_id: str, to_host: bool, now: float) -> int:
-        """Give up a resting conversation's KV; one whose last turn has an uncommitted slice, after it.
+        """Evict a resting conversation's KV; one whose last turn has an uncommitted slice, after it.
 
         How many chunks go, as far as it is known now.
         """
         conversation = self.cache.conversations.get(conversation_id)
-        if conversation is not None and conversation.turn_id in self._leaving:
+        if conversation is not None and conversation.turn_id in self._releasing:
             self._evictions[conversation_id] = to_host
             return sum(chunk.resident for chunk in conversation.chunks())
-        leave = self.cache.move_to_host if to_host else self.cache.evict
-        return leave(conversation_id, now)
+        evict = self.cache.move_to_host if to_host else self.cache.evict
+        return evict(conversation_id, now)
 
     def plan(self, now: float) -> Iteration | None:
         """The next iteration, or None when there is nothing to do."""
-        budget = self.config.batch_tokens_max
-        slices: list[Slice] = []
-        copies: list[PageCopy] = []
-        swap_ins: list[SwapIn] = []
-        sources: list[Chunk] = []
-        before: dict[Chunk, int] = {}
-        required_pages = 0
-
-        turns: list[Turn] = []  # with a slice in this iteration
-        prefills: list[Turn] = []
-        size, leaving = self._size, self._leaving
-        # Oldest first: whoever is suspended for a page has no slice in this iteration yet.
-        for turn in sorted(self.running.values(), key=PLACE):
-            if turn.state is not TurnState.RUNNING or turn.turn_id in leaving:
-                continue
-            num_tokens = len(turn.tokens) + turn.pending_tokens
-            if turn.frontier < num_tokens - 1 or turn.warm:
-                # Only one that generated already, and lost its KV to a failure, may need a page.
-                if num_tokens > len(turn.chunks) * size and not self._extend(turn, now):
-                    required_pages = 1
-                    continue
-                prefills.append(turn)
-            elif budget and not (turn.pending_tokens and turn.ends_at(num_tokens)):
-                if num_tokens > len(turn.chunks) * size:
-                    if not self._extend(turn, now):
-                        required_pages = 1
-                        continue
-                    turn.written[turn.chunks[-1]] = None
-                turn.chunks[-1].filled += 1
-                turn.frontier = num_tokens
-                turn.in_flight += 1
-                turn.pending_tokens += 1
-                turns.append(turn)
-                slices.append(self._slice(turn, num_tokens - 1, num_tokens, True))
-                budget -= 1
-        for turn in prefills:
-            if budget and turn.state is TurnState.RUNNING and turn.turn_id not in leaving:
-                budget -= self._fill(turn, budget, slices, turns, before)
-
-        while budget and (self.suspended or self.queued) and self._room():
-            queue = self.suspended or self.queued
-            turn = queue[0]
-            found = self._admit(turn, now, before)
-            if found is None:
-                break
-            if isinstance(found, int) and turn.warm:
-                self._finish(turn, FinishReason.WARMED, now)  # best effort
-                self._ended.append(Progress(turn, None, FinishReason.WARMED))
-                continue
-            if isinstance(found, int):
-                required_pages = max(required_pages, found)
-                break
-            queue.popleft()
-            copies += found.copies
-            swap_ins += found.swap_ins
-            sources += found.sources
-            budget -= self._fill(turn, budget, slices, turns, before)
+        draft = IterationDraft(self.config.batch_tokens_max, self._size)
+        required_pages = self._plan_running(draft, now)
+        required_pages = max(required_pages, self._plan_waiting(draft, now))
         num_ended = len(self._ended)
-        self._retire_warms(now)
+        self._finish_warms(now)
         available = self.cache.available
-        swap_outs = [] if swap_ins else self.cache.plan_swap_outs(now, required_pages)
-        if not (slices or copies or swap_ins or swap_outs):
+        swap_outs = [] if draft.swap_ins else self.cache.plan_swap_outs(now, required_pages)
+        if not (draft.slices or draft.copies or draft.swap_ins or swap_outs):
             moving = self.cache.swap_ins_in_flight + self.cache.swap_outs_in_flight
             waiting = self.running or self.suspended or self.queued
             if not moving and not self._uncommitted and waiting:
@@ -232,21 +168,75 @@ class Scheduler:
                 return self.plan(now)  # pages became available without a copy
             if self._uncommitted or not moving:
                 return None
+        return self._launched(draft, swap_outs)
+
+    def _plan_running(self, draft: IterationDraft, now: float) -> int:
+        """Decodes, then started prefills; how many pages have to become available for one of them."""
+        required_pages = 0
+        prefills: list[Turn] = []
+        size, releasing = self._size, self._releasing
+        # Oldest first: whoever is suspended for a page has no slice in this iteration yet.
+        for turn in sorted(self.running.values(), key=QUEUE_ORDER):
+            if turn.state is not TurnState.RUNNING or turn.turn_id in releasing:
+                continue
+            num_tokens = len(turn.tokens) + turn.pending_tokens
+            if turn.frontier < num_tokens - 1 or turn.warm:
+                # Only one that generated already, and lost its KV to a failure, may need a page.
+                if num_tokens > len(turn.chunks) * size and not self._extend(turn, now):
+                    required_pages = 1
+                    continue
+                prefills.append(turn)
+            elif draft.num_tokens_left and not (turn.pending_tokens and turn.ends_at(num_tokens)):
+                if num_tokens > len(turn.chunks) * size:
+                    if not self._extend(turn, now):
+                        required_pages = 1
+                        continue
+                    turn.written[turn.chunks[-1]] = None
+                draft.decode(turn, num_tokens)
+        for turn in prefills:
+            runs = turn.state is TurnState.RUNNING and turn.turn_id not in releasing
+            if draft.num_tokens_left and runs:
+                draft.fill(turn)
+        return required_pages
+
+    def _plan_waiting(self, draft: IterationDraft, now: float) -> int:
+        """Suspended turns, then new ones; how many pages the first that does not fit requires."""
+        while draft.num_tokens_left and (self.suspended or self.queued) and self._may_admit():
+            queue = self.suspended or self.queued
+            turn = queue[0]
+            admission = self._admit(turn, now, draft.filled_before)
+            if admission is None:
+                break
+            if isinstance(admission, Shortage):
+                if not turn.warm:
+                    return admission.required_pages
+                self._finish(turn, FinishReason.WARMED, now)  # best effort
+                self._ended.append(Progress(turn, None, FinishReason.WARMED))
+                continue
+            queue.popleft()
+            draft.admit(admission)
+            draft.fill(turn)
+        return 0
+
+    def _launched(self, draft: IterationDraft, swap_outs: list[SwapOut]) -> Iteration:
         self._index += 1
         iteration = Iteration(
             self._index,
-            tuple(slices),
-            tuple(copies),
-            tuple(swap_ins),
+            tuple(draft.slices),
+            tuple(draft.copies),
+            tuple(draft.swap_ins),
             tuple(swap_outs),
             tuple(self._started),
             tuple(self._forgotten),
         )
         self._started.clear()
         self._forgotten.clear()
-        self._uncommitted.append(_Uncommitted(iteration, turns, sources))
-        self.counters.iterations += 1
-        self.counters.tokens += self.config.batch_tokens_max - budget
+        self._uncommitted.append(_Uncommitted(iteration, draft.turns, draft.sources))
+        counters = self.counters
+        counters.iterations += 1
+        counters.tokens += self.config.batch_tokens_max - draft.num_tokens_left
+        counters.recomputed_tokens += draft.num_recomputed
+        counters.repaired_ranges_max = max(counters.repaired_ranges_max, draft.num_ranges_max)
         return iteration
 
     def commit(self, iteration: Iteration, outcome: Outcome, now: float) -> list[Progress]:
@@ -285,9 +275,9 @@ class Scheduler:
             if finish is not None:
                 self._finish(turn, finish, now)
             progress.append(Progress(turn, sample, finish))
-        for turn in list(self._leaving.values()):
+        for turn in list(self._releasing.values()):
             if not turn.in_flight:
-                del self._leaving[turn.turn_id]
+                del self._releasing[turn.turn_id]
                 self._release(turn, now)
         return progress
 
@@ -301,7 +291,7 @@ class Scheduler:
         return len(self._turns)
 
     def turns(self) -> list[Turn]:
-        """Every turn that has not had its last word."""
+        """Every turn that has not finished."""
         return [turn for turn in self._turns.values() if turn.finish is None]
 
     def turn(self, turn_id: int) -> Turn | None:
@@ -309,77 +299,13 @@ class Scheduler:
         return self._turns.get(turn_id)
 
     def turn_of(self, conversation_id: str) -> Turn | None:
-        """The conversation's turn that has not had its last word."""
+        """The conversation's turn that has not finished."""
         for turn in self._turns.values():
             if turn.conversation_id == conversation_id and turn.finish is None:
                 return turn
         return None
 
-    # -- filling --
-
-    def _slice(self, turn: Turn, start: int, stop: int, needs_token: bool = False) -> Slice:
-        return Slice(
-            turn.turn_id,
-            start,
-            stop,
-            turn.tokens[start:stop],
-            turn.page_table[: -(-stop // self._size)],
-            needs_token,
-            needs_token and turn.ends_at(stop + 1),
-        )
-
-    def _fill(
-        self,
-        turn: Turn,
-        budget: int,
-        slices: list[Slice],
-        turns: list[Turn],
-        before: dict[Chunk, int],
-    ) -> int:
-        """Slices for the turn's missing positions, lowest first; how many tokens they take."""
-        size, end = self._size, len(turn.tokens) + turn.pending_tokens
-        position, left, num_ranges = turn.frontier, budget, 0
-        start = None  # of the run of missing positions being gathered
-        while position < end and left:
-            chunk = turn.chunks[position // size]
-            base = chunk.index * size
-            limit = min(size, end - base)
-            missing = base + chunk.filled
-            if chunk.filled >= limit:
-                if start is not None:
-                    slices.append(self._slice(turn, start, position))
-                    start = None
-                position = base + limit
-                continue
-            if start is not None and missing > position:
-                slices.append(self._slice(turn, start, position))
-                start = None
-            position = max(position, missing)
-            if start is None:
-                start = position
-                num_ranges += 1
-            taken = min(base + limit - position, left)
-            before.setdefault(chunk, chunk.filled)
-            turn.written[chunk] = None
-            chunk.filled += taken
-            if position < turn.computed_to:
-                self.counters.recomputed_tokens += (
-                    min(position + taken, turn.computed_to) - position
-                )
-            position += taken
-            left -= taken
-        if start is not None:
-            needs_token = position == end and not turn.warm
-            slices.append(self._slice(turn, start, position, needs_token))
-            turn.pending_tokens += needs_token
-        if left < budget:
-            turn.in_flight += 1
-            turns.append(turn)
-        turn.frontier = position
-        self.counters.repaired_ranges_max = max(self.counters.repaired_ranges_max, num_ranges)
-        return budget - left
-
-    def _retire_warms(self, now: float) -> None:
+    def _finish_warms(self, now: float) -> None:
         """A warm ends when its context is complete."""
         for turn in [turn for turn in self.running.values() if turn.warm]:
             if turn.frontier >= len(turn.tokens) and not turn.in_flight:
@@ -388,20 +314,22 @@ class Scheduler:
 
     # -- taking and giving pages --
 
-    def _room(self) -> bool:
+    def _may_admit(self) -> bool:
         return len(self.running) < min(self.config.turns_max, self.config.batch_tokens_max)
 
-    def _admit(self, turn: Turn, now: float, before: dict[Chunk, int]) -> Admission | int | None:
-        """Admitted, or how many pages have to become available first; None: wait for a commit."""
+    def _admit(
+        self, turn: Turn, now: float, filled_before: dict[Chunk, int]
+    ) -> Admission | Shortage | None:
+        """Admitted, or what has to become available first; None: wait for a commit."""
         conversation = self.cache.conversations.get(turn.conversation_id)
         if conversation is not None and conversation.turn_id is not None:
             return None  # the turn before it has an uncommitted slice
         reserve = self.cache.config.reserve_pages if self.running else 0
         if turn.warm:
             reserve = self.cache.config.swap_out_mark_pages
-        found = self.cache.begin(turn, now, reserve, before)
-        if not isinstance(found, Admission):
-            return found.required_pages
+        found = self.cache.begin(turn, now, reserve, filled_before)
+        if isinstance(found, Shortage):
+            return found
         resumed = turn.state is TurnState.SUSPENDED
         turn.move_to(TurnState.RUNNING)
         if resumed:
@@ -428,13 +356,13 @@ class Scheduler:
         return found
 
     def _extend(self, turn: Turn, now: float) -> bool:
-        """A page for the turn's next chunk; may suspend the turn with the last place for it."""
+        """A page for the turn's next chunk; may suspend the last turn in queue order for it."""
         while not self.cache.extend(turn, now):
-            if self.cache.relief_expected(now) or self._leaving:
+            if self.cache.relief_expected(now) or self._releasing:
                 return False
-            victim = max(self.running.values(), key=lambda each: (each.warm, each.place))
+            victim = max(self.running.values(), key=lambda each: (each.warm, each.queue_order))
             self._suspend(victim, now)
-            if victim is turn or victim.turn_id in self._leaving:
+            if victim is turn or victim.turn_id in self._releasing:
                 return False
         return True
 
@@ -445,21 +373,21 @@ class Scheduler:
             self._finish(turn, FinishReason.WARMED, now)
             self._ended.append(Progress(turn, None, FinishReason.WARMED))
         elif turn.in_flight:
-            self._leaving[turn.turn_id] = turn
+            self._releasing[turn.turn_id] = turn
         else:
             self._release(turn, now)
 
     def _finish(self, turn: Turn, reason: FinishReason, now: float) -> None:
-        """The turn's last word; its pages follow when no slice of it is uncommitted."""
+        """End the turn; its pages are released when no slice of it is uncommitted."""
         turn.finish = reason
         turn.usage.finished_at = now
         self.counters.finished += 1
         if turn.usage.admitted_at is not None:
             self._forgotten.append(turn.turn_id)
         if turn.in_flight:
-            self._leaving[turn.turn_id] = turn
+            self._releasing[turn.turn_id] = turn
         else:
-            self._leaving.pop(turn.turn_id, None)
+            self._releasing.pop(turn.turn_id, None)
             self._release(turn, now)
 
     def _release(self, turn: Turn, now: float) -> None:
@@ -474,7 +402,7 @@ class Scheduler:
         turn.frontier = 0
         if turn.finish is None:
             turn.move_to(TurnState.SUSPENDED)
-            insort(self.suspended, turn, key=PLACE)
+            insort(self.suspended, turn, key=QUEUE_ORDER)
             return
         if was is TurnState.SUSPENDED:
             self.suspended.remove(turn)
@@ -491,7 +419,7 @@ class Scheduler:
             self.rewind(turn.conversation_id, min(turn.keep_tokens, known), now)
         conversation = self.cache.conversations.get(turn.conversation_id)
         if conversation is not None and conversation.turn_id is not None:
-            return  # a turn that was still queued, and the one before it is leaving
+            return  # of a turn before this one, which was still queued
         if (cut := self._cuts.pop(turn.conversation_id, None)) is not None:
             self.cache.rewind(turn.conversation_id, cut, now)
         if (to_host := self._evictions.pop(turn.conversation_id, None)) is not None:
@@ -506,38 +434,13 @@ class Scheduler:
     # -- the audit --
 
     def check(self, now: float) -> None:
+        """Recompute every invariant of the cache and of the turns in it."""
         self.cache.check(now)
-        for state, turns in (
-            (TurnState.RUNNING, list(self.running.values())),
-            (TurnState.SUSPENDED, list(self.suspended)),
-            (TurnState.QUEUED, list(self.queued)),
-        ):
-            for turn in turns:
-                assert turn.state is state, f"turn {turn.turn_id} is {turn.state}, not {state}"
-                assert self._turns.get(turn.turn_id) is turn, f"turn {turn.turn_id} is unknown"
-        assert len(self._turns) == len(self.running) + len(self.suspended) + len(self.queued)
-        assert set(self._leaving) <= set(self.running), "a turn leaves that does not run"
-        for turn in self.running.values():
-            conversation = self.cache.conversations[turn.conversation_id]
-            assert conversation.turn_id == turn.turn_id, f"{conversation} does not know its turn"
-            held = conversation.chunks()
-            assert turn.chunks == held, f"turn {turn.turn_id} and its conversation disagree"
-            pages = [chunk.device_page for chunk in held]
-            assert turn.page_table.tolist() == pages, "a page moved"
-            position = 0
-            for chunk in turn.chunks:
-                end = min((chunk.index + 1) * self._size, turn.frontier)
-                assert chunk.index * self._size + chunk.filled >= end, (
-                    f"turn {turn.turn_id} believes that {chunk} is filled up to {turn.frontier}"
-                )
-                position = end
-            assert turn.frontier <= position or not turn.chunks
-        running_ids = {turn.turn_id for turn in self.running.values()}
-        for conversation in self.cache.conversations.values():
-            assert conversation.turn_id is None or conversation.turn_id in running_ids
-            if conversation.turn_id is None:
-                known = len(conversation.log)
-                assert known >= conversation.num_tokens, f"{conversation} has a log of {known}"
+        audit_turns(
+            TurnsByState(self._turns, self.running, self.suspended, self.queued, self._releasing),
+            self.cache.conversations,
+            self._size,
+        )
 
 
 def tokens_of(ids: Iterable[int]) -> array[int]:

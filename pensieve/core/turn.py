@@ -89,7 +89,7 @@ class Turn:
     warm: bool = False  # fill the holes, sample nothing
     # -- the scheduler's --
     state: TurnState = TurnState.QUEUED
-    place: tuple[int, int] = (0, 0)  # in the order in which turns are served; see `arrive`
+    queue_order: tuple[int, int] = (0, 0)  # turns are served in this order; see `enqueue`
     frontier: int = 0
     chunks: list[Chunk] = field(default_factory=list)  # of its whole context, while RUNNING
     page_table: array[int] = field(default_factory=lambda: array("i"))  # their device pages
@@ -111,13 +111,13 @@ class Turn:
         """Whether the reply is as long as it may be when the log has so many tokens."""
         return num_tokens >= self.length_max
 
-    def arrive(self, arrival: int) -> None:
-        """Take a place as the `arrival`-th turn.
+    def enqueue(self, arrival: int) -> None:
+        """Queue as the `arrival`-th turn.
 
         One step of priority is worth a fixed number of arrivals, so a turn is overtaken by a bounded
         number of later ones and every turn's time comes.
         """
-        self.place = (arrival - PRIORITY_ARRIVALS * self.options.priority, arrival)
+        self.queue_order = (arrival - PRIORITY_ARRIVALS * self.options.priority, arrival)
 
     def move_to(self, state: TurnState) -> None:
         assert state in LEGAL_TRANSITIONS[self.state], (self.turn_id, self.state, state)

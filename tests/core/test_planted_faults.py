@@ -11,6 +11,7 @@ from pensieve.core.cache import Admission, KVCache
 from pensieve.core.candidates import Candidates
 from pensieve.core.eviction import Eviction
 from pensieve.core.iteration import SwapIn, SwapOut
+from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.policies.queue import QUALIFIES, Role
 from pensieve.core.prefix_tree import Branch, Chunk, PrefixTree
 from pensieve.core.scheduler import Scheduler
@@ -64,9 +65,9 @@ def swap_outs_at_any_time(original: Any, eviction: Eviction, now: float, require
         tiers.num_swapping_in = swapping_in
 
 
-def jump_over_holes(original: Any, scheduler: Scheduler, turn: Any, *rest: Any) -> Any:
+def jump_over_holes(original: Any, draft: IterationDraft, turn: Turn) -> None:
     turn.frontier = max(turn.frontier, turn.history_tokens - 1)
-    return original(scheduler, turn, *rest)
+    original(draft, turn)
 
 
 def ignore_before(original: Any, cache: KVCache, turn: Any, now: float, n: int, _: Any) -> Any:
@@ -180,8 +181,10 @@ def overtake(original: Any, scheduler: Scheduler, now: float) -> Any:
     return original(scheduler, now)
 
 
-def spend_twice(original: Any, scheduler: Scheduler, turn: Turn, budget: int, *rest: Any) -> int:
-    return int(original(scheduler, turn, budget, *rest)) // 2
+def spend_twice(original: Any, draft: IterationDraft, turn: Turn) -> None:
+    before = draft.num_tokens_left
+    original(draft, turn)
+    draft.num_tokens_left += (before - draft.num_tokens_left + 1) // 2
 
 
 def keep_what_was_said(original: Any, cache: KVCache, turn: Turn, *rest: Any) -> None:
@@ -212,7 +215,7 @@ FAULTS: dict[str, Plant] = {
     "pages of running turns are not pinned": around(Candidates, "pin", lambda f, *a: None),
     "a pinned chunk stays marked to drop": around(Candidates, "pin", stay_marked),
     "swap-outs start during swap-ins": around(Eviction, "plan_swap_outs", swap_outs_at_any_time),
-    "holes are not recomputed": around(Scheduler, "_fill", jump_over_holes),
+    "holes are not recomputed": around(IterationDraft, "fill", jump_over_holes),
     "a failed turn's KV is kept": around(KVCache, "discard", lambda f, *a: []),
     "a swapped-in chunk counts as full": around(Tiers, "start_swap_in", filled_too_high),
     "a resting chunk counts as full": around(KVCache, "end", keep_what_was_said),
@@ -227,7 +230,7 @@ FAULTS: dict[str, Plant] = {
     "a split branch loses a holder": around(PrefixTree, "_split", forget_the_heir),
     "a released copy source never requalifies": around(Candidates, "requalify", lambda f, *a: None),
     "a later turn overtakes": around(Scheduler, "plan", overtake),
-    "an iteration exceeds its budget": around(Scheduler, "_fill", spend_twice),
+    "an iteration exceeds its budget": around(IterationDraft, "fill", spend_twice),
     "others trust discarded chunks": around(Scheduler, "_discard", forget_frontiers),
 }
 

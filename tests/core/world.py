@@ -247,10 +247,10 @@ class World:
     def _check_order(self, before: set[int]) -> None:
         """First come first served, and who was suspended comes back ahead of the queue."""
         scheduler = self.scheduler
-        waiting = min((turn.place for turn in scheduler.queued), default=None)
+        waiting = min((turn.queue_order for turn in scheduler.queued), default=None)
         for turn in self._admitted():
             new = id(turn) not in before
-            assert not new or waiting is None or turn.place < waiting, (
+            assert not new or waiting is None or turn.queue_order < waiting, (
                 f"turn {turn.turn_id} overtook another"
             )
             assert not (new and scheduler.suspended), f"turn {turn.turn_id} passed a suspended one"

@@ -1,0 +1,97 @@
+"""An iteration while it is being planned: what it holds so far, and how many tokens it may still take.
+
+A turn's work is spent from its lowest missing position upward, across the holes of its context, so
+when a slice is launched every position before its end is on the device, on its way there in the same
+iteration, or in a slice of it.  Planning a slice raises `chunk.filled` at once: a missing chunk that
+several turns share is computed by the first that is planned, and the others find it done.
+"""
+
+from __future__ import annotations
+
+from pensieve.core.cache import Admission
+from pensieve.core.iteration import PageCopy, Slice, SwapIn
+from pensieve.core.prefix_tree import Chunk
+from pensieve.core.turn import Turn
+
+
+class IterationDraft:
+    def __init__(self, num_tokens_max: int, chunk_tokens: int) -> None:
+        self.num_tokens_left = num_tokens_max
+        self.slices: list[Slice] = []
+        self.copies: list[PageCopy] = []
+        self.swap_ins: list[SwapIn] = []
+        self.sources: list[Chunk] = []  # of `copies`
+        self.turns: list[Turn] = []  # with a slice in it, each once
+        self.filled_before: dict[Chunk, int] = {}  # of chunks that it writes
+        self.num_recomputed = 0  # positions whose KV had been there before
+        self.num_ranges_max = 0  # most disconnected slices of one turn
+        self._size = chunk_tokens
+
+    def admit(self, admission: Admission) -> None:
+        """Take over what has to move for a turn's context."""
+        self.copies += admission.copies
+        self.swap_ins += admission.swap_ins
+        self.sources += admission.sources
+
+    def decode(self, turn: Turn, num_tokens: int) -> None:
+        """The last of the turn's `num_tokens` positions, all others having KV; it samples the next."""
+        turn.chunks[-1].filled += 1
+        turn.frontier = num_tokens
+        turn.in_flight += 1
+        turn.pending_tokens += 1
+        self.turns.append(turn)
+        self.slices.append(self._slice(turn, num_tokens - 1, num_tokens, True))
+        self.num_tokens_left -= 1
+
+    def fill(self, turn: Turn) -> None:
+        """Slices for the turn's missing positions, lowest first, as far as the budget goes."""
+        size, end = self._size, len(turn.tokens) + turn.pending_tokens
+        position, left, num_ranges = turn.frontier, self.num_tokens_left, 0
+        start = None  # of the run of missing positions being gathered
+        while position < end and left:
+            chunk = turn.chunks[position // size]
+            base = chunk.index * size
+            limit = min(size, end - base)
+            missing = base + chunk.filled
+            if chunk.filled >= limit:
+                if start is not None:
+                    self.slices.append(self._slice(turn, start, position))
+                    start = None
+                position = base + limit
+                continue
+            if start is not None and missing > position:
+                self.slices.append(self._slice(turn, start, position))
+                start = None
+            position = max(position, missing)
+            if start is None:
+                start = position
+                num_ranges += 1
+            taken = min(base + limit - position, left)
+            self.filled_before.setdefault(chunk, chunk.filled)
+            turn.written[chunk] = None
+            chunk.filled += taken
+            if position < turn.computed_to:
+                self.num_recomputed += min(position + taken, turn.computed_to) - position
+            position += taken
+            left -= taken
+        if start is not None:
+            needs_token = position == end and not turn.warm
+            self.slices.append(self._slice(turn, start, position, needs_token))
+            turn.pending_tokens += needs_token
+        if left < self.num_tokens_left:
+            turn.in_flight += 1
+            self.turns.append(turn)
+        turn.frontier = position
+        self.num_tokens_left = left
+        self.num_ranges_max = max(self.num_ranges_max, num_ranges)
+
+    def _slice(self, turn: Turn, start: int, stop: int, needs_token: bool = False) -> Slice:
+        return Slice(
+            turn.turn_id,
+            start,
+            stop,
+            turn.tokens[start:stop],
+            turn.page_table[: -(-stop // self._size)],
+            needs_token,
+            needs_token and turn.ends_at(stop + 1),
+        )
