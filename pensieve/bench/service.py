@@ -11,14 +11,16 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from pensieve.bench import turn_cost
 from pensieve.bench.bench_daemon import BenchDaemon, serving
+from pensieve.bench.process_time import cpu_seconds
 from pensieve.bench.report import Report
 from pensieve.errors import InvalidArgument
 from pensieve.v1 import conversation_pb2 as pb
@@ -46,6 +48,13 @@ def run(num_streams: int, num_tokens: int, iteration_seconds: float, report: Rep
         f"the service used {row.service_cpu_seconds:.1f} s of CPU in {row.seconds:.1f} s"
     )
     report.finish(asdict(row))
+
+
+def run_histories(histories: Sequence[int], num_turns: int, report: Report) -> None:
+    """What a turn costs the service, by the length of its conversation."""
+    with _pinned(16, 0.0) as daemon:
+        rows = turn_cost.measure(daemon, histories, num_turns, report)
+    report.finish(turn_cost.figures(rows))
 
 
 @contextlib.contextmanager
@@ -106,13 +115,13 @@ async def measure(daemon: BenchDaemon, num_streams: int, num_tokens: int) -> Row
         counted = num_messages = 0
         gaps.clear()
         first = None
-        cpu = _cpu_seconds(daemon.pid)
+        cpu = cpu_seconds(daemon.pid)
         await asyncio.gather(
             *(stream(channel, number, num_tokens) for number in range(num_streams))
         )
         assert first is not None
         seconds = time.perf_counter() - first
-        cpu = _cpu_seconds(daemon.pid) - cpu
+        cpu = cpu_seconds(daemon.pid) - cpu
     if not gaps:
         raise InvalidArgument("tokens", "are so few that each stream was one message")
     gaps.sort()
@@ -126,8 +135,3 @@ async def measure(daemon: BenchDaemon, num_streams: int, num_tokens: int) -> Row
         gap_p99_seconds=gaps[int(len(gaps) * 0.99)],
         service_cpu_seconds=cpu,
     )
-
-
-def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -109,6 +109,12 @@ def _service(kinds: Any) -> None:
         metavar="S",
         help="that the engine takes for an iteration, which is one token of each turn (default: 0)",
     )
+    parser.add_argument(
+        "--history",
+        type=_counts,
+        metavar="N,N,…",
+        help="instead: what a short turn costs the service in conversations of so many tokens",
+    )
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.set_defaults(run=service)
 
@@ -117,6 +123,9 @@ def service(arguments: argparse.Namespace) -> int:
     from pensieve.bench import service as bench
 
     seconds, report = arguments.iteration_seconds, Report(arguments.json)
+    if arguments.history is not None:
+        bench.run_histories(arguments.history, arguments.tokens, report)
+        return 0
     bench.run(arguments.streams, arguments.tokens, seconds, report)
     return 0
 

@@ -1,0 +1,19 @@
+"""What a turn costs the service, by the length of its conversation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pensieve.cli.main import main
+
+
+def test_each_history_is_as_long_as_was_asked_and_has_its_figures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "service", "--history", "40,400", "--tokens", "5", "--json"]) == 0
+    short, long = json.loads(capsys.readouterr().out)["turns"]
+    assert 40 <= short["history_tokens"] < 400 <= long["history_tokens"]
+    assert short["turns"] == long["turns"] == 5
+    assert short["first_token_seconds"] > 0
