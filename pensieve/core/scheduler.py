@@ -23,10 +23,8 @@ running turns end.
 
 from __future__ import annotations
 
-from array import array
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -64,13 +62,12 @@ class SchedulerCounters:
     failed: int = 0
 
 
-class Progress(NamedTuple):
-    """Something a turn's reader is told: a token, the end, or both."""
+class Ended(NamedTuple):
+    """A turn has ended."""
 
     turn: Turn
-    token: SampledToken | None
-    finish: FinishReason | None
-    failure: str | None = None
+    finish: FinishReason
+    failure: str | None = None  # why, when it failed
 
 
 class _Uncommitted(NamedTuple):
@@ -90,7 +87,7 @@ class Scheduler:
         self._turns: dict[int, Turn] = {}  # every turn that has not ended
         self._releasing: dict[int, Turn] = {}  # ended or suspended, with uncommitted slices
         self._uncommitted: deque[_Uncommitted] = deque()
-        self._ended: list[Progress] = []  # ends that no outcome brings
+        self._ended: list[Ended] = []  # ends that no outcome brings
         self._started: list[TurnStart] = []  # since the last iteration
         self._forgotten: list[int] = []  # turns that have ended since the last iteration
         self._cuts: dict[str, int] = {}  # rewinds that wait for an uncommitted slice
@@ -120,7 +117,7 @@ class Scheduler:
             return
         turn.keep_tokens = keep_tokens
         self._finish(turn, FinishReason.CANCELLED, now)
-        self._ended.append(Progress(turn, None, FinishReason.CANCELLED))
+        self._ended.append(Ended(turn, FinishReason.CANCELLED))
 
     def rewind(self, conversation_id: str, num_tokens: int, now: float) -> None:
         """Cut a conversation; one whose last turn has an uncommitted slice is cut after it."""
@@ -211,7 +208,7 @@ class Scheduler:
                 if not turn.warm:
                     return admission.required_pages
                 self._finish(turn, FinishReason.WARMED, now)  # best effort
-                self._ended.append(Progress(turn, None, FinishReason.WARMED))
+                self._ended.append(Ended(turn, FinishReason.WARMED))
                 continue
             queue.popleft()
             draft.admit(admission)
@@ -239,14 +236,19 @@ class Scheduler:
         counters.repaired_ranges_max = max(counters.repaired_ranges_max, draft.num_ranges_max)
         return iteration
 
-    def commit(self, iteration: Iteration, outcome: Outcome, now: float) -> list[Progress]:
-        """Take in what the executor answered to the oldest uncommitted iteration."""
+    def commit(
+        self, iteration: Iteration, outcome: Outcome, now: float
+    ) -> list[SampledToken | Ended]:
+        """Take in what the executor answered to the oldest uncommitted iteration.
+
+        Tokens of turns that go on or end with them, and ends, in the order in which they are to be sent.
+        """
         oldest = self._uncommitted.popleft()
         assert oldest.iteration is iteration, "iterations are committed in order"
         self.cache.release_sources(oldest.sources, now)
         for copy_id in outcome.finished_copies:
             self.cache.finish_copy(copy_id, now)
-        progress: list[Progress] = []
+        news: list[SampledToken | Ended] = []
         for turn in oldest.turns:
             turn.in_flight -= 1
         for failure in outcome.failures:
@@ -256,7 +258,7 @@ class Scheduler:
                 turn.keep_tokens = turn.history_tokens
                 self._finish(turn, FinishReason.FAILED, now)
                 self.counters.failed += 1
-                progress.append(Progress(turn, None, FinishReason.FAILED, failure.reason))
+                news.append(Ended(turn, FinishReason.FAILED, failure.reason))
         for sample in outcome.samples:
             turn = self._turns[sample.turn_id]
             turn.pending_tokens -= 1
@@ -272,16 +274,17 @@ class Scheduler:
                 finish = FinishReason.STOP
             elif turn.ends_at(len(turn.tokens)):
                 finish = FinishReason.LENGTH
+            news.append(sample)
             if finish is not None:
                 self._finish(turn, finish, now)
-            progress.append(Progress(turn, sample, finish))
+                news.append(Ended(turn, finish))
         for turn in list(self._releasing.values()):
             if not turn.in_flight:
                 del self._releasing[turn.turn_id]
                 self._release(turn, now)
-        return progress
+        return news
 
-    def drain_ended(self) -> list[Progress]:
+    def drain_ended(self) -> list[Ended]:
         """Turns that ended without an outcome: cancelled, or warmed."""
         ended, self._ended = self._ended, []
         return ended
@@ -310,7 +313,7 @@ class Scheduler:
         for turn in [turn for turn in self.running.values() if turn.warm]:
             if turn.frontier >= len(turn.tokens) and not turn.in_flight:
                 self._finish(turn, FinishReason.WARMED, now)
-                self._ended.append(Progress(turn, None, FinishReason.WARMED))
+                self._ended.append(Ended(turn, FinishReason.WARMED))
 
     # -- taking and giving pages --
 
@@ -371,7 +374,7 @@ class Scheduler:
         turn.usage.suspensions += 1
         if turn.warm:
             self._finish(turn, FinishReason.WARMED, now)
-            self._ended.append(Progress(turn, None, FinishReason.WARMED))
+            self._ended.append(Ended(turn, FinishReason.WARMED))
         elif turn.in_flight:
             self._releasing[turn.turn_id] = turn
         else:
@@ -441,8 +444,3 @@ class Scheduler:
             self.cache.conversations,
             self._size,
         )
-
-
-def tokens_of(ids: Iterable[int]) -> array[int]:
-    """Token ids as a turn keeps them (packed uint32)."""
-    return array("I", ids)

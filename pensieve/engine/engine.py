@@ -31,8 +31,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pensieve import gc_pause as cycles
-from pensieve.core.iteration import Iteration
-from pensieve.core.scheduler import Progress, Scheduler
+from pensieve.core.iteration import Iteration, SampledToken
+from pensieve.core.scheduler import Ended, Scheduler
 from pensieve.core.turn import FinishReason, Turn, Usage
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
@@ -276,10 +276,10 @@ class Engine:
     def _take_in(self, iteration: Iteration) -> None:
         outcome = self.executor.collect()
         now = self.clock.now()
-        progress = self.scheduler.commit(iteration, outcome, now)
+        news = self.scheduler.commit(iteration, outcome, now)
         for observer in self._observers:
             observer.committed(iteration, outcome, now)
-        self._publish(self._events(progress))
+        self._publish(self._events(news))
 
     def _publish(self, events: Sequence[Event]) -> None:
         if events:
@@ -291,15 +291,8 @@ class Engine:
         return self._events(self.scheduler.drain_ended())
 
     @staticmethod
-    def _events(progress: Sequence[Progress]) -> list[Event]:
-        events: list[Event] = []
-        for turn, token, finish, failure in progress:
-            if token is not None:
-                events.append(token)
-            if finish is not None:
-                usage = replace(turn.usage)
-                events.append(TurnEnded(turn.turn_id, turn.conversation_id, finish, usage, failure))
-        return events
+    def _events(news: Sequence[SampledToken | Ended]) -> list[Event]:
+        return [each if isinstance(each, SampledToken) else _ended(each) for each in news]
 
     def _end_everything(self) -> None:
         now = self.clock.now()
@@ -323,6 +316,12 @@ class Engine:
         except AssertionError as problem:
             return (str(problem) or "an invariant of the cache does not hold",)
         return ()
+
+
+def _ended(end: Ended) -> TurnEnded:
+    turn, finish, failure = end
+    usage = replace(turn.usage)
+    return TurnEnded(turn.turn_id, turn.conversation_id, finish, usage, failure)
 
 
 def _ended_at_once(

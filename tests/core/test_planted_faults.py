@@ -10,7 +10,7 @@ import pytest
 from pensieve.core.cache import Admission, KVCache
 from pensieve.core.candidates import Candidates
 from pensieve.core.eviction import Eviction
-from pensieve.core.iteration import SwapIn, SwapOut
+from pensieve.core.iteration import SampledToken, SwapIn, SwapOut
 from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.policies.queue import QUALIFIES, Role
 from pensieve.core.prefix_tree import Branch, Chunk, PrefixTree
@@ -91,11 +91,12 @@ def begin_with_anothers(original: Any, scheduler: Scheduler, turn: Turn, now: fl
 
 
 def append_twice(original: Any, scheduler: Scheduler, iteration: Any, *rest: Any) -> Any:
-    progress = original(scheduler, iteration, *rest)
-    for each in progress[:1]:
-        if each.token is not None and each.finish is None:
-            each.turn.tokens.append(each.token.token_id)
-    return progress
+    news = original(scheduler, iteration, *rest)
+    for each in news[:1]:
+        turn = scheduler.turn(each.turn_id) if isinstance(each, SampledToken) else None
+        if turn is not None and turn.finish is None:
+            turn.tokens.append(each.token_id)
+    return news
 
 
 def forget_suspended(original: Any, scheduler: Scheduler, turn: Any, now: float) -> None:

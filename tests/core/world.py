@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.prefix_tree import Chunk
-from pensieve.core.scheduler import Progress, Scheduler, SchedulerConfig, tokens_of
+from pensieve.core.scheduler import Ended, Scheduler, SchedulerConfig
 from pensieve.core.turn import FinishReason, Turn, TurnOptions
 from pensieve.sim.clock import VirtualClock
 from tests.fakes import VOCAB, LedgerExecutor, reply_to
@@ -163,7 +164,7 @@ class World:
         if reply_max is None:
             reply_max = self.random.randint(1, self.shape.reply_max)
         self._num_turns += 1
-        tokens = tokens_of(log + prompt)
+        tokens = array("I", log + prompt)
         turn = Turn(
             turn_id=self._num_turns,
             conversation_id=name,
@@ -224,9 +225,10 @@ class World:
         ):
             self.clock.advance(0.01)
             oldest = self.launched.pop(0)
-            progress = self.scheduler.commit(oldest, self.executor.collect(), self.clock.now())
-            for each in progress:
-                self._take(each)
+            news = self.scheduler.commit(oldest, self.executor.collect(), self.clock.now())
+            for each in news:
+                if isinstance(each, Ended):
+                    self._take(each)
             if check:
                 self.scheduler.check(self.clock.now())
             return True
@@ -256,13 +258,11 @@ class World:
             assert not (new and scheduler.suspended), f"turn {turn.turn_id} passed a suspended one"
 
     def _take_ends(self) -> None:
-        for progress in self.scheduler.drain_ended():
-            self._take(progress)
+        for ended in self.scheduler.drain_ended():
+            self._take(ended)
 
-    def _take(self, progress: Progress) -> None:
-        turn, finish = progress.turn, progress.finish
-        if finish is None:
-            return
+    def _take(self, ended: Ended) -> None:
+        turn, finish = ended.turn, ended.finish
         name, usage = turn.conversation_id, turn.usage
         assert self.turns.pop(name) is turn, "a turn ended twice"
         assert usage.output_tokens == turn.num_output_tokens
