@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pensieve.builtin import MODEL_PATH, NAME
 from scripts.builtin_corpus.dialogues import conversation, examination
-from scripts.builtin_corpus.facts import FIXED, draw_fact, is_held_out
-from scripts.builtin_corpus.facts import NAME as NAME_TOPIC
+from scripts.builtin_corpus.facts import draw_fact, is_held_out
+from scripts.builtin_corpus.single_topics import NAME as NAME_TOPIC
+from scripts.builtin_corpus.topics import FIXED
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_builtin.py"
 
