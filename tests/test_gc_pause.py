@@ -12,7 +12,7 @@ from pensieve import gc_pause as cycles
 from pensieve.core.iteration import SampledToken
 from pensieve.engine import engine as engine_module
 from pensieve.service.live_turn import LiveTurn
-from tests.engine.test_engine import Rig, submit
+from tests.engine.rig import Rig, submit
 
 
 @pytest.fixture

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from random import Random
 
 from scripts.builtin_corpus import words
-from scripts.builtin_corpus.facts import FIXED, NAME, Fact, Topic, draw_fact, draw_topic
+from scripts.builtin_corpus.facts import Fact, Topic, draw_fact
+from scripts.builtin_corpus.single_topics import NAME
 from scripts.builtin_corpus.small_talk import chatter, small_talk
+from scripts.builtin_corpus.topics import FIXED, draw_topic
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",

@@ -23,8 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pensieve.builtin import MODEL_PATH, NAME
 from scripts.builtin_corpus.dialogues import conversation, examination
-from scripts.builtin_corpus.facts import FIXED, draw_fact, is_held_out
-from scripts.builtin_corpus.facts import NAME as NAME_TOPIC
+from scripts.builtin_corpus.facts import draw_fact, is_held_out
+from scripts.builtin_corpus.single_topics import NAME as NAME_TOPIC
+from scripts.builtin_corpus.topics import FIXED
+from scripts.builtin_training.contexts import ContextWriter
+from scripts.builtin_training.tokenizer import IM_END_ID, IM_START_ID
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_builtin.py"
 
@@ -146,9 +149,9 @@ def test_rendering_is_append_only(tokenizer, system):
         assert whole == prompt + exchange.reply + "<|im_end|>\n"
 
 
-def test_training_contexts_are_written_as_the_template_renders_them(script, tokenizer):
+def test_training_contexts_are_written_as_the_template_renders_them(tokenizer):
     exchanges = list(islice(conversation(Random(5)), 8))
-    writer = script.ContextWriter(RAW_TOKENIZER)
+    writer = ContextWriter(RAW_TOKENIZER)
     chat = [{"role": "system", "content": "Be kind."}]
     for exchange in exchanges:
         chat.append({"role": "user", "content": exchange.user})
@@ -184,16 +187,16 @@ def test_an_examination_asks_after_exactly_the_distance_for_a_value_not_mentione
         assert value in told.reply
 
 
-def test_replies_weigh_and_silences_do_not(script):
+def test_replies_weigh_and_silences_do_not():
     random = Random(8)
-    batch = script.ContextWriter(RAW_TOKENIZER).batch(random, 256, jumps=True)
+    batch = ContextWriter(RAW_TOKENIZER).batch(random, 256, jumps=True)
     assert batch.ids.shape == batch.positions.shape == batch.weights.shape
     assert 0.2 < (batch.weights > 0).float().mean() < 0.7
     assert int(batch.positions.max()) < 4096
     assert bool((batch.positions[:, 1:] > batch.positions[:, :-1]).all())
     ends_rewarded = batch.ids[batch.weights == 1.0]
-    assert int((ends_rewarded == script.IM_END_ID).sum()) > 0
-    assert int((batch.ids[batch.weights > 0] == script.IM_START_ID).sum()) == 0
+    assert int((ends_rewarded == IM_END_ID).sum()) > 0
+    assert int((batch.ids[batch.weights > 0] == IM_START_ID).sum()) == 0
 
 
 # What it says ------------------------------------------------------------------------------------
@@ -222,7 +225,7 @@ def test_held_out_facts_are_recalled_after_1_to_20_turns(script, model, tokenize
 
 
 def test_the_examination_by_one_forward_pass_agrees_with_generation(script, model, tokenizer):
-    writer = script.ContextWriter(RAW_TOKENIZER)
+    writer = ContextWriter(RAW_TOKENIZER)
     recall = script.examine(model, writer, per_distance=1, seed=78)
     for distance in (1, 10, 20):
         ((_, exchanges),) = script.held_out_examinations(78, 1, range(distance, distance + 1))

@@ -14,7 +14,7 @@ from pensieve.engine.messages import (
     SubmitTurn,
     TurnEnded,
 )
-from tests.engine.test_engine import ENGINE, Rig, options_of, packed, submit
+from tests.engine.rig import ENGINE, Rig, options_of, packed, submit
 from tests.fakes import reply_to
 
 PROMPT = [5, 6, 7]

@@ -25,7 +25,7 @@ from pensieve.v1 import admin_pb2, conversation_pb2, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.proxy import Proxy
 from tests.service.rig_daemon import ECHO, DaemonRig, said, wait_for
-from tests.store.test_faults import FaultyDriver
+from tests.store.faulty import FaultyDriver
 
 SLOW = (*ECHO, "--seconds=0.01")
 LONG = pb.Sampling(max_tokens=3000, ignore_eos=True)

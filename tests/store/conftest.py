@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pensieve.store import ConversationStore
+from tests.store.faulty import world
 from tests.store.talk import DRIVERS
 
 MEMORY = Path("/dev/shm")  # these tests sync a lot, and what that costs is not their subject
@@ -52,3 +53,11 @@ def open_store(tmp_path: Path, driver: Any) -> Iterator[Callable[..., Conversati
 @pytest.fixture
 def store(open_store: Callable[..., ConversationStore]) -> ConversationStore:
     return open_store()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, driver: Any) -> Path:
+    """A closed store that holds the small history of `world`."""
+    with ConversationStore.open(tmp_path / "world", "test", driver=driver) as store:
+        world(store)
+    return tmp_path / "world"

@@ -1,0 +1,68 @@
+"""Who is admitted next, and how many pages must be free for it."""
+
+from __future__ import annotations
+
+from pensieve.core.turn import PRIORITY_ARRIVALS, TurnState
+from tests.core.world import Stage
+
+# -- whose turn it is --
+
+
+def test_a_higher_priority_is_served_before_those_who_wait_longer() -> None:
+    stage = Stage(3, 0)
+    first = stage.ask("a", 5)
+    stage.next()
+    low, high = stage.ask("b", 5), stage.ask("c", 5, priority=1)
+    assert [turn.conversation_id for turn in stage.scheduler.queued] == ["c", "b"]
+    stage.until_ended(low)
+    assert first.usage.finished_at is not None
+    assert high.usage.admitted_at is not None
+    assert low.usage.admitted_at is not None
+    assert first.usage.finished_at <= high.usage.admitted_at < low.usage.admitted_at
+
+
+def test_nobody_is_overtaken_for_ever() -> None:
+    stage = Stage(3, 0)
+    low = stage.ask("low", 2)
+    for number in range(70):
+        stage.ask(f"high{number}", 2, priority=1)
+    waiting = [turn.conversation_id for turn in stage.scheduler.queued]
+    assert waiting.index("low") == PRIORITY_ARRIVALS - 1
+    stage.run_until_idle()
+    assert low.usage.finished_at is not None
+
+
+# -- admission --
+
+
+def test_admission_keeps_the_reserve_except_when_nothing_runs() -> None:
+    """20 pages, of which 2 are the reserve."""
+    stage = Stage(20, 0, batch_tokens_max=100)
+    running = stage.ask("a", 8, 4)
+    stage.next()
+    assert stage.cache.available == 18
+    large = stage.ask("b", 61)  # 16 pages, and a's decode takes one of the 18
+    stage.next()
+    assert large.state is TurnState.QUEUED
+    stage.until_ended(running)
+    stage.until_ended(large)
+
+    stage = Stage(20, 0, batch_tokens_max=100)
+    stage.ask("a", 8, 4)
+    stage.next()
+    fits = stage.ask("b", 60)  # 15 pages
+    stage.next()
+    assert fits.state is not TurnState.QUEUED
+
+    alone = Stage(20, 0, batch_tokens_max=100)
+    alone.ask("c", 75)
+    alone.next()
+    assert alone.slices() == [("c", 0, 75)]
+
+
+def test_all_pages_of_a_context_are_reserved_at_once() -> None:
+    stage = Stage(12, 0, batch_tokens_max=4)
+    stage.ask("a", 30)
+    stage.next()
+    assert stage.slices() == [("a", 0, 4)]
+    assert stage.cache.device.num_empty == 12 - 8

@@ -1,0 +1,68 @@
+"""A turn that must give up its pages resumes first and replies the same."""
+
+from __future__ import annotations
+
+from pensieve.core.turn import FinishReason, Turn, TurnState
+from tests.core.world import Stage
+
+
+def crowded(host_pages: int) -> tuple[Stage, Turn, Turn, Turn]:
+    """6 pages for two turns that want 5 each, and a third that waits for 4."""
+    stage = Stage(6, host_pages, prompt_max=1)
+    a, b = stage.ask("a", 4, 15), stage.ask("b", 4, 15)
+    stage.next()
+    return stage, a, b, stage.ask("c", 13, 1)
+
+
+def test_the_latest_turn_is_suspended_and_resumes_ahead_of_the_queue() -> None:
+    stage, a, b, c = crowded(host_pages=20)
+    ended: list[Turn] = []
+    while len(ended) < 3:
+        stage.next()
+        ended += [turn for turn in (a, b, c) if turn.finish and turn not in ended]
+        if c.state is TurnState.RUNNING:
+            assert b.state is TurnState.FINISHED
+    assert ended == [a, b, c]
+    assert (a.usage.suspensions, c.usage.suspensions) == (0, 0)
+    assert b.usage.suspensions == stage.scheduler.counters.suspensions == 1
+    assert stage.scheduler.counters.resumptions == 1
+
+
+def test_nothing_that_is_still_held_is_computed_twice() -> None:
+    """With a host that holds everything, each position of a, b and c is computed once."""
+    stage, a, b, c = crowded(host_pages=20)
+    stage.run_until_idle()
+    assert b.usage.suspensions == 1
+    assert stage.cache.counters.swapped_in >= 1
+    positions = sum(len(turn.tokens) - 1 for turn in (a, b, c))
+    assert stage.scheduler.counters.tokens == positions == 18 + 18 + 13
+    assert stage.scheduler.counters.recomputed_tokens == 0
+
+
+def test_what_a_suspended_turn_lost_is_recomputed_and_its_reply_is_the_same() -> None:
+    stage, a, b, c = crowded(host_pages=0)
+    stage.run_until_idle()
+    assert b.usage.suspensions >= 1
+    again = stage.scheduler.counters.recomputed_tokens
+    positions = sum(len(turn.tokens) - 1 for turn in (a, b, c))
+    assert again > 0
+    assert stage.scheduler.counters.tokens == positions + again
+
+
+def test_a_suspended_turn_that_is_cancelled_leaves_its_first_tokens() -> None:
+    stage, _, b, _ = crowded(host_pages=20)
+    while b.state is not TurnState.SUSPENDED:
+        stage.next()
+    stage.cancel_at(b, 6)
+    assert b.finish is FinishReason.CANCELLED
+    assert stage.cache.conversations["b"].num_tokens == 6
+    stage.run_until_idle()
+
+
+def test_a_waiting_turn_is_not_suspended_for_pages_that_are_on_their_way() -> None:
+    stage = Stage(6, 20)
+    stage.say("old", 8)  # dirty, so it is copied out when it is needed
+    a = stage.ask("a", 4, 16)
+    stage.run_until_idle()
+    assert a.usage.suspensions == 0
+    assert stage.where("old") in ("hc", "ch")  # whichever copy finished first

@@ -1,0 +1,50 @@
+"""A warm brings KV to the device ahead of a turn, with pages that nobody else needs."""
+
+from __future__ import annotations
+
+from pensieve.core.turn import FinishReason, TurnState
+from tests.core.world import Stage
+
+
+def test_a_warm_brings_a_conversation_to_the_device_and_says_nothing() -> None:
+    stage = Stage(12, 20)
+    stage.say("a", 8)
+    stage.say("filler", 43)
+    stage.run_until_idle()
+    stage.delete("filler")
+    assert stage.where("a") == "hc"
+    warm = stage.warm("a")
+    stage.run_until_idle()
+    assert warm.finish is FinishReason.WARMED
+    assert warm.usage.output_tokens == 0
+    assert stage.where("a") == "ccd"
+    turn = stage.say("a", 2)
+    assert (turn.usage.device_tokens, turn.usage.host_tokens) == (8, 0)
+
+
+def test_a_warm_uses_only_pages_above_the_mark_and_ends_when_there_are_none() -> None:
+    stage = Stage(12, 0, batch_tokens_max=32)
+    stage.say("a", 8)
+    running = stage.ask("b", 24, 9)
+    stage.next()
+    assert stage.cache.available == 4
+    warm = stage.warm(
+        "a"
+    )  # b's next token takes a page; a third for a would leave 2, the mark is 3
+    stage.next()
+    assert warm.finish is FinishReason.WARMED
+    assert stage.where("a") == "dd"
+    stage.until_ended(running)
+
+
+def test_a_warm_is_the_first_to_give_way() -> None:
+    stage = Stage(16, 0, batch_tokens_max=2, swap_out_below=0.1)
+    stage.say("w", 20, 1)
+    stage.cache.evict("w", stage.now)
+    warm = stage.warm("w")  # 6 pages, filled 2 tokens at a time
+    stage.next()
+    assert warm.state is TurnState.RUNNING
+    running = stage.ask("a", 1, 50)
+    stage.until_ended(running)
+    assert warm.finish is FinishReason.WARMED
+    assert running.usage.suspensions == 0

@@ -1,0 +1,52 @@
+"""Costs survive their file, and a wrong file is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from pensieve.sim import cost_file
+from pensieve.sim.cost import CostModel
+from pensieve.sim.fit import fitted
+from pensieve.sim.trace import Arrival
+from tests.sim.recorded import A100, seen_in, simulated
+
+
+def test_costs_survive_their_file(tmp_path: Path) -> None:
+    simulated(tmp_path / "j", [Arrival(f"c{i}", 10.0 * i, 600 * i, 20) for i in range(1, 9)])
+    fit = fitted(seen_in(tmp_path / "j"), A100, "a test")
+    assert cost_file.read(cost_file.written(fit)) == fit.cost
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"version": 2}, "is of version 2"),
+        ({"cost": [1]}, "is not a file that"),
+        ({"cost.layers": 1.5}, "cost.layers is a whole number"),
+        ({"cost.layers": None}, "cost.layers is a number"),
+        ({"cost.overhead_seconds": -1}, "cost.overhead_seconds is a number of at least 0, not -1"),
+        ({"cost.overhead_seconds": math.inf}, "cost.overhead_seconds is a number of at least 0"),
+        ({"cost.dense_seconds_per_token": 0}, "cost.dense_seconds_per_token is above 0"),
+        ({"cost.link_bytes_per_second": 0}, "cost.link_bytes_per_second is above 0"),
+        ({"cost.speed": 3}, "cost.speed is unknown"),
+        ({"source": 3}, "source is a text"),
+    ],
+)
+def test_a_wrong_file_of_costs_is_refused(change: dict[str, object], problem: str) -> None:
+    names = (*cost_file.SECONDS, *cost_file.COUNTS, "link_bytes_per_second")
+    given = {
+        "version": 1,
+        "source": "a test",
+        "cost": {name: getattr(A100, name) for name in names},
+    }
+    assert cost_file.read(json.dumps(given)) == CostModel(**{**vars(A100), "source": "a test"})
+    for key, value in change.items():
+        inner = given["cost"] if key.startswith("cost.") else given
+        assert isinstance(inner, dict)
+        inner[key.removeprefix("cost.")] = value
+    with pytest.raises(ValueError, match=problem):
+        cost_file.read(json.dumps(given))

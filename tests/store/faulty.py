@@ -1,0 +1,100 @@
+"""A SQLite driver that fails at a chosen statement, and a small history to fail on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pensieve.store import (
+    ConversationStore,
+    NewConversation,
+    NewMessage,
+)
+from tests.store.talk import begin, reply, say, user
+
+NEVER = 10**9
+
+
+class FaultyDriver:
+    """A real SQLite driver whose Nth statement from now fails: before or after it is carried out,
+    once or until healed."""
+
+    def __init__(self, driver: Any, code: int, after: bool, lasting: bool) -> None:
+        self.Error = driver.Error
+        self.sqlite_version = driver.sqlite_version
+        self.sqlite_version_info = driver.sqlite_version_info
+        self.connect = self._connect
+        self.countdown = NEVER
+        self.fired = False
+        self._driver = driver
+        self._code = code
+        self._after = after
+        self._lasting = lasting
+
+    def arm(self, countdown: int) -> None:
+        self.countdown, self.fired = countdown, False
+
+    def heal(self) -> None:
+        self.countdown = NEVER
+
+    def _connect(self, *args: Any, **options: Any) -> Any:
+        faults = self
+
+        class FaultyConnection(self._driver.Connection):  # type: ignore[misc, name-defined]
+            def execute(self, *args: Any) -> Any:
+                faults.countdown -= 1
+                fails = faults.countdown == 0 or (faults._lasting and faults.countdown < 0)
+                if fails and not faults._after:
+                    raise faults._error()
+                cursor = super().execute(*args)
+                if fails:
+                    raise faults._error()
+                return cursor
+
+        return self._driver.connect(*args, factory=FaultyConnection, **options)
+
+    def _error(self) -> Any:
+        self.fired = True
+        error = self._driver.OperationalError("planted")
+        error.sqlite_errorcode = self._code
+        return error
+
+
+HEAD = NewMessage("system", "Be brief.", (1, 2))
+
+
+def world(store: ConversationStore) -> None:
+    """tea: two turns; cup: forked from the first; pot: a turn interrupted, one cut."""
+    for name in ("tea", "pot"):
+        store.create_conversation(NewConversation(name, "f", [HEAD], prefix_id="bot"))
+    say(store, "tea", "r1", user("hi", 10), reply("hello", 20, 21))
+    say(store, "tea", "r2", user("more" * 500, 30), reply("yes", 40))
+    store.fork_conversation("tea", 1, "cup")
+    say(store, "pot", "r1", user("a", 3), reply("b", 4))
+    store.rewind_conversation("pot", 0)
+    store.interrupt_turn(begin(store, "pot", "r2", "hi", 50))
+
+
+def history(store: ConversationStore) -> Any:
+    """All there is to see, but for times and the states of turns."""
+    return [
+        (
+            c.conversation_id,
+            c.revision,
+            c.fingerprint,
+            list(store.log(c.conversation_id)),
+            [(m.content, m.revision) for m in store.messages(c.conversation_id)],
+        )
+        for c in store.list_conversations().conversations
+    ]
+
+
+def begun(store: ConversationStore) -> int:
+    return begin(store, "tea", "r3", "third", 60, 61)
+
+
+def opened(folder: Path, copy: str, driver: Any) -> ConversationStore:
+    target = folder.with_name(copy)
+    shutil.copytree(folder, target)
+    return ConversationStore.open(target, "test", driver=driver, compact_bytes_min=1)

@@ -1,0 +1,42 @@
+"""One thread at a time may use the store."""
+
+from __future__ import annotations
+
+import threading
+
+from pensieve.store import (
+    ConversationStore,
+)
+from tests.store.talk import create, user
+
+
+def test_two_threads_at_once_are_a_mistake(store: ConversationStore) -> None:
+    create(store, "tea")
+    raised: list[RuntimeError] = []
+
+    def ask() -> None:
+        try:
+            store.get_conversation("tea")
+        except RuntimeError as error:
+            raised.append(error)
+
+    with store._writer.reading():
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    assert [str(error) for error in raised] == ["the history is being used by another thread"]
+
+
+def test_another_thread_may_use_it_next_and_check_it_meanwhile(store: ConversationStore) -> None:
+    create(store, "tea", user("hi", 1))
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(list(store.log("tea"))))
+    thread.start()
+    thread.join()
+    with store._writer.writing():
+        thread = threading.Thread(
+            target=lambda: found.append((store.verify(), store.integrity_check()))
+        )
+        thread.start()
+        thread.join()
+    assert found == [[1], ([], [])]

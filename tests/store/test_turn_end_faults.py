@@ -1,0 +1,96 @@
+"""A turn whose end could not be written is not running, and can be ended again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.errors import StoreUnavailable
+from pensieve.store import (
+    TurnState,
+)
+from tests.store.faulty import NEVER, FaultyDriver, begun, opened
+from tests.store.talk import begin, create, reply
+from tests.store.test_disk_faults import FULL, IO_ERROR
+
+
+def test_a_turn_whose_end_could_not_be_written_can_be_ended_again(
+    folder: Path, driver: Any
+) -> None:
+    faults = FaultyDriver(driver, FULL, False, True)
+    with opened(folder, "copy", faults) as store:
+        turn_id = begun(store)
+        faults.arm(1)
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable, match="the disk is full"):
+                store.finish_turn(turn_id, reply("ok", 70), "stop", {})
+        faults.heal()
+        assert store.finish_turn(turn_id, reply("ok", 70), "stop", {}) == 3
+
+
+def test_a_turn_whose_end_could_not_be_written_is_not_shown_as_running(
+    folder: Path, driver: Any
+) -> None:
+    """A client that sees a running turn does not write, and only a write would interrupt it."""
+    faults = FaultyDriver(driver, IO_ERROR, False, False)
+    with opened(folder, "copy", faults) as store:
+        turn_id = begun(store)
+        assert store.get_conversation("tea").running_turn_id == turn_id
+        faults.arm(1)
+        with pytest.raises(StoreUnavailable):
+            store.finish_turn(turn_id, reply("ok", 70), "stop", {})
+        listed = {each.conversation_id: each for each in store.list_conversations().conversations}
+        for conversation in store.get_conversation("tea"), listed["tea"]:
+            assert conversation.running_turn_id is None
+        for turn in store.get_turn(turn_id), store.find_turn("tea", "r3"):
+            assert turn is not None
+            assert turn.state is TurnState.INTERRUPTED
+        assert begun(store) == turn_id
+
+
+def test_a_turn_whose_end_could_not_be_written_is_interrupted_by_the_next_write(
+    folder: Path, driver: Any
+) -> None:
+    faults = FaultyDriver(driver, FULL, False, True)
+    with opened(folder, "copy", faults) as store:
+        turn_id = begun(store)
+        other = begin(store, "cup", "r5", "lives", 5)
+        faults.arm(1)
+        with pytest.raises(StoreUnavailable):
+            store.finish_turn(turn_id, reply("ok", 70), "stop", {})
+        faults.heal()
+        create(store, "new")
+        assert store.get_turn(turn_id).state is TurnState.INTERRUPTED
+        assert store.get_turn(other).state is TurnState.RUNNING
+        assert store.finish_turn(other, reply("ok", 71), "stop", {}) == 2
+
+
+def test_an_end_that_got_through_in_spite_of_its_error_is_not_doubled(
+    folder: Path, driver: Any
+) -> None:
+    class CommitFails(FaultyDriver):
+        def _connect(self, *args: Any, **options: Any) -> Any:
+            faults = self
+
+            class Connection(self._driver.Connection):  # type: ignore[misc, name-defined]
+                def execute(self, sql: str, *rest: Any) -> Any:
+                    cursor = super().execute(sql, *rest)
+                    if sql == "COMMIT" and faults.countdown != NEVER:
+                        raise faults._error()
+                    return cursor
+
+            return self._driver.connect(*args, factory=Connection, **options)
+
+    faults = CommitFails(driver, IO_ERROR, True, False)
+    with opened(folder, "copy", faults) as store:
+        turn_id = begun(store)
+        faults.arm(1)
+        with pytest.raises(StoreUnavailable, match="disk I/O error"):
+            store.finish_turn(turn_id, reply("ok", 70), "stop", {})
+        faults.heal()
+        create(store, "new")
+        assert store.get_turn(turn_id).state is TurnState.COMPLETED
+        assert store.finish_turn(turn_id, reply("ok", 70), "stop", {}) == 3
+        assert list(store.log("tea")) == [1, 2, 10, 20, 21, 30, 40, 60, 61, 70]

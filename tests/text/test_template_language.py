@@ -1,0 +1,89 @@
+"""What a template may use: the day, loops, macros, and control tokens in any expression."""
+
+from datetime import UTC, datetime
+
+from pensieve.text import ChatTemplate, Message, Setting, Tokenizer
+from tests.text.families import (
+    PHI_3,
+    byte_level_library,
+    template_of,
+)
+from tests.text.world import EQUIPPED, NOTHING, spoken, template_with, user
+
+LOOP = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+
+
+def opening_text(template, setting=NOTHING):
+    return spoken(template, template.opening([user("Hi")], setting).token_ids)
+
+
+def test_the_day_is_a_value_and_not_the_clocks():
+    template = template_with(LOOP + "{{ strftime_now('%d %b %Y') }}")
+    newton = Setting(now=datetime(1687, 7, 5, tzinfo=UTC))
+    assert opening_text(template, newton) == "<s>user:Hi</s>05 Jul 1687"
+
+
+def test_loop_controls_generation_tags_and_json_without_escapes():
+    template = template_with(
+        "{% for m in messages %}{% generation %}<s>{{ m.content | tojson }}{% endgeneration %}"
+        "{% if loop.index > 5 %}{% break %}{% endif %}{% endfor %}{{ {'é': '<b>'} | tojson }}"
+    )
+    assert opening_text(template) == '<s>"Hi"{"é": "<b>"}'
+
+
+def test_a_second_template_serves_conversations_with_tools():
+    template = template_with(
+        LOOP, tool_use="{% for t in tools %}[{{ t.function.name }}]{% endfor %}" + LOOP
+    )
+    assert opening_text(template) == "<s>user:Hi</s>"
+    assert opening_text(template, EQUIPPED) == "[get_weather]<s>user:Hi</s>"
+
+
+def test_control_tokens_that_pass_through_macros_sets_and_filters():
+    template = template_with(
+        "{% macro turn(m) %}<s>{{ m.role }}{% endmacro %}"
+        "{% set end %}{{ eos_token }}{% endset %}"
+        "{% for m in messages %}{{ turn(m) | trim }}{{ ('  ' ~ bos_token ~ m.content).strip() }}"
+        "{{ ['', '</s>'] | join('<s>') }}{% filter trim %} {{ m.content }}</s> {% endfilter %}{{ end }}"
+        "{% endfor %}"
+    )
+    ids = template.opening([user("Hi")], NOTHING).token_ids
+    start, end = (template.tokenizer.token_id(text) for text in ("<s>", "</s>"))
+    assert spoken(template, ids) == "<s>user<s>Hi<s></s>Hi</s></s>"
+    assert (ids.count(start), ids.count(end)) == (3, 3)
+
+
+def test_control_tokens_in_lists_and_mappings():
+    template = template_with(
+        "{% set turn = {'user': '<s>', 'assistant': '</s>'} %}"
+        "{% for m in messages %}{{ turn[m.role] }}{{ m.content }}"
+        "{% for end in ['</s>'] + ['<s>'] %}{{ end }}{% endfor %}{% endfor %}"
+    )
+    start, end = (template.tokenizer.token_id(text) for text in ("<s>", "</s>"))
+    ids = template.opening([user("Hi")], NOTHING).token_ids
+    assert (ids[0], ids[-2:]) == (start, [end, start])
+
+
+def test_a_control_token_composed_of_a_role():
+    template = template_of(PHI_3)
+    ids = template.opening([user("Hi")], NOTHING).token_ids
+    assert ids[0] == template.tokenizer.token_id("<|user|>")
+
+
+def test_a_reply_that_ended_with_the_next_turns_first_token():
+    """GLM's models end a turn by naming who speaks next."""
+    library = byte_level_library(("<|assistant|>", "<|tool|>", "<|user|>"))
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    user_id, tool_id = (library.token_to_id(text) for text in ("<|user|>", "<|tool|>"))
+    template = ChatTemplate(
+        Tokenizer(library.to_str(), eos_token_ids=[user_id, tool_id], templates={"default": source})
+    )
+    assert template.end_of_turn_ids == {user_id, tool_id}
+    messages = [user("Hi"), Message("tool", "1")]
+    after_user = template.delta(messages, user_id, NOTHING).token_ids
+    assert spoken(template, after_user) == "\nHi<|tool|>\n1<|assistant|>\n"
+    after_tool = template.delta(messages, tool_id, NOTHING).token_ids
+    assert spoken(template, after_tool) == "<|user|>\nHi<|tool|>\n1<|assistant|>\n"

@@ -1,0 +1,149 @@
+"""What a template cannot write is refused, and the error names the field."""
+
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers.models import WordLevel
+
+from pensieve.errors import InvalidArgument, ModelError
+from pensieve.text import ChatTemplate, Message, Setting, Tokenizer, ToolCall
+from pensieve.text.message import MESSAGES_MAX
+from tests.text.families import (
+    DEEPSEEK_R1,
+    GEMMA,
+    LLAMA_3,
+    MISTRAL,
+    PHI_3,
+    QWEN_3,
+    byte_level_library,
+    sentencepiece_library,
+    template_of,
+)
+from tests.text.world import EQUIPPED, NOTHING, spoken, template_with, user
+
+
+@pytest.mark.parametrize(
+    ("family", "messages", "field", "problem"),
+    [
+        (GEMMA, [Message("system", "Kind."), user("Hi")], "role", "System role not supported"),
+        (GEMMA, [user("Hi"), user("Hi")], "messages", "must alternate"),
+        (PHI_3, [Message("tool", "1")], "role", "writes no message of the role 'tool'"),
+        (QWEN_3, [Message("wizard", "1")], "role", "'wizard' is not one of"),
+        (QWEN_3, [Message("<|im_end|>", "1")], "role", "is not one of"),
+        (QWEN_3, [], "messages", "1 to 128"),
+        (QWEN_3, [user("x")] * (MESSAGES_MAX + 1), "messages", "1 to 128"),
+        (QWEN_3, [user("a\ud800b")], "content", "surrogate"),
+        (QWEN_3, [user("\udfff")], "content", "surrogate"),
+        (QWEN_3, [Message("assistant", thinking="\udfff")], "thinking", "surrogate"),
+        (QWEN_3, [Message("tool", "1", tool_call_id="\ud800")], "tool_call_id", "surrogate"),
+        (QWEN_3, [Message("tool", "1", name="\ud800")], "name", "surrogate"),
+        (QWEN_3, [Message("user", 7)], "content", "must be text, not int"),
+        (
+            QWEN_3,
+            [Message("assistant", tool_calls=(ToolCall("f", {"a": {1, 2}}),))],
+            "tool_calls",
+            "holds a set",
+        ),
+        (
+            MISTRAL,
+            [user("Hi"), Message("assistant", tool_calls=(ToolCall("f", {}, "x"),))],
+            "messages",
+            "length 9",
+        ),
+        (
+            LLAMA_3,
+            [user("Hi"), Message("assistant", tool_calls=(ToolCall("f", {}), ToolCall("g", {})))],
+            "messages",
+            "single tool-calls",
+        ),
+        (
+            PHI_3,
+            [user("Hi"), Message("assistant", tool_calls=(ToolCall("f", {}),))],
+            "messages",
+            "refuses",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_written_is_refused_and_names_the_field(family, messages, field, problem):
+    with pytest.raises(InvalidArgument, match=problem) as caught:
+        template_of(family).opening(messages, NOTHING)
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)
+
+
+def test_a_system_prompt_that_could_only_stand_at_the_beginning():
+    """DeepSeek's template moves it there, where the log has long been written."""
+    with pytest.raises(InvalidArgument, match="no message of the role 'system' after a reply"):
+        template_of(DEEPSEEK_R1).delta([Message("system", "Kind."), user("Hi")], None, NOTHING)
+
+
+def test_a_system_prompt_in_the_middle():
+    template = template_of(QWEN_3)
+    delta = template.delta([Message("system", "Kind."), user("Hi")], None, NOTHING)
+    assert "<|im_start|>system\nKind.<|im_end|>\n" in spoken(template, delta.token_ids)
+
+
+def deep(levels):
+    value: object = {}
+    for _ in range(levels):
+        value = {"x": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("family", "setting", "field", "problem"),
+    [
+        (PHI_3, EQUIPPED, "tools", "does not write tools"),
+        (QWEN_3, Setting(tools=({"a": "\ud800"},)), "tools", "surrogate"),
+        (QWEN_3, Setting(tools=({"\ud800": 1},)), "tools", "surrogate"),
+        (QWEN_3, Setting(tools=(deep(3000),)), "tools", "nested deeper than 64"),
+        (QWEN_3, Setting(tools=({"a": object()},)), "tools", "holds a object"),
+        (QWEN_3, Setting(options={"thinking": 1}), "template_options", "known: enable_thinking"),
+        (QWEN_3, Setting(options={"messages": []}), "template_options", "unknown option"),
+        (QWEN_3, Setting(options={"content": "x"}), "template_options", "unknown option"),
+        (GEMMA, Setting(options={"bos_token": "x"}), "template_options", "known: none"),
+        (LLAMA_3, Setting(options={"date_string": 7}), "messages", "refuses"),
+    ],
+)
+def test_a_setting_that_cannot_be_honoured_is_refused(family, setting, field, problem):
+    with pytest.raises(InvalidArgument, match=problem) as caught:
+        template_of(family).opening([user("Hi")], setting)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{% for", "is not valid"),
+        ("{{ nothing }}", "cannot write"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "writes no message"),
+        ("{{ messages[0].content }}", "writes no message of the role 'user' after a reply"),
+        ("\ud800", "surrogates not allowed"),
+        ("{% for m in messages %}{{ m.content.x.y }}{% endfor %}", "refuses"),
+        ("{{ ''.__class__.__mro__ }}{{ messages[0].content }}", "unsafe"),
+        ("{% set _ = messages.append(1) %}{{ messages[0].content }}", "unsafe"),
+    ],
+)
+def test_a_template_that_cannot_serve_is_refused_at_load(source, problem):
+    with pytest.raises(ModelError, match=problem):
+        template_with(source)
+
+
+def test_nul_is_refused_where_the_tokenizer_would_lose_it():
+    words = WordLevel({"<unk>": 0, "hello": 1}, unk_token="<unk>")
+    source = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    template = ChatTemplate(Tokenizer(Library(words).to_str(), templates={"default": source}))
+    with pytest.raises(InvalidArgument, match="NUL"):
+        template.opening([user("a\0b")], NOTHING)
+
+
+def test_a_log_that_begins_with_text_begins_like_any_text():
+    library = sentencepiece_library(("<s>",), prepend_scheme="first")
+    source = "{% for m in messages %}{{ m.content }}<s>{% endfor %}"
+    template = ChatTemplate(Tokenizer(library.to_str(), templates={"default": source}))
+    assert template.opening([user("the")], NOTHING).token_ids == library.encode("the<s>").ids
+
+
+def test_a_model_without_a_template():
+    with pytest.raises(ModelError, match="no chat template"):
+        ChatTemplate(Tokenizer(byte_level_library().to_str()))

@@ -1,0 +1,72 @@
+"""Which tokens of the log each message owns."""
+
+import pytest
+
+from pensieve.text import Message
+from tests.text.families import (
+    FAMILIES,
+    MISTRAL,
+    PHI_3,
+    QWEN_2_5,
+    template_of,
+)
+from tests.text.test_template_language import LOOP
+from tests.text.world import NOTHING, by_name, spoken, template_with, user
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=by_name)
+def test_messages_tile_the_log(family):
+    template = template_of(family)
+    messages = [user("Hello"), Message("assistant", "Yes"), user("Hi")]
+    for delta in (template.opening(messages, NOTHING), template.delta(messages, None, NOTHING)):
+        starts, stops = zip(*delta.spans, strict=True)
+        assert starts == (0, *stops[:-1])
+        assert stops[-1] == len(delta.token_ids)
+        pieces = [spoken(template, delta.token_ids[a:b]) for a, b in delta.spans]
+        for message, piece in zip(messages, pieces, strict=True):
+            assert message.content in piece
+
+
+def test_the_span_of_each_message():
+    template = template_of(QWEN_2_5)
+    end = template.tokenizer.token_id("<|im_end|>")
+    delta = template.delta([user("Hello"), Message("assistant", "Yes"), user("Hi")], end, NOTHING)
+    assert [spoken(template, delta.token_ids[a:b]) for a, b in delta.spans] == [
+        "\n<|im_start|>user\nHello<|im_end|>\n",
+        "<|im_start|>assistant\nYes<|im_end|>\n",
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+    ]
+    opening = template.opening([Message("system", "Kind."), user("Hi")], NOTHING)
+    assert spoken(template, opening.token_ids[slice(*opening.spans[0])]) == (
+        "<|im_start|>system\nKind.<|im_end|>\n"
+    )
+
+
+def test_a_template_that_insists_on_a_users_message_at_the_end():
+    template = template_with(
+        "{% if messages[-1].role != 'user' %}{{ raise_exception('Say something!') }}{% endif %}"
+        + LOOP
+    )
+    messages = [user("Hello"), Message("assistant", "Yes"), user("Hi")]
+    for delta in (template.opening(messages, NOTHING), template.delta(messages, None, NOTHING)):
+        pieces = [spoken(template, delta.token_ids[a:b]) for a, b in delta.spans]
+        assert pieces[0].endswith("<s>user:Hello</s>")
+        assert pieces[1:] == ["", "<s>assistant:Yes</s><s>user:Hi</s>"]
+
+
+def test_a_control_token_is_never_shared_by_two_messages():
+    """Phi-3 ends a last message with <|endoftext|>, which begins like <|user|>."""
+    template = template_of(PHI_3)
+    delta = template.opening([user("Hello"), Message("assistant", "Yes"), user("Hi")], NOTHING)
+    assert [spoken(template, delta.token_ids[a:b]) for a, b in delta.spans] == [
+        "<|user|>Hello<|end|>",
+        "<|assistant|>Yes<|end|>",
+        "<|user|>Hi<|end|><|assistant|>",
+    ]
+
+
+def test_a_message_that_the_template_writes_into_the_next_has_an_empty_span():
+    template = template_of(MISTRAL)
+    opening = template.opening([Message("system", "Kind."), user("Hi")], NOTHING)
+    assert opening.spans[0][1] <= 1  # BOS at most
+    assert opening.spans[1][1] == len(opening.token_ids)

@@ -1,0 +1,38 @@
+"""Messages, settings and small templates that the template tests share."""
+
+from pensieve.text import ChatTemplate, Message, Setting, Tokenizer
+from tests.text.families import (
+    byte_level_library,
+)
+
+NOTHING = Setting()
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Says what the weather is.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+EQUIPPED = Setting(tools=(TOOL,))
+
+
+def user(content):
+    return Message("user", content)
+
+
+def spoken(template, ids):
+    """All of it, special tokens too."""
+    return b"".join(template.tokenizer.piece(i, first=False) for i in ids).decode()
+
+
+def by_name(family):
+    return family.name
+
+
+def template_with(source, *, special=("<s>", "</s>"), plain=(), **named):
+    library = byte_level_library(special, plain)
+    strings = {"bos_token": special[0], "eos_token": special[-1]}
+    return ChatTemplate(
+        Tokenizer(library.to_str(), special_strings=strings, templates={"default": source, **named})
+    )
