@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from pensieve.core.cost import CostProfile
 from pensieve.core.policies.lru import LruPolicy
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.policies.value import ValuePolicy
-from pensieve.core.scheduler import SchedulerConfig, tokens_of
+from pensieve.core.scheduler import SchedulerConfig
 from pensieve.core.turn import FinishReason, Turn, TurnState
 from tests.core.world import Shape, Stage, World
 
@@ -122,7 +124,8 @@ def test_nobody_overtakes_the_head_of_the_queue() -> None:
 
 
 def test_tokens_are_packed_into_four_bytes() -> None:
-    assert tokens_of([1, 2, 3]).itemsize == 4
+    """The pipe, the executor and the journal rely on it."""
+    assert array("I").itemsize == array("i").itemsize == 4
 
 
 @pytest.mark.parametrize("wrong", [{"batch_tokens_max": 0}, {"turns_max": 0}])
@@ -132,7 +135,7 @@ def test_an_impossible_scheduler_is_refused(wrong: dict[str, int]) -> None:
 
 
 def test_a_state_cannot_be_skipped() -> None:
-    turn = Turn(1, "a", tokens_of([1]), 0, 1, 2)
+    turn = Turn(1, "a", array("I", [1]), 0, 1, 2)
     with pytest.raises(AssertionError):
         turn.move_to(TurnState.SUSPENDED)
     turn.move_to(TurnState.RUNNING)
