@@ -11,6 +11,7 @@ from pensieve.store import (
     NewConversation,
     NewMessage,
 )
+from pensieve.store.connection import Writer
 from tests.store.talk import begin, reply, say, user
 
 NEVER = 10**9
@@ -62,6 +63,16 @@ class FaultyDriver:
 
 
 HEAD = NewMessage("system", "Be brief.", (1, 2))
+
+
+def writer_of(store: ConversationStore) -> Writer:
+    """The connection under a store, for tests that damage the database, starve it or look into it."""
+    return store._writer
+
+
+def database_of(store: ConversationStore) -> Any:
+    """The database that is open now, None after an I/O error closed it."""
+    return store._writer._db
 
 
 def world(store: ConversationStore) -> None:
