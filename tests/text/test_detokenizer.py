@@ -80,14 +80,14 @@ def test_word_vocabularies_decode_as_the_library_does(name, ids):
 
 def test_only_complete_characters_are_released():
     tokenizer = TOKENIZERS["sentencepiece"]
-    ids = [tokenizer._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "😀".encode()]
+    ids = [SENTENCEPIECE.token_to_id(f"<0x{byte:02X}>") for byte in "😀".encode()]
     assert released(tokenizer, ids) == ["", "", "", "😀", ""]
     assert released(tokenizer, ids[:3]) == ["", "", "", "\ufffd"]
 
 
 def test_the_first_word_of_a_reply_has_no_leading_space():
     tokenizer = TOKENIZERS["sentencepiece"]
-    hello = tokenizer._tokenizer.token_to_id("▁Hello")
+    hello = SENTENCEPIECE.token_to_id("▁Hello")
     end = tokenizer.token_id("</s>")
     assert released(tokenizer, [hello, hello]) == ["Hello", " Hello", ""]
     assert released(tokenizer, [end, hello, end, hello]) == ["", "Hello", "", " Hello", ""]
