@@ -7,7 +7,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from pensieve.text import Detokenizer, Tokenizer
-from tests.text.families import QWEN_3, byte_level_library, sentencepiece_library, tokenizer_of
+from tests.text.families import QWEN_3, tokenizer_of
+from tests.text.tiny_tokenizers import byte_level_library, sentencepiece_library
 
 BYTE_LEVEL = byte_level_library(("<|end|>",), ("<think>", "<｜User｜>"))
 SENTENCEPIECE = sentencepiece_library(("<s>", "</s>"))

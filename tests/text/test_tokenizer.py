@@ -16,11 +16,10 @@ from tests.text.families import (
     LLAMA_3,
     PHI_3,
     QWEN_3,
-    byte_level_library,
-    sentencepiece_library,
     tokenizer_of,
     write_folder,
 )
+from tests.text.tiny_tokenizers import byte_level_library, sentencepiece_library
 
 # -- loading --
 
