@@ -20,12 +20,12 @@ KEYS = {
 def test_attention_prints_a_row_for_each_shape(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--context", "40,96", "--batch", "2", "--repeats", "2", "--dtype", "float32", "--json"]
     assert main(["bench", "attention", *small]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert len(told["rows"]) == 2 * 2 * 2
-    for row in told["rows"]:
+    figures = json.loads(capsys.readouterr().out)
+    assert len(figures["rows"]) == 2 * 2 * 2
+    for row in figures["rows"]:
         assert set(row) >= KEYS
         assert row["ratio"] == pytest.approx(row["seconds"] / row["contiguous_seconds"])
-    assert set(told["ratios"]) == {
+    assert set(figures["ratios"]) == {
         "float32 16/16, context below 512",
         "float32 16/4, context below 512",
     }

@@ -23,11 +23,11 @@ def test_chat_replays_conversations_with_a_daemon(
         )
         == 0
     )
-    told = json.loads(capsys.readouterr().out)
-    assert told["turns"] == 9
-    assert told["shape"]["conversations"] == 3
-    assert told["tokens"]["new"] >= 9 * 40
-    reused = told["tokens"]["device"] + told["tokens"]["host"]
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["turns"] == 9
+    assert figures["shape"]["conversations"] == 3
+    assert figures["tokens"]["new"] >= 9 * 40
+    reused = figures["tokens"]["device"] + figures["tokens"]["host"]
     assert reused >= 0.99 * 3 * (60 + 120)  # after the first and the second turn
-    assert told["reused_share"] >= 0.99
-    assert told["output_tokens_per_second"] == pytest.approx(81 / told["seconds"])
+    assert figures["reused_share"] >= 0.99
+    assert figures["output_tokens_per_second"] == pytest.approx(81 / figures["seconds"])

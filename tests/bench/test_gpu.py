@@ -20,10 +20,10 @@ def test_every_section_of_the_gpu_bench_runs_small(
     sections = "device,kernels,attention,decode,prefill,swap,hidden,exactness,load"
     small = ["--small", "--device", "cpu", "--out", str(out), "--sections", sections]
     assert bench_gpu.main(small) == 0, capsys.readouterr()
-    told = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {each["section"] for each in told} == set(sections.split(","))
-    assert all("failed" not in each for each in told)
-    ratios = {each["kind"]: each["ratio"] for each in told if "ratio" in each and "kind" in each}
+    figures = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {each["section"] for each in figures} == set(sections.split(","))
+    assert all("failed" not in each for each in figures)
+    ratios = {each["kind"]: each["ratio"] for each in figures if "ratio" in each and "kind" in each}
     assert set(ratios) == {"stateless", "device only", "two tiers", "two, LRU"}
     assert ratios["stateless"] == 1.0
 
@@ -47,6 +47,6 @@ def test_the_gpu_bench_times_nothing_that_is_wrong(
     out = tmp_path / "figures.jsonl"
     small = ["--small", "--device", "cpu", "--out", str(out), "--sections", "kernels,decode"]
     assert bench_gpu.main(small) == 1
-    told = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [each["section"] for each in told if each.get("failed")] == ["kernels", "decode"]
-    assert not any("seconds" in each for each in told)
+    figures = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [each["section"] for each in figures if each.get("failed")] == ["kernels", "decode"]
+    assert not any("seconds" in each for each in figures)

@@ -31,10 +31,10 @@ def test_replies_of_a_random_model_survive_being_read_again(random_model: Path) 
         for _ in range(60):
             bench.decode([turn])
     bench.close()
-    said = list(turn.tokens[len(ids) :])
+    sampled = list(turn.tokens[len(ids) :])
     whole = tokenizer.decode(list(turn.tokens))
     assert tokenizer.encode(whole).ids == list(turn.tokens)
-    assert len(said) == 61
+    assert len(sampled) == 61
     for strange in ("Grüße, 你好!\n\n  x", "<|im_end|>"):
         assert tokenizer.decode(tokenizer.encode(strange).ids) == strange
 

@@ -22,14 +22,14 @@ def test_step_prints_a_row_for_each_batch(
 ) -> None:
     small = ["--batch", "1,3", "--context", "20", "--prompt", "30", "--repeats", "2", "--json"]
     assert main(["bench", "step", str(random_model), "--weights", "int8", *small]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [(row["kind"], row["batch"]) for row in told["rows"]] == [
+    figures = json.loads(capsys.readouterr().out)
+    assert [(row["kind"], row["batch"]) for row in figures["rows"]] == [
         *(("decode", 1), ("mixed", 1), ("decode", 3), ("mixed", 3))
     ]
-    for row in told["rows"]:
+    for row in figures["rows"]:
         assert row["ratio"] == pytest.approx(row["seconds"] / row["floor_seconds"])
-    assert 0 < told["accuracy"]["kl_divergence"] < 1
-    assert 0.5 < told["accuracy"]["same_token_share"] <= 1
+    assert 0 < figures["accuracy"]["kl_divergence"] < 1
+    assert 0.5 < figures["accuracy"]["same_token_share"] <= 1
 
 
 def test_step_times_nothing_that_depends_on_company(

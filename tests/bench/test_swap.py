@@ -15,7 +15,7 @@ def test_swap_compares_where_a_history_is(
 ) -> None:
     small = ["--history", "150", "--message", "10", "--repeats", "2", "--json"]
     assert main(["bench", "swap", str(random_model), *small]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [row["direction"] for row in told["copies"]] == ["swap-in", "swap-out"]
-    assert [row["place"] for row in told["turns"]] == ["device", "host", "dropped"]
-    assert told["turns"][0]["ratio"] == 1.0
+    figures = json.loads(capsys.readouterr().out)
+    assert [row["direction"] for row in figures["copies"]] == ["swap-in", "swap-out"]
+    assert [row["place"] for row in figures["turns"]] == ["device", "host", "dropped"]
+    assert figures["turns"][0]["ratio"] == 1.0

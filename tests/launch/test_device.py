@@ -44,10 +44,10 @@ def test_auto_falls_back_to_the_cpu_where_the_gpu_cannot_be_used(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(device_module, "_check_kernels", refuse)
     monkeypatch.setattr(model_ranks, "load", lambda folder, device, **_: loaded.append(device))
-    told: list[str] = []
+    lines: list[str] = []
     with ExitStack() as undo:
-        model_ranks.load_model(settings_of(), tmp_path, told.append, undo)
+        model_ranks.load_model(settings_of(), tmp_path, lines.append, undo)
         assert loaded == [torch.device("cpu")]
-        assert any("computing on the CPU: the CUDA kernels need CuPy" in line for line in told)
+        assert any("computing on the CPU: the CUDA kernels need CuPy" in line for line in lines)
         with pytest.raises(DeviceError, match="need CuPy"):
-            model_ranks.load_model(settings_of(device="cuda"), tmp_path, told.append, undo)
+            model_ranks.load_model(settings_of(device="cuda"), tmp_path, lines.append, undo)
