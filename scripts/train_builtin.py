@@ -7,7 +7,7 @@
 
 The dialogues come from `scripts.builtin_corpus.dialogues`; the tokenizer (byte-level BPE, so that every
 text can be encoded and comes back exactly) is trained on them first. The model is a Llama of three
-layers that learns, reply by reply, to find in its context what it was told.
+layers that learns, reply by reply, to find in its context what the person told it.
 
 The model starts with the attention heads in place that repeat what it has seen
 (`scripts.builtin_training.network`). What is left to learn is what to say, and when.

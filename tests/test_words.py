@@ -31,18 +31,11 @@ FILE_TREE = re.compile(r"<!-- file tree.*?<!-- end of the file tree -->", re.DOT
 # nothing needs any more fails.
 STILL_TO_RENAME: tuple[tuple[str, str], ...] = (
     ("pensieve/bench/*", "joined"),
-    ("pensieve/bench/*", "said"),
-    ("pensieve/bench/*", "told"),
-    ("pensieve/cli/*", "said"),
-    ("pensieve/cli/*", "told"),
     ("pensieve/core/*", "leaving"),
     ("pensieve/engine/*", "cycles"),
     ("pensieve/engine/*", "told"),
     ("pensieve/gc_pause.py", "settle"),
-    ("pensieve/kernels/*", "joined"),
-    ("pensieve/launch/*", "said"),
     ("pensieve/launch/*", "settle"),
-    ("pensieve/launch/*", "told"),
     ("pensieve/model/*", "follower"),
     ("pensieve/model/*", "followers"),
     ("pensieve/model/*", "joined"),
@@ -54,9 +47,6 @@ STILL_TO_RENAME: tuple[tuple[str, str], ...] = (
     ("pensieve/service/*", "door"),
     ("pensieve/service/*", "settle"),
     ("pensieve/service/*", "told"),
-    ("pensieve/sim/*", "asked"),
-    ("pensieve/sim/*", "said"),
-    ("pensieve/sim/*", "told"),
 )
 
 

@@ -104,7 +104,7 @@ class ContextWriter:
     def _drill(
         self, random: Random, length: int, jumps: bool
     ) -> tuple[list[int], list[int], list[float]]:
-        """Meaningless runs of tokens, said again later: nothing to learn here but looking back."""
+        """Meaningless runs of tokens that are repeated later: all there is to learn is to look back."""
         runs: list[list[int]] = []
         alphabet = random.sample(range(IM_END_ID + 1, VOCABULARY), 60)
         ids: list[int] = []

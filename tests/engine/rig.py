@@ -48,7 +48,7 @@ class ListSink:
     def ends(self) -> dict[int, TurnEnded]:
         return {event.turn_id: event for event in self.events if isinstance(event, TurnEnded)}
 
-    def said(self, turn_id: int) -> list[int]:
+    def reply_of(self, turn_id: int) -> list[int]:
         deltas = [event for event in self.events if isinstance(event, SampledToken)]
         return [event.token_id for event in deltas if event.turn_id == turn_id]
 
@@ -172,10 +172,10 @@ def traffic(rig: Rig, seed: int, num_messages: int, reply_max: int = 9) -> None:
             rig.clock.advance(choose.choice((0.01, 5.0)))
         for event in rig.sink.events[num_seen:]:
             if isinstance(event, TurnEnded):
-                name, asked = prompts[event.turn_id]
-                said = rig.sink.said(event.turn_id)
+                name, context = prompts[event.turn_id]
+                sampled = rig.sink.reply_of(event.turn_id)
                 if event.finish in (FinishReason.STOP, FinishReason.LENGTH):
-                    assert said == reply_to(asked, len(asked) + len(said))
-                    logs[name] = asked + said
+                    assert sampled == reply_to(context, len(context) + len(sampled))
+                    logs[name] = context + sampled
         num_seen = len(rig.sink.events)
     rig.run()

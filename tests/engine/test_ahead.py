@@ -18,16 +18,16 @@ from tests.scale import SCALE
 
 
 def test_the_next_iteration_is_launched_before_the_present_one_is_collected():
-    told: list[str] = []
+    calls: list[str] = []
     rig = Rig(depth=2, stops=False)
     launch, collect = rig.executor.launch, rig.executor.collect
 
     def noted_launch(iteration: Iteration) -> None:
-        told.append(f"launch {iteration.index}")
+        calls.append(f"launch {iteration.index}")
         launch(iteration)
 
     def noted_collect() -> Outcome:
-        told.append("collect")
+        calls.append("collect")
         return collect()
 
     rig.executor.launch = noted_launch  # type: ignore[method-assign]
@@ -35,11 +35,11 @@ def test_the_next_iteration_is_launched_before_the_present_one_is_collected():
     rig.mailbox.put(submit(1, "a", [], [1, 2, 3], reply=3))
     steps = []
     while rig.engine.step():
-        steps.append(" ".join(told))
-        told.clear()
+        steps.append(" ".join(calls))
+        calls.clear()
     assert steps == ["launch 1", "launch 2 collect", "launch 3 collect", "collect"]
-    assert told == []
-    assert rig.sink.said(1) == reply_to([1, 2, 3], 6, stops=False)
+    assert calls == []
+    assert rig.sink.reply_of(1) == reply_to([1, 2, 3], 6, stops=False)
     assert rig.scheduler.counters.idle_tokens == 0  # an end by length is known beforehand
 
 
@@ -50,7 +50,7 @@ def test_a_turn_that_stops_costs_one_token_for_nothing_when_planning_runs_ahead(
         rig.mailbox.put(submit(1, "a", [], prompt, reply=29))
         rig.mailbox.put(GetStats(1))
         rig.run()
-        assert rig.sink.said(1) == reply_to(prompt, 30)
+        assert rig.sink.reply_of(1) == reply_to(prompt, 30)
         assert rig.scheduler.counters.idle_tokens == idle
         assert rig.engine.metrics.figures(1.0)["tokens_idle"] == idle
         assert rig.scheduler.counters.tokens == 1 + 3 + idle
@@ -68,10 +68,10 @@ def test_an_iteration_that_waits_for_a_copy_is_collected_when_one_has_finished()
     rig.mailbox.put(submit(2, "b", [], [1, 2], reply=2))
     rig.engine.step()
     assert len(rig.executor.outstanding) == 5
-    assert rig.sink.said(2) == []
+    assert rig.sink.reply_of(2) == []
     rig.run()
     assert rig.executor.outstanding == []
-    assert rig.sink.said(2) == reply_to([1, 2], 4, stops=False)
+    assert rig.sink.reply_of(2) == reply_to([1, 2], 4, stops=False)
 
 
 def test_an_executor_that_fails_ahead_ends_every_turn():

@@ -27,7 +27,7 @@ def test_a_turn_streams_its_tokens_and_then_ends():
     rig.mailbox.put(submit(1, "a", [], [5, 6, 7], reply=3))
     rig.run()
     expected = reply_to([5, 6, 7], 6)
-    assert rig.sink.said(1) == expected
+    assert rig.sink.reply_of(1) == expected
     end = rig.sink.ends()[1]
     assert end.usage.output_tokens == len(expected)
     assert (end.usage.new_tokens, end.usage.prompt_tokens) == (3, 3)
@@ -38,7 +38,7 @@ def test_a_second_turn_computes_only_what_is_new():
     rig = Rig()
     rig.mailbox.put(submit(1, "a", [], [5, 6, 7], reply=3))
     rig.run()
-    log = [5, 6, 7, *rig.sink.said(1)]
+    log = [5, 6, 7, *rig.sink.reply_of(1)]
     rig.mailbox.put(submit(2, "a", log, [9, 9], reply=3))
     rig.run()
     usage = rig.sink.ends()[2].usage
@@ -71,7 +71,7 @@ def test_a_message_turns_a_warm_into_the_turn():
     rig = Rig()
     rig.mailbox.put(submit(1, "a", [], list(range(5, 35)), reply=3))
     rig.run()
-    log = [*range(5, 35), *rig.sink.said(1)]
+    log = [*range(5, 35), *rig.sink.reply_of(1)]
     rig.mailbox.put(EvictConversation("a"))
     rig.mailbox.put(SubmitTurn(2, "a", packed(log), len(log), warm=True))
     rig.engine.step()  # half of it is computed again
@@ -80,7 +80,7 @@ def test_a_message_turns_a_warm_into_the_turn():
     ends = rig.sink.ends()
     assert ends[2].finish is FinishReason.CANCELLED
     assert ends[3].failure is None
-    assert rig.sink.said(3) == reply_to([*log, 9, 9], len(log) + 2 + 3)
+    assert rig.sink.reply_of(3) == reply_to([*log, 9, 9], len(log) + 2 + 3)
     assert 0 < ends[3].usage.recomputed_tokens < len(log) - 1
 
 
@@ -97,7 +97,7 @@ def test_an_impossible_turn_ends_at_once_and_harms_nobody(message: SubmitTurn, r
     rig.mailbox.put(submit(2, "b", [], [1, 2, 3]))
     rig.run()
     assert rig.sink.ends()[1].failure == reason
-    assert rig.sink.said(2) == reply_to([1, 2, 3], 9)
+    assert rig.sink.reply_of(2) == reply_to([1, 2, 3], 9)
 
 
 def test_a_second_turn_beside_a_running_one_is_refused():
@@ -168,11 +168,11 @@ def test_the_engine_runs_in_a_thread_until_its_mailbox_closes():
     thread = threading.Thread(target=rig.engine.run)
     thread.start()
     rig.mailbox.put(submit(1, "a", [], [3, 4]))
-    said: list[int] = []
+    sampled: list[int] = []
     while not isinstance(event := outbox.get(10.0), TurnEnded):
         assert isinstance(event, SampledToken)
-        said.append(event.token_id)
+        sampled.append(event.token_id)
     rig.mailbox.close()
     thread.join(10.0)
     assert not thread.is_alive()
-    assert said == reply_to([3, 4], 8)
+    assert sampled == reply_to([3, 4], 8)

@@ -34,7 +34,7 @@ def first_turn(rig: Rig, name: str = "a") -> list[int]:
     """The log after a first turn."""
     rig.mailbox.put(submit(1, name, [], PROMPT))
     rig.run()
-    return PROMPT + rig.sink.said(1)
+    return PROMPT + rig.sink.reply_of(1)
 
 
 def needed(rig: Rig) -> list[LogNeeded]:
@@ -56,7 +56,7 @@ def test_the_next_turn_of_a_conversation_brings_its_message_alone():
     rig.mailbox.put(new(2, "a", log, [9]))
     rig.run()
     assert not needed(rig)
-    assert rig.sink.said(2) == expected([*log, 9])
+    assert rig.sink.reply_of(2) == expected([*log, 9])
     assert end_of(rig, 2).usage.device_tokens == len(log) - 1
 
 
@@ -66,10 +66,10 @@ def test_an_engine_that_was_started_again_asks_for_the_log():
     rig.mailbox.put(new(7, "a", log, [9]))
     rig.run()
     assert needed(rig) == [LogNeeded(7, "a", 20)]
-    assert not rig.sink.said(7)
+    assert not rig.sink.reply_of(7)
     rig.mailbox.put(ProvideLog(7, packed(log)))
     rig.run()
-    assert rig.sink.said(7) == expected([*log, 9])
+    assert rig.sink.reply_of(7) == expected([*log, 9])
     usage = end_of(rig, 7).usage
     assert (usage.new_tokens, usage.recomputed_tokens) == (2, 19)
 
@@ -90,7 +90,7 @@ def test_a_rewound_conversation_is_known_as_far_as_it_goes():
     rig.mailbox.put(new(2, "a", log[:3], [9]))
     rig.run()
     assert not needed(rig)
-    assert rig.sink.said(2) == expected([*log[:3], 9])
+    assert rig.sink.reply_of(2) == expected([*log[:3], 9])
 
 
 def test_a_turn_whose_rewind_was_lost_cuts_the_log_itself():
@@ -99,7 +99,7 @@ def test_a_turn_whose_rewind_was_lost_cuts_the_log_itself():
     rig.mailbox.put(new(2, "a", log[:3], [9]))
     rig.run()
     assert not needed(rig)
-    assert rig.sink.said(2) == expected([*log[:3], 9])
+    assert rig.sink.reply_of(2) == expected([*log[:3], 9])
 
 
 def test_a_fork_is_known_too():
@@ -109,7 +109,7 @@ def test_a_fork_is_known_too():
     rig.mailbox.put(new(2, "b", log[:4], [9]))
     rig.run()
     assert not needed(rig)
-    assert rig.sink.said(2) == expected([*log[:4], 9])
+    assert rig.sink.reply_of(2) == expected([*log[:4], 9])
 
 
 def test_a_log_that_is_longer_than_what_is_known_is_asked_for():
@@ -128,7 +128,7 @@ def test_a_turn_may_be_cancelled_while_it_waits_for_its_log():
     rig.mailbox.put(ProvideLog(7, packed([1, 2, 3])))
     rig.run()
     assert end_of(rig, 7).finish is FinishReason.CANCELLED
-    assert not rig.sink.said(7)
+    assert not rig.sink.reply_of(7)
 
 
 def test_a_conversation_may_be_deleted_while_its_turn_waits_for_the_log():
@@ -149,7 +149,7 @@ def test_a_waiting_warm_gives_way_to_the_turn_that_it_was_for():
     rig.mailbox.put(ProvideLog(8, packed([1, 2, 3])))
     rig.run()
     assert end_of(rig, 7).finish is FinishReason.WARMED
-    assert rig.sink.said(8) == expected([1, 2, 3, 9])
+    assert rig.sink.reply_of(8) == expected([1, 2, 3, 9])
 
 
 def test_a_waiting_warm_ends_when_its_conversation_is_rewound():

@@ -399,7 +399,7 @@ def test_launching_never_asks_what_the_device_has_computed(
 
     for name in ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__"):
         monkeypatch.setattr(torch.Tensor, name, noted(name))
-    sampler = world.executor._sampler
+    sampler = world.sampler
     monkeypatch.setattr(sampler, "draw", watched(sampler.draw))
     monkeypatch.setattr(Batch, "from_slices", watched(Batch.from_slices))
     turns = [world.turn(4, sampling=replace(each, seed=3)) for each in ORDINARY.values()]

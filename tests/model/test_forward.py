@@ -222,7 +222,7 @@ def test_what_cannot_be_captured_runs_as_before(loaded: Loaded) -> None:
     world.step((turn, 0, 4, True))
     assert world.decode(turn).samples
     world.executor.close()
-    graphs = world.executor._forward._graphs
+    graphs = world.graphs
     assert graphs is not None
     assert "not permitted" in graphs.failure
 
@@ -263,7 +263,7 @@ def test_the_halves_of_a_batch_may_both_be_graphs(
     turns = [world.turn(3 + index) for index in range(4)]
     for turn in turns:
         world.step((turn, 0, len(turn.tokens), True))
-    graphs = world.executor._forward._graphs
+    graphs = world.graphs
     assert graphs is not None
     takes = graphs.takes
     monkeypatch.setattr(

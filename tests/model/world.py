@@ -64,9 +64,11 @@ class World:
         self.memory = memory or KVMemory(model.shape, device_pages, host_pages, chunk_tokens)
         self.memory.device_arena.fill_(float("nan"))
         self.memory.host_arena.fill_(float("nan"))
-        made = graphs(self.memory) if graphs is not None else None
-        sampler = Sampler(model.shape.vocab_size, eos_token_ids)
-        self.executor = TorchExecutor(model, self.memory, sampler, LetterTokenizer(), depth, made)
+        self.graphs = graphs(self.memory) if graphs is not None else None
+        self.sampler = Sampler(model.shape.vocab_size, eos_token_ids)
+        self.executor = TorchExecutor(
+            model, self.memory, self.sampler, LetterTokenizer(), depth, self.graphs
+        )
         self.free_pages = list(range(self.memory.device_pages))
         self.rng.shuffle(self.free_pages)
         self.turns: list[Turn] = []

@@ -11,6 +11,7 @@ from pensieve.store import (
     NewConversation,
     NewMessage,
 )
+from pensieve.store.connection import Writer
 from tests.store.talk import begin, reply, say, user
 
 NEVER = 10**9
@@ -29,8 +30,8 @@ class FaultyDriver:
         self.fired = False
         self._driver = driver
         self._code = code
-        self._after = after
-        self._lasting = lasting
+        self.after = after
+        self.lasting = lasting
 
     def arm(self, countdown: int) -> None:
         self.countdown, self.fired = countdown, False
@@ -44,17 +45,17 @@ class FaultyDriver:
         class FaultyConnection(self._driver.Connection):  # type: ignore[misc, name-defined]
             def execute(self, *args: Any) -> Any:
                 faults.countdown -= 1
-                fails = faults.countdown == 0 or (faults._lasting and faults.countdown < 0)
-                if fails and not faults._after:
-                    raise faults._error()
+                fails = faults.countdown == 0 or (faults.lasting and faults.countdown < 0)
+                if fails and not faults.after:
+                    raise faults.error()
                 cursor = super().execute(*args)
                 if fails:
-                    raise faults._error()
+                    raise faults.error()
                 return cursor
 
         return self._driver.connect(*args, factory=FaultyConnection, **options)
 
-    def _error(self) -> Any:
+    def error(self) -> Any:
         self.fired = True
         error = self._driver.OperationalError("planted")
         error.sqlite_errorcode = self._code
@@ -62,6 +63,16 @@ class FaultyDriver:
 
 
 HEAD = NewMessage("system", "Be brief.", (1, 2))
+
+
+def writer_of(store: ConversationStore) -> Writer:
+    """The connection under a store, for tests that damage the database, starve it or look into it."""
+    return store._writer
+
+
+def database_of(store: ConversationStore) -> Any:
+    """The database that is open now, None after an I/O error closed it."""
+    return store._writer._db
 
 
 def world(store: ConversationStore) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from pensieve.errors import AlreadyExists, InvalidArgument, NotFound, PrefixTaken, TurnRunning
 from pensieve.store import ConversationStore, NewConversation, NewMessage
+from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
 
 SYSTEM = NewMessage("system", "Be brief.", (1, 2))
@@ -167,10 +168,10 @@ def test_a_fork_shares_messages_up_to_a_revision_and_goes_its_own_way(
 
 def test_a_fork_copies_no_text_and_no_token(store: ConversationStore) -> None:
     two_turns(store)
-    with store._writer.reading() as conn:
+    with writer_of(store).reading() as conn:
         (before,) = conn.execute("SELECT count(*) FROM messages").fetchone()
     store.fork_conversation("tea", 2, "cup")
-    with store._writer.reading() as conn:
+    with writer_of(store).reading() as conn:
         assert conn.execute("SELECT count(*) FROM messages").fetchone() == (before,)
 
 
@@ -293,7 +294,7 @@ def test_conversations_with_one_prefix_share_its_messages(store: ConversationSto
             NewConversation(name, "f", [SYSTEM], tools=tools, prefix_id="bot")
         )
         assert list(store.log(name)) == [1, 2]
-    with store._writer.reading() as conn:
+    with writer_of(store).reading() as conn:
         assert conn.execute("SELECT count(*) FROM messages").fetchone() == (1,)
     store.delete_conversation("a")
     assert list(store.log("b")) == [1, 2]

@@ -12,6 +12,7 @@ from pensieve.errors import NotFound, StoreUnavailable
 from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnRequest
 from pensieve.store.bodies import pack_tokens
 from pensieve.store.connection import read_only
+from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
 
 
@@ -111,7 +112,7 @@ def test_the_file_shrinks_when_more_than_half_is_wiped(
     for number in range(40):
         create(store, f"c{number}", user(f"SECRET-{number:02d}" + "x" * 3900))
     create(store, "keep", user("keep", 1))
-    store._writer.truncate_journal()
+    writer_of(store).truncate_journal()
     full = store.folder.database_path.stat().st_size
     sizes = []
     for number in range(40):
@@ -131,7 +132,7 @@ def test_a_reader_that_holds_the_journal_is_reported(
     store = open_store(busy_timeout_seconds=0.05)
     create(store, "a", user("SECRET-a", 1))
     create(store, "b", user("SECRET-b", 1))
-    with read_only(store.folder.database_path, store._writer.driver) as conn:
+    with read_only(store.folder.database_path, writer_of(store).driver) as conn:
         conn.execute("BEGIN")
         conn.execute("SELECT * FROM conversations").fetchall()
         with pytest.raises(StoreUnavailable, match="cannot be emptied"):

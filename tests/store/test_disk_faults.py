@@ -13,7 +13,7 @@ from pensieve.errors import PensieveError, StoreCorrupt, StoreUnavailable
 from pensieve.store import (
     ConversationStore,
 )
-from tests.store.faulty import FaultyDriver, begun, history, opened, world
+from tests.store.faulty import FaultyDriver, begun, database_of, history, opened, world, writer_of
 from tests.store.talk import create, reply
 
 FULL, IO_ERROR = 13, 10
@@ -46,11 +46,11 @@ def test_an_error_of_sqlite_is_one_line(
 def test_after_an_io_error_a_new_connection_is_used(folder: Path, driver: Any, code: int) -> None:
     faults = FaultyDriver(driver, code, False, False)
     with opened(folder, "copy", faults) as store:
-        used = store._writer._db
+        used = database_of(store)
         faults.arm(3)
         with pytest.raises(StoreUnavailable):
             create(store, "new")
-        assert store._writer._db is None
+        assert database_of(store) is None
         with pytest.raises(driver.ProgrammingError):
             used.conn.execute("SELECT 1")
         create(store, "new")
@@ -68,14 +68,14 @@ def test_a_mistake_in_the_program_stays_what_it_is(folder: Path, driver: Any) ->
 def test_a_full_disk_refuses_the_turn_and_keeps_the_rest(store: ConversationStore) -> None:
     world(store)
     before = history(store)
-    with store._writer.reading() as conn:
+    with writer_of(store).reading() as conn:
         (num_pages,) = conn.execute("PRAGMA page_count").fetchone()
         conn.execute(f"PRAGMA max_page_count = {num_pages + 4}").fetchall()
     turn_id = begun(store)
     with pytest.raises(StoreUnavailable, match="the disk is full"):
         store.finish_turn(turn_id, reply("long" * 9000, *range(9000)), "stop", {})
     assert history(store) == before
-    with store._writer.reading() as conn:
+    with writer_of(store).reading() as conn:
         conn.execute(f"PRAGMA max_page_count = {num_pages + 400}").fetchall()
     assert store.finish_turn(turn_id, reply("long" * 9000, *range(9000)), "stop", {}) == 3
     assert store.verify() == []

@@ -12,6 +12,7 @@ from sqlite_utils import Database
 from pensieve.errors import StoreCorrupt, StoreError, StoreTooNew
 from pensieve.store import ConversationStore
 from pensieve.store.migrations import STEPS, migrate
+from tests.store.faulty import writer_of
 from tests.store.talk import create, reply, say, user
 
 Open = Callable[..., ConversationStore]
@@ -45,7 +46,7 @@ def test_the_file_says_what_it_is(path: Path, driver: Any) -> None:
 
 
 def test_the_writer_is_durable_and_wipes_what_it_deletes(store: ConversationStore) -> None:
-    with store._writer.reading() as conn:
+    with writer_of(store).reading() as conn:
         pragmas = {
             name: conn.execute(f"PRAGMA {name}").fetchone()[0]
             for name in (

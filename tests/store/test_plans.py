@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pensieve.store import ConversationStore
+from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
 
 WHOLE_ON_PURPOSE = {"sqlite_schema", "space", "_sqlite_migrations"}
@@ -49,7 +50,7 @@ def test_the_daily_work_reads_no_whole_table(
     store.delete_conversation("tea")
 
     scanned = set()
-    with store._writer.reading() as conn:
+    with writer_of(store).reading() as conn:
         for sql in sorted(statements):
             if sql.split()[0] not in ("SELECT", "UPDATE", "DELETE", "INSERT", "WITH"):
                 continue

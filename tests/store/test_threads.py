@@ -7,6 +7,7 @@ import threading
 from pensieve.store import (
     ConversationStore,
 )
+from tests.store.faulty import writer_of
 from tests.store.talk import create, user
 
 
@@ -20,7 +21,7 @@ def test_two_threads_at_once_are_a_mistake(store: ConversationStore) -> None:
         except RuntimeError as error:
             raised.append(error)
 
-    with store._writer.reading():
+    with writer_of(store).reading():
         thread = threading.Thread(target=ask)
         thread.start()
         thread.join()
@@ -33,7 +34,7 @@ def test_another_thread_may_use_it_next_and_check_it_meanwhile(store: Conversati
     thread = threading.Thread(target=lambda: found.append(list(store.log("tea"))))
     thread.start()
     thread.join()
-    with store._writer.writing():
+    with writer_of(store).writing():
         thread = threading.Thread(
             target=lambda: found.append((store.verify(), store.integrity_check()))
         )

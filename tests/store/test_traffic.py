@@ -16,6 +16,7 @@ from pensieve.store import (
     TurnRequest,
     TurnState,
 )
+from tests.store.faulty import writer_of
 
 Said = tuple[str, int, tuple[int, ...]]  # text, revision, tokens
 
@@ -195,7 +196,7 @@ def test_the_store_does_what_the_model_says(
         if (running := traffic.expected[name].running) is not None:
             traffic.store.interrupt_turn(running)
         traffic.store.delete_conversation(name)
-    with traffic.store._writer.reading() as conn:
+    with writer_of(traffic.store).reading() as conn:
         for table in ("conversations", "turns", "messages", "history"):
             assert conn.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
         assert conn.execute("SELECT count(*) FROM bodies WHERE crc IS NOT NULL").fetchone() == (0,)

@@ -78,7 +78,7 @@ def test_an_end_that_got_through_in_spite_of_its_error_is_not_doubled(
                 def execute(self, sql: str, *rest: Any) -> Any:
                     cursor = super().execute(sql, *rest)
                     if sql == "COMMIT" and faults.countdown != NEVER:
-                        raise faults._error()
+                        raise faults.error()
                     return cursor
 
             return self._driver.connect(*args, factory=Connection, **options)

@@ -9,6 +9,7 @@ import pytest
 
 from pensieve.errors import NotFound, StoreCorrupt
 from pensieve.store import ConversationStore
+from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
 
 
@@ -26,7 +27,7 @@ def spoken(store: ConversationStore) -> ConversationStore:
 
 
 def change(store: ConversationStore, *statements: str) -> None:
-    with store._writer.reading() as conn:
+    with writer_of(store).reading() as conn:
         conn.execute("PRAGMA foreign_keys = OFF")
         for statement in statements:
             conn.execute(statement)
@@ -190,7 +191,7 @@ def test_a_flipped_byte_in_the_file_is_found(
 def test_a_damaged_page_is_found_and_stays_due(
     spoken: ConversationStore, open_store: Callable[..., ConversationStore]
 ) -> None:
-    with spoken._writer.reading() as conn:
+    with writer_of(spoken).reading() as conn:
         (page,) = conn.execute(
             "SELECT rootpage FROM sqlite_schema WHERE name = 'history'"
         ).fetchone()

@@ -7,7 +7,8 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from pensieve.text import Detokenizer, Tokenizer
-from tests.text.families import QWEN_3, byte_level_library, sentencepiece_library, tokenizer_of
+from tests.text.families import QWEN_3, tokenizer_of
+from tests.text.tiny_tokenizers import byte_level_library, sentencepiece_library
 
 BYTE_LEVEL = byte_level_library(("<|end|>",), ("<think>", "<｜User｜>"))
 SENTENCEPIECE = sentencepiece_library(("<s>", "</s>"))
@@ -80,14 +81,14 @@ def test_word_vocabularies_decode_as_the_library_does(name, ids):
 
 def test_only_complete_characters_are_released():
     tokenizer = TOKENIZERS["sentencepiece"]
-    ids = [tokenizer._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "😀".encode()]
+    ids = [SENTENCEPIECE.token_to_id(f"<0x{byte:02X}>") for byte in "😀".encode()]
     assert released(tokenizer, ids) == ["", "", "", "😀", ""]
     assert released(tokenizer, ids[:3]) == ["", "", "", "\ufffd"]
 
 
 def test_the_first_word_of_a_reply_has_no_leading_space():
     tokenizer = TOKENIZERS["sentencepiece"]
-    hello = tokenizer._tokenizer.token_to_id("▁Hello")
+    hello = SENTENCEPIECE.token_to_id("▁Hello")
     end = tokenizer.token_id("</s>")
     assert released(tokenizer, [hello, hello]) == ["Hello", " Hello", ""]
     assert released(tokenizer, [end, hello, end, hello]) == ["", "Hello", "", " Hello", ""]

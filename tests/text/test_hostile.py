@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 
 from pensieve.text import ChatTemplate, Message, Setting, Tokenizer, ToolCall
-from tests.text.families import FAMILIES, QWEN_3, byte_level_library, template_of
+from tests.text.families import FAMILIES, QWEN_3, template_of
+from tests.text.tiny_tokenizers import byte_level_library
 
 
 def spoken(template, ids):

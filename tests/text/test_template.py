@@ -13,9 +13,9 @@ from tests.text.families import (
     QWEN_2_5,
     QWEN_3,
     Family,
-    byte_level_library,
     template_of,
 )
+from tests.text.tiny_tokenizers import byte_level_library
 from tests.text.world import EQUIPPED, NOTHING, TOOL, by_name, spoken, template_with, user
 
 # -- against transformers --

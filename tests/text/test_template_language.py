@@ -3,11 +3,8 @@
 from datetime import UTC, datetime
 
 from pensieve.text import ChatTemplate, Message, Setting, Tokenizer
-from tests.text.families import (
-    PHI_3,
-    byte_level_library,
-    template_of,
-)
+from tests.text.families import PHI_3, template_of
+from tests.text.tiny_tokenizers import byte_level_library
 from tests.text.world import EQUIPPED, NOTHING, spoken, template_with, user
 
 LOOP = "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>{% endfor %}"

@@ -12,10 +12,9 @@ from tests.text.families import (
     PHI_3,
     QWEN_2_5,
     QWEN_3,
-    byte_level_library,
-    sentencepiece_library,
     template_of,
 )
+from tests.text.tiny_tokenizers import byte_level_library, sentencepiece_library
 
 
 @pytest.mark.parametrize("family", [LLAMA_3, QWEN_2_5], ids=lambda family: family.name)

@@ -14,10 +14,9 @@ from tests.text.families import (
     MISTRAL,
     PHI_3,
     QWEN_3,
-    byte_level_library,
-    sentencepiece_library,
     template_of,
 )
+from tests.text.tiny_tokenizers import byte_level_library, sentencepiece_library
 from tests.text.world import EQUIPPED, NOTHING, spoken, template_with, user
 
 

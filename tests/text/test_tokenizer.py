@@ -16,11 +16,10 @@ from tests.text.families import (
     LLAMA_3,
     PHI_3,
     QWEN_3,
-    byte_level_library,
-    sentencepiece_library,
     tokenizer_of,
     write_folder,
 )
+from tests.text.tiny_tokenizers import byte_level_library, sentencepiece_library
 
 # -- loading --
 
@@ -165,8 +164,8 @@ def test_text_in_the_middle_of_a_log_gets_no_space_of_a_beginning():
     library = sentencepiece_library(("<s>",), prepend_scheme="first")
     tokenizer = Tokenizer(library.to_str())
     assert tokenizer.decode(tokenizer.encode("the").ids) == "the"
-    assert tokenizer._tokenizer.id_to_token(tokenizer.encode("the").ids[0]) == "t"
-    assert tokenizer._tokenizer.id_to_token(tokenizer.encode("the", at_start=True).ids[0]) == "▁t"
+    assert library.id_to_token(tokenizer.encode("the").ids[0]) == "t"
+    assert library.id_to_token(tokenizer.encode("the", at_start=True).ids[0]) == "▁t"
 
 
 def test_tokens_know_the_character_they_begin_at():

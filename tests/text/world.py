@@ -1,9 +1,7 @@
 """Messages, settings and small templates that the template tests share."""
 
 from pensieve.text import ChatTemplate, Message, Setting, Tokenizer
-from tests.text.families import (
-    byte_level_library,
-)
+from tests.text.tiny_tokenizers import byte_level_library
 
 NOTHING = Setting()
 TOOL = {

@@ -61,10 +61,10 @@ def test_small_passes_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch) 
     logits = make_logits(len(OPTIONS), 50)
 
     def turns() -> list[TurnLog]:
-        asked = (
+        samplings = (
             replace(each, logprobs=(None, 0, 2)[n % 3]) for n, each in enumerate(OPTIONS.values())
         )
-        return [make_turn(sampling, context=[3], reply=[4]) for sampling in asked]
+        return [make_turn(sampling, context=[3], reply=[4]) for sampling in samplings]
 
     whole = Sampler(50).sample(logits, turns())
     for elements in (1, 100, 149, 150):

@@ -1,0 +1,17 @@
+"""A model of random weights that the benches run on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pensieve.bench import random_model as random_model_of
+from pensieve.bench.random_model import RandomShape
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("random-model")
+    random_model_of.make(folder, RandomShape(2, 64, 2, 1, 128, 8000), context=1024)
+    return folder

@@ -1,0 +1,61 @@
+"""The step bench prints a row for each batch, and times nothing that is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pensieve.bench import step as bench_step
+from pensieve.bench.random_model import RandomShape
+from pensieve.cli.main import main
+from pensieve.core.iteration import Slice
+from pensieve.core.turn import Turn
+from pensieve.errors import PensieveError
+from pensieve.model.loader import load
+from pensieve.text.tokenizer import Tokenizer
+
+
+def test_step_prints_a_row_for_each_batch(
+    random_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--batch", "1,3", "--context", "20", "--prompt", "30", "--repeats", "2", "--json"]
+    assert main(["bench", "step", str(random_model), "--weights", "int8", *small]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert [(row["kind"], row["batch"]) for row in figures["rows"]] == [
+        *(("decode", 1), ("mixed", 1), ("decode", 3), ("mixed", 3))
+    ]
+    for row in figures["rows"]:
+        assert row["ratio"] == pytest.approx(row["seconds"] / row["floor_seconds"])
+    assert 0 < figures["accuracy"]["kl_divergence"] < 1
+    assert 0.5 < figures["accuracy"]["same_token_share"] <= 1
+
+
+def test_step_times_nothing_that_depends_on_company(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = bench_step.Bench.decode
+
+    def wrong(self: bench_step.Bench, turns: list[Turn], *others: Slice) -> float:
+        took = decode(self, turns, *others)
+        if len(turns) > 1:
+            turns[0].tokens[-1] ^= 1
+        return took
+
+    monkeypatch.setattr(bench_step.Bench, "decode", wrong)
+    model, tokenizer = load(random_model), Tokenizer.load(random_model)
+    rows = bench_step.measure(model, tokenizer, batches=(2,), context=9, prompt_tokens=8, repeats=1)
+    with pytest.raises(PensieveError, match="turn 0 gets another reply when it is alone"):
+        next(iter(rows))
+
+
+def test_the_floor_counts_what_is_read(random_model: Path) -> None:
+    shape = RandomShape(2, 64, 2, 1, 128, 8000)
+    layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128  # and norms
+    right = 2 * (2 * layer + 64 + 8000 * 64)
+    assert (
+        load(random_model).shape.weight_bytes == right + 2 * 4 * 64 + 2 * 8000 * 64
+    )  # the table, too
+    read = bench_step.weight_bytes_read(load(random_model))
+    assert right <= read <= right * 1.02, shape  # panels are filled up

@@ -1,0 +1,25 @@
+"""`bench` explains arguments that are impossible."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["step", "--batch", "0"], "at least 1"),
+        (["step", "--shape", "7T"], "is one of 0.03B, 0.37B, 1.1B"),
+        (["chat", "--turns", "0"], "at least 1"),
+        (["chat", "--think", "-1"], "not negative"),
+        (["swap", "--history", "0"], "at least 1"),
+        (["step", "./nowhere"], "no model folder"),
+    ],
+)
+def test_impossible_wishes_are_explained(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) != 0
+    assert message in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""`simulate` compares policies, sweeps, draws, and explains what is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pensieve.cli.main import main
+
+# -- the command --
+
+
+def test_the_command_compares_policies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {"conversation": name, "at": at, "input_tokens": 1500, "output_tokens": 3}
+        for at in range(0, 60, 10)
+        for name in "abc"
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, lines)) + "\nbroken\n")
+    given = ["simulate", str(trace), "--hardware", "instant", "--device-tokens", "20k"]
+    assert main([*given, "--host-tokens", "0", "--json"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert [row["policy"] for row in result["rows"]] == ["lru", "value", "return"]
+    assert len({row["history_tokens"] for row in result["rows"]}) == 1
+    assert result["problems"] == 1
+    assert "line 19 (" in err
+    assert main([*given, "--policy", "lru"]) == 0
+    assert "recomputed" in capsys.readouterr().out
+
+
+def test_the_command_draws_and_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn_ones = ["--workload", "sharegpt", "--rate", "0.5", "--seconds", "20", "--reaction", "5"]
+    assert main(["simulate", *drawn_ones, "--model", "qwen2-7b", "--policy", "value"]) == 0
+    out, err = capsys.readouterr()
+    assert "qwen2-7b on 1 x h200" in err
+    assert "P90 ms/token" in out
+    for wrong, text in (
+        (["--policy", "best"], "none of lru, value, return"),
+        (["--workload", "sharegpt", "x.jsonl"], "not both"),
+        ([], "name files"),
+        (["missing.jsonl"], "cannot read missing.jsonl"),
+        (["--workload", "sharegpt", "--rate", "0"], "above 0"),
+    ):
+        assert main(["simulate", *wrong]) in (2, 3)
+        assert text in capsys.readouterr().err
+
+
+# -- sweeps and plots --
+
+
+def test_sweeps_and_their_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    swept = ["--rate", "0.5,2", "--host-tokens", "0,50k", "--device-tokens", "10k"]
+    given = ["--workload", "sharegpt", "--seconds", "40", "--reaction", "5", "--policy", "value"]
+    folder = tmp_path / "drawn" / "here"
+    plotted = ["--plot", str(folder), "--json"]
+    assert main(["simulate", *given, *swept, "--model", "opt-13b", *plotted]) == 0
+    out, err = capsys.readouterr()
+    rows = json.loads(out)["rows"]
+    places = [(row["rate"], row["host_size"]) for row in rows]
+    assert places == [(0.5, 0), (0.5, 50_000), (2.0, 0), (2.0, 50_000)]
+    assert all(row["device_size"] == 10_000 and row["seconds"] <= 40.1 for row in rows)
+    assert rows[0]["series"]["tokens"]
+    assert "4 of 4, value" in err
+    names = {path.name for path in folder.iterdir()}
+    assert {"latency.png", "hits-host.png", "tiers-01-value.png"} <= names
+    assert len(names) == 2 * 4 + 2
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
+    assert main(["simulate", *given, *swept]) == 0
+    assert "host size" in capsys.readouterr().out
+
+
+def test_tiers_are_as_large_as_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["simulate", "--workload", "sharegpt", "--seconds", "5", "--json", "--stateless"]
+    assert main([*given, "--model", "opt-13b", "--hardware", "a100-80gb"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["device_size"] == int((0.9 * 80e9 - 26e9) / 819_200)
+    assert row["host_size"] == int(220e9 / 819_200)
+    assert (row["stateless"], row["phases"]) == (True, "unified")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("--model opt-66b", "the weights of opt-66b are 132 GB"),
+        ("--model opt-13b --hardware a100-80gb --device-tokens 80k", "room for 65,917"),
+        ("--token-budget 100", "fewer than the 256 turns"),
+        ("--devices 0", "1 or more"),
+        ("--hardware instant --phases separate", "there is none"),
+        ("--count-from 700", "nothing is counted"),
+        ("--until 3 --count-from 5", "nothing is counted"),
+    ],
+)
+def test_what_cannot_be_simulated_is_explained(
+    wrong: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "--workload", "sharegpt", *wrong.split()]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    given = ["simulate", "--workload", "sharegpt", "--plot", str(tmp_path)]
+    assert main(given) == 3
+    assert "install the extra `bench`" in capsys.readouterr().err

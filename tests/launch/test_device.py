@@ -1,0 +1,53 @@
+"""Which device computes, and when `auto` falls back to the CPU."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pensieve.errors import ConfigError, DeviceError
+from pensieve.launch import device as device_module
+from pensieve.launch import model_ranks
+from pensieve.launch.device import chosen_device
+from tests.launch.settings import settings_of
+
+
+def test_a_gpu_that_is_not_there_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert chosen_device(settings_of()) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="finds no GPU"):
+        chosen_device(settings_of(device="cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert chosen_device(settings_of()) == torch.device("cuda", 0)
+    assert chosen_device(settings_of(device="cuda:1")) == torch.device("cuda", 1)
+    assert chosen_device(settings_of(device="cpu")) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="there are 2 GPUs"):
+        chosen_device(settings_of(device="cuda:2"))
+    with pytest.raises(ConfigError, match="the first GPUs"):
+        chosen_device(settings_of(device="cuda:1", tensor_parallel="2"))
+
+
+def test_auto_falls_back_to_the_cpu_where_the_gpu_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise DeviceError("the CUDA kernels need CuPy")
+
+    loaded: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(device_module, "_check_kernels", refuse)
+    monkeypatch.setattr(model_ranks, "load", lambda folder, device, **_: loaded.append(device))
+    lines: list[str] = []
+    with ExitStack() as undo:
+        model_ranks.load_model(settings_of(), tmp_path, lines.append, undo)
+        assert loaded == [torch.device("cpu")]
+        assert any("computing on the CPU: the CUDA kernels need CuPy" in line for line in lines)
+        with pytest.raises(DeviceError, match="need CuPy"):
+            model_ranks.load_model(settings_of(device="cuda"), tmp_path, lines.append, undo)

@@ -1,0 +1,40 @@
+"""How many pages each tier gets of the memory there is."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve.errors import ConfigError
+from pensieve.launch import sizing as tier_sizing
+from pensieve.launch.sizing import tier_pages
+from tests.launch.settings import settings_of
+
+GIB = 2**30
+PAGE_BYTES = 4 << 20
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_sizing, "available_memory_bytes", lambda: 64 * GIB)
+
+
+def test_on_a_cpu_both_tiers_share_its_memory() -> None:
+    most = tier_sizing.TOKENS_MAX // 32
+    assert tier_pages(settings_of(), PAGE_BYTES, None) == (4096, 4096)
+    assert tier_pages(settings_of(), 1 << 10, None) == (most, most), "small models need no more"
+    given = settings_of(device_cache="640t", host_cache="1GiB")
+    assert tier_pages(given, PAGE_BYTES, None) == (20, 256)
+    with pytest.raises(ConfigError, match="the two tiers need"):
+        tier_pages(settings_of(device_cache="40GiB", host_cache="40GiB"), PAGE_BYTES, None)
+
+
+def test_a_gpu_has_memory_of_its_own() -> None:
+    assert tier_pages(settings_of(), PAGE_BYTES, 100 * GIB) == (25_600, 4096)
+    given = settings_of(device_cache="50%", host_cache="60GiB")
+    assert tier_pages(given, PAGE_BYTES, 100 * GIB) == (12_800, 15_360)
+    with pytest.raises(ConfigError, match=r"--device-cache .*101.*100.0 GiB of the GPU are left"):
+        tier_pages(settings_of(device_cache="101GiB"), PAGE_BYTES, 100 * GIB)
+    with pytest.raises(ConfigError, match=r"--host-cache .*65.*64.0 GiB are available"):
+        tier_pages(settings_of(host_cache="65GiB"), PAGE_BYTES, 100 * GIB)
+    with pytest.raises(ConfigError, match="4 are needed"):
+        tier_pages(settings_of(), PAGE_BYTES, 0)

@@ -1,0 +1,41 @@
+"""Memory for KV is what nothing else was seen to need."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pensieve.model import free_memory as sizing
+from pensieve.model.free_memory import MARGIN_BYTES, MARGIN_SHARE, free_for_kv
+
+GIB = 2**30
+
+
+def test_what_is_left_for_kv_is_what_nothing_else_was_seen_to_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights take 20 GiB; a decode batch 1 and the largest batch 3 besides, and 2 for their own KV."""
+    device = torch.device("cuda", 0)
+    held = peak = 20 * GIB
+    ran: list[int] = []
+
+    def run_once(model: Any, num_tokens: int, *rest: Any) -> int:
+        nonlocal peak
+        ran.append(num_tokens)
+        peak = held + (3 if num_tokens == 8 else 5) * GIB
+        return 2 * GIB
+
+    monkeypatch.setattr(sizing, "run_once", run_once)
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: held)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peak)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * GIB, 80 * GIB))
+    model: Any = SimpleNamespace(shape=SimpleNamespace(vocab_size=1000))
+    found = free_for_kv(model, 512, 8, 32, device)
+    assert ran == [8, 512]
+    logits = 4 * 8 * 1000  # of the graphs
+    assert found == 56 * GIB - logits - MARGIN_BYTES - int(MARGIN_SHARE * 80 * GIB)
