@@ -23,7 +23,7 @@ from pensieve.errors import ConfigError
 from pensieve.launch.admin_socket import socket_path
 from pensieve.launch.daemon import DaemonSetup, Hooks, open_server, run
 from pensieve.launch.model_folder import Report
-from pensieve.service.daemon import DaemonConfig
+from pensieve.service.config import DaemonConfig
 from pensieve.service.grpc.server import Listening, Server
 
 CLOSE_SECONDS = 30.0  # for the thread; whatever hangs ends with the process

@@ -22,7 +22,7 @@ import grpc
 
 from pensieve.errors import AddressInUse, ConfigError, NotFound
 from pensieve.service.daemon import Daemon
-from pensieve.service.grpc import auth as door
+from pensieve.service.grpc import auth
 from pensieve.service.grpc.admin import AdminService
 from pensieve.service.grpc.conversation import ConversationService
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc
@@ -52,7 +52,7 @@ class Listening:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
-    tokens: Sequence[door.Token] = ()
+    tokens: Sequence[auth.Token] = ()
     insecure: bool = False
     reflection: bool | None = None  # None: unless tokens are needed
     keepalive_seconds: float = 30.0  # between pings of a silent connection
@@ -129,7 +129,7 @@ class Server:
         self.address = ""
         self._listening = listening
         self._server = grpc.aio.server(
-            interceptors=[door.Door(listening.tokens)], options=listening.options()
+            interceptors=[auth.AuthInterceptor(listening.tokens)], options=listening.options()
         )
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
             ConversationService(daemon), self._server
