@@ -12,7 +12,8 @@ engine.  So the loop acts in the order of the store's jobs (threads.py says why)
   the commit nothing else ends it.
 * **A deletion** interrupts the running turn and deletes in one job, so no turn begins in between.  Then
   the live turn is ended and DeleteConversation is put: before the Submit of any turn that begins later
-  in a conversation of the same id.  An end of that turn which comes later is ignored.
+  in a conversation of the same id.  If the turn's own end is on its way to the store, that job decides:
+  it finds the turn gone, or commits it where the deletion has failed.
 * **A fork or a rewind** is put after its job, and before the Submit of any turn that begins after it.  If
   it is lost, nobody is harmed: a turn says how long its log is, and the engine asks for what it lacks.
 * **Events** with a number that is not live are ignored: of warms, and of attempts that were given up.
@@ -139,8 +140,8 @@ class Conversations:
                 self._history.delete, conversation_id, tenant=tenant
             )
             live = None if deleted.turn_id is None else self.turns.of_turn(deleted.turn_id)
-            if live is not None:
-                self._tell(self.turns.interrupt(live))
+            if live is not None and (cancel := self.turns.interrupt(live)) is not None:
+                self._tell(cancel)
                 self._fail(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
             self._tell(DeleteConversation(cache_key(tenant, conversation_id)))
             if deleted.error is not None:
@@ -250,10 +251,11 @@ class Conversations:
                 committed = await self._threads.in_store(self._history.finish, reply)
                 self.turns.finish(live, reply, committed)
                 self.readers.wake(live.number)
+        except NotFound:  # its conversation was deleted meanwhile
+            self._fail(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
         except PensieveError as error:
-            if live.phase is not Phase.ENDED:  # else it was deleted
-                log.error("a turn could not be stored: %s", error, extra=ids_of(live))
-                self._fail(live, error)
+            log.error("a turn could not be stored: %s", error, extra=ids_of(live))
+            self._fail(live, error)
         self._on_turn_end(live)
 
     async def interrupt(

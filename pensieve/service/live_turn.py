@@ -39,6 +39,14 @@ class Phase(Enum):
     ENDED = "ended"  # `finish` is set
 
 
+LEGAL_TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
+    Phase.RUNNING: frozenset({Phase.COMMITTING, Phase.INTERRUPTING}),
+    Phase.COMMITTING: frozenset({Phase.ENDED}),
+    Phase.INTERRUPTING: frozenset({Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Begun:
     """A turn that the store holds as `running`: what the engine and its readers need of it."""
@@ -119,6 +127,10 @@ class LiveTurn:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def move_to(self, phase: Phase) -> None:
+        assert phase in LEGAL_TRANSITIONS[self.phase], (self.turn_id, self.phase, phase)
+        self.phase = phase
 
     def take(self, token: SampledToken) -> None:
         """Append one sampled token; whoever reads goes by `token_ids`, which therefore comes last."""

@@ -11,9 +11,9 @@ the engine.  It says what the engine must hear (the messages it returns) and wha
 
 * A turn is here from the moment that the loop hears of its `running` row until its end is in the store
   and its readers can see it: `finish` is set last.
-* In COMMITTING and INTERRUPTING the store's thread decides the end, and nobody else does: a cancel, the
-  end of the engine or of a reader's grace then changes nothing.  Only a deletion, which has ended the
-  turn in the store by itself, may end it here sooner; what comes for it later is ignored.
+* What moves a turn on from RUNNING ends it, and nothing else does: in COMMITTING and INTERRUPTING its end
+  is on the way to the store, and a cancel, a deletion, the end of the engine or of a reader's grace
+  changes nothing.
 * After `cancel` no further token is taken, and the log ends at the last one that was.
 * Each attempt of a turn has another number, so an event of one that was given up finds nothing.
 """
@@ -140,7 +140,7 @@ class Turns:
         """
         if live.phase is not Phase.RUNNING:
             return None
-        live.phase = Phase.INTERRUPTING
+        live.move_to(Phase.INTERRUPTING)
         return CancelTurn(live.number, live.history_tokens)
 
     def end(self, ended: TurnEnded) -> Ending | None:
@@ -148,7 +148,7 @@ class Turns:
         live = self._live.get(ended.turn_id)
         if live is None or live.phase is not Phase.RUNNING:
             return None
-        live.phase = Phase.COMMITTING
+        live.move_to(Phase.COMMITTING)
         live.usage = ended.usage
         if ended.finish is FinishReason.FAILED:
             return Ending(live, None, ended.failure or "FAILED")
@@ -167,17 +167,15 @@ class Turns:
 
     def finish(self, live: LiveTurn, reply: Reply, committed: Committed) -> None:
         """Its reply is in the history."""
-        if live.phase is not Phase.ENDED:
-            live.revision, live.tail = committed
-            self._remove(live, reply.finish)
+        live.revision, live.tail = committed
+        self._remove(live, reply.finish)
 
     def fail(
         self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
     ) -> None:
         """It has ended, and the history is as it was."""
-        if live.phase is not Phase.ENDED:
-            live.failure = failure
-            self._remove(live, finish)
+        live.failure = failure
+        self._remove(live, finish)
 
     def engine_started(self, now: float) -> None:
         """Whatever KV there was is gone."""
@@ -190,7 +188,7 @@ class Turns:
         self._num_of_tenant[live.tenant] -= 1
         if not self._num_of_tenant[live.tenant]:
             del self._num_of_tenant[live.tenant]
-        live.phase = Phase.ENDED
+        live.move_to(Phase.ENDED)
         live.finish = finish
 
     def _recompute_reason(self, begun: Begun) -> RecomputeReason:

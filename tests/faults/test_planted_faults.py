@@ -20,7 +20,6 @@ from pensieve.engine import pipe as channel
 from pensieve.service import prefixes
 from pensieve.service.conversations import Conversations
 from pensieve.service.daemon import Daemon
-from pensieve.service.live_turn import Committed
 from pensieve.service.turns import Turns
 from pensieve.store import conversation_store, rows, turn_rows
 from pensieve.store.live_turns import LiveTurns
@@ -51,7 +50,7 @@ def never(*arguments: Any, **named: Any) -> None:
 async def tell_before_it_is_stored(original: Any, self: Conversations, ending: Any) -> None:
     live, reply = ending.live, ending.reply
     if reply is not None:
-        self.turns.finish(live, reply, Committed(live.first_revision + 1, ""))
+        live.revision, live.finish = live.first_revision + 1, reply.finish
         self.readers.wake(live.number)
     await original(self, ending)
 
