@@ -50,7 +50,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class EngineProgram:
-    """What is started, and what it is told first."""
+    """What is started, and the settings that it reads first."""
 
     command: tuple[str, ...]
     settings: Mapping[str, str]

@@ -41,7 +41,7 @@ class Queries:
             future.set_result(answer)
 
     def fail_all(self, failure: PensieveError) -> None:
-        """The engine that was asked is gone."""
+        """The engine that they were for is gone."""
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(failure)

@@ -86,7 +86,7 @@ class Turns:
     # -- a turn's life --
 
     def new_number(self) -> int:
-        """For a turn or a warm; the engine is never told the same one twice."""
+        """For a turn or a warm; the engine never gets the same one twice."""
         return next(self._numbers)
 
     def begin(self, begun: Begun) -> tuple[LiveTurn, SubmitTurn]:
@@ -204,7 +204,7 @@ class Turns:
 
 
 def failure_of(reason: str) -> PensieveError:
-    """What a reader is told when the engine could not finish a turn."""
+    """The error for a reader, by the engine's reason why it could not finish a turn."""
     if reason == "QUEUE_FULL":
         return QueueFull("too many turns are waiting; try again later")
     if reason in ("ENGINE_FAILED", "TURN_RUNNING"):

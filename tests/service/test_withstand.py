@@ -272,12 +272,12 @@ def test_a_wall_clock_that_jumps_changes_nothing(
 
 def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
     """Scheduling, deadlines and graces go by a clock that never goes back."""
-    asked = {
+    users = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
         if re.search(r"\btime\.time\b|datetime\.(now|utcnow|today)", path.read_text())
     }
-    assert asked == {
+    assert users == {
         "cli/chat_terminal.py",  # the name of a new conversation
         "service/daemon.py",  # when the engine began, beside when conversations changed
         "store/conversation_store.py",  # created, updated, finished

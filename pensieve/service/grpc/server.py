@@ -93,12 +93,12 @@ class Health:
         return pb.HealthCheckResponse(status=self._status(request.service))
 
     async def watch(self, request: pb.HealthCheckRequest, context: Any) -> None:
-        told = None
+        sent = None
         while True:
             changed, status = self._changed, self._status(request.service)
-            if status != told:
+            if status != sent:
                 await context.write(pb.HealthCheckResponse(status=status))
-                told = status
+                sent = status
             await changed.wait()
 
     def handlers(self) -> Any:
@@ -125,7 +125,7 @@ class Server:
         check_exposure(listening)
         self.daemon = daemon
         self.health = Health()
-        self.stopping = asyncio.Event()  # somebody asked for the end
+        self.stopping = asyncio.Event()  # set where the end is wanted
         self.address = ""
         self._listening = listening
         self._server = grpc.aio.server(
@@ -141,13 +141,13 @@ class Server:
         daemon.on_serving = self.health.set
         wanted = listening.reflection
         if wanted or (wanted is None and not listening.tokens):
-            self._reflect(asked=bool(wanted))
+            self._reflect(is_required=bool(wanted))
 
-    def _reflect(self, asked: bool) -> None:
+    def _reflect(self, is_required: bool) -> None:
         try:
             from grpc_reflection.v1alpha import reflection
         except ImportError:
-            if asked:
+            if is_required:
                 raise ConfigError(
                     "reflection needs the package grpcio-reflection (pensieve-serve[reflection])"
                 ) from None
@@ -181,7 +181,7 @@ class Server:
 
     def _listen_locally(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # the data folder is locked, so nobody listens there
+            path.unlink()  # the data folder is locked, so no other daemon listens there
         before = os.umask(0o177)
         try:
             self._server.add_insecure_port(f"unix:{path}")
