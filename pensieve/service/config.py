@@ -1,4 +1,4 @@
-"""What can be set of the service; the engine has settings of its own."""
+"""Settings of the service: how much it takes, and how long it waits; the engine has its own."""
 
 from __future__ import annotations
 

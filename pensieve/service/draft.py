@@ -1,4 +1,4 @@
-"""A turn before it begins: what its client asks for, and the tokens of its new messages.
+"""A turn before it begins, and the tokens of its new messages.
 
 Only what is new is ever rendered and tokenized: the *delta* behind the end of the log.  So tokens of the
 past never change, and a turn of a long conversation costs what a turn of a short one does.

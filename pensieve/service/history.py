@@ -1,4 +1,4 @@
-"""What the store thread does: every transaction on the history, from values to values.
+"""Every transaction on the history of conversations, as the store thread does them.
 
 A `History` belongs to the store thread.  It holds the store, the template, and what is remembered of
 prefixes; it knows neither live turns nor the pipe to the engine.  What the engine must hear of an action

@@ -1,4 +1,4 @@
-"""A turn while it runs, and the values that the store thread and the loop exchange about it.
+"""A turn while it runs, and the values that store thread and loop exchange about it.
 
     store thread                         loop
     Begun    committed as `running`  ──>  LiveTurn, followed by its readers

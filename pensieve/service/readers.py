@@ -1,4 +1,4 @@
-"""Who follows which live turn: readers, the grace of a turn without any, and readers that stall.
+"""The readers of live turns, and how long a turn lives without any.
 
 A turn that has begun belongs to no reader in particular: its tokens gather in its `LiveTurn`, and any
 number of readers follow from the first one on.  When the last one is gone before the end, the turn has

@@ -1,4 +1,4 @@
-"""Where the service's code runs: the loop and its tasks, the store thread, the text pool.
+"""The loop, the store thread and the text pool, and in which order they exchange values.
 
     the loop           live turns, their readers, the pipe to the engine
     the store thread   the history, one job at a time

@@ -1,4 +1,4 @@
-"""The live turns, which belong to the loop: from the store's `running` to an end that is committed.
+"""The live turns, each from its beginning to an end that is committed; the loop owns them.
 
                   take, cancel
                    ┌────┐

@@ -1,4 +1,4 @@
-"""AdminService of the wire: what the daemon holds, for its operator."""
+"""The methods of gRPC's AdminService, for the operator: what the daemon holds and does."""
 
 from __future__ import annotations
 

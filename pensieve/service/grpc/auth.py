@@ -1,4 +1,4 @@
-"""Authentication of every call, the token file, and the status that a failing call ends with.
+"""Authentication of every call, the token file, and the status of a call that fails.
 
 One interceptor stands before every method of every service.  It refuses by default: with a token file,
 each method but the health check needs a token, known by its SHA-256 and compared in constant time;

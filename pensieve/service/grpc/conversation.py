@@ -1,4 +1,4 @@
-"""ConversationService of the wire: each method translates, calls the daemon once, and translates."""
+"""The methods of gRPC's ConversationService: each translates, calls the daemon, and translates."""
 
 from __future__ import annotations
 
