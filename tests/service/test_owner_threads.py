@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,3 +64,21 @@ def test_a_daemon_whose_threads_meddle_is_found_out(tmp_path: Path) -> None:
         assert len(rig.owners.violations) == 4
         rig.owners.violations.clear()
         assert rig.daemon.store.verify() == []  # it has a connection of its own
+
+
+def test_a_short_turn_is_two_jobs_of_the_store_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One to begin it and one to end it: each hop between threads costs every stream."""
+    with DaemonRig(tmp_path / "data") as rig:
+        rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=4, ignore_eos=True))
+        jobs: list[str] = []
+        in_store = rig.daemon.threads.in_store
+
+        async def counted(function: Any, *arguments: Any, **named: Any) -> Any:
+            jobs.append(function.__name__)
+            return await in_store(function, *arguments, **named)
+
+        monkeypatch.setattr(rig.daemon.threads, "in_store", counted)
+        rig.ask("c", "and now?", sampling=pb.Sampling(max_tokens=4, ignore_eos=True))
+        assert len(jobs) == 2
