@@ -24,7 +24,9 @@ from pensieve.errors import ConfigError
 from pensieve.launch import programs
 from pensieve.launch.admin_socket import socket_path
 from pensieve.launch.model_folder import Report, load_texts, resolve_model
-from pensieve.service.daemon import Daemon, DaemonConfig
+from pensieve.service.config import DaemonConfig
+from pensieve.service.daemon import Daemon
+from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening, Server, check_exposure
 from pensieve.store.conversation_store import ConversationStore
@@ -74,7 +76,11 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         resolved,
         "pensieve serve",
         listening,
-        DaemonConfig(turns_max=serving.turns_waiting_max, grace_seconds=serving.grace),
+        DaemonConfig(
+            turns_max=serving.turns_waiting_max,
+            grace_seconds=serving.grace,
+            limits=auth.limits_of(listening.tokens),
+        ),
         programs.ENGINE if serving.engine == "model" else echo,
         serving.drain_timeout,
     )
@@ -96,18 +102,9 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
                 f"(turn {turn.turn_id})"
             )
         texts = load_texts(folder, report)
-        daemon = Daemon(
-            store,
-            texts.template,
-            texts.fingerprint,
-            texts.defaults,
-            {**setup.resolved.written, "model": str(folder), "data": str(settings.data)},
-            folder,
-            setup.engine_program,
-            setup.config,
-            report,
-            auth.limits_of(setup.listening.tokens),
-        )
+        written = {**setup.resolved.written, "model": str(folder), "data": str(settings.data)}
+        program = EngineProgram(setup.engine_program, written, folder)
+        daemon = Daemon(store, texts, program, setup.config, report)
         return Server(daemon, setup.listening)
     except BaseException:
         store.close()

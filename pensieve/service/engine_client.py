@@ -1,4 +1,4 @@
-"""The engine process as the service sees it: start, talk, notice its death, start again.
+"""The engine process as the service sees it: started, written to, and started again when it dies.
 
     STOPPED ──start──> STARTING ──ready──> SERVING ──pipe ends──> DOWN ──after a pause──> STARTING
                            └──it dies before it was ever ready: the error is the caller's
@@ -6,10 +6,10 @@
 The pause doubles while processes die without having published anything, and is short after one that
 was of use.
 
-`put` may be called from any thread.  A message belongs to the process that was there when `put` was
-called: if that one dies, the message dies with it and never reaches its successor, because whoever
-lives on from a message is told of the death (`on_down`) after no more messages can be put.  Events are
-handed over on the loop, a list for each frame.
+All of it belongs to the loop.  A message belongs to the process that was there when `put` was called: if
+that one dies, the message dies with it and never reaches its successor.  When a process dies, `put`
+refuses first and `on_down` is called then, so whatever was put before can be given up in it.  Events
+are handed over a list at a time, one for each frame.
 
 The child is spawned as a program of its own with one inherited socket: no fork, no pickle, and no
 memory shared with a process that runs threads.
@@ -48,12 +48,19 @@ class Ready:
     chunk_tokens: int
 
 
-class EngineProcess:
+@dataclass(frozen=True)
+class EngineProgram:
+    """What is started, and the settings that it reads first."""
+
+    command: tuple[str, ...]
+    settings: Mapping[str, str]
+    model_folder: Path
+
+
+class EngineClient:
     def __init__(
         self,
-        written: Mapping[str, str],
-        folder: Path,
-        program: tuple[str, ...],
+        program: EngineProgram,
         *,
         on_events: Callable[[list[Event]], None],
         on_down: Callable[[str], None],
@@ -63,12 +70,12 @@ class EngineProcess:
         self.ready: Ready | None = None
         self.num_restarts = 0
         self.pid: int | None = None
-        self._hello = channel.pack(["settings", dict(written), str(folder)])
+        self._hello = channel.pack(["settings", dict(program.settings), str(program.model_folder)])
         self._on_events = on_events
         self._on_down = on_down
         self._on_up = on_up
         self._report = report
-        self._program = program
+        self._command = program.command
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -88,12 +95,12 @@ class EngineProcess:
         return ready
 
     def put(self, message: Message) -> None:
-        """To the process that is there now; Unavailable when there is none.  For any thread."""
-        writer = self._writer
-        if writer is None:
+        """To the process that is there now; Unavailable when there is none."""
+        if self._writer is None:
             raise Unavailable("the engine is starting again; try again in a moment")
         packed = channel.pack_message(message)
-        self._loop.call_soon_threadsafe(self._write, writer, packed)
+        if not self._writer.is_closing():  # else its death is noticed in a moment
+            self._writer.write(packed)
 
     async def stop(self) -> None:
         """Close the pipe, which ends the process, and wait for it."""
@@ -117,7 +124,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [*self._program, str(theirs.fileno())],
+                [*self._command, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -193,10 +200,6 @@ class EngineProcess:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-
-    def _write(self, writer: asyncio.StreamWriter, packed: bytes) -> None:
-        if not writer.is_closing():
-            writer.write(packed)
 
 
 async def _read(reader: asyncio.StreamReader) -> channel.Frame | None:

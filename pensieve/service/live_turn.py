@@ -1,19 +1,27 @@
-"""A turn from its draft to its end, as plain values; and messages between store and template."""
+"""A turn while it runs, and the values that store thread and loop exchange about it.
+
+    store thread                         loop
+    Begun    committed as `running`  ──>  LiveTurn, followed by its readers
+    Known    its request_id came before ─>  attach to the LiveTurn, or replay the stored reply
+    Committed  <── Reply             ───  the engine has ended it
+
+All but `LiveTurn` are frozen.  A `LiveTurn` belongs to the loop, and so does every change of it.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from enum import StrEnum
-from typing import Any
+from enum import Enum, StrEnum
+from typing import Any, NamedTuple
 
 from pensieve.core.iteration import Logprob, SampledToken
 from pensieve.core.turn import FinishReason, TurnOptions, Usage
 from pensieve.errors import PensieveError
+from pensieve.service.prefixes import Shared
 from pensieve.store import records
-from pensieve.text import ChatTemplate, Message, Part, PartMarker, Setting, ToolCall
+from pensieve.text import Part, PartMarker
 
 
 class RecomputeReason(StrEnum):
@@ -22,12 +30,69 @@ class RecomputeReason(StrEnum):
     FINGERPRINT_CHANGED = "fingerprint_changed"
 
 
+class Phase(Enum):
+    """How far a live turn is; `turns.py` says who moves it on."""
+
+    RUNNING = "running"  # the engine has it
+    COMMITTING = "committing"  # the engine has ended it; the store writes its end
+    INTERRUPTING = "interrupting"  # it is given up; the store writes that
+    ENDED = "ended"  # `finish` is set
+
+
+LEGAL_TRANSITIONS: Mapping[Phase, frozenset[Phase]] = {
+    Phase.RUNNING: frozenset({Phase.COMMITTING, Phase.INTERRUPTING}),
+    Phase.COMMITTING: frozenset({Phase.ENDED}),
+    Phase.INTERRUPTING: frozenset({Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A turn that the store holds as `running`: what the engine and its readers need of it."""
+
+    turn: records.StoredTurn
+    tokens: array[int]  # of the new messages
+    options: TurnOptions  # with the seed that the store has
+    history_tokens: int
+    first_revision: int  # of the conversation before it
+    prompt_end: array[int]  # the last tokens before the reply; a template may open thinking in them
+    changed_at: float  # when the conversation was last changed
+    is_tokenized_again: bool  # since its last turn, under another tokenizer or template
+    shared: Shared | None = None  # whose KV it may begin with
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A turn whose request_id came before."""
+
+    turn: records.StoredTurn
+    reply: records.NewMessage | None  # None while it runs
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a turn has come to, to be committed."""
+
+    turn_id: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish: FinishReason
+    figures: Mapping[str, Any]  # usage, as it is stored
+    is_cut: bool = False  # a cancel cut it: what was withheld as a possible stop string is text
+
+
+class Committed(NamedTuple):
+    revision: int
+    tail: str  # text after what the readers were given: what a cancelled turn had withheld
+
+
 @dataclass(slots=True)
 class LiveTurn:
     """A turn as its reader sees it; complete when `finish` is set, which therefore comes last.
 
     Its tokens lie in columns of plain values, not in an object for each: a thousand turns of a
-    thousand tokens are a few thousand objects for the cycle collector (see `pensieve.gc_pause`).
+    thousand tokens are a few thousand objects for the garbage collector (see `pensieve.gc_pause`).
     """
 
     turn_id: int
@@ -38,6 +103,7 @@ class LiveTurn:
     texts: list[str] = field(default_factory=list)  # that each token released
     parts: list[Part] = field(default_factory=list)  # that each token belongs to
     logprobs: dict[int, tuple[float, tuple[Logprob, ...]]] = field(default_factory=dict)
+    phase: Phase = Phase.RUNNING
     finish: FinishReason | None = None
     failure: PensieveError | None = None
     usage: Usage | None = None
@@ -52,8 +118,6 @@ class LiveTurn:
     recompute_reason: str = ""  # should something be recomputed
     figures: dict[str, Any] = field(default_factory=dict)  # usage, as it is stored
     marker: PartMarker | None = None
-    prefix_id: str = ""
-    log: array[int] | None = None  # with the prompt, where there is a prefix to remember
     tail: str = ""  # text after the last token: what a cancelled turn had withheld
 
     @property
@@ -64,6 +128,10 @@ class LiveTurn:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
+    def move_to(self, phase: Phase) -> None:
+        assert phase in LEGAL_TRANSITIONS[self.phase], (self.turn_id, self.phase, phase)
+        self.phase = phase
+
     def take(self, token: SampledToken) -> None:
         """Append one sampled token; whoever reads goes by `token_ids`, which therefore comes last."""
         if token.logprob is not None:
@@ -73,56 +141,27 @@ class LiveTurn:
         self.token_ids.append(token.token_id)
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A turn as its client asks for it."""
-
-    conversation_id: str
-    messages: tuple[Message, ...]
-    options: TurnOptions
-    tenant: str = ""
-    request_id: str = ""  # empty: one is drawn
-    expected_revision: int | None = None
-    create_if_missing: bool = False
-
-    @property
-    def num_characters(self) -> int:
-        return sum(len(each.content) + len(each.thinking or "") for each in self.messages)
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A turn that is about to be said: everything that tokenising it needs, and nothing shared.
-
-    `prompt` may be called in any thread; it takes as long as the text is long.
-    """
-
-    ask: Ask
-    conversation: records.Conversation
-    log_end: array[int]  # its last tokens, as long as the conversation's revision is what it was
-    head: records.Message | None  # a system prompt whose tokens come with the first turn
-    template: ChatTemplate
-
-    def prompt(self) -> list[list[int]]:
-        """The tokens of each new message."""
-        setting = setting_of(self.conversation)
-        if self.log_end:
-            delta = self.template.delta(self.ask.messages, self.log_end[-1], setting)
-            return [delta.token_ids[start:stop] for start, stop in delta.spans]
-        if self.head is None:
-            return opening(self.template, self.ask.messages, setting)
-        return opening(self.template, [message_of(self.head), *self.ask.messages], setting)[1:]
-
-
-def opening(
-    template: ChatTemplate, messages: Sequence[Message], setting: Setting
-) -> list[list[int]]:
-    """A system prompt that leads has no tokens of its own: they belong to what follows it."""
-    delta = template.opening(messages, setting)
-    tokens = [delta.token_ids[start:stop] for start, stop in delta.spans]
-    if len(tokens) > 1 and messages[0].role == "system":
-        tokens[:2] = [[], tokens[0] + tokens[1]]
-    return tokens
+def replayed(turn: records.StoredTurn, reply: records.NewMessage) -> LiveTurn:
+    """A turn that was completed before, as its reader sees it again."""
+    assert turn.finish_reason is not None
+    return LiveTurn(
+        turn.turn_id,
+        turn.conversation_id,
+        history_tokens=0,
+        prompt_tokens=0,
+        token_ids=list(reply.token_ids),
+        texts=[reply.content],
+        parts=[Part.TEXT] * len(reply.token_ids),
+        phase=Phase.ENDED,
+        finish=FinishReason(turn.finish_reason),
+        revision=turn.revision,
+        replayed=True,
+        tenant=turn.tenant,
+        request_id=turn.request_id,
+        first_revision=(turn.revision or 1) - 1,
+        attempt=turn.attempts,
+        figures=dict(turn.usage),
+    )
 
 
 def cache_key(tenant: str, conversation_id: str) -> str:
@@ -147,36 +186,3 @@ def usage_figures(usage: Usage) -> dict[str, float]:
         "first_token_seconds": first - usage.submitted_at,
         "total_seconds": end - usage.submitted_at,
     }
-
-
-def setting_of(conversation: records.Conversation) -> Setting:
-    began = datetime.fromtimestamp(conversation.created_at, UTC)
-    return Setting(conversation.tools, conversation.template_options, began)
-
-
-def new_message(message: Message, token_ids: Sequence[int]) -> records.NewMessage:
-    extra: dict[str, Any] = {}
-    if message.thinking is not None:
-        extra["thinking"] = message.thinking
-    if message.name is not None:
-        extra["name"] = message.name
-    if message.tool_calls:
-        extra["tool_calls"] = [
-            {"name": call.name, "arguments": dict(call.arguments), "id": call.id}
-            for call in message.tool_calls
-        ]
-    return records.NewMessage(
-        message.role, message.content, token_ids, message.tool_call_id or "", extra
-    )
-
-
-def message_of(stored: records.Message) -> Message:
-    calls = stored.extra.get("tool_calls", ())
-    return Message(
-        stored.role,
-        stored.content,
-        stored.extra.get("thinking"),
-        tuple(ToolCall(call["name"], call["arguments"], call["id"]) for call in calls),
-        stored.tool_call_id or None,
-        stored.extra.get("name"),
-    )

@@ -122,7 +122,7 @@ def test_a_turn_is_cancelled_from_within_its_loop(tmp_path: Path) -> None:
         with pytest.raises(errors.TurnRunning):
             talk.ask("me too")
         running.close()  # type: ignore[attr-defined]
-        wait_for(lambda: not rig.daemon.conversations.num_live)
+        wait_for(lambda: not rig.num_live)
         assert len(list(talk.messages())) == 2
 
 

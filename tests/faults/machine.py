@@ -2,7 +2,7 @@
 
 `Machine` is one life of the engine.  What it published and did not get through the pipe before it died
 is lost, as is what the service wrote and it did not read; both ends notice late.  `Link` is the real
-`EngineProcess` but for the spawning: it supervises machines, and starts another when one is gone.
+`EngineClient` but for the spawning: it supervises machines, and starts another when one is gone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 from pensieve.errors import DeviceError, QueueFull
-from pensieve.service.engine_client import EngineProcess, Ready
+from pensieve.service.engine_client import EngineClient, EngineProgram, Ready
 from pensieve.sim.clock import VirtualClock
 from tests.fakes import VOCAB, LedgerExecutor, ends_turn
 from tests.faults.texts import word
@@ -271,7 +271,7 @@ class _Wire:
         self._machine.alive = False
 
 
-class Link(EngineProcess):
+class Link(EngineClient):
     """The real supervision of machines that `begin` makes; None where a machine does not start."""
 
     def __init__(
@@ -279,7 +279,10 @@ class Link(EngineProcess):
     ) -> None:
         real = daemon.engine
         super().__init__(
-            {}, Path("/"), (), on_events=real._on_events, on_down=real._on_down, on_up=real._on_up
+            EngineProgram((), {}, Path("/")),
+            on_events=real._on_events,
+            on_down=real._on_down,
+            on_up=real._on_up,
         )
         self.machine: Machine | None = None
         self._begin = begin

@@ -29,7 +29,8 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.service.daemon import Daemon
-from pensieve.service.live_turn import Ask, LiveTurn
+from pensieve.service.draft import Ask, ConversationSettings
+from pensieve.service.live_turn import LiveTurn
 from pensieve.store import conversation_rows, message_rows
 from pensieve.text import Message
 from tests.fakes import ends_turn, extend_prefix, next_token
@@ -126,8 +127,8 @@ class People:
         deed = self.histories.under_way(name, Deed("create"))
 
         async def create() -> None:
-            await daemon.in_store(
-                daemon.conversations.create, name, system_prompt=system, prefix_id=prefix_id
+            await daemon.conversations.create(
+                ConversationSettings(name, system_prompt=system, prefix_id=prefix_id)
             )
             self.histories.acknowledged(name, deed, 0)
 
@@ -145,7 +146,7 @@ class People:
         deed = self.histories.under_way(target, Deed("fork", at, kept))
 
         async def fork() -> None:
-            await daemon.in_store(daemon.conversations.fork, name, target, at)
+            await daemon.conversations.fork(name, target, at)
             self.histories.acknowledged(target, deed, at)
 
         self._call(f"fork {name} at {at} as {target}", fork(), name, target)
@@ -161,7 +162,7 @@ class People:
         deed = self.histories.under_way(name, Deed("rewind", to))
 
         async def rewind() -> None:
-            rewound = await daemon.in_store(daemon.conversations.rewind, name, to)
+            rewound = await daemon.conversations.rewind(name, to)
             self.histories.acknowledged(name, deed, rewound.revision)
 
         self.full.discard(name)
@@ -175,7 +176,7 @@ class People:
         deed = self.histories.under_way(name, Deed("delete"))
 
         async def delete() -> None:
-            await daemon.delete(name, "")
+            await daemon.conversations.delete(name)
             self.histories.acknowledged(name, deed)
 
         self._call(f"delete {name}", delete(), name)
@@ -187,7 +188,7 @@ class People:
         daemon = self.daemon
 
         async def evict() -> None:
-            await daemon.ask(lambda number: EvictConversation(name, to_host, number))
+            await daemon.query(lambda number: EvictConversation(name, to_host, number))
 
         self._call(f"evict {name}", evict())
         return True
@@ -198,7 +199,7 @@ class People:
         daemon = self.daemon
 
         async def warm() -> None:
-            await daemon.in_store(daemon.conversations.warm, name)
+            await daemon.conversations.warm(name)
 
         self._call(f"warm {name}", warm())
         return True
@@ -286,13 +287,13 @@ class People:
         return True
 
     def cancel(self) -> bool:
-        if self.daemon is None or not (lives := self.daemon.conversations.all_live()):
+        if self.daemon is None or not (lives := self.daemon.conversations.turns.all_live()):
             return False
         live = self.random.choice(lives)
         if not live.cancelled:
             (request,) = (each for each in self.requests if each.request_id == live.request_id)
             request.cancelled_at = live.num_tokens
-        self.daemon.cancel(live)
+        self.daemon.conversations.cancel(live)
         return True
 
     def hang_up(self, call: Call) -> None:
@@ -325,7 +326,7 @@ class People:
                 request.told[live.attempt] = list(told)
 
         try:
-            await daemon.follow(live, write)
+            await daemon.conversations.follow(live, write)
         except (StoreError, StoreUnavailable) as error:
             self._note("client", f"{request.request_id}, in doubt: {error}")
         except PensieveError as error:
@@ -398,7 +399,7 @@ class People:
     def _is_live(self, request: Request) -> bool:
         if self.daemon is None:
             return False
-        lives = self.daemon.conversations.all_live()
+        lives = self.daemon.conversations.turns.all_live()
         return any(each.request_id == request.request_id for each in lives)
 
     def _look(self, looking: Any, name: str, live: Callable[[int], bool] | None) -> Seen | None:

@@ -8,12 +8,13 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from pensieve import gc_pause as cycles
+from pensieve import gc_pause
 from pensieve.service.daemon import Daemon
 from pensieve.store.connection import preferred_driver
 from pensieve.store.conversation_store import ConversationStore
 from tests.faults.machine import Link, Machine
 from tests.faults.threads import Threads
+from tests.service.owner_threads import OwnerThreads
 
 
 class Process:
@@ -24,6 +25,7 @@ class Process:
         self.daemon: Daemon | None = None  # until it has begun
         self.link: Link | None = None
         self.in_job = False
+        self.owners = OwnerThreads(lambda: loop.caller)
 
     @property
     def machine(self) -> Machine | None:
@@ -32,7 +34,9 @@ class Process:
     @property
     def is_settled(self) -> bool:
         """Whatever was begun is known: as a live turn, or by its call."""
-        return not self.in_job and not (self.daemon is not None and self.daemon._num_arriving)
+        return not self.in_job and not (
+            self.daemon is not None and self.daemon.conversations.num_arriving
+        )
 
     def deliver(self, num_frames: int) -> None:
         if self.link is not None:
@@ -54,6 +58,7 @@ class Process:
         """No task, callback or future of it has failed without anybody noticing."""
         assert not self.loop.problems, "\n".join(self.loop.problems)
         assert not LOGGED.errors, "\n".join(LOGGED.errors)
+        assert not self.owners.violations, self.owners.violations
 
     def bury(self) -> None:
         """What the operating system does when a process is gone."""
@@ -86,10 +91,10 @@ LOGGED = _Errors()
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Worlds are small and many: no passes over dead cycles, and nobody reads their log."""
+    """Worlds are small and many: no garbage collection, and nobody reads their log."""
     log = logging.getLogger("pensieve")
-    settle, rest, propagate = cycles.settle, cycles.rest, log.propagate
-    cycles.settle = cycles.rest = lambda: None
+    settle, rest, propagate = gc_pause.settle, gc_pause.rest, log.propagate
+    gc_pause.settle = gc_pause.rest = lambda: None
     log.propagate = False
     log.addHandler(LOGGED)
     collecting = gc.isenabled()
@@ -97,7 +102,7 @@ def quiet() -> Iterator[None]:
     try:
         yield
     finally:
-        cycles.settle, cycles.rest, log.propagate = settle, rest, propagate
+        gc_pause.settle, gc_pause.rest, log.propagate = settle, rest, propagate
         log.removeHandler(LOGGED)
         LOGGED.errors.clear()
         if collecting:

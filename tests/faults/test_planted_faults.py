@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from pensieve.core.scheduler import Scheduler
-from pensieve.core.turn import FinishReason, TurnState
+from pensieve.core.turn import TurnState
 from pensieve.engine import pipe as channel
-from pensieve.errors import PensieveError
 from pensieve.service import prefixes
 from pensieve.service.conversations import Conversations
 from pensieve.service.daemon import Daemon
+from pensieve.service.turns import Turns
 from pensieve.store import conversation_store, message_rows, turn_rows
 from pensieve.store.running_rows import RunningRows
 from tests.faults.disk import shelf
@@ -28,7 +28,7 @@ from tests.faults.world import run
 
 SEEDS = 120
 FIRST = {
-    "KV of a lost turn is taken for a cancelled one's": 1570
+    "KV of a lost turn is taken for a cancelled one's": 920
 }  # where it is rare: near one that finds it
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -47,24 +47,19 @@ def never(*arguments: Any, **named: Any) -> None:
     return
 
 
-def tell_before_it_is_stored(original: Any, self: Conversations, live: Any, ended: Any) -> None:
-    if ended.finish is not FinishReason.FAILED and self.live(live.number):
-        live.revision = live.first_revision + 1
-        live.finish = FinishReason.CANCELLED if live.cancelled else ended.finish
-        self._on_end(live)
-        live.finish, finish = None, live.finish
-        self.store.get_conversation(live.conversation_id)
-        live.finish = finish
-    original(self, live, ended)
+async def tell_before_it_is_stored(original: Any, self: Conversations, ending: Any) -> None:
+    live, reply = ending.live, ending.reply
+    if reply is not None:
+        live.revision, live.finish = live.first_revision + 1, reply.finish
+        self.readers.wake(live.number)
+    await original(self, ending)
 
 
-def take_an_error_for_done(original: Any, self: Conversations, live: Any, ended: Any) -> None:
-    try:
-        original(self, live, ended)
-    except PensieveError:
-        if ended.finish is not FinishReason.FAILED:
-            live.revision, live.finish = live.first_revision + 1, ended.finish
-            self._on_end(live)
+async def take_an_error_for_done(original: Any, self: Conversations, ending: Any) -> None:
+    live, reply = ending.live, ending.reply
+    await original(self, ending)
+    if reply is not None and live.failure is not None:
+        live.revision, live.finish, live.failure = live.first_revision + 1, reply.finish, None
 
 
 def lose_the_last_event(original: Any, frame: Any) -> list[Any]:
@@ -78,10 +73,10 @@ def apply_twice(original: Any, conn: Any, number: int, links: Any) -> None:
         original(conn, number, links[-1:])
 
 
-def go_on_after_a_cancel(original: Any, self: Conversations, delta: Any) -> Any:
-    live = self.live(delta.turn_id)
+def go_on_after_a_cancel(original: Any, self: Turns, token: Any) -> Any:
+    live = self._live.get(token.turn_id)
     if live is not None:
-        live.take(delta)
+        live.take(token)
     return live
 
 
@@ -98,7 +93,7 @@ def forget_to_tell_the_engine(original: Any, self: Conversations, message: Any) 
         original(self, message)
 
 
-def attach_without_what_was_said(original: Any, self: Daemon, live: Any, write: Any) -> Any:
+def attach_without_what_was_said(original: Any, self: Conversations, live: Any, write: Any) -> Any:
     if live.finish is None and live.num_tokens > 1:
         del live.token_ids[0], live.texts[0], live.parts[0]
     return original(self, live, write)
@@ -118,15 +113,15 @@ def look_closer_when_it_is_too_late(patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: dict[str, Plant] = {
     "an answer is told before it is stored": around(
-        Conversations, "settle", tell_before_it_is_stored
+        Conversations, "_commit", tell_before_it_is_stored
     ),
     "an answer is told although it was not stored": around(
-        Conversations, "settle", take_an_error_for_done
+        Conversations, "_commit", take_an_error_for_done
     ),
     "running turns go on waiting for a dead engine": around(Daemon, "_on_down", never),
     "an event is lost when many come at once": around(channel, "events_of", lose_the_last_event),
     "an end is applied twice": around(message_rows, "append_history", apply_twice),
-    "a cancelled turn goes on": around(Conversations, "deliver", go_on_after_a_cancel),
+    "a cancelled turn goes on": around(Turns, "take", go_on_after_a_cancel),
     "a fork takes what came later": around(message_rows, "require_links", fork_everything),
     "the engine keeps what was deleted": around(Conversations, "_tell", forget_to_tell_the_engine),
     "a prefix is shared further than the words agree": around(
@@ -135,7 +130,9 @@ FAULTS: dict[str, Plant] = {
     "a restart does not interrupt": around(turn_rows, "interrupt_turn", never),
     "an id that came before is not known": around(turn_rows, "find_request", never),
     "a prompt is kept when its turn begins again": around(turn_rows, "restart_turn", never),
-    "whoever attaches misses the beginning": around(Daemon, "follow", attach_without_what_was_said),
+    "whoever attaches misses the beginning": around(
+        Conversations, "follow", attach_without_what_was_said
+    ),
     "a turn is failed in memory only": around(
         conversation_store.ConversationStore, "fail_turn", never
     ),

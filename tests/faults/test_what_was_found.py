@@ -72,3 +72,55 @@ def test_an_answer_that_could_not_be_stored_is_in_no_reply_after_it(world: World
     after = people.say("tea", 3)
     world.rest(say_again=False)
     assert after.reply is not None
+
+
+@pytest.fixture
+def sound_world() -> Iterator[World]:
+    """A conversation with one turn, and no faults."""
+    with quiet(), shelf() as place:
+        world = World(0, place, shape=Shape(), rates=NO_FAULTS)
+        world.start()
+        world.people.create("tea", "")
+        world.rest()
+        world.people.say("tea", 3)
+        world.rest()
+        yield world
+        world.reckon()
+
+
+def test_a_turn_whose_log_cannot_be_read_ends(sound_world: World) -> None:
+    """The engine waited for the log, and everybody else for the engine."""
+    world = sound_world
+    world.kill_engine()
+    world.rest()
+    request = world.people.say("tea", 3)
+    world.move_until_begun()
+    world.disk.arm(Fault("the log is refused", IO_ERROR), 1)
+    world.rest(say_again=False)
+    assert world.disk.fired is not None
+    assert request.reply is None
+    world.people.say_again(request)
+    world.rest(say_again=False)
+    assert request.reply is not None
+
+
+def test_a_deletion_that_fails_leaves_the_end_of_a_turn_to_its_own_job(sound_world: World) -> None:
+    """The client was told that its turn was given up, and then it was committed."""
+    world, process = sound_world, sound_world.process
+    assert process is not None
+    assert process.machine is not None
+    request = world.people.say("tea", 1)
+    world.move_until_begun()
+    world.people.delete("tea")
+    process.loop.spin()  # the deletion's job waits
+    process.machine.read(100)
+    while process.machine.step():
+        world.clock.advance(0.01)
+    process.machine.flush()
+    process.deliver(100)
+    process.loop.spin()  # and behind it the commit's
+    assert len(process.loop.store_jobs) == 2
+    world.disk.arm(Fault("the interruption is refused", IO_ERROR), 2)
+    world.rest(say_again=False)
+    assert world.disk.fired is not None
+    assert request.reply is not None

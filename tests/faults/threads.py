@@ -8,9 +8,10 @@ here until `work` carries it out; the store's jobs in their order, since it has 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -38,6 +39,7 @@ class Threads(asyncio.BaseEventLoop):
         self.store_jobs: deque[Job] = deque()
         self.other_jobs: deque[Job] = deque()
         self.problems: list[str] = []  # what the loop had to swallow
+        self.caller = "loop"  # whose move it is; clients call from the loop
         self.set_exception_handler(self._complain)
 
     def time(self) -> float:
@@ -57,6 +59,15 @@ class Threads(asyncio.BaseEventLoop):
             asyncio._set_running_loop(before)
         raise AssertionError("the loop never comes to rest")
 
+    @contextlib.contextmanager
+    def on_the_loop(self) -> Iterator[None]:
+        """The loop's move, though a job of another thread is in the middle of its own."""
+        caller, self.caller = self.caller, "loop"
+        try:
+            yield
+        finally:
+            self.caller = caller
+
     def run_in_executor(  # type: ignore[override]
         self, executor: ThreadPoolExecutor | None, function: Callable[..., Any], *arguments: Any
     ) -> asyncio.Future[Any]:
@@ -69,6 +80,7 @@ class Threads(asyncio.BaseEventLoop):
     def work(self, jobs: deque[Job]) -> None:
         """Carry out the oldest of these, and tell the loop; a death of the process passes through."""
         job, future = jobs.popleft()
+        self.caller = "store" if jobs is self.store_jobs else "another thread"
         try:
             result = job()
         except Exception as error:
@@ -77,6 +89,8 @@ class Threads(asyncio.BaseEventLoop):
         else:
             if not future.cancelled():
                 future.set_result(result)
+        finally:
+            self.caller = "loop"
 
     def abandon(self) -> None:
         """The process is gone: whatever still waits in here ends without a word."""

@@ -32,8 +32,12 @@ from pathlib import Path
 
 from pensieve.core.sampling import Sampling
 from pensieve.errors import DeviceError, StoreError, StoreUnavailable
-from pensieve.service.daemon import Daemon, DaemonConfig
+from pensieve.launch.model_folder import LoadedTexts
+from pensieve.service.config import DaemonConfig
+from pensieve.service.daemon import Daemon, Sources
+from pensieve.service.engine_client import EngineProgram
 from pensieve.sim.clock import VirtualClock
+from pensieve.store import conversation_rows
 from pensieve.store.conversation_store import ConversationStore
 from tests.faults.disk import STORE_FAULTS, Disk, Fault, ProcessDied, begin_with
 from tests.faults.kinds import BY_MOVE, ORDINARY, Rates, Shape, drawn_rates, drawn_shape
@@ -264,23 +268,20 @@ class World:
     async def _start(self, process: Process) -> None:
         daemon = Daemon(
             process.store,
-            template(),
-            "the fingerprint",
-            Sampling(),
-            {},
-            self.disk.folder,
-            (),  # the machine is put in the process's place below
+            LoadedTexts(template(), "the fingerprint", Sampling()),
+            # The machine is put in the process's place below.
+            EngineProgram((), {}, self.disk.folder),
             DaemonConfig(
                 turns_max=self.shape.turns_max,
                 grace_seconds=self.shape.grace_seconds,
                 short_characters=self.shape.short_characters,
             ),
-            wall_clock=self._wall,
-            random_bits=self.random.getrandbits,
+            sources=Sources(self._wall, self.random.getrandbits),
         )
         process.link = Link(daemon, self._new_machine, self.strikes)
         daemon.engine = process.link
         await daemon.start()
+        process.owners.watch_daemon(daemon)
         process.daemon = daemon
         if process.store.integrity_check_due:
             daemon.check_history(lambda line: self.note("service", line))
@@ -383,7 +384,7 @@ class World:
         """Until turns are live, if they come to that."""
         for _ in range(10):
             daemon = self.people.daemon
-            if daemon is not None and daemon.conversations.num_live:
+            if daemon is not None and daemon.conversations.turns.num_live:
                 return
             with self._mortal():
                 self._go_on(say_again=False)
@@ -412,7 +413,9 @@ class World:
             worked |= self.people.say_all_again()
         self.clock.advance(0.05 if worked else 0.5)
         daemon = process.daemon
-        resting = daemon is not None and daemon.engine.serving and not daemon.conversations.num_live
+        resting = (
+            daemon is not None and daemon.engine.serving and not daemon.conversations.turns.num_live
+        )
         return worked or bool(self.people.calls) or not resting
 
     def reckon(self) -> None:
@@ -440,7 +443,7 @@ class World:
             people.delete(name)
         self.rest()
         assert not people.names, "what was deleted is there"
-        assert process.store.num_conversations() == 0
+        assert conversation_rows.num_conversations(process.looking) == 0
         assert process.store.verify() == []
         machine = process.machine
         assert machine is not None
@@ -481,10 +484,11 @@ class World:
             return
         if self.strikes("events overtake the store's thread"):
             self.note("world", "events overtake the store's thread")
-            if process.machine is not None:
-                process.machine.flush()
-                process.deliver(100)
-            process.loop.spin()
+            with process.loop.on_the_loop():
+                if process.machine is not None:
+                    process.machine.flush()
+                    process.deliver(100)
+                process.loop.spin()
 
 
 def run(seed: int, shelf: Path, tell: Callable[[str], None] | None = None) -> World:

@@ -1,15 +1,126 @@
-"""A history and an engine in the test's own thread, so that a seed decides the order of everything."""
+"""The history, the live turns and an engine in the test's own thread, so that a seed decides all order."""
 
 from __future__ import annotations
 
+import contextlib
+import secrets
+import time
+from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 from pensieve.config import Settings
+from pensieve.core.iteration import SampledToken
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.mailbox import Mailbox, Outbox
+from pensieve.engine.messages import (
+    Event,
+    ForkConversation,
+    LogNeeded,
+    RewindConversation,
+    TurnEnded,
+)
+from pensieve.engine.messages import Message as EngineMessage
+from pensieve.errors import QueueFull, TurnInterrupted
 from pensieve.launch.engine import BuiltEngine, build_engine
 from pensieve.launch.model_folder import Report, load_texts, resolve_model
-from pensieve.service.conversations import Conversations
+from pensieve.service.draft import Ask, ConversationSettings, Draft
+from pensieve.service.history import History
+from pensieve.service.live_turn import Begun, Known, LiveTurn, cache_key, replayed
+from pensieve.service.turns import Turns, failure_of
+from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
+from pensieve.text import Message
+
+
+class Conversations:
+    """What the daemon does in two threads, here in one, and at once: history, live turns, engine."""
+
+    def __init__(
+        self, history: History, turns: Turns, mailbox: Mailbox, defaults: Sampling
+    ) -> None:
+        self.history = history
+        self.turns = turns
+        self._mailbox = mailbox
+        self._defaults = defaults
+
+    def create(self, conversation_id: str, **settings: Any) -> records.Conversation:
+        return self.history.create(ConversationSettings(conversation_id, **settings))
+
+    def fork(self, source_id: str, new_id: str, at_revision: int) -> None:
+        fork = self.history.fork(source_id, new_id, at_revision)
+        self._tell(
+            ForkConversation(cache_key("", source_id), fork.num_tokens, cache_key("", new_id))
+        )
+
+    def rewind(self, conversation_id: str, to_revision: int) -> None:
+        rewound = self.history.rewind(conversation_id, to_revision)
+        self._tell(RewindConversation(cache_key("", conversation_id), rewound.num_tokens))
+
+    def send(
+        self,
+        conversation_id: str,
+        messages: Sequence[Message] | str,
+        *,
+        request_id: str = "",
+        sampling: Sampling | None = None,
+    ) -> LiveTurn:
+        """Begin a turn; `handle` the engine's events until its `finish` is set."""
+        if isinstance(messages, str):
+            messages = [Message("user", messages)]
+        options = TurnOptions(sampling or self._defaults)
+        return self._live(
+            self.history.start(
+                Ask(conversation_id, tuple(messages), options, request_id=request_id)
+            )
+        )
+
+    def draft(self, ask: Ask) -> Draft | Known:
+        return self.history.draft(ask)
+
+    def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> LiveTurn:
+        return self._live(self.history.begin(draft, prompt))
+
+    def _live(self, found: Begun | Known) -> LiveTurn:
+        if isinstance(found, Begun):
+            live, submit = self.turns.begin(found)
+            self._mailbox.put(submit)
+            return live
+        if found.reply is not None:
+            return replayed(found.turn, found.reply)
+        attached = self.turns.of_turn(found.turn.turn_id)
+        assert attached is not None
+        return attached
+
+    def cancel(self, live: LiveTurn) -> None:
+        self._tell(self.turns.cancel(live))
+
+    def interrupt(self, turn_id: int) -> None:
+        live = self.turns.of_turn(turn_id)
+        assert live is not None
+        self._tell(self.turns.interrupt(live))
+        self.history.interrupt(turn_id)
+        self.turns.fail(live, TurnInterrupted("the turn was given up"), FinishReason.CANCELLED)
+
+    def handle(self, event: Event) -> None:
+        """Take in one event of the engine."""
+        if isinstance(event, SampledToken):
+            self.turns.take(event)
+        elif isinstance(event, LogNeeded):
+            self._tell(self.history.log_for(event))
+        elif isinstance(event, TurnEnded) and (ending := self.turns.end(event)) is not None:
+            if ending.reply is None:
+                self.history.fail(ending.live.turn_id, ending.failure)
+                self.turns.fail(ending.live, failure_of(ending.failure))
+            else:
+                committed = self.history.finish(ending.reply)
+                self.turns.finish(ending.live, ending.reply, committed)
+
+    def _tell(self, message: EngineMessage | None) -> None:
+        if message is not None:
+            with contextlib.suppress(QueueFull):
+                self._mailbox.put(message)
 
 
 class Runtime:
@@ -66,14 +177,14 @@ def _start(settings: Settings, store: ConversationStore, report: Report) -> Runt
     texts = load_texts(folder, report)
     mailbox, outbox = Mailbox(), Outbox()
     built = build_engine(settings, folder, texts, report, mailbox, outbox)
-    conversations = Conversations(
+    history = History(
         store,
-        texts.template,
-        mailbox,
+        texts,
         context_max=built.context_max,
         vocab_size=built.vocab_size,
-        fingerprint=texts.fingerprint,
-        defaults=texts.defaults,
+        random_bits=secrets.randbits,
         report=report,
     )
+    turns = Turns(texts.template.tokenizer, time.time())
+    conversations = Conversations(history, turns, mailbox, texts.defaults)
     return Runtime(settings, store, built, conversations, mailbox, outbox)

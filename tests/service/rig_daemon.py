@@ -20,11 +20,14 @@ import grpc
 
 from pensieve.builtin import MODEL_PATH
 from pensieve.launch.model_folder import load_texts
-from pensieve.service.daemon import Daemon, DaemonConfig
+from pensieve.service.config import DaemonConfig
+from pensieve.service.daemon import Daemon
+from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc.server import Listening, Server
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
+from tests.service.owner_threads import OwnerThreads
 
 ECHO = (sys.executable, "-m", "pensieve.launch.echo_engine")
 DETAILS = {
@@ -57,6 +60,7 @@ class DaemonRig:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.lines: list[str] = []
+        self.owners = OwnerThreads(self._caller)
 
     def __enter__(self) -> DaemonRig:
         self._thread.start()
@@ -73,12 +77,8 @@ class DaemonRig:
         texts = load_texts(MODEL_PATH, self.lines.append)
         self.daemon = Daemon(
             ConversationStore.open(data, "pensieve test"),
-            texts.template,
-            texts.fingerprint,
-            texts.defaults,
-            written,
-            MODEL_PATH,
-            program,
+            texts,
+            EngineProgram(program, written, MODEL_PATH),
             config or DaemonConfig(grace_seconds=0.2),
             self.lines.append,
         )
@@ -86,6 +86,13 @@ class DaemonRig:
         self.server = Server(self.daemon, listening)
         await self.server.listen()
         await self.daemon.start()
+        self.owners.watch_daemon(self.daemon)
+
+    def _caller(self) -> str:
+        present = threading.current_thread()
+        if present is self._thread:
+            return "loop"
+        return "store" if present.name.startswith("store") else present.name
 
     def call(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
@@ -102,8 +109,16 @@ class DaemonRig:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        assert not self.owners.violations, self.owners.violations
 
     # -- short words --
+
+    @property
+    def num_live(self) -> int:
+        async def look() -> int:
+            return self.daemon.conversations.turns.num_live
+
+        return int(self.call(look()))
 
     def send(self, conversation_id: str, *contents: str, **fields: Any) -> Iterator[Any]:
         messages = [pb.NewMessage(content=content) for content in contents]

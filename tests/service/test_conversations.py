@@ -10,7 +10,7 @@ import pytest
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.errors import StaleRevision
-from pensieve.service.live_turn import Ask, Draft
+from pensieve.service.draft import Ask, Draft
 from pensieve.text import Message
 from tests.service.in_process import Runtime
 from tests.service.rig import ask, finish, started, step, write_model

@@ -15,7 +15,7 @@ import pytest
 
 from pensieve.builtin import MODEL_PATH
 from pensieve.launch.echo_engine import digest, next_token
-from pensieve.service.daemon import DaemonConfig
+from pensieve.service.config import DaemonConfig
 from pensieve.text import Tokenizer
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
@@ -144,7 +144,7 @@ def test_a_client_that_leaves_for_good_leaves_no_trace(slow: DaemonRig) -> None:
     running = slow.send("gone", "hello", sampling=LONG)
     next(running)
     running.cancel()
-    wait_for(lambda: not slow.daemon.conversations.num_live)
+    wait_for(lambda: not slow.num_live)
     assert slow.messages("gone") == []
     stats = slow.admin.GetStats(admin_pb2.GetStatsRequest()).stats
     assert stats.turns_running == 0
@@ -171,7 +171,7 @@ def test_an_interrupted_turn_runs_again_under_its_request_id(slow: DaemonRig) ->
     running = slow.send("again", "hello", request_id="r1", sampling=sampling)
     next(running)
     running.cancel()
-    wait_for(lambda: not slow.daemon.conversations.num_live)
+    wait_for(lambda: not slow.num_live)
     got = slow.ask("again", "hello", request_id="r1", sampling=sampling)
     assert (got.started.attempt, len(got.token_ids)) == (2, 200)
     assert wrong_tokens(slow, "again") == 0
@@ -362,7 +362,7 @@ def test_too_many_turns_are_refused_with_a_time_to_come_back(tmp_path: Path) -> 
         assert details(error.value)["RetryInfo"].retry_delay.ToSeconds() == 1
         for each in running:
             each.cancel()
-        wait_for(lambda: not rig.daemon.conversations.num_live)
+        wait_for(lambda: not rig.num_live)
         assert rig.ask("c3", "now?").completed.revision == 1
 
 
@@ -452,7 +452,7 @@ def test_the_cache_can_be_looked_at(rig: DaemonRig) -> None:
 
 
 def test_a_deadline_that_the_queue_would_miss_is_refused_at_once(slow: DaemonRig) -> None:
-    slow.daemon._queue_seconds = 20.0
+    slow.daemon.admission.queue_seconds = 20.0
     began = time.monotonic()
     with pytest.raises(grpc.RpcError) as error:
         slow.ask("late", "hello", seconds=15)

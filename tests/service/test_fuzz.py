@@ -147,7 +147,7 @@ def test_mutated_messages_are_answered_and_never_as_unknown_or_internal(tmp_path
         for text in texts:
             for ours in ("Traceback", 'File "', ".py", "Error(", "object at 0x"):
                 assert ours not in text
-        wait_for(lambda: not rig.daemon.conversations.num_live)
+        wait_for(lambda: not rig.num_live)
         assert rig.admin.CheckIntegrity(apb.CheckIntegrityRequest()).problems == []
         assert rig.ask("after", "still well?").completed.revision == 1
 

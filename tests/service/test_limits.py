@@ -1,4 +1,4 @@
-"""Limits of a tenant, with a clock of the test's own; and the door's token file."""
+"""Limits of a tenant, with a clock of the test's own; and the token file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.errors import ConfigError, PermissionDenied, QueueFull, Unauthenticated
-from pensieve.service.grpc import auth as door
+from pensieve.errors import ConfigError, PermissionDenied, Unauthenticated
+from pensieve.service.grpc import auth
 from pensieve.service.limits import Allowance, Limits
 
 BEARER = "authorization"
@@ -15,57 +15,60 @@ BEARER = "authorization"
 
 def test_a_tenant_may_run_so_many_turns_at_once() -> None:
     allowance = Allowance(Limits(turns_max=2), 0.0)
-    allowance.admit(1, 0.0)
-    with pytest.raises(QueueFull, match="2 turns at once"):
-        allowance.admit(2, 0.0)
+    assert allowance.exceeded(1, 0.0) is None
+    assert "2 turns at once" in str(allowance.exceeded(2, 0.0))
 
 
 def test_tokens_are_saved_up_for_ten_seconds_and_debts_are_waited_for() -> None:
     allowance = Allowance(Limits(tokens_per_second=5.0), 100.0)
     allowance.spend(70, 100.0)  # 50 were saved up
-    with pytest.raises(QueueFull) as error:
-        allowance.admit(0, 100.0)
-    assert error.value.retry_after_seconds == 4.0
-    allowance.admit(0, 104.0)
+    exceeded = allowance.exceeded(0, 100.0)
+    assert exceeded is not None
+    assert exceeded.retry_after_seconds == 4.0
+    assert allowance.exceeded(0, 104.0) is None
     allowance.spend(0, 1000.0)
     allowance.spend(50, 1000.0)  # never more than 50
-    allowance.admit(0, 1000.0)
+    assert allowance.exceeded(0, 1000.0) is None
     allowance.spend(1, 1000.0)
-    with pytest.raises(QueueFull):
-        allowance.admit(0, 1000.0)
+    assert allowance.exceeded(0, 1000.0) is not None
 
 
-def tokens(tmp_path: Path, text: str) -> tuple[door.Token, ...]:
+def tokens(tmp_path: Path, text: str) -> tuple[auth.Token, ...]:
     path = tmp_path / "tokens.toml"
     path.write_text(text)
     path.chmod(0o600)
-    return door.read_tokens(path)
+    return auth.read_tokens(path)
 
 
 def test_a_token_file_says_who_may_do_what(tmp_path: Path) -> None:
-    token, entry = door.new_token("acme", admin=False, turns_max=3, tokens_per_second=20.0)
-    other, second = door.new_token("", admin=True)
+    token, entry = auth.new_token("acme", admin=False, turns_max=3, tokens_per_second=20.0)
+    other, second = auth.new_token("", admin=True)
     known = tokens(tmp_path, entry + second)
-    assert door.limits_of(known) == {"acme": Limits(3, 20.0)}
-    guard = door.Door(known)
+    assert auth.limits_of(known) == {"acme": Limits(3, 20.0)}
+    guard = auth.AuthInterceptor(known)
     send, admin = "/pensieve.v1.ConversationService/SendMessage", "/pensieve.v1.AdminService/Drain"
-    assert guard.admit(send, [(BEARER, f"Bearer {token}")], "ipv4:1.2.3.4:5") == door.Caller("acme")
-    assert guard.admit(admin, [(BEARER, f"Bearer {other}")], "ipv4:1.2.3.4:5").admin
-    assert guard.admit(admin, [], "unix:").admin
-    assert guard.admit("/grpc.health.v1.Health/Check", [], "ipv4:1.2.3.4:5") == door.Caller()
+    assert guard.authenticate(send, [(BEARER, f"Bearer {token}")], "ipv4:1.2.3.4:5") == auth.Caller(
+        "acme"
+    )
+    assert guard.authenticate(admin, [(BEARER, f"Bearer {other}")], "ipv4:1.2.3.4:5").admin
+    assert guard.authenticate(admin, [], "unix:").admin
+    assert guard.authenticate("/grpc.health.v1.Health/Check", [], "ipv4:1.2.3.4:5") == auth.Caller()
     with pytest.raises(PermissionDenied):
-        guard.admit(admin, [(BEARER, f"Bearer {token}")], "ipv4:1.2.3.4:5")
+        guard.authenticate(admin, [(BEARER, f"Bearer {token}")], "ipv4:1.2.3.4:5")
     for metadata in ([], [(BEARER, "Bearer x")], [(BEARER, token)], [(BEARER, b"\xff")]):
         for method in (send, admin, "/grpc.reflection.v1alpha.ServerReflection/Info", "/other"):
             with pytest.raises(Unauthenticated):
-                guard.admit(method, metadata, "ipv4:1.2.3.4:5")
+                guard.authenticate(method, metadata, "ipv4:1.2.3.4:5")
 
 
 def test_without_tokens_everybody_here_may_talk_and_nobody_administrate() -> None:
-    guard = door.Door()
-    assert guard.admit("/pensieve.v1.ConversationService/X", [], "ipv4:127.0.0.1:5").tenant == ""
+    guard = auth.AuthInterceptor()
+    assert (
+        guard.authenticate("/pensieve.v1.ConversationService/X", [], "ipv4:127.0.0.1:5").tenant
+        == ""
+    )
     with pytest.raises(PermissionDenied):
-        guard.admit("/pensieve.v1.AdminService/GetStats", [], "ipv4:127.0.0.1:5")
+        guard.authenticate("/pensieve.v1.AdminService/GetStats", [], "ipv4:127.0.0.1:5")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,6 @@ def test_a_token_file_with_a_mistake_is_refused(tmp_path: Path, text: str, probl
 
 
 def test_tokens_of_one_tenant_have_the_same_limits(tmp_path: Path) -> None:
-    one, other = (door.new_token("a", admin=False, turns_max=each)[1] for each in (1, 2))
+    one, other = (auth.new_token("a", admin=False, turns_max=each)[1] for each in (1, 2))
     with pytest.raises(ConfigError, match="tenant 'a' has two different limits"):
-        door.limits_of(tokens(tmp_path, one + other))
+        auth.limits_of(tokens(tmp_path, one + other))

@@ -18,8 +18,8 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from pensieve.client import Client
-from pensieve.service.daemon import DaemonConfig
-from pensieve.service.grpc import auth as door
+from pensieve.service.config import DaemonConfig
+from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening
 from pensieve.v1 import admin_pb2, conversation_pb2, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
@@ -36,7 +36,7 @@ IO_ERROR, READ_ONLY, DISK_FULL = 10, 8, 13
 
 
 def running(rig: DaemonRig) -> int:
-    return rig.daemon.conversations.num_live
+    return rig.num_live
 
 
 # -- lines --
@@ -89,7 +89,7 @@ def test_a_connection_that_is_reset_within_a_reply_costs_nothing(tmp_path: Path)
         proxy.close()
         (_, reply) = rig.messages("reset")
         assert "".join(texts) == turn.reply.text == reply.content
-        assert rig.daemon.conversations.num_live == 0
+        assert rig.num_live == 0
 
 
 def test_a_flood_of_connections_and_headers_leaves_the_admitted_alone(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_a_disk_that_fails_refuses_turns_serves_what_it_can_and_heals(
                 writer.driver = driver
                 writer._discard()
 
-            await rig.daemon.in_store(swap)
+            await rig.daemon.threads.in_store(swap)
 
         driver = writer.driver
         rig.call(plant(faults))
@@ -272,15 +272,14 @@ def test_a_wall_clock_that_jumps_changes_nothing(
 
 def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
     """Scheduling, deadlines and graces go by a clock that never goes back."""
-    asked = {
+    users = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
         if re.search(r"\btime\.time\b|datetime\.(now|utcnow|today)", path.read_text())
     }
-    assert asked == {
-        "cli/chat.py",  # the name of a new conversation
-        "service/conversations.py",  # when the engine began, beside when conversations changed
-        "service/daemon.py",
+    assert users == {
+        "cli/chat_terminal.py",  # the name of a new conversation
+        "service/daemon.py",  # when the engine began, beside when conversations changed
         "store/conversation_store.py",  # created, updated, finished
     }
 
@@ -304,14 +303,14 @@ def test_a_service_that_stood_still_says_so_and_goes_on(
 def two_tenants(tmp_path: Path) -> Iterator[tuple[DaemonRig, Client, Client]]:
     tokens, entries = [], ""
     for tenant in ("a", "b"):
-        token, entry = door.new_token(tenant, admin=False)
+        token, entry = auth.new_token(tenant, admin=False)
         tokens.append(token)
         entries += entry
     path = tmp_path / "tokens.toml"
     path.write_text(entries)
     path.chmod(0o600)
     data = tmp_path / "data"
-    listening = Listening("127.0.0.1:0", data / "admin.sock", tokens=door.read_tokens(path))
+    listening = Listening("127.0.0.1:0", data / "admin.sock", tokens=auth.read_tokens(path))
     with (
         DaemonRig(data, listening=listening) as rig,
         Client(rig.server.address, token=tokens[0]) as a,

@@ -1,4 +1,4 @@
-"""AdminService: what the daemon holds, for its operator."""
+"""The methods of gRPC's AdminService, for the operator: what the daemon holds and does."""
 
 from __future__ import annotations
 
@@ -36,12 +36,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def EvictConversation(
         self, request: pb.EvictConversationRequest, context: Any
     ) -> pb.EvictConversationResponse:
-        await self.daemon.in_store(
-            self.daemon.store.get_conversation, request.conversation_id, tenant=request.tenant
-        )
+        await self.daemon.conversation(request.conversation_id, request.tenant)
         key = cache_key(request.tenant, request.conversation_id)
         to_host = request.destination == pb.EvictConversationRequest.DESTINATION_HOST
-        answer = await self.daemon.ask(lambda number: EvictConversation(key, to_host, number))
+        answer = await self.daemon.query(lambda number: EvictConversation(key, to_host, number))
         num_chunks = int(answer.figures["chunks"])
         if to_host:
             return pb.EvictConversationResponse(chunks_moved=num_chunks)
@@ -54,7 +52,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if not 1 <= limit <= 1000:
             raise InvalidArgument("limit", "must lie in 1..1000")
         least = request.order == pb.ListCachedConversationsRequest.ORDER_LEAST_VALUABLE
-        answer = await self.daemon.ask(lambda number: ListCached(number, limit, least))
+        answer = await self.daemon.query(lambda number: ListCached(number, limit, least))
         given = pb.ListCachedConversationsResponse()
         for key, on_device, on_host, dropped, idle, value, running in answer.rows:
             tenant, _, conversation_id = str(key).rpartition("/")
@@ -73,11 +71,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ExplainConversation(
         self, request: pb.ExplainConversationRequest, context: Any
     ) -> pb.ExplainConversationResponse:
-        await self.daemon.in_store(
-            self.daemon.store.get_conversation, request.conversation_id, tenant=request.tenant
-        )
+        await self.daemon.conversation(request.conversation_id, request.tenant)
         key = cache_key(request.tenant, request.conversation_id)
-        answer = await self.daemon.ask(lambda number: Explain(number, key))
+        answer = await self.daemon.query(lambda number: Explain(number, key))
         given = pb.ExplainConversationResponse()
         for row in answer.rows:
             if len(row) == 4:
@@ -99,11 +95,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         self._stop()
-        return pb.DrainResponse(turns_running=self.daemon.conversations.num_live)
+        return pb.DrainResponse(turns_running=self.daemon.conversations.turns.num_live)
 
     async def _stats(self) -> pb.Stats:
         daemon = self.daemon
-        stored = await daemon.in_store(daemon.store.num_conversations)
+        stored = await daemon.num_conversations()
         given = pb.Stats(
             conversations_stored=stored,
             daemon_seconds=asyncio.get_running_loop().time() - daemon.started_at,

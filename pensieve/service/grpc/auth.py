@@ -1,12 +1,12 @@
-"""The door of the server: who comes in, and what leaves when something goes wrong.
+"""Authentication of every call, the token file, and the status of a call that fails.
 
-One interceptor stands before every method of every service.  It is closed by default: with a token
-file, each method but the health check needs a token, known by its SHA-256 and compared in constant
-time; AdminService needs a token that says admin, or the UNIX socket in the data folder, whose
-permissions are the check.  A token names its tenant; conversations of another tenant do not exist.
+One interceptor stands before every method of every service.  It refuses by default: with a token file,
+each method but the health check needs a token, known by its SHA-256 and compared in constant time;
+AdminService needs a token with `admin`, or the UNIX socket in the data folder, whose permissions are the
+check.  A token names its tenant; conversations of another tenant do not exist.
 
-What leaves: our errors with their code and details; a request that cannot be parsed as
-INVALID_ARGUMENT; anything else as INTERNAL with an id that the log explains.
+A call fails with our errors' codes and details; a request that cannot be parsed, with INVALID_ARGUMENT;
+anything else, with INTERNAL and an id that the log explains.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Caller:
     admin: bool = False
 
 
-NOBODY = Caller()
-_caller: ContextVar[Caller] = ContextVar("caller", default=NOBODY)
+ANONYMOUS = Caller()
+_caller: ContextVar[Caller] = ContextVar("caller", default=ANONYMOUS)
 
 
 def caller() -> Caller:
@@ -110,11 +110,11 @@ def limits_of(tokens: Sequence[Token]) -> dict[str, Limits]:
     return {tenant: limits for tenant, limits in found.items() if limits != NO_LIMITS}
 
 
-class Door(grpc.aio.ServerInterceptor):
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, tokens: Sequence[Token] = ()) -> None:
         self._tokens = tuple(tokens)
 
-    def admit(self, method: str, metadata: Iterable[tuple[str, Any]], peer: str) -> Caller:
+    def authenticate(self, method: str, metadata: Iterable[tuple[str, Any]], peer: str) -> Caller:
         """Who may call this method; our error for everybody else."""
         local = peer.startswith("unix:")
         if method.startswith(HEALTH_PREFIX):
@@ -155,14 +155,14 @@ class Door(grpc.aio.ServerInterceptor):
             act: Callable[[Any, Any], Any], request: Any, context: Any, parsed: bool
         ) -> Any:
             try:
-                _caller.set(self.admit(details.method, metadata, context.peer()))
+                _caller.set(self.authenticate(details.method, metadata, context.peer()))
                 if not parsed:
                     request = _parsed(parse, request)
                 return await act(request, context)
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
             except PensieveError as error:
-                await leave(context, error)
+                await abort_with(context, error)
             except Exception:
                 incident = secrets.token_hex(8)
                 log.exception("incident %s in %s", incident, details.method)
@@ -211,7 +211,7 @@ def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
         raise InvalidArgument("request", "is not a message of this method") from None
 
 
-async def leave(context: Any, error: PensieveError) -> NoReturn:
+async def abort_with(context: Any, error: PensieveError) -> NoReturn:
     """End a call with an error of our tree."""
     context.set_trailing_metadata(
         ((translate.DETAILS_KEY, translate.status(error).SerializeToString()),)

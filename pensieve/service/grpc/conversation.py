@@ -1,4 +1,4 @@
-"""ConversationService: translate, one call, translate."""
+"""The methods of gRPC's ConversationService: each translates, calls the daemon, and translates."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from pensieve.errors import InvalidArgument, NotFound
 from pensieve.service.daemon import Daemon
+from pensieve.service.draft import Ask, ConversationSettings
 from pensieve.service.grpc import translate
 from pensieve.service.grpc.auth import caller
-from pensieve.service.live_turn import Ask
 from pensieve.store import records
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
@@ -28,8 +28,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self, request: pb.CreateConversationRequest, context: Any
     ) -> pb.CreateConversationResponse:
         options = translate.plain("template_options", request.template_options)
-        created = await self.daemon.in_store(
-            self.daemon.conversations.create,
+        settings = ConversationSettings(
             request.conversation_id or _drawn(),
             system_prompt=request.system_prompt,
             tools=[translate.plain("tools", tool) for tool in request.tools],
@@ -38,22 +37,20 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             prefix_id=request.prefix_id,
             tenant=caller().tenant,
         )
+        created = await self.daemon.conversations.create(settings)
         return pb.CreateConversationResponse(conversation=self._conversation(created))
 
     async def GetConversation(
         self, request: pb.GetConversationRequest, context: Any
     ) -> pb.GetConversationResponse:
-        found = await self._found(request.conversation_id)
+        found = await self.daemon.conversation(_id(request.conversation_id), caller().tenant)
         return pb.GetConversationResponse(conversation=self._conversation(found))
 
     async def ListConversations(
         self, request: pb.ListConversationsRequest, context: Any
     ) -> pb.ListConversationsResponse:
-        page = await self.daemon.in_store(
-            self.daemon.store.list_conversations,
-            request.page_size or PAGE_SIZE,
-            request.page_token,
-            tenant=caller().tenant,
+        page = await self.daemon.list_conversations(
+            request.page_size or PAGE_SIZE, request.page_token, caller().tenant
         )
         return pb.ListConversationsResponse(
             conversations=[self._conversation(each) for each in page.conversations],
@@ -63,14 +60,13 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def DeleteConversation(
         self, request: pb.DeleteConversationRequest, context: Any
     ) -> pb.DeleteConversationResponse:
-        await self.daemon.delete(_id(request.conversation_id), caller().tenant)
+        await self.daemon.conversations.delete(_id(request.conversation_id), caller().tenant)
         return pb.DeleteConversationResponse()
 
     async def ForkConversation(
         self, request: pb.ForkConversationRequest, context: Any
     ) -> pb.ForkConversationResponse:
-        fork = await self.daemon.in_store(
-            self.daemon.conversations.fork,
+        fork = await self.daemon.conversations.fork(
             _id(request.conversation_id),
             request.new_conversation_id or _drawn(),
             request.at_revision if request.HasField("at_revision") else None,
@@ -82,22 +78,15 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def RewindConversation(
         self, request: pb.RewindConversationRequest, context: Any
     ) -> pb.RewindConversationResponse:
-        conversation_id = _id(request.conversation_id)
-        await self.daemon.in_store(
-            self.daemon.conversations.rewind,
-            conversation_id,
-            request.to_revision,
-            tenant=caller().tenant,
+        rewound = await self.daemon.conversations.rewind(
+            _id(request.conversation_id), request.to_revision, caller().tenant
         )
-        found = await self._found(conversation_id)
-        return pb.RewindConversationResponse(conversation=self._conversation(found))
+        return pb.RewindConversationResponse(conversation=self._conversation(rewound))
 
     async def WarmConversation(
         self, request: pb.WarmConversationRequest, context: Any
     ) -> pb.WarmConversationResponse:
-        await self.daemon.in_store(
-            self.daemon.conversations.warm, _id(request.conversation_id), tenant=caller().tenant
-        )
+        await self.daemon.conversations.warm(_id(request.conversation_id), caller().tenant)
         return pb.WarmConversationResponse()
 
     async def ListMessages(
@@ -111,8 +100,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         ):
             raise InvalidArgument("page_token", "is not one that was given out")
         start = int(request.page_token[:18] or 0)
-        found = await self.daemon.in_store(
-            self.daemon.store.messages,
+        found = await self.daemon.messages(
             _id(request.conversation_id),
             start,
             size + 1,
@@ -140,7 +128,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         ask = Ask(
             _id(request.conversation_id),
             tuple(translate.messages_of(request.messages)),
-            translate.turn_options(request, daemon.conversations.defaults),
+            translate.turn_options(request, daemon.defaults),
             caller().tenant,
             request.request_id,
             request.expected_revision if request.HasField("expected_revision") else None,
@@ -158,7 +146,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
                 sequence += 1
                 await context.write(pb.SendMessageResponse(sequence=sequence, delta=delta))
 
-        await daemon.follow(live, write)
+        await daemon.conversations.follow(live, write)
         if live.tail:
             sequence += 1
             rest = pb.TurnDelta(text=live.tail, kind=translate.PART_NUMBERS[live.parts[-1]])
@@ -170,23 +158,15 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def CancelTurn(
         self, request: pb.CancelTurnRequest, context: Any
     ) -> pb.CancelTurnResponse:
-        conversation_id, tenant = _id(request.conversation_id), caller().tenant
-        live = self.daemon.conversations.running(conversation_id, tenant=tenant)
-        if live is None or (request.turn_id and request.turn_id != str(live.turn_id)):
-            await self._found(conversation_id)  # NOT_FOUND, if it is not there at all
-            return pb.CancelTurnResponse(was_running=False)
-        self.daemon.cancel(live)
-        return pb.CancelTurnResponse(was_running=True)
+        was_running = await self.daemon.cancel_turn(
+            _id(request.conversation_id), request.turn_id, caller().tenant
+        )
+        return pb.CancelTurnResponse(was_running=was_running)
 
     # -- inside --
 
-    async def _found(self, conversation_id: str) -> records.Conversation:
-        return await self.daemon.in_store(
-            self.daemon.store.get_conversation, _id(conversation_id), tenant=caller().tenant
-        )
-
     def _conversation(self, found: records.Conversation) -> pb.Conversation:
-        return translate.conversation(found, self.daemon.conversations.context_max)
+        return translate.conversation(found, self.daemon.context_max)
 
 
 def _id(conversation_id: str) -> str:

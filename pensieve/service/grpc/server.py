@@ -22,7 +22,7 @@ import grpc
 
 from pensieve.errors import AddressInUse, ConfigError, NotFound
 from pensieve.service.daemon import Daemon
-from pensieve.service.grpc import auth as door
+from pensieve.service.grpc import auth
 from pensieve.service.grpc.admin import AdminService
 from pensieve.service.grpc.conversation import ConversationService
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc
@@ -52,7 +52,7 @@ class Listening:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
-    tokens: Sequence[door.Token] = ()
+    tokens: Sequence[auth.Token] = ()
     insecure: bool = False
     reflection: bool | None = None  # None: unless tokens are needed
     keepalive_seconds: float = 30.0  # between pings of a silent connection
@@ -93,12 +93,12 @@ class Health:
         return pb.HealthCheckResponse(status=self._status(request.service))
 
     async def watch(self, request: pb.HealthCheckRequest, context: Any) -> None:
-        told = None
+        sent = None
         while True:
             changed, status = self._changed, self._status(request.service)
-            if status != told:
+            if status != sent:
                 await context.write(pb.HealthCheckResponse(status=status))
-                told = status
+                sent = status
             await changed.wait()
 
     def handlers(self) -> Any:
@@ -125,11 +125,11 @@ class Server:
         check_exposure(listening)
         self.daemon = daemon
         self.health = Health()
-        self.stopping = asyncio.Event()  # somebody asked for the end
+        self.stopping = asyncio.Event()  # set where the end is wanted
         self.address = ""
         self._listening = listening
         self._server = grpc.aio.server(
-            interceptors=[door.Door(listening.tokens)], options=listening.options()
+            interceptors=[auth.AuthInterceptor(listening.tokens)], options=listening.options()
         )
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
             ConversationService(daemon), self._server
@@ -141,13 +141,13 @@ class Server:
         daemon.on_serving = self.health.set
         wanted = listening.reflection
         if wanted or (wanted is None and not listening.tokens):
-            self._reflect(asked=bool(wanted))
+            self._reflect(is_required=bool(wanted))
 
-    def _reflect(self, asked: bool) -> None:
+    def _reflect(self, is_required: bool) -> None:
         try:
             from grpc_reflection.v1alpha import reflection
         except ImportError:
-            if asked:
+            if is_required:
                 raise ConfigError(
                     "reflection needs the package grpcio-reflection (pensieve-serve[reflection])"
                 ) from None
@@ -181,7 +181,7 @@ class Server:
 
     def _listen_locally(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # the data folder is locked, so nobody listens there
+            path.unlink()  # the data folder is locked, so no other daemon listens there
         before = os.umask(0o177)
         try:
             self._server.add_insecure_port(f"unix:{path}")

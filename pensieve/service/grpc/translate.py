@@ -1,7 +1,7 @@
-"""Between the wire and our values: requests in, events and errors out.  No decisions are made here.
+"""Messages of the wire to values of ours and back.  No decisions are made here.
 
 What a client may get wrong is refused with the name of the field; what the store or the engine refuse
-comes as an error of our tree and leaves as a canonical code with google.rpc details.
+is an error of our tree, and becomes a canonical code with google.rpc details.
 """
 
 from __future__ import annotations

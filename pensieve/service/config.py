@@ -1,0 +1,20 @@
+"""Settings of the service: how much it takes, and how long it waits; the engine has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pensieve.service.limits import Limits
+
+
+@dataclass(frozen=True)
+class DaemonConfig:
+    turns_max: int = 1024  # begun and not ended, queued ones included
+    grace_seconds: float = 5.0
+    stall_seconds: float = 40.0
+    undelivered_tokens_max: int = 16_384
+    answer_seconds: float = 30.0
+    text_threads: int = 2
+    short_characters: int = 4_096  # tokenized where the turn begins: a hop takes longer
+    limits: Mapping[str, Limits] = field(default_factory=dict)  # by tenant

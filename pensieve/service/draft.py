@@ -1,0 +1,144 @@
+"""A turn before it begins, and the tokens of its new messages.
+
+Only what is new is ever rendered and tokenized: the *delta* behind the end of the log.  So tokens of the
+past never change, and a turn of a long conversation costs what a turn of a short one does.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from pensieve.core.turn import FinishReason, TurnOptions
+from pensieve.store import records
+from pensieve.text import ChatTemplate, Message, Setting, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationSettings:
+    """What a client fixes when it creates a conversation."""
+
+    conversation_id: str
+    system_prompt: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    prefix_id: str = ""
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A turn as its client asks for it."""
+
+    conversation_id: str
+    messages: tuple[Message, ...]
+    options: TurnOptions
+    tenant: str = ""
+    request_id: str = ""  # empty: one is drawn
+    expected_revision: int | None = None
+    create_if_missing: bool = False
+
+    @property
+    def num_characters(self) -> int:
+        return sum(len(each.content) + len(each.thinking or "") for each in self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Everything that tokenizing a turn's messages needs, and nothing shared.
+
+    `prompt` may be called in any thread; it takes as long as the text is long.
+    """
+
+    ask: Ask
+    conversation: records.Conversation
+    log_end: array[int]  # its last tokens, as long as the conversation's revision is what it was
+    head: records.Message | None  # a system prompt whose tokens come with the first turn
+    template: ChatTemplate
+
+    def prompt(self) -> list[list[int]]:
+        """The tokens of each new message."""
+        setting = setting_of(self.conversation)
+        if self.log_end:
+            delta = self.template.delta(self.ask.messages, self.log_end[-1], setting)
+            return [delta.token_ids[start:stop] for start, stop in delta.spans]
+        if self.head is None:
+            return opening(self.template, self.ask.messages, setting)
+        return opening(self.template, [message_of(self.head), *self.ask.messages], setting)[1:]
+
+
+def opening(
+    template: ChatTemplate, messages: Sequence[Message], setting: Setting
+) -> list[list[int]]:
+    """A system prompt that leads has no tokens of its own: they belong to what follows it."""
+    delta = template.opening(messages, setting)
+    tokens = [delta.token_ids[start:stop] for start, stop in delta.spans]
+    if len(tokens) > 1 and messages[0].role == "system":
+        tokens[:2] = [[], tokens[0] + tokens[1]]
+    return tokens
+
+
+def tokenized_again(
+    template: ChatTemplate, stored: Sequence[records.Message], setting: Setting
+) -> list[list[int]]:
+    """The tokens of each message of a history that was written under another tokenizer or template."""
+    tokens: list[list[int]] = []
+    since_reply: list[records.Message] = []
+    last_token_id: int | None = None
+    for message in stored:
+        if message.finish_reason is None:
+            since_reply.append(message)
+            continue
+        new = [message_of(each) for each in since_reply]
+        if last_token_id is None and not any(tokens):
+            tokens += opening(template, new, setting)
+        else:
+            delta = template.delta(new, last_token_id, setting)
+            tokens += [delta.token_ids[start:stop] for start, stop in delta.spans]
+        reply = list(template.tokenizer.encode(message.content).ids)
+        if message.finish_reason == FinishReason.STOP and template.end_id is not None:
+            reply.append(template.end_id)
+        tokens.append(reply)
+        last_token_id = reply[-1] if reply else None
+        since_reply = []
+    tokens += [[] for _ in since_reply]  # a system prompt without a turn yet
+    return tokens
+
+
+def setting_of(conversation: records.Conversation) -> Setting:
+    began = datetime.fromtimestamp(conversation.created_at, UTC)
+    return Setting(conversation.tools, conversation.template_options, began)
+
+
+def new_message(message: Message, token_ids: Sequence[int]) -> records.NewMessage:
+    """A message of a client as the store takes it."""
+    extra: dict[str, Any] = {}
+    if message.thinking is not None:
+        extra["thinking"] = message.thinking
+    if message.name is not None:
+        extra["name"] = message.name
+    if message.tool_calls:
+        extra["tool_calls"] = [
+            {"name": call.name, "arguments": dict(call.arguments), "id": call.id}
+            for call in message.tool_calls
+        ]
+    return records.NewMessage(
+        message.role, message.content, token_ids, message.tool_call_id or "", extra
+    )
+
+
+def message_of(stored: records.Message) -> Message:
+    """A message of the store as the template takes it."""
+    calls = stored.extra.get("tool_calls", ())
+    return Message(
+        stored.role,
+        stored.content,
+        stored.extra.get("thinking"),
+        tuple(ToolCall(call["name"], call["arguments"], call["id"]) for call in calls),
+        stored.tool_call_id or None,
+        stored.extra.get("name"),
+    )

@@ -1,0 +1,369 @@
+"""Every transaction on the history of conversations, as the store thread does them.
+
+A `History` belongs to the store thread.  It holds the store, the template, and what is remembered of
+prefixes; it knows neither live turns nor the pipe to the engine.  What the engine must hear of an action
+follows from the value that the action returns; the loop puts it.
+
+A turn, in order:
+
+1. `draft` reads the end of the log; the messages are tokenized from that (`Draft.prompt`, in any
+   thread).  `begin` checks that they fit and commits the turn as `running`.  Whatever can fail comes
+   before that commit, so a turn that is `running` here is `Begun` there.  `start` does both at once.
+2. `finish` appends the tokens of user and reply to the log in ONE transaction.  `fail` and
+   `interrupt` leave the history as it was.
+3. A request_id that came before is `Known`: the turn runs, or its reply is answered from the store and
+   nothing is computed.
+
+The engine may hold KV for tokens that never reached the log (a turn that failed in the store, say).
+That does no harm: a turn says how long its conversation's log is, and the engine cuts behind it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple, Protocol
+
+from pensieve.core.sampling import Sampling
+from pensieve.engine.messages import CancelTurn, LogNeeded, ProvideLog, SubmitTurn
+from pensieve.errors import (
+    ContextFull,
+    InvalidArgument,
+    NotFound,
+    PensieveError,
+    StaleRevision,
+    TurnRunning,
+)
+from pensieve.service.draft import (
+    Ask,
+    ConversationSettings,
+    Draft,
+    new_message,
+    setting_of,
+    tokenized_again,
+)
+from pensieve.service.live_turn import Begun, Committed, Known, Reply, cache_key
+from pensieve.service.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
+from pensieve.service.prefixes import Prefixes
+from pensieve.store import records
+from pensieve.store.conversation_store import ConversationStore
+from pensieve.text import ChatTemplate, Message, Setting
+
+BYTES_PER_TOKEN_MAX = 16  # longer text is refused before it is tokenized
+PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
+KNOWN_STATES = frozenset(
+    {records.TurnState.RUNNING, records.TurnState.COMPLETED, records.TurnState.CANCELLED}
+)
+
+
+class Texts(Protocol):
+    """The text side of a model."""
+
+    @property
+    def template(self) -> ChatTemplate: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def defaults(self) -> Sampling: ...
+
+
+class Deleted(NamedTuple):
+    turn_id: int | None  # that was running; it is none any more, whatever the error says
+    error: PensieveError | None  # why the rest did not go well
+
+
+class _Beginning(NamedTuple):
+    """The first tokens of a running turn's conversation, to be shared once it is committed."""
+
+    conversation: records.Conversation
+    tokens: array[int]
+
+
+class History:
+    def __init__(
+        self,
+        store: ConversationStore,
+        texts: Texts,
+        *,
+        context_max: int,
+        vocab_size: int,
+        random_bits: Callable[[int], int],
+        report: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`random_bits` draws the seeds and the request ids that clients leave to us."""
+        self._store = store
+        self._template = texts.template
+        self._fingerprint = texts.fingerprint
+        self._context_max = context_max
+        self._template.tokenizer.tokens_max = context_max
+        self._vocab_size = vocab_size
+        self._random_bits = random_bits
+        self._report = report
+        self._prefixes = Prefixes()
+        self._beginnings: dict[int, _Beginning] = {}  # by turn id, while the turn runs
+        self._tokenized_again: set[tuple[str, str]] = set()  # conversations, until their next turn
+
+    # -- conversations --
+
+    def create(self, settings: ConversationSettings) -> records.Conversation:
+        """The system prompt's tokens come with the first turn: templates differ in where it goes."""
+        system_prompt, options = settings.system_prompt, dict(settings.template_options)
+        head = [Message("system", system_prompt)] if system_prompt else []
+        self._check_length(len(system_prompt))
+        if head or settings.tools or options:
+            # A dry run shows at once whether the template takes them.
+            self._template.opening([*head, Message("user", "?")], Setting(settings.tools, options))
+        return self._store.create_conversation(
+            records.NewConversation(
+                settings.conversation_id,
+                self._fingerprint,
+                [records.NewMessage("system", system_prompt)] if system_prompt else [],
+                list(settings.tools),
+                options,
+                dict(settings.metadata),
+                settings.prefix_id,
+                settings.tenant,
+            )
+        )
+
+    def fork(
+        self,
+        source_id: str,
+        new_id: str,
+        at_revision: int | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        tenant: str = "",
+    ) -> records.Conversation:
+        """Its `num_tokens` first tokens are the source's."""
+        if at_revision is None:
+            at_revision = self._store.get_conversation(source_id, tenant=tenant).revision
+        return self._store.fork_conversation(
+            source_id, at_revision, new_id, metadata=metadata, tenant=tenant
+        )
+
+    def rewind(
+        self, conversation_id: str, to_revision: int, *, tenant: str = ""
+    ) -> records.Conversation:
+        """The conversation as it is afterwards."""
+        self._prefixes.forget(tenant, conversation_id)
+        self._store.rewind_conversation(conversation_id, to_revision, tenant=tenant)
+        return self._store.get_conversation(conversation_id, tenant=tenant)
+
+    def delete(self, conversation_id: str, *, tenant: str = "") -> Deleted:
+        """Interrupt its running turn and delete it; nothing begins in between.
+
+        The turn is interrupted also where the deletion fails after that, so the error is returned
+        beside it.
+        """
+        conversation = self._store.get_conversation(conversation_id, tenant=tenant)
+        turn_id = conversation.running_turn_id
+        self._tokenized_again.discard((tenant, conversation_id))
+        self._prefixes.forget(tenant, conversation_id)
+        try:
+            if turn_id is not None:
+                self.interrupt(turn_id)
+            self._store.delete_conversation(conversation_id, tenant=tenant)
+        except PensieveError as error:
+            return Deleted(turn_id, error)
+        return Deleted(turn_id, None)
+
+    def warm(self, conversation_id: str, number: int, *, tenant: str = "") -> SubmitTurn | None:
+        """What brings the conversation's KV to the device, under this number; None if there is no need."""
+        conversation = self._current(conversation_id, tenant)
+        length = conversation.num_tokens
+        if not length or conversation.running_turn_id is not None:
+            return None
+        key = cache_key(tenant, conversation_id)
+        return SubmitTurn(number, key, b"", length, warm=True, first_position=length)
+
+    def log_for(self, needed: LogNeeded) -> ProvideLog | CancelTurn:
+        """The tokens that the engine does not know.
+
+        It wants them before it runs a turn, so the log is still as long as it was when the turn was
+        submitted; a warm's may have changed meanwhile, and then that is ended.
+        """
+        tenant, _, conversation_id = needed.conversation_id.rpartition("/")
+        try:
+            log = self._store.log(conversation_id, needed.num_tokens, tenant=tenant)
+        except NotFound:
+            log = array("I")
+        if len(log) == needed.num_tokens:
+            return ProvideLog(needed.turn_id, log.tobytes())
+        return CancelTurn(needed.turn_id, 0)
+
+    # -- a turn begins --
+
+    def start(self, ask: Ask) -> Begun | Known:
+        """Draft, tokenize and begin at once: for short messages, which take less than another hop."""
+        drafted = self.draft(ask)
+        return drafted if isinstance(drafted, Known) else self.begin(drafted, drafted.prompt())
+
+    def draft(self, ask: Ask) -> Draft | Known:
+        """Look up what a turn goes on from; the turn itself where its request_id is known already."""
+        self._check(ask)
+        conversation_id, tenant = ask.conversation_id, ask.tenant
+        try:
+            conversation = self._current(conversation_id, tenant)
+        except NotFound:
+            if not ask.create_if_missing:
+                raise
+            conversation = self.create(ConversationSettings(conversation_id, tenant=tenant))
+        is_new = not conversation.revision and conversation.running_turn_id is None
+        if ask.request_id and not is_new:
+            stored = self._store.find_turn(conversation_id, ask.request_id, tenant=tenant)
+            if stored is not None and stored.state in KNOWN_STATES:
+                request = self._request(ask, ask.request_id, None, ask.expected_revision)
+                begun = self._store.begin_turn(conversation_id, request, tenant=tenant)
+                assert not begun.must_run
+                return self._known(begun.turn)
+        if conversation.running_turn_id is not None:
+            raise TurnRunning(conversation_id, str(conversation.running_turn_id))
+        if ask.expected_revision not in (None, conversation.revision):
+            raise StaleRevision(ask.expected_revision, conversation.revision)
+        log_end, head = array("I"), None
+        if conversation.num_tokens:
+            log_end = self._store.log_end(conversation_id, PROMPT_TAIL_TOKENS, tenant=tenant)
+        elif conversation.num_messages:
+            (head,) = self._store.messages(conversation_id, 0, 1, tenant=tenant)
+        return Draft(ask, conversation, log_end, head, self._template)
+
+    def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> Begun | Known:
+        """Commit the turn as `running`; StaleRevision if the conversation has moved on meanwhile."""
+        ask, conversation = draft.ask, draft.conversation
+        conversation_id, tenant = conversation.conversation_id, conversation.tenant
+        tokens = array("I")
+        for token_ids in prompt:
+            tokens.extend(token_ids)
+        history_tokens = conversation.num_tokens
+        if history_tokens + len(tokens) >= self._context_max:
+            raise ContextFull(history_tokens + len(tokens) + 1, self._context_max)
+        request_id = ask.request_id or f"{self._random_bits(128):032x}"
+        request = self._request(ask, request_id, prompt, conversation.revision)
+        # Read before the commit: an error behind it would leave a turn that nobody runs.
+        beginning = self._beginning(conversation, tokens) if conversation.prefix_id else None
+        begun = self._store.begin_turn(conversation_id, request, tenant=tenant)
+        if not begun.must_run:
+            return self._known(begun.turn)
+        shared = None
+        if beginning is not None:
+            self._beginnings[begun.turn.turn_id] = beginning
+            if not history_tokens:
+                shared = self._prefixes.shared(tenant, conversation.prefix_id, beginning.tokens)
+        key = (tenant, conversation_id)
+        is_tokenized_again = key in self._tokenized_again
+        self._tokenized_again.discard(key)
+        sampling = replace(ask.options.sampling, seed=begun.turn.seed)
+        return Begun(
+            begun.turn,
+            tokens,
+            replace(ask.options, sampling=sampling),
+            history_tokens,
+            conversation.revision,
+            (draft.log_end + tokens)[-PROMPT_TAIL_TOKENS:],
+            conversation.updated_at,
+            is_tokenized_again,
+            shared,
+        )
+
+    # -- a turn ends --
+
+    def finish(self, reply: Reply) -> Committed:
+        """Append the turn's messages and its reply to the log; on the disk when this returns."""
+        beginning = self._beginnings.pop(reply.turn_id, None)
+        text = reply.text
+        if reply.is_cut:
+            text = self._template.tokenizer.decode(list(reply.token_ids))
+        message = records.NewMessage("assistant", text, reply.token_ids)
+        revision = self._store.finish_turn(
+            reply.turn_id, message, reply.finish.value, reply.figures
+        )
+        if beginning is not None:
+            conversation = beginning.conversation
+            self._prefixes.remember(
+                conversation.tenant,
+                conversation.prefix_id,
+                conversation.conversation_id,
+                beginning.tokens,
+            )
+        return Committed(revision, text[len(reply.text) :])
+
+    def fail(self, turn_id: int, reason: str) -> None:
+        """The engine could not finish it."""
+        self._beginnings.pop(turn_id, None)
+        self._store.fail_turn(turn_id, reason)
+
+    def interrupt(self, turn_id: int) -> None:
+        """Nobody waits for it any more, or the engine is gone."""
+        self._beginnings.pop(turn_id, None)
+        self._store.interrupt_turn(turn_id)
+
+    # -- inside --
+
+    def _check(self, ask: Ask) -> None:
+        if (problem := ask.options.sampling.problem(self._vocab_size)) is not None:
+            raise InvalidArgument(f"sampling.{problem[0]}", problem[1])
+        for message in ask.messages:
+            if message.role == "user" and not message.content:
+                raise InvalidArgument("content", "a message must not be empty")
+        self._check_length(ask.num_characters)
+
+    def _check_length(self, size: int) -> None:
+        limit = BYTES_PER_TOKEN_MAX * self._context_max
+        if size > limit:
+            raise InvalidArgument(
+                "content",
+                f"{size:,} characters cannot fit a context of {self._context_max:,} tokens",
+            )
+
+    def _current(self, conversation_id: str, tenant: str) -> records.Conversation:
+        """The conversation, its tokens being those of the present tokenizer and template."""
+        conversation = self._store.get_conversation(conversation_id, tenant=tenant)
+        if conversation.fingerprint == self._fingerprint:
+            return conversation
+        if conversation.running_turn_id is not None:
+            raise TurnRunning(conversation_id, str(conversation.running_turn_id))
+        stored = self._store.messages(conversation_id, tenant=tenant)
+        self._report(
+            f"conversation {conversation_id} was written under another tokenizer or template; "
+            f"tokenizing its {len(stored)} messages again"
+        )
+        tokens = tokenized_again(self._template, stored, setting_of(conversation))
+        self._tokenized_again.add((tenant, conversation_id))
+        self._prefixes.forget(tenant, conversation_id)
+        return self._store.replace_log(conversation_id, self._fingerprint, tokens, tenant=tenant)
+
+    def _request(
+        self,
+        ask: Ask,
+        request_id: str,
+        prompt: Sequence[Sequence[int]] | None,
+        expected_revision: int | None,
+    ) -> records.TurnRequest:
+        messages, sampling = ask.messages, ask.options.sampling
+        tokens = prompt or [[] for _ in messages]
+        values = {name: value for name, value in asdict(sampling).items() if name != "seed"}
+        return records.TurnRequest(
+            request_id,
+            [new_message(message, ids) for message, ids in zip(messages, tokens, strict=True)],
+            values | ({"seed": sampling.seed} if sampling.seed else {}),
+            sampling.seed or self._random_bits(63) + 1,
+            expected_revision,
+        )
+
+    def _known(self, turn: records.StoredTurn) -> Known:
+        if turn.state is records.TurnState.RUNNING:
+            return Known(turn, None)
+        reply = self._store.turn_messages(turn.turn_id).reply
+        assert reply is not None
+        return Known(turn, reply)
+
+    def _beginning(self, conversation: records.Conversation, prompt: array[int]) -> _Beginning:
+        """Of a conversation with this prompt behind it: as much as may be shared."""
+        log = array("I")
+        if conversation.num_tokens:
+            log = self._store.log(
+                conversation.conversation_id, SHARED_TOKENS_MAX, tenant=conversation.tenant
+            )
+        return _Beginning(conversation, (log + prompt)[:SHARED_TOKENS_MAX])

@@ -1,0 +1,215 @@
+"""The live turns, each from its beginning to an end that is committed; the loop owns them.
+
+                  take, cancel
+                   ┌────┐
+    begin ──> RUNNING <─┘──end (the engine's)──> COMMITTING ──finish──> ENDED
+                 └──────interrupt─────────────> INTERRUPTING ──fail──┘
+
+A `Turns` is plain and synchronous: it has no thread, socket or timer, and it calls neither the store nor
+the engine.  It says what the engine must hear (the messages it returns) and what is to be committed (a
+`Reply`); its owner carries that out.  What holds:
+
+* A turn is here from the moment that the loop hears of its `running` row until its end is in the store
+  and its readers can see it: `finish` is set last.
+* What moves a turn on from RUNNING ends it, and nothing else does: in COMMITTING and INTERRUPTING its end
+  is on the way to the store, and a cancel, a deletion, the end of the engine or of a reader's grace
+  changes nothing.
+* After `cancel` no further token is taken, and the log ends at the last one that was.
+* Each attempt of a turn has another number, so an event of one that was given up finds nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+from typing import NamedTuple
+
+from pensieve.core.iteration import SampledToken
+from pensieve.core.turn import FinishReason
+from pensieve.engine.messages import CancelTurn, SubmitTurn, TurnEnded
+from pensieve.errors import PensieveError, QueueFull, TurnFailed, Unavailable
+from pensieve.service.live_turn import (
+    Begun,
+    Committed,
+    LiveTurn,
+    Phase,
+    RecomputeReason,
+    Reply,
+    cache_key,
+    usage_figures,
+)
+from pensieve.text import PartMarker, Tokenizer
+
+
+class Ending(NamedTuple):
+    """The engine has ended a turn: a reply to commit, or the reason why there is none."""
+
+    live: LiveTurn
+    reply: Reply | None
+    failure: str = ""
+
+
+class Turns:
+    def __init__(self, tokenizer: Tokenizer, engine_since: float) -> None:
+        """`engine_since`: KV of what was last changed before it is gone (wall clock)."""
+        self._tokenizer = tokenizer
+        self._engine_since = engine_since
+        self._live: dict[int, LiveTurn] = {}  # by the number that the engine knows them by
+        self._num_of_tenant: Counter[str] = Counter()
+        self._numbers = count(1)
+
+    # -- looking --
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def num_of_tenant(self, tenant: str) -> int:
+        return self._num_of_tenant[tenant]
+
+    def all_live(self) -> list[LiveTurn]:
+        return list(self._live.values())
+
+    def of_conversation(self, conversation_id: str, tenant: str = "") -> LiveTurn | None:
+        """The turn that a conversation runs."""
+        return self._first(
+            lambda live: live.conversation_id == conversation_id and live.tenant == tenant
+        )
+
+    def of_number(self, number: int) -> LiveTurn | None:
+        return self._live.get(number)
+
+    def of_turn(self, turn_id: int) -> LiveTurn | None:
+        return self._first(lambda live: live.turn_id == turn_id)
+
+    # -- a turn's life --
+
+    def new_number(self) -> int:
+        """For a turn or a warm; the engine never gets the same one twice."""
+        return next(self._numbers)
+
+    def begin(self, begun: Begun) -> tuple[LiveTurn, SubmitTurn]:
+        """The live turn, and what submits it to the engine."""
+        turn, key = begun.turn, cache_key(begun.turn.tenant, begun.turn.conversation_id)
+        live = LiveTurn(
+            turn.turn_id,
+            turn.conversation_id,
+            begun.history_tokens,
+            len(begun.tokens),
+            tenant=turn.tenant,
+            number=self.new_number(),
+            request_id=turn.request_id,
+            first_revision=begun.first_revision,
+            attempt=turn.attempts,
+            recompute_reason=self._recompute_reason(begun),
+            marker=PartMarker(self._tokenizer, begun.prompt_end),
+        )
+        self._live[live.number] = live
+        self._num_of_tenant[live.tenant] += 1
+        shared = begun.shared
+        return live, SubmitTurn(
+            live.number,
+            key,
+            begun.tokens.tobytes(),
+            begun.history_tokens,
+            begun.options,
+            first_position=begun.history_tokens,
+            prefix_of=cache_key(turn.tenant, shared.conversation_id) if shared else "",
+            prefix_tokens=shared.num_tokens if shared else 0,
+        )
+
+    def take(self, token: SampledToken) -> LiveTurn | None:
+        """Append a token to its turn, unless it takes none any more; the turn, if it is known."""
+        live = self._live.get(token.turn_id)
+        if live is not None and live.phase is Phase.RUNNING and not live.cancelled:
+            live.take(token)
+        return live
+
+    def cancel(self, live: LiveTurn) -> CancelTurn | None:
+        """End a turn and keep what was taken; the engine will say that it has ended."""
+        if live.phase is not Phase.RUNNING or live.cancelled:
+            return None
+        live.cancelled = True
+        return CancelTurn(live.number, live.history_tokens + live.prompt_tokens + live.num_tokens)
+
+    def interrupt(self, live: LiveTurn) -> CancelTurn | None:
+        """Begin to end a turn and keep nothing of it; None where its end is decided already.
+
+        Once the store has it, `fail` ends it.
+        """
+        if live.phase is not Phase.RUNNING:
+            return None
+        live.move_to(Phase.INTERRUPTING)
+        return CancelTurn(live.number, live.history_tokens)
+
+    def end(self, ended: TurnEnded) -> Ending | None:
+        """The engine has ended a turn; once the store has that, `finish` or `fail` ends it here."""
+        live = self._live.get(ended.turn_id)
+        if live is None or live.phase is not Phase.RUNNING:
+            return None
+        live.move_to(Phase.COMMITTING)
+        live.usage = ended.usage
+        if ended.finish is FinishReason.FAILED:
+            return Ending(live, None, ended.failure or "FAILED")
+        if ended.usage.recomputed_tokens:
+            live.figures["recompute_reason"] = live.recompute_reason
+        live.figures.update(usage_figures(ended.usage))
+        reply = Reply(
+            live.turn_id,
+            tuple(live.token_ids),
+            live.text,
+            FinishReason.CANCELLED if live.cancelled else ended.finish,
+            dict(live.figures),
+            is_cut=live.cancelled and ended.finish is not FinishReason.STOP,
+        )
+        return Ending(live, reply)
+
+    def finish(self, live: LiveTurn, reply: Reply, committed: Committed) -> None:
+        """Its reply is in the history."""
+        live.revision, live.tail = committed
+        self._remove(live, reply.finish)
+
+    def fail(
+        self, live: LiveTurn, failure: PensieveError, finish: FinishReason = FinishReason.FAILED
+    ) -> None:
+        """It has ended, and the history is as it was."""
+        live.failure = failure
+        self._remove(live, finish)
+
+    def engine_started(self, now: float) -> None:
+        """Whatever KV there was is gone."""
+        self._engine_since = now
+
+    # -- inside --
+
+    def _remove(self, live: LiveTurn, finish: FinishReason) -> None:
+        del self._live[live.number]
+        self._num_of_tenant[live.tenant] -= 1
+        if not self._num_of_tenant[live.tenant]:
+            del self._num_of_tenant[live.tenant]
+        live.move_to(Phase.ENDED)
+        live.finish = finish
+
+    def _recompute_reason(self, begun: Begun) -> RecomputeReason:
+        """Should KV be missing: the latest thing that made it go."""
+        if begun.is_tokenized_again:
+            return RecomputeReason.FINGERPRINT_CHANGED
+        if begun.changed_at < self._engine_since:
+            return RecomputeReason.ENGINE_RESTARTED
+        return RecomputeReason.DROPPED
+
+    def _first(self, matches: Callable[[LiveTurn], bool]) -> LiveTurn | None:
+        return next((live for live in self._live.values() if matches(live)), None)
+
+
+def failure_of(reason: str) -> PensieveError:
+    """The error for a reader, by the engine's reason why it could not finish a turn."""
+    if reason == "QUEUE_FULL":
+        return QueueFull("too many turns are waiting; try again later")
+    if reason in ("ENGINE_FAILED", "TURN_RUNNING"):
+        return Unavailable("the engine could not run the turn; the conversation is unchanged")
+    text = f"the turn failed ({reason}); the conversation is unchanged"
+    if reason == "NAN_LOGITS":
+        text = "the model computed values that are not numbers; the conversation is unchanged"
+    return TurnFailed(reason, text)
