@@ -151,20 +151,20 @@ def _allocate(
     if device.type == "cuda":
         report("measuring what is left of the GPU's memory")
         if leader is not None:
-            leader.say_measure(*sizes)
+            leader.start_measuring(*sizes)
         device_bytes = free_for_kv(model, *sizes, device, sampler)
         if leader is not None:
-            device_bytes = num_ranks * min(device_bytes, *leader.hear_measured())
+            device_bytes = num_ranks * min(device_bytes, *leader.measured_bytes())
     page_bytes = num_ranks * model.shape.kv_bytes_per_page(settings.chunk_tokens)
     pages = tier_pages(settings, page_bytes, device_bytes)
     memory = KVMemory(model.shape, *pages, settings.chunk_tokens, device, report)
     if leader is not None:
         leader.allocate(*pages, settings.chunk_tokens)
-    sizes_told = (
+    tier_sizes = (
         f"{name} {size_text(num_pages * page_bytes)} = {num_pages * settings.chunk_tokens:,} tokens"
         for name, num_pages in zip(TierPages._fields, pages, strict=True)
     )
-    report(f"KV pools: {', '.join(sizes_told)}")
+    report(f"KV pools: {', '.join(tier_sizes)}")
     return _Tiers(memory, pages, page_bytes)
 
 

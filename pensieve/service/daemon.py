@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pensieve import gc_pause as cycles
+from pensieve import gc_pause
 from pensieve.core.iteration import SampledToken
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason
@@ -152,7 +152,7 @@ class Daemon:
             random_bits=self._random_bits,
             on_end=self._on_end,
         )
-        cycles.settle()
+        gc_pause.freeze()
         self._spawn(self._sweep())
         self.on_serving(self.serving)
 
@@ -353,7 +353,7 @@ class Daemon:
             before = self._loop.time()
             idle = not (self.conversations.num_live or self._num_arriving)
             if idle and not rested:
-                cycles.rest()
+                gc_pause.collect()
             rested = idle
             now, config = self._loop.time(), self.config
             for reader in [each for readers in self._readers.values() for each in readers]:

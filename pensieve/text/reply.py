@@ -1,4 +1,4 @@
-"""From the tokens of a reply to its text: what each one releases, and which one ends it.
+"""Turns the tokens of a reply into text as they come, and finds the token that ends it.
 
     token id ─> Detokenizer ─> StopMatcher ─> text of the token
                 (withholds      (withholds what may
@@ -24,7 +24,7 @@ from pensieve.text.tokenizer import Tokenizer
 
 
 class ReplyText:
-    """The text of one reply; it lives as long as the turn does, suspended or not."""
+    """The text of one reply; it is kept until the turn ends, also while the turn is suspended."""
 
     __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_stop_matcher", "end_token_ids")
 

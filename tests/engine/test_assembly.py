@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pensieve.core.cache import CacheConfig
-from pensieve.core.policies.queue import LruPolicy
+from pensieve.core.policies.lru import LruPolicy
 from pensieve.core.scheduler import SchedulerConfig
 from pensieve.engine.assembly import EngineConfigs, Ports, assemble
 from pensieve.engine.mailbox import Mailbox, Outbox

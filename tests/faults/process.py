@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from pensieve import gc_pause as cycles
+from pensieve import gc_pause
 from pensieve.service.daemon import Daemon
 from pensieve.store.connection import preferred_driver
 from pensieve.store.conversation_store import ConversationStore
@@ -88,8 +88,8 @@ LOGGED = _Errors()
 def quiet() -> Iterator[None]:
     """Worlds are small and many: no passes over dead cycles, and nobody reads their log."""
     log = logging.getLogger("pensieve")
-    settle, rest, propagate = cycles.settle, cycles.rest, log.propagate
-    cycles.settle = cycles.rest = lambda: None
+    freeze, collect, propagate = gc_pause.freeze, gc_pause.collect, log.propagate
+    gc_pause.freeze = gc_pause.collect = lambda: None
     log.propagate = False
     log.addHandler(LOGGED)
     collecting = gc.isenabled()
@@ -97,7 +97,7 @@ def quiet() -> Iterator[None]:
     try:
         yield
     finally:
-        cycles.settle, cycles.rest, log.propagate = settle, rest, propagate
+        gc_pause.freeze, gc_pause.collect, log.propagate = freeze, collect, propagate
         log.removeHandler(LOGGED)
         LOGGED.errors.clear()
         if collecting:
