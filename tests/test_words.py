@@ -30,33 +30,12 @@ FILE_TREE = re.compile(r"<!-- file tree.*?<!-- end of the file tree -->", re.DOT
 # STILL TO RENAME.  Files by pattern, and the words that they still hold.  To be emptied: an entry that
 # nothing needs any more fails.
 STILL_TO_RENAME: tuple[tuple[str, str], ...] = (
-    ("pensieve/bench/*", "joined"),
-    ("pensieve/bench/*", "said"),
-    ("pensieve/bench/*", "told"),
-    ("pensieve/cli/*", "said"),
-    ("pensieve/cli/*", "told"),
     ("pensieve/core/*", "leaving"),
-    ("pensieve/engine/*", "cycles"),
-    ("pensieve/engine/*", "told"),
-    ("pensieve/gc_pause.py", "settle"),
-    ("pensieve/kernels/*", "joined"),
-    ("pensieve/launch/*", "said"),
-    ("pensieve/launch/*", "settle"),
-    ("pensieve/launch/*", "told"),
-    ("pensieve/model/*", "follower"),
-    ("pensieve/model/*", "followers"),
-    ("pensieve/model/*", "joined"),
-    ("pensieve/model/*", "nobody's"),
-    ("pensieve/model/*", "said"),
-    ("pensieve/model/*", "told"),
     ("pensieve/service/*", "asked"),
-    ("pensieve/service/*", "cycles"),
     ("pensieve/service/*", "door"),
+    ("pensieve/service/*", "said"),
     ("pensieve/service/*", "settle"),
     ("pensieve/service/*", "told"),
-    ("pensieve/sim/*", "asked"),
-    ("pensieve/sim/*", "said"),
-    ("pensieve/sim/*", "told"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Sections `device` and `swap` of the GPU bench (the device's own rates, and how fast pages move)."""
+"""Sections `device` and `swap` of the GPU bench (its own rates, and those of page moves)."""
 
 from __future__ import annotations
 

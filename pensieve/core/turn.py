@@ -1,4 +1,4 @@
-"""A turn (a message and its reply) as the scheduler knows it, from the queue to its last token.
+"""A turn (a message and its reply), from the queue to its last token, for the scheduler.
 
     QUEUED ──admit──> RUNNING ──finish──> FINISHED
        ^                 │
@@ -87,7 +87,7 @@ class Turn:
     length_max: int  # the turn ends with LENGTH when len(tokens) reaches this
     options: TurnOptions = field(default_factory=TurnOptions)
     warm: bool = False  # fill the holes, sample nothing
-    # -- the scheduler's --
+    # -- set by the scheduler --
     state: TurnState = TurnState.QUEUED
     place: tuple[int, int] = (0, 0)  # in the order in which turns are served; see `arrive`
     frontier: int = 0

@@ -1,4 +1,4 @@
-"""The engine's loop: messages in, one iteration planned and one committed per step, events out.
+"""The engine's loop, which takes messages, runs an iteration per step and publishes events.
 
 `step` plans one iteration and commits one outcome.  It runs in one thread, and no other thread touches the
 scheduler.  An executor of depth 2 computes while the next iteration is planned and launched:

@@ -1,4 +1,4 @@
-"""Writes down all that decided which iterations were planned, and plans them again from that.
+"""Records what decided which iterations were planned, and plans them again from that.
 
 A journal has one JSON object per line: each message (lengths, never token ids or text), each `now`, and of
 each outcome what the core took from it: finished copies, which turns sampled a token and whether it ended

@@ -1,4 +1,4 @@
-"""The pipe between the service and the engine process, which carries frames of plain values.
+"""The pipe between the service and the engine process, for frames of plain values.
 
     frame = u32 length of the head · u32 length of the body · head (JSON, UTF-8) · body (bytes)
 

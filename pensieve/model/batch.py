@@ -1,4 +1,4 @@
-"""An iteration as tensors: its tokens in one row, and where each token's keys and values lie.
+"""Turns an iteration into tensors: its tokens in one row, and where each token's keys and values lie.
 
 A piece of a prefill, a recomputed hole and a decode are treated alike: each slice is some consecutive rows
 with absolute positions, a start, and the page table of the turn that it attends to.

@@ -7,8 +7,8 @@ each of a few batch sizes (`buckets`) and replayed for every iteration that only
 A graph reads tensors that stay at their addresses: token ids, positions, slots, page tables, and the work
 list of the attention.  Before a replay the iteration's values are copied into their first rows, on the same
 stream, so only after the replay before has read the old ones.  The other rows are padding: they are at
-position 0 of a page that no turn has (`KVMemory.spare_page`), no item of work covers them, and their logits are
-not read.
+position 0 of a page that no turn has (`KVMemory.spare_page`), no item of work covers them, and their logits
+are not read.
 
 The work list has a fixed length, so the attention is planned with the fewest waves
 (`kernels.attention.plan`), and the rest of the list is filled with empty items.
@@ -149,7 +149,7 @@ class DecodeGraphs:
             self.failure = one_line(error)
 
     def takes(self, batch: Batch, arriving: bool) -> bool:
-        """Whether a graph can run the batch: it only decodes, is small enough, and no swap-in is outstanding."""
+        """Whether a graph can run the batch: small enough, only decodes, and no swap-in outstanding."""
         return (
             bool(self._graphs)
             and not arriving

@@ -7,11 +7,10 @@
 
 A reply stops at an end-of-turn token (unless the client ignores it), at a stop token or at a stop string
 (looked for from `min_tokens` on).  A token that ends it by its id is in the log and not in the text; after a
-stop string the log ends with the token that completed it, the text before the string.  That a reply is as
-long as it may be is decided elsewhere and comes with its last token.
+stop string the log ends with the token that completed it, the text before the string.  The
+scheduler decides when a reply has its maximal length, and its last token is marked (`is_last`).
 
-What was withheld is flushed at the end: incomplete UTF-8 as U+FFFD, the beginning of a stop string as
-itself.
+Withheld text is released at the end: incomplete UTF-8 as U+FFFD, the beginning of a stop string unchanged.
 """
 
 from __future__ import annotations

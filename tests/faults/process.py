@@ -1,4 +1,4 @@
-"""One life of the service's process: the real store and daemon between its birth and its death."""
+"""Runs the service's process in a world: the real store and daemon between its birth and its death."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A history and an engine in the test's own thread, so that a seed decides the order of everything."""
+"""A history and an engine in the test's own thread, whose order a seed decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank 0: starts the worker processes, loads the model together with them, and notices when one ends.
+"""Rank 0, which starts the workers, loads the model with them, and notices when one ends.
 
 Each worker (rank 1 … n-1) is a program of its own with one inherited socket: no fork, no pickle.
 

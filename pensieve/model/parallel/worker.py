@@ -1,4 +1,4 @@
-"""Ranks 1 … n-1: a process that carries out the iterations that rank 0 sends.
+"""The process of a rank other than 0, which carries out the iterations that rank 0 sends.
 
     reader thread     frames from rank 0   → the iterations that are not carried out yet
     main thread       one iteration after another: copies, then the forward over its part of the pages

@@ -1,4 +1,4 @@
-"""Draws a token of each row of logits, reproducibly, and computes the log-probabilities to report.
+"""Draws a token from each row of logits, reproducibly, and computes log-probabilities.
 
 **A row's result does not depend on the batch.**  Floating-point sums depend on how a library splits
 them, and that depends on the batch's shape, the number of threads and the device.  So nothing here

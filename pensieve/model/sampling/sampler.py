@@ -1,4 +1,4 @@
-"""Samples a token for each row of logits, by every field of `Sampling`, as if the row were alone.
+"""Samples a token for each row of logits by every field of `Sampling`, as if it were alone.
 
 **What happens to a row**, in this order:
 
