@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         metavar="NAME,…",
-        help=f"policies to compare: {', '.join(POLICIES)}, and clairvoyant, which knows the trace and bounds them "
+        help=f"policies to compare: {', '.join(POLICIES)}, and clairvoyant, which knows the trace and can "
+        "hardly be beaten "
         f"(default: {','.join(COMPARED)}; with --stateless it does not matter)",
     )
     parser.add_argument(
