@@ -1,4 +1,4 @@
-"""Pensieve: stateful serving of chat with large language models."""
+"""Stateful serving of chat with large language models."""
 
 __version__ = "0.1.0"
 __all__ = ["__version__"]

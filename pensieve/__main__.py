@@ -1,4 +1,4 @@
-"""`python -m pensieve`."""
+"""Runs the command line, as `python -m pensieve`."""
 
 import sys
 

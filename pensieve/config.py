@@ -1,9 +1,9 @@
-"""All settings, as tables that flags, variables, file keys and help are made from.
+"""All settings, as tables from which flags, variables, file keys and help are made.
 
 A value comes from the first of: the command line, PENSIEVE_<NAME>, the TOML file, the default.
-`resolve` records for each where it came from.  A command takes the tables that concern it; one file may
-serve all commands, so the keys of every table are known in it, and others are errors.  The result is
-frozen; what follows from it and from the model (how many pages fit) is computed where it is used.
+`resolve` records for each where it came from.  A command uses the tables that concern it.  All commands may
+use one file, so it may have keys of every table; any other key is an error.  The result is frozen; what
+follows from it and from the model (how many pages fit) is computed where it is used.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _number(low: float, high: float) -> Callable[[str], float]:
             value = float(text)
         except ValueError:
             value = low - 1
-        if not low <= value <= high:  # not a number is neither
+        if not low <= value <= high:  # NaN fails both comparisons
             raise ValueError(f"is a number in {low:g}..{high:g}")
         return value
 
@@ -160,7 +160,7 @@ SETTINGS: Table = (
         "weights",
         _choice("native", "int8"),
         "native",
-        "int8: half of the bytes to read, and other replies: see `pensieve bench step`",
+        "int8 halves the bytes read per step and changes replies (see `pensieve bench step`)",
         "native|int8",
     ),
     Setting(
@@ -181,20 +181,20 @@ SETTINGS: Table = (
         "policy",
         _choice("value", "lru", "return"),
         "value",
-        "what is evicted first (return: learns who comes back)",
+        "what is evicted first (return: learns which conversations return)",
         "value|lru|return",
     ),
     Setting(
         "cost",
         _file,
         "",
-        "what computing and copying cost here, found by `pensieve simulate --journal … --fit FILE` "
-        "(default: from the model's shape)",
+        "what computing and copying cost on this machine, a file of `pensieve simulate --fit` "
+        "(default: estimated from the model's shape)",
         "FILE",
     ),
-    Setting("chunk_tokens", _whole(1, 1024), "32", "tokens of a chunk", "N"),
-    Setting("token_budget", _whole(1, 1 << 20), "512", "tokens of one iteration", "N"),
-    Setting("turns_max", _whole(1, 1 << 16), "64", "turns computed at once", "N"),
+    Setting("chunk_tokens", _whole(1, 1024), "32", "tokens per chunk", "N"),
+    Setting("token_budget", _whole(1, 1 << 20), "512", "most tokens of an iteration", "N"),
+    Setting("turns_max", _whole(1, 1 << 16), "64", "most turns that run at once", "N"),
     Setting("threads", _whole(0, 1024), "0", "threads that compute (0: torch's choice)", "N"),
     Setting(
         "tensor_parallel",
@@ -207,26 +207,54 @@ SETTINGS: Table = (
     Setting("journal", _file, "", "append a journal of all iterations to this file", "FILE"),
 )
 SERVING: Table = (
-    Setting("address", str, "127.0.0.1:50051", "port 0 picks one", "HOST:PORT", "listening"),
-    Setting("ready_file", _file, "", "write the address there when ready", "FILE", "listening"),
-    Setting("token_file", _file, "", "who may come in; see `pensieve token`", "FILE", "listening"),
+    Setting(
+        "address",
+        str,
+        "127.0.0.1:50051",
+        "where to listen (port 0: any free one)",
+        "HOST:PORT",
+        "listening",
+    ),
+    Setting(
+        "ready_file", _file, "", "write the address to this file when ready", "FILE", "listening"
+    ),
+    Setting(
+        "token_file",
+        _file,
+        "",
+        "tokens that clients need (see `pensieve token`)",
+        "FILE",
+        "listening",
+    ),
     Setting("tls_cert", _file, "", "certificate chain, PEM", "FILE", "listening"),
-    Setting("tls_key", _file, "", "its key, PEM", "FILE", "listening"),
+    Setting("tls_key", _file, "", "the certificate's key, PEM", "FILE", "listening"),
     Setting(
         "tls_client_ca",
         _file,
         "",
-        "clients need a certificate of this authority",
+        "clients need a certificate of this authority, PEM",
         "FILE",
         "listening",
     ),
-    Setting("insecure", _switch, "", "serve strangers without TLS or tokens", group="listening"),
-    Setting("reflection", _switch, "", "also when tokens are needed", group="listening"),
+    Setting(
+        "insecure",
+        _switch,
+        "",
+        "let other machines connect without TLS or tokens",
+        group="listening",
+    ),
+    Setting(
+        "reflection",
+        _switch,
+        "",
+        "offer gRPC reflection even if tokens are needed",
+        group="listening",
+    ),
     Setting(
         "turns_waiting_max",
         _whole(1, 1 << 20),
         "1024",
-        "turns begun and not ended; more are refused",
+        "most turns begun and not ended; more are refused",
         "N",
         "turns",
     ),
@@ -234,7 +262,7 @@ SERVING: Table = (
         "grace",
         _number(0, 86_400),
         "5",
-        "to attach again after a broken connection",
+        "how long a turn runs on after its connection broke, to be attached to again",
         "SECONDS",
         "turns",
     ),
@@ -242,7 +270,7 @@ SERVING: Table = (
         "keepalive",
         _number(0.5, 86_400),
         "30",
-        "between pings; a client that does not answer for a third of it is gone",
+        "time between pings; a client that does not answer within a third of it is cut off",
         "SECONDS",
         "turns",
     ),
@@ -250,7 +278,7 @@ SERVING: Table = (
         "drain_timeout",
         _number(0, 86_400),
         "30",
-        "for running turns at the end",
+        "how long running turns may go on when the daemon stops",
         "SECONDS",
         "turns",
     ),
@@ -258,10 +286,16 @@ SERVING: Table = (
         "engine",
         _choice("model", "echo"),
         "model",
-        "echo: arithmetic in the model's place, to measure or break the service alone",
+        "echo: arithmetic instead of a model, to measure or test the service alone",
         "model|echo",
     ),
-    Setting("echo_seconds", _number(0, 3600), "0", "of an iteration of echo", "SECONDS"),
+    Setting(
+        "echo_seconds",
+        _number(0, 3600),
+        "0",
+        "what an iteration of the echo engine takes",
+        "SECONDS",
+    ),
     Setting(
         "log_format",
         _choice("auto", "text", "json"),
@@ -271,20 +305,36 @@ SERVING: Table = (
     ),
 )
 REACHING: Table = (
-    Setting("daemon", str, "", "HOST:PORT or unix:PATH of a daemon", "A", "daemon", "--address"),
-    Setting("token", str, "", "for that daemon", "TOKEN", "daemon", secret=True),
-    Setting("tls_ca", _file, "", "the authority of its certificate", "FILE", "daemon"),
+    Setting("daemon", str, "", "a daemon's HOST:PORT or unix:PATH", "A", "daemon", "--address"),
+    Setting("token", str, "", "token for that daemon", "TOKEN", "daemon", secret=True),
+    Setting("tls_ca", _file, "", "authority of that daemon's certificate, PEM", "FILE", "daemon"),
 )
 TALKING: Table = (
     Setting("system", str, "", "system prompt of new conversations", "TEXT", "talking"),
     Setting(
         "stats", _switch, "", "print after each reply where its tokens came from", group="talking"
     ),
-    Setting("temperature", _number(0, 100), "", "0 is greedy", "T", "sampling"),
-    Setting("top_p", _number(0, 1), "", "", "P", "sampling"),
-    Setting("top_k", _whole(0, 1 << 31), "", "", "K", "sampling"),
-    Setting("max_tokens", _whole(1, 1 << 31), "", "of a reply (default: 1024)", "N", "sampling"),
-    Setting("seed", _whole(0, (1 << 64) - 1), "", "", "N", "sampling"),
+    Setting("temperature", _number(0, 100), "", "temperature; 0 is greedy", "T", "sampling"),
+    Setting(
+        "top_p", _number(0, 1), "", "keep the likeliest tokens up to this share", "P", "sampling"
+    ),
+    Setting(
+        "top_k",
+        _whole(0, 1 << 31),
+        "",
+        "keep so many of the likeliest tokens (0: all)",
+        "K",
+        "sampling",
+    ),
+    Setting(
+        "max_tokens",
+        _whole(1, 1 << 31),
+        "",
+        "most tokens of a reply (default: 1024)",
+        "N",
+        "sampling",
+    ),
+    Setting("seed", _whole(0, (1 << 64) - 1), "", "of the random numbers", "N", "sampling"),
 )
 TABLES = (SETTINGS, SERVING, REACHING, TALKING)
 GROUPS = {
@@ -296,7 +346,7 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What the engine and the history need to know, each value parsed and checked."""
+    """The settings of the engine and the history, parsed and checked."""
 
     model: str
     device: str
@@ -317,7 +367,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Serving:
-    """What `pensieve serve` alone needs to know."""
+    """The settings of `pensieve serve` alone."""
 
     address: str
     ready_file: Path | None
@@ -386,7 +436,7 @@ def resolve(
 
 
 def print_settings(resolved: Resolved) -> None:
-    """Each setting, its value, and where it comes from; of a secret, only that there is one."""
+    """Print each setting, its value and where it comes from; of a secret, only whether it is set."""
     for setting in (each for table in resolved.tables for each in table):
         value = resolved.values[setting.name]
         shown = "" if value is None else "(set)" if setting.secret else value

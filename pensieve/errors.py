@@ -1,4 +1,4 @@
-"""One tree of errors. Every class names the gRPC status and the exit code it becomes at the edge.
+"""All errors, as one tree of classes with the gRPC status and the exit code of each.
 
     PensieveError
     ├── InvalidArgument           a field a client sent is wrong; `field` names it
@@ -12,22 +12,22 @@
     ├── DeadlineExceeded          the turn could not begin before its deadline
     ├── Unauthenticated           no token, or one that is not known
     ├── PermissionDenied          the token does not allow this
-    ├── Unavailable               draining, loading, restarting, or the disk refuses
+    ├── Unavailable               draining, loading, restarting, or the disk cannot be written
     │   └── StoreUnavailable      the history could not be written (disk full, I/O error, locked)
     ├── TurnInterrupted           the turn was given up: its conversation was deleted, or nobody read it
     ├── TurnFailed                the engine could not finish this turn (`reason`, e.g. NAN_LOGITS)
-    ├── ConfigError               a flag, variable or file says something that cannot be done
+    ├── ConfigError               a flag, variable or file holds a value that cannot be used
     ├── AddressInUse              the address to listen on is taken
     ├── ModelError                the model cannot be loaded, or cannot be served exactly
-    │   └── UnsupportedModel      it loads, but its attention cannot go through ours; says why
+    │   └── UnsupportedModel      it loads, but cannot be served exactly; the message says why
     ├── StoreError                the history on disk is not usable as it is
     │   ├── StoreTooNew           written by a newer version
     │   ├── StoreCorrupt          a page or a record fails its check
-    │   └── StoreLocked           another process holds the data folder; says who
+    │   └── StoreLocked           another process holds the data folder; the message names it
     ├── DeviceError               the device failed or lacks memory
-    └── ServerFault               the server met something unforeseen; its log knows the id in the text
+    └── ServerFault               an error that the server did not foresee; the id in the text is in its log
 
-Whatever is not in this tree is a bug and leaves as INTERNAL: to a client it is a ServerFault.
+An error that is not in this tree is a bug.  A client gets it with the status INTERNAL, as a ServerFault.
 """
 
 from __future__ import annotations
@@ -36,20 +36,30 @@ ONE_LINE_CHARACTERS_MAX = 300
 
 
 def one_line(error: BaseException) -> str:
-    """The beginning of an error's message, on one line: libraries write paragraphs."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    """The beginning of an error's message, on one line, to be quoted in ours: libraries write paragraphs."""
+    text = _unbroken(error)
     if len(text) <= ONE_LINE_CHARACTERS_MAX:
         return text
     return text[: ONE_LINE_CHARACTERS_MAX - 3] + "..."
 
 
+def whole_line(error: BaseException) -> str:
+    """An error as the only report of what happened: its whole message, behind the class of a foreign one."""
+    text = _unbroken(error)
+    return text if isinstance(error, PensieveError) else f"{type(error).__name__}: {text}"
+
+
+def _unbroken(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 class PensieveError(Exception):
-    """Root of the tree; never raised itself."""
+    """The root of the tree; only its subclasses are raised."""
 
     grpc_status = "INTERNAL"
     exit_code = 1
     reason = "INTERNAL"
-    retry_after_seconds: float | None = None  # trying again then may help
+    retry_after_seconds: float | None = None  # after which a retry may succeed
 
 
 class InvalidArgument(PensieveError):
@@ -200,4 +210,4 @@ class DeviceError(PensieveError):
 
 
 class ServerFault(PensieveError):
-    """What a client is told of an error that nobody foresaw."""
+    """What a client gets instead of an error that the server did not foresee."""

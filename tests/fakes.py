@@ -1,4 +1,4 @@
-"""Fakes that behave: a clock that is moved by hand, and an executor that remembers.
+"""A clock that is moved by hand, and an executor that remembers what its pages hold.
 
 `LedgerExecutor` has no tensors.  Each slot of each page remembers which token prefix its keys and
 values were computed from, and by which turn; copies move that memory, late and in any order; and

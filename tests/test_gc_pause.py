@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pensieve import gc_pause as cycles
+from pensieve import gc_pause
 from pensieve.core.iteration import SampledToken
 from pensieve.engine import engine as engine_module
 from pensieve.service.live_turn import LiveTurn
@@ -36,7 +36,7 @@ def test_a_thousand_tokens_of_a_live_turn_are_no_thousand_objects() -> None:
 
 @pytest.mark.usefixtures("thawed")
 def test_what_was_alive_at_the_start_is_not_looked_at_again_but_new_cycles_are_found() -> None:
-    cycles.settle()
+    gc_pause.freeze()
     assert gc.get_freeze_count() > 10_000
     assert len(gc.get_objects()) < 1_000
     loop: list[object] = []
@@ -45,26 +45,26 @@ def test_what_was_alive_at_the_start_is_not_looked_at_again_but_new_cycles_are_f
     assert gc.collect() >= 1
 
 
-def test_an_engine_without_work_rests_once_until_there_is_some_again(
+def test_an_engine_without_work_collects_once_until_there_is_some_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rests = []
-    monkeypatch.setattr(engine_module, "REST_AFTER_SECONDS", 0.01)
-    rested = threading.Event()
+    collections = []
+    monkeypatch.setattr(engine_module, "COLLECT_AFTER_SECONDS", 0.01)
+    collected = threading.Event()
 
-    def rest() -> None:
-        rests.append(rig.engine.scheduler.counters.finished)
-        rested.set()
+    def collect() -> None:
+        collections.append(rig.engine.scheduler.counters.finished)
+        collected.set()
 
-    monkeypatch.setattr(cycles, "rest", rest)
+    monkeypatch.setattr(gc_pause, "collect", collect)
     rig = Rig()
     thread = threading.Thread(target=rig.engine.run)
     thread.start()
-    assert rested.wait(20)
-    rested.clear()
-    assert not rested.wait(0.1)
+    assert collected.wait(20)
+    collected.clear()
+    assert not collected.wait(0.1)
     rig.mailbox.put(submit(1, "a", [], [5, 6, 7], reply=3))
-    assert rested.wait(20)
+    assert collected.wait(20)
     rig.mailbox.close()
     thread.join(20)
-    assert rests == [0, 1]
+    assert collections == [0, 1]

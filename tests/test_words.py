@@ -27,27 +27,6 @@ LEFT_OUT = ("pensieve/v1/*", "pensieve/builtin/*", "scripts/builtin_corpus/*", "
 TABLE = re.compile(r"<!-- words not to use.*?-->(.*?)<!-- end of the words -->", re.DOTALL)
 FILE_TREE = re.compile(r"<!-- file tree.*?<!-- end of the file tree -->", re.DOTALL)
 
-# STILL TO RENAME.  Files by pattern, and the words that they still hold.  To be emptied: an entry that
-# nothing needs any more fails.
-STILL_TO_RENAME: tuple[tuple[str, str], ...] = (
-    ("pensieve/bench/*", "joined"),
-    ("pensieve/engine/*", "cycles"),
-    ("pensieve/engine/*", "told"),
-    ("pensieve/gc_pause.py", "settle"),
-    ("pensieve/launch/*", "settle"),
-    ("pensieve/model/*", "follower"),
-    ("pensieve/model/*", "followers"),
-    ("pensieve/model/*", "joined"),
-    ("pensieve/model/*", "nobody's"),
-    ("pensieve/model/*", "said"),
-    ("pensieve/model/*", "told"),
-    ("pensieve/service/*", "asked"),
-    ("pensieve/service/*", "cycles"),
-    ("pensieve/service/*", "door"),
-    ("pensieve/service/*", "settle"),
-    ("pensieve/service/*", "told"),
-)
-
 
 class Ban(NamedTuple):
     words: tuple[str, ...]  # one thing, of one word or of several
@@ -161,23 +140,9 @@ def found() -> tuple[Found, ...]:
     return tuple(everything)
 
 
-def allowed(each: Found) -> bool:
-    return any(
-        fnmatch(each.path, pattern) and each.word == word for pattern, word in STILL_TO_RENAME
-    )
-
-
 def test_no_banned_word_is_used() -> None:
-    wrong = [str(each) for each in found() if not allowed(each)]
+    wrong = [str(each) for each in found()]
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("entry", STILL_TO_RENAME, ids="-".join)
-def test_nothing_is_on_the_list_that_has_been_renamed(entry: tuple[str, str]) -> None:
-    pattern, word = entry
-    assert any(fnmatch(each.path, pattern) and each.word == word for each in found()), (
-        f"no file of {pattern} has {word!r} any more: take the entry out of STILL_TO_RENAME"
-    )
 
 
 def test_the_table_is_read() -> None:

@@ -1,4 +1,5 @@
-// x86-64 with AVX-512 F, BW, VL, DQ: vectors of sixteen floats. Compiled with -mavx512f and the rest.
+// The kernels for x86-64 with AVX-512 (F, BW, VL, DQ): vectors of sixteen floats. Compiled with
+// -mavx512f and the rest.
 #define LANES 16
 #define BFLOAT16_DOT 0
 #include <cmath>

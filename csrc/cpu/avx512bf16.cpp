@@ -1,4 +1,5 @@
-// AVX-512 with BF16 and VNNI: two products of bfloat16, or four of bytes, in one instruction.
+// The kernels for x86-64 with AVX-512, BF16 and VNNI: two products of bfloat16, or four of bytes,
+// in one instruction.
 #define LANES 16
 #define BFLOAT16_DOT 1
 #include <cmath>

@@ -1,4 +1,4 @@
-// The C interface of attention and page copies on CPUs, and the choice of an instruction set.
+// The C interface of attention and page copies on CPUs, and the choice of instruction set.
 //
 // How attention is cut into work. An item is the rows of a run of one slice that share a KV head, over the
 // pages of their context. An item is cut into parts after every kPagesMax pages; the thread that finishes

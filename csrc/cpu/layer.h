@@ -1,4 +1,4 @@
-// What an instruction set implements besides attention (the dense parts of a decoder layer).
+// What an instruction set implements for the dense parts of a decoder layer.
 //
 // Activations are `Element`s (float or bfloat16), sums and the residual inside a layer are float. A row's
 // result is the same whatever other rows are there: each sum runs over its inputs in one fixed order.

@@ -1,4 +1,4 @@
-// Attention of every slice of an iteration over its turn's whole context, in scattered pages.
+// Attention of an iteration's slices over their turns' whole contexts, in scattered pages.
 //
 //   out[t, h] = softmax(scale · query[t, h] · Kᵀ) · V   over positions 0 … position of t
 //

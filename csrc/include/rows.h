@@ -1,4 +1,4 @@
-// The arguments of multi_token_attention, and where the rows of an item (work.h) are in them.
+// The arguments of multi_token_attention, and where an item's rows (work.h) are in them.
 #pragma once
 #include <element.h>
 #include <ptx.h>

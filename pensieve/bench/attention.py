@@ -10,8 +10,9 @@ computed
     copy_out            pages gathered into one piece first, then the same
     token_by_token      multi_token_attention with one query at a time
 
-Each answer is held against float32 before anything is timed. Several copies of the inputs take turns, so
-that no cache holds what the next call reads; the contenders take turns, too, and medians are compared.
+Each result is compared with float32 before anything is timed. Calls use several copies of the inputs by
+turns, so that no cache holds what the next call reads. The contenders run by turns, too, and their medians
+are compared.
 """
 
 from __future__ import annotations

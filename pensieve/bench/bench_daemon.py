@@ -1,4 +1,4 @@
-"""Starts a `pensieve serve` for a bench, in a folder that is gone afterwards."""
+"""Starts a `pensieve serve` for a bench, in a folder that is removed afterwards."""
 
 from __future__ import annotations
 

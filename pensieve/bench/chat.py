@@ -8,8 +8,8 @@ reply, thinks, and goes on. Everything goes through gRPC. Measured at the client
     normalized        time of a turn over its tokens
     tokens by source  what later turns found on the device, in the host tier, or had to recompute
 
-Before anything is timed, a conversation is held twice, the second time (if the daemon was started here)
-with its KV thrown away between the turns: both must get the same replies, token for token. Replies do
+Before anything is timed, a conversation runs twice, the second time (if the daemon was started here)
+with its KV dropped between the turns: both must get the same replies, token for token. Replies do
 not end by themselves and are greedy, so two runs with one seed do the same work.
 """
 

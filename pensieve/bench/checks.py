@@ -1,4 +1,4 @@
-"""What a bench checks before it times anything (no figure for what is wrong)."""
+"""Checks results before a bench times anything, so that no wrong result gets a figure."""
 
 from __future__ import annotations
 

@@ -65,12 +65,17 @@ def main(given: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--sections", default=",".join(NAMES), metavar="NAME,…", help="(default: all)"
+        "--sections",
+        default=",".join(NAMES),
+        metavar="NAME,…",
+        help="sections to run (default: all)",
     )
     parser.add_argument("--out", type=Path, default=Path("bench_gpu.jsonl"), metavar="FILE")
-    parser.add_argument("--minutes", type=float, default=9.0, help="(default: 9)")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="stop after so many (default: 9)"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--small", action="store_true", help="small shapes, to try it out")
+    parser.add_argument("--small", action="store_true", help="run small shapes only, on any device")
     arguments = parser.parse_args(given)
     wanted = arguments.sections.split(",")
     if unknown := sorted(set(wanted) - set(NAMES)):

@@ -1,4 +1,4 @@
-"""Sections `device` and `swap` of the GPU bench (what it is, how fast pages move)."""
+"""Sections `device` and `swap` of the GPU bench (its own rates, and those of page moves)."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def section_swap(bench: Bench) -> None:
             "neighbours": memory.prepared(PageMoves(runs, runs + pages, scattered.num_slots)),
         }
         if bench.device.type == "cuda":
-            joined = scattered.in_runs(PAGE)
-            ways["scattered, copy engine"] = ways["scattered"]._replace(runs=joined)
+            merged = scattered.in_runs(PAGE)
+            ways["scattered, copy engine"] = ways["scattered"]._replace(runs=merged)
         for name, moves in ways.items():
 
             def layers(moves: PageMoves = moves, move: Move = move) -> None:

@@ -1,4 +1,4 @@
-"""What the sections of the GPU bench share (device, clock, figures written down).
+"""What the sections of the GPU bench share (the device, timing, and writing of figures).
 
 On a GPU each call is captured in a graph and replayed over inputs that take turns, so neither Python nor
 the cache is measured.

@@ -33,7 +33,7 @@ class Mute:
 
 
 def random_model(device: torch.device, small: bool, *, plain: bool = False) -> LoadedModel:
-    """In the shape of Llama 3 8B (small: a few layers of nothing), made where it is used.
+    """A model in the shape of Llama 3 8B (small: a few tiny layers), made on the device that uses it.
 
     Always the same weights; `plain` leaves the layers as transformers has them.
     """

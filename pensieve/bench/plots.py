@@ -1,4 +1,4 @@
-"""Draws figures of benches and of the simulator with matplotlib, if it is there."""
+"""Draws figures of benches and of the simulator with matplotlib, if it is installed."""
 
 from __future__ import annotations
 

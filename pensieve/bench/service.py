@@ -1,8 +1,8 @@
 """`pensieve bench service` measures how many tokens the service itself delivers.
 
-A real `pensieve serve` on one core, with arithmetic in the model's place; engine and clients have the
-other cores.  Every stream is one conversation with one long turn.  What is counted are tokens that
-arrived at the clients, from the first to the last, and the gaps between the messages of a stream.
+A real `pensieve serve` on one core, with arithmetic instead of a model; engine and clients have the
+other cores.  Every stream is one conversation with one long turn.  It counts the tokens that
+arrive at the clients, from the first to the last, and the gaps between the messages of a stream.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`pensieve bench swap` measures what it costs that a history is not on the device.
 
-The first part moves scattered pages between the arenas of both tiers, as the copier does, and holds the
-speed against one large copy of as many bytes. The second runs a daemon: the same message is sent to a
+The first part moves scattered pages between the arenas of both tiers, as the copier does, and compares the
+speed with one large copy of as many bytes. The second runs a daemon: the same message is sent to a
 conversation with a history of `--history` tokens, again and again, with its KV on the device, in the host
 tier, and dropped, and the time to the first token is compared. In between it is rewound, so that every
 time is that of the same turn; its reply must be the same, and its usage must say that its KV was in that

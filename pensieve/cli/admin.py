@@ -28,7 +28,7 @@ MIB = 2**20
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "admin",
-        help="look into a running daemon, and steer it",
+        help="inspect and control a running daemon",
         description="Look into a running daemon. Without --address it uses the socket in the data "
         "folder.",
     )
@@ -50,22 +50,24 @@ def add_parser(commands: Any) -> None:
         type=float,
         default=1.0,
         metavar="SECONDS",
-        help="between figures (default: 1)",
+        help="time between figures (default: 1)",
     )
     listing = command("conversations", conversations, "which conversations hold KV-tokens")
     listing.add_argument(
-        "--least-valuable", action="store_true", help="what would go first, instead of the largest"
+        "--least-valuable",
+        action="store_true",
+        help="list what would be evicted first, not the largest",
     )
     listing.add_argument(
-        "--limit", type=int, default=20, metavar="N", help="how many (default: 20)"
+        "--limit", type=int, default=20, metavar="N", help="list at most so many (default: 20)"
     )
     for name, act, text in (
         ("explain", explain, "where the chunks of a conversation are, and what happened to them"),
         ("evict", evict, "drop the KV-tokens of a conversation; its history stays"),
     ):
         one = command(name, act, text)
-        one.add_argument("conversation", metavar="ID", help="of the conversation")
-        one.add_argument("--tenant", default="", metavar="NAME", help="whose it is")
+        one.add_argument("conversation", metavar="ID", help="id of the conversation")
+        one.add_argument("--tenant", default="", metavar="NAME", help="the tenant that owns it")
         if name == "evict":
             one.add_argument(
                 "--to-host", action="store_true", help="move them to the host tier instead"
@@ -78,11 +80,21 @@ def add_parser(commands: Any) -> None:
         help="make a token for a client",
         description="Print a new token, once, and the entry for the file of --token-file.",
     )
-    tokens.add_argument("--tenant", default="", metavar="NAME", help="whose conversations it sees")
-    tokens.add_argument("--admin", action="store_true", help="it may use `pensieve admin`")
-    tokens.add_argument("--turns-max", type=int, metavar="N", help="turns at once")
     tokens.add_argument(
-        "--tokens-per-second", type=float, metavar="X", help="new and output tokens, on average"
+        "--tenant",
+        default="",
+        metavar="NAME",
+        help="the tenant whose conversations the client may use",
+    )
+    tokens.add_argument("--admin", action="store_true", help="let the client use `pensieve admin`")
+    tokens.add_argument(
+        "--turns-max", type=int, metavar="N", help="most turns that the tenant may run at once"
+    )
+    tokens.add_argument(
+        "--tokens-per-second",
+        type=float,
+        metavar="X",
+        help="most new and output tokens, on average",
     )
     tokens.set_defaults(run=new_token)
 
@@ -206,7 +218,7 @@ def explain(admin: Admin, arguments: argparse.Namespace) -> int:
         print(json.dumps(_plain(answer)))
         return 0
     if not answer.runs:
-        print("nothing of it is cached; its next turn computes all of it")
+        print("nothing of it is cached; its next turn recomputes the whole history")
     for run in answer.runs:
         last = run.first_chunk + run.num_chunks - 1
         held = f", held by {run.num_holders} conversations" if run.num_holders > 1 else ""

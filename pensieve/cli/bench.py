@@ -19,9 +19,9 @@ PLANNING = """\
 256 turns generating, a full host tier, and growing numbers of cached conversations.  The executor
 answers at once, so what is timed is bookkeeping alone.  Garbage collection stays on."""
 SERVICE = """\
-A real `pensieve serve` on one core, with arithmetic in the model's place; engine and clients have the
-other cores.  Every stream is one conversation with one long turn.  What is counted are tokens that
-arrived at the clients, from the first to the last, and the gaps between the messages of a stream."""
+A real `pensieve serve` on one core, with arithmetic instead of a model; engine and clients have the
+other cores.  Every stream is one conversation with one long turn.  It counts the tokens that
+arrive at the clients, from the first to the last, and the gaps between the messages of a stream."""
 CHAT = """\
 Conversations arrive (all at once, or at a Poisson rate), each sends a message, waits for the whole
 reply, thinks, and goes on. Everything goes through gRPC. Measured at the client:
@@ -31,12 +31,12 @@ reply, thinks, and goes on. Everything goes through gRPC. Measured at the client
     normalized        time of a turn over its tokens
     tokens by source  what later turns found on the device, in the host tier, or had to recompute
 
-Before anything is timed, a conversation is held twice, the second time (if the daemon was started here)
-with its KV thrown away between the turns: both must get the same replies, token for token. Replies do
+Before anything is timed, a conversation runs twice, the second time (if the daemon was started here)
+with its KV dropped between the turns: both must get the same replies, token for token. Replies do
 not end by themselves and are greedy, so two runs with one seed do the same work."""
 SWAP = """\
-The first part moves scattered pages between the arenas of both tiers, as the copier does, and holds the
-speed against one large copy of as many bytes. The second runs a daemon: the same message is sent to a
+The first part moves scattered pages between the arenas of both tiers, as the copier does, and compares the
+speed with one large copy of as many bytes. The second runs a daemon: the same message is sent to a
 conversation with a history of `--history` tokens, again and again, with its KV on the device, in the host
 tier, and dropped, and the time to the first token is compared. In between it is rewound, so that every
 time is that of the same turn; its reply must be the same, and its usage must show that its KV was there."""
@@ -97,17 +97,21 @@ def _service(kinds: Any) -> None:
         description=SERVICE,
     )
     parser.add_argument(
-        "--streams", type=int, default=256, metavar="N", help="turns at once (default: 256)"
+        "--streams",
+        type=int,
+        default=256,
+        metavar="N",
+        help="turns that run at once (default: 256)",
     )
     parser.add_argument(
-        "--tokens", type=int, default=400, metavar="N", help="of each turn (default: 400)"
+        "--tokens", type=int, default=400, metavar="N", help="tokens of each reply (default: 400)"
     )
     parser.add_argument(
         "--iteration-seconds",
         type=float,
         default=0.0,
         metavar="S",
-        help="that the engine takes for an iteration, which is one token of each turn (default: 0)",
+        help="duration of an iteration, which is one token of each turn (default: 0)",
     )
     parser.add_argument(
         "--history",
@@ -144,7 +148,10 @@ def _chat(kinds: Any) -> None:
         help="a folder or a hub id (default: random weights of 0.37 B)",
     )
     parser.add_argument(
-        "--address", default="", metavar="HOST:PORT", help="of a daemon (default: one is started)"
+        "--address",
+        default="",
+        metavar="HOST:PORT",
+        help="a daemon to measure (default: one is started)",
     )
     parser.add_argument(
         "--shape",
@@ -163,7 +170,12 @@ def _chat(kinds: Any) -> None:
         ),
     )
     for name in ("conversations", "turns", "input-tokens", "output-tokens"):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help="instead of the shape's")
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            metavar="N",
+            help=f"number of {name.replace('-', ' ')}, instead of the shape's",
+        )
     parser.add_argument(
         "--rate",
         type=float,
@@ -177,12 +189,18 @@ def _chat(kinds: Any) -> None:
         help="seconds between a reply and the next message, exponential",
     )
     parser.add_argument(
-        "--seed", type=int, metavar="N", help="of the texts (default: another each time)"
+        "--seed", type=int, metavar="N", help="seed of the texts (default: a new one each time)"
     )
     for tier in ("device", "host"):
-        parser.add_argument(f"--{tier}-cache", metavar="SIZE", help="of the daemon that is started")
+        parser.add_argument(
+            f"--{tier}-cache",
+            metavar="SIZE",
+            help=f"size of the {tier} tier of the daemon that is started",
+        )
     parser.add_argument(
-        "--weights", metavar="TYPE", help="of the daemon that is started; see `pensieve serve`"
+        "--weights",
+        metavar="TYPE",
+        help="weights of the daemon that is started; see `pensieve serve`",
     )
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument(
@@ -283,13 +301,17 @@ def _attention(kinds: Any) -> None:
         help="tokens of each turn (default: 128,256,512,1024,2048,4096)",
     )
     parser.add_argument(
-        "--batch", type=_counts, default=(32, 8), metavar="N,N,…", help="turns (default: 32,8)"
+        "--batch",
+        type=_counts,
+        default=(32, 8),
+        metavar="N,N,…",
+        help="numbers of turns (default: 32,8)",
     )
     parser.add_argument(
         "--queries", type=int, default=8, metavar="N", help="tokens of each slice (default: 8)"
     )
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="only this one (default: both)"
+        "--dtype", choices=("bfloat16", "float32"), help="measure only this type (default: both)"
     )
     parser.add_argument(
         "--repeats", type=int, default=9, metavar="N", help="times for each median (default: 9)"
@@ -330,16 +352,24 @@ def _step(kinds: Any) -> None:
     parser.add_argument(
         "--shape",
         default="0.37B",
-        help="of the random weights: 0.03B, 0.37B or 1.1B (default: 0.37B)",
+        help="shape of the random weights: 0.03B, 0.37B or 1.1B (default: 0.37B)",
     )
     parser.add_argument(
-        "--batch", type=_counts, default=(1, 16, 64), metavar="N,N,…", help="(default: 1,16,64)"
+        "--batch",
+        type=_counts,
+        default=(1, 16, 64),
+        metavar="N,N,…",
+        help="numbers of turns (default: 1,16,64)",
     )
     parser.add_argument(
         "--context", type=int, default=64, metavar="N", help="tokens of each turn (default: 64)"
     )
     parser.add_argument(
-        "--prompt", type=int, default=256, metavar="N", help="tokens of the piece (default: 256)"
+        "--prompt",
+        type=int,
+        default=256,
+        metavar="N",
+        help="prompt tokens beside the turns (default: 256)",
     )
     parser.add_argument(
         "--repeats", type=int, default=15, metavar="N", help="times for each median (default: 15)"

@@ -26,8 +26,12 @@ SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--conversation", metavar="ID", help="go on with (or begin) this one")
-    parser.add_argument("-q", "--message", metavar="TEXT", help="send this, print the reply, leave")
+    parser.add_argument(
+        "--conversation", metavar="ID", help="continue this conversation, or begin it"
+    )
+    parser.add_argument(
+        "-q", "--message", metavar="TEXT", help="send this, print the reply and exit"
+    )
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:

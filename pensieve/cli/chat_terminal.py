@@ -1,7 +1,7 @@
 """A conversation in a terminal (lines in, replies streamed out, /commands).
 
-Ctrl-C ends the turn and keeps the text of its reply so far; a second one leaves the program.  At the
-prompt it clears the line.  Ctrl-D leaves.
+Ctrl-C ends the turn and keeps the text of its reply so far; a second one ends the program.  At the
+prompt it clears the line.  Ctrl-D ends the program.
 """
 
 from __future__ import annotations

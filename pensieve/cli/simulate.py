@@ -1,4 +1,4 @@
-"""The command `pensieve simulate`, and the sweep that it runs unless a journal or a plan is wanted."""
+"""The command `pensieve simulate`, and the sweep that it runs by default."""
 
 from __future__ import annotations
 

@@ -29,47 +29,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_several(float),
         default=[1.0],
         metavar="N,…",
-        help="conversations drawn a second (default: 1)",
+        help="conversations drawn per second (default: 1)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=600.0, metavar="N", help="drawn for so long (default: 600)"
+        "--seconds",
+        type=float,
+        default=600.0,
+        metavar="N",
+        help="draw arrivals for so long (default: 600)",
     )
     parser.add_argument(
         "--until",
         type=float,
         metavar="SECONDS",
-        help="the clock stops there, and what has not ended is not counted (default: --seconds if "
-        "they are drawn, so that figures are those of the load; else the end of the trace)",
+        help="stop the clock then; turns that have not ended are not counted (default: --seconds for a "
+        "--workload, so that figures are those of the load; else the end of the trace)",
     )
     parser.add_argument(
-        "--reaction", type=float, metavar="SECONDS", help="mean, of drawn ones (default: theirs)"
+        "--reaction",
+        type=float,
+        metavar="SECONDS",
+        help="mean time from a reply to the next message (default: the --workload's)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of what is drawn")
     parser.add_argument(
         "--policy",
         metavar="NAME,…",
-        help=f"of {', '.join(POLICIES)}, and clairvoyant, which knows the trace: hardly to be beaten "
+        help=f"policies to compare: {', '.join(POLICIES)}, and clairvoyant, which knows the trace and can "
+        "hardly be beaten "
         f"(default: {','.join(COMPARED)}; with --stateless it does not matter)",
     )
     parser.add_argument(
-        "--model", choices=sorted(MODELS), default="llama3-8b", help="(default: llama3-8b)"
+        "--model",
+        choices=sorted(MODELS),
+        default="llama3-8b",
+        help="model that is simulated (default: llama3-8b)",
     )
     parser.add_argument(
-        "--hardware", choices=[*sorted(HARDWARE), INSTANT], default="h200", help="(default: h200)"
+        "--hardware",
+        choices=[*sorted(HARDWARE), INSTANT],
+        default="h200",
+        help="device that is simulated (default: h200)",
     )
     parser.add_argument(
         "--devices",
         type=int,
         default=1,
         metavar="N",
-        help="of them, each layer divided among them; talk between them takes no time (default: 1)",
+        help="number of devices that share each layer; communication takes no time (default: 1)",
     )
     parser.add_argument(
         "--device-tokens",
         type=_several(_tokens),
         default=[AUTO],
         metavar="N,…",
-        help="of KV, like 500k; auto: what is left beside the weights of 0.9 of the device's memory "
+        help="size of the device tier, like 500k; auto: 0.9 of the device's memory less the weights "
         "(default: auto; 500k with --hardware instant or --cost)",
     )
     parser.add_argument(
@@ -77,14 +91,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_several(_tokens),
         default=[AUTO],
         metavar="N,…",
-        help="of KV on the host; 0: the device only; auto: 220 GB a device, 32 GB for cpu "
+        help="size of the host tier; 0: none; auto: 220 GB per device, 32 GB for cpu "
         "(default: auto; 2M with --hardware instant or --cost)",
     )
     parser.add_argument(
         "--stateless",
         action="store_true",
-        help="a conversation's KV is forgotten after each turn, and its history is computed again "
-        "with the next message: the server without a memory to compare with",
+        help="forget a conversation's KV after each turn and recompute its history with the next "
+        "message: the stateless server to compare with",
     )
     parser.add_argument(
         "--phases",
@@ -99,25 +113,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2048,
         metavar="N",
-        help="of an iteration (default: 2048)",
+        help="most tokens of an iteration (default: 2048)",
     )
     parser.add_argument(
-        "--turns-max", type=int, default=256, metavar="N", help="computed at once (default: 256)"
+        "--turns-max",
+        type=int,
+        default=256,
+        metavar="N",
+        help="most turns that run at once (default: 256)",
     )
     parser.add_argument(
         "--count-from",
         type=float,
         default=0.0,
         metavar="SECONDS",
-        help="turns that begin before are played and not counted; times count from a trace's first "
+        help="do not count turns that begin before this time; times count from a trace's first "
         "message",
     )
     parser.add_argument(
         "--plot",
         type=Path,
         metavar="FOLDER",
-        help="draw there: tiers and tokens per iteration over time, and what was swept (needs the "
-        "extra bench)",
+        help="draw into this folder: tiers and tokens per iteration over time, and what was swept "
+        "(needs the extra bench)",
     )
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 

@@ -1,4 +1,4 @@
-"""The operator's client: what `pensieve admin` reads and does, as methods of AdminService.
+"""The SDK's client for operators: what `pensieve admin` reads and does, as methods of AdminService.
 
 It connects like `Client`, most often to the daemon's admin socket (unix:PATH).  The answers are messages
 of admin.proto.

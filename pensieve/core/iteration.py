@@ -1,10 +1,10 @@
-"""An iteration is data: what the scheduler decided, and what the executor answers.
+"""The plan of one step as plain values (`Iteration`), and what came of it (`Outcome`).
 
-Nothing in it is a live object of the scheduler: a slice is a copy of what carrying it out takes, so the
-same value serves the model, the other ranks, the simulator and a journal.
+An iteration is data.  Nothing in it is a live object of the scheduler: a slice holds copies of all that its
+execution needs, so the same value serves the model, the other ranks, the simulator and a journal.
 
-What lasts as long as a turn is given once: `Iteration.started` lists the turns whose first slices
-these are, `Iteration.ended` those that an executor may forget.  (vLLM: `scheduled_new_reqs` and
+An executor gets what it must know of a turn once: `Iteration.started` lists the turns that have their first
+slices here, `Iteration.ended` those that the executor may forget.  (vLLM: `scheduled_new_reqs` and
 `finished_req_ids` of a `SchedulerOutput`.)
 
 The executor's contract, on which the bookkeeping relies:
@@ -14,18 +14,18 @@ The executor's contract, on which the bookkeeping relies:
   earlier iterations; so do `swap_outs`.
 * A slice may attend to what a slice before it in the same iteration computes, and to nothing that a later
   one does.  So in each layer the keys and values of all slices are written before any slice attends; or
-  the slices are computed in several goes, in their order.
+  the slices are computed in several parts, in their order.
 * A copy is named by its `copy_id` and reported once in `Outcome.finished_copies`, in this or in any
   later outcome.  Until then the core moves neither of its pages.  Page-to-page `copies` are finished
   when their iteration is collected and are not reported.
 * An iteration without slices is collected when at least one outstanding copy has finished.
 * An iteration may be launched while the one before it is not collected.  The last position of a
-  slice may then be one whose token that iteration samples (`Slice.awaits_token`); the executor puts
-  it in its place.  If that row fails, or turns out to have ended its turn, what comes of the slice is
-  thrown away.
+  slice may then be one whose token that iteration samples (`Slice.awaits_token`); the executor copies
+  it into the batch.  If that row fails, or turns out to have ended its turn, the slice's result is thrown
+  away.
 * A slice that `needs_token` yields exactly one `SampledToken` or one `TurnFailure`; other slices yield
   nothing unless they fail.
-* A turn may be in `ended` while a slice of it is not collected.  Whatever is answered for it is ignored.
+* A turn may be in `ended` while a slice of it is not collected.  What is reported for it is ignored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pensieve.core.sampling import Sampling
 
 
 class TurnStart(NamedTuple):
-    """What an executor has to know of a turn as long as it lives."""
+    """What an executor has to know of a turn until it ends."""
 
     turn_id: int
     context: array[int]  # 'I': token ids of its conversation's log and of its prompt
@@ -54,7 +54,7 @@ class Slice(NamedTuple):
     token_ids: array[int]  # 'I': of these positions; one less where the last one is awaited
     page_table: array[int]  # 'i': device page of each chunk up to `stop`
     needs_token: bool = False  # the logits of position stop - 1 are sampled
-    is_last: bool = False  # that token ends the reply, which is then as long as it may be
+    is_last: bool = False  # that token ends the reply, which then has its maximal length
 
     @property
     def num_tokens(self) -> int:
@@ -62,11 +62,11 @@ class Slice(NamedTuple):
 
     @property
     def awaits_token(self) -> bool:
-        """The token at position stop - 1 is being sampled by the iteration before."""
+        """Whether the token at position stop - 1 is still being sampled, by the iteration before."""
         return len(self.token_ids) < self.stop - self.start
 
     def split(self, position: int) -> tuple[Slice, Slice]:
-        """As two slices, of the positions before and from `position` on."""
+        """Cut it into two slices: the positions before `position`, and the others."""
         assert self.start < position < self.stop, (self.start, position, self.stop)
         num_first = position - self.start
         first = self._replace(
@@ -76,7 +76,7 @@ class Slice(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """The first `num_slots` slots of one device page to another (copy on write)."""
+    """Copy the first `num_slots` slots of one device page to another (copy on write)."""
 
     source_page: int
     target_page: int
@@ -119,9 +119,9 @@ class Logprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token that a turn sampled, with the text that it releases.
+    """The token that was sampled for a turn, with the text that it releases.
 
-    The same record goes from the executor through the core and over the pipe to whoever reads the turn.
+    The same record goes from the executor through the core and over the pipe to the turn's readers.
     """
 
     turn_id: int

@@ -1,7 +1,7 @@
-"""How a turn's tokens are chosen: plain values, their caps, and what each must satisfy.
+"""How a turn's tokens are chosen: the sampling options as plain values, and their bounds.
 
-`Sampling` is validated where it enters (service, CLI) by `validate`, which names the field; the
-engine and the sampler then trust it.  A temperature of 0 is greedy.
+`Sampling` is checked where it enters (service, CLI) by `problem`, which names the field; the
+engine and the sampler do not check it again.  A temperature of 0 is greedy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def problem(self, vocab_size: int | None = None) -> tuple[str, str] | None:
-        """The first (field, problem) that makes these values unusable, or None."""
+        """The first (field, problem) for which these values are refused, or None."""
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, float) and not math.isfinite(value):

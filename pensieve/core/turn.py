@@ -1,12 +1,12 @@
-"""A turn: one message and its reply, from the queue to its last token.
+"""A turn (a message and its reply), from the queue to its last token, for the scheduler.
 
     QUEUED ──admit──> RUNNING ──finish──> FINISHED
        ^                 │
-       └───resume── SUSPENDED   (no device page is held; nothing is forgotten)
+       └───resume── SUSPENDED   (holds no device page; its progress is kept)
 
 A turn's progress is one number, `frontier`: every position below it has its KV on the device or in
 a launched iteration.  `tokens` is the conversation's whole log followed by the new prompt and by
-what has been sampled; it lives as long as the turn does.
+what has been sampled; it is kept until the turn ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LEGAL_TRANSITIONS: dict[TurnState, frozenset[TurnState]] = {
 
 @dataclass(slots=True)
 class Usage:
-    """Where the tokens of a turn's context came from, and when what happened (engine seconds).
+    """Where the tokens of a turn's context came from, and when its stages were reached (engine seconds).
 
     prompt_tokens = new_tokens + device_tokens + host_tokens + recomputed_tokens.
     """
@@ -70,7 +70,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TurnOptions:
-    """What a client may ask of a turn besides its messages; travels whole from the wire to the `Turn`."""
+    """A client's options for a turn; passed as one value from the wire to the `Turn`."""
 
     sampling: Sampling = field(default_factory=Sampling)
     priority: int = 0  # PRIORITY_MIN..PRIORITY_MAX
@@ -87,13 +87,15 @@ class Turn:
     length_max: int  # the turn ends with LENGTH when len(tokens) reaches this
     options: TurnOptions = field(default_factory=TurnOptions)
     warm: bool = False  # fill the holes, sample nothing
-    # -- the scheduler's --
+    # -- set by the scheduler --
     state: TurnState = TurnState.QUEUED
     queue_order: tuple[int, int] = (0, 0)  # turns are served in this order; see `enqueue`
     frontier: int = 0
     chunks: list[Chunk] = field(default_factory=list)  # of its whole context, while RUNNING
     page_table: array[int] = field(default_factory=lambda: array("i"))  # their device pages
-    written: dict[Chunk, None] = field(default_factory=dict)  # chunks it computed something of
+    written: dict[Chunk, None] = field(
+        default_factory=dict
+    )  # chunks that it has computed at least a part of
     in_flight: int = 0  # launched, uncommitted iterations with a slice of this turn
     pending_tokens: int = 0  # that uncommitted iterations sample
     computed_to: int = (
@@ -108,14 +110,14 @@ class Turn:
         return len(self.tokens) - self.prompt_end
 
     def ends_at(self, num_tokens: int) -> bool:
-        """Whether the reply is as long as it may be when the log has so many tokens."""
+        """Whether the reply has its maximal length when the log has so many tokens."""
         return num_tokens >= self.length_max
 
     def enqueue(self, arrival: int) -> None:
-        """Queue as the `arrival`-th turn.
+        """Take a place in the queue, as the `arrival`-th turn.
 
-        One step of priority is worth a fixed number of arrivals, so a turn is overtaken by a bounded
-        number of later ones and every turn's time comes.
+        One step of priority is worth a fixed number of arrivals, so only a bounded number of
+        later turns can overtake a turn, and none starves.
         """
         self.queue_order = (arrival - PRIORITY_ARRIVALS * self.options.priority, arrival)
 

@@ -1,10 +1,10 @@
-"""Puts cache, scheduler and executor together to an engine, in the one place for that.
+"""Assembles an engine from cache, scheduler and executor; every engine is assembled here.
 
     KVCache(config, policy) → Scheduler(cache, config) → Engine(config, scheduler, executor, ports)
 
-Who calls it brings what differs: a daemon the executor that runs a model and the machine's clock, the
-simulator a modelled executor and a virtual clock.  Nothing else may differ, or a simulated iteration
-would not be the daemon's.
+The caller brings what differs: a daemon the executor that runs a model and the machine's clock, the
+simulator a modelled executor and a virtual clock, a replay what a journal recorded.  Nothing else may
+differ, or a simulated iteration would not be the daemon's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pensieve.engine.ports import Clock, Executor, Observer, Sink
 
 @dataclass(frozen=True)
 class EngineConfigs:
-    """The section of each part; what follows from several of them is computed in `fitted`."""
+    """The configuration of each part; `fitted` computes what follows from several of them."""
 
     cache: CacheConfig
     scheduler: SchedulerConfig

@@ -4,8 +4,8 @@
 
 A value is written as the name of its class and its fields in their order, without those at the end that
 have their default.  A field of type bytes is written as its length; the bytes themselves travel beside the
-JSON (and a journal leaves them out).  Reading makes only what is registered here, from the types that the
-fields declare: what is read can never become code.
+JSON (and a journal leaves them out).  Reading makes only the classes in KINDS, from the types that their
+fields declare, so nothing that is read can become code.
 
 A new field needs no line here, as long as its type is one of: int, float, str, bool, bytes, an enum of
 strings, None beside one of these, a tuple, a dict with names for keys, a NamedTuple, a dataclass.
@@ -30,7 +30,7 @@ Convert = Callable[[Any], Any]
 
 
 class Unreadable(ValueError):
-    """No value of ours was written like this."""
+    """These JSON values are no message and no event."""
 
 
 def encode(value: Message | Event) -> tuple[list[Any], bytes]:
@@ -45,7 +45,7 @@ def encode(value: Message | Event) -> tuple[list[Any], bytes]:
 
 
 def decode(items: Sequence[Any], body: bytes = b"") -> Any:
-    """The message or event again; Unreadable if it is none."""
+    """The message or event that `encode` wrote; Unreadable if it is none."""
     kind = KINDS.get(items[0]) if items and isinstance(items[0], str) else None
     if kind is None:
         raise Unreadable(f"a value of the unknown kind {items[0] if items else None!r}")
@@ -62,13 +62,13 @@ def decode(items: Sequence[Any], body: bytes = b"") -> Any:
 
 
 def named(items: Sequence[Any]) -> dict[str, Any]:
-    """What `encode` wrote, but each value under its field's name: for people, and for years."""
+    """What `encode` wrote, with each value under its field's name: readable by people and later versions."""
     names = [each.name for each in fields(KINDS[items[0]])]
     return dict(zip(names, items[1:], strict=False))
 
 
 def decode_named(name: str, values: Mapping[str, Any]) -> Any:
-    """The message or event of which `named` tells, with zeros for bytes; Unreadable if it is none."""
+    """The message or event that `named` wrote, with zeros for its bytes; Unreadable if it is none."""
     if name not in KINDS:
         raise Unreadable(f"a value of the unknown kind {name!r}")
     form, names = _form_of(KINDS[name]), [each.name for each in fields(KINDS[name])]

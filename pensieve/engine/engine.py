@@ -1,26 +1,26 @@
-"""The loop.
+"""The engine's loop, which takes messages, runs an iteration per step and publishes events.
 
-`step` plans one iteration and takes in one outcome.  It runs in one thread; nothing else touches the
+`step` plans one iteration and commits one outcome.  It runs in one thread, and no other thread touches the
 scheduler.  An executor of depth 2 computes while the next iteration is planned and launched:
 
     depth 1     plan 1, launch 1, collect 1 │ plan 2, launch 2, collect 2 │ …
     depth 2     plan 1, launch 1 │ plan 2, launch 2, collect 1 │ plan 3, launch 3, collect 2 │ …
 
-An iteration is collected and committed in the step that fills the executor, or that finds nothing
-to plan without its outcome; so a step that returns False leaves nothing behind.  It runs ahead
-however few turns there are.  What that costs: one token for each turn that turns out finished
-(`tokens_idle`), and a message may find one iteration more before it.
+An iteration is collected and committed in the first step that has launched as many as the executor's depth,
+or that can plan nothing without its outcome.  So after a step that returned False nothing is launched.  At
+depth 2 it plans ahead however few turns there are.  The cost: one token is computed for nothing for each
+turn that has ended meanwhile (`tokens_idle`), and a message may wait for one iteration more.
 
 The tokens of a conversation's log are known as long as the cache holds KV of it (`Conversation.log`), so a
-turn brings only what is new.  A turn of a conversation that is not known waits outside of the scheduler
-until its log has been provided.
+message brings only the new ones.  A turn whose conversation is not known waits outside of the scheduler
+until the service has provided the log.
 
-A message that asks for something impossible ends its own turn and nothing else: limits are checked
-here once more although the service checks them first.
+A message that asks for something impossible ends its own turn and no other: the limits are checked here
+although the service has checked them.
 
-When the executor fails as a whole (a device error, out of memory), the engine is done: `run` ends
-every turn with ENGINE_FAILED, closes the mailbox and raises; what was launched is given up.  The
-conversations are in the store; whoever started the engine starts another.
+When the executor fails as a whole (a device error, out of memory), `run` ends every turn with
+ENGINE_FAILED, closes the mailbox and raises; iterations that were launched are not collected.  No history
+is lost, as the store has them all; whoever started this engine starts another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pensieve import gc_pause as cycles
+from pensieve import gc_pause
 from pensieve.core.iteration import Iteration, SampledToken
 from pensieve.core.scheduler import Ended, Scheduler
 from pensieve.core.turn import FinishReason, Turn, Usage
@@ -57,7 +57,7 @@ from pensieve.engine.metrics import Metrics, cached
 from pensieve.engine.ports import Clock, Executor, Observer, Sink
 
 TOKEN_BYTES = 4
-REST_AFTER_SECONDS = 1.0  # without anything to do
+COLLECT_AFTER_SECONDS = 1.0  # of idleness, once: a full pass of garbage collection
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,17 @@ class Engine:
         self.sink = sink
         self.metrics = Metrics(scheduler, clock.now())
         self._observers: tuple[Observer, ...] = (self.metrics, *observers)
-        self._launched: deque[Iteration] = deque()  # and not collected, oldest first
-        self._waiting: dict[int, SubmitTurn] = {}  # turns whose log was asked for, by turn_id
+        self._launched: deque[Iteration] = deque()  # those not collected yet, oldest first
+        self._waiting: dict[
+            int, SubmitTurn
+        ] = {}  # by turn_id: turns whose log the service was asked for
 
     def observe(self, observer: Observer) -> None:
-        """Tell one more what happens, from now on."""
+        """Add an observer, which is called from now on."""
         self._observers = (*self._observers, observer)
 
     def step(self) -> bool:
-        """Launch what can be planned, take in what is due; False when there was nothing to do."""
+        """Launch the next iteration, if any; commit what is due; False when there was nothing to do."""
         self._deliver(self.mailbox.drain())
         iteration = self._plan()
         if iteration is not None:
@@ -102,22 +104,22 @@ class Engine:
         elif not self._launched:
             return False
         if iteration is None or len(self._launched) >= self.executor.depth:
-            self._take_in(self._launched.popleft())
+            self._commit(self._launched.popleft())
         return True
 
     def run(self) -> None:
         """Step until the mailbox is closed and nothing is left to do."""
         try:
-            rested = False
+            collected = False
             while True:
                 if self.step():
-                    rested = False
+                    collected = False
                     continue
                 if self.mailbox.closed:
                     return
-                if not self.mailbox.wait(None if rested else REST_AFTER_SECONDS):
-                    cycles.rest()
-                    rested = True
+                if not self.mailbox.wait(None if collected else COLLECT_AFTER_SECONDS):
+                    gc_pause.collect()
+                    collected = True
         except BaseException:
             self.mailbox.close("the engine has failed")
             self._end_everything()
@@ -133,7 +135,7 @@ class Engine:
             self._publish(self.take(message, now))
 
     def take(self, message: Message, now: float) -> list[Event]:
-        """Act on one message; what is to be told at once."""
+        """Act on one message; returns the events that follow from it at once."""
         scheduler, cache = self.scheduler, self.scheduler.cache
         match message:
             case SubmitTurn():
@@ -145,7 +147,9 @@ class Engine:
                     return [_ended_at_once(waiting, FinishReason.CANCELLED, now)]
                 scheduler.cancel(turn_id, keep_tokens, now)
             case ForkConversation(source_id, num_tokens, target_id):
-                if target_id not in cache.conversations:  # else one of that name is still leaving
+                if (
+                    target_id not in cache.conversations
+                ):  # else the old conversation of that id is still ending
                     cache.fork(source_id, num_tokens, target_id, now)
             case RewindConversation(conversation_id, num_tokens):
                 ended = self._give_up_waiting(conversation_id, now, warms_only=True)
@@ -163,9 +167,9 @@ class Engine:
             case ListCached(query_id, limit, least_valuable):
                 return [Answer(query_id, rows=cached(cache, limit, least_valuable, now))]
             case Explain(query_id, conversation_id):
-                told = cache.eviction_log.lines_of(conversation_id, now)
-                places = cache.locations(conversation_id)
-                return [Answer(query_id, rows=(*places, *told))]
+                log_lines = cache.eviction_log.lines_of(conversation_id, now)
+                locations = cache.locations(conversation_id)
+                return [Answer(query_id, rows=(*locations, *log_lines))]
             case GetStats(query_id):
                 return [Answer(query_id, figures=self.metrics.figures(now))]
             case CheckIntegrity(query_id):
@@ -176,7 +180,7 @@ class Engine:
         scheduler, conversation_id = self.scheduler, message.conversation_id
         running = scheduler.turn_of(conversation_id)
         if running is not None and running.warm and not message.warm:
-            # What it was warmed for is here: it takes over the KV that there is by now.
+            # The message that the warm turn was meant for is here, and uses the KV that is there by now.
             scheduler.cancel(running.turn_id, len(running.tokens), now)
             running = None
         events = self._give_up_waiting(conversation_id, now, warms_only=True)
@@ -208,7 +212,7 @@ class Engine:
         return events
 
     def _begin(self, message: SubmitTurn, known: array[int], now: float) -> None:
-        """Give the scheduler a turn whose whole context is there: `known`, then what the message brought."""
+        """Submit a turn whose context is complete: `known`, then the tokens that the message brought."""
         known.frombytes(message.tokens)
         history_tokens = max(message.history_tokens, self._share_prefix(message, now))
         length_max = len(known) + message.options.sampling.max_tokens
@@ -225,7 +229,7 @@ class Engine:
         self.scheduler.submit(turn, now)
 
     def _known_log(self, message: SubmitTurn) -> array[int] | None:
-        """A copy of the log before the message's first position, if all of it is known."""
+        """A copy of the log before the message's first position, or None if not all of it is known."""
         conversation = self.scheduler.cache.conversations.get(message.conversation_id)
         if conversation is None or len(conversation.log) < message.first_position:
             return None
@@ -255,7 +259,7 @@ class Engine:
         return ended
 
     def _share_prefix(self, message: SubmitTurn, now: float) -> int:
-        """Let a new conversation hold what another has of their common beginning; how many tokens."""
+        """Let a new conversation share another one's KV of their common prefix; returns how many tokens."""
         cache = self.scheduler.cache
         if not message.prefix_tokens or message.conversation_id in cache.conversations:
             return 0
@@ -273,7 +277,7 @@ class Engine:
 
     # -- out --
 
-    def _take_in(self, iteration: Iteration) -> None:
+    def _commit(self, iteration: Iteration) -> None:
         outcome = self.executor.collect()
         now = self.clock.now()
         news = self.scheduler.commit(iteration, outcome, now)

@@ -1,16 +1,15 @@
-"""The journal: everything that decided which iterations were planned, one JSON object per line.
+"""Records what decided which iterations were planned, and plans them again from that.
 
-It holds each message (lengths, never token ids or text), each `now`, and of each outcome what the
-core took from it: finished copies, which turns sampled a token and whether it was their last, and
-failures.  An outcome belongs to the oldest iteration that had none yet, so the order of the lines
-says how far planning ran ahead.  Fed back into a fresh scheduler, these give the identical sequence
-of iterations: the scheduler reads no clock and no token's value.  `Replay` does that and compares a
+A journal has one JSON object per line: each message (lengths, never token ids or text), each `now`, and of
+each outcome what the core took from it: finished copies, which turns sampled a token and whether it ended
+the reply, and failures.  An outcome belongs to the oldest iteration that has none yet, so the order of the
+lines shows how far planning was ahead.  Given to a fresh scheduler, these lines produce the identical
+iterations, because the scheduler reads no clock and no token's value.  `Replay` does that and compares a
 hash per iteration.
 
-An engine that is started again appends to the journal of the one before, so a journal is one or more
-engines, each beginning with its configuration.  Every line is written at once: what a killed engine
-leaves out is at most the line it was writing, and that is no damage; anything else that cannot be
-understood is.
+A restarted engine appends to the journal of the one before, so a journal holds one or more engines, and
+each begins with its configuration.  Every line is written at once.  An engine that is killed leaves at most
+one incomplete line, which is accepted; anything else that cannot be read is damage.
 """
 
 from __future__ import annotations
@@ -24,18 +23,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from pensieve import __version__
-from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.cache import CacheConfig
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, TurnFailure
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.sampling import Sampling
-from pensieve.core.scheduler import Scheduler, SchedulerConfig
+from pensieve.core.scheduler import SchedulerConfig
 from pensieve.engine import codec
-from pensieve.engine.engine import Engine, EngineConfig
+from pensieve.engine.assembly import EngineConfigs, Ports, assemble
+from pensieve.engine.engine import EngineConfig
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import Event, Message, SubmitTurn
+from pensieve.errors import one_line
 
-VERSION = 2  # 1: outcomes said how a turn ended, and turns brought their whole log
+VERSION = 2  # 1: outcomes held how a turn ended, and messages a turn's whole log
 
 
 class JournalError(ValueError):
@@ -51,7 +52,7 @@ class NotAJournal(JournalError):
 
 
 def opened(path: Path) -> TextIO:
-    """To write a journal at the end of what is there; every line reaches the file at once."""
+    """The file of a journal, opened to append; every line reaches the file at once."""
     file = path.open("a", encoding="utf-8", buffering=1)
     if path.is_file() and path.stat().st_size:
         with path.open("rb") as before:
@@ -69,9 +70,9 @@ def hash_of(iteration: Iteration) -> str:
 
 
 class Journal:
-    """An observer that writes; `lines` is a text file opened for appending.
+    """An observer that writes a journal; `lines` is a text file opened for appending.
 
-    `model` says what computed: nothing in a replay depends on it, but costs that are fitted to a journal do.
+    `model` describes what computed.  No replay depends on it, but costs that are fitted to a journal do.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Journal:
         )
 
     def received(self, message: Message, now: float) -> None:
-        if isinstance(message, SubmitTurn):  # what a client wrote is not for the journal
+        if isinstance(message, SubmitTurn):  # no text of a client enters the journal
             sampling = Sampling(max_tokens=message.options.sampling.max_tokens)
             message = replace(message, options=replace(message.options, sampling=sampling))
         items, _ = codec.encode(message)
@@ -126,7 +127,7 @@ class Journal:
 
 
 class _Recorded:
-    """A replay has no clock, executor or sink: the journal says what they said."""
+    """Stands for clock, executor and sink: a replay takes from the journal what they gave."""
 
     depth = 1
 
@@ -146,8 +147,8 @@ class _Recorded:
 class Replayed(NamedTuple):
     """An iteration that was planned again as it was recorded, with the times of the recording.
 
-    It was computed from `begun` on: from its plan, or from the end of the one before if that was still
-    computed then.
+    `begun` is when its computation began: when it was planned, or, if the iteration before was still being
+    computed then, when that one ended.
     """
 
     iteration: Iteration
@@ -157,7 +158,7 @@ class Replayed(NamedTuple):
 
 
 class Replay:
-    """Plan again what a journal recorded; iterating yields what was committed, and remembers nothing.
+    """Plans again what a journal recorded; iterating yields each committed iteration, and keeps none.
 
     JournalError where the replay plans something else, or where the journal cannot be understood.
     """
@@ -165,18 +166,18 @@ class Replay:
     def __init__(self, lines: Iterable[str]) -> None:
         self.num_agreed = 0  # iterations planned as they were recorded
         self.num_engines = 0
-        self.cut_off: list[int] = []  # lines that a killed engine did not finish
+        self.cut_off: list[int] = []  # numbers of the lines that a killed engine did not finish
         self.model: dict[str, Any] = {}  # of the last engine
-        self.written_by = ""  # the version of the package; another one may well plan otherwise
+        self.written_by = ""  # the version of the package; another one may plan other iterations
         self._lines = lines
 
     def __iter__(self) -> Iterator[Replayed]:
-        engine: _Again | None = None
+        engine: _ReplayedEngine | None = None
         for number, entry in self._entries():
             try:
                 if "version" in entry or engine is None:
                     _check_version(entry, number)
-                    engine = _Again(entry)
+                    engine = _ReplayedEngine(entry)
                     self.num_engines += 1
                     self.model = dict(entry.get("model") or {})
                     self.written_by = str(entry.get("written_by", ""))
@@ -195,15 +196,15 @@ class Replay:
                 TypeError,
                 ValueError,
             ) as error:
-                why = " ".join(str(error).split()) or type(error).__name__
+                why = one_line(error)
                 raise JournalError(number, f"cannot be replayed ({why})") from error
             self.num_agreed += entry.get("iteration") is not None
             if replayed is not None:
                 yield replayed
 
     def _entries(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Every line that is whole, with its number; one line is read ahead."""
-        damaged = 0  # the line before, if it was
+        """Every complete line and its number; a damaged one is reported when the next line is known."""
+        damaged = 0  # the number of the line before, if it was damaged
         for number, line in enumerate(self._lines, 1):
             if not line.strip():
                 continue
@@ -231,8 +232,8 @@ class _Differs(Exception):
     """The iteration that was planned is not the one that was recorded."""
 
 
-class _Again:
-    """One engine of a journal, planning again."""
+class _ReplayedEngine:
+    """One engine of a journal, which plans its iterations again."""
 
     def __init__(self, header: dict[str, Any]) -> None:
         cache = CacheConfig(**header["cache"])
@@ -242,12 +243,16 @@ class _Again:
             points, known["other_seconds"], known["measured"], known.get("copy_seconds", 0.0)
         )
         policy = policy_named(header["policy"], cost, cache.chunk_tokens)
-        self._scheduler = Scheduler(KVCache(cache, policy), SchedulerConfig(**header["scheduler"]))
+        configs = EngineConfigs(
+            cache, SchedulerConfig(**header["scheduler"]), EngineConfig(**header["engine"])
+        )
         recorded = _Recorded()
-        config = EngineConfig(**header["engine"])
-        self._engine = Engine(config, self._scheduler, recorded, recorded, Mailbox(), recorded)
-        self._planned: deque[tuple[Iteration, float]] = deque()  # and not committed; when
-        self._ended = float("-inf")  # the iteration before
+        self._engine = assemble(configs, policy, recorded, Ports(recorded, Mailbox(), recorded))
+        self._scheduler = self._engine.scheduler
+        self._planned: deque[tuple[Iteration, float]] = (
+            deque()
+        )  # those not committed yet, and when they were planned
+        self._ended = float("-inf")  # when the iteration before was committed
 
     def take(self, entry: dict[str, Any]) -> Replayed | None:
         if "message" in entry:
@@ -287,17 +292,17 @@ def _check_version(header: Mapping[str, Any], line: int) -> None:
 
 
 def replay(lines: Iterable[str]) -> int:
-    """Plan again what a journal recorded; how many iterations agreed.  JournalError where one differs."""
-    again = Replay(lines)
-    for _ in again:
+    """Replay a whole journal; returns how many iterations agreed.  JournalError where one differs."""
+    replaying = Replay(lines)
+    for _ in replaying:
         pass
-    if not again.num_engines:
+    if not replaying.num_engines:
         raise NotAJournal(1, "not a journal: it is empty")
-    return again.num_agreed
+    return replaying.num_agreed
 
 
 def _described(iteration: Iteration | None) -> str:
-    """For a person who compares two iterations."""
+    """An iteration in words, for a person who compares two."""
     if iteration is None:
         return "nothing"
     slices = ", ".join(f"turn {s.turn_id} [{s.start}, {s.stop})" for s in iteration.slices[:8])

@@ -1,11 +1,11 @@
-"""The two crossings between an engine and the rest of the world.
+"""The two bounded queues between an engine and other threads: messages in, events out.
 
-Messages go in through the `Mailbox`, events come out through a sink, most often an `Outbox`.
+Messages enter by the `Mailbox`; events leave by a sink, most often an `Outbox`.
 
 Bounds.  A mailbox takes `messages_max` messages and refuses the next with QueueFull; cancels and
 deletions are always taken, since they only free things.  An outbox holds `events_max` events; an
-engine that publishes into a full one waits for its reader, so its memory is bounded, and whoever
-reads must bound what each stream leaves unread.
+engine that publishes into a full one waits for its reader, so its memory is bounded, and the reader
+must bound what each stream leaves unread.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Mailbox:
             return messages
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Until there is a message or the box is closed; False after the timeout."""
+        """Wait until there is a message or the mailbox is closed; False after the timeout."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: bool(self._messages) or self._closed is not None, timeout_seconds
@@ -89,7 +89,7 @@ class Outbox:
             return event
 
     def drain(self) -> list[Event]:
-        """Everything that is there, when something is; nothing when closed and empty."""
+        """Wait for events and return all that are there; none when closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._events) or self._closed)
             events = list(self._events)

@@ -1,6 +1,6 @@
-"""The values that cross between an engine and the rest of the world: messages go in, events come out.
+"""The messages that an engine receives and the events that it publishes, as frozen values.
 
-All are plain and frozen (ids, bytes, numbers), so they may as well cross a pipe to another process.
+They hold ids, bytes and numbers only, so they can cross a pipe to another process.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pensieve.core.turn import FinishReason, TurnOptions, Usage
 
 @dataclass(frozen=True, slots=True)
 class SubmitTurn:
-    """Run a turn: its conversation's log and, behind it, the tokens of the new messages.
+    """Run a turn, whose context is the conversation's log followed by the tokens of the new messages.
 
-    `tokens` are those of the positions from `first_position` on.  What lies before, the engine knows as long
-    as it holds KV of the conversation, or asks for with `LogNeeded`.
+    `tokens` are those of the positions from `first_position` on.  The engine knows the tokens before them as
+    long as it holds KV of the conversation; otherwise it asks for them with `LogNeeded`.
     """
 
     turn_id: int  # unique for the life of the engine
@@ -26,7 +26,9 @@ class SubmitTurn:
     options: TurnOptions = field(default_factory=TurnOptions)
     warm: bool = False  # only bring the conversation's KV to the device
     first_position: int = 0
-    prefix_of: str = ""  # a conversation whose KV of the first prefix_tokens is this one's, too
+    prefix_of: str = (
+        ""  # a conversation with the same first prefix_tokens, whose KV this one may share
+    )
     prefix_tokens: int = 0
 
 
@@ -66,7 +68,7 @@ class DeleteConversation:
 class EvictConversation:
     conversation_id: str
     to_host: bool = False  # else its KV is dropped
-    query_id: int = 0  # 0: nobody waits for the answer
+    query_id: int = 0  # 0: no answer is wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +111,11 @@ Message = (
 
 @dataclass(frozen=True, slots=True)
 class LogNeeded:
-    """The engine knows too little of a conversation's log to run a turn: `ProvideLog` continues it."""
+    """The engine lacks tokens of a conversation's log that a turn needs, and waits for `ProvideLog`."""
 
     turn_id: int
     conversation_id: str
-    num_tokens: int  # the first so many are wanted
+    num_tokens: int  # how many of its first tokens are needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class TurnEnded:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To a query: figures by name, the problems found (none: all is well), or rows of values."""
+    """The answer to a query: figures by name, problems that were found (if any), or rows of values."""
 
     query_id: int
     figures: dict[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the engine has done, as figures by name: an observer that only counts."""
+"""Counts what the engine has done, as figures by name (an observer)."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ class Metrics:
 def cached(
     cache: KVCache, limit: int, least_valuable: bool, now: float
 ) -> tuple[tuple[str | float, ...], ...]:
-    """(id, device, host and dropped tokens, idle seconds, retention value, running) of conversations.
+    """A row for each conversation: id, device, host and dropped tokens, idle seconds, value, running.
 
-    Looks at every chunk that is cached: a question for an operator, not for each second.
+    Visits every cached chunk, so it is for an operator's query and not for every second.
     """
     rows: list[tuple[str | float, ...]] = []
     size = cache.config.chunk_tokens

@@ -1,15 +1,15 @@
-"""The pipe between the service and the engine process: frames of plain values, nothing else.
+"""The pipe between the service and the engine process, for frames of plain values.
 
     frame = u32 length of the head · u32 length of the body · head (JSON, UTF-8) · body (bytes)
 
 A head is a list whose first item names what follows.  From the service come the mailbox's messages,
 one a frame, as codec.py writes them.  From the engine come `stage` and `ready` while it starts, then
 `events`: everything that one or more iterations published since the last frame, so a stream gets the
-tokens of an iteration as one message.  A frame never becomes code, whoever wrote it.
+tokens of an iteration as one message.  No frame can become code, whoever wrote it.
 
 Both directions are bounded.  The service counts the turns it has submitted and refuses more before
 anything is written (`turns_max`); the engine's outbox is bounded, and a pipe that is not read stops
-its writer.  Frames above FRAME_BYTES_MAX are refused: they can only be a mistake.
+its writer.  Frames above FRAME_BYTES_MAX are refused, since only a mistake could write them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Frame = tuple[list[Any], bytes]  # head and body
 
 
 class BrokenPipe(PensieveError):
-    """The other side wrote what is no frame, or stopped within one."""
+    """The other side wrote something that is no frame, or stopped within a frame."""
 
 
 def pack(head: Sequence[Any], body: bytes = b"") -> bytes:
@@ -40,7 +40,7 @@ def pack(head: Sequence[Any], body: bytes = b"") -> bytes:
 
 
 def lengths(prefix: bytes) -> tuple[int, int]:
-    """Of head and body, from the first eight bytes of a frame."""
+    """How long head and body are, from the first eight bytes of a frame."""
     head, body = LENGTHS.unpack(prefix)
     if head + body > FRAME_BYTES_MAX or not head:
         raise BrokenPipe(f"a frame of {head:,} + {body:,} bytes")
@@ -58,7 +58,7 @@ def unpack(head: bytes, body: bytes) -> Frame:
 
 
 def frames(sock: socket.socket) -> Iterator[Frame]:
-    """What the other side writes, until it closes."""
+    """The frames that the other side writes, until it closes."""
     with sock.makefile("rb") as file:
         while prefix := file.read(LENGTHS.size):
             if len(prefix) < LENGTHS.size:
@@ -75,7 +75,7 @@ def pack_message(message: Message) -> bytes:
 
 
 def message_of(frame: Frame) -> Message:
-    """What the service sent."""
+    """The message in a frame from the service."""
     message: Message = _decoded(*frame)
     return message
 

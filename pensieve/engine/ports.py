@@ -1,4 +1,4 @@
-"""What an engine is connected to: a clock, an executor, a sink, and observers."""
+"""The protocols of what an engine is connected to (clock, executor, sink, observers)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Executor(Protocol):
     def launch(self, iteration: Iteration) -> None: ...
 
     def collect(self) -> Outcome:
-        """What became of the oldest iteration that has not been collected."""
+        """The outcome of the oldest iteration that has not been collected."""
 
 
 class Sink(Protocol):
@@ -35,7 +35,7 @@ class Sink(Protocol):
 
 
 class Observer(Protocol):
-    """Told what happens, in order; decides nothing."""
+    """Is called with everything that happens, in order; decides nothing."""
 
     def received(self, message: Message, now: float) -> None: ...
 

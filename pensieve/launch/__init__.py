@@ -1,1 +1,1 @@
-"""Turns settings into running parts, and starts the processes that they are."""
+"""Turns settings into running parts, and starts the processes that run them."""

@@ -1,4 +1,4 @@
-"""Where a daemon's local socket lies, which only its owner may open."""
+"""The path of a daemon's local socket, which only its owner may open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SOCKET_BYTES_MAX = 107  # of a UNIX socket's path
 
 
 def socket_path(data: Path) -> Path:
-    """DATA/admin.sock, or a name in XDG_RUNTIME_DIR where that is too long for a socket."""
+    """DATA/admin.sock, or a name in XDG_RUNTIME_DIR where that path is too long for a socket."""
     path = data / "admin.sock"
     if len(os.fsencode(path)) <= SOCKET_BYTES_MAX:
         return path

@@ -31,7 +31,7 @@ from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening, Server, check_exposure
 from pensieve.store.conversation_store import ConversationStore
 
-SWITCH_SECONDS = 0.0005  # that the store's thread may keep the loop, and so every stream, waiting
+SWITCH_SECONDS = 0.0005  # how long the store's thread may keep the event loop waiting
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class DaemonSetup:
     """What a daemon is made of."""
 
     resolved: Resolved
-    holder: str  # is named to a process that finds the data folder in use
+    holder: str  # how another process that wants the data folder names this one
     listening: Listening
     config: DaemonConfig
     engine_program: tuple[str, ...] = programs.ENGINE
@@ -49,7 +49,7 @@ class DaemonSetup:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What is called while a daemon starts and stops."""
+    """Functions that are called while a daemon starts and stops."""
 
     report: Report
     ready: Callable[[str], None] = lambda address: None
@@ -57,7 +57,7 @@ class Hooks:
 
 
 def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
-    """From the flags of `pensieve serve`; ConfigError where it would serve strangers by accident."""
+    """From the settings of `pensieve serve`; ConfigError if it would be open to others by accident."""
     listening = Listening(
         address=serving.address,
         socket=socket_path(resolved.settings.data),
@@ -87,7 +87,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
 
 
 def open_server(setup: DaemonSetup, report: Report) -> Server:
-    """Everything but the engine process; to be called in the loop that will run it."""
+    """Open everything but the engine process; to be called in the event loop that will run it."""
     settings = setup.resolved.settings
     folder = resolve_model(settings.model)
     store = ConversationStore.open(settings.data, setup.holder)
@@ -112,7 +112,7 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
 
 
 async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.Event) -> None:
-    """Until `server.stopping` is set; `hurry` then interrupts the turns that still run."""
+    """Serve until `server.stopping` is set; from then on `hurry` interrupts the turns that still run."""
     sys.setswitchinterval(SWITCH_SECONDS)
     daemon, loop = server.daemon, asyncio.get_running_loop()
     drain_seconds = 0.0
@@ -143,7 +143,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
 
 
 def _kill(engine_pid: int | None) -> None:
-    """An engine that loads its model has nothing to save, and would not look at its pipe for seconds."""
+    """Kill an engine that loads its model: it has nothing to save, and reads no pipe for seconds."""
     if engine_pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(engine_pid, signal.SIGKILL)

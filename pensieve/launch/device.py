@@ -1,4 +1,4 @@
-"""Which device computes, and whether the kernels can be had for it."""
+"""Chooses the device that computes, and prepares the kernels for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def usable_device(settings: Settings, report: Report) -> torch.device:
 
 
 def chosen_device(settings: Settings) -> torch.device:
-    """Where to compute; ConfigError if that is not there."""
+    """The device that the settings name; ConfigError if there is none."""
     name = settings.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,13 +44,15 @@ def chosen_device(settings: Settings) -> torch.device:
 
 
 def _check_kernels(settings: Settings, device: torch.device, report: Report) -> None:
-    """The kernels can be had for this GPU; compiling them takes a few seconds the first time."""
+    """Prepare the kernels for this GPU; compiling them takes a few seconds the first time."""
     from pensieve.kernels import PAGE_SLOTS as PAGE
     from pensieve.kernels import cuda_launch
 
     if settings.weights == "int8":
         raise ConfigError("--weights int8 is for CPUs: --device cpu")
     if settings.chunk_tokens != PAGE:
-        raise ConfigError(f"--chunk-tokens is {PAGE} on a GPU: the kernels' pages are")
+        raise ConfigError(
+            f"--chunk-tokens must be {PAGE} on a GPU, where that is the page size of the kernels"
+        )
     report(f"kernels for {cuda_launch.architecture(device.index)}")
     cuda_launch.prepare(device.index)

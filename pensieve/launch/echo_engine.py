@@ -1,11 +1,11 @@
-"""An engine process with arithmetic in the model's place, to test the service alone.
+"""An engine process with arithmetic instead of a model, to test the service alone.
 
 Started as `python -m pensieve.launch.echo_engine FD`.  Everything is real but the tensors: mailbox,
-scheduler, cache, detokenizer, pipe.  The next token is a
-pure function of every token before it, so a reply is wrong if and only if its history was.  `pensieve bench
+scheduler, cache, detokenizer, pipe.  The next token is a pure function of every token before it, so a reply
+is wrong if and only if its history is.  `pensieve bench
 service` and the tests of the service use it.
 
-`--seconds S` lets an iteration take S seconds, so that a load can exceed what the engine carries.
+`--seconds S` makes an iteration take S seconds, so that a load can exceed what the engine can serve.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ WORDS_PER_REPLY = 24  # on average, unless the turn's max_tokens ends it first
 
 
 def digest(tokens: array[int], state: int = 0) -> int:
-    """Of these tokens after those that `state` is the digest of."""
+    """The digest of a sequence: of the tokens whose digest is `state`, followed by these."""
     return zlib.crc32(tokens.tobytes(), state)
 
 
 def next_token(state: int, num_tokens: int, end_id: int) -> int:
-    """The token after a context with this digest; sometimes the end."""
+    """The token after a context with this digest; sometimes the end-of-turn token."""
     drawn = (state * MULTIPLIER + 1) % MODULUS >> 33
     if drawn % WORDS_PER_REPLY == 0:
         return end_id
@@ -89,8 +89,8 @@ class EchoExecutor:
         if self._seconds and iteration.slices:
             time.sleep(self._seconds)
         samples = tuple(self._sample(each) for each in iteration.slices if each.needs_token)
-        inward = [copy.copy_id for copy in iteration.swap_ins]
-        return Outcome(samples, (*inward, *(copy.copy_id for copy in iteration.swap_outs)))
+        swapped_in = [copy.copy_id for copy in iteration.swap_ins]
+        return Outcome(samples, (*swapped_in, *(copy.copy_id for copy in iteration.swap_outs)))
 
     def _sample(self, piece: Slice) -> SampledToken:
         turn = self._turns[piece.turn_id]

@@ -1,11 +1,11 @@
 """Runs a daemon in a thread of this process, behind a private socket and no port.
 
 It is the daemon that `pensieve serve` runs: the same assembly, the same servers, the engine in a process
-of its own.  Two things are different around it:
+of its own.  Two things differ:
 
 * A thread's loop gets no signals.  SIGINT is blocked in it, and in the threads and the engine process
   that it starts, so that Ctrl-C reaches the main thread alone, however early it comes.
-* The main thread waits for it to be ready, and gets its failure as an exception.
+* The main thread waits until it is ready; if it fails, the main thread raises its exception.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pensieve.launch.model_folder import Report
 from pensieve.service.config import DaemonConfig
 from pensieve.service.grpc.server import Listening, Server
 
-CLOSE_SECONDS = 30.0  # for the thread; one that hangs ends with the process
+CLOSE_SECONDS = 30.0  # for the thread to end; one that hangs ends with the process
 
 
 class EmbeddedDaemon:
-    """To be used in a `with`: entering starts it and waits until it serves."""
+    """A context manager: entering it starts the daemon and waits until it serves."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class EmbeddedDaemon:
             Listening(address="", socket=path, reflection=False),
             DaemonConfig(),
             engine_program,
-            check_history_first=True,  # a person at a terminal sees it, and what it finds
+            check_history_first=True,  # a person at a terminal waits, and sees what it finds
         )
         self._report = report
         self._started = threading.Event()  # it serves, or has failed
@@ -83,7 +83,7 @@ class EmbeddedDaemon:
         self.close()
 
     def close(self) -> None:
-        """Interrupt what runs, keep the history, end the engine process."""
+        """Interrupt running turns, close the history, end the engine process."""
         self._stop_wanted = True  # before looking for a server: the thread does the reverse
         if self.server is not None and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # its loop has ended
@@ -92,7 +92,7 @@ class EmbeddedDaemon:
         self._cleanup.close()
 
     def _socket(self, data: Path) -> Path:
-        """The operator's, so that `pensieve admin` finds it; elsewhere if its path is too long."""
+        """The operator's socket, so that `pensieve admin` finds it; another if its path is too long."""
         try:
             return socket_path(data)
         except ConfigError:

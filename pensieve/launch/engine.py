@@ -1,8 +1,8 @@
 """Builds an engine that runs a model (load, size the tiers, capture graphs, assemble).
 
-Joins rooms that must not know each other: the model, the kernels behind it, and the engine.  `report`
-is given a line about each stage, because loading takes seconds or minutes.  Whatever was started or
-allocated is closed again if a later stage fails.
+It connects packages that must not import each other: the model with its kernels, and the engine.  `report`
+is called with a line about each stage, because loading takes seconds or minutes.  If a stage fails, all that
+was started or allocated before is closed again.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def build_engine(
             [journal.observer] if journal is not None else [],
         )
         gc.collect()
-        gc.freeze()  # the modules' objects live as long as the process; no collection need visit them
+        gc.freeze()  # the modules' objects live as long as the process; no collection needs to visit them
         undo.pop_all()
     return BuiltEngine(
         engine,
@@ -139,7 +139,7 @@ class _Tiers(NamedTuple):
 def _allocate(
     settings: Settings, ranks: ModelRanks, sampler: Sampler, tokenizer: Tokenizer, report: Report
 ) -> _Tiers:
-    """Both tiers' arenas, here and in the other ranks; on a GPU, of what is left of its memory."""
+    """Allocate both tiers, in all ranks; on a GPU the device tier is sized by the memory that is left."""
     from pensieve.model.free_memory import free_for_kv
     from pensieve.model.kv.memory import KVMemory
 
@@ -147,31 +147,31 @@ def _allocate(
     device: torch.device = model.flat.module.device
     sizes = (settings.token_budget, settings.turns_max, settings.chunk_tokens)
     num_ranks = settings.tensor_parallel
-    device_bytes = None  # the host's
+    device_bytes = None  # a CPU: both tiers are in the host's memory
     if device.type == "cuda":
         report("measuring what is left of the GPU's memory")
         if leader is not None:
-            leader.say_measure(*sizes)
+            leader.start_measuring(*sizes)
         device_bytes = free_for_kv(model, *sizes, device, sampler)
         if leader is not None:
-            device_bytes = num_ranks * min(device_bytes, *leader.hear_measured())
+            device_bytes = num_ranks * min(device_bytes, *leader.measured_bytes())
     page_bytes = num_ranks * model.shape.kv_bytes_per_page(settings.chunk_tokens)
     pages = tier_pages(settings, page_bytes, device_bytes)
     memory = KVMemory(model.shape, *pages, settings.chunk_tokens, device, report)
     if leader is not None:
         leader.allocate(*pages, settings.chunk_tokens)
-    sizes_told = (
+    tier_sizes = (
         f"{name} {size_text(num_pages * page_bytes)} = {num_pages * settings.chunk_tokens:,} tokens"
         for name, num_pages in zip(TierPages._fields, pages, strict=True)
     )
-    report(f"KV pools: {', '.join(sizes_told)}")
+    report(f"KV pools: {', '.join(tier_sizes)}")
     return _Tiers(memory, pages, page_bytes)
 
 
 def _graphs(
     settings: Settings, ranks: ModelRanks, memory: KVMemory, report: Report
 ) -> DecodeGraphs | None:
-    """Of decode batches, on a GPU that computes alone."""
+    """Capture the graphs of decode batches, on a GPU and with one rank."""
     if ranks.model.flat.module.device.type != "cuda" or ranks.leader is not None:
         return None
     import torch
@@ -190,7 +190,7 @@ def _graphs(
 
 
 def _cost(settings: Settings, shape: ModelShape, num_heads: int) -> CostProfile:
-    """What recomputing a chunk costs: as found on this machine, or from the model's shape."""
+    """What recomputing a chunk costs: measured on this machine, or estimated from the model's shape."""
     if settings.cost is None:
         return CostProfile.analytic(
             shape.num_parameters,
@@ -202,14 +202,14 @@ def _cost(settings: Settings, shape: ModelShape, num_heads: int) -> CostProfile:
     found = cost_file.load(settings.cost)
     if found.layers != shape.num_layers:
         raise ConfigError(
-            f"{settings.cost} is of a model with {found.layers} layers, and this one has "
+            f"{settings.cost} was measured with a model of {found.layers} layers, and this one has "
             f"{shape.num_layers}"
         )
     kv_bytes = settings.tensor_parallel * shape.kv_bytes_per_token
     if found.kv_bytes_per_token != kv_bytes:
         raise ConfigError(
-            f"{settings.cost} is of a model with {found.kv_bytes_per_token:,} bytes of KV per token, and "
-            f"this one has {kv_bytes:,}"
+            f"{settings.cost} was measured with a model of {found.kv_bytes_per_token:,} bytes of KV per "
+            f"token, and this one has {kv_bytes:,}"
         )
     return replace(found.recompute(settings.chunk_tokens), measured=True)
 
@@ -226,7 +226,7 @@ def _journal(
     configs: EngineConfigs,
     cost: CostProfile,
 ) -> _OpenJournal | None:
-    """Begins with what computes: the simulator's costs are fitted for that model on that device."""
+    """Open the journal, which begins with the model and device: costs are fitted for these."""
     if settings.journal is None:
         return None
     try:

@@ -7,11 +7,12 @@ Started by the service as `python -m pensieve.launch.engine_process FD`; FD is i
     writer thread    Outbox → one frame of everything that was published since the last one
 
 The first frame carries the settings; then the model is loaded, a frame reports each stage, and `ready`
-carries what the engine can hold.  When the pipe ends the service is gone, and with it everybody who
-could read a reply: the process ends at once.  It has nothing to save; the history is the service's.
+carries what the engine can hold.  When the pipe ends the service is gone, and no one is left to read
+a reply: the process ends at once.  It has nothing to save, as the service has the history.
 
-An error before `ready` (a setting, a model, a device that cannot be used) is the operator's to read:
-it travels as one line.  Any other also leaves a traceback on standard error.
+The last frame of an engine that fails, `died`, carries the error as one line and an exit code.  An error
+of our own before `ready` (a setting, a model or a device that cannot be used) is for the operator; any
+other error also leaves a traceback on standard error.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pensieve.config import Settings, resolve
 from pensieve.engine.mailbox import Mailbox, Outbox
 from pensieve.engine.pipe import BrokenPipe, Frame, frames, message_of, pack, pack_events
 from pensieve.engine.ports import Sink
-from pensieve.errors import DeviceError, PensieveError
+from pensieve.errors import DeviceError, PensieveError, whole_line
 from pensieve.launch.cpu_threads import spin_briefly
 from pensieve.launch.engine import BuiltEngine, build_engine
 from pensieve.launch.model_folder import Report, load_texts
@@ -42,13 +43,15 @@ Build = Callable[[Settings, Path, Report, Mailbox, Sink], BuiltEngine]
 
 def main(fd: int, build: Build) -> int:
     spin_briefly()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is the service's to handle
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C at a terminal is for the service to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)
     incoming, mailbox, outbox = frames(sock), Mailbox(MESSAGES_MAX), Outbox()
     try:
         built = _start(sock, incoming, build, mailbox, outbox)
-    except PensieveError as error:  # the operator's to read, and no bug
+    except PensieveError as error:  # for the operator to read; not a bug
         return _end(sock, error)
     except BrokenPipeError:  # the service has ended meanwhile
         return 0
@@ -87,7 +90,7 @@ def _start(
         "page_bytes": built.page_bytes,
         "chunk_tokens": settings.chunk_tokens,
     }
-    gc_pause.settle()
+    gc_pause.freeze()
     sock.sendall(pack(["ready", ready]))
     return built
 
@@ -116,7 +119,7 @@ def _run(
             try:
                 sock.sendall(pack_events(events))
             except OSError:
-                return  # the reader notices too
+                return  # the reader thread notices too, and ends the process
 
     reader, writer = (threading.Thread(target=each, daemon=True) for each in (read, write))
     reader.start()
@@ -130,14 +133,9 @@ def _run(
 
 def _end(sock: socket.socket, error: BaseException) -> int:
     """Report why the process ends; its exit code."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    code = DeviceError.exit_code
-    if isinstance(error, PensieveError):
-        code = error.exit_code
-    else:
-        text = f"{type(error).__name__}: {text}"
+    code = error.exit_code if isinstance(error, PensieveError) else DeviceError.exit_code
     with contextlib.suppress(OSError):
-        sock.sendall(pack(["died", text, code]))
+        sock.sendall(pack(["died", whole_line(error), code]))
     return code
 
 

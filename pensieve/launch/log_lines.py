@@ -1,4 +1,4 @@
-"""How a daemon writes its log to standard error, as text or as JSON."""
+"""Writes a daemon's log to standard error, as lines of text or of JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _TextLines(logging.Formatter):
 
 
 class _JsonLines(logging.Formatter):
-    """One object a line; whatever a message quotes is escaped."""
+    """One JSON object per line; what a message quotes is escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 1024  # of a reply, where the request does not set it
 HEADER_BYTES_MAX = 1 << 24  # of a safetensors file, that go into the fingerprint
-Report = Callable[[str], None]  # is given one line about each stage of the start
+Report = Callable[[str], None]  # called with one line about each stage of the start
 
 
 def resolve_model(name: str) -> Path:
@@ -48,7 +48,7 @@ def resolve_model(name: str) -> Path:
 
 @dataclass(frozen=True)
 class LoadedTexts:
-    """What turns messages to tokens and back, and what its token ids belong to."""
+    """The chat template with its tokenizer, a fingerprint of what its token ids belong to, and defaults."""
 
     template: ChatTemplate
     fingerprint: str
@@ -97,7 +97,7 @@ def generation_defaults(folder: Path) -> Sampling:
 
 
 def fingerprint_of(folder: Path, tokenizer_fingerprint: str) -> str:
-    """Of model, tokenizer and template: what the token ids of a history belong to."""
+    """A hash of model, tokenizer and template, to which the token ids of a history belong."""
     digest = hashlib.sha256(tokenizer_fingerprint.encode())
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     digest.update(json.dumps(config, sort_keys=True).encode())

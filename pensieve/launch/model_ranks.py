@@ -24,7 +24,7 @@ class ModelRanks(NamedTuple):
 
 
 def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack) -> ModelRanks:
-    """What `undo` is given ends the other ranks."""
+    """Load the model in all ranks; `undo` gets a callback that ends the other ranks."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
@@ -37,7 +37,7 @@ def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack
     leader = _start_ranks(settings, folder, device, report, undo)
     try:
         model = load(folder, dtype=dtype, device=device, rank=leader, report=report)
-    except (ModelError, RuntimeError) as error:  # perhaps only a broken collective
+    except (ModelError, RuntimeError) as error:  # perhaps only because another rank has ended
         leader.explain(error)
         raise
     leader.check_shapes(model.shape)

@@ -1,4 +1,4 @@
-"""The command lines of our own processes, which take the number of one socket."""
+"""The command lines that start our own processes; each takes the number of a socket."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ def _program(module: str) -> tuple[str, ...]:
 
 
 ENGINE = _program("engine_process")
-ECHO_ENGINE = _program("echo_engine")  # arithmetic in the model's place, to measure the service
+ECHO_ENGINE = _program("echo_engine")  # arithmetic instead of a model, to measure the service
 RANK = _program("rank_process")

@@ -1,4 +1,4 @@
-"""The process of one more rank of a model, which rank 0 starts."""
+"""The process of a rank other than 0, which rank 0 starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the sizes set for both tiers to numbers of pages that fit the memory."""
+"""Computes the numbers of pages of both tiers from the settings and the memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TierPages(NamedTuple):
 
 
 def tier_pages(settings: Settings, page_bytes: int, device_bytes: int | None) -> TierPages:
-    """Pages of both tiers; `device_bytes` is what a device with its own memory has left."""
+    """The pages of both tiers; `device_bytes` is what a GPU has left, None on a CPU."""
     available = available_memory_bytes()
     share = TierSize(0.25, "share")
     host = share if settings.host_cache.unit == "auto" else settings.host_cache
@@ -45,7 +45,7 @@ def tier_pages(settings: Settings, page_bytes: int, device_bytes: int | None) ->
         if device_pages * page_bytes > device_bytes:
             raise ConfigError(
                 f"--device-cache {settings.device_cache} needs {size_text(device_pages * page_bytes)}, and "
-                f"{size_text(device_bytes)} of the GPU are left beside weights and workspace"
+                f"{size_text(device_bytes)} of the GPU's memory are left beside weights and workspace"
             )
         if host_pages * page_bytes > available:
             raise ConfigError(

@@ -1,20 +1,20 @@
-"""An iteration as tensors: one flat run of tokens, and where each token's keys and values live.
+"""Turns an iteration into tensors: its tokens in one row, and where each token's keys and values lie.
 
-Nothing distinguishes a piece of prefill, a repaired hole and a decode: each slice is a run of rows
-with absolute positions, one turn whose page table it attends through, and a start.
+A piece of a prefill, a recomputed hole and a decode are treated alike: each slice is some consecutive rows
+with absolute positions, a start, and the page table of the turn that it attends to.
 
     input_ids, positions, slot_mapping   one entry per token, slices one after another
     slice_offsets                        slice s is rows [offsets[s], offsets[s+1])
-    slice_turns                          its row of the page table (a turn with several slices: once)
-    slice_starts                         the position of its first token
-    page_table                           entry i of a row is the page of chunk i; padding is page 0
+    slice_turns                          the row of slice s in page_table (slices of one turn share a row)
+    slice_starts                         the position of slice s's first token
+    page_table                           a row per turn; entry i is the page of chunk i; padding is page 0
     logit_rows                           last rows of the slices that need a token
-    logit_turn_ids, logit_positions      whose they are, and where the sampled token will stand
-    lengths, starts                      of the slices, where the host can see them
+    logit_turn_ids, logit_positions      each such row's turn, and the position of the token to be sampled
+    lengths, starts                      of the slices, as numbers on the host
 
 The last token of a slice may be one that the iteration before samples and that only the device
-knows (`SampledIds`).  It is put in its place there; where that row failed, token 0 stands for it,
-and nobody wants what comes of it.
+knows (`SampledIds`).  It is copied into the batch there.  Where that row failed, token 0 takes its place,
+and the slice's result is thrown away.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pensieve.model.transfer import indices, upload
 
 
 class SampledIds(NamedTuple):
-    """Tokens of an iteration that is not collected."""
+    """Tokens sampled by an iteration that is not collected yet."""
 
     ids: torch.Tensor  # int64 (rows), on the device; -1: a row that failed
     rows: Mapping[int, int]  # turn_id -> row
@@ -78,7 +78,7 @@ class Batch:
             token_ids.extend(piece.token_ids)
             positions.extend(range(start, stop))
             if piece.awaits_token:
-                assert sampled is not None, "a slice awaits a token that nobody samples"
+                assert sampled is not None, "a slice awaits a token that no iteration samples"
                 awaited.append((len(token_ids), sampled.rows[turn_id]))
                 token_ids.append(0)
             slots.extend(

@@ -1,31 +1,31 @@
-"""An iteration made real with torch: the executor that serves.
+"""The executor that runs a model: carries out iterations with torch, and samples their tokens.
 
-`launch` hands the swaps to the copier, and the device the forward and the sampling; `collect` waits
-for the sampled ids, turns them into text and says which copies have finished.  The contract is in
+`launch` gives the swaps to the copier, and the forward and the sampling to the device; `collect` waits
+for the sampled ids, turns them into text and reports which copies have finished.  It keeps the contract of
 core.iteration:
 
-* page copies happen layer by layer inside the forward, before that layer is written, after it has
-  waited for the swap-ins; an iteration without slices does them at once;
+* page copies are done layer by layer inside the forward, after that layer has waited for its swap-ins and
+  before it is written; an iteration without slices does them at once;
 * an iteration without slices is collected when one outstanding copy has finished;
 * a row of logits with NaN or infinity fails its turn and no other: rows of a flat batch meet only
-  in attention, which reads one turn's pages, and slots that nobody wrote reach no result.
+  in attention, which reads one turn's pages, and slots that were never written reach no result.
 
-At depth 2 an iteration may be launched before the one before it is collected, and then feeds tokens
-that it alone samples:
+At depth 2 an iteration may be launched before the one before it is collected.  It then uses tokens that the
+iteration before samples and that only the device knows:
 
     launch n      forward n ─ sample n ─> ids of n (on the device) ─── one copy ───> collect n
     launch n + 1  ids of n into the batch ─> forward n + 1 ─ sample n + 1 ─> …
 
-Replies are those of depth 1, to the last bit of a logprob, because whatever a step depends on is
-complete when the step is taken:
+Replies are those of depth 1, to the last bit of a logprob, because all that a step depends on is complete
+when the step runs:
 
-* a slice is a copy of what it takes (core/iteration.py), and the sampler knows when a log is one token
-  short;
-* `collect n` runs after `collect n - 1`, so text and stop strings see the very log that they see at
-  depth 1.  Of a turn that has ended meanwhile only the id is reported.
+* a slice holds copies of what it needs (core/iteration.py), and the sampler can work with a log that is
+  one token short;
+* `collect n` runs after `collect n - 1`, so text and stop strings see the same log as at depth 1.  If the
+  turn has ended meanwhile, only the token's id is reported.
 
-What it knows of a turn besides, its log and the text of its reply, is kept from the iteration that names
-the turn as started to the one that names it as ended.  One thread launches and collects.
+Besides the slices it knows a turn's log and the text of its reply, from the iteration that lists the turn
+as started to the one that lists it as ended.  One thread launches and collects.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from pensieve.text.tokenizer import Tokenizer
 
 
 class _Reply(NamedTuple):
-    """A turn that has started and not ended."""
+    """What is kept of a turn that has started and not ended."""
 
     log: TurnLog
     text: ReplyText
 
 
 class _Launched(NamedTuple):
-    """An iteration that is not collected."""
+    """An iteration that is launched and not collected."""
 
     has_slices: bool
     sampled: list[Slice]
@@ -77,7 +77,7 @@ class TorchExecutor:
     ) -> None:
         """The sampler's `eos_token_ids` end a turn: the checkpoint's and the chat template's.
 
-        On a CPU `launch` computes, so running ahead would gain nothing: its depth is 1 unless asked.
+        On a CPU `launch` itself computes, so depth 2 would gain nothing: None means 1 there, and 2 on a GPU.
         """
         self.depth = depth or (1 if memory.device_arena.device.type == "cpu" else 2)
         assert self.depth in (1, 2), "the scheduler plans one iteration ahead"
@@ -113,7 +113,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def collect(self) -> Outcome:
-        """What the oldest launched iteration brought."""
+        """The outcome of the oldest launched iteration."""
         assert self._launched, "no iteration is launched"
         launched = self._launched.popleft()
         samples, failures = self._read(launched)
@@ -135,7 +135,7 @@ class TorchExecutor:
         return self._sampler.draw(computed.logits, rows, computed.newest_ids)
 
     def _sampled_ids(self) -> SampledIds | None:
-        """Tokens that the iteration launched last samples and the core does not know."""
+        """Tokens that the last launched iteration samples, if it is not collected yet."""
         if not self._launched or (drawn := self._launched[-1].drawn) is None:
             return None
         rows = {each.turn_id: row for row, each in enumerate(self._launched[-1].sampled)}
@@ -153,7 +153,7 @@ class TorchExecutor:
                 continue
             token_id, logprob, top_logprobs = token
             reply = self._replies.get(turn_id)
-            if reply is None or len(reply.log.tokens) != piece.stop:  # computed for nothing
+            if reply is None or len(reply.log.tokens) != piece.stop:  # the turn has ended meanwhile
                 samples.append(SampledToken(turn_id, token_id))
                 continue
             reply.log.tokens.append(token_id)

@@ -1,14 +1,13 @@
-"""The model's part of an iteration: from slices to logits.
+"""Computes an iteration's logits: builds the batch, runs the model, splits what does not fit the memory.
 
-The batch is built where the model is.  On a GPU the attention's work is planned here, once for all layers,
-and an iteration that only decodes, with nothing under way to the device, runs as a captured graph
-(graphs.py).
+The batch is built on the model's device.  On a GPU the attention's work is planned here, once for all layers,
+and an iteration that only decodes, while no swap-in is outstanding, runs as a captured graph (graphs.py).
 
-When memory does not suffice for a batch it is computed in two halves, one after the other, and so on;
-nobody's turn fails for it.  That changes nothing else: a slice needs only what slices before it compute
-(core.iteration), page copies come before everything, and doing them, or a part of a layer's writes, a second
-time writes what is there already.  A single token that does not fit ends the engine, and so does any batch
-where several ranks compute together, since the others would not halve theirs.
+When memory does not suffice for a batch it is computed in two halves, one after the other, and each of
+them again if need be, so no turn fails for lack of memory.  The results are the same: a slice needs only what
+slices before it compute (core.iteration), page copies come before everything, and repeating them, or a part
+of a layer's writes, writes the same values again.  A single token that does not fit ends the engine.  So does
+any batch where several ranks compute together, since the other ranks would not halve theirs.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ OUT_OF_MEMORY = (
 
 
 class Computed(NamedTuple):
-    """Rows of logits, whose they are, and what they follow."""
+    """Rows of logits, the turn and position of each, and the token that each was computed from."""
 
     logits: torch.Tensor  # float32 (rows, vocab)
     newest_ids: torch.Tensor  # int64 (rows): the tokens that the rows were computed from
@@ -90,17 +89,19 @@ class Forward:
             torch.cuda.empty_cache()
         first, second = halves(slices, num_tokens // 2)
         before = self.run(first, copies, sampled)
-        before = before._replace(logits=before.logits.clone())  # a graph's are good until the next
-        return _joined(before, self.run(second, None, sampled))
+        before = before._replace(
+            logits=before.logits.clone()
+        )  # a graph's are overwritten by the next
+        return _concatenated(before, self.run(second, None, sampled))
 
     def page_copies(self, iteration: Iteration) -> PageMoves | None:
-        """Where the device wants them."""
+        """The iteration's page copies, as the device needs them; None if there are none."""
         if not iteration.copies:
             return None
         return self._memory.prepared(PageMoves.from_copies(iteration.copies))
 
     def copy_pages(self, copies: PageMoves) -> None:
-        """Copies of an iteration without slices."""
+        """Do the page copies of an iteration without slices."""
         for layer in range(self._memory.shape.num_layers):
             self._copier.wait_layer(layer)
             self._memory.copy_within(layer, copies)
@@ -129,7 +130,7 @@ class Forward:
 
 
 def halves(slices: Sequence[Slice], num_first: int) -> tuple[list[Slice], list[Slice]]:
-    """The first so many tokens, and the others."""
+    """Slices of the first `num_first` tokens, and slices of the others."""
     first: list[Slice] = []
     second: list[Slice] = []
     left = num_first
@@ -153,7 +154,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _joined(first: Computed, second: Computed) -> Computed:
+def _concatenated(first: Computed, second: Computed) -> Computed:
     return Computed(
         torch.cat((first.logits, second.logits)),
         torch.cat((first.newest_ids, second.newest_ids)),

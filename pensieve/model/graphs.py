@@ -1,16 +1,17 @@
 """Captures decode iterations as CUDA graphs, one launch for all layers.
 
 At batch 1 to 64 a layer of an 8 B model takes some 100 microseconds, and a transformers layer is some 20
-launches; launched one by one they would bound the speed.  A graph is captured for each of a few batch
-sizes (`buckets`) and replayed for every iteration that only decodes.
+kernel launches; done one by one from Python, the launches would bound the speed.  A graph is captured for
+each of a few batch sizes (`buckets`) and replayed for every iteration that only decodes.
 
 A graph reads tensors that stay at their addresses: token ids, positions, slots, page tables, and the work
 list of the attention.  Before a replay the iteration's values are copied into their first rows, on the same
-stream, so the replay before has read the old ones.  The other rows are padding: they are at position 0 of
-a page that no turn has (`KVMemory.spare_page`), no item of work has them, and their logits are not read.
+stream, so only after the replay before has read the old ones.  The other rows are padding: they are at
+position 0 of a page that no turn has (`KVMemory.spare_page`), no item of work covers them, and their logits
+are not read.
 
-The work list has a fixed length, so it is planned with the fewest waves (`kernels.attention.plan`), and
-filled up with empty items.
+The work list has a fixed length, so the attention is planned with the fewest waves
+(`kernels.attention.plan`), and the rest of the list is filled with empty items.
 
 Logits go to one tensor that all graphs share: they are valid until the next replay.
 
@@ -33,7 +34,7 @@ from pensieve.model.batch import Batch
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.transfer import upload
 
-ROWS_MAX = 256  # of a graph
+ROWS_MAX = 256  # of a graph: one per turn
 Replay = Callable[[], Any]
 # Captures a computation, which always reads and writes the same tensors.
 Capture = Callable[[Callable[[], None]], Replay]
@@ -66,7 +67,7 @@ def plan_of(
 
 
 class _Bucket(NamedTuple):
-    batch: Batch  # kept alive: a captured kernel knows only its addresses
+    batch: Batch  # kept alive: a captured kernel only has its tensors' addresses
     replay: Replay
 
 
@@ -86,18 +87,18 @@ class DecodeGraphs:
         self._capture = capture or capture_cuda(device)
         self._graphs: dict[int, _Bucket] = {}
         self._sizes = buckets(turns_max)
-        self.failure = ""  # why there are none
+        self.failure = ""  # why nothing could be captured
         rows, pages_max = self._sizes[-1], -(-shape.context_max // memory.chunk_tokens)
         pages_max = min(pages_max, memory.device_pages)
 
-        def numbers(*sizes: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        def zeros(*sizes: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(sizes, dtype=dtype, device=device)
 
-        self._input_ids = numbers(rows)
-        self._positions = numbers(rows)
-        self._slots = numbers(rows)
-        self._page_table = numbers(rows, pages_max, dtype=torch.int32)
-        self._starts = numbers(rows, dtype=torch.int32)
+        self._input_ids = zeros(rows)
+        self._positions = zeros(rows)
+        self._slots = zeros(rows)
+        self._page_table = zeros(rows, pages_max, dtype=torch.int32)
+        self._starts = zeros(rows, dtype=torch.int32)
         self._index = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(rows, device=device)
         self._logits = torch.empty(rows, shape.vocab_size, device=device)
@@ -112,9 +113,9 @@ class DecodeGraphs:
             part_rows = items * (shape.num_heads // shape.num_kv_heads)
             heads = shape.num_kv_heads
             self._work = Work(
-                numbers(items, 6, dtype=torch.int32),
-                numbers(0, 6, dtype=torch.int32),
-                numbers(self._extra_items, 5, dtype=torch.int32),
+                zeros(items, 6, dtype=torch.int32),
+                zeros(0, 6, dtype=torch.int32),
+                zeros(self._extra_items, 5, dtype=torch.int32),
                 torch.empty(part_rows, heads, shape.head_size, device=device),
                 torch.empty(part_rows, heads, device=device),
             )
@@ -148,7 +149,7 @@ class DecodeGraphs:
             self.failure = one_line(error)
 
     def takes(self, batch: Batch, arriving: bool) -> bool:
-        """Whether the batch only decodes, no swap-in is outstanding, and a graph is large enough."""
+        """Whether a graph can run the batch: small enough, only decodes, and no swap-in outstanding."""
         return (
             bool(self._graphs)
             and not arriving
@@ -170,7 +171,7 @@ class DecodeGraphs:
         if self._work is not None:
             planned = plan_of(batch, self._memory, waves_more=0)
             assert planned is not None
-            self._put(planned[0], size)
+            self._write_plan(planned[0], size)
         self._graphs[size].replay()
         return self._logits[:rows]
 
@@ -198,12 +199,12 @@ class DecodeGraphs:
         )
 
     def _work_of(self, size: int) -> Work | None:
-        """The first items of the work list, as many as a plan for so many rows may need."""
+        """The first items of the work list, as many as a plan for `size` rows may need."""
         if self._work is None:
             return None
         return self._work._replace(items=self._work.items[: size + self._extra_items])
 
-    def _put(self, plan: Plan, size: int) -> None:
+    def _write_plan(self, plan: Plan, size: int) -> None:
         assert self._work is not None
         for rows, table, limit in (
             (plan.items, self._work.items, size + self._extra_items),
@@ -217,10 +218,11 @@ class DecodeGraphs:
 
 
 def capture_cuda(device: torch.device) -> Capture:
-    """A function that captures, always into one pool of memory and on one stream.
+    """A function that captures computations, all into one pool of memory and on one stream.
 
-    It first runs the computation twice: once to load what is loaded at the first use, once to see that
-    nothing in it waits for the device.  A capture that failed would leave its stream and its pool unusable.
+    It first runs the computation twice: once to load what is loaded at the first use, once to check
+    that nothing in it waits for the device, because a failed capture would make its stream and its pool
+    unusable.
     """
     made: list[Any] = []
 

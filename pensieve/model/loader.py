@@ -151,7 +151,7 @@ def _read_model(
 
     parts = {"distributed_config": DistributedConfig(tp_size=rank.num_ranks)}
     module = _read_weights(name, config, dtype, parts)
-    rank.meet()  # reading may take one rank minutes longer than another; a collective would time out
+    rank.wait_until_all_loaded()  # may take one rank minutes longer than another: no collective
     return ParallelModel(module, rank)
 
 

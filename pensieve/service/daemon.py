@@ -105,7 +105,7 @@ class Daemon:
             self.config,
             self._on_turn_end,
         )
-        gc_pause.settle()
+        gc_pause.freeze()
         self.threads.spawn(self._sweep())
         self.on_serving(self.serving)
 
@@ -255,7 +255,7 @@ class Daemon:
             before = self._loop.time()
             is_idle = not self.num_turns
             if is_idle and not has_collected:
-                gc_pause.rest()
+                gc_pause.collect()
             has_collected = is_idle
             self.conversations.readers.cancel_stalled()
 

@@ -1,4 +1,4 @@
-"""A virtual clock: it moves only when it is advanced, and only forward."""
+"""The virtual clock of a simulation: it moves only when it is advanced, and only forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A cost model in a file: costs that were fitted to one journal, for many simulations.
+"""Reads and writes a cost model as a JSON file.
+
+Costs are fitted to one journal, and serve many simulations.
 
 One JSON object: the numbers of `CostModel` by name under `cost`, and beside it facts about the fit for people
 (errors, what was found, what was only assumed), which are not read back.

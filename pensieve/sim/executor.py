@@ -1,4 +1,6 @@
-"""An executor on a virtual clock: it computes nothing and takes as long as the cost model says.
+"""Stands for the model in a simulation, on a virtual clock.
+
+It computes nothing and takes as long as the cost model says.
 
 An iteration begins when it is launched and ends after what `CostModel` says.  Each direction between the
 tiers is one link, busy until its last copy is through.  The layers of a swap-in arrive one after another, and

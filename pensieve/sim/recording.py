@@ -1,4 +1,4 @@
-"""Recording a simulation: the journal that `serve --journal` would write of the same iterations."""
+"""Writes the journal that `serve --journal` would write of the iterations of a simulation."""
 
 from __future__ import annotations
 

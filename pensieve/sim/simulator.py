@@ -1,4 +1,4 @@
-"""Runs a trace through an engine: the daemon's own, on a virtual clock.
+"""Runs a trace through the daemon's own engine, on a virtual clock.
 
 A message arrives at its time, but not before the turn before it in its conversation has ended (its author
 has read the reply by then).  Then it is a message in the mailbox like any other: after a fork where it

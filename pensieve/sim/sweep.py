@@ -1,4 +1,4 @@
-"""A sweep: one load simulated with every combination of policies, rates and sizes of the tiers.
+"""Simulates one load with every combination of policies, rates and sizes of the tiers.
 
 A `Point` is one combination; a `Setting` is what all points of a sweep share.  What the tiers may hold is
 bounded by the machine (`Room`), and wrong values are refused with the name of the option that set them.

@@ -1,4 +1,4 @@
-"""A trace: the arrivals of turns, recorded in files of JSON lines.
+"""The arrivals of turns, as a trace in files of JSON lines.
 
 A trace is a stream of `Arrival`s in the order of their times: one message each, of a conversation that may
 have had others before.  Each line of a file is in one of two formats:

@@ -1,4 +1,4 @@
-"""Drawn workloads: conversations like those of published data sets.
+"""Draws conversations like those of published data sets.
 
 `sharegpt` and `agents` are conversations; `requests` and `documents` are single turns.
 """

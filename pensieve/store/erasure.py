@@ -1,4 +1,4 @@
-"""Removes deleted content from the files of the store, beyond what the deleting transaction removes.
+"""Removes deleted content from the store's files, beyond what the deleting transaction does.
 
 Two copies outlast that transaction.  The write-ahead log holds the pages as they were until it is truncated;
 if another connection still reads it, the truncation stays due until a later call.  And wiped bodies waste

@@ -1,4 +1,4 @@
-"""The data folder: one process holds it at a time, and it records whether it was closed cleanly.
+"""Locks the data folder: one process holds it at a time, and it records whether it was closed cleanly.
 
 The file `lock` serves both.  It is locked with an advisory lock of the operating system, which ends with
 the process, however that dies.  Its text names the holder ("123 pensieve chat"); it is written when the

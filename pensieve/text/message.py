@@ -1,4 +1,4 @@
-"""A message, and the settings that a conversation fixes when it begins, checked as they enter.
+"""A message, and the settings that a conversation begins with, checked as they enter.
 
 Every string that a template will see, at any depth, is a plain `str` that can be written as UTF-8, and
 everything else is a plain JSON value.

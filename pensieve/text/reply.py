@@ -1,4 +1,4 @@
-"""From the tokens of a reply to its text: what each one releases, and which one ends it.
+"""Turns the tokens of a reply into text as they come, and finds the token that ends it.
 
     token id ─> Detokenizer ─> StopMatcher ─> text of the token
                 (withholds      (withholds what may
@@ -7,11 +7,10 @@
 
 A reply stops at an end-of-turn token (unless the client ignores it), at a stop token or at a stop string
 (looked for from `min_tokens` on).  A token that ends it by its id is in the log and not in the text; after a
-stop string the log ends with the token that completed it, the text before the string.  That a reply is as
-long as it may be is decided elsewhere and comes with its last token.
+stop string the log ends with the token that completed it, the text before the string.  The
+scheduler decides when a reply has its maximal length, and its last token is marked (`is_last`).
 
-What was withheld is flushed at the end: incomplete UTF-8 as U+FFFD, the beginning of a stop string as
-itself.
+Withheld text is released at the end: incomplete UTF-8 as U+FFFD, the beginning of a stop string unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pensieve.text.tokenizer import Tokenizer
 
 
 class ReplyText:
-    """The text of one reply; it lives as long as the turn does, suspended or not."""
+    """The text of one reply; it is kept until the turn ends, also while the turn is suspended."""
 
     __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_stop_matcher", "end_token_ids")
 

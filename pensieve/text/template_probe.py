@@ -1,4 +1,4 @@
-"""Finds what a chat template does to earlier turns, by rendering short dialogues in two ways.
+"""Finds what a chat template does to earlier turns, by rendering dialogues in two ways.
 
 Pensieve only appends to a log.  A template that renders the whole conversation again may change its
 earlier turns: drop the thinking of replies, or move the system prompt to the last message.  `probe` makes

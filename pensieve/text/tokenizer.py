@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from pensieve.errors import ContextFull, InvalidArgument, ModelError
+from pensieve.errors import ContextFull, InvalidArgument, ModelError, one_line
 from pensieve.text.template_text import written, written_mask
 
 
@@ -128,7 +128,7 @@ class Tokenizer:
             # The library panics at some definitions, and its panic is no Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise ModelError(f"{folder} holds no usable tokenizer: {_one_line(error)}") from error
+            raise ModelError(f"{folder} holds no usable tokenizer: {one_line(error)}") from error
 
     # -- text to tokens --
 
@@ -275,7 +275,7 @@ def _library_tokenizer(definition: dict[str, Any], definition_json: str) -> toke
     try:
         tokenizer = tokenizers.Tokenizer.from_str(definition_json)
     except Exception as error:  # the library raises nothing narrower
-        raise ModelError(f"tokenizer.json cannot be used: {_one_line(error)}") from error
+        raise ModelError(f"tokenizer.json cannot be used: {one_line(error)}") from error
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -359,7 +359,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(_read_text(path))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON: {_one_line(error)}") from error
+        raise ModelError(f"{path} is not JSON: {one_line(error)}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object")
     return value
@@ -373,8 +373,4 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ModelError(f"{path} is not UTF-8: {_one_line(error)}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+        raise ModelError(f"{path} is not UTF-8: {one_line(error)}") from error

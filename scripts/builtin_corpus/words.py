@@ -1,4 +1,4 @@
-"""The words the built-in model's dialogues are made of, and a source of words nobody has seen.
+"""The words of the built-in model's dialogues, and a source of invented words.
 
 A third of all names, passwords and things is invented on the spot (`invented_word`), so that the
 model must copy what it was told instead of choosing from a list it has learned.

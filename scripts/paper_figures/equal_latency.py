@@ -1,4 +1,4 @@
-"""The load at which a system's P90 latency reaches a limit, and how well that load is known.
+"""The load at which a system's P90 latency reaches a limit, and how well it is known.
 
 The papers compare throughputs at equal latency, so each system needs the rate of conversations at which the
 P90 of its normalized latency (a turn's seconds over its output tokens) reaches the limit.  The P90 does not

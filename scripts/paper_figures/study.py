@@ -1,4 +1,6 @@
-"""What all figures share: models, memory, seeds, and every simulation that was run, so that none runs twice.
+"""The models, memory, seeds and simulations that all paper figures share.
+
+Every simulation that was run is kept, so that none runs twice.
 
 Models and memory are those of the Pensieve paper: 40 GB of KV and 220 GB of host memory for each A100-80GB.
 Its text compares throughputs at equal P90 normalized latency and names no limit, so they are read at

@@ -1,4 +1,4 @@
-"""Small worlds, all of them: two conversations, a few pages, and every choice made in every way.
+"""Enumerates every small world: two conversations, a few pages, and every choice made in every way.
 
 `Chooser` makes a program that asks `choose(n)` run once for each sequence of answers, depth first: it
 replays the answers of the last run, with the last one that can grow raised by one.

@@ -1,4 +1,6 @@
-"""The engine process without a process: the real engine over a faulty ledger, and the pipe to it.
+"""The engine process of the fault search, in the test's own process.
+
+It is the real engine over a faulty ledger, and the pipe to it.
 
 `Machine` is one life of the engine.  What it published and did not get through the pipe before it died
 is lost, as is what the service wrote and it did not read; both ends notice late.  `Link` is the real

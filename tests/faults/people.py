@@ -1,4 +1,4 @@
-"""The people who use the service: what they ask, what they are told, and whether that was true.
+"""The clients in a world, and whether they get true answers.
 
 A `Request` is a message that somebody wants answered; it is said again, under the same id, until it is.
 A `Call` is one try.  Each answer is held against what was told before, and each look at the store

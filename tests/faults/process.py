@@ -1,4 +1,4 @@
-"""One life of the service's process: the real store and daemon between its birth and its death."""
+"""Runs the service's process in a world: the real store and daemon between its birth and its death."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ LOGGED = _Errors()
 def quiet() -> Iterator[None]:
     """Worlds are small and many: no garbage collection, and nobody reads their log."""
     log = logging.getLogger("pensieve")
-    settle, rest, propagate = gc_pause.settle, gc_pause.rest, log.propagate
-    gc_pause.settle = gc_pause.rest = lambda: None
+    freeze, collect, propagate = gc_pause.freeze, gc_pause.collect, log.propagate
+    gc_pause.freeze = gc_pause.collect = lambda: None
     log.propagate = False
     log.addHandler(LOGGED)
     collecting = gc.isenabled()
@@ -102,7 +102,7 @@ def quiet() -> Iterator[None]:
     try:
         yield
     finally:
-        gc_pause.settle, gc_pause.rest, log.propagate = settle, rest, propagate
+        gc_pause.freeze, gc_pause.collect, log.propagate = freeze, collect, propagate
         log.removeHandler(LOGGED)
         LOGGED.errors.clear()
         if collecting:

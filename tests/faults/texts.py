@@ -1,4 +1,4 @@
-"""A language small enough to know by heart: the real tokenizer and template over 997 words.
+"""A real tokenizer and template over 997 words, for the fault search.
 
 Token ids are those of the ledger (tests/fakes.py): every sixteenth ends a reply and says nothing, all
 others are words of their own.

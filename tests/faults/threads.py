@@ -1,4 +1,4 @@
-"""The threads of the service as moves: nothing happens unless somebody makes it happen.
+"""Runs the service's threads one move at a time: nothing happens unless somebody makes it happen.
 
 `Threads` is an event loop on a virtual clock, without sockets.  `spin` runs what is ready in the loop
 until nothing is.  What the service hands to another thread (the store's, the text pool, a check) waits

@@ -1,4 +1,6 @@
-"""One world, one seed: the whole service over a faked clock, engine process and disk.
+"""One world of the fault search, drawn from one seed.
+
+It is the whole service over a faked clock, engine process and disk.
 
 Real are the core, the engine, its mailbox, the frames of the pipe, the supervision of the engine
 process, the daemon with its readers and graces, the conversations, and the store over SQLite.  Faked

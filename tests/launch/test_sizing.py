@@ -32,7 +32,9 @@ def test_a_gpu_has_memory_of_its_own() -> None:
     assert tier_pages(settings_of(), PAGE_BYTES, 100 * GIB) == (25_600, 4096)
     given = settings_of(device_cache="50%", host_cache="60GiB")
     assert tier_pages(given, PAGE_BYTES, 100 * GIB) == (12_800, 15_360)
-    with pytest.raises(ConfigError, match=r"--device-cache .*101.*100.0 GiB of the GPU are left"):
+    with pytest.raises(
+        ConfigError, match=r"--device-cache .*101.*100.0 GiB of the GPU's memory are left"
+    ):
         tier_pages(settings_of(device_cache="101GiB"), PAGE_BYTES, 100 * GIB)
     with pytest.raises(ConfigError, match=r"--host-cache .*65.*64.0 GiB are available"):
         tier_pages(settings_of(host_cache="65GiB"), PAGE_BYTES, 100 * GIB)

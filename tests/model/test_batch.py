@@ -65,5 +65,5 @@ def test_a_token_that_only_the_device_knows_is_put_in_its_place() -> None:
 @pytest.mark.parametrize("sampled", [None, SampledIds(torch.tensor([77]), {1: 0})])
 def test_a_slice_beyond_what_is_known_or_sampled_is_a_mistake(sampled: SampledIds | None) -> None:
     turn = turn_of(1, [10, 11], [7, 8])
-    with pytest.raises(AssertionError, match=r"lacks token ids|nobody samples"):
+    with pytest.raises(AssertionError, match=r"lacks token ids|no iteration samples"):
         Batch.from_slices([slice_of(turn, 0, 4 if sampled else 3, True)], 4, sampled=sampled)

@@ -1,4 +1,4 @@
-"""Drives a TorchExecutor with iterations written by hand, and knows what plain transformers says."""
+"""Drives a TorchExecutor with iterations written by hand, beside plain transformers."""
 
 from __future__ import annotations
 

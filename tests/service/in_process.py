@@ -1,4 +1,4 @@
-"""The history, the live turns and an engine in the test's own thread, so that a seed decides all order."""
+"""A history and an engine in the test's own thread, whose order a seed decides."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""One model on several devices: a process per rank, with a part of each layer and of the KV."""

@@ -1,33 +1,33 @@
-"""The executor of rank 0 when there are several: an order to the others, then its own part.
+"""Rank 0's executor when there are several ranks: it sends each iteration to the workers, then runs it.
 
-    Engine ── launch(iteration) ─> order ──pipe──> follower 1 … n-1
-                  │                                     │
-                  └─ own forward <── collectives ─────> the same forward
+    Engine ── launch(iteration) ─> iteration ──pipe──> workers: ranks 1 … n-1
+                  │                                        │
+                  └─ own forward <────── collectives ────> the same forward
            <─ collect ── samples of rank 0; copies that every rank has finished
 
-Why the ranks cannot diverge.  A follower's state is its weights and its pages; its pages change only
-by what orders say, and it gets every order, in the order in which rank 0 launches them (one pipe,
-one thread that reads, one that carries out).  The page numbers mean the same everywhere, since all
-ranks have equally many.  Nothing that is computed decides anything but on rank 0: the token ids of
-a batch come from there, sampling, text and the end of turns happen there, and the scheduler runs
-there.  Logits are the same on all ranks because what enters a layer is: `transformers` sums the
-parts in one collective whose result is, bit for bit, the same on every rank, so that a router
-of experts chooses the same experts everywhere.
+Why the ranks cannot diverge.  A worker's state is its weights and its pages.  Its pages change only by
+the iterations that it receives, and it receives every one in the order in which rank 0 launches them (one
+pipe, one thread that reads, one that carries out).  The page numbers mean the same everywhere, since all
+ranks have equally many.  Every decision is made on rank 0: the token ids of a batch come from there,
+sampling, text and the end of turns happen there, and the scheduler runs there.  Logits are the same on
+all ranks because what enters a layer is: `transformers` sums the parts in one collective whose result is,
+bit for bit, the same on every rank, so a router of experts chooses the same experts everywhere.
 
-Why they cannot deadlock.  Collectives happen only in forwards; every rank runs the same forwards in
-the same order, each with the same collectives.  Beside them a rank waits for three things only: for
-an order (rank 0 is free to send it, since followers always read), for its own copier (which waits
-for nobody), and rank 0 for a copy that it has finished itself and others have not, which is their
-copiers' to finish and their reporters' to tell, whatever else they do.
+Why they cannot deadlock.  Collectives happen only in forwards, and every rank runs the same forwards in
+the same order, each with the same collectives.  Besides collectives there are three waits.  A worker waits
+for the next iteration; rank 0 can always send it, since a thread of each worker always reads.  A rank waits
+for its own copier, which waits for no other thread.  Rank 0 waits for copies that it has finished itself
+and other ranks have not; their copiers finish them and their reporter threads report them, whatever else
+those ranks do.
 
 Why a page is never moved too early.  Each rank has its own copier, so a copy is finished on one rank
-before it is on another.  What the core hears of is the last of them (`Tally`), and by then no copier
-touches either page.  Everything else that the core relies on follows from the order of iterations,
-which is each rank's own: when rank 0 collects iteration k, a follower may be behind in it, but it
-will do k + 1 after k.  An iteration without copies costs no message back.
+before it is on another.  A copy is reported to the core when the last rank has finished it (`Tally`), and
+by then no copier touches either page.  Everything else that the core relies on follows from the order of
+iterations, which is the same on each rank: when rank 0 collects iteration k, a worker may not have
+finished k, but it will do k + 1 after k.  An iteration without copies costs no message back.
 
-A follower that ends or fails makes `launch` or `collect` raise DeviceError, which ends the engine:
-its KV is incomplete, and histories are not in it.
+A worker that ends or fails makes `launch` or `collect` raise DeviceError, which ends the engine: its KV is
+incomplete then.  No history is lost, as the store has them all.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pensieve.model.parallel.wire import pack
 
 
 class ParallelExecutor:
-    """Rank 0's own executor, whose model is a `ParallelModel`, and the followers."""
+    """Rank 0's own executor, whose model is a `ParallelModel`, and the workers."""
 
     def __init__(self, own: TorchExecutor, leader: Leader) -> None:
         self._own = own
@@ -54,14 +54,14 @@ class ParallelExecutor:
         return self._own.depth
 
     def launch(self, iteration: Iteration) -> None:
-        self._leader.order(pack(iteration))
+        self._leader.send_iteration(pack(iteration))
         self._launched.append(iteration)
         try:
             self._own.launch(iteration)
         except DeviceError:
             raise
         except RuntimeError as error:  # what a broken collective raises
-            raise self._lost(error) from error
+            raise self._failure(error) from error
 
     def collect(self) -> Outcome:
         iteration = self._launched.popleft()
@@ -70,7 +70,7 @@ class ParallelExecutor:
         except DeviceError:
             raise
         except RuntimeError as error:  # on a device, a collective may break after the launch
-            raise self._lost(error) from error
+            raise self._failure(error) from error
         tally = self._leader.tally
         tally.add(outcome.finished_copies)
         finished = tally.take(wait=not iteration.slices)
@@ -80,5 +80,5 @@ class ParallelExecutor:
         self._own.close()
         self._leader.close()
 
-    def _lost(self, error: RuntimeError) -> DeviceError:
-        return self._leader.failure(f"the ranks lost each other: {one_line(error)}")
+    def _failure(self, error: RuntimeError) -> DeviceError:
+        return self._leader.failure(f"a collective between the ranks failed: {one_line(error)}")

@@ -1,28 +1,28 @@
-"""Rank 0: it starts the other ranks, and notices when one is gone.
+"""Rank 0, which starts the workers, loads the model with them, and notices when one ends.
 
-Each follower is a program of its own with one inherited socket: no fork, no pickle.
+Each worker (rank 1 … n-1) is a program of its own with one inherited socket: no fork, no pickle.
 
     rank 0                                      rank n
     settings                         ──>
-                                     <──        here
-      ──────────────── all join the process group ────────────────
+                                     <──        started
+      ─────────── all enter the process group (a rendezvous) ───────────
     reads its part of the weights               reads its part
-                                     <──        met
-    met                              ──>
+                                     <──        loaded
+    all_loaded                       ──>
       ──── all probe: the same forwards, collectives in them ─────
                                      <──        probed, and the shape of its part
   (a GPU's: measure                  ──>        the largest batch, together
                                      <──        measured)
     pages                            ──>        allocates both tiers
                                      <──        ready
-    order, order, …                  ──>        follows (parallel.py)
+    iteration, iteration, …          ──>        carries them out (executor.py)
                                      <──        finished, with the ids of copies
 
-One thread per follower listens, so that no follower ever waits to be heard, and so that its end is
-noticed at once.  The pipe of a follower that ends is closed by the kernel, whatever it died of;
-then nothing can be launched or collected any more, and all that waits here raises DeviceError.  The
-other way round, a follower whose pipe ends exits: none outlives rank 0, even when that is killed, nor
-does the folder in which they met.
+Rank 0 has one thread per worker that receives, so no worker ever blocks while it sends, and the end of one
+is noticed at once.  The kernel closes the pipe of a worker that ends, for whatever reason; from then on
+nothing can be launched or collected, and every call that waits here raises DeviceError.  The other way
+round, a worker whose pipe ends exits.  So no worker outlives rank 0, even when rank 0 is killed, nor does
+the rendezvous folder.
 """
 
 from __future__ import annotations
@@ -47,15 +47,17 @@ import torch.distributed as dist
 
 from pensieve.errors import DeviceError, UnsupportedModel
 from pensieve.model.parallel.ranks import Rank
-from pensieve.model.parallel.wire import Pipe, Words
+from pensieve.model.parallel.wire import ControlMessage, Pipe
 from pensieve.model.shape import ModelShape
 
 STOP_SECONDS = 5.0
-LAST_WORDS_SECONDS = 2.0  # from a broken collective to the end of the pipe that explains it
+EXPLANATION_SECONDS = (
+    2.0  # how long after a broken collective the pipe of the rank that ended closes
+)
 
 
 class Tally:
-    """Counts on how many ranks each copy has finished; one that has on all is ready to be told."""
+    """Counts on how many ranks each copy has finished; one that has finished on all can be reported."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -65,7 +67,7 @@ class Tally:
         self._reason: str | None = None
 
     def add(self, copy_ids: Iterable[int]) -> None:
-        """One rank, another each time, says that it has finished these."""
+        """One rank reports copies that it has finished; each rank reports each copy once."""
         with self._changed:
             for copy_id in copy_ids:
                 self._counts[copy_id] += 1
@@ -75,7 +77,7 @@ class Tally:
             self._changed.notify_all()
 
     def take(self, *, wait: bool) -> tuple[int, ...]:
-        """What has finished everywhere; if nothing has, wait for what has somewhere."""
+        """The copies that have finished on all ranks; if there are none, wait for one that has on some."""
         with self._changed:
             if wait:
                 self._changed.wait_for(
@@ -92,22 +94,22 @@ class Tally:
             self._changed.notify_all()
 
     def reason_within(self, seconds: float) -> str | None:
-        """Why no copy will be counted any more."""
+        """Why no copy will be counted any more, as soon as that is known; None after so many seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._reason is not None, seconds)
             return self._reason
 
 
 @dataclass(eq=False)
-class _Follower:
-    index: int
+class _Worker:
+    index: int  # its rank
     process: subprocess.Popen[bytes]
     pipe: Pipe
-    said: queue.SimpleQueue[Words | None] = field(default_factory=queue.SimpleQueue)
+    replies: queue.SimpleQueue[ControlMessage | None] = field(default_factory=queue.SimpleQueue)
 
 
 class Leader(Rank):
-    """Rank 0, and its end of the pipes."""
+    """Rank 0 as one of the ranks, and its end of each worker's pipe."""
 
     def __init__(
         self,
@@ -116,100 +118,106 @@ class Leader(Rank):
         settings: Mapping[str, Any],
         program: tuple[str, ...],
     ) -> None:
-        """Start the followers; `settings` are what `follower` reads."""
+        """Start the workers; `settings` are what `worker.py` reads."""
         super().__init__(0, num_ranks)
         self.tally = Tally(num_ranks)
         self._closing = False
-        self._refused = False  # a follower has found the model unfit
+        self._refused = False  # a worker has found that the model cannot be served
         self._folder = Path(tempfile.mkdtemp(prefix="pensieve-ranks-"))  # its user's alone
-        self._followers: list[_Follower] = []
+        self._workers: list[_Worker] = []
         try:
             for index in range(1, num_ranks):
-                self._followers.append(self._started(index, program))
-            for each in self._followers:
+                self._workers.append(self._started(index, program))
+            for each in self._workers:
                 threading.Thread(target=self._listen, args=(each,), daemon=True).start()
-                each.pipe.say(
+                each.pipe.send(
                     "settings",
                     index=each.index,
                     num_ranks=num_ranks,
                     device=device.type,
-                    meeting_folder=str(self._folder),
+                    rendezvous_folder=str(self._folder),
                     **settings,
                 )
-            self._hear("here")
-            self.join(self._folder, device)
+            self._receive("started")
+            self.enter_group(self._folder, device)
         except BaseException:
             self.close()
             raise
 
     @property
     def pids(self) -> list[int]:
-        """Of the followers."""
-        return [each.process.pid for each in self._followers]
+        """Of the worker processes."""
+        return [each.process.pid for each in self._workers]
 
-    def meet(self) -> None:
-        self._hear("met")
-        self._say("met")
+    def wait_until_all_loaded(self) -> None:
+        self._receive("loaded")
+        self._send("all_loaded")
 
     def explain(self, error: Exception) -> None:
-        """Raise what ended another rank while this one loaded, unless it refused the model too."""
-        reason = self.tally.reason_within(LAST_WORDS_SECONDS)
+        """Raise the reason why another rank ended while this one loaded.
+
+        Nothing is raised when that rank refused the model: then this one has found the same.
+        """
+        reason = self.tally.reason_within(EXPLANATION_SECONDS)
         if reason is not None and not self._refused:
             raise DeviceError(reason) from error
 
     def check_shapes(self, shape: ModelShape) -> None:
-        """Every part must be like this one: they share page numbers, and one page's bytes."""
-        for index, values in enumerate(self._hear("probed"), 1):
+        """Raise UnsupportedModel unless every rank's part has the shape of this one.
+
+        The ranks use the same page numbers, so a page must have as many bytes on each.
+        """
+        for index, values in enumerate(self._receive("probed"), 1):
             if values != parts_of(shape):
                 raise UnsupportedModel(
                     f"its parts differ: rank {index} has {values}, rank 0 {parts_of(shape)}"
                 )
 
-    def say_measure(self, token_budget: int, turns_max: int, chunk_tokens: int) -> None:
-        """Every rank tries out the largest batch; this one has to, at the same time."""
-        self._say(
+    def start_measuring(self, token_budget: int, turns_max: int, chunk_tokens: int) -> None:
+        """Have every worker run the largest batch; rank 0 must run it at the same time."""
+        self._send(
             "measure", token_budget=token_budget, turns_max=turns_max, chunk_tokens=chunk_tokens
         )
 
-    def hear_measured(self) -> list[int]:
-        """Bytes that the followers have left for KV."""
-        return [values["num_bytes"] for values in self._hear("measured")]
+    def measured_bytes(self) -> list[int]:
+        """Bytes that each worker has left for KV."""
+        return [values["num_bytes"] for values in self._receive("measured")]
 
     def allocate(self, device_pages: int, host_pages: int, chunk_tokens: int) -> None:
-        """Return when every follower has its two tiers."""
-        self._say(
+        """Have every worker allocate its two tiers; returns when all have."""
+        self._send(
             "pages", device_pages=device_pages, host_pages=host_pages, chunk_tokens=chunk_tokens
         )
-        self._hear("ready")
+        self._receive("ready")
 
-    def order(self, packed: array[int]) -> None:
+    def send_iteration(self, packed: array[int]) -> None:
         try:
-            for each in self._followers:
-                each.pipe.order(packed)
+            for each in self._workers:
+                each.pipe.send_iteration(packed)
         except OSError as error:
-            raise self.failure("the order could not be sent") from error
+            raise self.failure("the iteration could not be sent to every rank") from error
 
     def failure(self, otherwise: str) -> DeviceError:
-        """What to raise when something between the ranks has failed."""
-        return DeviceError(self.tally.reason_within(LAST_WORDS_SECONDS) or otherwise)
+        """The error to raise when communication has failed: the reason why a rank ended, if one did."""
+        return DeviceError(self.tally.reason_within(EXPLANATION_SECONDS) or otherwise)
 
     def close(self) -> None:
-        """End the followers, then leave the process group."""
+        """End the workers, then exit the process group."""
         self._closing = True
-        for each in self._followers:
+        for each in self._workers:
             each.pipe.close()
-        for each in self._followers:
+        for each in self._workers:
             try:
                 each.process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 each.process.kill()
                 each.process.wait()
-        self.leave()
+        self.exit_group()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # -- one follower --
+    # -- one worker --
 
-    def _started(self, index: int, program: tuple[str, ...]) -> _Follower:
+    def _started(self, index: int, program: tuple[str, ...]) -> _Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -220,51 +228,53 @@ class Leader(Rank):
                 start_new_session=True,  # Ctrl-C at a terminal is rank 0's to handle
                 env={**os.environ, "LOCAL_RANK": str(index)},
             )
-        return _Follower(index, process, Pipe(ours))
+        return _Worker(index, process, Pipe(ours))
 
-    def _listen(self, follower: _Follower) -> None:
-        """Until its pipe ends: words to whoever waits for them, finished copies to the tally."""
-        while (frame := follower.pipe.receive()) is not None:
-            assert isinstance(frame, Words)
-            if frame.what == "finished":
+    def _listen(self, worker: _Worker) -> None:
+        """A worker's thread: replies go to the call that waits for them, finished copies to the tally."""
+        while (frame := worker.pipe.receive()) is not None:
+            assert isinstance(frame, ControlMessage)
+            if frame.name == "finished":
                 self.tally.add(frame.values["copy_ids"])
-            elif frame.what in ("refused", "failed"):
-                self._refused = frame.what == "refused"
-                self.tally.give_up(f"rank {follower.index} {frame.what}: {frame.values['text']}")
+            elif frame.name in ("refused", "failed"):
+                self._refused = frame.name == "refused"
+                self.tally.give_up(f"rank {worker.index} {frame.name}: {frame.values['text']}")
             else:
-                follower.said.put(frame)
+                worker.replies.put(frame)
         if not self._closing:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                follower.process.wait(LAST_WORDS_SECONDS / 2)
-            status = follower.process.returncode
-            self.tally.give_up(f"rank {follower.index} ended (status {status})")
+                worker.process.wait(EXPLANATION_SECONDS / 2)
+            status = worker.process.returncode
+            self.tally.give_up(f"rank {worker.index} ended (status {status})")
             if dist.is_initialized() and dist.get_backend() == "nccl":
                 # gloo sees a broken connection; NCCL would wait for its timeout
                 dist.distributed_c10d._abort_process_group()
-            shutil.rmtree(self._folder, ignore_errors=True)  # nobody may be left to do it later
-        follower.said.put(None)
+            shutil.rmtree(
+                self._folder, ignore_errors=True
+            )  # rank 0 may be killed before it gets to close()
+        worker.replies.put(None)
 
-    def _say(self, what: str, **values: Any) -> None:
+    def _send(self, name: str, **values: Any) -> None:
         try:
-            for each in self._followers:
-                each.pipe.say(what, **values)
+            for each in self._workers:
+                each.pipe.send(name, **values)
         except OSError as error:
-            raise self.failure(f"{what!r} could not be sent") from error
+            raise self.failure(f"the message {name!r} could not be sent to every rank") from error
 
-    def _hear(self, what: str) -> list[dict[str, Any]]:
-        """What each follower has to say about this."""
-        heard = []
-        for each in self._followers:
-            words = each.said.get()
-            if words is None:
+    def _receive(self, name: str) -> list[dict[str, Any]]:
+        """The values of each worker's next reply, which must have this name."""
+        received = []
+        for each in self._workers:
+            message = each.replies.get()
+            if message is None:
                 raise self.failure(f"rank {each.index} ended")
-            assert words.what == what, (words, what)
-            heard.append(words.values)
-        return heard
+            assert message.name == name, (message, name)
+            received.append(message.values)
+        return received
 
 
 def parts_of(shape: ModelShape) -> dict[str, Any]:
-    """What the parts of a model have in common."""
+    """The figures of a part's shape that must be the same on every rank."""
     return {
         "num_layers": shape.num_layers,
         "num_heads": shape.num_heads,

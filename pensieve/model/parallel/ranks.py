@@ -1,4 +1,4 @@
-"""One model on several devices: what a rank shares with the others.
+"""What every rank of a model on several devices has: the process group and its part of the model.
 
 Every rank is a process with a part of each layer, cut by the plan that `transformers` has for the
 model: a rank has some of the heads, and the KV of those heads in its own two tiers.  All ranks call
@@ -6,7 +6,7 @@ the same layers in the same order; where their parts meet, `transformers` adds o
 torch.distributed (NCCL between GPUs, gloo between processes on a CPU).
 
 The processes are of one machine.  They find each other by a file in a folder that only their user
-may enter, and speak over the loopback interface or the GPUs' own links.
+may enter (torch's file rendezvous), and communicate over the loopback interface or the GPUs' own links.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from pensieve.errors import ConfigError
 from pensieve.model.attention import FlatModel, ForwardPass
 
-COLLECTIVE_SECONDS = 60.0  # a rank that lets the others wait longer is as good as dead
+COLLECTIVE_SECONDS = 60.0  # after so long without a rank a collective fails
 
 
 class Rank(ABC):
@@ -34,14 +34,14 @@ class Rank(ABC):
     def __init__(self, index: int, num_ranks: int) -> None:
         self.index = index
         self.num_ranks = num_ranks
-        self._joined = False
+        self._in_group = False
 
     @abstractmethod
-    def meet(self) -> None:
-        """Return when every rank has come here, however long it takes; raise when one never will."""
+    def wait_until_all_loaded(self) -> None:
+        """Return when every rank has called this, however long it takes; raise when one has ended."""
 
-    def join(self, folder: Path, device: torch.device) -> None:
-        """Become part of the process group that meets in this folder, all ranks at the same time."""
+    def enter_group(self, folder: Path, device: torch.device) -> None:
+        """Enter the process group whose rendezvous is in this folder; all ranks do so at the same time."""
         if dist.is_initialized():
             raise ConfigError("this process computes another model on several ranks already")
         cuda = device.type == "cuda"
@@ -56,12 +56,12 @@ class Rank(ABC):
             world_size=self.num_ranks,
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
         )
-        self._joined = True
+        self._in_group = True
 
-    def leave(self) -> None:
-        if self._joined:
+    def exit_group(self) -> None:
+        if self._in_group:
             dist.destroy_process_group()
-            self._joined = False
+            self._in_group = False
 
     def agree_on(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Rank 0's token ids, on every rank."""
@@ -72,14 +72,14 @@ class Rank(ABC):
 class ParallelModel(FlatModel):
     """This rank's part of a model; every rank calls it for the same batch, and rank 0's ids count.
 
-    The ids come by a collective, not with the order, so rank 0 may fill them in as late as it likes
-    (a token that an earlier iteration has sampled is known on its device first).
+    The ids are sent by a collective and not with the iteration, so rank 0 may fill them in late: a token that
+    an earlier iteration samples is on its device before the host knows it.
     """
 
     def __init__(self, module: Any, rank: Rank) -> None:
         super().__init__(module)
         self._rank = rank
-        # transformers makes this group itself, with a patience of half an hour.
+        # transformers makes this group itself, with a timeout of half an hour.
         timeout = timedelta(seconds=COLLECTIVE_SECONDS)
         dist.distributed_c10d._set_pg_timeout(timeout, module._device_mesh.get_group("tp"))
 

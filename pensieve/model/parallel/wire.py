@@ -1,18 +1,17 @@
-"""What rank 0 and a follower say to each other: frames on a pipe, and an iteration as numbers.
+"""What rank 0 and a worker send each other: frames on a pipe, and an iteration as numbers.
 
-A frame is a kind, a length and a body.  Words are JSON (settings, what was reached, what failed);
-an order is an iteration as 64-bit integers, which is what is sent thousands of times:
+A frame is a kind, a length and a body.  A control message is JSON (settings, what was reached, what
+failed).  An iteration, which is what is sent thousands of times, is written as 64-bit integers:
 
     index, and the numbers of slices, turns, copies, swap-ins and swap-outs
-    each slice      row of its turn, start, stop, whether it needs a token
+    each slice      its turn_id, start, stop, whether it needs a token
     each movement   as in core.iteration
-    each turn       the number of its pages that its slices reach, and those pages
+    each turn       its turn_id, the number of its pages that its slices reach, and those pages
 
-There are no token ids in it.  Some are not known when an iteration is launched, so all of them come
-with the batch itself, from device to device (`ranks.ParallelModel`).  What a follower unpacks is an
-Iteration whose turns have pages and nothing else.
+It holds no token ids.  Some are not known when an iteration is launched, so all of them are sent with the
+batch itself, from device to device (`ranks.ParallelModel`).
 
-Nothing is pickled, and no class has to agree with anything but this module.
+Nothing is pickled, and the two sides need to agree on nothing but this module.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from typing import Any, NamedTuple
 
 from pensieve.core.iteration import Iteration, PageCopy, Slice, SwapIn, SwapOut
 
-FRAME_BYTES_MAX = 1 << 30  # of one frame; an order of a million pages has 8 MB
+FRAME_BYTES_MAX = 1 << 30  # of one frame; an iteration of a million pages has 8 MB
 _HEADER = struct.Struct("<BI")
-_WORDS, _ORDER = 0, 1
+_CONTROL, _ITERATION = 0, 1  # kinds of frames
 
 
-class Words(NamedTuple):
-    """Something said once in a while."""
+class ControlMessage(NamedTuple):
+    """A message other than an iteration; leader.py draws who sends which, and when."""
 
-    what: str
+    name: str
     values: dict[str, Any]
 
 
-Frame = Words | Iteration
+Frame = ControlMessage | Iteration
 
 
 class Pipe:
@@ -51,11 +50,11 @@ class Pipe:
         self._socket = sock
         self._sending = threading.Lock()
 
-    def say(self, what: str, **values: Any) -> None:
-        self._send(_WORDS, json.dumps([what, values]).encode())
+    def send(self, name: str, **values: Any) -> None:
+        self._send(_CONTROL, json.dumps([name, values]).encode())
 
-    def order(self, packed: array[int]) -> None:
-        self._send(_ORDER, packed.tobytes())
+    def send_iteration(self, packed: array[int]) -> None:
+        self._send(_ITERATION, packed.tobytes())
 
     def receive(self) -> Frame | None:
         """The next frame; None when the other end is gone."""
@@ -64,12 +63,12 @@ class Pipe:
             body = self._read(num_bytes)
         except (EOFError, OSError):
             return None
-        if kind == _WORDS:
-            return Words(*json.loads(bytes(body)))
+        if kind == _CONTROL:
+            return ControlMessage(*json.loads(bytes(body)))
         return unpack(array("q", bytes(body)))
 
     def close(self) -> None:
-        """Also wakes whoever receives, at both ends."""
+        """Close this end; a `receive` that waits, at either end, returns None."""
         with contextlib.suppress(OSError):  # the other end is gone already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -106,12 +105,12 @@ def pack(iteration: Iteration) -> array[int]:
             packed.extend(each)
     for turn_id, pages in tables.items():
         packed.extend((turn_id, len(pages)))
-        packed.extend(pages)
+        packed.extend(pages.tolist())  # an array extends only by arrays of its own kind
     return packed
 
 
 def unpack(packed: array[int]) -> Iteration:
-    """The iteration again, with token 0 for all token ids: rank 0's device sends those."""
+    """The iteration again, with 0 for every token id (rank 0's device sends the ids)."""
     numbers = iter(packed)
     index, num_slices, num_turns, num_copies, num_ins, num_outs = islice(numbers, 6)
     slices = list(_rows(numbers, num_slices, 4))

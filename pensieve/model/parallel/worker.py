@@ -1,12 +1,12 @@
-"""Ranks 1 … n-1: the process that follows rank 0's orders.
+"""The process of a rank other than 0, which carries out the iterations that rank 0 sends.
 
-    reader thread     frames from rank 0   → the orders that are not carried out yet
-    main thread       one order after another: copies, then the forward over its part of the pages
+    reader thread     frames from rank 0   → the iterations that are not carried out yet
+    main thread       one iteration after another: copies, then the forward over its part of the pages
     reporter thread   copies that have finished here → rank 0
 
-It decides nothing and samples nothing: what it computes of the logits leaves in the collectives.
-When the pipe ends, rank 0 is gone, and with it every reason to go on: the process ends at once,
-also out of the middle of a collective.
+It decides nothing and samples nothing; its part of the logits reaches rank 0 through the collectives.
+When the pipe ends, rank 0 is gone and no one needs the results, so the process ends at once, even in the
+middle of a collective.
 """
 
 from __future__ import annotations
@@ -26,44 +26,46 @@ from typing import Any
 import torch
 
 from pensieve.core.iteration import Iteration
-from pensieve.errors import ModelError, PensieveError, one_line
+from pensieve.errors import ModelError, PensieveError, one_line, whole_line
 from pensieve.model.forward import Forward, copier_for
 from pensieve.model.free_memory import free_for_kv
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel, load
 from pensieve.model.parallel.leader import parts_of
 from pensieve.model.parallel.ranks import Rank
-from pensieve.model.parallel.wire import Frame, Pipe, Words
+from pensieve.model.parallel.wire import ControlMessage, Frame, Pipe
 
 
 def serve(sock: socket.socket) -> None:
-    """Follow rank 0 until it is gone; never returns."""
+    """Carry out rank 0's iterations until it is gone; never returns."""
     pipe = Pipe(sock)
     try:
         settings = pipe.receive()
         if settings is None:
             os._exit(0)
-        assert isinstance(settings, Words)
-        _follow(pipe, settings.values)
+        assert isinstance(settings, ControlMessage)
+        _run(pipe, settings.values)
     except ModelError as error:  # rank 0 finds the same
         with contextlib.suppress(OSError):
-            pipe.say("refused", text=one_line(error))
+            pipe.send("refused", text=one_line(error))
     except BaseException as error:
         with contextlib.suppress(OSError):
-            pipe.say("failed", text=f"{type(error).__name__}: {one_line(error)}")
-        time.sleep(1)  # if it is rank 0's end that broke the collective, nobody need hear of it
+            pipe.send("failed", text=whole_line(error))
+        time.sleep(
+            1
+        )  # if rank 0's end broke the collective, the pipe ends meanwhile, and no traceback is printed
         traceback.print_exc()
     os._exit(1)
 
 
-def _follow(pipe: Pipe, settings: Mapping[str, Any]) -> None:
-    folder = Path(settings["meeting_folder"])
-    rank = Follower(settings["index"], settings["num_ranks"], pipe, folder)
+def _run(pipe: Pipe, settings: Mapping[str, Any]) -> None:
+    folder = Path(settings["rendezvous_folder"])
+    rank = WorkerRank(settings["index"], settings["num_ranks"], pipe, folder)
     torch.set_num_threads(settings["num_threads"])
     cuda = settings["device"] == "cuda"
     device = torch.device("cuda", settings["index"]) if cuda else torch.device("cpu")
-    pipe.say("here")
-    rank.join(folder, device)
+    pipe.send("started")
+    rank.enter_group(folder, device)
     dtype = settings["dtype"]
     model = load(
         settings["folder"],
@@ -71,22 +73,22 @@ def _follow(pipe: Pipe, settings: Mapping[str, Any]) -> None:
         device=device,
         rank=rank,
     )
-    pipe.say("probed", **parts_of(model.shape))
-    words = rank.next_words()
-    if words.what == "measure":
-        pipe.say("measured", num_bytes=free_for_kv(model, **words.values, device=device))
-        words = rank.next_words()
-    assert words.what == "pages", words
-    executor = FollowingExecutor(model, KVMemory(model.shape, **words.values, device=device), pipe)
-    pipe.say("ready")
+    pipe.send("probed", **parts_of(model.shape))
+    message = rank.next_message()
+    if message.name == "measure":
+        pipe.send("measured", num_bytes=free_for_kv(model, **message.values, device=device))
+        message = rank.next_message()
+    assert message.name == "pages", message
+    executor = WorkerExecutor(model, KVMemory(model.shape, **message.values, device=device), pipe)
+    pipe.send("ready")
     while True:
-        order = rank.next_frame()
-        assert isinstance(order, Iteration), order
-        executor.launch(order)
+        iteration = rank.next_frame()
+        assert isinstance(iteration, Iteration), iteration
+        executor.launch(iteration)
 
 
-class Follower(Rank):
-    """This process, and its end of the pipe."""
+class WorkerRank(Rank):
+    """This process as one of the ranks, and its end of the pipe."""
 
     def __init__(self, index: int, num_ranks: int, pipe: Pipe, folder: Path) -> None:
         super().__init__(index, num_ranks)
@@ -95,19 +97,15 @@ class Follower(Rank):
         self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def meet(self) -> None:
-        self._pipe.say("met")
-        self.hear("met")
+    def wait_until_all_loaded(self) -> None:
+        self._pipe.send("loaded")
+        message = self.next_message()
+        assert message.name == "all_loaded", message
 
-    def hear(self, what: str) -> dict[str, Any]:
-        words = self.next_words()
-        assert words.what == what, words
-        return words.values
-
-    def next_words(self) -> Words:
-        words = self.next_frame()
-        assert isinstance(words, Words), words
-        return words
+    def next_message(self) -> ControlMessage:
+        frame = self.next_frame()
+        assert isinstance(frame, ControlMessage), frame
+        return frame
 
     def next_frame(self) -> Frame:
         return self._frames.get()
@@ -115,11 +113,11 @@ class Follower(Rank):
     def _read(self) -> None:
         while (frame := self._pipe.receive()) is not None:
             self._frames.put(frame)
-        shutil.rmtree(self._folder, ignore_errors=True)  # rank 0 may not have come to it
+        shutil.rmtree(self._folder, ignore_errors=True)  # rank 0 may have been killed before it did
         os._exit(0)
 
 
-class FollowingExecutor:
+class WorkerExecutor:
     """Carries out the same iterations as rank 0's executor, over this rank's part of the pages."""
 
     def __init__(self, model: LoadedModel, memory: KVMemory, pipe: Pipe) -> None:
@@ -127,7 +125,7 @@ class FollowingExecutor:
         self._device = memory.device_arena.device
         self._copier = copier_for(memory)
         self._forward = Forward(model.flat, memory, self._copier, halves=False)
-        self._num_outstanding = 0  # copies that were submitted and not yet told
+        self._num_outstanding = 0  # copies that were submitted and are not reported yet
         self._submitted = threading.Condition()
         threading.Thread(target=self._report, daemon=True).start()
 
@@ -149,7 +147,7 @@ class FollowingExecutor:
                 self._submitted.notify()
 
     def _report(self) -> None:
-        """The reporter thread."""
+        """The reporter thread: send rank 0 the ids of copies as they finish."""
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
@@ -157,11 +155,11 @@ class FollowingExecutor:
                 with self._submitted:
                     self._submitted.wait_for(lambda: self._num_outstanding > 0)
                 copy_ids = self._copier.wait_any()
-                self._pipe.say("finished", copy_ids=copy_ids)
+                self._pipe.send("finished", copy_ids=copy_ids)
                 with self._submitted:
                     self._num_outstanding -= len(copy_ids)
         except PensieveError as error:
-            self._pipe.say("failed", text=one_line(error))
+            self._pipe.send("failed", text=one_line(error))
             os._exit(1)
         except OSError:
             os._exit(0)  # rank 0 is gone

@@ -1,6 +1,6 @@
-"""One token of each row of logits, and the log-probabilities of those that a client asks about.
+"""Draws a token from each row of logits, reproducibly, and computes log-probabilities.
 
-**Whoever shares the batch changes nothing.**  Floating-point sums depend on how a library splits
+**A row's result does not depend on the batch.**  Floating-point sums depend on how a library splits
 them, and that depends on the batch's shape, the number of threads and the device.  So nothing here
 sums floats: a token's probability becomes the integer `weight = floor(2^s exp((x - max) / T))`, an
 elementwise function, and all sums, cumulative sums and comparisons are over integers and exact in
@@ -10,14 +10,15 @@ token (2^-44 for 150,000 tokens) is never drawn.
 **The order of tokens** is by descending logit, then ascending id.  `_sort_keys` packs both into one
 int64, so that no two tokens tie and a partial sort is the beginning of the full one.  Every cut
 keeps a prefix of this order.  Usually the first 256 tokens show where the prefix ends, or (nothing
-cut) already contain the drawn token; only a row for which they do not is looked at more widely.
-To look costs nothing on a CPU.  On a device it would mean to wait for everything launched so far,
-so there a row is looked at once, as widely as its `Sampling` alone may require: 256 tokens for a
-top_k of at most that, else all of them, sorted.
+cut) already contain the drawn token; only a row for which they do not is tried again with more
+of its tokens.  On a CPU it costs nothing to see whether they do.  On a GPU it would mean waiting for
+all work launched so far, so there each row is tried once, with as many tokens as its `Sampling` may need:
+256 for a top_k of at most 256, else all of them, sorted.
 
 **The random number** of a token is Philox4x32-10 of (seed, position): the seed is the key and the
-token's absolute position in the conversation's log is the counter.  Both are in the stored log, so
-suspension, a restarted engine and another device repeat it, and no state of a generator exists.
+token's absolute position in the conversation's log is the counter.  Both are in the store,
+so the number is the same after a suspension, in a restarted engine and on another device.  No generator has a
+state to keep.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from pensieve.core.sampling import Sampling
 from pensieve.model.sampling.penalties import Row
 from pensieve.model.transfer import indices, reading_is_free, upload
 
-HEAD_WIDTHS = (256, 8192)  # likeliest tokens looked at, before the whole row is
+HEAD_WIDTHS = (256, 8192)  # how many likeliest tokens are tried, before the whole row is
 
 
 def draw(values: Tensor, rows: Sequence[Row]) -> Tensor:
     """int64 (rows): one token for each row of `values`, all of which are finite or -infinity."""
-    return _draw_looking(values, rows) if reading_is_free(values) else _draw_blind(values, rows)
+    return _draw_by_trying(values, rows) if reading_is_free(values) else _draw_at_once(values, rows)
 
 
 def select(values: Tensor, rows: Sequence[int]) -> Tensor:
@@ -53,8 +54,8 @@ def column(
     return upload(torch.tensor(numbers, dtype=dtype), like.device).unsqueeze(1)
 
 
-def _draw_looking(values: Tensor, rows: Sequence[Row]) -> Tensor:
-    """From as many of a row's likeliest tokens as it takes."""
+def _draw_by_trying(values: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Draw from as many of a row's likeliest tokens as turn out to be enough."""
     vocab_size = values.shape[1]
     token_ids = [-1] * len(rows)
     undecided = list(range(len(rows)))
@@ -67,12 +68,12 @@ def _draw_looking(values: Tensor, rows: Sequence[Row]) -> Tensor:
         undecided = [each for each in undecided if token_ids[each] < 0]
         if not undecided:
             break
-    assert not undecided, "the whole row did not decide"
+    assert not undecided, "a whole row was not enough to draw from"
     return torch.tensor(token_ids)
 
 
-def _draw_blind(values: Tensor, rows: Sequence[Row]) -> Tensor:
-    """From as many of a row's likeliest tokens as it may take, without asking."""
+def _draw_at_once(values: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Draw from as many of a row's likeliest tokens as may be needed, without reading from the device."""
     vocab_size = values.shape[1]
     widths = [_width_surely_enough(row.sampling, vocab_size) for row in rows]
     token_ids = torch.empty(len(rows), dtype=torch.int64, device=values.device)
@@ -108,7 +109,7 @@ def _draw_from_head(values: Tensor, rows: Sequence[Row], width: int) -> Tensor:
     if width < vocab_size and vocab_size in top_k_of:
         total = _weights(values, largest, temperature, vocab_size).sum(-1, keepdim=True)
     else:
-        total = upto[:, -1:]  # all there is, or (every row has a top_k) not looked at
+        total = upto[:, -1:]  # of all tokens; or every row has a top_k, and it is not used
 
     # Each cut keeps a prefix; `kept` is the shortest of them, as far as the head shows it.
     top_k_mass = torch.where(top_k < vocab_size, upto.gather(1, top_k.clamp(max=width) - 1), total)

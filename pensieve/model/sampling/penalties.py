@@ -1,4 +1,4 @@
-"""A turn's log as the sampler knows it, and what the logits of its rows are adjusted by.
+"""A turn's log as the sampler knows it, and the penalties, biases and masks derived from it.
 
 `TurnLog` lives in the executor for as long as the turn does.  It begins with the turn's context and grows by
 each token that was collected, so it may lack the token before the one to be drawn (`Row.is_ahead`).
@@ -23,7 +23,7 @@ from pensieve.model.transfer import indices, upload
 
 @dataclass(slots=True, eq=False)
 class TurnLog:
-    """What sampling needs of a turn."""
+    """What the sampler needs of a turn."""
 
     sampling: Sampling
     tokens: array[int]  # 'I': its context and what was collected of its reply
@@ -36,7 +36,7 @@ class TurnLog:
 
 
 class Row(NamedTuple):
-    """Whose logits these are, and where in its log the token that they give will stand."""
+    """The log of a row's turn, and the position that the token to be drawn will have in it."""
 
     log: TurnLog
     position: int
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
     @property
     def is_ahead(self) -> bool:
-        """The token before it is being computed and not in the log yet."""
+        """Whether the log lacks the token before it, because that one is still being computed."""
         return self.position > len(self.log.tokens)
 
 
@@ -57,11 +57,11 @@ def counts_reply(sampling: Sampling) -> bool:
 
 @dataclass(slots=True)
 class Penalties:
-    """What the logits of one turn are adjusted by; `seen` and `counts` follow the log."""
+    """By what the logits of one turn are adjusted; `seen` and `counts` follow the log."""
 
     num_followed: int  # tokens of the log that `seen` and `counts` include
-    seen: Tensor  # (vocab,) bool: the context holds this id; empty where nothing asks
-    counts: Tensor  # (vocab,) int32: how often this reply used it; empty where nothing asks
+    seen: Tensor  # (vocab,) bool: the context holds this id; empty where no option needs it
+    counts: Tensor  # (vocab,) int32: how often this reply used it; empty where no option needs it
     bias: tuple[Tensor, Tensor] | None  # ids and what is added to their logits
     ending_ids: Tensor  # ids that may not come before min_tokens
 

@@ -1,39 +1,39 @@
-"""From logits to tokens: every field of `Sampling`, each row as if it were alone.
+"""Samples a token for each row of logits by every field of `Sampling`, as if it were alone.
 
 **What happens to a row**, in this order:
 
-1. A row with NaN or infinite raw logits answers None: that turn fails, its neighbours do not.
+1. A row with NaN or infinite raw logits yields None: that turn fails, and no other.
 2. Repetition penalty over the ids of the whole context (a positive logit is divided by it, a
    negative one multiplied), then presence and frequency penalties over the ids of this reply, then
    logit_bias is added.  Overflow is clamped to float32.
-3. Until `min_tokens` outputs exist, end-of-turn ids and stop_token_ids are impossible.  With
+3. Until `min_tokens` outputs exist, end-of-turn ids and stop_token_ids are masked.  With
    `ignore_eos` an end-of-turn id is a token like any other.  A mask that would leave no token at
    all is not applied.
 4. Temperature 0 takes the largest logit, of equals the lowest id.  Otherwise temperature, top_k,
-   top_p (over what top_k keeps, renormalised) and min_p (relative to the likeliest token), and one
-   token is drawn from what is left, which is never empty.
+   top_p (over what top_k keeps, renormalised) and min_p (relative to the likeliest token) are applied,
+   and one token is drawn from those that are left; there is always at least one.
 
-Columns beyond `vocab_size` (padding of the output matrix) are never looked at.  `logprob` and
-`top_logprobs` are the log-softmax after step 3 and before temperature and cuts: what the model,
-with the client's penalties and biases, believed.  `top_logprobs` lists the likeliest tokens,
-whether or not the sampled one is among them, and never an impossible one.
+Columns beyond `vocab_size` (padding of the output matrix) are never read.  `logprob` and
+`top_logprobs` are the log-softmax after step 3 and before temperature and cuts: the model's own
+probabilities, with the client's penalties and biases.  `top_logprobs` lists the likeliest tokens,
+whether or not the sampled one is among them, and never a masked one.
 
 **Drawing** is in draw.py: a row's token depends on its logits, its `Sampling` and its position in the
-log, never on who shares the batch.
+log, never on the other rows of the batch.
 
-**Memory** is `Penalties` (penalties.py), derived from the turn's log.  It can be thrown away at any time.
+**State** is `Penalties` (penalties.py), which is derived from the turn's log and can be dropped at any time.
 
-**One token ahead.**  The log may lack the token before the one to be drawn (`Row.is_ahead`): it is
-known to the device and not to the host.  What depends on the position alone (the random number,
-min_tokens) knows the position; what depends on the token (the penalties) takes it from the device,
+**One token ahead.**  The log may lack the token before the one to be drawn (`Row.is_ahead`), which is
+then on the device and not yet on the host.  What depends on the position alone (the random number,
+min_tokens) uses the position; what depends on the token (the penalties) reads it on the device,
 into the copy of `seen` and `counts` that the batch makes anyway.  So a row is treated as if its log
-were complete, and memory still holds nothing but the log.
+were complete, and the state still holds nothing but the log.
 
-**Nobody waits.**  `draw` only gives the device work, and a row that is not finite becomes the id -1
-there (worked on as zeros, so that nothing goes out of range).  `Drawn.read` waits for one copy of
-everything that the host wants to know.
+**No waiting for the device.**  `draw` only launches work; a row that is not finite gets the id -1 on the
+device (and is computed as zeros, so that no index is out of range).  `Drawn.read` waits for one copy of
+everything that the host needs.
 
-Greedy rows without further wishes cost one argmax.  The others are worked on a few rows at a time
+Greedy rows without other options cost one argmax.  The others are worked on a few rows at a time
 (the two `…_PASS_ELEMENTS_MAX`), which bounds the memory and, on a CPU, keeps a row in the cache:
 one row of 150,000 logits at a time is seven to nine times as fast as eight at once.
 """
@@ -65,24 +65,25 @@ class DrawnToken(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What rows that ask for logprobs are told: int64 (rows, 1 + width + width).
+    """What goes to the host for rows with `logprobs`: int64 (rows, 1 + width + width).
 
-    The drawn token's and the likeliest ones' log-probabilities (the bits of float64), their ids.
+    The log-probabilities of the drawn token and of the likeliest ones (the bits of float64), then the ids of
+    these.
     """
 
     rows: list[int]
     num_top: list[int]  # for each of them
-    told: Tensor
+    values: Tensor
 
 
 class Drawn:
-    """Tokens that the device draws, and their way to the host."""
+    """Tokens that the device draws, and the copy of them that is under way to the host."""
 
     def __init__(self, ids: Tensor, reports: list[_Report]) -> None:
         self.ids = ids  # int64 (rows), on the device; -1 where a row was not finite
         self._reports = reports
-        told = [each.told.flatten() for each in reports]
-        self._arriving = ReadBack(torch.cat([ids, *told]) if told else ids)
+        reported = [each.values.flatten() for each in reports]
+        self._arriving = ReadBack(torch.cat([ids, *reported]) if reported else ids)
 
     def read(self) -> list[DrawnToken | None]:
         """Wait for them; None where a row of logits was not finite."""
@@ -93,11 +94,11 @@ class Drawn:
         ]
         offset = len(token_ids)
         for rows, num_top, on_device in self._reports:
-            told = arrived[offset : offset + on_device.numel()].view(on_device.shape)
+            reported = arrived[offset : offset + on_device.numel()].view(on_device.shape)
             offset += on_device.numel()
-            width = (told.shape[1] - 1) // 2
-            logprobs = told[:, : 1 + width].contiguous().view(torch.float64).tolist()
-            top_ids = told[:, 1 + width :].tolist()
+            width = (reported.shape[1] - 1) // 2
+            logprobs = reported[:, : 1 + width].contiguous().view(torch.float64).tolist()
+            top_ids = reported[:, 1 + width :].tolist()
             for row, num, ids, values in zip(rows, num_top, top_ids, logprobs, strict=True):
                 if token_ids[row] >= 0:
                     top = zip(ids[:num], values[1 : num + 1], strict=True)
@@ -113,14 +114,14 @@ class Sampler:
         self.eos_token_ids = eos_token_ids
 
     def sample(self, logits: Tensor, logs: Sequence[TurnLog]) -> list[DrawnToken | None]:
-        """The next token of each turn, whose logs are complete, at once."""
+        """Draw the next token of each turn and wait for it; the logs are complete."""
         return self.draw(logits, [Row(log, len(log.tokens)) for log in logs]).read()
 
     @torch.inference_mode()
     def draw(self, logits: Tensor, rows: Sequence[Row], newest_ids: Tensor | None = None) -> Drawn:
-        """Begin to draw a token for each row of (rows, vocab).
+        """Start drawing a token for each row of `logits` (rows, vocab).
 
-        `newest_ids` (rows), on the device, are the tokens before those: rows that are ahead need them.
+        `newest_ids` (rows), on the device, are the tokens before the drawn ones, for rows that are ahead.
         """
         assert logits.shape[0] == len(rows), (logits.shape, len(rows))
         logits = logits[:, : self.vocab_size].float()
@@ -148,12 +149,12 @@ class Sampler:
                     select(drawn, reported),
                     min(max(num_top), self.vocab_size, values.shape[1]),
                 )
-                told = torch.cat((logprobs.view(torch.int64), top_ids), dim=1)
-                reports.append(_Report([part[n] for n in reported], num_top, told))
+                to_host = torch.cat((logprobs.view(torch.int64), top_ids), dim=1)
+                reports.append(_Report([part[n] for n in reported], num_top, to_host))
         return Drawn(ids, reports)
 
     def _draw_part(self, values: Tensor, rows: list[Row], newest_ids: Tensor | None) -> Tensor:
-        """`values` (rows, vocab) belongs to this call and is changed in place."""
+        """Draw for some of the rows; `values` (rows, vocab) is changed in place."""
         self._adjust(values, rows, newest_ids)
         hot = [n for n, row in enumerate(rows) if row.sampling.temperature > 0]
         if len(hot) == len(rows):
@@ -165,7 +166,7 @@ class Sampler:
         return token_ids
 
     def _adjust(self, values: Tensor, rows: list[Row], newest_ids: Tensor | None) -> None:
-        """Penalties, biases and the mask, in place, on the rows that have any."""
+        """Apply penalties, biases and the mask, in place, to the rows that have any."""
         states = {
             n: self._penalties_of(row.log, values) for n, row in enumerate(rows) if _adjusts(row)
         }
@@ -222,11 +223,13 @@ def _likeliest_of_each(logits: Tensor) -> Tensor:
 def _ahead(
     rows: list[Row], some: list[int], newest_ids: Tensor | None, like: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """For some rows, if any is ahead: where in (rows, vocab) the token before stands, and whether
-    the log lacks it.  Both (rows, 1)."""
+    """For some rows, if any is ahead: the id of the token before the drawn one, and whether the log lacks it.
+
+    Both (rows, 1).
+    """
     if not any(rows[n].is_ahead for n in some):
         return None
-    assert newest_ids is not None, "a row is ahead of a token that nobody gave"
+    assert newest_ids is not None, "a row is ahead, and newest_ids are missing"
     at = newest_ids.index_select(0, indices(some, like.device)).clamp(0, like.shape[1] - 1)
     return at.unsqueeze(1), column([rows[n].is_ahead for n in some], like, torch.bool)
 

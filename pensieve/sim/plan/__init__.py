@@ -1,4 +1,4 @@
-"""Capacity planning: the load that a replica carries, and how many replicas a load needs.
+"""Plans capacity, by what one replica carries and how many replicas a load needs.
 
 load        conversations per second, as a rate that can be set
 replica     one engine under a load, and whether it serves it within limits

@@ -1,4 +1,4 @@
-"""Several replicas under a load: what they carry together, and how many a rate needs.
+"""What several replicas carry together, and how many of them a rate needs.
 
 With affinity each replica serves its share of the conversations and holds their histories.  With random
 routing each holds the less of what it serves the more replicas there are, so their number is raised until

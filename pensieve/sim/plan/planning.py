@@ -1,4 +1,4 @@
-"""A whole plan: the host memory that one replica should have, and how many replicas a load needs.
+"""Plans the host memory of one replica, and how many replicas a load needs.
 
 Host memory is chosen first, for one replica (capacity.py).  From what that replica carries follows how many
 are needed for the wanted rate if each conversation stays with its replica, and if each turn goes to any

@@ -1,4 +1,4 @@
-// A grid of CUDA threads on a CPU, so that the kernels of csrc/cuda can be run where there is no GPU.
+// A grid of CUDA threads on a CPU, to run the kernels of csrc/cuda without a GPU.
 //
 // The kernel's own source is compiled as C++; only ptx.h (beside this file) is another.  Every thread of a
 // block is a fiber with a stack of its own.  A fiber runs until it has to wait for others (a barrier, an

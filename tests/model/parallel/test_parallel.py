@@ -40,8 +40,8 @@ class ParallelWorld(World):
     """A world whose iterations are carried out by two ranks."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
-        followed = {"folder": str(folder), "dtype": None, "num_threads": 1}
-        self.leader = Leader(2, CPU, followed, programs.RANK)
+        worker_settings = {"folder": str(folder), "dtype": None, "num_threads": 1}
+        self.leader = Leader(2, CPU, worker_settings, programs.RANK)
         try:
             model = load(folder, rank=self.leader)
             self.leader.check_shapes(model.shape)
@@ -50,7 +50,7 @@ class ParallelWorld(World):
         except BaseException:
             self.leader.close()
             raise
-        self.executor = ParallelExecutor(self.executor, self.leader, CHUNK_TOKENS)
+        self.executor = ParallelExecutor(self.executor, self.leader)
 
     def start_again(self, seed: int) -> None:
         """As a new world of this seed, with the same ranks."""
@@ -229,7 +229,7 @@ def test_a_copy_is_reported_when_the_slowest_rank_has_it(folder_of: FolderOf) ->
         assert finished == [(5,)]
 
 
-def test_a_follower_that_dies_is_a_device_error(folder_of: FolderOf) -> None:
+def test_a_worker_that_dies_is_a_device_error(folder_of: FolderOf) -> None:
     with parallel_world(folder_of("mistral")) as world:
         turn = world.turn(9, num_outputs_max=10_000)
         world.step((turn, 0, 9, True))
@@ -246,11 +246,11 @@ def test_a_follower_that_dies_is_a_device_error(folder_of: FolderOf) -> None:
         assert not alive(pid)
 
 
-def test_a_follower_that_fails_says_why(folder_of: FolderOf) -> None:
+def test_a_worker_that_fails_says_why(folder_of: FolderOf) -> None:
     """A page that it does not have: its copier fails, and what rank 0 raises names the reason."""
     with parallel_world(folder_of("mistral")) as world:
         (pid,) = world.leader.pids
-        world.leader.order(pack(Iteration(0, (), swap_ins=(SwapIn(0, 999, 0, 4),)), CHUNK_TOKENS))
+        world.leader.send_iteration(pack(Iteration(0, (), swap_ins=(SwapIn(0, 999, 0, 4),))))
         turn = world.turn(9)
         with pytest.raises(DeviceError, match="rank 1 failed: copying pages between the tiers"):  # noqa: PT012
             for _ in range(200):
@@ -258,8 +258,8 @@ def test_a_follower_that_fails_says_why(folder_of: FolderOf) -> None:
         assert ends(pid)
 
 
-def test_followers_end_with_rank_0(folder_of: FolderOf) -> None:
-    """Also when it is killed; the folder where they met is gone with them."""
+def test_workers_end_with_rank_0(folder_of: FolderOf) -> None:
+    """Also when it is killed; the rendezvous folder is gone with them."""
     program = (
         "import sys, time, pathlib; from tests.model.parallel.test_parallel import ParallelWorld;"
         "world = ParallelWorld(pathlib.Path(sys.argv[1]));"
@@ -292,7 +292,7 @@ def test_what_cannot_be_divided_is_refused_before_anything_starts(
         started(folder, tmp_path / "data", tensor_parallel="2", weights="int8")
 
 
-def test_an_order_holds_the_iteration_but_for_its_tokens() -> None:
+def test_a_packed_iteration_holds_the_iteration_but_for_its_tokens() -> None:
     tokens = array("I", range(9))
     iteration = Iteration(
         3,
