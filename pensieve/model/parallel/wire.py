@@ -4,13 +4,13 @@ A frame is a kind, a length and a body.  Words are JSON (settings, what was reac
 an order is an iteration as 64-bit integers, which is what is sent thousands of times:
 
     index, and the numbers of slices, turns, copies, swap-ins and swap-outs
-    each slice      row of its turn, start, stop, whether it needs a token
+    each slice      id of its turn, start, stop, whether it needs a token
     each movement   as in core.iteration
-    each turn       the number of its pages that its slices reach, and those pages
+    each turn       its id, the number of its pages that its slices reach, and those pages
 
 There are no token ids in it.  Some are not known when an iteration is launched, so all of them come
 with the batch itself, from device to device (`ranks.ParallelModel`).  What a follower unpacks is an
-Iteration whose turns have pages and nothing else.
+Iteration whose slices have pages, and 0 for every token id.
 
 Nothing is pickled, and no class has to agree with anything but this module.
 """
@@ -106,7 +106,7 @@ def pack(iteration: Iteration) -> array[int]:
             packed.extend(each)
     for turn_id, pages in tables.items():
         packed.extend((turn_id, len(pages)))
-        packed.extend(pages)
+        packed.extend(pages.tolist())
     return packed
 
 

@@ -50,7 +50,7 @@ class ParallelWorld(World):
         except BaseException:
             self.leader.close()
             raise
-        self.executor = ParallelExecutor(self.executor, self.leader, CHUNK_TOKENS)
+        self.executor = ParallelExecutor(self.executor, self.leader)
 
     def start_again(self, seed: int) -> None:
         """As a new world of this seed, with the same ranks."""
@@ -250,7 +250,7 @@ def test_a_follower_that_fails_says_why(folder_of: FolderOf) -> None:
     """A page that it does not have: its copier fails, and what rank 0 raises names the reason."""
     with parallel_world(folder_of("mistral")) as world:
         (pid,) = world.leader.pids
-        world.leader.order(pack(Iteration(0, (), swap_ins=(SwapIn(0, 999, 0, 4),)), CHUNK_TOKENS))
+        world.leader.order(pack(Iteration(0, (), swap_ins=(SwapIn(0, 999, 0, 4),))))
         turn = world.turn(9)
         with pytest.raises(DeviceError, match="rank 1 failed: copying pages between the tiers"):  # noqa: PT012
             for _ in range(200):
