@@ -49,8 +49,11 @@ def serve(sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
             pipe.say("refused", text=one_line(error))
     except BaseException as error:
+        # The reporter may meet the same error at the same time: whoever is first says the same of it.
+        is_ours = isinstance(error, PensieveError)
+        name = "" if is_ours else f"{type(error).__name__}: "
         with contextlib.suppress(OSError):
-            pipe.say("failed", text=f"{type(error).__name__}: {one_line(error)}")
+            pipe.say("failed", text=name + one_line(error))
         time.sleep(1)  # if it is rank 0's end that broke the collective, nobody need hear of it
         traceback.print_exc()
     os._exit(1)
