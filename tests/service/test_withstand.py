@@ -278,7 +278,7 @@ def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
         if re.search(r"\btime\.time\b|datetime\.(now|utcnow|today)", path.read_text())
     }
     assert asked == {
-        "cli/chat.py",  # the name of a new conversation
+        "cli/chat_terminal.py",  # the name of a new conversation
         "service/conversations.py",  # when the engine began, beside when conversations changed
         "service/daemon.py",
         "store/conversation_store.py",  # created, updated, finished

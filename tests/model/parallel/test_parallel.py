@@ -38,6 +38,9 @@ CPU = torch.device("cpu")
 DEVICE_PAGES, HOST_PAGES = 320, 160
 WAIT_SECONDS = 60.0
 
+# Every layer is a meeting of two processes: on a crowded machine each waits for its turn twice.
+pytestmark = pytest.mark.timeout(1200)
+
 
 class ParallelWorld(World):
     """A world whose iterations are carried out by two ranks."""
