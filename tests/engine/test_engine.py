@@ -302,7 +302,7 @@ def test_the_engine_runs_in_a_thread_until_its_mailbox_closes():
         assert isinstance(event, SampledToken)
         said.append(event.token_id)
     rig.mailbox.close()
-    thread.join(10.0)
+    thread.join(60.0)
     assert not thread.is_alive()
     assert said == reply_to([3, 4], 8)
 
@@ -315,7 +315,7 @@ def test_an_outbox_makes_its_writer_wait_when_it_is_full():
     writer.join(0.05)
     assert writer.is_alive()
     assert outbox.get() == Answer(1)
-    writer.join(5.0)
+    writer.join(60.0)
     assert outbox.get(5.0) == Answer(2)
     outbox.close()
     assert outbox.get() is None
