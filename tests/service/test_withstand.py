@@ -433,7 +433,7 @@ def test_a_client_with_the_first_stubs_talks_to_this_daemon(tmp_path: Path) -> N
         asked.messages.add(content="hello")
         asked.sampling.max_tokens = 8
         asked.sampling.ignore_eos = True
-        events = list(send(asked, timeout=30))
+        events = list(send(asked, timeout=120))
         assert events[-1].completed.revision == 1
         tokens = [each for event in events for each in event.delta.token_ids]
         assert len(tokens) == 8
@@ -446,4 +446,4 @@ def test_a_client_with_the_first_stubs_talks_to_this_daemon(tmp_path: Path) -> N
             request_serializer=bytes,
             response_deserializer=pb.GetConversationResponse.FromString,
         )
-        assert get(newer, timeout=30).conversation.revision == 1
+        assert get(newer, timeout=120).conversation.revision == 1
