@@ -61,7 +61,7 @@ def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path):
         input="\n".join(lines) + "\n",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         cwd=ROOT,
         env={**os.environ, "PENSIEVE_DATA": str(tmp_path), "PENSIEVE_DEVICE_CACHE": "2000t"},
     )

@@ -12,7 +12,7 @@ from pensieve import errors
 from pensieve.client import AsyncClient, AsyncConversation, Restarted, Retry
 from tests.client.scripted import AWAY, Mishap, Refusal, ScriptedServer
 
-SAFETY_SECONDS = 20.0
+SAFETY_SECONDS = 60.0
 Script = Callable[[AsyncClient], Awaitable[None]]
 
 

@@ -133,14 +133,16 @@ def test_a_turn_survives_the_death_of_the_engine(tmp_path: Path) -> None:
     ):
         talk = client.conversation()
         events = []
-        for event in talk.send("hello", max_tokens=150, ignore_eos=True):
+        killed = False
+        for event in talk.send("hello", max_tokens=400, ignore_eos=True):
             events.append(event)
-            if len(events) == 5:
+            if isinstance(event, Delta) and not killed:
+                killed = True
                 os.kill(rig.daemon.engine.pid or 0, signal.SIGKILL)
         restarts = [place for place, each in enumerate(events) if isinstance(each, Restarted)]
         assert len(restarts) == 1
         shown = events[restarts[0] + 1 :]
-        assert sum(len(each.token_ids) for each in shown if isinstance(each, Delta)) == 150
+        assert sum(len(each.token_ids) for each in shown if isinstance(each, Delta)) == 400
         messages = [m.text for m in talk.messages()]
         assert messages == ["hello", "".join(map(str, shown))]
 

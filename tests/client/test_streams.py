@@ -16,7 +16,7 @@ from pensieve.client.turn_progress import TurnProgress
 from pensieve.v1 import conversation_pb2 as pb
 from tests.client.scripted import Mishap, Refusal, ScriptedServer
 
-SAFETY_SECONDS = 20.0  # only ever used up by a failing test
+SAFETY_SECONDS = 60.0  # only ever used up by a failing test
 
 
 @pytest.fixture

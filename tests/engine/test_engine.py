@@ -173,6 +173,6 @@ def test_the_engine_runs_in_a_thread_until_its_mailbox_closes():
         assert isinstance(event, SampledToken)
         sampled.append(event.token_id)
     rig.mailbox.close()
-    thread.join(10.0)
+    thread.join(60.0)
     assert not thread.is_alive()
     assert sampled == reply_to([3, 4], 8)

@@ -160,7 +160,7 @@ class MeetingMemory(KVMemory):
 
     def __init__(self, model: LoadedModel) -> None:
         super().__init__(model.shape, 16, 8, CHUNK_TOKENS)
-        self.meeting = threading.Barrier(2, timeout=20)
+        self.meeting = threading.Barrier(2, timeout=60)
         self.layers_in: list[int] = []
 
     def swap_in(self, layer: int, moves: PageMoves) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-import time
+import threading
 import weakref
 from array import array
 from collections.abc import Callable
@@ -198,13 +198,20 @@ def test_graphs_run_only_where_nothing_else_happens(
     assert captured.replays == 1, "a page copy"
     world.step(swap_outs=[SwapOut(1, new, 0, 4)])
     world.memory.device_arena[:, new] = float("nan")
-    swap_in = world.memory.swap_in
+    copier = world.executor._forward._copier
+    swap_in, wait_layer = world.memory.swap_in, copier.wait_layer
+    needed = threading.Event()
 
-    def slow(layer: int, moves: PageMoves) -> None:
-        time.sleep(0.05)
+    def swap_in_when_needed(layer: int, moves: PageMoves) -> None:
+        assert needed.wait(60)
         swap_in(layer, moves)
 
-    monkeypatch.setattr(world.memory, "swap_in", slow)
+    def wait_for_layer(layer: int) -> None:
+        needed.set()
+        wait_layer(layer)
+
+    monkeypatch.setattr(world.memory, "swap_in", swap_in_when_needed)
+    monkeypatch.setattr(copier, "wait_layer", wait_for_layer)
     world.decode(third, swap_ins=[SwapIn(2, 0, new, 4)])
     assert captured.replays == 1, "a swap-in"
     world.decode(first, third)

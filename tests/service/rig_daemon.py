@@ -37,7 +37,7 @@ DETAILS = {
 }
 
 
-def wait_for(holds: Callable[[], Any], seconds: float = 30.0) -> None:
+def wait_for(holds: Callable[[], Any], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not happen"
@@ -123,7 +123,7 @@ class DaemonRig:
     def send(self, conversation_id: str, *contents: str, **fields: Any) -> Iterator[Any]:
         messages = [pb.NewMessage(content=content) for content in contents]
         fields.setdefault("create_if_missing", True)
-        seconds = fields.pop("seconds", 30)
+        seconds = fields.pop("seconds", 120)
         request = pb.SendMessageRequest(
             conversation_id=conversation_id, messages=messages, **fields
         )
@@ -186,7 +186,7 @@ class ServeProcess:
         self.process: subprocess.Popen[bytes] | None = None
         atexit.register(self._kill_what_is_left)
 
-    def start(self, seconds: float = 60.0) -> str:
+    def start(self, seconds: float = 120.0) -> str:
         ready = self.data.with_suffix(".ready")
         ready.unlink(missing_ok=True)
         with self.log.open("ab") as log:
@@ -223,6 +223,6 @@ class ServeProcess:
         self.process.kill()
         self.process.wait()
 
-    def stop(self, seconds: float = 30.0) -> int:
+    def stop(self, seconds: float = 120.0) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)

@@ -62,7 +62,7 @@ async def healthy(address: str, name: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_healthy_streams_come_whole_beside_abandoned_stalled_and_slow_ones(tmp_path: Path) -> None:
     process = ServeProcess(
         tmp_path / "data",
@@ -81,7 +81,7 @@ def test_healthy_streams_come_whole_beside_abandoned_stalled_and_slow_ones(tmp_p
         assert slow.stdout.readline() == "begun\n"
         abandoned = misbehave("abandon", address, 1000)
         beside = asyncio.run(healthy(address, "beside"))
-        abandoned.wait(120)
+        abandoned.wait(300)
         wait_for(lambda: admin.stats().turns_running <= 100)  # the slow ones: the others are gone
         during = admin.stats()
         slow.kill()

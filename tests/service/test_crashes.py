@@ -94,8 +94,14 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
         except errors.PensieveError:
             return False
 
+    def num_acknowledged() -> int:
+        return sum(len(talker.acknowledged) for talker in talkers)
+
     killed = {"daemon": 0, "engine": 0}
     for victim in plan:
+        if choose.random() < 0.75:  # else also before anything has been said again
+            floor = num_acknowledged() + 2
+            wait_for(lambda floor=floor: num_acknowledged() >= floor)
         time.sleep(choose.uniform(0.05, 0.5))
         if victim == "daemon":
             process.kill()
@@ -111,16 +117,16 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
         wait_for(serving)
     stop.set()
     for talker in talkers:
-        talker.join(60)
+        talker.join(120)
         assert not talker.is_alive()
         assert talker.failure is None, talker.failure
     assert sum(killed.values()) >= 30, killed
     print(
-        f"killed {killed}; {sum(len(t.acknowledged) for t in talkers)} turns acknowledged, "
+        f"killed {killed}; {num_acknowledged()} turns acknowledged, "
         f"{sum(t.num_restarts for t in talkers)} begun anew; "
         f"ready again after at most {max(ready_seconds):.2f} s"
     )
-    assert sum(len(talker.acknowledged) for talker in talkers) > 3 * NUM_TALKERS
+    assert num_acknowledged() > 3 * NUM_TALKERS
     assert admin.check() == []
     with Client(address) as client:
         for talker in talkers:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -452,13 +451,11 @@ def test_the_cache_can_be_looked_at(rig: DaemonRig) -> None:
 
 
 def test_a_deadline_that_the_queue_would_miss_is_refused_at_once(slow: DaemonRig) -> None:
-    slow.daemon.admission.queue_seconds = 20.0
-    began = time.monotonic()
+    slow.daemon.admission.queue_seconds = 20_000.0
     with pytest.raises(grpc.RpcError) as error:
-        slow.ask("late", "hello", seconds=15)
+        slow.ask("late", "hello", seconds=15_000)  # longer than a test may take
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert details(error.value)["ErrorInfo"].reason == "DEADLINE_EXCEEDED"
-    assert time.monotonic() - began < 10
 
 
 def test_a_conversation_that_says_good_bye_counts_as_idle(rig: DaemonRig) -> None:

@@ -119,10 +119,10 @@ async def bombard(address: str, num_messages: int) -> tuple[Counter[str], set[st
                 path = f"/pensieve.v1.ConversationService/{name}"
                 try:
                     if name == "SendMessage":
-                        async for _ in channel.unary_stream(path)(packed, timeout=30):
+                        async for _ in channel.unary_stream(path)(packed, timeout=120):
                             pass
                     else:
-                        await channel.unary_unary(path)(packed, timeout=30)
+                        await channel.unary_unary(path)(packed, timeout=120)
                     codes["OK"] += 1
                 except grpc.aio.AioRpcError as error:
                     codes[error.code().name] += 1

@@ -67,7 +67,7 @@ def test_a_line_that_goes_dead_is_noticed_and_its_turn_given_back(tmp_path: Path
             next(events)
             assert running(rig) == 1
             proxy.freeze()
-            wait_for(lambda: running(rig) == 0, 40)
+            wait_for(lambda: running(rig) == 0)
             proxy.close()
             events.cancel()
         assert rig.messages("dead") == []
@@ -264,7 +264,7 @@ def test_a_wall_clock_that_jumps_changes_nothing(
             reply = said(events)
             assert len(reply.token_ids) == 60
             assert reply.completed.usage.recomputed_tokens == 0
-            assert 0 <= reply.completed.usage.total_seconds < 60
+            assert 0 <= reply.completed.usage.total_seconds < 1800, "no jump is in it"
         assert [each.content for each in rig.messages("c")][::2] == ["one", "two", "three", "four"]
         listed = rig.stub.ListConversations(pb.ListConversationsRequest()).conversations
         assert [each.conversation_id for each in listed] == ["c"]
@@ -289,10 +289,9 @@ def test_a_service_that_stood_still_says_so_and_goes_on(
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig, caplog.at_level(logging.WARNING, "pensieve"):
         rig.ask("c", "one", sampling=SHORT)
-        time.sleep(1.1)  # the watch has begun
         rig._loop.call_soon_threadsafe(time.sleep, 2.5)
         assert rig.ask("c", "two", sampling=SHORT).completed.revision == 2
-        wait_for(lambda: "the service stood still for" in caplog.text, 10)
+        wait_for(lambda: "the service stood still for" in caplog.text)
         assert rig.daemon.serving
 
 
@@ -433,7 +432,7 @@ def test_a_client_with_the_first_stubs_talks_to_this_daemon(tmp_path: Path) -> N
         asked.messages.add(content="hello")
         asked.sampling.max_tokens = 8
         asked.sampling.ignore_eos = True
-        events = list(send(asked, timeout=30))
+        events = list(send(asked, timeout=120))
         assert events[-1].completed.revision == 1
         tokens = [each for event in events for each in event.delta.token_ids]
         assert len(tokens) == 8
@@ -446,4 +445,4 @@ def test_a_client_with_the_first_stubs_talks_to_this_daemon(tmp_path: Path) -> N
             request_serializer=bytes,
             response_deserializer=pb.GetConversationResponse.FromString,
         )
-        assert get(newer, timeout=30).conversation.revision == 1
+        assert get(newer, timeout=120).conversation.revision == 1

@@ -49,11 +49,11 @@ def serve(sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
             pipe.send("refused", text=one_line(error))
     except BaseException as error:
+        # The reporter may meet the same error at the same time: whoever is first says the same of it.
         with contextlib.suppress(OSError):
             pipe.send("failed", text=whole_line(error))
-        time.sleep(
-            1
-        )  # if rank 0's end broke the collective, the pipe ends meanwhile, and no traceback is printed
+        # If rank 0's end broke the collective, the pipe ends meanwhile, and no traceback is printed.
+        time.sleep(1)
         traceback.print_exc()
     os._exit(1)
 

@@ -16,7 +16,7 @@ from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.shape import ModelShape
 
 SHAPE = ModelShape(3, 2, 1, 4, 50, 64, torch.float32, 0, 0)
-WAIT_SECONDS = 20
+WAIT_SECONDS = 60
 
 
 class GatedMemory(KVMemory):

@@ -20,7 +20,7 @@ from tests.model.kv.streams import FakeStreams
 SHAPE = ModelShape(3, 2, 1, 4, 50, 64, torch.float32, 0, 0)
 PAGES = 12
 SIZE = 4  # tokens of a page
-WAIT_SECONDS = 20
+WAIT_SECONDS = 60
 
 
 class StreamedMemory(KVMemory):
