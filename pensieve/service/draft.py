@@ -114,8 +114,13 @@ def setting_of(conversation: records.Conversation) -> Setting:
     return Setting(conversation.tools, conversation.template_options, began)
 
 
-def new_message(message: Message, token_ids: Sequence[int]) -> records.NewMessage:
-    """A message of a client as the store takes it."""
+def new_messages(ask: Ask, prompt: Sequence[Sequence[int]]) -> list[records.NewMessage]:
+    """What a client sends, with the tokens of each message, as the store takes it."""
+    pairs = zip(ask.messages, prompt, strict=True)
+    return [_new_message(message, token_ids) for message, token_ids in pairs]
+
+
+def _new_message(message: Message, token_ids: Sequence[int]) -> records.NewMessage:
     extra: dict[str, Any] = {}
     if message.thinking is not None:
         extra["thinking"] = message.thinking

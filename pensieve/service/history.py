@@ -39,7 +39,7 @@ from pensieve.service.draft import (
     Ask,
     ConversationSettings,
     Draft,
-    new_message,
+    new_messages,
     setting_of,
     tokenized_again,
 )
@@ -341,12 +341,11 @@ class History:
         prompt: Sequence[Sequence[int]] | None,
         expected_revision: int | None,
     ) -> records.TurnRequest:
-        messages, sampling = ask.messages, ask.options.sampling
-        tokens = prompt or [[] for _ in messages]
+        sampling = ask.options.sampling
         values = {name: value for name, value in asdict(sampling).items() if name != "seed"}
         return records.TurnRequest(
             request_id,
-            [new_message(message, ids) for message, ids in zip(messages, tokens, strict=True)],
+            new_messages(ask, prompt or [[] for _ in ask.messages]),
             values | ({"seed": sampling.seed} if sampling.seed else {}),
             sampling.seed or self._random_bits(63) + 1,
             expected_revision,

@@ -159,7 +159,7 @@ class WorkerExecutor:
                 with self._submitted:
                     self._num_outstanding -= len(copy_ids)
         except PensieveError as error:
-            self._pipe.send("failed", text=one_line(error))
+            self._pipe.send("failed", text=whole_line(error))
             os._exit(1)
         except OSError:
             os._exit(0)  # rank 0 is gone

@@ -7,7 +7,7 @@ from typing import Any
 
 from pensieve.errors import InvalidArgument, NotFound
 from pensieve.service.daemon import Daemon
-from pensieve.service.draft import Ask, ConversationSettings
+from pensieve.service.draft import ConversationSettings
 from pensieve.service.grpc import translate
 from pensieve.service.grpc.auth import caller
 from pensieve.store import records
@@ -125,15 +125,8 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         self, request: pb.SendMessageRequest, context: Any
     ) -> None:
         daemon = self.daemon
-        ask = Ask(
-            _id(request.conversation_id),
-            tuple(translate.messages_of(request.messages)),
-            translate.turn_options(request, daemon.defaults),
-            caller().tenant,
-            request.request_id,
-            request.expected_revision if request.HasField("expected_revision") else None,
-            request.create_if_missing,
-        )
+        _id(request.conversation_id)
+        ask = translate.ask(request, caller().tenant, daemon.defaults)
         live = await daemon.begin(ask, context.time_remaining())
         sequence = 1
         await context.write(

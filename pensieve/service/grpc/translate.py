@@ -25,6 +25,7 @@ from pensieve.errors import (
     TurnRunning,
     Unavailable,
 )
+from pensieve.service.draft import Ask
 from pensieve.service.live_turn import LiveTurn, RecomputeReason
 from pensieve.store import records
 from pensieve.text import Message, Part
@@ -81,6 +82,18 @@ def messages_of(given: Iterable[pb.NewMessage]) -> list[Message]:
     if not messages:
         raise InvalidArgument("messages", "at least one is needed")
     return messages
+
+
+def ask(request: pb.SendMessageRequest, tenant: str, defaults: Sampling) -> Ask:
+    return Ask(
+        request.conversation_id,
+        tuple(messages_of(request.messages)),
+        turn_options(request, defaults),
+        tenant,
+        request.request_id,
+        request.expected_revision if request.HasField("expected_revision") else None,
+        request.create_if_missing,
+    )
 
 
 def turn_options(request: pb.SendMessageRequest, defaults: Sampling) -> TurnOptions:
