@@ -251,6 +251,7 @@ class AsyncConversation:
             expected_return_seconds: when the next message is expected, as a hint for the cache.
             last_turn: no further message is expected, as a hint for the cache.
             priority: -8 to 8; a turn with a higher priority waits less and is suspended later.
+            metadata: any JSON object of at most 16 KiB; `messages` returns it with what this turn sent.
             timeout: seconds for the whole turn, retries included.
             temperature, top_p, max_tokens, stop, ...: how the reply is sampled; see `SamplingOptions`.
 

@@ -65,6 +65,7 @@ class SendOptions(SamplingOptions, total=False):
     expected_return_seconds: float
     last_turn: bool
     priority: int
+    metadata: Mapping[str, Any] | None
     timeout: float | None
 
 
@@ -88,6 +89,7 @@ def send_request(
             last_turn=options.get("last_turn", False),
         ),
         priority=priority,
+        metadata=struct("metadata", options.get("metadata") or {}),
     )
     expected_revision = options.get("expected_revision")
     if expected_revision is not None:

@@ -128,6 +128,7 @@ class Message:
     num_tokens: int
     token_ids: tuple[int, ...]  # empty without `include_token_ids`
     finish_reason: str  # of a reply: stop, length or cancelled
+    metadata: Mapping[str, Any]  # what was sent with its turn; empty for replies
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +185,7 @@ def message_of(given: pb.Message) -> Message:
         given.num_tokens,
         tuple(given.token_ids),
         finish_reason_of(given.finish_reason),
+        plain(given.metadata),
     )
 
 

@@ -41,6 +41,7 @@ class Ask:
     request_id: str = ""  # empty: one is drawn
     expected_revision: int | None = None
     create_if_missing: bool = False
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # stored with its messages
 
     @property
     def num_characters(self) -> int:
@@ -117,11 +118,13 @@ def setting_of(conversation: records.Conversation) -> Setting:
 def new_messages(ask: Ask, prompt: Sequence[Sequence[int]]) -> list[records.NewMessage]:
     """What a client sends, with the tokens of each message, as the store takes it."""
     pairs = zip(ask.messages, prompt, strict=True)
-    return [_new_message(message, token_ids) for message, token_ids in pairs]
+    return [_new_message(message, token_ids, ask.metadata) for message, token_ids in pairs]
 
 
-def _new_message(message: Message, token_ids: Sequence[int]) -> records.NewMessage:
-    extra: dict[str, Any] = {}
+def _new_message(
+    message: Message, token_ids: Sequence[int], metadata: Mapping[str, Any]
+) -> records.NewMessage:
+    extra: dict[str, Any] = {"metadata": dict(metadata)} if metadata else {}
     if message.thinking is not None:
         extra["thinking"] = message.thinking
     if message.name is not None:

@@ -251,6 +251,7 @@ class Message(google.protobuf.message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Its place in the history, from 0."""
     role: Global___Role.ValueType
@@ -271,6 +272,10 @@ class Message(google.protobuf.message.Message):
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Its tokens, if asked for."""
 
+    @property
+    def metadata(self) -> google.protobuf.struct_pb2.Struct:
+        """What the client sent with the request that brought this message; empty for replies."""
+
     def __init__(
         self,
         *,
@@ -283,8 +288,10 @@ class Message(google.protobuf.message.Message):
         num_tokens: builtins.int = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
+        metadata: google.protobuf.struct_pb2.Struct | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "finish_reason", b"finish_reason", "first_token", b"first_token", "index", b"index", "num_tokens", b"num_tokens", "revision", b"revision", "role", b"role", "token_ids", b"token_ids", "tool_call_id", b"tool_call_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["metadata", b"metadata"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "finish_reason", b"finish_reason", "first_token", b"first_token", "index", b"index", "metadata", b"metadata", "num_tokens", b"num_tokens", "revision", b"revision", "role", b"role", "token_ids", b"token_ids", "tool_call_id", b"tool_call_id"]) -> None: ...
 
 Global___Message: typing_extensions.TypeAlias = Message
 
@@ -605,6 +612,7 @@ class SendMessageRequest(google.protobuf.message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     HINTS_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
     conversation_id: builtins.str
     """To whom."""
     request_id: builtins.str
@@ -629,6 +637,10 @@ class SendMessageRequest(google.protobuf.message.Message):
     def hints(self) -> Global___Hints:
         """What the client knows of the time after this turn."""
 
+    @property
+    def metadata(self) -> google.protobuf.struct_pb2.Struct:
+        """Whatever the client wants to find with these messages again, at most 16 KiB; no model sees it."""
+
     def __init__(
         self,
         *,
@@ -640,9 +652,10 @@ class SendMessageRequest(google.protobuf.message.Message):
         sampling: Global___Sampling | None = ...,
         hints: Global___Hints | None = ...,
         priority: builtins.int = ...,
+        metadata: google.protobuf.struct_pb2.Struct | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "expected_revision", b"expected_revision", "hints", b"hints", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "conversation_id", b"conversation_id", "create_if_missing", b"create_if_missing", "expected_revision", b"expected_revision", "hints", b"hints", "messages", b"messages", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "expected_revision", b"expected_revision", "hints", b"hints", "metadata", b"metadata", "sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "conversation_id", b"conversation_id", "create_if_missing", b"create_if_missing", "expected_revision", b"expected_revision", "hints", b"hints", "messages", b"messages", "metadata", b"metadata", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_expected_revision", b"_expected_revision"]) -> typing.Literal["expected_revision"] | None: ...
 
 Global___SendMessageRequest: typing_extensions.TypeAlias = SendMessageRequest

@@ -38,6 +38,7 @@ TYPE_PREFIX = "type.googleapis.com/google.rpc."
 LAST_TURN_SECONDS = 86_400.0  # as if it had been idle for a day
 AWAY_SECONDS_MAX = 1e9
 DETAILS_KEY = "grpc-status-details-bin"
+TURN_METADATA_BYTES_MAX = 16 << 10
 MESSAGE_CHARACTERS_MAX = 400  # of an error; it may quote a client
 
 SCALARS = (
@@ -93,7 +94,14 @@ def ask(request: pb.SendMessageRequest, tenant: str, defaults: Sampling) -> Ask:
         request.request_id,
         request.expected_revision if request.HasField("expected_revision") else None,
         request.create_if_missing,
+        turn_metadata(request),
     )
+
+
+def turn_metadata(request: pb.SendMessageRequest) -> dict[str, Any]:
+    if request.metadata.ByteSize() > TURN_METADATA_BYTES_MAX:
+        raise InvalidArgument("metadata", f"is larger than {TURN_METADATA_BYTES_MAX:,} bytes")
+    return plain("metadata", request.metadata)
 
 
 def turn_options(request: pb.SendMessageRequest, defaults: Sampling) -> TurnOptions:
@@ -194,6 +202,7 @@ def message(found: records.Message) -> pb.Message:
         num_tokens=found.num_tokens,
         token_ids=found.token_ids or (),
         finish_reason=FINISH_NUMBERS.get(found.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED),
+        metadata=struct(found.extra.get("metadata", {})),
     )
 
 
