@@ -1,0 +1,49 @@
+"""All settings of the program.
+
+A value comes from the first of: the command line, PENSIEVE_<NAME>, the TOML file, the default.
+`resolve` records for each where it came from.  A command uses the tables that concern it.  All commands may
+use one file, so it may have keys of every table; any other key is an error.  The result is frozen; what
+follows from it and from the model (how many pages fit) is computed where it is used.
+"""
+
+from pensieve.config.memory import available_memory_bytes
+from pensieve.config.parsing import TierSize
+from pensieve.config.resolve import (
+    Resolved,
+    Serving,
+    Settings,
+    default_data_folder,
+    print_settings,
+    resolve,
+)
+from pensieve.config.tables import (
+    DATA,
+    GROUPS,
+    REACHING,
+    SERVING,
+    SETTINGS,
+    TABLES,
+    TALKING,
+    Setting,
+    Table,
+)
+
+__all__ = [
+    "DATA",
+    "GROUPS",
+    "REACHING",
+    "SERVING",
+    "SETTINGS",
+    "TABLES",
+    "TALKING",
+    "Resolved",
+    "Serving",
+    "Setting",
+    "Settings",
+    "Table",
+    "TierSize",
+    "available_memory_bytes",
+    "default_data_folder",
+    "print_settings",
+    "resolve",
+]

@@ -1,0 +1,103 @@
+"""What the texts of settings mean: each function makes a value, or raises ValueError with what it wants."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+UNITS = {
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
+
+
+class TierSize(NamedTuple):
+    """The size of a tier: bytes, tokens, or a share of the memory that is available."""
+
+    amount: float
+    unit: str  # "bytes", "tokens", "share"; "auto": decided where the device is known
+
+    def pages(self, page_bytes: int, chunk_tokens: int, available_bytes: int) -> int:
+        if self.unit == "tokens":
+            return -(-int(self.amount) // chunk_tokens)
+        total = self.amount * available_bytes if self.unit == "share" else self.amount
+        return int(total) // page_bytes
+
+    def __str__(self) -> str:
+        if self.unit == "auto":
+            return "auto"
+        if self.unit == "tokens":
+            return f"{int(self.amount)}t"
+        if self.unit == "share":
+            return f"{self.amount * 100:g}%"
+        return f"{self.amount / 2**20:g}MiB"
+
+
+def parse_tier_size(text: str) -> TierSize:
+    """`6GiB`, `512MiB`, `20000t` (tokens), `60%` (of the memory available) or `auto`."""
+    if text.strip() == "auto":
+        return TierSize(0, "auto")
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z%]+)\s*", text)
+    if match is not None:
+        amount, unit = float(match[1]), match[2]
+        if unit == "t":
+            return TierSize(amount, "tokens")
+        if unit == "%" and amount <= 95:
+            return TierSize(amount / 100, "share")
+        if unit.upper() in UNITS:
+            return TierSize(amount * UNITS[unit.upper()], "bytes")
+    raise ValueError("is a size such as 6GiB, 512MiB, 20000t (tokens), 60% (at most 95%), or auto")
+
+
+def choice(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise ValueError(f"is one of {', '.join(allowed)}")
+        return text
+
+    return parse
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?[0-9]+", text) or not low <= int(text) <= high:
+            raise ValueError(f"is a whole number in {low}..{high}")
+        return int(text)
+
+    return parse
+
+
+def number(low: float, high: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:  # NaN fails both comparisons
+            raise ValueError(f"is a number in {low:g}..{high:g}")
+        return value
+
+    return parse
+
+
+def device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
+        raise ValueError("is one of auto, cpu, cuda, cuda:N")
+    return text
+
+
+def switch(text: str) -> bool:
+    if (word := text.lower()) not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
+        raise ValueError("is true or false")
+    return word in ("true", "1", "yes", "on")
+
+
+def file(text: str) -> Path:
+    return Path(text).expanduser()

@@ -1,0 +1,139 @@
+"""From what was written (flags, environment, file) to values, and where each of them came from."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pensieve.config.parsing import TierSize
+from pensieve.config.tables import SERVING, SETTINGS, TABLES, Table
+from pensieve.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of the engine and the history, parsed and checked."""
+
+    model: str
+    device: str
+    dtype: str
+    weights: str
+    device_cache: TierSize
+    host_cache: TierSize
+    policy: str
+    cost: Path | None
+    chunk_tokens: int
+    token_budget: int
+    turns_max: int
+    threads: int
+    tensor_parallel: int
+    data: Path
+    journal: Path | None
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The settings of `pensieve serve` alone."""
+
+    address: str
+    ready_file: Path | None
+    token_file: Path | None
+    tls_cert: Path | None
+    tls_key: Path | None
+    tls_client_ca: Path | None
+    insecure: bool | None
+    reflection: bool | None
+    turns_waiting_max: int
+    grace: float
+    keepalive: float
+    drain_timeout: float
+    engine: str
+    echo_seconds: float
+    log_format: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    tables: tuple[Table, ...]
+    values: dict[str, Any]  # by name; None where there is none
+    sources: dict[str, str]  # by name: "flag", "PENSIEVE_…", the file, or "default"
+    written: dict[str, str]  # settings as they were written; what is not given is missing
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(**{each.name: self.values[each.name] for each in SETTINGS})
+
+    @property
+    def serving(self) -> Serving:
+        return Serving(**{each.name: self.values[each.name] for each in SERVING})
+
+
+def resolve(
+    flags: Mapping[str, str | None],
+    environ: Mapping[str, str],
+    file: Path | None = None,
+    tables: tuple[Table, ...] = (SETTINGS,),
+) -> Resolved:
+    in_file = _read(file) if file is not None else {}
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    written: dict[str, str] = {}
+    for setting in (each for table in tables for each in table):
+        if (text := flags.get(setting.name)) is not None:
+            source = "flag"
+        elif setting.variable in environ:
+            text, source = environ[setting.variable], setting.variable
+        elif setting.name in in_file:
+            text, source = in_file[setting.name], str(file)
+        else:
+            text, source = setting.default, "default"
+        named = setting.flag if source in ("flag", "default") else f"{setting.name} ({source})"
+        try:
+            values[setting.name] = setting.parse(text) if text else None
+        except ValueError as error:
+            raise ConfigError(f"{named} {error}, not {text!r}") from None
+        sources[setting.name] = source
+        if text and setting in SETTINGS:
+            written[setting.name] = text
+    for name, default in (("model", ""), ("data", default_data_folder(environ))):
+        if name in values:
+            values[name] = values[name] or default
+    return Resolved(tables, values, sources, written)
+
+
+def print_settings(resolved: Resolved) -> None:
+    """Print each setting, its value and where it comes from; of a secret, only whether it is set."""
+    for setting in (each for table in resolved.tables for each in table):
+        value = resolved.values[setting.name]
+        shown = "" if value is None else "(set)" if setting.secret else value
+        print(f"{setting.name} = {shown}  # {resolved.sources[setting.name]}")
+
+
+def _read(file: Path) -> dict[str, str]:
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    known = {setting.name for each in TABLES for setting in each}
+    for name, value in table.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            perhaps = f"; {near[0]!r} is one" if near else ""
+            raise ConfigError(f"{file}: there is no setting {name!r}{perhaps}")
+        if not isinstance(value, str | int | float):
+            raise ConfigError(f"{file}: {name} is a string, a number, true or false")
+    return {name: str(value) for name, value in table.items()}
+
+
+def default_data_folder(environ: Mapping[str, str]) -> Path:
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "pensieve"
+    home = environ.get("XDG_DATA_HOME")
+    return (Path(home) if home else Path.home() / ".local" / "share") / "pensieve"

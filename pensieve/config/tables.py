@@ -1,0 +1,236 @@
+"""The settings, as tables from which flags, variables, file keys and help are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pensieve.config.parsing import choice, device, file, number, parse_tier_size, switch, whole
+
+
+class Setting(NamedTuple):
+    name: str
+    parse: Callable[[str], Any]
+    default: str  # as it would be written; "" for none
+    help: str
+    metavar: str = ""  # "" for a switch
+    group: str = "settings"
+    spelled: str = ""  # the flag, where it is not the name
+    secret: bool = False
+
+    @property
+    def flag(self) -> str:
+        return self.spelled or "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "PENSIEVE_" + self.name.upper()
+
+
+Table = tuple[Setting, ...]
+
+DATA = Setting("data", file, "", "folder of the history (default: the user's data folder)", "DIR")
+SETTINGS: Table = (
+    Setting(
+        "model", str, "", "a folder or a hub id (default: the small model that ships)", "MODEL"
+    ),
+    Setting(
+        "device",
+        device,
+        "auto",
+        "where to compute (auto: a GPU, if there is one)",
+        "auto|cpu|cuda[:N]",
+    ),
+    Setting(
+        "dtype",
+        choice("auto", "float32", "bfloat16", "float16"),
+        "auto",
+        "type of weights and KV (auto: the checkpoint's)",
+        "TYPE",
+    ),
+    Setting(
+        "weights",
+        choice("native", "int8"),
+        "native",
+        "int8 halves the bytes read per step and changes replies (see `pensieve bench step`)",
+        "native|int8",
+    ),
+    Setting(
+        "device_cache",
+        parse_tier_size,
+        "auto",
+        "size of the device tier (auto: a quarter of memory; on a GPU, what is left of its own)",
+        "SIZE",
+    ),
+    Setting(
+        "host_cache",
+        parse_tier_size,
+        "auto",
+        "size of the host tier (auto: a quarter of memory)",
+        "SIZE",
+    ),
+    Setting(
+        "policy",
+        choice("value", "lru", "return"),
+        "value",
+        "what is evicted first (return: learns which conversations return)",
+        "value|lru|return",
+    ),
+    Setting(
+        "cost",
+        file,
+        "",
+        "what computing and copying cost on this machine, a file of `pensieve simulate --fit` "
+        "(default: estimated from the model's shape)",
+        "FILE",
+    ),
+    Setting("chunk_tokens", whole(1, 1024), "32", "tokens per chunk", "N"),
+    Setting("token_budget", whole(1, 1 << 20), "512", "most tokens of an iteration", "N"),
+    Setting("turns_max", whole(1, 1 << 16), "64", "most turns that run at once", "N"),
+    Setting("threads", whole(0, 1024), "0", "threads that compute (0: torch's choice)", "N"),
+    Setting(
+        "tensor_parallel",
+        whole(1, 64),
+        "1",
+        "ranks that share each layer: one GPU each, or processes on the CPU",
+        "N",
+    ),
+    DATA,
+    Setting("journal", file, "", "append a journal of all iterations to this file", "FILE"),
+)
+SERVING: Table = (
+    Setting(
+        "address",
+        str,
+        "127.0.0.1:50051",
+        "where to listen (port 0: any free one)",
+        "HOST:PORT",
+        "listening",
+    ),
+    Setting(
+        "ready_file", file, "", "write the address to this file when ready", "FILE", "listening"
+    ),
+    Setting(
+        "token_file",
+        file,
+        "",
+        "tokens that clients need (see `pensieve token`)",
+        "FILE",
+        "listening",
+    ),
+    Setting("tls_cert", file, "", "certificate chain, PEM", "FILE", "listening"),
+    Setting("tls_key", file, "", "the certificate's key, PEM", "FILE", "listening"),
+    Setting(
+        "tls_client_ca",
+        file,
+        "",
+        "clients need a certificate of this authority, PEM",
+        "FILE",
+        "listening",
+    ),
+    Setting(
+        "insecure",
+        switch,
+        "",
+        "let other machines connect without TLS or tokens",
+        group="listening",
+    ),
+    Setting(
+        "reflection",
+        switch,
+        "",
+        "offer gRPC reflection even if tokens are needed",
+        group="listening",
+    ),
+    Setting(
+        "turns_waiting_max",
+        whole(1, 1 << 20),
+        "1024",
+        "most turns begun and not ended; more are refused",
+        "N",
+        "turns",
+    ),
+    Setting(
+        "grace",
+        number(0, 86_400),
+        "5",
+        "how long a turn runs on after its connection broke, to be attached to again",
+        "SECONDS",
+        "turns",
+    ),
+    Setting(
+        "keepalive",
+        number(0.5, 86_400),
+        "30",
+        "time between pings; a client that does not answer within a third of it is cut off",
+        "SECONDS",
+        "turns",
+    ),
+    Setting(
+        "drain_timeout",
+        number(0, 86_400),
+        "30",
+        "how long running turns may go on when the daemon stops",
+        "SECONDS",
+        "turns",
+    ),
+    Setting(
+        "engine",
+        choice("model", "echo"),
+        "model",
+        "echo: arithmetic instead of a model, to measure or test the service alone",
+        "model|echo",
+    ),
+    Setting(
+        "echo_seconds",
+        number(0, 3600),
+        "0",
+        "what an iteration of the echo engine takes",
+        "SECONDS",
+    ),
+    Setting(
+        "log_format",
+        choice("auto", "text", "json"),
+        "auto",
+        "auto: text on a terminal",
+        "auto|text|json",
+    ),
+)
+REACHING: Table = (
+    Setting("daemon", str, "", "a daemon's HOST:PORT or unix:PATH", "A", "daemon", "--address"),
+    Setting("token", str, "", "token for that daemon", "TOKEN", "daemon", secret=True),
+    Setting("tls_ca", file, "", "authority of that daemon's certificate, PEM", "FILE", "daemon"),
+)
+TALKING: Table = (
+    Setting("system", str, "", "system prompt of new conversations", "TEXT", "talking"),
+    Setting(
+        "stats", switch, "", "print after each reply where its tokens came from", group="talking"
+    ),
+    Setting("temperature", number(0, 100), "", "temperature; 0 is greedy", "T", "sampling"),
+    Setting(
+        "top_p", number(0, 1), "", "keep the likeliest tokens up to this share", "P", "sampling"
+    ),
+    Setting(
+        "top_k",
+        whole(0, 1 << 31),
+        "",
+        "keep so many of the likeliest tokens (0: all)",
+        "K",
+        "sampling",
+    ),
+    Setting(
+        "max_tokens",
+        whole(1, 1 << 31),
+        "",
+        "most tokens of a reply (default: 1024)",
+        "N",
+        "sampling",
+    ),
+    Setting("seed", whole(0, (1 << 64) - 1), "", "of the random numbers", "N", "sampling"),
+)
+TABLES = (SETTINGS, SERVING, REACHING, TALKING)
+GROUPS = {
+    "settings": "each flag also as PENSIEVE_<NAME> and in the TOML file of --config",
+    "daemon": "--address also as PENSIEVE_DAEMON, and as `daemon` in the file",
+    "sampling": "defaults come from the model's own files",
+}
