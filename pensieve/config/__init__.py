@@ -18,24 +18,28 @@ from pensieve.config.resolve import (
 )
 from pensieve.config.tables import (
     DATA,
+    GRACE_SECONDS,
     GROUPS,
     REACHING,
     SERVING,
     SETTINGS,
     TABLES,
     TALKING,
+    TURNS_WAITING_MAX,
     Setting,
     Table,
 )
 
 __all__ = [
     "DATA",
+    "GRACE_SECONDS",
     "GROUPS",
     "REACHING",
     "SERVING",
     "SETTINGS",
     "TABLES",
     "TALKING",
+    "TURNS_WAITING_MAX",
     "Resolved",
     "Serving",
     "Setting",

@@ -29,6 +29,8 @@ class Setting(NamedTuple):
 
 Table = tuple[Setting, ...]
 
+GRACE_SECONDS = 5.0
+TURNS_WAITING_MAX = 1024
 DATA = Setting("data", file, "", "folder of the history (default: the user's data folder)", "DIR")
 SETTINGS: Table = (
     Setting(
@@ -145,7 +147,7 @@ SERVING: Table = (
     Setting(
         "turns_waiting_max",
         whole(1, 1 << 20),
-        "1024",
+        str(TURNS_WAITING_MAX),
         "most turns begun and not ended; more are refused",
         "N",
         "turns",
@@ -153,7 +155,7 @@ SERVING: Table = (
     Setting(
         "grace",
         number(0, 86_400),
-        "5",
+        f"{GRACE_SECONDS:g}",
         "how long a turn runs on after its connection broke, to be attached to again",
         "SECONDS",
         "turns",

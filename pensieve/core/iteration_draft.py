@@ -37,7 +37,7 @@ class IterationDraft:
         """The last of the turn's `num_tokens` positions, all others having KV; it samples the next."""
         turn.chunks[-1].filled += 1
         turn.frontier = num_tokens
-        turn.in_flight += 1
+        turn.num_uncommitted += 1
         turn.pending_tokens += 1
         self.turns.append(turn)
         self.slices.append(self._slice(turn, num_tokens - 1, num_tokens, True))
@@ -79,7 +79,7 @@ class IterationDraft:
             self.slices.append(self._slice(turn, start, position, needs_token))
             turn.pending_tokens += needs_token
         if left < self.num_tokens_left:
-            turn.in_flight += 1
+            turn.num_uncommitted += 1
             self.turns.append(turn)
         turn.frontier = position
         self.num_tokens_left = left

@@ -1,4 +1,4 @@
-"""Chunks of KV, the branches they lie on, and the conversations that share them.
+"""Chunks of KV and whether their pages may be taken, and the branches that conversations share.
 
 A chunk belongs to the token prefix that it closes, so conversations that share a prefix share its
 chunks.  Chunks with the same holders form one *branch*; branches form a forest, and a conversation is

@@ -250,7 +250,7 @@ class Scheduler:
             self.cache.finish_copy(copy_id, now)
         news: list[SampledToken | Ended] = []
         for turn in oldest.turns:
-            turn.in_flight -= 1
+            turn.num_uncommitted -= 1
         for failure in outcome.failures:
             turn = self._turns[failure.turn_id]
             self._discard(turn, now)  # also when it was cancelled meanwhile
@@ -279,7 +279,7 @@ class Scheduler:
                 self._finish(turn, finish, now)
                 news.append(Ended(turn, finish))
         for turn in list(self._releasing.values()):
-            if not turn.in_flight:
+            if not turn.num_uncommitted:
                 del self._releasing[turn.turn_id]
                 self._release(turn, now)
         return news
@@ -311,7 +311,7 @@ class Scheduler:
     def _finish_warms(self, now: float) -> None:
         """A warm ends when its context is complete."""
         for turn in [turn for turn in self.running.values() if turn.warm]:
-            if turn.frontier >= len(turn.tokens) and not turn.in_flight:
+            if turn.frontier >= len(turn.tokens) and not turn.num_uncommitted:
                 self._finish(turn, FinishReason.WARMED, now)
                 self._ended.append(Ended(turn, FinishReason.WARMED))
 
@@ -375,7 +375,7 @@ class Scheduler:
         if turn.warm:
             self._finish(turn, FinishReason.WARMED, now)
             self._ended.append(Ended(turn, FinishReason.WARMED))
-        elif turn.in_flight:
+        elif turn.num_uncommitted:
             self._releasing[turn.turn_id] = turn
         else:
             self._release(turn, now)
@@ -387,7 +387,7 @@ class Scheduler:
         self.counters.finished += 1
         if turn.usage.admitted_at is not None:
             self._forgotten.append(turn.turn_id)
-        if turn.in_flight:
+        if turn.num_uncommitted:
             self._releasing[turn.turn_id] = turn
         else:
             self._releasing.pop(turn.turn_id, None)

@@ -8,7 +8,8 @@ Pages of the device are, at any time, exactly one of
     reclaimable   idle, and the host has a copy (clean) or they are marked to be dropped
     dirty         idle, and their loss would cost recompute
 
-and `available` = empty + reclaimable.
+and `available` = empty + reclaimable.  Which of these a chunk's page is follows from
+`Chunk.reclaimable` and `Chunk.idle` (prefix_tree.py).
 
 Why no page is taken while it is in use:
 

@@ -96,7 +96,7 @@ class Turn:
     written: dict[Chunk, None] = field(
         default_factory=dict
     )  # chunks that it has computed at least a part of
-    in_flight: int = 0  # launched, uncommitted iterations with a slice of this turn
+    num_uncommitted: int = 0  # launched iterations with a slice of this turn
     pending_tokens: int = 0  # that uncommitted iterations sample
     computed_to: int = (
         0  # positions below it have been computed before, by this turn or an earlier one

@@ -24,8 +24,8 @@ from pensieve.errors import ConfigError
 from pensieve.launch import programs
 from pensieve.launch.admin_socket import socket_path
 from pensieve.launch.model_folder import Report, load_texts, resolve_model
-from pensieve.service.config import DaemonConfig
 from pensieve.service.daemon import Daemon
+from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening, Server, check_exposure

@@ -24,7 +24,7 @@ from pensieve.launch import programs
 from pensieve.launch.admin_socket import socket_path
 from pensieve.launch.daemon import DaemonSetup, Hooks, open_server, run
 from pensieve.launch.model_folder import Report
-from pensieve.service.config import DaemonConfig
+from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.grpc.server import Listening, Server
 
 CLOSE_SECONDS = 30.0  # for the thread to end; one that hangs ends with the process

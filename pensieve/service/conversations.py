@@ -47,7 +47,7 @@ from pensieve.errors import (
     TurnRunning,
     Unavailable,
 )
-from pensieve.service.config import DaemonConfig
+from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import Ask, ConversationSettings
 from pensieve.service.history import History
 from pensieve.service.live_turn import Begun, Known, LiveTurn, Phase, cache_key, replayed

@@ -25,8 +25,8 @@ from pensieve.engine.messages import Answer, CheckIntegrity, Event, GetStats
 from pensieve.engine.messages import Message as EngineMessage
 from pensieve.errors import PensieveError, Unavailable
 from pensieve.service.admission import Admission, Load
-from pensieve.service.config import DaemonConfig
 from pensieve.service.conversations import Conversations
+from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import Ask
 from pensieve.service.engine_client import EngineClient, EngineProgram
 from pensieve.service.history import History, Texts

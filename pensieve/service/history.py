@@ -1,4 +1,4 @@
-"""Every transaction on the history of conversations, as the store thread does them.
+"""The store thread's part of every request: drafts, begins and ends turns in transactions on the history.
 
 A `History` belongs to the store thread.  It holds the store, the template, and what is remembered of
 prefixes; it knows neither live turns nor the pipe to the engine.  What the engine must hear of an action

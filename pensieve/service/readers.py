@@ -29,9 +29,9 @@ Write = Callable[[int, int], Awaitable[None]]  # delivers tokens [start, stop) o
 
 @dataclass(frozen=True)
 class ReaderLimits:
-    grace_seconds: float = 5.0
-    stall_seconds: float = 40.0
-    undelivered_tokens_max: int = 16_384
+    grace_seconds: float  # that a turn without a reader lives
+    stall_seconds: float  # that a reader may take nothing
+    undelivered_tokens_max: int
 
 
 @dataclass(eq=False)

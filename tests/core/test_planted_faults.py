@@ -172,7 +172,7 @@ def stay_marked(original: Any, candidates: Candidates, branch: Branch) -> None:
 
 
 def finish_at_once(original: Any, scheduler: Scheduler, turn: Turn, *rest: Any) -> None:
-    turn.in_flight = 0
+    turn.num_uncommitted = 0
     original(scheduler, turn, *rest)
 
 

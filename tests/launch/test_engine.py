@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.core.policies.learned import ReturnPolicy
+from pensieve.core.policies.return_policy import ReturnPolicy
 from pensieve.errors import ConfigError
 from tests.service.rig import started, write_model
 from tests.text.families import QWEN_2_5

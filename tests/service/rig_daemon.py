@@ -20,8 +20,8 @@ import grpc
 
 from pensieve.builtin import MODEL_PATH
 from pensieve.launch.model_folder import load_texts
-from pensieve.service.config import DaemonConfig
 from pensieve.service.daemon import Daemon
+from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc.server import Listening, Server
 from pensieve.store.conversation_store import ConversationStore

@@ -14,7 +14,7 @@ import pytest
 
 from pensieve.builtin import MODEL_PATH
 from pensieve.launch.echo_engine import digest, next_token
-from pensieve.service.config import DaemonConfig
+from pensieve.service.daemon_config import DaemonConfig
 from pensieve.text import Tokenizer
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb

@@ -18,7 +18,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from pensieve.client import Client
-from pensieve.service.config import DaemonConfig
+from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening
 from pensieve.v1 import admin_pb2, conversation_pb2, status_pb2

@@ -7,7 +7,8 @@ The eviction of pages (core/eviction.py) decides when something has to go; a pol
 * hears when turns of a conversation begin and end, should it learn from that, and
 * decides where a copy between the tiers is not worth its seconds.
 
-A new policy is a file beside this one and a line in registry.py.
+A new policy is a file beside this one, a line in registry.py, and a choice of the setting `policy` in
+config/tables.py.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from pensieve.core.iteration import Iteration, Outcome
 from pensieve.errors import DeviceError, one_line
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.parallel.leader import Leader
-from pensieve.model.parallel.wire import pack
+from pensieve.model.parallel.rank_messages import pack
 
 
 class ParallelExecutor:

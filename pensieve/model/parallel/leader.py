@@ -46,8 +46,8 @@ import torch
 import torch.distributed as dist
 
 from pensieve.errors import DeviceError, UnsupportedModel
+from pensieve.model.parallel.rank_messages import ControlMessage, RankPipe
 from pensieve.model.parallel.ranks import Rank
-from pensieve.model.parallel.wire import ControlMessage, Pipe
 from pensieve.model.shape import ModelShape
 
 STOP_SECONDS = 5.0
@@ -104,7 +104,7 @@ class Tally:
 class _Worker:
     index: int  # its rank
     process: subprocess.Popen[bytes]
-    pipe: Pipe
+    pipe: RankPipe
     replies: queue.SimpleQueue[ControlMessage | None] = field(default_factory=queue.SimpleQueue)
 
 
@@ -228,7 +228,7 @@ class Leader(Rank):
                 start_new_session=True,  # Ctrl-C at a terminal is rank 0's to handle
                 env={**os.environ, "LOCAL_RANK": str(index)},
             )
-        return _Worker(index, process, Pipe(ours))
+        return _Worker(index, process, RankPipe(ours))
 
     def _listen(self, worker: _Worker) -> None:
         """A worker's thread: replies go to the call that waits for them, finished copies to the tally."""

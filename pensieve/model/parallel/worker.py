@@ -32,13 +32,13 @@ from pensieve.model.free_memory import free_for_kv
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel, load
 from pensieve.model.parallel.leader import parts_of
+from pensieve.model.parallel.rank_messages import ControlMessage, Frame, RankPipe
 from pensieve.model.parallel.ranks import Rank
-from pensieve.model.parallel.wire import ControlMessage, Frame, Pipe
 
 
 def serve(sock: socket.socket) -> None:
     """Carry out rank 0's iterations until it is gone; never returns."""
-    pipe = Pipe(sock)
+    pipe = RankPipe(sock)
     try:
         settings = pipe.receive()
         if settings is None:
@@ -58,7 +58,7 @@ def serve(sock: socket.socket) -> None:
     os._exit(1)
 
 
-def _run(pipe: Pipe, settings: Mapping[str, Any]) -> None:
+def _run(pipe: RankPipe, settings: Mapping[str, Any]) -> None:
     folder = Path(settings["rendezvous_folder"])
     rank = WorkerRank(settings["index"], settings["num_ranks"], pipe, folder)
     torch.set_num_threads(settings["num_threads"])
@@ -90,7 +90,7 @@ def _run(pipe: Pipe, settings: Mapping[str, Any]) -> None:
 class WorkerRank(Rank):
     """This process as one of the ranks, and its end of the pipe."""
 
-    def __init__(self, index: int, num_ranks: int, pipe: Pipe, folder: Path) -> None:
+    def __init__(self, index: int, num_ranks: int, pipe: RankPipe, folder: Path) -> None:
         super().__init__(index, num_ranks)
         self._pipe = pipe
         self._folder = folder
@@ -120,7 +120,7 @@ class WorkerRank(Rank):
 class WorkerExecutor:
     """Carries out the same iterations as rank 0's executor, over this rank's part of the pages."""
 
-    def __init__(self, model: LoadedModel, memory: KVMemory, pipe: Pipe) -> None:
+    def __init__(self, model: LoadedModel, memory: KVMemory, pipe: RankPipe) -> None:
         self._pipe = pipe
         self._device = memory.device_arena.device
         self._copier = copier_for(memory)

@@ -27,7 +27,7 @@ from pensieve.launch import programs
 from pensieve.model.loader import LoadedModel, check_divisible, load
 from pensieve.model.parallel.executor import ParallelExecutor
 from pensieve.model.parallel.leader import Leader, Tally
-from pensieve.model.parallel.wire import pack, unpack
+from pensieve.model.parallel.rank_messages import pack, unpack
 from tests.model.world import CHUNK_TOKENS, GAP_MAX, World, largest_gap, plain_model
 from tests.service.rig import Crowd, Reference, figures, query, started, write_model
 from tests.text.families import QWEN_2_5

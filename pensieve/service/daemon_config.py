@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pensieve.config import GRACE_SECONDS, TURNS_WAITING_MAX
 from pensieve.service.limits import Limits
 
 
 @dataclass(frozen=True)
 class DaemonConfig:
-    turns_max: int = 1024  # begun and not ended, queued ones included
-    grace_seconds: float = 5.0
+    turns_max: int = TURNS_WAITING_MAX  # begun and not ended, queued ones included
+    grace_seconds: float = GRACE_SECONDS  # that a turn lives after its client disconnected
     stall_seconds: float = 40.0
     undelivered_tokens_max: int = 16_384
     answer_seconds: float = 30.0

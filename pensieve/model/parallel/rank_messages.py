@@ -43,7 +43,7 @@ class ControlMessage(NamedTuple):
 Frame = ControlMessage | Iteration
 
 
-class Pipe:
+class RankPipe:
     """One end of a socket pair; one thread receives, any may send."""
 
     def __init__(self, sock: socket.socket) -> None:

@@ -8,7 +8,6 @@ import random
 import pytest
 
 from pensieve.core.cost import CostProfile
-from pensieve.core.policies.learned import UNIT_CLASS, ReturnPolicy
 from pensieve.core.policies.protocol import EndedTurn
 from pensieve.core.policies.return_model import (
     EDGES,
@@ -18,6 +17,7 @@ from pensieve.core.policies.return_model import (
     ReturnModel,
     traits_of,
 )
+from pensieve.core.policies.return_policy import UNIT_CLASS, ReturnPolicy
 from pensieve.core.prefix_tree import Branch, Conversation
 from tests.core.world import Stage
 
