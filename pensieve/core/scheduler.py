@@ -126,6 +126,7 @@ class Scheduler:
             assert conversation.turn_id in self._releasing, "a running turn is cancelled first"
             cut = self._cuts.get(conversation_id, num_tokens)
             self._cuts[conversation_id] = min(cut, num_tokens)
+            conversation.log = conversation.log[:num_tokens]  # nobody may build on the rest
         else:
             self.cache.rewind(conversation_id, num_tokens, now)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pensieve.core.turn import FinishReason
 from pensieve.engine.messages import (
     CancelTurn,
@@ -178,3 +180,33 @@ def test_a_log_of_the_wrong_length_fails_the_turn():
     rig.run()
     assert end_of(rig, 7).failure == "LOG_MISSING"
     assert not rig.scheduler.num_turns
+
+
+@pytest.mark.parametrize("follow_up", ["delete", "rewind"])
+def test_nothing_is_built_on_the_log_of_a_conversation_whose_turn_still_releases_its_pages(
+    follow_up: str,
+):
+    """One iteration ahead, a deleted conversation stays in the cache until its last slice is committed; one
+    of the same name that is forked meanwhile is longer, but shares no token with it."""
+    rig = Rig(depth=2, stops=False)
+    rig.mailbox.put(SubmitTurn(1, "y", packed(range(100, 112)), 0, options_of(3)))
+    rig.run()
+    log = [*range(100, 112), *rig.sink.reply_of(1)]
+    rig.mailbox.put(SubmitTurn(2, "x", packed(range(300, 310)), 0, options_of(20)))
+    for _ in range(6):
+        rig.engine.step()
+    running = rig.scheduler.turn(2)
+    assert running is not None
+    assert running.num_uncommitted
+    if follow_up == "delete":
+        rig.mailbox.put(DeleteConversation("x"))
+    else:
+        rig.mailbox.put(CancelTurn(2, 12))
+        rig.mailbox.put(RewindConversation("x", 0))
+    rig.mailbox.put(ForkConversation("y", len(log), "x"))
+    rig.mailbox.put(new(3, "x", log, [7, 8]))
+    rig.engine.step()
+    assert needed(rig) == [LogNeeded(3, "x", len(log))]
+    rig.mailbox.put(ProvideLog(3, packed(log)))
+    rig.run()
+    assert rig.sink.reply_of(3) == reply_to([*log, 7, 8], len(log) + 8, stops=False)
