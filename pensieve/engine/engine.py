@@ -36,6 +36,7 @@ from pensieve.core.scheduler import Ended, Scheduler
 from pensieve.core.turn import FinishReason, Turn, Usage
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
+    TOKEN_BYTES,
     Answer,
     CancelTurn,
     CheckIntegrity,
@@ -56,7 +57,6 @@ from pensieve.engine.messages import (
 from pensieve.engine.metrics import Metrics, cached
 from pensieve.engine.ports import Clock, Executor, Observer, Sink
 
-TOKEN_BYTES = 4
 COLLECT_AFTER_SECONDS = 1.0  # of idleness, once: a full pass of garbage collection
 
 

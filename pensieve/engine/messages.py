@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, TurnOptions, Usage
 
+TOKEN_BYTES = 4  # of a token id, where they are packed
+
 
 @dataclass(frozen=True, slots=True)
 class SubmitTurn:

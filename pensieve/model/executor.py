@@ -31,6 +31,7 @@ as started to the one that lists it as ended.  One thread launches and collects.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -151,16 +152,15 @@ class TorchExecutor:
                 message = f"the model's logits at position {piece.stop - 1} are not finite"
                 failures.append(TurnFailure(turn_id, "NAN_LOGITS", message))
                 continue
-            token_id, logprob, top_logprobs = token
             reply = self._replies.get(turn_id)
-            if reply is None or len(reply.log.tokens) != piece.stop:  # the turn has ended meanwhile
-                samples.append(SampledToken(turn_id, token_id))
+            if reply is None or len(reply.log.tokens) != piece.stop:  # computed for nothing
+                samples.append(SampledToken(turn_id, token.token_id))
                 continue
-            reply.log.tokens.append(token_id)
-            text, stopped = reply.text.push(token_id, piece.is_last)
+            reply.log.tokens.append(token.token_id)
+            text, stopped = reply.text.push(token.token_id, piece.is_last)
             if stopped or piece.is_last:
                 del self._replies[turn_id]
-            samples.append(SampledToken(turn_id, token_id, text, stopped, logprob, top_logprobs))
+            samples.append(replace(token, text=text, stopped=stopped))
         return samples, failures
 
     def _begun(self, start: TurnStart) -> _Reply:

@@ -51,6 +51,7 @@ from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import ChatTemplate, Message, Setting
 
 BYTES_PER_TOKEN_MAX = 16  # longer text is refused before it is tokenized
+UNNUMBERED = 0  # the loop numbers what it puts
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
 KNOWN_STATES = frozenset(
     {records.TurnState.RUNNING, records.TurnState.COMPLETED, records.TurnState.CANCELLED}
@@ -257,14 +258,20 @@ class History:
         sampling = replace(ask.options.sampling, seed=begun.turn.seed)
         return Begun(
             begun.turn,
-            tokens,
-            replace(ask.options, sampling=sampling),
-            history_tokens,
+            SubmitTurn(
+                UNNUMBERED,
+                cache_key(tenant, conversation.conversation_id),
+                tokens.tobytes(),
+                history_tokens,
+                replace(ask.options, sampling=sampling),
+                first_position=history_tokens,
+                prefix_of=cache_key(tenant, shared.conversation_id) if shared else "",
+                prefix_tokens=shared.num_tokens if shared else 0,
+            ),
             conversation.revision,
             (draft.log_end + tokens)[-PROMPT_TAIL_TOKENS:],
             conversation.updated_at,
             is_tokenized_again,
-            shared,
         )
 
     # -- a turn ends --

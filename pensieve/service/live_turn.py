@@ -17,9 +17,9 @@ from enum import Enum, StrEnum
 from typing import Any, NamedTuple
 
 from pensieve.core.iteration import Logprob, SampledToken
-from pensieve.core.turn import FinishReason, TurnOptions, Usage
+from pensieve.core.turn import FinishReason, Usage
+from pensieve.engine.messages import SubmitTurn
 from pensieve.errors import PensieveError
-from pensieve.service.prefixes import Shared
 from pensieve.store import records
 from pensieve.text import Part, PartMarker
 
@@ -52,14 +52,11 @@ class Begun:
     """A turn that the store holds as `running`: what the engine and its readers need of it."""
 
     turn: records.StoredTurn
-    tokens: array[int]  # of the new messages
-    options: TurnOptions  # with the seed that the store has
-    history_tokens: int
+    submit: SubmitTurn  # without the number that the engine will know it by
     first_revision: int  # of the conversation before it
     prompt_end: array[int]  # the last tokens before the reply; a template may open thinking in them
     changed_at: float  # when the conversation was last changed
     is_tokenized_again: bool  # since its last turn, under another tokenizer or template
-    shared: Shared | None = None  # whose KV it may begin with
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason
-from pensieve.engine.messages import CancelTurn, SubmitTurn, TurnEnded
+from pensieve.engine.messages import TOKEN_BYTES, CancelTurn, SubmitTurn, TurnEnded
 from pensieve.errors import PensieveError, QueueFull, TurnFailed, Unavailable
 from pensieve.service.live_turn import (
     Begun,
@@ -36,7 +37,6 @@ from pensieve.service.live_turn import (
     Phase,
     RecomputeReason,
     Reply,
-    cache_key,
     usage_figures,
 )
 from pensieve.text import PartMarker, Tokenizer
@@ -91,14 +91,14 @@ class Turns:
 
     def begin(self, begun: Begun) -> tuple[LiveTurn, SubmitTurn]:
         """The live turn, and what submits it to the engine."""
-        turn, key = begun.turn, cache_key(begun.turn.tenant, begun.turn.conversation_id)
+        turn, submit = begun.turn, replace(begun.submit, turn_id=self.new_number())
         live = LiveTurn(
             turn.turn_id,
             turn.conversation_id,
-            begun.history_tokens,
-            len(begun.tokens),
+            submit.history_tokens,
+            len(submit.tokens) // TOKEN_BYTES,
             tenant=turn.tenant,
-            number=self.new_number(),
+            number=submit.turn_id,
             request_id=turn.request_id,
             first_revision=begun.first_revision,
             attempt=turn.attempts,
@@ -107,17 +107,7 @@ class Turns:
         )
         self._live[live.number] = live
         self._num_of_tenant[live.tenant] += 1
-        shared = begun.shared
-        return live, SubmitTurn(
-            live.number,
-            key,
-            begun.tokens.tobytes(),
-            begun.history_tokens,
-            begun.options,
-            first_position=begun.history_tokens,
-            prefix_of=cache_key(turn.tenant, shared.conversation_id) if shared else "",
-            prefix_tokens=shared.num_tokens if shared else 0,
-        )
+        return live, submit
 
     def take(self, token: SampledToken) -> LiveTurn | None:
         """Append a token to its turn, unless it takes none any more; the turn, if it is known."""

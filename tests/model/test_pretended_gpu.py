@@ -19,7 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pensieve.core.iteration import Iteration, PageCopy, SwapIn, SwapOut, TurnStart
+from pensieve.core.iteration import Iteration, PageCopy, SampledToken, SwapIn, SwapOut, TurnStart
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn, TurnOptions
 from pensieve.kernels import cuda_launch
@@ -36,7 +36,7 @@ from pensieve.model.kv import copier_cuda, host_arena
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel
 from pensieve.model.probe import probe
-from pensieve.model.sampling.sampler import Drawn, DrawnToken, Sampler
+from pensieve.model.sampling.sampler import Drawn, Sampler
 from pensieve.model.shape import ModelShape
 from tests.model.kv.streams import FakeStreams
 from tests.model.world import LetterTokenizer, slice_of, start_of
@@ -126,7 +126,9 @@ class Pretended:
         ):
             monkeypatch.setattr(module, self.upload)
         monkeypatch.setattr("pensieve.model.sampling.sampler.ReadBack", OnItsWay)
-        monkeypatch.setattr(Drawn, "read", lambda drawn: [DrawnToken(0, None, ())] * len(drawn.ids))
+        monkeypatch.setattr(
+            Drawn, "read", lambda drawn: [SampledToken(row.log.turn_id, 0) for row in drawn._rows]
+        )
         monkeypatch.setattr(PageMoves, "_of", really(PageMoves._of))
         monkeypatch.setattr(PageMoves, "in_runs", really(PageMoves.in_runs))
         monkeypatch.setattr(  # which looks at the host's own values

@@ -8,10 +8,10 @@ import pytest
 
 from pensieve.builtin import MODEL_PATH
 from pensieve.core.iteration import SampledToken
-from pensieve.core.turn import FinishReason, TurnOptions, Usage
-from pensieve.engine.messages import CancelTurn, TurnEnded
+from pensieve.core.turn import FinishReason, Usage
+from pensieve.engine.messages import CancelTurn, SubmitTurn, TurnEnded
 from pensieve.errors import QueueFull, TurnInterrupted
-from pensieve.service.live_turn import Begun, Committed, LiveTurn, Phase
+from pensieve.service.live_turn import Begun, Committed, LiveTurn, Phase, cache_key
 from pensieve.service.turns import Turns, failure_of
 from pensieve.store import records
 from pensieve.text import Tokenizer
@@ -48,7 +48,9 @@ def begun(turn_id: int, *, tenant: str = "", changed_at: float = 200.0) -> Begun
         finished_at=None,
     )
     tokens = array("I", [5, 6, 7])
-    return Begun(turn, tokens, TurnOptions(), 10, 2, tokens, changed_at, False)
+    key = cache_key(tenant, f"c{turn_id}")
+    submit = SubmitTurn(0, key, tokens.tobytes(), 10, first_position=10)
+    return Begun(turn, submit, 2, tokens, changed_at, False)
 
 
 def ended(live: LiveTurn, finish: FinishReason = FinishReason.LENGTH) -> TurnEnded:

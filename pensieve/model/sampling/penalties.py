@@ -28,11 +28,12 @@ class TurnLog:
     sampling: Sampling
     tokens: array[int]  # 'I': its context and what was collected of its reply
     prompt_end: int
+    turn_id: int = 0
     penalties: Penalties | None = None  # made when a row asks for them
 
     @classmethod
     def of(cls, start: TurnStart) -> TurnLog:
-        return cls(start.sampling, start.context[:], len(start.context))
+        return cls(start.sampling, start.context[:], len(start.context), start.turn_id)
 
 
 class Row(NamedTuple):

@@ -47,7 +47,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pensieve.core.iteration import Logprob
+from pensieve.core.iteration import Logprob, SampledToken
 from pensieve.kernels.layer import cpu as dense
 from pensieve.model.sampling.draw import column, draw, report, select
 from pensieve.model.sampling.penalties import Penalties, Row, TurnLog, counts_reply
@@ -56,12 +56,6 @@ from pensieve.model.transfer import ReadBack, indices, reading_is_free
 CPU_PASS_ELEMENTS_MAX = 2**18  # logits worked on at once, but at least one row
 DEVICE_PASS_ELEMENTS_MAX = 2**23  # about 300 MB of int64 and float64 on an accelerator
 FLOAT32_MAX = torch.finfo(torch.float32).max
-
-
-class DrawnToken(NamedTuple):
-    token_id: int
-    logprob: float | None
-    top_logprobs: tuple[Logprob, ...]
 
 
 class _Report(NamedTuple):
@@ -79,18 +73,20 @@ class _Report(NamedTuple):
 class Drawn:
     """Tokens that the device draws, and the copy of them that is under way to the host."""
 
-    def __init__(self, ids: Tensor, reports: list[_Report]) -> None:
+    def __init__(self, rows: Sequence[Row], ids: Tensor, reports: list[_Report]) -> None:
+        self._rows = rows
         self.ids = ids  # int64 (rows), on the device; -1 where a row was not finite
         self._reports = reports
         reported = [each.values.flatten() for each in reports]
         self._arriving = ReadBack(torch.cat([ids, *reported]) if reported else ids)
 
-    def read(self) -> list[DrawnToken | None]:
-        """Wait for them; None where a row of logits was not finite."""
+    def read(self) -> list[SampledToken | None]:
+        """Wait for them; None where a row of logits was not finite.  Their text is still missing."""
         arrived = self._arriving.wait()
         token_ids = arrived[: len(self.ids)].tolist()
         sampled = [
-            DrawnToken(token_id, None, ()) if token_id >= 0 else None for token_id in token_ids
+            SampledToken(row.log.turn_id, token_id) if token_id >= 0 else None
+            for row, token_id in zip(self._rows, token_ids, strict=True)
         ]
         offset = len(token_ids)
         for rows, num_top, on_device in self._reports:
@@ -103,7 +99,12 @@ class Drawn:
                 if token_ids[row] >= 0:
                     top = zip(ids[:num], values[1 : num + 1], strict=True)
                     possible = tuple(Logprob(*each) for each in top if each[1] > -math.inf)
-                    sampled[row] = DrawnToken(token_ids[row], values[0], possible)
+                    sampled[row] = SampledToken(
+                        self._rows[row].log.turn_id,
+                        token_ids[row],
+                        logprob=values[0],
+                        top_logprobs=possible,
+                    )
         return sampled
 
 
@@ -113,7 +114,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
 
-    def sample(self, logits: Tensor, logs: Sequence[TurnLog]) -> list[DrawnToken | None]:
+    def sample(self, logits: Tensor, logs: Sequence[TurnLog]) -> list[SampledToken | None]:
         """Draw the next token of each turn and wait for it; the logs are complete."""
         return self.draw(logits, [Row(log, len(log.tokens)) for log in logs]).read()
 
@@ -151,7 +152,7 @@ class Sampler:
                 )
                 to_host = torch.cat((logprobs.view(torch.int64), top_ids), dim=1)
                 reports.append(_Report([part[n] for n in reported], num_top, to_host))
-        return Drawn(ids, reports)
+        return Drawn(rows, ids, reports)
 
     def _draw_part(self, values: Tensor, rows: list[Row], newest_ids: Tensor | None) -> Tensor:
         """Draw for some of the rows; `values` (rows, vocab) is changed in place."""

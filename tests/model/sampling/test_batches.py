@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pensieve.core.iteration import SampledToken
 from pensieve.core.sampling import Sampling
 from pensieve.model.sampling import sampler as sampler_module
 from pensieve.model.sampling.penalties import TurnLog
-from pensieve.model.sampling.sampler import DrawnToken, Sampler
+from pensieve.model.sampling.sampler import Sampler
 from tests.model.sampling.world import (
     OPTIONS,
     make_logits,
@@ -123,7 +124,7 @@ def test_ids_that_the_logits_lack_are_left_alone() -> None:
         stop_token_ids=(900,),
     )
     turn = make_turn(sampling, context=[900, 2**31 + 5], reply=[900])
-    assert Sampler(1000).sample(torch.tensor([[1.0, 2.0]]), [turn]) == [DrawnToken(1, None, ())]
+    assert Sampler(1000).sample(torch.tensor([[1.0, 2.0]]), [turn]) == [SampledToken(0, 1)]
 
 
 def test_bfloat16_logits_give_what_their_float32_values_give() -> None:

@@ -6,10 +6,11 @@ import math
 
 import pytest
 
+from pensieve.core.iteration import SampledToken
 from pensieve.core.sampling import Sampling
 from pensieve.model.sampling import draw as draw_module
 from pensieve.model.sampling import sampler as sampler_module
-from pensieve.model.sampling.sampler import DrawnToken, Sampler
+from pensieve.model.sampling.sampler import Sampler
 from tests.model.sampling.world import make_logits, make_row, make_turn, make_turns
 
 
@@ -46,4 +47,4 @@ def test_without_compiled_kernels_a_row_that_is_not_finite_fails_alone_too(
     logits[2] = 3.4e38
     sampled = Sampler(100).sample(logits, [make_turn(Sampling()) for _ in range(4)])
     assert [each is None for each in sampled] == [False, True, False, False]
-    assert sampled[2] == DrawnToken(0, None, ())
+    assert sampled[2] == SampledToken(0, 0)

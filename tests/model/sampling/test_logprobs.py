@@ -10,8 +10,9 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from pensieve.core.iteration import SampledToken
 from pensieve.core.sampling import Sampling
-from pensieve.model.sampling.sampler import DrawnToken, Sampler
+from pensieve.model.sampling.sampler import Sampler
 from tests.model.sampling.world import make_logits, make_turn, sample_one
 
 
@@ -35,8 +36,8 @@ def test_logprobs_are_before_temperature_and_cuts_and_after_penalties() -> None:
 
 def test_zero_alternatives_report_the_sampled_token_only() -> None:
     sampled = sample_one([0.0, 0.0], make_turn(Sampling(logprobs=0)))
-    assert sampled == DrawnToken(0, pytest.approx(-math.log(2), abs=1e-15), ())
-    assert sample_one([0.0, 0.0], make_turn(Sampling())) == DrawnToken(0, None, ())
+    assert sampled == SampledToken(0, 0, logprob=pytest.approx(-math.log(2), abs=1e-15))
+    assert sample_one([0.0, 0.0], make_turn(Sampling())) == SampledToken(0, 0)
 
 
 def test_more_alternatives_than_tokens_report_what_there_is_and_nothing_impossible() -> None:
