@@ -14,6 +14,9 @@ from pensieve.core.prefix_tree import Chunk
 from pensieve.core.turn import Turn
 
 
+_new_tuple = tuple.__new__
+
+
 class IterationDraft:
     def __init__(self, num_tokens_max: int, chunk_tokens: int) -> None:
         self.num_tokens_left = num_tokens_max
@@ -35,12 +38,18 @@ class IterationDraft:
 
     def decode(self, turn: Turn, num_tokens: int) -> None:
         """The last of the turn's `num_tokens` positions, all others having KV; it samples the next."""
-        turn.chunks[-1].filled += 1
+        chunks = turn.chunks
+        chunks[-1].filled += 1
         turn.frontier = num_tokens
         turn.num_uncommitted += 1
         turn.pending_tokens += 1
         self.turns.append(turn)
-        self.slices.append(self._slice(turn, num_tokens - 1, num_tokens, True))
+        start, is_last = num_tokens - 1, num_tokens + 1 >= turn.length_max  # `Turn.ends_at`
+        token_ids, pages = turn.tokens[start:num_tokens], turn.page_table[: len(chunks)]
+        # As `Slice(...)` does, in two thirds of the time: there is one for each turn that generates.
+        self.slices.append(
+            _new_tuple(Slice, (turn.turn_id, start, num_tokens, token_ids, pages, True, is_last))
+        )
         self.num_tokens_left -= 1
 
     def fill(self, turn: Turn) -> None:
