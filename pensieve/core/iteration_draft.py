@@ -13,7 +13,6 @@ from pensieve.core.iteration import PageCopy, Slice, SwapIn
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.turn import Turn
 
-
 _new_tuple = tuple.__new__
 
 

@@ -288,7 +288,8 @@ class PrefixTree:
         held = source.num_tokens
         if source.turn_id is not None:
             held = sum(len(branch.chunks) for branch in source.path()) * self.chunk_tokens
-        target.num_tokens = min(num_tokens, held)
+        # The log of one that waits for its cut ends there already, though its chunks do not.
+        target.num_tokens = min(num_tokens, held, len(source.log))
         branch, end = source.leaf, -(-target.num_tokens // self.chunk_tokens)
         while branch is not None and branch.start >= end:
             branch = branch.parent

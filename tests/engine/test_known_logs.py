@@ -210,3 +210,56 @@ def test_nothing_is_built_on_the_log_of_a_conversation_whose_turn_still_releases
     rig.mailbox.put(ProvideLog(3, packed(log)))
     rig.run()
     assert rig.sink.reply_of(3) == reply_to([*log, 7, 8], len(log) + 8, stops=False)
+
+
+def running_with_a_slice_ahead() -> Rig:
+    """A rig whose turn 2, of conversation x, has an uncommitted slice."""
+    rig = Rig(depth=2, stops=False)
+    rig.mailbox.put(SubmitTurn(2, "x", packed(range(300, 310)), 0, options_of(20)))
+    for _ in range(6):
+        rig.engine.step()
+    running = rig.scheduler.turn(2)
+    assert running is not None
+    assert running.num_uncommitted
+    return rig
+
+
+def test_a_fork_of_a_conversation_that_still_releases_its_pages_takes_none_of_what_was_cut():
+    """X is deleted and made anew in the store before it is forked; the KV is that of the old X."""
+    rig = running_with_a_slice_ahead()
+    log = list(range(500, 510))
+    rig.mailbox.put(DeleteConversation("x"))
+    rig.mailbox.put(ForkConversation("x", len(log), "y"))
+    rig.mailbox.put(new(3, "y", log, [7, 8]))
+    rig.engine.step()
+    assert needed(rig) == [LogNeeded(3, "y", len(log))]
+    rig.mailbox.put(ProvideLog(3, packed(log)))
+    rig.run()
+    assert rig.sink.reply_of(3) == reply_to([*log, 7, 8], len(log) + 8, stops=False)
+    usage = end_of(rig, 3).usage
+    assert usage.device_tokens + usage.host_tokens == 0
+
+
+def test_a_shared_beginning_is_shared_only_where_the_tokens_are_the_same():
+    rig = running_with_a_slice_ahead()
+    tokens = [*range(300, 304), *range(500, 508)]
+    rig.mailbox.put(
+        SubmitTurn(3, "y", packed(tokens), 0, options_of(6), prefix_of="x", prefix_tokens=8)
+    )
+    rig.run()
+    assert rig.sink.reply_of(3) == reply_to(tokens, len(tokens) + 6, stops=False)
+    assert end_of(rig, 3).usage.device_tokens == 3  # a log's last token is new to the cache
+
+
+def test_a_provided_log_that_differs_from_what_is_cached_replaces_it():
+    """A fork of another conversation's log may be cached under this name, shorter than the real one."""
+    rig = Rig()
+    log = first_turn(rig)
+    other = [*log[:3], *range(500, 520)]
+    rig.mailbox.put(new(2, "a", other, [9]))
+    rig.run()
+    assert needed(rig) == [LogNeeded(2, "a", len(other))]
+    rig.mailbox.put(ProvideLog(2, packed(other)))
+    rig.run()
+    assert rig.sink.reply_of(2) == expected([*other, 9])
+    assert end_of(rig, 2).usage.device_tokens == 3
