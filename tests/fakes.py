@@ -140,6 +140,9 @@ class LedgerExecutor:
             self._sample(turn_id, piece.stop, token_id)
             stopped = self.stops and ends_turn(token_id)
             samples.append(SampledToken(turn_id, token_id, f" {token_id}", stopped))
+        for turn_id in iteration.ended:
+            self._logs.pop(turn_id, None)
+            self._prefixes.pop(turn_id, None)
         self._launched.append(_Launched(iteration, samples, failures))
 
     def collect(self) -> Outcome:
@@ -152,6 +155,11 @@ class LedgerExecutor:
         return Outcome(tuple(launched.samples), finished, tuple(launched.failures))
 
     # -- what a test arranges --
+
+    @property
+    def known_turns(self) -> list[int]:
+        """Those that it was told of and not told to forget."""
+        return list(self._logs)
 
     @property
     def outstanding(self) -> list[int]:

@@ -26,6 +26,7 @@ The executor's contract, on which the bookkeeping relies:
 * A slice that `needs_token` yields exactly one `SampledToken` or one `TurnFailure`; other slices yield
   nothing unless they fail.
 * A turn may be in `ended` while a slice of it is not collected.  What is reported for it is ignored.
+* A turn may start and end in one iteration (a warm that had nothing to compute): it is forgotten.
 """
 
 from __future__ import annotations

@@ -74,14 +74,14 @@ class EchoExecutor:
         self._turns: dict[int, _Turn] = {}
 
     def launch(self, iteration: Iteration) -> None:
-        for turn_id in iteration.ended:
-            self._turns.pop(turn_id, None)
         for start in iteration.started:
             options = start.sampling
             eos = frozenset() if options.ignore_eos else frozenset({self._end_id})
             ends = eos | frozenset(options.stop_token_ids)
             text = ReplyText(self._tokenizer, ends, options.stop, options.min_tokens)
             self._turns[start.turn_id] = _Turn(text, digest(start.context))
+        for turn_id in iteration.ended:
+            self._turns.pop(turn_id, None)
         self._launched.append(iteration)
 
     def collect(self) -> Outcome:

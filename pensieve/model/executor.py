@@ -95,10 +95,10 @@ class TorchExecutor:
         """Start the iteration's copies, its slices and its samples."""
         assert len(self._launched) < self.depth, "an earlier iteration was not collected"
         self._copier.submit(iteration.swap_ins, iteration.swap_outs)
-        for turn_id in iteration.ended:
-            self._replies.pop(turn_id, None)
         for start in iteration.started:
             self._replies[start.turn_id] = self._begun(start)
+        for turn_id in iteration.ended:
+            self._replies.pop(turn_id, None)
         copies = self._forward.page_copies(iteration)
         sampled: list[Slice] = []
         drawn: Drawn | None = None

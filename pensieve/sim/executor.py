@@ -61,13 +61,13 @@ class ModelledExecutor:
 
     def launch(self, iteration: Iteration) -> None:
         assert self._launched is None, "an earlier iteration was not collected"
-        for turn_id in iteration.ended:
-            self._turns.pop(turn_id, None)
         for start in iteration.started:
             token = SampledToken(start.turn_id, 0)  # all of a turn's tokens are alike
             self._turns[start.turn_id] = (len(start.context), token)
         cost, now = self._cost, self._clock.now()
         compute = self._compute_seconds(iteration.slices)
+        for turn_id in iteration.ended:
+            self._turns.pop(turn_id, None)
         ends = now + compute
         if iteration.swap_ins:
             begun = max(now, self._in_free)

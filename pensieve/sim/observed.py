@@ -38,10 +38,11 @@ class Observations:
 
     def add(self, replayed: Replayed) -> None:
         iteration, begun, ended, finished = replayed
-        for turn_id in iteration.ended:
-            self._prompt_ends.pop(turn_id, None)
         for start in iteration.started:
             self._prompt_ends[start.turn_id] = len(start.context)
+        prefills = any(each.stop <= self._prompt_ends[each.turn_id] for each in iteration.slices)
+        for turn_id in iteration.ended:
+            self._prompt_ends.pop(turn_id, None)
         alone, moves = not self._slots, bool(iteration.swap_ins or iteration.swap_outs)
         self._slots.update((copy.copy_id, copy.num_slots) for copy in iteration.swap_ins)
         self._slots.update((copy.copy_id, copy.num_slots) for copy in iteration.swap_outs)
@@ -57,7 +58,7 @@ class Observations:
         kind = KINDS[0]
         if moves or iteration.copies:
             kind = KINDS[2]
-        elif any(each.stop <= self._prompt_ends[each.turn_id] for each in iteration.slices):
+        elif prefills:
             kind = KINDS[1]
         if self.counts[kind] % self._strides[kind] == 0:
             kept = self.kept[kind]

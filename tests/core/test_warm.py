@@ -37,6 +37,21 @@ def test_a_warm_uses_only_pages_above_the_mark_and_ends_when_there_are_none() ->
     stage.until_ended(running)
 
 
+def test_a_warm_that_had_nothing_to_compute_is_forgotten() -> None:
+    """It starts and ends in one iteration."""
+    stage = Stage(12, 20)
+    stage.say("a", 8)
+    stage.cache.evict("a", stage.now)
+    for _ in range(3):
+        stage.warm("a")
+        stage.run_until_idle()
+        stage.warm("a")  # all of it is on the device already
+        stage.run_until_idle()
+    turn = stage.ask("b", 2, 3)
+    stage.next()
+    assert stage.executor.known_turns == [turn.turn_id]
+
+
 def test_a_warm_is_the_first_to_give_way() -> None:
     stage = Stage(16, 0, batch_tokens_max=2, swap_out_below=0.1)
     stage.say("w", 20, 1)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
+from pensieve.core.iteration import Iteration, PageCopy, SwapIn, SwapOut, TurnStart
 from pensieve.core.sampling import Sampling
 from pensieve.errors import DeviceError
 from pensieve.kernels.layer import cpu as dense
@@ -250,3 +251,12 @@ def test_a_stop_string_may_be_completed_by_a_later_token(world: World) -> None:
     samples += [world.decode(turn).samples[0] for _ in range(2)]
     assert [sample.text for sample in samples] == ["", "", ""]
     assert [sample.stopped for sample in samples] == [False, False, True]
+
+
+def test_a_turn_that_starts_and_ends_in_one_iteration_is_forgotten(loaded: Loaded) -> None:
+    world = World(loaded("llama-gqa"))
+    start = TurnStart(7, array("I", [5, 6, 7]), Sampling())
+    world.executor.launch(Iteration(1, (), (PageCopy(0, 1, 1),), started=(start,), ended=(7,)))
+    world.executor.collect()
+    assert not world.executor._replies
+    world.executor.close()
