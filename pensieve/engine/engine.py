@@ -33,7 +33,6 @@ from dataclasses import dataclass, replace
 from pensieve import gc_pause
 from pensieve.core.iteration import Iteration, SampledToken
 from pensieve.core.scheduler import Ended, Scheduler
-from pensieve.core.tokens import common_prefix
 from pensieve.core.turn import FinishReason, Turn, Usage
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
@@ -243,11 +242,8 @@ class Engine:
         known = array("I")
         known.frombytes(message.tokens)
         if len(known) == waiting.first_position:
-            conversation = self.scheduler.cache.conversations.get(waiting.conversation_id)
-            if conversation is not None:
-                # What is cached may be of an older conversation of this name.
-                same = common_prefix(conversation.log, known)
-                self.scheduler.rewind(waiting.conversation_id, same, now)
+            # Were it the same conversation, no log had been asked for; no token tells (journal.py).
+            self.scheduler.rewind(waiting.conversation_id, 0, now)
             self._begin(waiting, known, now)
         else:
             self._publish([_ended_at_once(waiting, FinishReason.FAILED, now, "LOG_MISSING")])
@@ -269,12 +265,7 @@ class Engine:
         cache = self.scheduler.cache
         if not message.prefix_tokens or message.conversation_id in cache.conversations:
             return 0
-        if (source := cache.conversations.get(message.prefix_of)) is None:
-            return 0
-        tokens = array("I")
-        tokens.frombytes(message.tokens)
-        same = common_prefix(source.log, tokens[: message.prefix_tokens])
-        cache.fork(message.prefix_of, same, message.conversation_id, now)
+        cache.fork(message.prefix_of, message.prefix_tokens, message.conversation_id, now)
         forked = cache.conversations.get(message.conversation_id)
         return forked.num_tokens if forked is not None else 0
 

@@ -14,8 +14,10 @@ engine.  So the loop acts in the order of the store's jobs (threads.py says why)
   the live turn is ended and DeleteConversation is put: before the Submit of any turn that begins later
   in a conversation of the same id.  If the turn's own end is on its way to the store, that job decides:
   it finds the turn gone, or commits it where the deletion has failed.
+  A DeleteConversation is never refused: it is lost only with the engine process, and the KV with it.
 * **A fork or a rewind** is put after its job, and before the Submit of any turn that begins after it.  If
-  it is lost, nobody is harmed: a turn says how long its log is, and the engine asks for what it lacks.
+  it is lost, nobody is harmed: a turn says how long its log is, the engine cuts what is longer, and asks
+  for the log where it knows less.
 * **Events** with a number that is not live are ignored: of warms, and of attempts that were given up.
 """
 
@@ -295,8 +297,7 @@ class Conversations:
         await self.interrupt(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
 
     def _tell(self, message: Message | None) -> None:
-        """Put what the engine ought to hear.  Should it not arrive, KV is missing or unused; no turn is
-        wrong for it, since each says how long its log is."""
+        """Put what the engine ought to hear; what may be lost, and why that harms nobody, stands above."""
         if message is not None:
             with contextlib.suppress(Unavailable, QueueFull):
                 self._put(message)

@@ -15,7 +15,9 @@ A turn, in order:
    nothing is computed.
 
 The engine may hold KV for tokens that never reached the log (a turn that failed in the store, say).
-That does no harm: a turn says how long its conversation's log is, and the engine cuts behind it.
+That does no harm: a turn says how long its conversation's log is, and the engine cuts behind it.  What it
+holds before that is the log's own, because every rewind and deletion is put to it in the order in which
+the store made them; where it does not hold all of it, it asks for the log and begins anew.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple, Protocol
 
 from pensieve.core.sampling import Sampling
-from pensieve.engine.messages import CancelTurn, LogNeeded, ProvideLog, SubmitTurn
+from pensieve.engine.messages import LogNeeded, ProvideLog, SubmitTurn
 from pensieve.errors import (
     ContextFull,
     InvalidArgument,
     NotFound,
     PensieveError,
     StaleRevision,
+    TurnInterrupted,
     TurnRunning,
 )
 from pensieve.service.draft import (
@@ -179,20 +182,20 @@ class History:
         key = cache_key(tenant, conversation_id)
         return SubmitTurn(number, key, b"", length, warm=True, first_position=length)
 
-    def log_for(self, needed: LogNeeded) -> ProvideLog | CancelTurn:
+    def log_for(self, needed: LogNeeded) -> ProvideLog:
         """The tokens that the engine does not know.
 
-        It wants them before it runs a turn, so the log is still as long as it was when the turn was
-        submitted; a warm's may have changed meanwhile, and then that is ended.
+        It wants them before it runs a turn, and the log of a running turn's conversation does not change
+        unless that turn is given up; a warm's conversation may change at any time.
         """
         tenant, _, conversation_id = needed.conversation_id.rpartition("/")
         try:
             log = self._store.log(conversation_id, needed.num_tokens, tenant=tenant)
         except NotFound:
             log = array("I")
-        if len(log) == needed.num_tokens:
-            return ProvideLog(needed.turn_id, log.tobytes())
-        return CancelTurn(needed.turn_id, 0)
+        if len(log) != needed.num_tokens:
+            raise TurnInterrupted("the conversation changed before the turn could run")
+        return ProvideLog(needed.turn_id, log.tobytes())
 
     # -- a turn begins --
 
@@ -215,7 +218,7 @@ class History:
         if ask.request_id and not is_new:
             stored = self._store.find_turn(conversation_id, ask.request_id, tenant=tenant)
             if stored is not None and stored.state in KNOWN_STATES:
-                request = self._request(ask, ask.request_id, None, ask.expected_revision)
+                request = self._request(ask, ask.request_id)
                 begun = self._store.begin_turn(conversation_id, request, tenant=tenant)
                 assert not begun.must_run
                 return self._known(begun.turn)
@@ -241,7 +244,11 @@ class History:
         if history_tokens + len(tokens) >= self._context_max:
             raise ContextFull(history_tokens + len(tokens) + 1, self._context_max)
         request_id = ask.request_id or f"{self._random_bits(128):032x}"
-        request = self._request(ask, request_id, prompt, conversation.revision)
+        request = replace(
+            self._request(ask, request_id, prompt),
+            expected_revision=conversation.revision,
+            expected_created_at=conversation.created_at,
+        )
         # Read before the commit: an error behind it would leave a turn that nobody runs.
         beginning = self._beginning(conversation, tokens) if conversation.prefix_id else None
         begun = self._store.begin_turn(conversation_id, request, tenant=tenant)
@@ -342,11 +349,7 @@ class History:
         return self._store.replace_log(conversation_id, self._fingerprint, tokens, tenant=tenant)
 
     def _request(
-        self,
-        ask: Ask,
-        request_id: str,
-        prompt: Sequence[Sequence[int]] | None,
-        expected_revision: int | None,
+        self, ask: Ask, request_id: str, prompt: Sequence[Sequence[int]] | None = None
     ) -> records.TurnRequest:
         sampling = ask.options.sampling
         values = {name: value for name, value in asdict(sampling).items() if name != "seed"}
@@ -355,7 +358,7 @@ class History:
             new_messages(ask, prompt or [[] for _ in ask.messages]),
             values | ({"seed": sampling.seed} if sampling.seed else {}),
             sampling.seed or self._random_bits(63) + 1,
-            expected_revision,
+            ask.expected_revision,
         )
 
     def _known(self, turn: records.StoredTurn) -> Known:

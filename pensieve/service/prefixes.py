@@ -16,8 +16,6 @@ from array import array
 from collections import OrderedDict
 from typing import NamedTuple
 
-from pensieve.core.tokens import common_prefix
-
 PREFIXES_MAX = 256
 TOKENS_MAX = 16_384  # of a log that are remembered
 
@@ -54,5 +52,17 @@ class Prefixes:
         if found is None:
             return None
         conversation_id, log = found
-        num_tokens = common_prefix(log, tokens[: len(tokens) - 1])
+        num_tokens = common(log, tokens[: len(tokens) - 1])
         return Shared(conversation_id, num_tokens) if num_tokens else None
+
+
+def common(one: array[int], other: array[int]) -> int:
+    """How many leading tokens are the same."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

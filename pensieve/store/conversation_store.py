@@ -297,7 +297,11 @@ class ConversationStore:
                 return Begun(stored.turn, must_run=False)
             _refuse_running(conversation)
             expected = request.expected_revision
-            if expected is not None and expected != conversation.revision:
+            created_at = request.expected_created_at
+            if expected is not None and (
+                expected != conversation.revision
+                or created_at not in (None, conversation.created_at)
+            ):
                 raise StaleRevision(expected, conversation.revision)
             if stored is None:
                 turn = turn_rows.insert_turn(

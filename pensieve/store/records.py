@@ -86,7 +86,8 @@ class TurnRequest:
 
     `sampling` is what the client sent, without defaults and without a seed that the service chose, so that
     a repeated request compares equal; `seed` is the seed to use.  The token ids of `messages` were made for
-    `expected_revision`; None accepts any.
+    `expected_revision` of the conversation that was created at `expected_created_at`, since another one may
+    have its id by now; None accepts any.
     """
 
     request_id: str
@@ -94,6 +95,7 @@ class TurnRequest:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     expected_revision: int | None = None
+    expected_created_at: float | None = None
 
     def content_hash(self) -> str:
         """A digest that is the same for the same messages and sampling."""

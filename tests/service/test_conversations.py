@@ -59,6 +59,22 @@ def test_a_revision_that_was_wrong_when_it_was_read_stays_wrong(runtime: Runtime
         conversations.begin(draft, draft.prompt())
 
 
+def test_a_draft_does_not_begin_on_another_conversation_of_the_same_name(runtime: Runtime) -> None:
+    """It has as many tokens and the same revision, but they are not the same tokens."""
+    conversations = runtime.conversations
+    for name, content in (("named", "aaa"), ("other", "bbb")):
+        conversations.create(name)
+        ask(runtime, name, content, sampling=Sampling(max_tokens=2, ignore_eos=True))
+    wanted = Ask("named", (Message("user", "go on"),), TurnOptions(Sampling(max_tokens=2)))
+    draft = conversations.draft(wanted)
+    assert isinstance(draft, Draft)
+    runtime.store.delete_conversation("named")
+    conversations.fork("other", "named", 1)
+    assert runtime.store.get_conversation("named").revision == draft.conversation.revision
+    with pytest.raises(StaleRevision):
+        conversations.begin(draft, draft.prompt())
+
+
 def test_each_attempt_has_a_number_of_its_own(runtime: Runtime) -> None:
     """A late event of an attempt that was given up must not end the next one."""
     conversations = runtime.conversations

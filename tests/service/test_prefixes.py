@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.core.tokens import common_prefix
-from pensieve.service.prefixes import TOKENS_MAX, Prefixes, Shared
+from pensieve.service.prefixes import TOKENS_MAX, Prefixes, Shared, common
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import DaemonRig, Said
@@ -34,8 +33,8 @@ def tokens(*ids: int) -> array[int]:
 def test_what_is_common_ends_where_they_first_differ(
     one: tuple[int, ...], other: tuple[int, ...], count: int
 ) -> None:
-    assert common_prefix(tokens(*one), tokens(*other)) == count
-    assert common_prefix(tokens(*other), tokens(*one)) == count
+    assert common(tokens(*one), tokens(*other)) == count
+    assert common(tokens(*other), tokens(*one)) == count
 
 
 def test_the_latest_conversation_of_a_prefix_is_shared_within_its_tenant() -> None:
