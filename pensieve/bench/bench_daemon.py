@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pensieve.errors import Unavailable
-from pensieve.launch.admin_socket import socket_path
+from pensieve.service.admin_socket import socket_address, socket_path
 
 START_SECONDS = 300.0
 
@@ -48,7 +48,7 @@ def serving(flags: Sequence[str]) -> Iterator[BenchDaemon]:
                     raise Unavailable("the daemon did not start: " + "".join(lines[-3:]).strip())
                 time.sleep(0.02)
             address = ready.read_text().strip()
-            yield BenchDaemon(address, f"unix:{socket_path(data)}", process.pid)
+            yield BenchDaemon(address, socket_address(socket_path(data)), process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()

@@ -106,7 +106,7 @@ def _run(
 ) -> int:
     from pensieve.client import Retry
     from pensieve.client.admin import Admin
-    from pensieve.launch.admin_socket import socket_path
+    from pensieve.service.admin_socket import socket_address, socket_path
 
     address, data = resolved.values["daemon"], resolved.values["data"]
     if address is None:
@@ -115,7 +115,7 @@ def _run(
             raise ConfigError(
                 f"no daemon runs on {data} ({path} is missing); see --address and --data"
             )
-        address = f"unix:{path.absolute()}"
+        address = socket_address(path)
     token, tls = resolved.values["token"], resolved.values["tls_ca"] or False
     with Admin(address, token=token, tls=tls, timeout=30.0, retry=Retry(retries=0)) as admin:
         return act(admin, arguments)

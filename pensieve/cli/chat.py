@@ -74,7 +74,7 @@ def _with_daemon_at(
 ) -> tuple[Chat, str]:
     from pensieve.client import Client, Retry
     from pensieve.client.admin import Admin
-    from pensieve.launch.admin_socket import socket_path
+    from pensieve.service.admin_socket import socket_address, socket_path
 
     token, tls = resolved.values["token"], resolved.values["tls_ca"] or False
     options: dict[str, Any] = {"token": token, "tls": tls}
@@ -85,7 +85,7 @@ def _with_daemon_at(
 
     def admin() -> Admin:
         path = socket_path(resolved.settings.data)
-        local = f"unix:{path.absolute()}" if path.exists() else address
+        local = socket_address(path) if path.exists() else address
         return Admin(local, retry=Retry(retries=0), **options)
 
     return _chat(resolved, client, admin, lambda: False), address

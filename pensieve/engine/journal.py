@@ -34,9 +34,11 @@ from pensieve.engine.assembly import EngineConfigs, Ports, assemble
 from pensieve.engine.engine import EngineConfig
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import Event, Message, SubmitTurn
-from pensieve.errors import one_line
+from pensieve.errors import ConfigError, one_line
 
 VERSION = 2  # 1: outcomes held how a turn ended, and messages a turn's whole log
+
+HEADER_BYTES_MAX = 1 << 20
 
 
 class JournalError(ValueError):
@@ -45,6 +47,7 @@ class JournalError(ValueError):
     def __init__(self, line: int, problem: str) -> None:
         super().__init__(f"line {line}: {problem}")
         self.line = line
+        self.problem = problem
 
 
 class NotAJournal(JournalError):
@@ -52,7 +55,19 @@ class NotAJournal(JournalError):
 
 
 def opened(path: Path) -> TextIO:
-    """The file of a journal, opened to append; every line reaches the file at once."""
+    """The file of a journal, opened to append; every line reaches the file at once.
+
+    ConfigError if something else is in it, or what another version wrote: one could read neither.
+    """
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as before:
+            first = before.readline(HEADER_BYTES_MAX)
+        try:
+            header = json.loads(first)
+            _check_version(header if isinstance(header, dict) else {}, 1)
+        except (ValueError, RecursionError) as error:
+            problem = error.problem if isinstance(error, NotAJournal) else "not a journal"
+            raise ConfigError(f"cannot append to {path}: it is {problem}") from error
     file = path.open("a", encoding="utf-8", buffering=1)
     if path.is_file() and path.stat().st_size:
         with path.open("rb") as before:

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pensieve.config import Resolved, Serving
 from pensieve.errors import ConfigError
 from pensieve.launch import programs
-from pensieve.launch.admin_socket import socket_path
 from pensieve.launch.model_folder import Report, load_texts, resolve_model
+from pensieve.service.admin_socket import socket_path
 from pensieve.service.daemon import Daemon
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.engine_client import EngineProgram

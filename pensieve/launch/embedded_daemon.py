@@ -21,9 +21,9 @@ from types import TracebackType
 from pensieve.config import Resolved
 from pensieve.errors import ConfigError
 from pensieve.launch import programs
-from pensieve.launch.admin_socket import socket_path
 from pensieve.launch.daemon import DaemonSetup, Hooks, open_server, run
 from pensieve.launch.model_folder import Report
+from pensieve.service.admin_socket import socket_address, socket_path
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.grpc.server import Listening, Server
 
@@ -42,7 +42,7 @@ class EmbeddedDaemon:
     ) -> None:
         self._cleanup = contextlib.ExitStack()
         path = self._socket(resolved.settings.data)
-        self.address = f"unix:{path.absolute()}"
+        self.address = socket_address(path)
         self._setup = DaemonSetup(
             resolved,
             holder,
@@ -92,7 +92,7 @@ class EmbeddedDaemon:
         self._cleanup.close()
 
     def _socket(self, data: Path) -> Path:
-        """The operator's socket, so that `pensieve admin` finds it; another if its path is too long."""
+        """The operator's socket, so that `pensieve admin` finds it; another if its path cannot be one."""
         try:
             return socket_path(data)
         except ConfigError:

@@ -45,6 +45,7 @@ from pensieve.errors import (
     PensieveError,
     QueueFull,
     StaleRevision,
+    TurnFailed,
     TurnInterrupted,
     TurnRunning,
     Unavailable,
@@ -258,6 +259,11 @@ class Conversations:
         except PensieveError as error:
             log.error("a turn could not be stored: %s", error, extra=ids_of(live))
             self._fail(live, error)
+        except Exception as error:  # a fault of ours: its readers must not wait for ever
+            log.exception("a turn could not be ended", extra=ids_of(live))
+            with contextlib.suppress(PensieveError):
+                await self._threads.in_store(self._history.interrupt, live.turn_id)
+            self._fail(live, TurnFailed("INTERNAL", f"the turn could not be ended: {error}"))
         self._on_turn_end(live)
 
     async def interrupt(
@@ -294,6 +300,8 @@ class Conversations:
         self.readers.wake(live.number)
 
     async def _give_up(self, live: LiveTurn) -> None:
+        if self.readers.has_reader(live):
+            return  # it came between the end of the grace and this task
         await self.interrupt(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
 
     def _tell(self, message: Message | None) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from pensieve.engine import pipe as channel
 from pensieve.engine.messages import Event, Message
 from pensieve.errors import ConfigError, DeviceError, ModelError, PensieveError, Unavailable
 
+log = logging.getLogger("pensieve")
 RESTART_SECONDS_MIN = 0.1
 RESTART_SECONDS_MAX = 30.0
 STOP_SECONDS = 5.0
@@ -187,6 +189,9 @@ class EngineClient:
                     self._on_events(channel.events_of(frame))
         except (OSError, PensieveError) as error:
             reason = str(error)
+        except Exception as error:  # a fault of ours in an event: begin anew rather than go deaf
+            log.exception("an event of the engine could not be taken")
+            reason = f"an event of the engine could not be taken: {error}"
         return reason
 
     async def _reap(self) -> None:

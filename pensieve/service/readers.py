@@ -94,6 +94,9 @@ class Readers:
                 self._limits.grace_seconds, self._grace_passed, live
             )
 
+    def has_reader(self, live: LiveTurn) -> bool:
+        return live.number in self._readers
+
     def wake(self, number: int) -> None:
         """There is more to read of this turn, or it has ended."""
         for reader in self._readers.get(number, ()):

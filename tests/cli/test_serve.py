@@ -19,7 +19,7 @@ import pytest
 from pensieve.cli.main import main
 from pensieve.client import Client, Conversation, Retry
 from pensieve.errors import ConfigError, NotFound, PermissionDenied, QueueFull, Unauthenticated
-from pensieve.launch.admin_socket import socket_path
+from pensieve.service.admin_socket import socket_path
 from tests.service.rig_daemon import ServeProcess, wait_for
 
 ROOT = Path(__file__).parent.parent.parent
@@ -286,6 +286,7 @@ def test_a_long_data_folder_has_its_socket_elsewhere(
     long = Path("/") / ("x" * 120)
     assert str(socket_path(long)).startswith("/run/user/1000/pensieve-")
     assert socket_path(long) != socket_path(long / "y")
+    assert str(socket_path(Path("/a,b"))).startswith("/run/user/1000/pensieve-")
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     with pytest.raises(ConfigError):
         socket_path(long)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 
-from pensieve.engine.journal import replay
+from pensieve.engine.journal import opened, replay
+from pensieve.errors import ConfigError
 from tests.engine.rig import Rig, submit, traffic
 
 
@@ -44,3 +46,12 @@ def test_a_journal_that_was_tampered_with_is_refused():
         replay(tampered.splitlines())
     with pytest.raises(ValueError, match="not a journal"):
         replay(["{}"])
+
+
+@pytest.mark.parametrize("text", ['{"version":1}\n', "Dear diary\n", "[]\n", '{"plan":1.0}\n'])
+def test_nothing_is_appended_to_what_could_not_be_read_afterwards(tmp_path: Path, text: str):
+    path = tmp_path / "journal"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="cannot append"):
+        opened(path)
+    assert path.read_text() == text

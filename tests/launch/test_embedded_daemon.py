@@ -57,6 +57,18 @@ def test_a_folder_with_a_long_path_has_its_socket_elsewhere(
     assert not path.parent.exists()
 
 
+@pytest.mark.parametrize("name", ["my data", "50%41", "c#?", "größe", "one,two"])
+def test_a_folder_may_have_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """To gRPC a socket is a URI, where some characters mean something else."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    data = tmp_path / name
+    with embedded(data, []) as daemon, Admin(daemon.address) as admin:
+        assert admin.stats().serving
+        assert (data / "admin.sock").exists() is ("," not in name)
+
+
 def test_a_failure_of_the_start_is_raised_where_it_was_started(tmp_path: Path) -> None:
     with (
         ConversationStore.open(tmp_path / "held", "the first"),

@@ -21,6 +21,7 @@ from typing import Any
 import grpc
 
 from pensieve.errors import AddressInUse, ConfigError, NotFound
+from pensieve.service.admin_socket import socket_address
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc import auth
 from pensieve.service.grpc.admin import AdminService
@@ -184,7 +185,7 @@ class Server:
             path.unlink()  # the data folder is locked, so no other daemon listens there
         before = os.umask(0o177)
         try:
-            self._server.add_insecure_port(f"unix:{path}")
+            self._server.add_insecure_port(socket_address(path))
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {path}") from error
         finally:

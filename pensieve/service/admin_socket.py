@@ -1,0 +1,37 @@
+"""Where a daemon's local socket is, which only its owner may open, and how gRPC is told of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from urllib.parse import quote
+
+from pensieve.errors import ConfigError
+
+SOCKET_BYTES_MAX = 107  # of a UNIX socket's path
+
+
+def socket_path(data: Path) -> Path:
+    """DATA/admin.sock, or a name in XDG_RUNTIME_DIR where that path cannot be a socket's."""
+    path = data.absolute() / "admin.sock"
+    if (problem := _problem(path)) is None:
+        return path
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if not runtime:
+        raise ConfigError(f"{path} {problem}; set XDG_RUNTIME_DIR or another --data")
+    name = hashlib.sha256(os.fsencode(data.absolute())).hexdigest()[:16]
+    return Path(runtime) / f"pensieve-{name}.sock"
+
+
+def socket_address(path: Path) -> str:
+    """What gRPC listens on, and what its clients connect to: a URI, so most of a path is encoded."""
+    return f"unix:{quote(os.fsencode(path.absolute()))}"
+
+
+def _problem(path: Path) -> str | None:
+    if len(os.fsencode(path)) > SOCKET_BYTES_MAX:
+        return "is too long for a socket"
+    if "," in path.as_posix():
+        return "has a comma, which parts addresses in gRPC"
+    return None
