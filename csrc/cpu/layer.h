@@ -24,7 +24,11 @@ struct Linear {
   int32_t activation;  // 0: none; else of a panel's first vector, which then multiplies the second
 };
 constexpr int kZero = 128;  // the unsigned byte that stands for 0 in a quantised row
-enum Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2 };
+enum Activation : int32_t {
+  kNone = 0,
+  kSilu = 1,
+  kGeluTanh = 2,
+};
 
 // Root mean square over `width` (a divisor of the row) and weights; null: none.
 struct Norm {

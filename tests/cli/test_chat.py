@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import select
@@ -128,6 +129,15 @@ def test_ctrl_c_stops_the_reply_and_not_the_program(model: Path, tmp_path: Path)
         assert store.verify() == []
 
 
+def _children_of(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if stat.read_text().rpartition(")")[2].split()[1] == str(pid):
+                found.append(int(stat.parent.name))
+    return found
+
+
 def test_ctrl_c_while_the_model_loads_ends_the_program(tmp_path: Path):
     """A terminal sends it to every process of the foreground; only the chat may notice."""
     process = subprocess.Popen(
@@ -140,9 +150,9 @@ def test_ctrl_c_while_the_model_loads_ends_the_program(tmp_path: Path):
         env={**os.environ, "PENSIEVE_DATA": str(tmp_path)},
         start_new_session=True,
     )
-    assert process.stderr is not None
-    while "loading torch" not in process.stderr.readline():
+    while not (engines := _children_of(process.pid)):
         assert process.poll() is None
+    os.kill(engines[0], signal.SIGSTOP)  # so that it loads for as long as this test likes
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
