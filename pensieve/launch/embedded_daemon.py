@@ -27,6 +27,7 @@ from pensieve.service.admin_socket import socket_address, socket_path
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.grpc.server import Listening, Server
 
+WAKE_SECONDS = 0.2
 CLOSE_SECONDS = 30.0  # for the thread to end; one that hangs ends with the process
 
 
@@ -66,7 +67,8 @@ class EmbeddedDaemon:
     def __enter__(self) -> EmbeddedDaemon:
         self._thread.start()
         try:
-            self._started.wait()
+            while not self._started.wait(WAKE_SECONDS):
+                pass  # a Ctrl-C that came just before a wait is seen after it
             if self._failure is not None:
                 raise self._failure
         except BaseException:
