@@ -7,4 +7,5 @@ that says it in words, and is planted again in test_planted_faults.py.
 KEPT = {
     59: "a turn whose end could not be stored was said to run, for ever",
     1573: "KV of a turn that is in no log was taken for that of one cancelled in the queue",
+    1944: "of the checker: a begin whose client had hung up was held to be refused with the next call",
 }

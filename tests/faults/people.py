@@ -251,7 +251,7 @@ class People:
                 live = await daemon.begin(request.ask(request.words))
             except PensieveError as error:
                 self._not_begun(request, error)
-                if not was_pending and request.num_calls == 1 and not self._is_live(request):
+                if not was_pending and self._is_last(request, daemon) and not self._is_live(request):
                     self.histories.withdrawn(name, deed)
                 return
             await self._read(daemon, request, call, live)
@@ -332,7 +332,7 @@ class People:
         except PensieveError as error:
             self._note("client", f"{request.request_id} ended: {error}")
             self._happened["the engine's queue is full"] += isinstance(error, QueueFull)
-            if request.num_calls == 1 and live.attempt == max(request.told):
+            if self._is_last(request, daemon) and live.attempt == max(request.told):
                 self.histories.refused(request.conversation, request.deed)
         else:
             self._answered(request, live, told)
@@ -395,6 +395,10 @@ class People:
         if request is None:
             return name in self._busy
         return bool(request.num_calls) or self._is_live(request)
+
+    def _is_last(self, request: Request, daemon: Daemon) -> bool:
+        """No other call may begin it; what a client began before it hung up is on its way still."""
+        return request.num_calls == 1 and not daemon.conversations.num_arriving
 
     def _is_live(self, request: Request) -> bool:
         if self.daemon is None:
