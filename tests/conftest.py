@@ -1,5 +1,5 @@
 """What holds for every test, before anything imports torch."""
 
-from pensieve.launch.cpu_threads import spin_briefly
+from pensieve.launch.cpu_threads import prepare_threads
 
-spin_briefly()
+prepare_threads()

@@ -19,8 +19,6 @@
 
 namespace pensieve {
 
-Parallel g_parallel = nullptr;
-
 namespace {
 
 bool runs(const Kernel& kernel) {
@@ -274,10 +272,6 @@ using namespace pensieve;
 
 #pragma GCC visibility push(default)
 extern "C" {
-
-void pensieve_use_threads_of(void* gomp_parallel) {
-  g_parallel = reinterpret_cast<Parallel>(gomp_parallel);
-}
 
 // The name of the instruction set that would be used; null if none takes this head size.
 const char* pensieve_kernel(int32_t head_size, const char* only) {

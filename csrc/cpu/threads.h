@@ -1,22 +1,21 @@
-// Runs work on torch's own OpenMP threads.
+// A team of threads that work on the pieces of one operation.
 //
-// They spin for a while after each of torch's operations, so a second pool would have to share the cores
-// with them. Python passes the address of GOMP_parallel of the library that torch has loaded
-// (pensieve/kernels/cpu_library.py). Without it, the calling thread does everything.
+// `work` is called in the calling thread and in up to `num_threads` - 1 helpers at once. Each call claims
+// pieces from a counter until none is left, so `work` must not care how many calls there are, or when they
+// come. See threads.cpp for how the threads wait.
 #pragma once
 
 namespace pensieve {
 
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
-extern Parallel g_parallel;
+using Act = void (*)(void*);
+void run_on_threads(int num_threads, Act act, void* work);
 
 template <typename Work>
 void on_threads(int num_threads, Work& work) {
-  if (num_threads > 1 && g_parallel) {
-    g_parallel([](void* work) { (*static_cast<Work*>(work))(); }, &work, unsigned(num_threads), 0);
-  } else {
+  if (num_threads > 1)
+    run_on_threads(num_threads, [](void* work) { (*static_cast<Work*>(work))(); }, &work);
+  else
     work();
-  }
 }
 
 }  // namespace pensieve

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pensieve import __version__
-from pensieve.config import available_memory_bytes, default_data_folder
+from pensieve.config import default_data_folder
+from pensieve.config.machine import available_memory_bytes, cpu_quota, num_cores
 
 PACKAGES = (
     "torch",
@@ -69,10 +70,8 @@ def findings() -> Iterator[tuple[str, str]]:
     from pensieve.store.connection import preferred_driver
 
     yield "sqlite", f"{preferred_driver.sqlite_version} ({preferred_driver.__name__})"
-    yield (
-        "cpu cores",
-        str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
-    )
+    quota = cpu_quota()
+    yield "cpu cores", f"{num_cores()}" + (f", {quota:g} by quota" if quota is not None else "")
     yield "memory available", f"{available_memory_bytes() / 2**30:.1f} GiB"
     yield "cpu kernels", _cpu_kernels()
     yield "gpu", _gpu()

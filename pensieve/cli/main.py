@@ -12,7 +12,7 @@ from pensieve.cli import admin, bench, chat, doctor, serve, simulate
 from pensieve.cli.flags import add_settings, with_settings
 from pensieve.config import REACHING, SERVING, SETTINGS, TALKING
 from pensieve.errors import PensieveError
-from pensieve.launch.cpu_threads import spin_briefly
+from pensieve.launch.cpu_threads import prepare_threads
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     # Threads come from this side; the library's own would warn of every child process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    spin_briefly()
+    prepare_threads()
     try:
         code: int = arguments.run(arguments)
         return code

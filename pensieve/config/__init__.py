@@ -6,7 +6,7 @@ use one file, so it may have keys of every table; any other key is an error.  Th
 follows from it and from the model (how many pages fit) is computed where it is used.
 """
 
-from pensieve.config.memory import available_memory_bytes
+from pensieve.config.machine import available_memory_bytes
 from pensieve.config.parsing import TierSize
 from pensieve.config.resolve import (
     Resolved,

@@ -89,7 +89,13 @@ SETTINGS: Table = (
     Setting("chunk_tokens", whole(1, 1024), "32", "tokens per chunk", "N"),
     Setting("token_budget", whole(1, 1 << 20), "512", "most tokens of an iteration", "N"),
     Setting("turns_max", whole(1, 1 << 16), "64", "most turns that run at once", "N"),
-    Setting("threads", whole(0, 1024), "0", "threads that compute (0: torch's choice)", "N"),
+    Setting(
+        "threads",
+        whole(0, 1024),
+        "0",
+        "threads that compute (0: one for each core that this process may use)",
+        "N",
+    ),
     Setting(
         "tensor_parallel",
         whole(1, 64),

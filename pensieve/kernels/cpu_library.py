@@ -7,9 +7,8 @@ The C interface, one line per function, is the table `FUNCTIONS`; csrc/cpu/kerne
 csrc/cpu/layer.cpp (the dense parts of a layer) define it.  A function of the table that the library lacks
 makes the whole library unusable, so a caller never finds half of one.
 
-Threads.  A second pool of threads would fight with torch's for the cores, so the kernels run on torch's own:
-`GOMP_parallel` of the OpenMP library that torch has loaded is handed over (csrc/cpu/threads.h).  Where torch
-uses another OpenMP library, the kernels run in the calling thread alone.
+The kernels have threads of their own (csrc/cpu/threads.cpp), as many as torch is set to use.  Torch's wait
+for one another at barriers, which is slow where a core is shared.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ only_instruction_set = os.environ.get("PENSIEVE_CPU_KERNEL", "").encode()
 
 # What each function returns and takes; `None` returns nothing.
 FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "pensieve_use_threads_of": (None, (pointer,)),
     "pensieve_kernel": (text, (int32, text)),
     "pensieve_multi_token_attention": (
         int32,
@@ -149,37 +147,4 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes = list(arguments)
         function.restype = result
-    parallel = _gomp_parallel()
-    if parallel is not None:
-        library.pensieve_use_threads_of(parallel)
     return library
-
-
-def _gomp_parallel() -> int | None:
-    """The address of GOMP_parallel in torch's OpenMP; opening a loaded library again loads nothing."""
-    try:  # a library that was preloaded into the process serves torch as well
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
-    except (OSError, TypeError, AttributeError):
-        pass
-    home = Path(torch.__file__).parent
-    found = [
-        path
-        for folder in (home / "lib", home.parent / "torch.libs")
-        for path in sorted(folder.glob("libgomp*.so*"))
-    ]
-    for path in (*found, *_loaded("libgomp", "libiomp5", "libomp")):
-        try:
-            return ctypes.cast(ctypes.CDLL(str(path)).GOMP_parallel, ctypes.c_void_p).value
-        except (OSError, AttributeError):
-            continue
-    return None
-
-
-def _loaded(*names: str) -> list[Path]:
-    """This process's libraries whose file names begin so: some builds of torch bring another OpenMP."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
-    paths = {Path(line.split(maxsplit=5)[5]) for line in lines if line.count(" /")}
-    return sorted(path for path in paths if path.name.startswith(names))

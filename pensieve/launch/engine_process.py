@@ -33,7 +33,7 @@ from pensieve.engine.mailbox import Mailbox, Outbox
 from pensieve.engine.pipe import BrokenPipe, Frame, frames, message_of, pack, pack_events
 from pensieve.engine.ports import Sink
 from pensieve.errors import DeviceError, PensieveError, whole_line
-from pensieve.launch.cpu_threads import spin_briefly
+from pensieve.launch.cpu_threads import prepare_threads
 from pensieve.launch.engine import BuiltEngine, build_engine
 from pensieve.launch.model_folder import Report, load_texts
 
@@ -42,7 +42,7 @@ Build = Callable[[Settings, Path, Report, Mailbox, Sink], BuiltEngine]
 
 
 def main(fd: int, build: Build) -> int:
-    spin_briefly()
+    prepare_threads()
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C at a terminal is for the service to handle

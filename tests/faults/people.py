@@ -251,7 +251,11 @@ class People:
                 live = await daemon.begin(request.ask(request.words))
             except PensieveError as error:
                 self._not_begun(request, error)
-                if not was_pending and self._is_last(request, daemon) and not self._is_live(request):
+                if (
+                    not was_pending
+                    and self._is_last(request, daemon)
+                    and not self._is_live(request)
+                ):
                     self.histories.withdrawn(name, deed)
                 return
             await self._read(daemon, request, call, live)

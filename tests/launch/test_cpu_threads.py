@@ -8,19 +8,42 @@ import sys
 
 import pytest
 
-from pensieve.launch.cpu_threads import SPIN_COUNT, spin_briefly
+from pensieve.config import machine
+from pensieve.launch.cpu_threads import SPIN_COUNT, prepare_threads
 
 
 def test_a_process_that_nobody_told_anything_spins_briefly():
     environ: dict[str, str] = {}
-    spin_briefly(environ)
+    prepare_threads(environ)
     assert environ == {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
+
+
+@pytest.fixture(autouse=True)
+def _no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cpu_quota", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("quota", "threads"),
+    [(0.2, "1"), (1.4, "1"), (1.5, "2"), (3.0, "3"), (3.5, None), (64.0, None)],
+)
+def test_there_are_no_more_threads_than_the_quota_lets_run(
+    quota: float, threads: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(machine, "num_cores", lambda: 4)
+    environ = {"OMP_WAIT_POLICY": "active"}
+    prepare_threads(environ)
+    assert environ.get("OMP_NUM_THREADS") == threads
+    environ = {"OMP_NUM_THREADS": "7"}
+    prepare_threads(environ)
+    assert environ["OMP_NUM_THREADS"] == "7"
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
 def test_what_the_operator_set_stays(name: str):
     environ = {name: "active"}
-    spin_briefly(environ)
+    prepare_threads(environ)
     assert environ == {name: "active"}
 
 

@@ -1,0 +1,82 @@
+"""How much of this machine the process may take: memory, and processors.
+
+A control group may allow less than there is (a container's limits).  Both versions of control groups are
+read, from the process's own group up to the root, because each of them limits those below it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be taken without swapping, within the control group's limit."""
+    try:
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        available = 4 * 2**30
+    for folder in _control_groups("memory"):
+        for limit, used in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            room = _numbers(folder / limit), _numbers(folder / used)
+            if room[0] and room[1]:
+                available = min(available, max(room[0][0] - room[1][0], 0))
+    return available
+
+
+def num_cores() -> int:
+    """Processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_quota() -> float | None:
+    """How many processors' time the control group allows; None: all there is."""
+    quotas: list[float] = []
+    for folder in _control_groups("cpu"):
+        both = _numbers(folder / "cpu.max")
+        if len(both) != 2:
+            both = [*_numbers(folder / "cpu.cfs_quota_us"), *_numbers(folder / "cpu.cfs_period_us")]
+        if len(both) == 2 and both[0] > 0 and both[1] > 0:
+            quotas.append(both[0] / both[1])
+    return min(quotas, default=None)
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """The folders of the groups that this process is in, if the controller may be set there."""
+    try:
+        lines = OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":  # version 2
+            mounts = [GROUPS, GROUPS / "unified"]
+        elif controller in controllers.split(","):
+            mounts = [GROUPS / controller, GROUPS / controllers]
+        else:
+            continue
+        inside = Path(
+            path.lstrip("/")
+        )  # in a container the path may be the host's, and not be there
+        for mount in mounts:
+            yield from (mount / each for each in (inside, *inside.parents))
+
+
+def _numbers(path: Path) -> list[int]:
+    """Empty where the file is missing or says "max"."""
+    try:
+        return [int(each) for each in path.read_text().split()]
+    except (OSError, ValueError):
+        return []

@@ -1,0 +1,109 @@
+"""The kernels' own threads (csrc/cpu/threads.cpp): right for all callers, and a late one holds up nobody."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from pensieve.kernels import cpu_library
+from pensieve.kernels.layer.cpu import argmax
+
+PTRACE_ATTACH, PTRACE_DETACH, WAIT_FOR_THREADS = 16, 17, 0x40000000
+
+pytestmark = pytest.mark.skipif(
+    cpu_library.compiled_library() is None, reason="the kernels were not compiled"
+)
+
+
+def test_many_callers_at_once_get_right_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them has the helpers, the others work alone; each call ends with its own rows done."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    wrong: list[int] = []
+
+    def call(seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        for num_rows in range(1, 200):
+            rows = torch.rand(num_rows, 37, generator=draw)
+            if not torch.equal(argmax(rows), rows.argmax(-1)):
+                wrong.append(seed)
+
+    callers = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert not wrong
+
+
+WORK = """
+import sys, threading, os
+import torch
+from pensieve.kernels.layer.cpu import argmax
+torch.set_num_threads(3)
+rows = torch.rand(512, 64, generator=torch.Generator().manual_seed(0))
+right = rows.argmax(-1)
+before = {int(each) for each in os.listdir('/proc/self/task')}
+def work(times):
+    for _ in range(times):
+        assert torch.equal(argmax(rows), right)
+work(10)
+helpers = sorted({int(each) for each in os.listdir('/proc/self/task')} - before)
+"""
+
+
+def test_a_forked_child_has_helpers_of_its_own() -> None:
+    program = WORK + (
+        "import time\n"
+        "child = os.fork()\n"
+        "work(1000)\n"
+        "if not child:\n"
+        "    os._exit(0 if len(os.listdir('/proc/self/task')) == 3 else 1)\n"
+        "print(len(helpers), os.waitpid(child, 0)[1])\n"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (told.stdout, told.returncode) == ("2 0\n", 0), told.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are stopped with ptrace")
+def test_a_helper_that_does_not_come_is_not_waited_for() -> None:
+    """All helpers are stopped, as the operating system does with a thread whose core another one has."""
+    program = WORK + (
+        "print(*helpers, flush=True)\n"
+        "input()\n"
+        "work(1000)\n"
+        "print('done', flush=True)\n"
+        "input()\n"
+        "work(1000)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        helpers = [int(each) for each in process.stdout.readline().split()]
+        assert len(helpers) == 2
+        trace = ctypes.CDLL(None, use_errno=True).ptrace
+        for helper in helpers:
+            if trace(PTRACE_ATTACH, helper, None, None):
+                process.kill()
+                pytest.skip(f"ptrace is not allowed: {os.strerror(ctypes.get_errno())}")
+            os.waitpid(helper, WAIT_FOR_THREADS)
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "done\n"
+        for helper in helpers:
+            trace(PTRACE_DETACH, helper, None, None)
+        process.stdin.write("go\n")
+        process.stdin.close()
+        assert process.wait() == 0
