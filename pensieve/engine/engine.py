@@ -52,6 +52,7 @@ from pensieve.engine.messages import (
     ProvideLog,
     RewindConversation,
     SubmitTurn,
+    TurnAdmitted,
     TurnEnded,
 )
 from pensieve.engine.metrics import Metrics, cached
@@ -275,6 +276,8 @@ class Engine:
         self._publish(self._ended())
         for observer in self._observers:
             observer.planned(iteration, now)
+        if iteration is not None:
+            self._publish([TurnAdmitted(each.turn_id) for each in iteration.started])
         return iteration
 
     # -- out --

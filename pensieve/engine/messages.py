@@ -121,6 +121,13 @@ class LogNeeded:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnAdmitted:
+    """The turn waits no longer: it has its pages, and is part of the next iterations."""
+
+    turn_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class TurnEnded:
     turn_id: int
     conversation_id: str
@@ -139,4 +146,4 @@ class Answer:
     rows: tuple[tuple[str | float, ...], ...] = ()
 
 
-Event = SampledToken | LogNeeded | TurnEnded | Answer
+Event = SampledToken | LogNeeded | TurnAdmitted | TurnEnded | Answer

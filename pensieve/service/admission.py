@@ -4,19 +4,20 @@ Refusing is the cheapest thing the daemon does.  The reasons, in this order: it 
 is no engine, too many turns are begun and not ended, the tenant has used up what it may, or the present
 queue would miss the request's deadline.
 
-How long turns wait at present is an average over recent ones, the latest counting an eighth.
+How long a turn would wait follows from those that wait now: as many times the average time between two
+admissions of the engine while somebody waited, the latest counting an eighth; and at least as long as none
+has been admitted by now.  Where nobody waits there is no wait, whatever was before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from pensieve.errors import DeadlineExceeded, PensieveError, QueueFull, Unavailable
 from pensieve.service.limits import Allowance, Limits
 
-LATEST_SHARE = 1 / 8  # of the latest turn in the average wait
+LATEST_SHARE = 1 / 8  # of the latest admission in the average
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,14 @@ class Load:
     engine_serves: bool
     num_turns: int  # begun or about to, and not ended
     num_turns_of_tenant: int
+    num_waiting: int  # of those begun: for which the engine has no room yet
+    waiting_since: float | None  # the first of them
 
 
 class Admission:
     def __init__(self, turns_max: int, limits: Mapping[str, Limits], now: float) -> None:
-        self.queue_seconds = 0.0  # that recent turns have waited
+        self._seconds_per_admission = 0.0
+        self._admitted_at = now  # the latest
         self._turns_max = turns_max
         self._allowances = {tenant: Allowance(each, now) for tenant, each in limits.items()}
 
@@ -49,19 +53,31 @@ class Admission:
             exceeded = allowance.exceeded(load.num_turns_of_tenant, now)
             if exceeded is not None:
                 return exceeded
-        if seconds_left is not None and self.queue_seconds > seconds_left:
+        wait = self.wait_seconds(load, now)
+        if seconds_left is not None and wait > seconds_left:
             return DeadlineExceeded(
-                f"turns wait {self.queue_seconds:.1f} s at present; the deadline is in {seconds_left:.1f} s"
+                f"turns wait {wait:.1f} s at present; the deadline is in {seconds_left:.1f} s"
             )
         return None
 
-    def turn_ended(self, tenant: str, figures: Mapping[str, Any], now: float) -> None:
-        """Count what a turn has cost; one that failed has no figures, and cost nothing."""
+    def wait_seconds(self, load: Load, now: float) -> float:
+        """How long a turn that came now would wait."""
+        if load.waiting_since is None:
+            return 0.0
+        nobody_since = max(self._admitted_at, load.waiting_since)
+        return max(load.num_waiting * self._seconds_per_admission, now - nobody_since)
+
+    def turn_admitted(self, begun_at: float, now: float) -> None:
+        """The engine had room for a turn that began then."""
+        between = now - max(self._admitted_at, begun_at)
+        self._seconds_per_admission += (between - self._seconds_per_admission) * LATEST_SHARE
+        self._admitted_at = now
+
+    def charge(self, tenant: str, num_tokens: int, now: float) -> None:
+        """Count what a turn has cost its tenant."""
         if (allowance := self._allowances.get(tenant)) is not None:
-            allowance.spend(figures.get("new_tokens", 0) + figures.get("output_tokens", 0), now)
-        waited = figures.get("queue_seconds", 0.0)
-        self.queue_seconds += (waited - self.queue_seconds) * LATEST_SHARE
+            allowance.spend(num_tokens, now)
 
     def engine_lost(self) -> None:
-        """Nobody waits any more."""
-        self.queue_seconds = 0.0
+        """The next one may be faster."""
+        self._seconds_per_admission = 0.0

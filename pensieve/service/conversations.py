@@ -38,6 +38,7 @@ from pensieve.engine.messages import (
     LogNeeded,
     Message,
     RewindConversation,
+    TurnAdmitted,
     TurnEnded,
 )
 from pensieve.errors import (
@@ -50,6 +51,7 @@ from pensieve.errors import (
     TurnRunning,
     Unavailable,
 )
+from pensieve.service.arriving import Arriving
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import Ask, ConversationSettings
 from pensieve.service.history import History
@@ -60,6 +62,7 @@ from pensieve.service.turns import Ending, Turns, failure_of
 from pensieve.store import records
 
 log = logging.getLogger("pensieve")
+LOOKUPS_MAX = 16  # at once, of requests that may not begin a turn
 DRAFTS_MAX = 3  # of a request whose turn was running and is not live any more
 GIVEN_UP = "the turn was given up; its conversation is unchanged"
 
@@ -72,11 +75,13 @@ class Conversations:
         threads: Threads,
         put: Callable[[Message], None],
         config: DaemonConfig,
-        on_turn_end: Callable[[LiveTurn], None],
+        *,
+        on_admitted: Callable[[LiveTurn], None],
+        charge: Callable[[LiveTurn], None],
     ) -> None:
-        """`put` takes messages for the engine; `on_turn_end` gets each turn that the engine has ended."""
+        """`put` takes messages for the engine; `charge` gets each turn that has cost its tenant something."""
         self.turns = turns
-        self.num_arriving = 0  # turns about to begin
+        self.arriving = Arriving()
         self.readers = Readers(
             threads.loop,
             ReaderLimits(config.grace_seconds, config.stall_seconds, config.undelivered_tokens_max),
@@ -86,7 +91,9 @@ class Conversations:
         self._threads = threads
         self._put = put
         self._short_characters = config.short_characters
-        self._on_turn_end = on_turn_end
+        self._on_admitted = on_admitted
+        self._charge = charge
+        self._num_lookups = 0
 
     # -- conversations --
 
@@ -145,6 +152,7 @@ class Conversations:
             live = None if deleted.turn_id is None else self.turns.of_turn(deleted.turn_id)
             if live is not None and (cancel := self.turns.interrupt(live)) is not None:
                 self._tell(cancel)
+                self._charge(live)
                 self._fail(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
             self._tell(DeleteConversation(cache_key(tenant, conversation_id)))
             if deleted.error is not None:
@@ -156,14 +164,36 @@ class Conversations:
 
     async def begin(self, ask: Ask) -> LiveTurn:
         """A turn of a conversation, begun now or known by its request_id."""
-        self.num_arriving += 1
+        self.arriving.add(ask)
         return await self._threads.whole(self._begin(ask))
+
+    def attach(self, ask: Ask) -> LiveTurn | None:
+        """The live turn of this very request; it has a reader in a moment."""
+        live = self.turns.of_request(ask) if ask.request_id else None
+        if live is not None:
+            self.readers.start_grace(live)
+        return live
+
+    async def known(self, ask: Ask) -> LiveTurn | None:
+        """The turn of a request that came before, if it runs or has its reply."""
+        if not ask.request_id or self._num_lookups == LOOKUPS_MAX:
+            return None
+        self._num_lookups += 1
+        try:
+            known = await self._threads.in_store(self._history.known, ask)
+        except NotFound:
+            return None
+        finally:
+            self._num_lookups -= 1
+        if known is None:
+            return None
+        return replayed(known.turn, known.reply) if known.reply is not None else self.attach(ask)
 
     async def _begin(self, ask: Ask) -> LiveTurn:
         try:
             live = await self._begun_or_known(ask)
         finally:
-            self.num_arriving -= 1
+            self.arriving.remove(ask)
         self.readers.start_grace(live)  # until its first reader comes
         return live
 
@@ -199,7 +229,7 @@ class Conversations:
         return await threads.in_store(history.begin, drafted, prompt)
 
     async def _submit(self, begun: Begun) -> LiveTurn:
-        live, submit = self.turns.begin(begun)
+        live, submit = self.turns.begin(begun, self._threads.loop.time())
         try:
             self._put(submit)
         except PensieveError as error:
@@ -217,7 +247,7 @@ class Conversations:
 
     # -- a turn ends --
 
-    def take(self, events: list[SampledToken | TurnEnded | LogNeeded]) -> None:
+    def take(self, events: list[SampledToken | TurnAdmitted | TurnEnded | LogNeeded]) -> None:
         """What the engine says of turns, in its order."""
         numbers = set()
         for event in events:
@@ -227,6 +257,9 @@ class Conversations:
             elif isinstance(event, TurnEnded):
                 if (ending := self.turns.end(event)) is not None:
                     self._threads.spawn(self._commit(ending))
+            elif isinstance(event, TurnAdmitted):
+                if (live := self.turns.admit(event.turn_id)) is not None:
+                    self._on_admitted(live)
             else:
                 self._threads.spawn(self._provide_log(event))
         for number in numbers:
@@ -264,7 +297,8 @@ class Conversations:
             with contextlib.suppress(PensieveError):
                 await self._threads.in_store(self._history.interrupt, live.turn_id)
             self._fail(live, TurnFailed("INTERNAL", f"the turn could not be ended: {error}"))
-        self._on_turn_end(live)
+        if live.figures:  # a turn that failed costs nothing
+            self._charge(live)
 
     async def interrupt(
         self,
@@ -277,6 +311,8 @@ class Conversations:
         if cancel is None:
             return
         self._tell(cancel)
+        if finish is FinishReason.CANCELLED:  # its client left; what failed costs nothing
+            self._charge(live)
         try:
             await self._threads.in_store(self._history.interrupt, live.turn_id)
         except NotFound:
@@ -302,6 +338,9 @@ class Conversations:
     async def _give_up(self, live: LiveTurn) -> None:
         if self.readers.has_reader(live):
             return  # it came between the end of the grace and this task
+        if self.arriving.expects(live):
+            self.readers.start_grace(live)  # somebody is on the way, behind other jobs of the store
+            return
         await self.interrupt(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
 
     def _tell(self, message: Message | None) -> None:

@@ -103,7 +103,8 @@ class Daemon:
             self.threads,
             self._put,
             self.config,
-            self._on_turn_end,
+            on_admitted=self._on_admitted,
+            charge=self._charge,
         )
         gc_pause.freeze()
         self.threads.spawn(self._sweep())
@@ -139,23 +140,39 @@ class Daemon:
         """Begun or about to, and not ended."""
         if self._conversations is None:
             return 0
-        return self._conversations.turns.num_live + self._conversations.num_arriving
+        return self._conversations.turns.num_live + self._conversations.arriving.num_turns
 
     # -- turns --
 
     async def begin(self, ask: Ask, seconds_left: float | None = None) -> LiveTurn:
-        """A turn of a conversation, if it may begin now."""
+        """A turn of a conversation: one that runs or has its reply, or another if it may begin now."""
         conversations = self.conversations
-        load = Load(
+        if (live := conversations.attach(ask)) is not None:
+            return live
+        now = self._loop.time()
+        refusal = self.admission.refusal(ask.tenant, self._load(ask.tenant), seconds_left, now)
+        if refusal is None:
+            return await conversations.begin(ask)
+        if (live := await conversations.known(ask)) is not None:
+            return live
+        raise refusal
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long a turn that came now would wait until the engine has room for it."""
+        return self.admission.wait_seconds(self._load(), self._loop.time())
+
+    def _load(self, tenant: str = "") -> Load:
+        conversations = self.conversations
+        turns, arriving = conversations.turns, conversations.arriving
+        return Load(
             self.draining,
             self.engine.serving,
-            self.num_turns,
-            conversations.turns.num_of_tenant(ask.tenant),
+            turns.num_live + arriving.num_turns,
+            turns.num_of_tenant(tenant) + arriving.num_of_tenant(tenant),
+            turns.num_waiting,
+            turns.waiting_since,
         )
-        refusal = self.admission.refusal(ask.tenant, load, seconds_left, self._loop.time())
-        if refusal is not None:
-            raise refusal
-        return await conversations.begin(ask)
 
     async def cancel_turn(self, conversation_id: str, turn_id: str = "", tenant: str = "") -> bool:
         """Cancel the turn that a conversation runs, if it is this one; whether it was."""
@@ -166,8 +183,11 @@ class Daemon:
         self.conversations.cancel(live)
         return True
 
-    def _on_turn_end(self, live: LiveTurn) -> None:
-        self.admission.turn_ended(live.tenant, live.figures, self._loop.time())
+    def _on_admitted(self, live: LiveTurn) -> None:
+        self.admission.turn_admitted(live.begun_at, self._loop.time())
+
+    def _charge(self, live: LiveTurn) -> None:
+        self.admission.charge(live.tenant, live.num_charged_tokens, self._loop.time())
 
     # -- reading the history; also while the model is loading --
 

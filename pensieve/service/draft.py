@@ -47,6 +47,14 @@ class Ask:
     def num_characters(self) -> int:
         return sum(len(each.content) + len(each.thinking or "") for each in self.messages)
 
+    def says_the_same_as(self, other: Ask) -> bool:
+        """Whether both may share a request_id."""
+        return (self.messages, self.options.sampling, self.metadata) == (
+            other.messages,
+            other.options.sampling,
+            other.metadata,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:

@@ -199,6 +199,16 @@ class History:
 
     # -- a turn begins --
 
+    def known(self, ask: Ask) -> Known | None:
+        """The turn of this request, if it runs or has its reply; nothing is begun."""
+        stored = self._store.find_turn(ask.conversation_id, ask.request_id, tenant=ask.tenant)
+        if stored is None or stored.state not in KNOWN_STATES:
+            return None
+        request = self._request(ask, ask.request_id)
+        begun = self._store.begin_turn(ask.conversation_id, request, tenant=ask.tenant)
+        assert not begun.must_run
+        return self._known(begun.turn)
+
     def start(self, ask: Ask) -> Begun | Known:
         """Draft, tokenize and begin at once: for short messages, which take less than another hop."""
         drafted = self.draft(ask)
@@ -216,12 +226,9 @@ class History:
             conversation = self.create(ConversationSettings(conversation_id, tenant=tenant))
         is_new = not conversation.revision and conversation.running_turn_id is None
         if ask.request_id and not is_new:
-            stored = self._store.find_turn(conversation_id, ask.request_id, tenant=tenant)
-            if stored is not None and stored.state in KNOWN_STATES:
-                request = self._request(ask, ask.request_id)
-                begun = self._store.begin_turn(conversation_id, request, tenant=tenant)
-                assert not begun.must_run
-                return self._known(begun.turn)
+            known = self.known(ask)
+            if known is not None:
+                return known
         if conversation.running_turn_id is not None:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
         if ask.expected_revision not in (None, conversation.revision):
@@ -265,6 +272,7 @@ class History:
         sampling = replace(ask.options.sampling, seed=begun.turn.seed)
         return Begun(
             begun.turn,
+            ask,
             SubmitTurn(
                 UNNUMBERED,
                 cache_key(tenant, conversation.conversation_id),

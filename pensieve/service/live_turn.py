@@ -20,6 +20,7 @@ from pensieve.core.iteration import Logprob, SampledToken
 from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.messages import SubmitTurn
 from pensieve.errors import PensieveError
+from pensieve.service.draft import Ask
 from pensieve.store import records
 from pensieve.text import Part, PartMarker
 
@@ -52,6 +53,7 @@ class Begun:
     """A turn that the store holds as `running`: what the engine and its readers need of it."""
 
     turn: records.StoredTurn
+    ask: Ask
     submit: SubmitTurn  # without the number that the engine will know it by
     first_revision: int  # of the conversation before it
     prompt_end: array[int]  # the last tokens before the reply; a template may open thinking in them
@@ -100,6 +102,9 @@ class LiveTurn:
     texts: list[str] = field(default_factory=list)  # that each token released
     parts: list[Part] = field(default_factory=list)  # that each token belongs to
     logprobs: dict[int, tuple[float, tuple[Logprob, ...]]] = field(default_factory=dict)
+    ask: Ask | None = None  # that began it here; None of one that was completed before
+    begun_at: float = 0.0  # by the loop's clock
+    admitted: bool = False  # the engine has room for it; before that it waits
     phase: Phase = Phase.RUNNING
     finish: FinishReason | None = None
     failure: PensieveError | None = None
@@ -124,6 +129,13 @@ class LiveTurn:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_charged_tokens(self) -> int:
+        """That its tenant has used: those it brought, once they were computed, and those of its reply."""
+        if self.figures:
+            return int(self.figures["new_tokens"] + self.figures["output_tokens"])
+        return self.num_tokens + (self.prompt_tokens if self.admitted else 0)
 
     def move_to(self, phase: Phase) -> None:
         assert phase in LEGAL_TRANSITIONS[self.phase], (self.turn_id, self.phase, phase)

@@ -30,6 +30,7 @@ from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason
 from pensieve.engine.messages import TOKEN_BYTES, CancelTurn, SubmitTurn, TurnEnded
 from pensieve.errors import PensieveError, QueueFull, TurnFailed, Unavailable
+from pensieve.service.draft import Ask
 from pensieve.service.live_turn import (
     Begun,
     Committed,
@@ -56,6 +57,8 @@ class Turns:
         self._tokenizer = tokenizer
         self._engine_since = engine_since
         self._live: dict[int, LiveTurn] = {}  # by the number that the engine knows them by
+        self._waiting: dict[int, LiveTurn] = {}  # those that the engine has no room for yet
+        self._of_request: dict[tuple[str, str, str], LiveTurn] = {}
         self._num_of_tenant: Counter[str] = Counter()
         self._numbers = count(1)
 
@@ -68,6 +71,16 @@ class Turns:
     def num_of_tenant(self, tenant: str) -> int:
         return self._num_of_tenant[tenant]
 
+    @property
+    def num_waiting(self) -> int:
+        """Begun, and not admitted by the engine."""
+        return len(self._waiting)
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When the one that has waited longest began."""
+        return next((live.begun_at for live in self._waiting.values()), None)
+
     def all_live(self) -> list[LiveTurn]:
         return list(self._live.values())
 
@@ -76,6 +89,13 @@ class Turns:
         return self._first(
             lambda live: live.conversation_id == conversation_id and live.tenant == tenant
         )
+
+    def of_request(self, ask: Ask) -> LiveTurn | None:
+        """The turn that this request began and that still takes readers."""
+        live = self._of_request.get((ask.tenant, ask.conversation_id, ask.request_id))
+        if live is None or live.ask is None or live.phase is Phase.INTERRUPTING:
+            return None
+        return live if ask.says_the_same_as(live.ask) else None
 
     def of_number(self, number: int) -> LiveTurn | None:
         return self._live.get(number)
@@ -89,7 +109,7 @@ class Turns:
         """For a turn or a warm; the engine never gets the same one twice."""
         return next(self._numbers)
 
-    def begin(self, begun: Begun) -> tuple[LiveTurn, SubmitTurn]:
+    def begin(self, begun: Begun, now: float) -> tuple[LiveTurn, SubmitTurn]:
         """The live turn, and what submits it to the engine."""
         turn, submit = begun.turn, replace(begun.submit, turn_id=self.new_number())
         live = LiveTurn(
@@ -97,6 +117,8 @@ class Turns:
             turn.conversation_id,
             submit.history_tokens,
             len(submit.tokens) // TOKEN_BYTES,
+            ask=begun.ask,
+            begun_at=now,
             tenant=turn.tenant,
             number=submit.turn_id,
             request_id=turn.request_id,
@@ -105,9 +127,17 @@ class Turns:
             recompute_reason=self._recompute_reason(begun),
             marker=PartMarker(self._tokenizer, begun.prompt_end),
         )
-        self._live[live.number] = live
+        self._live[live.number] = self._waiting[live.number] = live
+        self._of_request[live.tenant, live.conversation_id, live.request_id] = live
         self._num_of_tenant[live.tenant] += 1
         return live, submit
+
+    def admit(self, number: int) -> LiveTurn | None:
+        """The engine has room for it; the turn, if it is known."""
+        live = self._waiting.pop(number, None)
+        if live is not None:
+            live.admitted = True
+        return live
 
     def take(self, token: SampledToken) -> LiveTurn | None:
         """Append a token to its turn, unless it takes none any more; the turn, if it is known."""
@@ -175,6 +205,8 @@ class Turns:
 
     def _remove(self, live: LiveTurn, finish: FinishReason) -> None:
         del self._live[live.number]
+        del self._of_request[live.tenant, live.conversation_id, live.request_id]
+        self._waiting.pop(live.number, None)
         self._num_of_tenant[live.tenant] -= 1
         if not self._num_of_tenant[live.tenant]:
             del self._num_of_tenant[live.tenant]

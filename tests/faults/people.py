@@ -402,7 +402,7 @@ class People:
 
     def _is_last(self, request: Request, daemon: Daemon) -> bool:
         """No other call may begin it; what a client began before it hung up is on its way still."""
-        return request.num_calls == 1 and not daemon.conversations.num_arriving
+        return request.num_calls == 1 and not daemon.conversations.arriving.num_turns
 
     def _is_live(self, request: Request) -> bool:
         if self.daemon is None:

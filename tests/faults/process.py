@@ -35,7 +35,7 @@ class Process:
     def is_settled(self) -> bool:
         """Whatever was begun is known: as a live turn, or by its call."""
         return not self.in_job and not (
-            self.daemon is not None and self.daemon.conversations.num_arriving
+            self.daemon is not None and self.daemon.conversations.arriving.num_turns
         )
 
     def deliver(self, num_frames: int) -> None:

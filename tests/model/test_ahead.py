@@ -26,7 +26,7 @@ from pensieve.core.scheduler import Scheduler, SchedulerConfig
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.messages import CancelTurn, Event, SubmitTurn, TurnEnded
+from pensieve.engine.messages import CancelTurn, Event, SubmitTurn, TurnAdmitted, TurnEnded
 from pensieve.kernels.layer import cpu as dense
 from pensieve.model.batch import Batch
 from pensieve.model.executor import TorchExecutor
@@ -190,6 +190,8 @@ class Crowd:
         history: dict[str, list[Said]],
         speaking: dict[int, tuple[str, list[int]]],
     ) -> None:
+        if isinstance(event, TurnAdmitted):
+            return
         assert isinstance(event, SampledToken | TurnEnded)
         said = self.turns[event.turn_id]
         limit = self.cancels.get(event.turn_id)

@@ -84,7 +84,7 @@ class Conversations:
 
     def _live(self, found: Begun | Known) -> LiveTurn:
         if isinstance(found, Begun):
-            live, submit = self.turns.begin(found)
+            live, submit = self.turns.begin(found, 0.0)
             self._mailbox.put(submit)
             return live
         if found.reply is not None:

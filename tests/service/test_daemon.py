@@ -450,14 +450,6 @@ def test_the_cache_can_be_looked_at(rig: DaemonRig) -> None:
     assert first.conversations_stored == second.conversations_stored > 5
 
 
-def test_a_deadline_that_the_queue_would_miss_is_refused_at_once(slow: DaemonRig) -> None:
-    slow.daemon.admission.queue_seconds = 20_000.0
-    with pytest.raises(grpc.RpcError) as error:
-        slow.ask("late", "hello", seconds=15_000)  # longer than a test may take
-    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert details(error.value)["ErrorInfo"].reason == "DEADLINE_EXCEEDED"
-
-
 def test_a_conversation_that_says_good_bye_counts_as_idle(rig: DaemonRig) -> None:
     rig.ask("bye", "so long", hints=pb.Hints(last_turn=True))
     rig.ask("later", "in a minute", hints=pb.Hints(expected_return_seconds=60))

@@ -8,15 +8,16 @@ import pytest
 
 from pensieve.builtin import MODEL_PATH
 from pensieve.core.iteration import SampledToken
-from pensieve.core.turn import FinishReason, Usage
+from pensieve.core.turn import FinishReason, TurnOptions, Usage
 from pensieve.engine.messages import CancelTurn, SubmitTurn, TurnEnded
 from pensieve.errors import QueueFull, TurnInterrupted
+from pensieve.service.draft import Ask
 from pensieve.service.live_turn import Begun, Committed, LiveTurn, Phase, cache_key
 from pensieve.service.turns import Turns, failure_of
 from pensieve.store import records
-from pensieve.text import Tokenizer
+from pensieve.text import Message, Tokenizer
 
-ENGINE_SINCE = 100.0
+ENGINE_SINCE, NOW = 100.0, 7.0
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,8 @@ def begun(turn_id: int, *, tenant: str = "", changed_at: float = 200.0) -> Begun
     tokens = array("I", [5, 6, 7])
     key = cache_key(tenant, f"c{turn_id}")
     submit = SubmitTurn(0, key, tokens.tobytes(), 10, first_position=10)
-    return Begun(turn, submit, 2, tokens, changed_at, False)
+    ask = Ask(f"c{turn_id}", (Message("user", "?"),), TurnOptions(), tenant, f"r{turn_id}")
+    return Begun(turn, ask, submit, 2, tokens, changed_at, False)
 
 
 def ended(live: LiveTurn, finish: FinishReason = FinishReason.LENGTH) -> TurnEnded:
@@ -58,7 +60,7 @@ def ended(live: LiveTurn, finish: FinishReason = FinishReason.LENGTH) -> TurnEnd
 
 
 def test_a_turn_says_where_its_tokens_begin(turns: Turns) -> None:
-    live, submit = turns.begin(begun(1, tenant="acme"))
+    live, submit = turns.begin(begun(1, tenant="acme"), NOW)
     assert (submit.turn_id, submit.conversation_id) == (live.number, "acme/c1")
     assert (submit.first_position, submit.history_tokens) == (10, 10)
     assert array("I", submit.tokens) == array("I", [5, 6, 7])
@@ -68,7 +70,7 @@ def test_a_turn_says_where_its_tokens_begin(turns: Turns) -> None:
 
 
 def test_what_was_taken_before_a_cancel_is_kept_and_nothing_after_it(turns: Turns) -> None:
-    live, _ = turns.begin(begun(1))
+    live, _ = turns.begin(begun(1), NOW)
     turns.take(SampledToken(live.number, 8, "a"))
     assert turns.cancel(live) == CancelTurn(live.number, 14)  # 10 + 3 + 1
     assert turns.cancel(live) is None
@@ -85,8 +87,8 @@ def test_what_was_taken_before_a_cancel_is_kept_and_nothing_after_it(turns: Turn
 
 
 def test_what_began_to_end_a_turn_ends_it(turns: Turns) -> None:
-    committing, _ = turns.begin(begun(1))
-    interrupting, _ = turns.begin(begun(2))
+    committing, _ = turns.begin(begun(1), NOW)
+    interrupting, _ = turns.begin(begun(2), NOW)
     assert turns.end(ended(committing)) is not None
     assert turns.interrupt(committing) is None
     assert turns.cancel(committing) is None
@@ -101,10 +103,10 @@ def test_what_began_to_end_a_turn_ends_it(turns: Turns) -> None:
 
 
 def test_events_of_turns_that_are_not_live_find_nothing(turns: Turns) -> None:
-    live, _ = turns.begin(begun(1))
+    live, _ = turns.begin(begun(1), NOW)
     turns.interrupt(live)
     turns.fail(live, TurnInterrupted("it was given up"))
-    again, submit = turns.begin(begun(1))
+    again, submit = turns.begin(begun(1), NOW)
     assert submit.turn_id != live.number
     assert turns.take(SampledToken(live.number, 8, "a")) is None
     assert turns.end(ended(live)) is None
@@ -113,7 +115,7 @@ def test_events_of_turns_that_are_not_live_find_nothing(turns: Turns) -> None:
 
 @pytest.mark.parametrize(("changed_at", "reason"), [(200.0, "dropped"), (50.0, "engine_restarted")])
 def test_recomputing_is_explained(turns: Turns, changed_at: float, reason: str) -> None:
-    live, _ = turns.begin(begun(1, changed_at=changed_at))
+    live, _ = turns.begin(begun(1, changed_at=changed_at), NOW)
     ending = turns.end(ended(live))
     assert ending is not None
     assert ending.reply is not None
