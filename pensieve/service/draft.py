@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -42,6 +42,15 @@ class Ask:
     expected_revision: int | None = None
     create_if_missing: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)  # stored with its messages
+    given_sampling: Mapping[str, Any] | None = None  # what the client set; None: all of `options`
+
+    @property
+    def sampling_given(self) -> dict[str, Any]:
+        """By which the same request is known again, though defaults have changed meanwhile."""
+        if self.given_sampling is not None:
+            return dict(self.given_sampling)
+        values = asdict(self.options.sampling)
+        return values if values["seed"] else {k: v for k, v in values.items() if k != "seed"}
 
     @property
     def num_characters(self) -> int:
@@ -49,9 +58,9 @@ class Ask:
 
     def says_the_same_as(self, other: Ask) -> bool:
         """Whether both may share a request_id."""
-        return (self.messages, self.options.sampling, self.metadata) == (
+        return (self.messages, self.sampling_given, self.metadata) == (
             other.messages,
-            other.options.sampling,
+            other.sampling_given,
             other.metadata,
         )
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from pensieve.core.sampling import Sampling
@@ -297,7 +297,7 @@ class History:
         text = reply.text
         if reply.is_cut:
             text = self._template.tokenizer.decode(list(reply.token_ids))
-        message = records.NewMessage("assistant", text, reply.token_ids)
+        message = records.NewMessage("assistant", text, reply.token_ids, "", reply.stream)
         revision = self._store.finish_turn(
             reply.turn_id, message, reply.finish.value, reply.figures
         )
@@ -359,13 +359,11 @@ class History:
     def _request(
         self, ask: Ask, request_id: str, prompt: Sequence[Sequence[int]] | None = None
     ) -> records.TurnRequest:
-        sampling = ask.options.sampling
-        values = {name: value for name, value in asdict(sampling).items() if name != "seed"}
         return records.TurnRequest(
             request_id,
             new_messages(ask, prompt or [[] for _ in ask.messages]),
-            values | ({"seed": sampling.seed} if sampling.seed else {}),
-            sampling.seed or self._random_bits(63) + 1,
+            ask.sampling_given,
+            ask.options.sampling.seed or self._random_bits(63) + 1,
             ask.expected_revision,
         )
 

@@ -76,6 +76,7 @@ class Reply:
     turn_id: int
     token_ids: tuple[int, ...]
     text: str
+    stream: Mapping[str, Any]  # what its deltas say beside that; see `stream_of`
     finish: FinishReason
     figures: Mapping[str, Any]  # usage, as it is stored
     is_cut: bool = False  # a cancel cut it: what was withheld as a possible stop string is text
@@ -150,17 +151,53 @@ class LiveTurn:
         self.token_ids.append(token.token_id)
 
 
+def stream_of(live: LiveTurn) -> dict[str, Any]:
+    """What a reply is stored with, so that its deltas can be sent again: runs of parts, and logprobs.
+
+    `parts` holds (part, tokens, characters) of each run; a reply that is only text has none.
+    """
+    stream: dict[str, Any] = {}
+    runs: list[list[Any]] = []
+    for part, text in zip(live.parts, live.texts, strict=True):
+        if not runs or runs[-1][0] != part.value:
+            runs.append([part.value, 0, 0])
+        runs[-1][1] += 1
+        runs[-1][2] += len(text)
+    if any(run[0] != Part.TEXT.value for run in runs):
+        stream["parts"] = runs
+    if live.logprobs:
+        stream["logprobs"] = [
+            [logprob, [list(each) for each in top]]
+            for logprob, top in (live.logprobs[i] for i in range(live.num_tokens))
+        ]
+    return stream
+
+
 def replayed(turn: records.StoredTurn, reply: records.NewMessage) -> LiveTurn:
     """A turn that was completed before, as its reader sees it again."""
     assert turn.finish_reason is not None
+    num_tokens, content = len(reply.token_ids), reply.content
+    texts, parts = [""] * num_tokens, [Part.TEXT] * num_tokens
+    runs = reply.extra.get("parts") or [[Part.TEXT.value, num_tokens, len(content)]]
+    token = character = 0
+    for part, tokens, characters in runs:
+        parts[token : token + tokens] = [Part(part)] * tokens
+        end = character + characters if token + tokens < num_tokens else len(content)
+        if tokens:
+            texts[token] = content[character:end]
+        token, character = token + tokens, end
     return LiveTurn(
         turn.turn_id,
         turn.conversation_id,
         history_tokens=0,
         prompt_tokens=0,
         token_ids=list(reply.token_ids),
-        texts=[reply.content],
-        parts=[Part.TEXT] * len(reply.token_ids),
+        texts=texts,
+        parts=parts,
+        logprobs={
+            token: (logprob, tuple(Logprob(*each) for each in top))
+            for token, (logprob, top) in enumerate(reply.extra.get("logprobs", ()))
+        },
         phase=Phase.ENDED,
         finish=FinishReason(turn.finish_reason),
         revision=turn.revision,

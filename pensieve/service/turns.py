@@ -38,6 +38,7 @@ from pensieve.service.live_turn import (
     Phase,
     RecomputeReason,
     Reply,
+    stream_of,
     usage_figures,
 )
 from pensieve.text import PartMarker, Tokenizer
@@ -179,6 +180,7 @@ class Turns:
             live.turn_id,
             tuple(live.token_ids),
             live.text,
+            stream_of(live),
             FinishReason.CANCELLED if live.cancelled else ended.finish,
             dict(live.figures),
             is_cut=live.cancelled and ended.finish is not FinishReason.STOP,

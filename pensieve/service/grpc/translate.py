@@ -95,6 +95,7 @@ def ask(request: pb.SendMessageRequest, tenant: str, defaults: Sampling) -> Ask:
         request.expected_revision if request.HasField("expected_revision") else None,
         request.create_if_missing,
         turn_metadata(request),
+        given_sampling(request.sampling),
     )
 
 
@@ -114,6 +115,14 @@ def turn_options(request: pb.SendMessageRequest, defaults: Sampling) -> TurnOpti
 
 def sampling_of(given: pb.Sampling, defaults: Sampling) -> Sampling:
     """The model's defaults with whatever the client gave in their place."""
+    values = given_sampling(given)
+    if "min_tokens" in values and "max_tokens" not in values:
+        values["max_tokens"] = max(defaults.max_tokens, values["min_tokens"])
+    return replace(defaults, **{"ignore_eos": False, **values})
+
+
+def given_sampling(given: pb.Sampling) -> dict[str, Any]:
+    """The fields that the client set."""
     values: dict[str, Any] = {
         field.name: value for field, value in given.ListFields() if field.name in SCALARS
     }
@@ -123,9 +132,9 @@ def sampling_of(given: pb.Sampling, defaults: Sampling) -> Sampling:
         values["stop_token_ids"] = tuple(given.stop_token_ids)
     if given.logit_bias:
         values["logit_bias"] = tuple(sorted(given.logit_bias.items()))
-    if "min_tokens" in values and "max_tokens" not in values:
-        values["max_tokens"] = max(defaults.max_tokens, values["min_tokens"])
-    return replace(defaults, ignore_eos=given.ignore_eos, **values)
+    if given.ignore_eos:
+        values["ignore_eos"] = True
+    return values
 
 
 def away_seconds(hints: pb.Hints) -> float:

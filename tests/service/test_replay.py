@@ -1,0 +1,124 @@
+"""A request_id that was answered gets the stored turn: the same tokens, parts and logprobs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pensieve.builtin import MODEL_PATH
+from pensieve.core.iteration import Logprob, SampledToken
+from pensieve.core.sampling import Sampling
+from pensieve.service.daemon import Daemon
+from pensieve.service.grpc import translate
+from pensieve.service.live_turn import LiveTurn, replayed, stream_of
+from pensieve.store import records
+from pensieve.text import Part, PartMarker, Tokenizer
+from pensieve.v1 import conversation_pb2 as pb
+from tests.service.rig_daemon import ECHO, DaemonRig
+
+ENGINE = (sys.executable, "-m", "pensieve.launch.engine_process")
+
+
+class Parts(PartMarker):
+    """Each token is of the part that its id says."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer, [])
+
+    def push(self, token_id: int) -> Part:
+        return (Part.TEXT, Part.THINKING, Part.TOOL_CALL)[token_id % 3]
+
+
+def streamed(live: LiveTurn) -> list[dict[str, Any]]:
+    """What a reader is told, a run of one part after the other."""
+    return [
+        {
+            "text": each.text,
+            "token_ids": list(each.token_ids),
+            "kind": each.kind,
+            "logprobs": [
+                (one.logprob, [(top.token_id, top.logprob) for top in one.alternatives])
+                for one in each.logprobs
+            ],
+        }
+        for each in translate.deltas(live, 0, live.num_tokens)
+    ]
+
+
+@pytest.mark.parametrize(
+    "token_ids", [[1, 4, 7, 3, 0, 6, 9], [3, 6], [1], [2, 0, 1, 3], [5, 5, 5, 0]]
+)
+@pytest.mark.parametrize("with_logprobs", [True, False])
+def test_deltas_are_the_same_from_the_store(token_ids: list[int], with_logprobs: bool) -> None:
+    live = LiveTurn(1, "c", 0, 3, marker=Parts(Tokenizer.load(MODEL_PATH)))
+    for position, token_id in enumerate(token_ids):
+        top = (Logprob(token_id, -0.125), Logprob(9, -1 / 3)) if with_logprobs else ()
+        text = ["ä", "", "xyz\n"][position % 3]
+        logprob = -0.125 if with_logprobs else None
+        live.take(SampledToken(1, token_id, text, False, logprob, top))
+    stored = json.loads(json.dumps(stream_of(live)))
+    turn = records.StoredTurn(
+        turn_id=1,
+        conversation_id="c",
+        tenant="",
+        request_id="r",
+        state=records.TurnState.COMPLETED,
+        attempts=1,
+        sampling={},
+        seed=1,
+        finish_reason="stop",
+        failure=None,
+        usage={},
+        revision=1,
+        created_at=0.0,
+        finished_at=1.0,
+    )
+    again = replayed(turn, records.NewMessage("assistant", live.text, token_ids, "", stored))
+    assert streamed(again) == streamed(live)
+    assert again.text == live.text
+
+
+def test_logprobs_come_again_over_the_wire(tmp_path: Path) -> None:
+    written = {"device_cache": "600t", "host_cache": "200t"}
+    fields: dict[str, Any] = {
+        "request_id": "r1",
+        "sampling": pb.Sampling(max_tokens=6, logprobs=2, ignore_eos=True),
+    }
+    with DaemonRig(tmp_path / "data", program=ENGINE, written=written) as rig:
+        first, again = ([*rig.send("c", "Hello there.", **fields)] for _ in range(2))
+        assert again[0].started.replayed
+        told = [
+            [
+                one
+                for event in events
+                if event.HasField("delta")
+                for one in zip(event.delta.token_ids, map(str, event.delta.logprobs), strict=True)
+            ]
+            for events in (first, again)
+        ]
+        assert len(told[0]) == 6
+        assert told[0] == told[1]
+        texts = ["".join(event.delta.text for event in events) for events in (first, again)]
+        assert texts[0] == texts[1]
+
+
+def test_other_defaults_make_no_other_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a client leaves open is no part of what it has said."""
+    with DaemonRig(tmp_path / "data", program=ECHO) as rig:
+        fields: dict[str, Any] = {"request_id": "r1", "sampling": pb.Sampling(top_k=3)}
+        first = rig.ask("c", "hello", **fields)
+        other = Sampling(temperature=0.25, max_tokens=77)
+        monkeypatch.setattr(Daemon, "defaults", property(lambda daemon: other))
+        again = rig.ask("c", "hello", **fields)
+        assert again.started.replayed
+        assert again.token_ids == first.token_ids
+        with pytest.raises(grpc.RpcError) as error:
+            rig.ask("c", "hello", request_id="r1", sampling=pb.Sampling(top_k=4))
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
