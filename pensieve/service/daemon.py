@@ -23,7 +23,7 @@ from pensieve import gc_pause
 from pensieve.core.sampling import Sampling
 from pensieve.engine.messages import Answer, CheckIntegrity, Event, GetStats
 from pensieve.engine.messages import Message as EngineMessage
-from pensieve.errors import PensieveError, Unavailable
+from pensieve.errors import PensieveError, StoreCorrupt, Unavailable
 from pensieve.service.admission import Admission, Load
 from pensieve.service.conversations import Conversations
 from pensieve.service.daemon_config import DaemonConfig
@@ -117,6 +117,20 @@ class Daemon:
         return self._conversations
 
     @property
+    def writable(self) -> Conversations:
+        """For whatever changes the history: a damaged one is read, and not written to."""
+        if (damage := self._damage()) is not None:
+            raise damage
+        return self.conversations
+
+    def _damage(self) -> StoreCorrupt | None:
+        if not self.history_problems:
+            return None
+        return StoreCorrupt(
+            "the history is damaged and takes no changes; it can be read. The operator's log says more"
+        )
+
+    @property
     def context_max(self) -> int:
         if self._conversations is None or self.engine.ready is None:
             raise Unavailable(LOADING)
@@ -131,7 +145,7 @@ class Daemon:
 
     @property
     def serving(self) -> bool:
-        """Whether new turns are taken; a damaged history is not written to by newcomers."""
+        """Whether new turns are taken."""
         ready = self.engine.serving and self._conversations is not None
         return ready and not self.draining and not self.history_problems
 
@@ -150,7 +164,9 @@ class Daemon:
         if (live := conversations.attach(ask)) is not None:
             return live
         now = self._loop.time()
-        refusal = self.admission.refusal(ask.tenant, self._load(ask.tenant), seconds_left, now)
+        refusal = self._damage() or self.admission.refusal(
+            ask.tenant, self._load(ask.tenant), seconds_left, now
+        )
         if refusal is None:
             return await conversations.begin(ask)
         if (live := await conversations.known(ask)) is not None:

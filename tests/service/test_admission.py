@@ -245,3 +245,32 @@ def test_a_turn_that_only_waited_costs_nothing(one_by_one: DaemonRig) -> None:
     assert waiting.num_charged_tokens == 0
     on_the_loop(rig, lambda: rig.daemon.conversations.cancel(first))
     begin(rig, "d", "r3", "slow")
+
+
+# -- a damaged history --
+
+
+def test_a_damaged_history_is_read_and_not_written_to(
+    one_by_one: DaemonRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, stub = one_by_one, one_by_one.stub
+    rig.ask("c", "hello", request_id="r1", sampling=pb.Sampling(max_tokens=3))
+    monkeypatch.setattr(rig.daemon.store, "integrity_check", lambda: ["page 7 is torn"])
+    on_the_loop(rig, lambda: rig.daemon.check_history(rig.lines.append))
+    wait_for(lambda: rig.daemon.history_problems)
+    for change in (
+        lambda: rig.ask("c", "more"),
+        lambda: rig.ask("new", "hello"),
+        lambda: stub.CreateConversation(pb.CreateConversationRequest(conversation_id="d")),
+        lambda: stub.ForkConversation(pb.ForkConversationRequest(conversation_id="c")),
+        lambda: stub.RewindConversation(pb.RewindConversationRequest(conversation_id="c")),
+        lambda: stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="c")),
+    ):
+        with pytest.raises(grpc.RpcError) as error:
+            change()
+        assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert details(error.value)["ErrorInfo"].reason == "STORE_CORRUPT"
+    assert len(rig.messages("c")) == 2
+    assert rig.ask(
+        "c", "hello", request_id="r1", sampling=pb.Sampling(max_tokens=3)
+    ).started.replayed

@@ -37,7 +37,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             prefix_id=request.prefix_id,
             tenant=caller().tenant,
         )
-        created = await self.daemon.conversations.create(settings)
+        created = await self.daemon.writable.create(settings)
         return pb.CreateConversationResponse(conversation=self._conversation(created))
 
     async def GetConversation(
@@ -60,13 +60,13 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def DeleteConversation(
         self, request: pb.DeleteConversationRequest, context: Any
     ) -> pb.DeleteConversationResponse:
-        await self.daemon.conversations.delete(_id(request.conversation_id), caller().tenant)
+        await self.daemon.writable.delete(_id(request.conversation_id), caller().tenant)
         return pb.DeleteConversationResponse()
 
     async def ForkConversation(
         self, request: pb.ForkConversationRequest, context: Any
     ) -> pb.ForkConversationResponse:
-        fork = await self.daemon.conversations.fork(
+        fork = await self.daemon.writable.fork(
             _id(request.conversation_id),
             request.new_conversation_id or _drawn(),
             request.at_revision if request.HasField("at_revision") else None,
@@ -78,7 +78,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def RewindConversation(
         self, request: pb.RewindConversationRequest, context: Any
     ) -> pb.RewindConversationResponse:
-        rewound = await self.daemon.conversations.rewind(
+        rewound = await self.daemon.writable.rewind(
             _id(request.conversation_id), request.to_revision, caller().tenant
         )
         return pb.RewindConversationResponse(conversation=self._conversation(rewound))
