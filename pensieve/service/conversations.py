@@ -53,9 +53,17 @@ from pensieve.errors import (
 )
 from pensieve.service.arriving import Arriving
 from pensieve.service.daemon_config import DaemonConfig
-from pensieve.service.draft import Ask, ConversationSettings
+from pensieve.service.draft import Ask, ConversationSettings, Draft
 from pensieve.service.history import History
-from pensieve.service.live_turn import Begun, Known, LiveTurn, Phase, cache_key, replayed
+from pensieve.service.live_turn import (
+    Begun,
+    Known,
+    LiveTurn,
+    Phase,
+    cache_key,
+    replayed,
+    tenant_of,
+)
 from pensieve.service.readers import ReaderLimits, Readers, Write, ids_of
 from pensieve.service.threads import Threads
 from pensieve.service.turns import Ending, Turns, failure_of
@@ -98,7 +106,10 @@ class Conversations:
     # -- conversations --
 
     async def create(self, settings: ConversationSettings) -> records.Conversation:
-        return await self._threads.in_store(self._history.create, settings)
+        await self._threads.in_text_pool(
+            settings.tenant, lambda: self._history.check_settings(settings)
+        )
+        return await self._threads.in_store(settings.tenant, self._history.create, settings)
 
     async def fork(
         self,
@@ -111,7 +122,13 @@ class Conversations:
     ) -> records.Conversation:
         async def sequence() -> records.Conversation:
             fork = await self._threads.in_store(
-                self._history.fork, source_id, new_id, at_revision, metadata=metadata, tenant=tenant
+                tenant,
+                self._history.fork,
+                source_id,
+                new_id,
+                at_revision,
+                metadata=metadata,
+                tenant=tenant,
             )
             source, target = cache_key(tenant, source_id), cache_key(tenant, new_id)
             self._tell(ForkConversation(source, fork.num_tokens, target))
@@ -124,7 +141,7 @@ class Conversations:
     ) -> records.Conversation:
         async def sequence() -> records.Conversation:
             rewound = await self._threads.in_store(
-                self._history.rewind, conversation_id, to_revision, tenant=tenant
+                tenant, self._history.rewind, conversation_id, to_revision, tenant=tenant
             )
             self._tell(RewindConversation(cache_key(tenant, conversation_id), rewound.num_tokens))
             return rewound
@@ -138,7 +155,7 @@ class Conversations:
             number = self.turns.new_number()
             self._tell(
                 await self._threads.in_store(
-                    self._history.warm, conversation_id, number, tenant=tenant
+                    tenant, self._history.warm, conversation_id, number, tenant=tenant
                 )
             )
 
@@ -147,7 +164,7 @@ class Conversations:
     async def delete(self, conversation_id: str, tenant: str = "") -> None:
         async def sequence() -> None:
             deleted = await self._threads.in_store(
-                self._history.delete, conversation_id, tenant=tenant
+                tenant, self._history.delete, conversation_id, tenant=tenant
             )
             live = None if deleted.turn_id is None else self.turns.of_turn(deleted.turn_id)
             if live is not None and (cancel := self.turns.interrupt(live)) is not None:
@@ -180,7 +197,7 @@ class Conversations:
             return None
         self._num_lookups += 1
         try:
-            known = await self._threads.in_store(self._history.known, ask)
+            known = await self._threads.in_store(ask.tenant, self._history.known, ask)
         except NotFound:
             return None
         finally:
@@ -218,15 +235,13 @@ class Conversations:
                 raise TurnRunning(found.turn.conversation_id, str(found.turn.turn_id))
 
     async def _in_store(self, ask: Ask) -> Begun | Known:
-        """One hop where the message is short; else the text is tokenized between two."""
+        """One hop where there is little to tokenize; else that is done between two."""
         history, threads = self._history, self._threads
-        if ask.num_characters <= self._short_characters:
-            return await threads.in_store(history.start, ask)
-        drafted = await threads.in_store(history.draft, ask)
-        if isinstance(drafted, Known):
-            return drafted
-        prompt = await threads.in_text_pool(drafted.prompt)
-        return await threads.in_store(history.begin, drafted, prompt)
+        found = await threads.in_store(ask.tenant, history.start, ask, self._short_characters)
+        if not isinstance(found, Draft):
+            return found
+        prompt = await threads.in_text_pool(ask.tenant, found.prompt)
+        return await threads.in_store(ask.tenant, history.begin, found, prompt)
 
     async def _submit(self, begun: Begun) -> LiveTurn:
         live, submit = self.turns.begin(begun, self._threads.loop.time())
@@ -268,7 +283,11 @@ class Conversations:
     async def _provide_log(self, needed: LogNeeded) -> None:
         """A turn that cannot have its log cannot run, and would wait for it without end."""
         try:
-            self._put(await self._threads.in_store(self._history.log_for, needed))
+            self._put(
+                await self._threads.in_store(
+                    tenant_of(needed.conversation_id), self._history.log_for, needed
+                )
+            )
         except PensieveError as error:
             live = self.turns.of_number(needed.turn_id)
             if live is not None:
@@ -281,10 +300,12 @@ class Conversations:
         live, reply = ending.live, ending.reply
         try:
             if reply is None:
-                await self._threads.in_store(self._history.fail, live.turn_id, ending.failure)
+                await self._threads.in_store(
+                    live.tenant, self._history.fail, live.turn_id, ending.failure
+                )
                 self._fail(live, failure_of(ending.failure))
             else:
-                committed = await self._threads.in_store(self._history.finish, reply)
+                committed = await self._threads.in_store(live.tenant, self._history.finish, reply)
                 self.turns.finish(live, reply, committed)
                 self.readers.wake(live.number)
         except NotFound:  # its conversation was deleted meanwhile
@@ -295,7 +316,7 @@ class Conversations:
         except Exception as error:  # a fault of ours: its readers must not wait for ever
             log.exception("a turn could not be ended", extra=ids_of(live))
             with contextlib.suppress(PensieveError):
-                await self._threads.in_store(self._history.interrupt, live.turn_id)
+                await self._threads.in_store(live.tenant, self._history.interrupt, live.turn_id)
             self._fail(live, TurnFailed("INTERNAL", f"the turn could not be ended: {error}"))
         if live.figures:  # a turn that failed costs nothing
             self._charge(live)
@@ -314,7 +335,7 @@ class Conversations:
         if finish is FinishReason.CANCELLED:  # its client left; what failed costs nothing
             self._charge(live)
         try:
-            await self._threads.in_store(self._history.interrupt, live.turn_id)
+            await self._threads.in_store(live.tenant, self._history.interrupt, live.turn_id)
         except NotFound:
             pass  # it was deleted meanwhile
         except PensieveError as error:  # the store takes it for interrupted all the same
@@ -324,7 +345,7 @@ class Conversations:
     async def interrupt_all(self, failure: PensieveError) -> None:
         """Until no turn that is live now is live any more."""
         await asyncio.gather(*(self.interrupt(live, failure) for live in self.turns.all_live()))
-        await self._threads.in_store(lambda: None)  # behind all ends that are on their way
+        await self._threads.behind_the_store()  # all ends that are on their way
 
     def _fail(
         self,

@@ -63,6 +63,7 @@ class Daemon:
     ) -> None:
         self.config = config or DaemonConfig()
         self.store = store
+        self._reader = store.reader()
         self._loop = asyncio.get_running_loop()  # also the clock, but for what is recorded
         self.started_at = self._loop.time()
         self.draining = False
@@ -208,19 +209,19 @@ class Daemon:
     # -- reading the history; also while the model is loading --
 
     async def conversation(self, conversation_id: str, tenant: str = "") -> records.Conversation:
-        return await self.threads.in_store(
-            self.store.get_conversation, conversation_id, tenant=tenant
+        return await self.threads.in_reader(
+            tenant, self._reader.get_conversation, conversation_id, tenant=tenant
         )
 
     async def list_conversations(
         self, page_size: int, page_token: str, tenant: str = ""
     ) -> records.Page:
-        return await self.threads.in_store(
-            self.store.list_conversations, page_size, page_token, tenant=tenant
+        return await self.threads.in_reader(
+            tenant, self._reader.list_conversations, page_size, page_token, tenant=tenant
         )
 
     async def num_conversations(self) -> int:
-        return await self.threads.in_store(self.store.num_conversations)
+        return await self.threads.in_reader("", self._reader.num_conversations)
 
     async def messages(
         self,
@@ -231,8 +232,9 @@ class Daemon:
         include_token_ids: bool = False,
         tenant: str = "",
     ) -> list[records.Message]:
-        return await self.threads.in_store(
-            self.store.messages,
+        return await self.threads.in_reader(
+            tenant,
+            self._reader.messages,
             conversation_id,
             start,
             limit,

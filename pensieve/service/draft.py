@@ -10,9 +10,10 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from pensieve.core.turn import FinishReason, TurnOptions
+from pensieve.errors import InvalidArgument
 from pensieve.store import records
 from pensieve.text import ChatTemplate, Message, Setting, ToolCall
 
@@ -78,6 +79,14 @@ class Draft:
     head: records.Message | None  # a system prompt whose tokens come with the first turn
     template: ChatTemplate
 
+    @property
+    def num_characters(self) -> int:
+        """That `prompt` has to render and tokenize."""
+        if self.log_end:
+            return self.ask.num_characters
+        tools = sum(len(str(each)) for each in self.conversation.tools)
+        return self.ask.num_characters + len(self.head.content if self.head else "") + tools
+
     def prompt(self) -> list[list[int]]:
         """The tokens of each new message."""
         setting = setting_of(self.conversation)
@@ -87,6 +96,32 @@ class Draft:
         if self.head is None:
             return opening(self.template, self.ask.messages, setting)
         return opening(self.template, [message_of(self.head), *self.ask.messages], setting)[1:]
+
+
+class SettingsCheck(NamedTuple):
+    """Whether a conversation could begin with such settings; in any thread."""
+
+    template: ChatTemplate
+    characters_max: int
+
+    def __call__(self, settings: ConversationSettings) -> None:
+        size = len(settings.system_prompt) + sum(len(str(each)) for each in settings.tools)
+        check_length("system_prompt and tools", size, self.characters_max)
+        system_prompt, options = settings.system_prompt, dict(settings.template_options)
+        head = [Message("system", system_prompt)] if system_prompt else []
+        if head or settings.tools or options:
+            # A dry run shows at once whether the template takes them.
+            setting = Setting(settings.tools, options)
+            self.template.opening([*head, Message("user", "?")], setting)
+
+
+def check_length(field_name: str, size: int, characters_max: int) -> None:
+    """Refuse before it is tokenized what cannot fit."""
+    if size > characters_max:
+        raise InvalidArgument(
+            field_name,
+            f"{size:,} characters cannot fit; {characters_max:,} is more than a context holds",
+        )
 
 
 def opening(

@@ -8,7 +8,8 @@ A turn, in order:
 
 1. `draft` reads the end of the log; the messages are tokenized from that (`Draft.prompt`, in any
    thread).  `begin` checks that they fit and commits the turn as `running`.  Whatever can fail comes
-   before that commit, so a turn that is `running` here is `Begun` there.  `start` does both at once.
+   before that commit, so a turn that is `running` here is `Begun` there.  `start` does both at once
+   where there is little to tokenize.
 2. `finish` appends the tokens of user and reply to the log in ONE transaction.  `fail` and
    `interrupt` leave the history as it was.
 3. A request_id that came before is `Known`: the turn runs, or its reply is answered from the store and
@@ -42,6 +43,8 @@ from pensieve.service.draft import (
     Ask,
     ConversationSettings,
     Draft,
+    SettingsCheck,
+    check_length,
     new_messages,
     setting_of,
     tokenized_again,
@@ -51,7 +54,7 @@ from pensieve.service.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
 from pensieve.service.prefixes import Prefixes
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.text import ChatTemplate, Message, Setting
+from pensieve.text import ChatTemplate
 
 BYTES_PER_TOKEN_MAX = 16  # longer text is refused before it is tokenized
 UNNUMBERED = 0  # the loop numbers what it puts
@@ -100,6 +103,8 @@ class History:
         self._template = texts.template
         self._fingerprint = texts.fingerprint
         self._context_max = context_max
+        self._characters_max = BYTES_PER_TOKEN_MAX * context_max
+        self.check_settings = SettingsCheck(self._template, self._characters_max)
         self._template.tokenizer.tokens_max = context_max
         self._vocab_size = vocab_size
         self._random_bits = random_bits
@@ -111,20 +116,18 @@ class History:
     # -- conversations --
 
     def create(self, settings: ConversationSettings) -> records.Conversation:
-        """The system prompt's tokens come with the first turn: templates differ in where it goes."""
-        system_prompt, options = settings.system_prompt, dict(settings.template_options)
-        head = [Message("system", system_prompt)] if system_prompt else []
-        self._check_length(len(system_prompt))
-        if head or settings.tools or options:
-            # A dry run shows at once whether the template takes them.
-            self._template.opening([*head, Message("user", "?")], Setting(settings.tools, options))
+        """Settings that `check_settings` has let pass.
+
+        The system prompt's tokens come with the first turn: templates differ in where it goes.
+        """
+        system_prompt = settings.system_prompt
         return self._store.create_conversation(
             records.NewConversation(
                 settings.conversation_id,
                 self._fingerprint,
                 [records.NewMessage("system", system_prompt)] if system_prompt else [],
                 list(settings.tools),
-                options,
+                dict(settings.template_options),
                 dict(settings.metadata),
                 settings.prefix_id,
                 settings.tenant,
@@ -209,10 +212,12 @@ class History:
         assert not begun.must_run
         return self._known(begun.turn)
 
-    def start(self, ask: Ask) -> Begun | Known:
-        """Draft, tokenize and begin at once: for short messages, which take less than another hop."""
+    def start(self, ask: Ask, short_characters: int) -> Begun | Known | Draft:
+        """Draft a turn; and tokenize and begin it, too, where that takes less than another hop."""
         drafted = self.draft(ask)
-        return drafted if isinstance(drafted, Known) else self.begin(drafted, drafted.prompt())
+        if isinstance(drafted, Known) or drafted.num_characters > short_characters:
+            return drafted
+        return self.begin(drafted, drafted.prompt())
 
     def draft(self, ask: Ask) -> Draft | Known:
         """Look up what a turn goes on from; the turn itself where its request_id is known already."""
@@ -329,15 +334,7 @@ class History:
         for message in ask.messages:
             if message.role == "user" and not message.content:
                 raise InvalidArgument("content", "a message must not be empty")
-        self._check_length(ask.num_characters)
-
-    def _check_length(self, size: int) -> None:
-        limit = BYTES_PER_TOKEN_MAX * self._context_max
-        if size > limit:
-            raise InvalidArgument(
-                "content",
-                f"{size:,} characters cannot fit a context of {self._context_max:,} tokens",
-            )
+        check_length("content", ask.num_characters, self._characters_max)
 
     def _current(self, conversation_id: str, tenant: str) -> records.Conversation:
         """The conversation, its tokens being those of the present tokenizer and template."""

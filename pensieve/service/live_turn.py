@@ -215,6 +215,11 @@ def cache_key(tenant: str, conversation_id: str) -> str:
     return f"{tenant}/{conversation_id}" if tenant else conversation_id
 
 
+def tenant_of(key: str) -> str:
+    """The tenant in a `cache_key`."""
+    return key.rpartition("/")[0]
+
+
 def usage_figures(usage: Usage) -> dict[str, float]:
     """A turn's cost as it is stored and shown."""
     end = usage.finished_at if usage.finished_at is not None else usage.submitted_at

@@ -2,15 +2,17 @@
 
     the loop           live turns, their readers, the pipe to the engine
     the store thread   the history, one job at a time
+    the read thread    what clients read of the history, on a connection of its own
     the text pool      tokenizing long drafts; touches nothing shared
 
 Each owns its state, and none calls a method of another's.  The loop sends a function of the history with
 values as its arguments to the store thread, and gets a value back.
 
-**Order.**  Jobs of the store thread run in the order of their `in_store` calls, and the coroutines that
-wait for them go on in that order too: a job's result is handed to the loop before the next job begins,
-and the loop wakes tasks in the order in which their results came.  So whoever acts on a result before
-it waits for anything else acts in the order in which the store did.
+**Order.**  A tenant's jobs of the store thread run in the order of their `in_store` calls (the tenants by
+turns, see fair_pool.py), and the coroutines that wait for them go on in the order in which the jobs ran: a
+job's result is handed to the loop before the next job begins, and the loop wakes tasks in the order in
+which their results came.  So whoever acts on a result before it waits for anything else acts in the
+order in which the store did; and nothing that one tenant does depends on when another one's job runs.
 
 **Sequences.**  What ought to follow a job follows it, also if the call that wanted it is gone: a sequence
 of steps runs in a task of its own (`whole`), and the call only waits for it.
@@ -24,10 +26,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pensieve.errors import PensieveError
+from pensieve.service.fair_pool import FairPool
 
 log = logging.getLogger("pensieve")
 T = TypeVar("T")
@@ -36,19 +38,30 @@ T = TypeVar("T")
 class Threads:
     def __init__(self, loop: asyncio.AbstractEventLoop, text_threads: int) -> None:
         self.loop = loop  # also the clock, but for what is recorded
-        self._store_thread = ThreadPoolExecutor(1, "store")
-        self._text_pool = ThreadPoolExecutor(text_threads, "text")
+        self._store_thread = FairPool(loop, 1, "store")
+        self._read_thread = FairPool(loop, 1, "read")
+        self._text_pool = FairPool(loop, text_threads, "text")
         self._sequences: set[asyncio.Task[Any]] = set()
         self._background: set[asyncio.Task[Any]] = set()
 
-    async def in_store(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Call it in the store thread, to its end even if the caller is cancelled."""
-        return await self.loop.run_in_executor(
-            self._store_thread, lambda: function(*arguments, **named)
-        )
+    async def in_store(
+        self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
+    ) -> T:
+        """Call it in the store thread, behind what this tenant waits for there."""
+        return await self._store_thread.run(tenant, lambda: function(*arguments, **named))
 
-    async def in_text_pool(self, function: Callable[[], T]) -> T:
-        return await self.loop.run_in_executor(self._text_pool, function)
+    async def behind_the_store(self) -> None:
+        """Until every job that waits for the store thread now is done."""
+        waits = [self.in_store(each, lambda: None) for each in ["", *self._store_thread.tenants]]
+        await asyncio.gather(*waits)
+
+    async def in_reader(
+        self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
+    ) -> T:
+        return await self._read_thread.run(tenant, lambda: function(*arguments, **named))
+
+    async def in_text_pool(self, tenant: str, function: Callable[[], T]) -> T:
+        return await self._text_pool.run(tenant, function)
 
     async def whole(self, sequence: Coroutine[Any, Any, T]) -> T:
         """Run all of it, even if the call that waits for it is cancelled."""
@@ -71,8 +84,9 @@ class Threads:
 
     async def close(self) -> None:
         """Wait for the jobs of the store; no other is taken."""
-        self._text_pool.shutdown(cancel_futures=True)
-        await asyncio.to_thread(self._store_thread.shutdown)
+        self._text_pool.close(drop=True)
+        await asyncio.to_thread(self._read_thread.close)
+        await asyncio.to_thread(self._store_thread.close)
 
     def _sequence_ended(self, task: asyncio.Task[Any]) -> None:
         self._sequences.discard(task)

@@ -20,13 +20,12 @@ Invariants, whatever happens to the process or the disk:
 * Messages are shared by reference and never changed, and are wiped when nothing holds them any more;
   after `delete_conversation` no byte of them is left in the files.
 
-The caller uses the store from one thread at a time; `verify` and `integrity_check` open their own
-read-only connection and may run in another.
+The caller uses the store from one thread at a time; `verify`, `integrity_check` and what `reader` returns
+open their own read-only connection and may run in another.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -46,10 +45,10 @@ from pensieve.store.connection import BUSY_TIMEOUT_SECONDS, Writer, preferred_dr
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.erasure import Erasure
 from pensieve.store.folder import DataFolder
+from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
 from pensieve.store.migrations import migrate
 from pensieve.store.records import (
     LEGAL_TRANSITIONS,
-    PAGE_SIZE_MAX,
     Begun,
     Conversation,
     Message,
@@ -70,7 +69,6 @@ from pensieve.store.shared_head import shared_head
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-PAGE_TOKEN_PATTERN = re.compile("[0-9]{1,18}")
 CANCELLED = "cancelled"  # the finish_reason that makes a turn's state `cancelled`
 
 
@@ -180,17 +178,8 @@ class ConversationStore:
         self, page_size: int = 100, page_token: str = "", *, tenant: str = ""
     ) -> Page:
         """A page of conversations, the newest first; new ones do not move the later pages."""
-        if not 1 <= page_size <= PAGE_SIZE_MAX:
-            raise InvalidArgument("page_size", f"must lie in 1..{PAGE_SIZE_MAX}")
-        if page_token and not PAGE_TOKEN_PATTERN.fullmatch(page_token):
-            raise InvalidArgument("page_token", "is not one that was given out")
-        before = int(page_token) if page_token else 2**63 - 1
         with self._writer.reading() as conn:
-            found = conversation_rows.conversations_before(conn, tenant, before, page_size + 1)
-        page = found[:page_size]
-        more = len(found) > page_size
-        conversations = tuple(self._running.as_read(each) for _, each in page)
-        return Page(conversations, str(page[-1][0]) if more else "")
+            return page_of_conversations(conn, self._running, page_size, page_token, tenant)
 
     def fork_conversation(
         self,
@@ -403,15 +392,12 @@ class ConversationStore:
         tenant: str = "",
     ) -> list[Message]:
         """The messages at positions [start, start + limit), or all from start on."""
-        if start < 0 or (limit is not None and limit < 0):
-            raise InvalidArgument("start" if start < 0 else "limit", "must not be negative")
         with self._writer.reading() as conn:
-            number, conversation = require_conversation(conn, conversation_id, tenant)
-            end = conversation.num_messages
-            stop = end if limit is None else min(start + limit, end)
-            return message_rows.read_messages(
-                conn, number, conversation, start, stop, include_token_ids
-            )
+            return some_messages(conn, conversation_id, start, limit, include_token_ids, tenant)
+
+    def reader(self) -> HistoryReader:
+        """For reading in another thread."""
+        return HistoryReader(self.folder.database_path, self._running, self._writer.driver)
 
     # -- checking --
 

@@ -56,9 +56,9 @@ def test_a_daemon_whose_threads_meddle_is_found_out(tmp_path: Path) -> None:
             with pytest.raises(AssertionError, match=r"ConversationStore\.get_conversation"):
                 rig.daemon.store.get_conversation("c")
             with pytest.raises(AssertionError, match=r"Turns\.all_live belongs to the loop"):
-                await rig.daemon.threads.in_store(conversations.turns.all_live)
+                await rig.daemon.threads.in_store("", conversations.turns.all_live)
             with pytest.raises(AssertionError, match=r"put belongs to the loop"):
-                await rig.daemon.threads.in_store(rig.daemon.engine.put, None)
+                await rig.daemon.threads.in_store("", rig.daemon.engine.put, None)
 
         rig.call(meddle())
         assert len(rig.owners.violations) == 4
@@ -75,9 +75,9 @@ def test_a_short_turn_is_two_jobs_of_the_store_thread(
         jobs: list[str] = []
         in_store = rig.daemon.threads.in_store
 
-        async def counted(function: Any, *arguments: Any, **named: Any) -> Any:
+        async def counted(tenant: str, function: Any, *arguments: Any, **named: Any) -> Any:
             jobs.append(function.__name__)
-            return await in_store(function, *arguments, **named)
+            return await in_store(tenant, function, *arguments, **named)
 
         monkeypatch.setattr(rig.daemon.threads, "in_store", counted)
         rig.ask("c", "and now?", sampling=pb.Sampling(max_tokens=4, ignore_eos=True))

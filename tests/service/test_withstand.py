@@ -155,7 +155,7 @@ def test_a_disk_that_fails_refuses_turns_serves_what_it_can_and_heals(
                 writer.driver = driver
                 writer._discard()
 
-            await rig.daemon.threads.in_store(swap)
+            await rig.daemon.threads.in_store("", swap)
 
         driver = writer.driver
         rig.call(plant(faults))

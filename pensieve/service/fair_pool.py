@@ -1,0 +1,84 @@
+"""Threads that tenants share: each tenant's jobs in their order, and the tenants by turns.
+
+However much one tenant has put in, another one's next job comes after at most one job of each tenant that
+waits.  Jobs wait in a queue for each tenant.  For each job the threads get one call of `_run_next`, which
+runs the job whose turn it is; so as many calls as jobs wait, and none is left over.
+
+The queues are behind a lock: the loop puts jobs in, and the threads take them out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class _Job(NamedTuple):
+    function: Callable[[], Any]
+    done: asyncio.Future[Any]
+
+
+class _Result(NamedTuple):
+    done: asyncio.Future[Any]
+    value: Any
+    error: Exception | None
+
+
+class FairPool:
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_threads: int, name: str) -> None:
+        self._loop = loop
+        self._threads = ThreadPoolExecutor(num_threads, name)
+        self._lock = Lock()
+        self._queues: dict[
+            str, deque[_Job]
+        ] = {}  # of the tenants that wait, whose turn it is first
+
+    async def run(self, tenant: str, function: Callable[[], T]) -> T:
+        """Call it in a thread, to its end even if the caller is cancelled."""
+        done = self._loop.create_future()
+        with self._lock:
+            self._queues.setdefault(tenant, deque()).append(_Job(function, done))
+        self._loop.run_in_executor(self._threads, self._run_next).add_done_callback(_hand_over)
+        result: T = await done
+        return result
+
+    @property
+    def tenants(self) -> list[str]:
+        """Those whose jobs wait."""
+        with self._lock:
+            return list(self._queues)
+
+    def close(self, *, drop: bool = False) -> None:
+        """Wait for the jobs, or drop those that wait."""
+        self._threads.shutdown(cancel_futures=drop)
+
+    def _run_next(self) -> _Result:
+        with self._lock:
+            tenant = next(iter(self._queues))
+            queue = self._queues.pop(tenant)
+            job = queue.popleft()
+            if queue:
+                self._queues[tenant] = queue  # behind all others
+        try:
+            return _Result(job.done, job.function(), None)
+        except Exception as error:
+            return _Result(job.done, None, error)
+
+
+def _hand_over(ran: asyncio.Future[_Result]) -> None:
+    """Give the result to whoever waits for this job, which need not be the one that the call came with."""
+    if ran.cancelled():
+        return
+    done, value, error = ran.result()
+    if done.done():
+        return  # its caller is gone
+    if error is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(value)

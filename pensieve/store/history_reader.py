@@ -1,0 +1,104 @@
+"""Reads the history beside the store thread, on connections of its own.
+
+A read sees what was committed when it began, all of it and nothing newer; it waits for no writer, and no
+writer waits for it.  A connection lives as long as one read: a snapshot that stays open would keep deleted
+text in the write-ahead log.
+
+`RunningRows` belongs to the store thread.  Here it is only asked whether a turn is live, which is one look
+into a set.  A turn that has been committed as `running` this very moment may look dead, and be read as if
+it had not begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pensieve.errors import InvalidArgument
+from pensieve.store import conversation_rows, message_rows
+from pensieve.store.connection import read_only
+from pensieve.store.conversation_rows import require_conversation
+from pensieve.store.records import PAGE_SIZE_MAX, Conversation, Message, Page
+from pensieve.store.running_rows import RunningRows
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+PAGE_TOKEN_PATTERN = re.compile("[0-9]{1,18}")
+
+
+class HistoryReader:
+    def __init__(self, path: Path, running: RunningRows, driver: Any) -> None:
+        self._path = path
+        self._running = running
+        self._driver = driver
+
+    def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
+        """One conversation, without its messages."""
+        with self._snapshot() as conn:
+            return self._running.as_read(require_conversation(conn, conversation_id, tenant)[1])
+
+    def num_conversations(self) -> int:
+        """Those of all tenants."""
+        with self._snapshot() as conn:
+            return conversation_rows.num_conversations(conn)
+
+    def list_conversations(
+        self, page_size: int = 100, page_token: str = "", *, tenant: str = ""
+    ) -> Page:
+        """A page of conversations, the newest first; new ones do not move the later pages."""
+        with self._snapshot() as conn:
+            return page_of_conversations(conn, self._running, page_size, page_token, tenant)
+
+    def messages(
+        self,
+        conversation_id: str,
+        start: int = 0,
+        limit: int | None = None,
+        *,
+        include_token_ids: bool = False,
+        tenant: str = "",
+    ) -> list[Message]:
+        """The messages at positions [start, start + limit), or all from start on."""
+        with self._snapshot() as conn:
+            return some_messages(conn, conversation_id, start, limit, include_token_ids, tenant)
+
+    @contextlib.contextmanager
+    def _snapshot(self) -> Iterator[Connection]:
+        with read_only(self._path, self._driver) as conn:
+            conn.execute("BEGIN")
+            yield conn
+
+
+def page_of_conversations(
+    conn: Connection, running: RunningRows, page_size: int, page_token: str, tenant: str
+) -> Page:
+    if not 1 <= page_size <= PAGE_SIZE_MAX:
+        raise InvalidArgument("page_size", f"must lie in 1..{PAGE_SIZE_MAX}")
+    if page_token and not PAGE_TOKEN_PATTERN.fullmatch(page_token):
+        raise InvalidArgument("page_token", "is not one that was given out")
+    before = int(page_token) if page_token else 2**63 - 1
+    found = conversation_rows.conversations_before(conn, tenant, before, page_size + 1)
+    page = found[:page_size]
+    more = len(found) > page_size
+    conversations = tuple(running.as_read(each) for _, each in page)
+    return Page(conversations, str(page[-1][0]) if more else "")
+
+
+def some_messages(
+    conn: Connection,
+    conversation_id: str,
+    start: int,
+    limit: int | None,
+    include_token_ids: bool,
+    tenant: str,
+) -> list[Message]:
+    if start < 0 or (limit is not None and limit < 0):
+        raise InvalidArgument("start" if start < 0 else "limit", "must not be negative")
+    number, conversation = require_conversation(conn, conversation_id, tenant)
+    end = conversation.num_messages
+    stop = end if limit is None else min(start + limit, end)
+    return message_rows.read_messages(conn, number, conversation, start, stop, include_token_ids)

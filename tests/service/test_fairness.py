@@ -1,0 +1,183 @@
+"""Tenants share the service's threads by turns, and what clients read waits for no writer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.errors import InvalidArgument
+from pensieve.service.fair_pool import FairPool
+from pensieve.text import ChatTemplate
+from pensieve.v1 import conversation_pb2 as pb
+from tests.service.rig_daemon import DaemonRig, wait_for
+
+# -- the pool --
+
+
+def test_tenants_come_by_turns_and_each_in_its_own_order() -> None:
+    ran: list[str] = []
+
+    async def flood() -> None:
+        pool, gate = FairPool(asyncio.get_running_loop(), 1, "store"), threading.Event()
+        jobs = [asyncio.ensure_future(pool.run("a", gate.wait))]
+        for tenant, count in (("a", 5), ("b", 2), ("c", 3)):
+            for i in range(count):
+                work = pool.run(tenant, lambda job=f"{tenant}{i}": ran.append(job))
+                jobs.append(asyncio.ensure_future(work))
+        await asyncio.sleep(0)
+        assert sorted(pool.tenants) == ["a", "b", "c"]
+        gate.set()
+        await asyncio.gather(*jobs)
+        assert pool.tenants == []
+        pool.close()
+
+    asyncio.run(flood())
+    assert ran == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "c2", "a3", "a4"]
+
+
+def test_callers_go_on_in_the_order_of_their_jobs_and_get_their_own_answers() -> None:
+    heard: list[int] = []
+
+    async def main() -> None:
+        pool = FairPool(asyncio.get_running_loop(), 1, "store")
+
+        async def call(i: int) -> None:
+            if i % 7 == 3:
+                with pytest.raises(InvalidArgument, match=f"number {i}"):
+                    await pool.run(str(i % 2), lambda: _refuse(i))
+            else:
+                assert await pool.run(str(i % 2), lambda: i) == i
+            heard.append(i)
+
+        await asyncio.gather(*(call(i) for i in range(50)))
+        pool.close()
+
+    asyncio.run(main())
+    assert heard == list(range(50))
+
+
+def _refuse(i: int) -> None:
+    raise InvalidArgument("i", f"number {i}")
+
+
+def test_a_job_runs_though_its_caller_is_gone() -> None:
+    ran: list[str] = []
+
+    async def main() -> None:
+        pool, gate = FairPool(asyncio.get_running_loop(), 1, "store"), threading.Event()
+        first = asyncio.ensure_future(pool.run("a", gate.wait))
+        gone = asyncio.ensure_future(pool.run("a", lambda: ran.append("gone")))
+        await asyncio.sleep(0)
+        gone.cancel()
+        gate.set()
+        await first
+        await pool.run("a", lambda: ran.append("next"))
+        pool.close()
+
+    asyncio.run(main())
+    assert ran == ["gone", "next"]
+
+
+# -- with a daemon --
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[DaemonRig]:
+    with DaemonRig(tmp_path / "data") as rig:
+        yield rig
+
+
+@contextmanager
+def stopped_store(rig: DaemonRig) -> Iterator[None]:
+    """The store thread does nothing else meanwhile."""
+    began, gate = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        gate.wait(60.0)
+
+    async def stop() -> None:
+        rig.daemon.threads.spawn(rig.daemon.threads.in_store("another", wait))
+
+    rig.call(stop())
+    assert began.wait(60.0)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+def test_reading_waits_for_nobody_who_writes(rig: DaemonRig) -> None:
+    rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=4))
+    with stopped_store(rig):
+        stub, seconds = rig.stub, 60.0
+        assert len(rig.messages("c")) == 2
+        found = stub.GetConversation(
+            pb.GetConversationRequest(conversation_id="c"), timeout=seconds
+        )
+        assert found.conversation.num_messages == 2
+        listed = stub.ListConversations(pb.ListConversationsRequest(), timeout=seconds)
+        assert [each.conversation_id for each in listed.conversations] == ["c"]
+
+
+def test_a_reader_sees_what_it_has_written(rig: DaemonRig) -> None:
+    for i in range(20):
+        rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=2))
+        assert len(rig.messages("c")) == 2 * (i + 1)
+        found = rig.stub.GetConversation(pb.GetConversationRequest(conversation_id="c"))
+        assert found.conversation.revision == i + 1
+
+
+def test_long_texts_are_tokenized_beside_the_store_thread(
+    rig: DaemonRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a system prompt: where it is tried out, and where its tokens are made at the first turn."""
+    tokenized_by: list[str] = []
+    for name in ("opening", "delta"):
+        original = getattr(ChatTemplate, name)
+
+        def noted(*arguments: Any, original: Any = original) -> Any:
+            tokenized_by.append(threading.current_thread().name)
+            return original(*arguments)
+
+        monkeypatch.setattr(ChatTemplate, name, noted)
+    long = "word " * (rig.daemon.config.short_characters // 4)
+    request = pb.CreateConversationRequest(conversation_id="c", system_prompt=long)
+    rig.stub.CreateConversation(request)
+    rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=2))
+    rig.ask("c", long, sampling=pb.Sampling(max_tokens=2))
+    assert len(tokenized_by) == 3
+    assert all(each.startswith("text") for each in tokenized_by)
+    rig.ask("c", "short", sampling=pb.Sampling(max_tokens=2))
+    assert tokenized_by[-1].startswith("store")
+
+
+def test_a_flood_of_one_tenant_is_passed_by_the_others(rig: DaemonRig) -> None:
+    """Behind a hundred jobs of somebody else a turn begins after one of them."""
+    before: list[int] = []
+    done: list[int] = []
+    history = rig.daemon.conversations._history
+    start = history.start
+
+    def noted(*arguments: Any) -> Any:
+        before.append(len(done))
+        return start(*arguments)
+
+    async def flood() -> None:
+        for i in range(100):
+            rig.daemon.threads.spawn(rig.daemon.threads.in_store("noisy", done.append, i))
+
+    history.start = noted  # type: ignore[method-assign]
+    with stopped_store(rig):
+        rig.call(flood())
+        stream = rig.send("c", "hello", sampling=pb.Sampling(max_tokens=2))
+        wait_for(lambda: rig.daemon.conversations.arriving.num_turns == 1)
+    assert list(stream)[-1].HasField("completed")
+    assert len(before) == 1
+    assert before[0] <= 1
