@@ -251,11 +251,7 @@ class People:
                 live = await daemon.begin(request.ask(request.words))
             except PensieveError as error:
                 self._not_begun(request, error)
-                if (
-                    not was_pending
-                    and self._is_last(request, daemon)
-                    and not self._is_live(request)
-                ):
+                if not was_pending and self._is_last(request, daemon):
                     self.histories.withdrawn(name, deed)
                 return
             await self._read(daemon, request, call, live)
@@ -401,8 +397,9 @@ class People:
         return bool(request.num_calls) or self._is_live(request)
 
     def _is_last(self, request: Request, daemon: Daemon) -> bool:
-        """No other call may begin it; what a client began before it hung up is on its way still."""
-        return request.num_calls == 1 and not daemon.conversations.arriving.num_turns
+        """No other call begins it; what a client began before it hung up may be on its way, or live."""
+        others = request.num_calls > 1 or daemon.conversations.arriving.num_turns
+        return not others and not self._is_live(request)
 
     def _is_live(self, request: Request) -> bool:
         if self.daemon is None:
