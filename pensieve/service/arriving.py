@@ -35,7 +35,10 @@ class Arriving:
 
     def expects(self, live: LiveTurn) -> bool:
         """Whether a request for this turn is on the way."""
-        return self._of_request[live.tenant, live.conversation_id, live.request_id] > 0
+        return self.has_request(live.tenant, live.conversation_id, live.request_id)
+
+    def has_request(self, tenant: str, conversation_id: str, request_id: str) -> bool:
+        return self._of_request[tenant, conversation_id, request_id] > 0
 
 
 def _subtract(counts: Counter[Any], key: Any) -> None:

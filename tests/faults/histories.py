@@ -123,6 +123,14 @@ class Histories:
             for state in self._states[name]
         )
 
+    def is_gone(self, name: str) -> bool:
+        """For certain."""
+        return all(state.revision == GONE for state in self._states[name])
+
+    def begin_again(self, name: str, pending: Iterable[int]) -> None:
+        """Another conversation will have this name; these deeds may still happen, in it."""
+        self._states[name] = {_State(ABSENT, pending=frozenset(pending))}
+
     def has_happened(self, name: str, number: int) -> bool:
         """For certain."""
         return all(number in state.numbers_done for state in self._states[name])

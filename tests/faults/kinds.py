@@ -47,6 +47,7 @@ BY_ITSELF = (  # what comes of the shape and of the others
     "a turn is attached to again",
     "an answer is replayed",
     "a turn begins again",
+    "a name is used again",
     "the context is full",
 )
 KINDS = (*BY_CALL, *BY_MOVE, *BY_ITSELF)

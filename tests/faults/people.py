@@ -120,7 +120,7 @@ class People:
         if self.daemon is None:
             return
         daemon = self.daemon
-        name = name or self._new_name("c")
+        name = name or self._name_again() or self._new_name("c")
         if system is None:
             system = self.random.choice(("", "w5 w6 w7", "w5 w6 w7 w9"))
             prefix_id = f"p{len(system)}" if self.random.random() < 0.5 else ""
@@ -461,6 +461,37 @@ class People:
         if request.reply is not None and name == request.conversation:
             reply = (token_ids, message.content, finish, message.revision)
             assert reply == request.reply, f"{where} is not what was acknowledged"
+
+    # -- names --
+
+    def _name_again(self) -> str:
+        """One of a conversation that is certainly gone, sometimes; another one gets it.
+
+        Nobody says anything again that was said to the first.  But what a client began before it hung up
+        may be on its way, and begin in the second: only not with tokens that were made for the first.
+        """
+        called = set(self._busy) | {
+            call.request.conversation for call in self.calls if call.request is not None
+        }
+        gone = [
+            name
+            for name in self.histories.names()
+            if name not in called and self.histories.is_gone(name)
+        ]
+        if self.daemon is None or not gone or self.random.random() < 0.5:
+            return ""
+        name = self.random.choice(gone)
+        on_their_way = self.daemon.conversations.arriving
+        deeds = []
+        for request in self.requests:
+            if request.conversation == name:
+                request.is_open, request.reply, request.cancelled_at = False, None, None
+                if on_their_way.has_request("", name, request.request_id):
+                    deeds.append(request.deed)
+        self.full.discard(name)
+        self.histories.begin_again(name, deeds)
+        self._happened["a name is used again"] += 1
+        return name
 
     # -- calls --
 
