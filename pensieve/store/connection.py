@@ -93,6 +93,13 @@ class Writer:
         """Where SQLite keeps the write-ahead log."""
         return self.path.with_name(f"{self.path.name}-wal")
 
+    def has_journal(self) -> bool:
+        """Whether there is something in the write-ahead log, or was when a process died."""
+        try:
+            return self.journal_path.stat().st_size > 0
+        except FileNotFoundError:
+            return False
+
     def truncate_journal(self) -> bool:
         """Move the write-ahead log into the database and leave the log empty; whether that was possible.
 
@@ -138,6 +145,21 @@ class Writer:
             self._in_use.release()
 
     def _open(self) -> Any:
+        if self.has_journal():
+            with contextlib.suppress(self.driver.Error):
+                self._recover()
+        return self._connect()
+
+    def _recover(self) -> None:
+        """Move a log that an earlier connection left into the database, and close again.
+
+        A connection that recovers a log copies unused memory into the file -shm, which may be anybody's
+        text (measured).  The file goes with the last connection; the next one then finds no log.
+        """
+        with contextlib.closing(self.driver.connect(str(self.path), timeout=0.0)) as conn:
+            conn.execute("PRAGMA schema_version").fetchall()
+
+    def _connect(self) -> Any:
         conn = self.driver.connect(
             str(self.path),
             timeout=self._busy_timeout_seconds,

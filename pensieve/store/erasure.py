@@ -28,7 +28,7 @@ class Erasure:
     """What deletions have left to do on the disk; used outside of transactions, but for `prepare`."""
 
     def __init__(self, writer: Writer, compact_bytes_min: int) -> None:
-        self.pending = _size(writer.journal_path) > 0
+        self.pending = writer.has_journal()
         self._writer = writer
         self._compaction = Compaction(writer, compact_bytes_min)
 
@@ -73,13 +73,6 @@ class Erasure:
             if not self._compaction.due:
                 self._writer.truncate_journal()  # only then the file becomes shorter
         return self.due
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def _remove_backups(path: Path) -> None:

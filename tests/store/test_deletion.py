@@ -219,6 +219,15 @@ def test_what_a_dying_process_did_not_erase_is_erased_by_the_next(tmp_path: Path
         assert not store.erasure.due
 
 
+def test_recovery_leaves_nothing_of_the_memory_in_a_file(tmp_path: Path) -> None:
+    """A connection of SQLite that recovers a log writes uninitialized memory into the file -shm."""
+    subprocess.run([sys.executable, "-c", DYING_CHILD, str(tmp_path)], check=False)
+    with ConversationStore.open(tmp_path, "test"):
+        shared = (tmp_path / "conversations.db-shm").read_bytes()
+    assert len(shared) == 32768
+    assert not any(shared[136:])  # behind the two headers
+
+
 def test_what_a_reader_kept_beyond_the_end_of_the_process_is_erased_by_the_next(
     store: ConversationStore, open_store: Callable[..., ConversationStore]
 ) -> None:
