@@ -106,10 +106,9 @@ class ConversationStore:
     def open(cls, path: Path, holder: str, **options: Any) -> ConversationStore:
         """Lock the folder `path` in the name of `holder` ("pensieve chat") and open its history.
 
-        This moves the write-ahead log into the database and reads the `running` rows; nothing of it grows
-        with the history.  After
-        an unclean stop `integrity_check_due` is true until an `integrity_check` has passed, also after
-        later starts.
+        This empties the write-ahead log and reads the `running` rows, nothing that grows with the history.
+        After an unclean stop `integrity_check_due` is true until an `integrity_check` has passed, also
+        after later starts.
         """
         folder = DataFolder.open(path, holder)
         try:
