@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import grpc
 import pytest
 
+from pensieve.cli.main import main
 from pensieve.service import daemon
 from pensieve.store import ConversationStore, NewConversation, NewMessage
 from pensieve.store.connection import read_only
@@ -59,6 +62,9 @@ def test_what_a_reader_kept_is_erased_when_it_has_ended(
             wait_for(lambda: "cannot be cleaned" in caplog.text)
             assert pending(rig) == 1
             assert is_in_the_files(rig)
+            with redirect_stdout(io.StringIO()) as shown:
+                main(["admin", "stats", "--data", str(tmp_path / "data")])
+            assert "still hold text that was deleted" in shown.getvalue()
         wait_for(lambda: not pending(rig))
         assert not is_in_the_files(rig)
         wait_for(lambda: "the history is clean" in caplog.text)
