@@ -168,6 +168,8 @@ def stats_table(stats: pb.Stats) -> RenderableType:
     table.add_row(
         "conversations", f"{stats.conversations_cached:,} cached of {stats.conversations_stored:,}"
     )
+    if stats.more.get("erasure_pending"):
+        table.add_row("", "the files still hold text that was deleted")
     history = stats.device_tokens + stats.host_tokens + stats.recomputed_tokens
     table.add_row(
         "history from",

@@ -29,6 +29,7 @@ from pensieve.service.conversations import Conversations
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import Ask
 from pensieve.service.engine_client import EngineClient, EngineProgram
+from pensieve.service.erasing import Erasing
 from pensieve.service.history import History, Texts
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.queries import Queries
@@ -77,6 +78,7 @@ class Daemon:
             report=report,
         )
         self.threads = Threads(self._loop, self.config.text_threads)
+        self._erasing = Erasing(store.erasure, self.threads)
         self.admission = Admission(self.config.turns_max, self.config.limits, self.started_at)
         self._queries = Queries(self._loop, self._put, self.config.answer_seconds)
         self._texts = texts
@@ -296,6 +298,7 @@ class Daemon:
                 gc_pause.collect()
             has_collected = is_idle
             self.conversations.readers.cancel_stalled()
+            self._erasing.sweep()
 
     def check_history(self, report: Callable[[str], None]) -> None:
         """After an unclean stop: SQLite's own check, beside the serving."""

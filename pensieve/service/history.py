@@ -162,9 +162,13 @@ class History:
         """Interrupt its running turn and delete it; nothing begins in between.
 
         The turn is interrupted also where the deletion fails after that, so the error is returned
-        beside it.
+        beside it.  A conversation that is gone may still have to be erased from the files: that is tried.
         """
-        conversation = self._store.get_conversation(conversation_id, tenant=tenant)
+        try:
+            conversation = self._store.get_conversation(conversation_id, tenant=tenant)
+        except NotFound:
+            self._store.delete_conversation(conversation_id, tenant=tenant)
+            raise
         turn_id = conversation.running_turn_id
         self._tokenized_again.discard((tenant, conversation_id))
         self._prefixes.forget(tenant, conversation_id)

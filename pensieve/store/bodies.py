@@ -11,11 +11,11 @@ never move between pages:
     insert   appends at the largest rowid; SQLite then adds a new rightmost leaf and moves no existing cell
     wipe     sets the columns to NULL; a row that shrinks stays in its page, its old cell is zeroed,
              and its overflow pages are zeroed and freed
-    delete   happens in `compact` only, which rewrites the whole file afterwards
+    delete   happens in compaction.py only, and far from every row that still has content
 
-A wiped row keeps its space in its leaf.  `wiped_bytes` counts that space, and `compact` runs when it is
-more than half of the file.  So the file is at most about twice as large as its content, and the cost of
-rewriting it is spread over the deletions.
+A wiped row keeps its space in its leaf.  `wiped_bytes` counts that space; when it is more than half of the
+file, compaction.py gives it back.  So the file is at most about twice as large as its content, and the cost
+of moving what is alive is spread over the deletions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 TOKEN_BYTES = 4
-COMPACT_BYTES_MIN = 16 * 2**20
+WIPED_AT_ONCE = 100
 LOCAL_BYTES_MAX = 4061  # the most of one row that a 4096-byte leaf page holds; the rest overflows
 
 
@@ -95,27 +95,15 @@ def read_private(owner: str, crc: int | None, private: bytes | None, tokens: byt
 
 def wipe_bodies(conn: Connection, bodies: Iterable[int]) -> None:
     """Overwrite bodies with nothing and count the space that they waste."""
-    for body in bodies:
+    numbers = [str(int(body)) for body in bodies]
+    for first in range(0, len(numbers), WIPED_AT_ONCE):
+        some = ",".join(numbers[first : first + WIPED_AT_ONCE])
         conn.execute(
             "UPDATE space SET wiped_bytes = wiped_bytes + coalesce((SELECT"
-            " min(?, length(private) + length(tokens)) FROM bodies WHERE body = ?), 0)",
-            (LOCAL_BYTES_MAX, body),
+            " sum(min(?, length(private) + length(tokens)))"
+            f" FROM bodies WHERE body IN ({some})), 0)",
+            (LOCAL_BYTES_MAX,),
         )
         conn.execute(
-            "UPDATE bodies SET crc = NULL, private = NULL, tokens = NULL WHERE body = ?", (body,)
+            f"UPDATE bodies SET crc = NULL, private = NULL, tokens = NULL WHERE body IN ({some})"
         )
-
-
-def wasteful(conn: Connection, bytes_min: int) -> bool:
-    """Whether wiped bodies waste at least `bytes_min` and more than half of the file."""
-    (wiped_bytes,) = conn.execute("SELECT wiped_bytes FROM space").fetchone()
-    (num_pages,) = conn.execute("PRAGMA page_count").fetchone()
-    (page_bytes,) = conn.execute("PRAGMA page_size").fetchone()
-    return bool(wiped_bytes >= bytes_min and 2 * wiped_bytes > num_pages * page_bytes)
-
-
-def compact(conn: Connection) -> None:
-    """Delete the wiped rows and rewrite the file; after a crash in between, `wasteful` is still true."""
-    conn.execute("DELETE FROM bodies WHERE crc IS NULL")
-    conn.execute("VACUUM")
-    conn.execute("UPDATE space SET wiped_bytes = 0")

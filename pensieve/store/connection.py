@@ -84,21 +84,43 @@ class Writer:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
-        """Statements outside a transaction; also for VACUUM, which refuses to run in one."""
+        """Statements outside a transaction."""
         with self._operation() as db:
             yield db.conn
 
-    def truncate_journal(self) -> None:
-        """Move the write-ahead log into the database and leave the log empty."""
+    @property
+    def journal_path(self) -> Path:
+        """Where SQLite keeps the write-ahead log."""
+        return self.path.with_name(f"{self.path.name}-wal")
+
+    def has_journal(self) -> bool:
+        """Whether there is something in the write-ahead log, or was when a process died."""
+        try:
+            return self.journal_path.stat().st_size > 0
+        except FileNotFoundError:
+            return False
+
+    def truncate_journal(self) -> bool:
+        """Move the write-ahead log into the database and leave the log empty; whether that was possible.
+
+        It is not while another connection reads the log.  This does not wait for that one to end.
+        """
         with self.reading() as conn:
-            busy, _, _ = conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        if busy:
-            raise StoreUnavailable(
-                "the write-ahead log cannot be emptied while another connection reads the history"
-            )
+            try:
+                conn.execute("PRAGMA busy_timeout = 0").fetchall()
+                busy, _, _ = conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+                milliseconds = round(1000 * self._busy_timeout_seconds)
+                conn.execute(f"PRAGMA busy_timeout = {milliseconds}").fetchall()
+            except BaseException:
+                self._discard()  # the next connection waits again
+                raise
+        return not busy
 
     def close(self) -> None:
-        """Checkpoint and close; the connection is closed even if this raises an error."""
+        """Checkpoint and close; the connection is closed even if this raises an error.
+
+        If another connection reads the write-ahead log, that stays for the next opening.
+        """
         try:
             if self._db is not None:
                 self.truncate_journal()
@@ -123,6 +145,21 @@ class Writer:
             self._in_use.release()
 
     def _open(self) -> Any:
+        if self.has_journal():
+            with contextlib.suppress(self.driver.Error):
+                self._recover()
+        return self._connect()
+
+    def _recover(self) -> None:
+        """Move a log that an earlier connection left into the database, and close again.
+
+        A connection that recovers a log copies unused memory into the file -shm, which may be anybody's
+        text (measured).  The file goes with the last connection; the next one then finds no log.
+        """
+        with contextlib.closing(self.driver.connect(str(self.path), timeout=0.0)) as conn:
+            conn.execute("PRAGMA schema_version").fetchall()
+
+    def _connect(self) -> Any:
         conn = self.driver.connect(
             str(self.path),
             timeout=self._busy_timeout_seconds,
@@ -131,6 +168,9 @@ class Writer:
         )
         try:
             db = Database(conn, recursive_triggers=False, execute_plugins=False)
+            if conn.execute("PRAGMA page_count").fetchone() == (0,):
+                # It is made now; then it can be shortened (compaction.py).
+                conn.execute("PRAGMA auto_vacuum = INCREMENTAL").fetchall()
             (mode,) = conn.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode != "wal":
                 raise StoreError(f"{self.path} lies where SQLite cannot use a write-ahead log")

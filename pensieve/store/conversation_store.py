@@ -18,7 +18,8 @@ Invariants, whatever happens to the process or the disk:
 * Revisions only grow.  A rewind takes the next one, and the messages it cuts stay readable through the
   turn that made them until the conversation is deleted.
 * Messages are shared by reference and never changed, and are wiped when nothing holds them any more;
-  after `delete_conversation` no byte of them is left in the files.
+  after `delete_conversation` no byte of them is left in the files.  Until `erasure` has done what is `due`,
+  the owner calls its `step` from time to time.
 
 The caller uses the store from one thread at a time; `verify`, `integrity_check` and what `reader` returns
 open their own read-only connection and may run in another.
@@ -40,7 +41,8 @@ from pensieve.errors import (
     StaleRevision,
     TurnRunning,
 )
-from pensieve.store import bodies, conversation_rows, message_rows, turn_rows, verify
+from pensieve.store import conversation_rows, message_rows, turn_rows, verify
+from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.connection import BUSY_TIMEOUT_SECONDS, Writer, preferred_driver
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.erasure import Erasure
@@ -81,7 +83,7 @@ class ConversationStore:
         now: Callable[[], float] = time.time,
         driver: Any = preferred_driver,
         busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
-        compact_bytes_min: int = bodies.COMPACT_BYTES_MIN,
+        compact_bytes_min: int = COMPACT_BYTES_MIN,
     ) -> None:
         self.folder = folder
         self.integrity_check_due = folder.stopped_unclean
@@ -92,18 +94,19 @@ class ConversationStore:
             driver,
             busy_timeout_seconds,
         )
-        self._erasure = Erasure(self._writer, compact_bytes_min)
+        self.erasure = Erasure(self._writer, compact_bytes_min)
         self._running = RunningRows(self._writer, now)
         interrupted = self._running.interrupt_dead()
+        self.erasure.resume()
         self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
 
     @classmethod
     def open(cls, path: Path, holder: str, **options: Any) -> ConversationStore:
         """Lock the folder `path` in the name of `holder` ("pensieve chat") and open its history.
 
-        This reads the write-ahead log and the `running` rows, nothing that grows with the history.  After
-        an unclean stop `integrity_check_due` is true until an `integrity_check` has passed, also after
-        later starts.
+        This empties the write-ahead log and reads the `running` rows, nothing that grows with the history.
+        After an unclean stop `integrity_check_due` is true until an `integrity_check` has passed, also
+        after later starts.
         """
         folder = DataFolder.open(path, holder)
         try:
@@ -253,17 +256,19 @@ class ConversationStore:
     def delete_conversation(self, conversation_id: str, *, tenant: str = "") -> None:
         """Leave nothing of the conversation on the disk; messages that a fork holds stay the fork's.
 
-        No turn of it may be running.  StoreUnavailable can mean that it is deleted but that the write-ahead
-        log could not be emptied yet, because another connection reads it; `close`, the next deletion, or
-        this one again then empties it.
+        No turn of it may be running.  StoreUnavailable can mean that it is deleted, but not yet erased from
+        the files (erasure.py); this one again then tries that, and raises NotFound once it is done.
         """
-        self._erasure.resume()
-        with self._running.writing() as conn:
-            number, conversation = require_conversation(conn, conversation_id, tenant)
-            _refuse_running(conversation)
-            conversation_rows.delete_conversation(conn, number)
-            self._erasure.mark_due()
-        self._erasure.finish()
+        try:
+            with self._running.writing() as conn:
+                number, conversation = require_conversation(conn, conversation_id, tenant)
+                _refuse_running(conversation)
+                conversation_rows.delete_conversation(conn, number)
+                self.erasure.prepare()
+        except NotFound:
+            self.erasure.finish()
+            raise
+        self.erasure.finish()
 
     # -- turns --
 

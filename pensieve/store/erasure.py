@@ -1,49 +1,86 @@
 """Removes deleted content from the store's files, beyond what the deleting transaction does.
 
-Two copies outlast that transaction.  The write-ahead log holds the pages as they were until it is truncated;
-if another connection still reads it, the truncation stays due until a later call.  And wiped bodies waste
-space in the file until it is rewritten (bodies.py), which is done once they waste enough of it.
+Three copies outlast that transaction, or might:
+
+    backups             a migration copies the database first; a deletion removes such copies before it
+                        commits, so none of them ever holds what is deleted
+    the write-ahead     holds pages as they were, until it is truncated; that is *pending* from before the
+    log                 commit until it has succeeded, and is tried after the commit, by each step and by
+                        the next deletion.  It fails while another connection reads the log, or the disk
+                        is full
+    the file            wiped bodies contain nothing, but waste space (compaction.py)
+
+What is pending is remembered by the log itself: a clean close leaves it empty, so a log that is there when
+the history is opened may contain anything, and is truncated then or by the first step that can.
 """
 
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
-from pensieve.errors import StoreUnavailable
-from pensieve.store import bodies
+from pensieve.errors import PensieveError, StoreUnavailable
+from pensieve.store.compaction import Compaction
 from pensieve.store.connection import Writer
 
 
 class Erasure:
-    """What deletions have left to remove; used outside of transactions."""
+    """What deletions have left to do on the disk; used outside of transactions, but for `prepare`."""
 
     def __init__(self, writer: Writer, compact_bytes_min: int) -> None:
+        self.pending = writer.has_journal()
         self._writer = writer
-        self._compact_bytes_min = compact_bytes_min
-        self._truncate_due = False  # the write-ahead log may still contain deleted content
+        self._compaction = Compaction(writer, compact_bytes_min)
 
-    def mark_due(self) -> None:
-        """A transaction that deletes is about to be committed."""
-        self._truncate_due = True
+    @property
+    def due(self) -> bool:
+        """Whether there is a step to take; any thread may ask."""
+        return self.pending or self._compaction.due
 
-    def resume(self) -> None:
-        """Truncate the write-ahead log if an earlier call could not."""
-        if self._truncate_due:
-            self._truncate()
+    def prepare(self) -> None:
+        """Before a transaction that deletes is committed."""
+        _remove_backups(self._writer.path)
+        self.pending = True
 
     def finish(self) -> None:
-        """After a deletion: rewrite the file if it is wasteful, and truncate the write-ahead log."""
-        self._compact_if_wasteful()
-        self._truncate()
+        """After a deletion: StoreUnavailable if its content is still in the write-ahead log."""
+        if not self.pending:
+            return
+        if not self._writer.truncate_journal():
+            raise StoreUnavailable(
+                "what was deleted is gone from the history, but not yet from its files, because another"
+                " program reads them; it will be erased when that has ended"
+            )
+        self.pending = False
+        with contextlib.suppress(StoreUnavailable):  # the next deletion looks again
+            self._compaction.look()
 
-    def _compact_if_wasteful(self) -> None:
-        with self._writer.reading() as conn:
-            if not bodies.wasteful(conn, self._compact_bytes_min):
-                return
-        # The deletion is committed; if the disk is too full for the rewrite, the next deletion does it.
-        with contextlib.suppress(StoreUnavailable), self._writer.reading() as conn:
-            bodies.compact(conn)
+    def resume(self) -> None:
+        """What an earlier process has left to do; whatever goes wrong is left to the steps."""
+        with contextlib.suppress(PensieveError):
+            self.finish()
+            self._compaction.look()
 
-    def _truncate(self) -> None:
-        self._writer.truncate_journal()
-        self._truncate_due = False
+    def step(self) -> bool:
+        """A few milliseconds of what is due; returns whether there is more.
+
+        Raises StoreUnavailable if that is not possible now.
+        """
+        if self.pending:
+            self.finish()
+        elif self._compaction.due:
+            self._compaction.step()
+            if not self._compaction.due:
+                self._writer.truncate_journal()  # only then the file becomes shorter
+        return self.due
+
+
+def _remove_backups(path: Path) -> None:
+    """Remove the copies that migrations made (migrations.py)."""
+    for backup in path.parent.glob(f"{path.name}.version*"):
+        try:
+            backup.unlink()
+        except OSError as error:
+            raise StoreUnavailable(
+                f"{backup.name} holds what is to be deleted and cannot be removed: {error.strerror}"
+            ) from error

@@ -1,8 +1,9 @@
 """The schema of the database, as numbered functions in one list.
 
 Each migration runs in one transaction together with the record that it ran, and sets `user_version` to its
-number.  A database that already holds conversations is copied to a file beside it first.  A database of a
-newer Pensieve is refused.  The tables:
+number.  A database that already holds conversations is copied to a file beside it first; the next deletion
+removes the copy, because it must reach everything (erasure.py).  A database of a newer Pensieve is refused.
+The tables:
 
     conversations   one row each; `key` is a digest of (tenant, conversation_id)
     turns           one row per request; `request_key` is a digest of its request_id
@@ -104,9 +105,16 @@ def m001_initial(db: Any) -> None:
         db.conn.execute(statement)
 
 
+def m002_holders_by_body(db: Any) -> None:
+    """Compaction asks who holds a body."""
+    for table in ("conversations", "turns", "messages"):
+        db.conn.execute(f"CREATE INDEX {table}_body ON {table} (body)")
+    db.conn.execute("PRAGMA user_version = 2")
+
+
 Step = Callable[[Any], None]  # takes a sqlite_utils Database
 
-STEPS: tuple[Step, ...] = (m001_initial,)
+STEPS: tuple[Step, ...] = (m001_initial, m002_holders_by_body)
 
 
 def migrate(db: Any, path: Path, steps: Sequence[Step] = STEPS) -> None:

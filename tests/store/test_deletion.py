@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +19,9 @@ from pensieve.errors import NotFound, StoreUnavailable
 from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnRequest
 from pensieve.store.bodies import pack_tokens
 from pensieve.store.connection import read_only
-from tests.store.faulty import writer_of
+from tests.store.faulty import FaultyDriver, writer_of
 from tests.store.talk import begin, create, reply, say, user
+from tests.store.test_disk_faults import FULL
 
 
 def raw(store: ConversationStore) -> bytes:
@@ -105,43 +113,153 @@ def test_no_copy_survives_between_the_pages(store: ConversationStore, seed: int)
     assert store.integrity_check() == []
 
 
-def test_the_file_shrinks_when_more_than_half_is_wiped(
-    open_store: Callable[..., ConversationStore],
-) -> None:
-    store = open_store(compact_bytes_min=100_000)
-    for number in range(40):
-        create(store, f"c{number}", user(f"SECRET-{number:02d}" + "x" * 3900))
-    create(store, "keep", user("keep", 1))
-    writer_of(store).truncate_journal()
-    full = store.folder.database_path.stat().st_size
-    sizes = []
-    for number in range(40):
-        store.delete_conversation(f"c{number}")
-        sizes.append(store.folder.database_path.stat().st_size)
-        assert f"SECRET-{number:02d}".encode() not in raw(store)
-        assert store.verify() == []
-    assert sizes[20] == full
-    assert sizes[-1] < full // 2
-    assert list(store.log("keep")) == [1]
-    assert store.integrity_check() == []
-
-
-def test_a_reader_that_holds_the_journal_is_reported(
-    open_store: Callable[..., ConversationStore],
-) -> None:
-    store = open_store(busy_timeout_seconds=0.05)
-    create(store, "a", user("SECRET-a", 1))
-    create(store, "b", user("SECRET-b", 1))
+@contextlib.contextmanager
+def reader(store: ConversationStore) -> Iterator[None]:
+    """Another program that reads the history."""
     with read_only(store.folder.database_path, writer_of(store).driver) as conn:
         conn.execute("BEGIN")
         conn.execute("SELECT * FROM conversations").fetchall()
-        with pytest.raises(StoreUnavailable, match="cannot be emptied"):
+        yield
+
+
+def test_a_reader_that_holds_the_journal_is_reported_and_a_retry_erases(
+    store: ConversationStore,
+) -> None:
+    create(store, "a", user("SECRET-a", 1))
+    create(store, "b", user("SECRET-b", 1))
+    assert not store.erasure.due
+    with reader(store):
+        with pytest.raises(StoreUnavailable, match="not yet from its files"):
             store.delete_conversation("a")
-    with pytest.raises(NotFound):
-        store.get_conversation("a")
+        with pytest.raises(NotFound):
+            store.get_conversation("a")
+        with pytest.raises(StoreUnavailable, match="not yet from its files"):
+            store.delete_conversation("a")  # a client that tries again
+        with pytest.raises(StoreUnavailable):
+            store.delete_conversation("b")  # is not refused for the sake of the first
+        with pytest.raises(NotFound):
+            store.get_conversation("b")
+        assert store.erasure.pending
     assert b"SECRET-a" in raw(store)
     with pytest.raises(NotFound):
-        store.delete_conversation("a")  # a client that tries again
-    assert b"SECRET-a" not in raw(store)
-    store.delete_conversation("b")
+        store.delete_conversation("a")
     assert b"SECRET" not in raw(store)
+    assert not store.erasure.due
+
+
+def test_a_step_erases_once_the_reader_has_ended(store: ConversationStore) -> None:
+    create(store, "a", user("SECRET-a", 1))
+    with reader(store):
+        for delete_or_step in (lambda: store.delete_conversation("a"), store.erasure.step):
+            with pytest.raises(StoreUnavailable):
+                delete_or_step()
+        assert store.erasure.due
+    assert b"SECRET" in raw(store)
+    assert not store.erasure.step()
+    assert b"SECRET" not in raw(store)
+
+
+def test_a_deletion_does_not_wait_for_a_reader(
+    open_store: Callable[..., ConversationStore],
+) -> None:
+    """With this timeout it would wait as long as the reader is there."""
+    store = open_store(busy_timeout_seconds=3600.0)
+    create(store, "a", user("SECRET-a", 1))
+    answers: list[Exception] = []
+
+    def delete() -> None:
+        try:
+            store.delete_conversation("a")
+        except StoreUnavailable as error:
+            answers.append(error)
+
+    with reader(store):
+        thread = threading.Thread(target=delete)
+        thread.start()
+        thread.join(timeout=8.0)
+        has_answered = len(answers) == 1
+    thread.join()
+    assert has_answered
+
+
+def test_other_writers_are_waited_for_also_after_a_truncation(
+    store: ConversationStore, open_store: Callable[..., ConversationStore]
+) -> None:
+    store.close()
+    store = open_store(busy_timeout_seconds=7.0)
+    create(store, "a", user("SECRET-a", 1))
+    store.delete_conversation("a")
+    with writer_of(store).reading() as conn:
+        assert conn.execute("PRAGMA busy_timeout").fetchone() == (7000,)
+
+
+DYING_CHILD = """
+import os, sys
+from pathlib import Path
+from pensieve.store import ConversationStore
+from pensieve.store.connection import Writer
+from tests.store.talk import create, user
+store = ConversationStore.open(Path(sys.argv[1]), "test")
+create(store, "keep", user("keep", 1))
+create(store, "a", user("SECRET-a", 1))
+Writer.truncate_journal = lambda writer: os._exit(9)
+store.delete_conversation("a")
+"""
+
+
+def test_what_a_dying_process_did_not_erase_is_erased_by_the_next(tmp_path: Path) -> None:
+    child = subprocess.run([sys.executable, "-c", DYING_CHILD, str(tmp_path)], check=False)
+    assert child.returncode == 9
+    assert b"SECRET-a" in (tmp_path / "conversations.db-wal").read_bytes()
+    with ConversationStore.open(tmp_path, "test") as store:
+        with pytest.raises(NotFound):
+            store.get_conversation("a")
+        assert b"SECRET" not in raw(store)
+        assert list(store.log("keep")) == [1]
+        assert not store.erasure.due
+
+
+def test_recovery_leaves_nothing_of_the_memory_in_a_file(tmp_path: Path) -> None:
+    """A connection of SQLite that recovers a log writes uninitialized memory into the file -shm."""
+    subprocess.run([sys.executable, "-c", DYING_CHILD, str(tmp_path)], check=False)
+    with ConversationStore.open(tmp_path, "test"):
+        shared = (tmp_path / "conversations.db-shm").read_bytes()
+    assert len(shared) == 32768
+    assert not any(shared[136:])  # behind the two headers
+
+
+def test_what_a_reader_kept_beyond_the_end_of_the_process_is_erased_by_the_next(
+    store: ConversationStore, open_store: Callable[..., ConversationStore]
+) -> None:
+    create(store, "a", user("SECRET-a", 1))
+    with reader(store):
+        with pytest.raises(StoreUnavailable):
+            store.delete_conversation("a")
+        store.close()
+        assert b"SECRET-a" in raw(store)
+        store = open_store()
+        assert not store.integrity_check_due
+        assert store.erasure.pending
+        assert b"SECRET-a" in raw(store)
+    assert not store.erasure.step()
+    assert b"SECRET" not in raw(store)
+
+
+def test_a_full_disk_leaves_the_erasure_to_a_step(tmp_path: Path, driver: Any) -> None:
+    """Whichever statement of the deletion fails: once it is gone, steps erase it."""
+    for countdown in itertools.count(1):
+        faults = FaultyDriver(driver, FULL, False, True)
+        store = ConversationStore.open(tmp_path / str(countdown), "test", driver=faults)
+        create(store, "a", user("SECRET-a", 1))
+        faults.arm(countdown)
+        with contextlib.suppress(StoreUnavailable):
+            store.delete_conversation("a")
+        faults.heal()
+        while store.erasure.step():
+            pass
+        is_gone = store.list_conversations().conversations == ()
+        assert is_gone != (b"SECRET" in raw(store)), countdown
+        store.close()
+        if not faults.fired:
+            break
+    assert countdown > 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,18 @@ from typing import Any
 import pytest
 from sqlite_utils import Database
 
-from pensieve.errors import StoreCorrupt, StoreError, StoreTooNew
+from pensieve.errors import (
+    NotFound,
+    StoreCorrupt,
+    StoreError,
+    StoreTooNew,
+    StoreUnavailable,
+    TurnRunning,
+)
 from pensieve.store import ConversationStore
 from pensieve.store.migrations import STEPS, migrate
 from tests.store.faulty import writer_of
-from tests.store.talk import create, reply, say, user
+from tests.store.talk import begin, create, reply, say, user
 
 Open = Callable[..., ConversationStore]
 
@@ -38,9 +46,11 @@ def path(open_store: Open) -> Path:
 def test_the_file_says_what_it_is(path: Path, driver: Any) -> None:
     conn = driver.connect(str(path))
     assert conn.execute("PRAGMA application_id").fetchone() == (0x50656E73,)
-    assert conn.execute("PRAGMA user_version").fetchone() == (1,)
+    assert conn.execute("PRAGMA user_version").fetchone() == (2,)
+    assert conn.execute("PRAGMA auto_vacuum").fetchone() == (2,)  # incremental: it can be shortened
     assert conn.execute("SELECT migration_set, name FROM _sqlite_migrations").fetchall() == [
-        ("pensieve", "m001_initial")
+        ("pensieve", "m001_initial"),
+        ("pensieve", "m002_holders_by_body"),
     ]
     conn.close()
 
@@ -72,8 +82,8 @@ def test_the_writer_is_durable_and_wipes_what_it_deletes(store: ConversationStor
         ("PRAGMA user_version = 7", 7),
         (
             "INSERT INTO _sqlite_migrations (migration_set, name, applied_at)"
-            " VALUES ('pensieve', 'm002_future', '')",
-            2,
+            " VALUES ('pensieve', 'm003_future', '')",
+            3,
         ),
     ],
 )
@@ -85,7 +95,7 @@ def test_a_newer_schema_is_refused_and_untouched(
     with pytest.raises(StoreTooNew) as refused:
         open_store()
     assert str(refused.value) == (
-        f"{path} has schema version {version} and this Pensieve knows versions up to 1;"
+        f"{path} has schema version {version} and this Pensieve knows versions up to 2;"
         " use the newer Pensieve that wrote it"
     )
     assert path.read_bytes() == before
@@ -96,7 +106,7 @@ def test_a_refusal_lets_go_of_the_folder(path: Path, driver: Any, open_store: Op
     for _ in range(2):
         with pytest.raises(StoreTooNew):
             open_store()
-    edit(path, driver, "PRAGMA user_version = 1")
+    edit(path, driver, "PRAGMA user_version = 2")
     assert not open_store().integrity_check_due
 
 
@@ -128,33 +138,83 @@ def test_an_old_sqlite_is_refused(open_store: Open) -> None:
 
 
 def test_a_database_is_copied_before_its_schema_changes(path: Path, driver: Any) -> None:
-    def m002_colour(db: Any) -> None:
+    def m003_colour(db: Any) -> None:
         db.conn.execute("ALTER TABLE conversations ADD COLUMN colour TEXT")
-        db.conn.execute("PRAGMA user_version = 2")
+        db.conn.execute("PRAGMA user_version = 3")
 
     conn = driver.connect(str(path), isolation_level=None)
-    migrate(Database(conn), path, (*STEPS, m002_colour))
-    assert conn.execute("PRAGMA user_version").fetchone() == (2,)
+    migrate(Database(conn), path, (*STEPS, m003_colour))
+    assert conn.execute("PRAGMA user_version").fetchone() == (3,)
     assert conn.execute("SELECT colour FROM conversations").fetchall() == [(None,)]
     conn.close()
-    backup = path.with_name("conversations.db.version1")
+    backup = path.with_name("conversations.db.version2")
     assert backup.stat().st_mode & 0o777 == 0o600
     conn = driver.connect(str(backup))
-    assert conn.execute("PRAGMA user_version").fetchone() == (1,)
+    assert conn.execute("PRAGMA user_version").fetchone() == (2,)
     assert conn.execute("SELECT count(*) FROM messages").fetchone() == (2,)
     conn.close()
 
 
 def test_a_migration_that_fails_leaves_the_old_schema(path: Path, driver: Any) -> None:
-    def m002_broken(db: Any) -> None:
+    def m003_broken(db: Any) -> None:
         db.conn.execute("ALTER TABLE conversations ADD COLUMN colour TEXT")
-        db.conn.execute("PRAGMA user_version = 2")
+        db.conn.execute("PRAGMA user_version = 3")
         db.conn.execute("SELECT 1 FROM nowhere")
 
     conn = driver.connect(str(path), isolation_level=None)
     with pytest.raises(driver.OperationalError, match="nowhere"):
-        migrate(Database(conn), path, (*STEPS, m002_broken))
-    assert conn.execute("PRAGMA user_version").fetchone() == (1,)
+        migrate(Database(conn), path, (*STEPS, m003_broken))
+    assert conn.execute("PRAGMA user_version").fetchone() == (2,)
     columns = [row[1] for row in conn.execute("PRAGMA table_info(conversations)")]
     assert "colour" not in columns
     conn.close()
+
+
+def first_schema(path: Path, driver: Any) -> None:
+    """The database as version 1 made it."""
+    conn = driver.connect(str(path), isolation_level=None)
+    for table in ("conversations", "turns", "messages"):
+        conn.execute(f"DROP INDEX {table}_body")
+    conn.execute("DELETE FROM _sqlite_migrations WHERE name > 'm002'")
+    conn.execute("PRAGMA user_version = 1")
+    conn.close()
+
+
+def test_a_deletion_removes_the_copy_that_a_migration_made(
+    path: Path, driver: Any, open_store: Open
+) -> None:
+    """A copy would keep what is deleted for ever."""
+    first_schema(path, driver)
+    backup = path.with_name("conversations.db.version1")
+    store = open_store()
+    assert b"hello" in backup.read_bytes()
+    assert b"hello" in path.read_bytes()
+    running = begin(store, "tea", "r2", "more", 3)
+    for refused in (NotFound, TurnRunning):
+        with pytest.raises(refused):
+            store.delete_conversation("tea" if refused is TurnRunning else "cup")
+    assert backup.exists()  # nothing was deleted yet
+    store.interrupt_turn(running)
+    store.delete_conversation("tea")
+    assert not backup.exists()
+    assert not [file for file in path.parent.iterdir() if b"hello" in file.read_bytes()]
+
+
+def test_a_copy_that_cannot_be_removed_refuses_the_deletion(
+    path: Path, driver: Any, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_schema(path, driver)
+    store = open_store()
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        with pytest.raises(
+            StoreUnavailable, match=r"conversations.db.version1 .* Permission denied"
+        ):
+            store.delete_conversation("tea")
+    assert list(store.log("tea")) == [1, 2]
+    store.delete_conversation("tea")
+    assert [file.name for file in path.parent.iterdir() if "version" in file.name] == []

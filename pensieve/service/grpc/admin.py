@@ -107,6 +107,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             serving=daemon.serving,
             draining=daemon.draining,
         )
+        given.more["erasure_pending"] = daemon.store.erasure.pending
         ready = daemon.engine.ready
         if ready is None or not daemon.engine.serving:
             return given

@@ -1,0 +1,238 @@
+"""Compaction: the space of what was deleted is given back, in small steps, and leaves no copy behind."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.errors import StoreUnavailable
+from pensieve.store import ConversationStore
+from pensieve.store.compaction import Phase, State
+from tests.store.faulty import FaultyDriver, history, writer_of
+from tests.store.talk import create, reply, say, user
+from tests.store.test_disk_faults import FULL, IO_ERROR
+
+Open = Callable[..., ConversationStore]
+
+
+def size(store: ConversationStore) -> int:
+    return store.folder.database_path.stat().st_size
+
+
+def raw(store: ConversationStore) -> bytes:
+    writer = writer_of(store)
+    return store.folder.database_path.read_bytes() + writer.journal_path.read_bytes()
+
+
+def copies(store: ConversationStore) -> Counter[str]:
+    """How often each text is in the files; it should be there as often as it was said."""
+    return Counter(mark.decode() for mark in re.findall(rb"SECRET-\d{6}", raw(store)))
+
+
+def begin_pass(store: ConversationStore) -> None:
+    """Compact whether it is worth it or not."""
+    store.erasure._compaction._state = State(Phase.FENCE)
+
+
+def finish(store: ConversationStore) -> int:
+    steps = 1
+    while store.erasure.step():
+        steps += 1
+    return steps
+
+
+def test_the_file_shrinks_when_more_than_half_is_wiped(open_store: Open) -> None:
+    store = open_store(compact_bytes_min=100_000)
+    for number in range(80):
+        create(store, f"c{number}", user(f"SECRET-{number:02d}" + "x" * 3900))
+    create(store, "keep", user("keep", 1))
+    writer_of(store).truncate_journal()
+    full = size(store)
+    sizes = []
+    for number in range(80):
+        store.delete_conversation(f"c{number}")
+        assert f"SECRET-{number:02d}".encode() not in raw(store)
+        finish(store)
+        sizes.append(size(store))
+        assert store.verify() == []
+    assert sizes[40] == full
+    assert sizes[-1] < full // 2
+    assert list(store.log("keep")) == [1]
+    assert store.integrity_check() == []
+
+
+def test_pages_of_long_texts_are_given_back(open_store: Open) -> None:
+    """They lie outside of the leaves, so they are free as soon as they are wiped."""
+    store = open_store(compact_bytes_min=100_000)
+    for number in range(4):
+        create(store, f"c{number}", user("x" * 300_000))
+    writer_of(store).truncate_journal()
+    full = size(store)
+    for number in range(3):
+        store.delete_conversation(f"c{number}")
+    finish(store)
+    assert size(store) < full // 2
+    assert store.messages("c3")[0].content == "x" * 300_000
+    assert store.integrity_check() == []
+
+
+def test_a_deletion_writes_what_it_deletes_and_steps_are_small(open_store: Open) -> None:
+    """What compaction writes at once is bounded, however large the history is."""
+    store = open_store(compact_bytes_min=100_000)
+    create(store, "large")
+    for number in range(1500):
+        create(store, f"c{number}", user(f"{number}" * 300, *range(300)))
+    for number in range(1500):
+        if number % 10:
+            store.delete_conversation(f"c{number}")
+            if store.erasure.due:
+                break
+    else:
+        raise AssertionError("it was never worth it")
+    journal, journals = writer_of(store).journal_path, []
+    while store.erasure.due:
+        writer_of(store).truncate_journal()
+        store.erasure.step()
+        journals.append(journal.stat().st_size)
+        if len(journals) % 10 == 0:
+            assert store.verify() == []
+    assert len(journals) > 20
+    assert max(journals) < 2 * 2**20
+    assert store.verify() == []
+    assert store.integrity_check() == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_copy_survives_the_moves(open_store: Open, seed: int) -> None:
+    """Turns, deletions and steps in any order: no byte of a text is left where it was before."""
+    rng = random.Random(seed)
+    store = open_store(compact_bytes_min=1)
+    texts: dict[str, list[str]] = {}
+    num_passes = num_steps = 0
+    for number in range(500):
+        name = f"c{rng.randrange(number // 5 + 1)}"
+        if name not in texts:
+            texts[name] = []
+            create(store, name)
+        mark = f"SECRET-{number:06d}"
+        texts[name].append(mark)
+        padding = "x" * rng.choice([3, 20, 200, 900, 3000, 9000])
+        say(store, name, f"r{number}", user(mark + padding), reply(mark + padding))
+        few_remain = 0.9 * len(texts) if number % 100 == 99 else 0
+        for gone in rng.sample(sorted(texts), int(few_remain) or rng.random() < 0.2):
+            was_due = store.erasure.due
+            store.delete_conversation(gone)
+            del texts[gone]
+            num_passes += store.erasure.due and not was_due
+            assert copies(store) == {mark: 2 for marks in texts.values() for mark in marks}
+        for _ in range(rng.randrange(3)):
+            num_steps += store.erasure.due
+            store.erasure.step()
+            writer_of(store).truncate_journal()
+            assert copies(store) == {mark: 2 for marks in texts.values() for mark in marks}
+    assert num_passes > 2
+    assert num_steps > 20
+    finish(store)
+    assert store.verify() == []
+    assert store.integrity_check() == []
+    for gone in sorted(texts):
+        store.delete_conversation(gone)
+        finish(store)
+    assert b"SECRET" not in raw(store)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_fence_keeps_balancing_away_from_what_is_alive(open_store: Open, seed: int) -> None:
+    """Many texts in a leaf, and none of their cells may be copied by the removal of their neighbours."""
+    rng = random.Random(seed)
+    store = open_store()
+    alive: set[int] = set()
+    for first in (0, 100, 200):
+        for number in range(first, first + rng.randrange(30, 100)):
+            text = f"SECRET-{number:06d}" + "x" * rng.choice([3, 20, 100, 400, 1000])
+            create(store, f"c{number}", user(text, 1))
+            alive.add(number)
+        for number in rng.sample(sorted(alive), int(len(alive) * rng.uniform(0.5, 0.97))):
+            store.delete_conversation(f"c{number}")
+            alive.discard(number)
+        begin_pass(store)
+        while store.erasure.due:
+            store.erasure.step()
+            writer_of(store).truncate_journal()
+            assert copies(store) == {f"SECRET-{number:06d}": 1 for number in alive}
+    assert store.verify() == []
+
+
+@pytest.fixture
+def wasteful(tmp_path: Path, driver: Any) -> Path:
+    """A closed history of which most is wiped."""
+    path = tmp_path / "wasteful"
+    with ConversationStore.open(path, "test", driver=driver) as store:
+        for number in range(30):
+            create(store, f"c{number}")
+            say(store, f"c{number}", "r1", user("q" * 3800, 1), reply("a" * 3800, 2))
+        for number in range(30):
+            if number % 10:
+                store.delete_conversation(f"c{number}")
+    return path
+
+
+def compacting(path: Path, driver: Any) -> ConversationStore:
+    return ConversationStore.open(path, "test", driver=driver, compact_bytes_min=1)
+
+
+def test_the_next_process_goes_on(wasteful: Path, driver: Any) -> None:
+    """However far a pass has come when the process ends."""
+    with compacting(wasteful, driver) as store:
+        wanted = history(store)
+        full = size(store)
+        assert store.erasure.due
+    for num_steps in range(6):
+        copy = wasteful.with_name(f"copy{num_steps}")
+        shutil.copytree(wasteful, copy)
+        with compacting(copy, driver) as store:
+            for _ in range(num_steps):
+                store.erasure.step()
+        with compacting(copy, driver) as store:
+            finish(store)
+            assert history(store) == wanted
+            assert store.verify() == []
+            assert store.integrity_check() == []
+            assert size(store) < full // 2 + 12 * 4096
+
+
+@pytest.mark.parametrize(
+    ("code", "after"), [(IO_ERROR, False), (IO_ERROR, True), (FULL, False)], ids=str
+)
+def test_a_step_that_fails_is_tried_again(
+    wasteful: Path, driver: Any, code: int, after: bool
+) -> None:
+    with compacting(wasteful, driver) as store:
+        wanted = history(store)
+    countdown = 0
+    while True:
+        countdown += 3  # there are some hundred
+        faults = FaultyDriver(driver, code, after, False)
+        copy = wasteful.with_name(f"copy{countdown}")
+        shutil.copytree(wasteful, copy)
+        with compacting(copy, faults) as store:
+            faults.arm(countdown)
+            while store.erasure.due:
+                try:
+                    store.erasure.step()
+                except StoreUnavailable:
+                    assert faults.fired
+            faults.heal()
+            assert history(store) == wanted, countdown
+            assert store.verify() == [], countdown
+        shutil.rmtree(copy)
+        if not faults.fired:
+            break
+    assert countdown > 50
