@@ -29,6 +29,7 @@ from pensieve.service.conversations import Conversations
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import Ask
 from pensieve.service.engine_client import EngineClient, EngineProgram
+from pensieve.service.heartbeat import Patience
 from pensieve.service.history import History, Texts
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.queries import Queries
@@ -68,14 +69,17 @@ class Daemon:
         self.draining = False
         self.history_problems: tuple[str, ...] = ()
         self.on_serving: Callable[[bool], None] = lambda serving: None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None  # it cannot go on
         self.engine = EngineClient(
             program,
+            patience=Patience(self.config.heartbeat_seconds, self.config.iteration_seconds_max),
             on_events=self._on_events,
             on_down=self._on_down,
             on_up=self._on_up,
+            on_failure=self._fail,
             report=report,
         )
-        self.threads = Threads(self._loop, self.config.text_threads)
+        self.threads = Threads(self._loop, self.config.text_threads, self._fail)
         self.admission = Admission(self.config.turns_max, self.config.limits, self.started_at)
         self._queries = Queries(self._loop, self._put, self.config.answer_seconds)
         self._texts = texts
@@ -230,6 +234,10 @@ class Daemon:
     def _on_up(self) -> None:
         self.conversations.turns.engine_started(self._sources.wall_clock())
         self.on_serving(self.serving)
+
+    def _fail(self, error: BaseException) -> None:
+        """What nobody foresaw, where turns would wait without end: the service ends."""
+        self.on_failure(error)
 
     async def query(self, message_for: Callable[[int], EngineMessage]) -> Answer:
         """Put the message made for a query's id, and wait for its answer."""

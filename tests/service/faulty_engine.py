@@ -4,20 +4,26 @@ FAULTS is a file of one word a line; the next iteration with slices takes the fi
 
 memory   the device has no memory left for the iteration
 nan      the first turn's logits are not numbers
+hang     the engine's main thread waits for ever
 copy     the next swap-in or swap-out fails
 
-and `start`, on the first line when the process starts, has its memory refused there.
+and on the first line when the process starts
+
+start    its memory is refused there
+deaf     its reader thread fails at the first message
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
 from pensieve.config import Settings
 from pensieve.core.iteration import Iteration, Outcome, TurnFailure
 from pensieve.engine.mailbox import Mailbox
+from pensieve.engine.messages import Message
 from pensieve.engine.ports import Executor, Sink
 from pensieve.errors import DeviceError
 from pensieve.launch import echo_engine
@@ -38,9 +44,11 @@ class FaultyExecutor:
         copies = bool(iteration.swap_ins or iteration.swap_outs)
         self._fault = ""
         if iteration.slices or copies:
-            self._fault = taken(self._faults, ("copy",) if copies else ("memory", "nan"))
+            self._fault = taken(self._faults, ("copy",) if copies else ("memory", "nan", "hang"))
         if self._fault == "memory":
             raise MemoryError("the device has no memory left")
+        if self._fault == "hang":
+            threading.Event().wait()
         if self._fault == "copy":
             raise DeviceError("a copy failed: illegal address")
         self._iteration = iteration
@@ -64,11 +72,17 @@ def taken(faults: Path, kinds: tuple[str, ...]) -> str:
     return lines[0]
 
 
+def fail(message: Message) -> None:
+    raise RuntimeError("nobody foresaw this message")
+
+
 def build(
     faults: Path, settings: Settings, folder: Path, report: Report, mailbox: Mailbox, sink: Sink
 ) -> BuiltEngine:
     if taken(faults, ("start",)):
         raise DeviceError("the host refuses to pin so much memory")
+    if taken(faults, ("deaf",)):
+        mailbox.put_when_there_is_room = fail  # type: ignore[method-assign]
     built = echo_engine.build(0.0, settings, folder, report, mailbox, sink)
     built.engine.executor = FaultyExecutor(built.engine.executor, faults)
     return built
