@@ -60,9 +60,7 @@ from pensieve.engine.messages import (
 from pensieve.engine.metrics import Metrics, cached
 from pensieve.engine.ports import Clock, Executor, Observer, Sink
 
-IDLE_SECONDS = (
-    1.0  # a round without anything to do; after the first, a full pass of garbage collection
-)
+IDLE_SECONDS = 1.0  # a round without anything to do; garbage is collected after the first
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ Messages enter by the `Mailbox`; events leave by a sink, most often an `Outbox`.
 
 Bounds.  A mailbox takes `messages_max` messages and refuses the next with QueueFull, or has whoever
 brings it wait until the engine has taken the others; cancels and deletions are always taken, since they
-only free things.  An outbox holds `events_max` events; an
-engine that publishes into a full one waits for its reader, so its memory is bounded, and the reader
-must bound what each stream leaves unread.
+only free things.  An outbox holds `events_max` events; an engine that publishes into a full one waits for
+its reader, so its memory is bounded, and the reader must bound what each stream leaves unread.
 """
 
 from __future__ import annotations

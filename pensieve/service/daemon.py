@@ -2,7 +2,8 @@
 
     start    the engine process loads the model; then turns may come
     serve    calls go to `Conversations` (what clients do) and to the engine (what operators ask)
-    down     the engine died: its turns fail, and another process is started in its place
+    down     the engine died: its turns fail, and another process is started in its place; what kills one
+             after the other is not tried for ever (suspects.py)
     drain    no new turns; the running ones end, or are interrupted
     close    the engine, then the sequences that calls began, then the history
 
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 
 from pensieve import gc_pause
 from pensieve.core.sampling import Sampling
-from pensieve.engine.messages import Answer, CheckIntegrity, Event, GetStats
+from pensieve.engine.messages import Answer, CheckIntegrity, Event, GetStats, SubmitTurn
 from pensieve.engine.messages import Message as EngineMessage
 from pensieve.errors import PensieveError, Unavailable
 from pensieve.service.admission import Admission, Load
@@ -31,10 +32,12 @@ from pensieve.service.draft import Ask
 from pensieve.service.engine_client import EngineClient, EngineProgram
 from pensieve.service.heartbeat import Patience
 from pensieve.service.history import History, Texts
-from pensieve.service.live_turn import LiveTurn
+from pensieve.service.live_turn import LiveTurn, Phase
 from pensieve.service.queries import Queries
+from pensieve.service.readers import ids_of
+from pensieve.service.suspects import Suspects
 from pensieve.service.threads import Threads
-from pensieve.service.turns import Turns
+from pensieve.service.turns import Turns, failure_of
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
 
@@ -81,6 +84,7 @@ class Daemon:
         )
         self.threads = Threads(self._loop, self.config.text_threads, self._fail)
         self.admission = Admission(self.config.turns_max, self.config.limits, self.started_at)
+        self._suspects = Suspects()
         self._queries = Queries(self._loop, self._put, self.config.answer_seconds)
         self._texts = texts
         self._report = report
@@ -171,6 +175,7 @@ class Daemon:
         return True
 
     def _on_turn_end(self, live: LiveTurn) -> None:
+        self._suspects.ended(live)
         self.admission.turn_ended(live.tenant, live.figures, self._loop.time())
 
     # -- reading the history; also while the model is loading --
@@ -211,6 +216,11 @@ class Daemon:
     # -- the engine --
 
     def _put(self, message: EngineMessage) -> None:
+        if isinstance(message, SubmitTurn):
+            turns = self.conversations.turns
+            live = turns.of_number(message.turn_id)
+            if live is not None and self._suspects.must_wait(live, turns.all_live()):
+                raise Unavailable("the engine died twice with this turn; it is tried again alone")
         self.engine.put(message)
 
     def _on_events(self, events: list[Event]) -> None:
@@ -228,6 +238,10 @@ class Daemon:
         self.on_serving(False)
         self.admission.engine_lost()
         failure = Unavailable("the engine has stopped and is starting again; say it again")
+        for live in self.conversations.turns.all_live():
+            if live.phase is Phase.RUNNING and self._suspects.engine_died(live):
+                log.error("the engine dies whenever it has this turn", extra=ids_of(live))
+                self.threads.spawn(self.conversations.interrupt(live, failure_of("ENGINE_DIED")))
         self.threads.spawn(self.conversations.interrupt_all(failure))
         self._queries.fail_all(failure)
 

@@ -11,10 +11,14 @@ and on the first line when the process starts
 
 start    its memory is refused there
 deaf     its reader thread fails at the first message
+
+A turn with the seed POISON kills the process, each time.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 from functools import partial
@@ -31,6 +35,8 @@ from pensieve.launch import engine_process as engine_main
 from pensieve.launch.engine import BuiltEngine
 from pensieve.launch.model_folder import Report
 
+POISON = 666
+
 
 class FaultyExecutor:
     depth = 1
@@ -41,6 +47,8 @@ class FaultyExecutor:
         self._fault = ""
 
     def launch(self, iteration: Iteration) -> None:
+        if any(start.sampling.seed == POISON for start in iteration.started):
+            os.kill(os.getpid(), signal.SIGKILL)
         copies = bool(iteration.swap_ins or iteration.swap_outs)
         self._fault = ""
         if iteration.slices or copies:
