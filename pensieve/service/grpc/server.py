@@ -193,6 +193,11 @@ class Server:
         finally:
             os.umask(before)
 
+    async def answers(self) -> None:
+        """Until the store thread has; but it is not asked when it may be gone in a moment."""
+        if not self.stopping.is_set():
+            await self.daemon.threads.in_store(lambda: None)
+
     def _fail(self, error: BaseException) -> None:
         self.failure = self.failure or error
         self.stopping.set()
