@@ -1,4 +1,4 @@
-"""An echo engine that fails when it is told to: `python -m tests.service.faulty_engine FAULTS FD`.
+"""An echo engine that fails when it is told to: `python -m tests.service.faulty_engine FAULTS [MESSAGES_MAX] FD`.
 
 FAULTS is a file of one word a line; the next iteration with slices takes the first line off:
 
@@ -97,4 +97,6 @@ def build(
 
 
 if __name__ == "__main__":
-    sys.exit(engine_main.main(int(sys.argv[2]), partial(build, Path(sys.argv[1]))))
+    if len(sys.argv) > 3:
+        engine_main.MESSAGES_MAX = int(sys.argv[2])
+    sys.exit(engine_main.main(int(sys.argv[-1]), partial(build, Path(sys.argv[1]))))
