@@ -1,4 +1,4 @@
-"""An echo engine that fails when it is told to: `python -m tests.service.faulty_engine FAULTS [MESSAGES_MAX] FD`.
+"""An echo engine that fails when it is told to, started with FAULTS [MESSAGES_MAX] FD.
 
 FAULTS is a file of one word a line; the next iteration with slices takes the first line off:
 
