@@ -103,6 +103,7 @@ class EngineClient:
         self._writer: asyncio.StreamWriter | None = None
         self._stopping = False
         self._useful = False  # the present process has published something
+        self.heartbeat = Heartbeat(patience)  # of the present process
         self._hung = ""  # why it was killed, if it was
         self._task: asyncio.Task[None] | None = None
 
@@ -232,7 +233,7 @@ class EngineClient:
         """Hand over events until the pipe ends; why it did."""
         assert self._reader is not None
         reason, self._hung = "the engine process ended", ""
-        heartbeat = Heartbeat(self._patience)
+        heartbeat = self.heartbeat = Heartbeat(self._patience)
         watching = self._loop.create_task(self._watch(heartbeat), name="heartbeat")
         watching.add_done_callback(self._supervisor_ended)
         try:

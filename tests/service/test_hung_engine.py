@@ -17,6 +17,7 @@ import pytest
 
 from pensieve.client import Client
 from pensieve.client.admin import Admin
+from pensieve.service import engine_client
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import ECHO, DaemonRig, ServeProcess, said, wait_for
@@ -101,6 +102,39 @@ def test_an_engine_that_fails_to_take_a_message_is_started_again(tmp_path: Path)
             reply = client.conversation("c").ask("one", max_tokens=8, ignore_eos=True)
         assert len(reply.token_ids) == 8
         assert rig.daemon.engine.num_restarts == 1
+
+
+def test_a_start_without_news_is_logged_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_client, "REPORT_SECONDS", 0.1)
+    with (
+        caplog.at_level(logging.WARNING, "pensieve"),
+        DaemonRig(tmp_path / "data", config=DaemonConfig(heartbeat_seconds=1.0)) as rig,
+    ):
+        assert "starts; no news for" in caplog.text
+        assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
+
+
+def test_a_process_that_was_killed_and_does_not_end_is_logged_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one does that waits for its device; two engines would fight for it."""
+    monkeypatch.setattr(engine_client, "REPORT_SECONDS", 0.1)
+    with DaemonRig(tmp_path / "data") as rig, caplog.at_level(logging.ERROR, "pensieve"):
+        process = rig.daemon.engine._process
+        wait, killed = process.wait, []
+
+        def lasts(timeout: float | None = None) -> int:
+            if len(killed) < 3:
+                killed.append(1)
+                raise subprocess.TimeoutExpired("engine", timeout or 0.0)
+            return int(wait(timeout))
+
+        monkeypatch.setattr(process, "wait", lasts)
+        os.kill(process.pid, signal.SIGKILL)
+        wait_for(lambda: rig.daemon.engine.num_restarts == 1)
+        assert caplog.text.count("was killed and does not end") == 3
 
 
 # -- a supervisor that cannot die quietly --
