@@ -49,7 +49,7 @@ def test_an_engine_without_work_collects_once_until_there_is_some_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     collections = []
-    monkeypatch.setattr(engine_module, "COLLECT_AFTER_SECONDS", 0.01)
+    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.01)
     collected = threading.Event()
 
     def collect() -> None:

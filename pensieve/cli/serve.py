@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import signal
 import time
 from pathlib import Path
@@ -28,7 +27,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
 
 
 async def _serve(resolved: Resolved) -> int:
-    from pensieve.launch import daemon
+    from pensieve.launch import daemon, systemd
 
     began = time.monotonic()
     serving = resolved.serving
@@ -46,16 +45,20 @@ async def _serve(resolved: Resolved) -> int:
         log.info("ready grpc://%s (%.1f s)", address, time.monotonic() - began)
         if serving.ready_file is not None:
             _write_ready(serving.ready_file, address)
-        _notify("READY=1")
+        systemd.notify("READY=1")
 
     def stopping() -> None:
         log.info("draining")
-        _notify("STOPPING=1")
+        systemd.notify("STOPPING=1")
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    await daemon.run(server, setup, daemon.Hooks(log.info, ready, stopping), hurry)
+    watchdog = loop.create_task(systemd.keep_watchdog(server.answers))
+    try:
+        await daemon.run(server, setup, daemon.Hooks(log.info, ready, stopping), hurry)
+    finally:
+        watchdog.cancel()
     log.info("stopped")
     return 0
 
@@ -68,17 +71,3 @@ def _write_ready(path: Path, address: str) -> None:
         partial.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _notify(state: str) -> None:
-    """To systemd, if it runs this."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    import socket
-
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
-        except OSError as error:
-            log.warning("systemd was not notified: %s", error)

@@ -51,6 +51,8 @@ class Serving:
     turns_waiting_max: int
     grace: float
     keepalive: float
+    heartbeat: float
+    iteration_timeout: float
     drain_timeout: float
     engine: str
     echo_seconds: float

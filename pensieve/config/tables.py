@@ -30,6 +30,8 @@ class Setting(NamedTuple):
 Table = tuple[Setting, ...]
 
 GRACE_SECONDS = 5.0
+HEARTBEAT_SECONDS = 30.0
+ITERATION_SECONDS_MAX = 300.0
 TURNS_WAITING_MAX = 1024
 DATA = Setting("data", file, "", "folder of the history (default: the user's data folder)", "DIR")
 SETTINGS: Table = (
@@ -171,6 +173,22 @@ SERVING: Table = (
         number(0.5, 86_400),
         "30",
         "time between pings; a client that does not answer within a third of it is cut off",
+        "SECONDS",
+        "turns",
+    ),
+    Setting(
+        "heartbeat",
+        number(1, 86_400),
+        f"{HEARTBEAT_SECONDS:g}",
+        "an engine that says nothing for so long is killed and started again",
+        "SECONDS",
+        "turns",
+    ),
+    Setting(
+        "iteration_timeout",
+        number(0, 86_400),
+        f"{ITERATION_SECONDS_MAX:g}",
+        "so is one that is in one iteration for longer than this (0: never)",
         "SECONDS",
         "turns",
     ),

@@ -18,6 +18,9 @@ until the service has provided the log.
 A message that asks for something impossible ends its own turn and no other: the limits are checked here
 although the service has checked them.
 
+`num_rounds` counts the rounds of `run`, iterations and idle waits alike.  A round ends soon, so whoever
+sees the number stand still for long sees a main thread that hangs.
+
 When the executor fails as a whole (a device error, out of memory), `run` ends every turn with
 ENGINE_FAILED, closes the mailbox and raises; iterations that were launched are not collected.  No history
 is lost, as the store has them all; whoever started this engine starts another.
@@ -58,7 +61,7 @@ from pensieve.engine.messages import (
 from pensieve.engine.metrics import Metrics, cached
 from pensieve.engine.ports import Clock, Executor, Observer, Sink
 
-COLLECT_AFTER_SECONDS = 1.0  # of idleness, once: a full pass of garbage collection
+IDLE_SECONDS = 1.0  # a round without anything to do; garbage is collected after the first
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Engine:
         self.sink = sink
         self.metrics = Metrics(scheduler, clock.now())
         self._observers: tuple[Observer, ...] = (self.metrics, *observers)
+        self.num_rounds = 0  # of `run`; read by other threads
         self._launched: deque[Iteration] = deque()  # those not collected yet, oldest first
         self._waiting: dict[
             int, SubmitTurn
@@ -113,12 +117,13 @@ class Engine:
         try:
             collected = False
             while True:
+                self.num_rounds += 1
                 if self.step():
                     collected = False
                     continue
                 if self.mailbox.closed:
                     return
-                if not self.mailbox.wait(None if collected else COLLECT_AFTER_SECONDS):
+                if not self.mailbox.wait(IDLE_SECONDS) and not collected:
                     gc_pause.collect()
                     collected = True
         except BaseException:

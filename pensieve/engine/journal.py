@@ -10,12 +10,17 @@ hash per iteration.
 A restarted engine appends to the journal of the one before, so a journal holds one or more engines, and
 each begins with its configuration.  Every line is written at once.  An engine that is killed leaves at most
 one incomplete line, which is accepted; anything else that cannot be read is damage.
+
+A journal that cannot be written, on a full disk say, is given up with a warning, and its engine goes on
+without: with a gap it would not replay.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -36,6 +41,7 @@ from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import Event, Message, SubmitTurn
 from pensieve.errors import ConfigError, one_line
 
+log = logging.getLogger("pensieve")
 VERSION = 2  # 1: outcomes held how a turn ended, and messages a turn's whole log
 
 HEADER_BYTES_MAX = 1 << 20
@@ -73,7 +79,10 @@ def opened(path: Path) -> TextIO:
         with path.open("rb") as before:
             before.seek(-1, 2)
             if before.read() != b"\n":  # its writer was killed
-                file.write("\n")
+                with contextlib.suppress(
+                    OSError
+                ):  # it waits in the file's buffer for the next line
+                    file.write("\n")
     return file
 
 
@@ -100,7 +109,7 @@ class Journal:
         cost: CostProfile,
         model: Mapping[str, Any] | None = None,
     ) -> None:
-        self._lines = lines
+        self._lines: TextIO | None = lines
         self._write(
             {
                 "version": VERSION,
@@ -113,6 +122,10 @@ class Journal:
                 "model": dict(model or {}),
             }
         )
+
+    @property
+    def given_up(self) -> bool:
+        return self._lines is None
 
     def received(self, message: Message, now: float) -> None:
         if isinstance(message, SubmitTurn):  # no text of a client enters the journal
@@ -138,7 +151,15 @@ class Journal:
         return
 
     def _write(self, entry: dict[str, Any]) -> None:
-        self._lines.write(json.dumps(entry, separators=(",", ":")) + "\n")
+        if self._lines is None:
+            return
+        try:
+            self._lines.write(json.dumps(entry, separators=(",", ":")) + "\n")
+        except OSError as error:
+            log.warning("the journal is given up: it cannot be written (%s)", error.strerror)
+            lines, self._lines = self._lines, None
+            with contextlib.suppress(OSError):
+                lines.close()
 
 
 class _Recorded:

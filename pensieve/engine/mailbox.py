@@ -2,10 +2,10 @@
 
 Messages enter by the `Mailbox`; events leave by a sink, most often an `Outbox`.
 
-Bounds.  A mailbox takes `messages_max` messages and refuses the next with QueueFull; cancels and
-deletions are always taken, since they only free things.  An outbox holds `events_max` events; an
-engine that publishes into a full one waits for its reader, so its memory is bounded, and the reader
-must bound what each stream leaves unread.
+Bounds.  A mailbox takes `messages_max` messages and refuses the next with QueueFull, or has whoever
+brings it wait until the engine has taken the others; cancels and deletions are always taken, since they
+only free things.  An outbox holds `events_max` events; an engine that publishes into a full one waits for
+its reader, so its memory is bounded, and the reader must bound what each stream leaves unread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from pensieve.engine.messages import CancelTurn, DeleteConversation, Event, Message
+from pensieve.engine.messages import Event, Freeing, Message
 from pensieve.errors import QueueFull, Unavailable
 
 
@@ -27,20 +27,23 @@ class Mailbox:
 
     def put(self, message: Message) -> None:
         with self._changed:
-            if self._closed is not None:
-                raise Unavailable(self._closed)
-            always = isinstance(message, CancelTurn | DeleteConversation)
-            if len(self._messages) >= self.messages_max and not always:
+            if self._closed is None and not self._has_room_for(message):
                 raise QueueFull(
                     f"{self.messages_max} messages wait for the engine; try again later"
                 )
-            self._messages.append(message)
-            self._changed.notify()
+            self._append(message)
+
+    def put_when_there_is_room(self, message: Message) -> None:
+        """Wait until the engine has taken the others, which it does before every iteration."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed is not None or self._has_room_for(message))
+            self._append(message)
 
     def drain(self) -> list[Message]:
         with self._changed:
             messages = list(self._messages)
             self._messages.clear()
+            self._changed.notify_all()
             return messages
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
@@ -59,6 +62,15 @@ class Mailbox:
     def closed(self) -> bool:
         with self._changed:
             return self._closed is not None
+
+    def _has_room_for(self, message: Message) -> bool:
+        return isinstance(message, Freeing) or len(self._messages) < self.messages_max
+
+    def _append(self, message: Message) -> None:
+        if self._closed is not None:
+            raise Unavailable(self._closed)
+        self._messages.append(message)
+        self._changed.notify_all()
 
 
 class Outbox:
@@ -88,10 +100,12 @@ class Outbox:
             self._changed.notify_all()
             return event
 
-    def drain(self) -> list[Event]:
-        """Wait for events and return all that are there; none when closed and empty."""
+    def drain(self, timeout_seconds: float | None = None) -> list[Event] | None:
+        """Wait for events and return all that are there; [] after the timeout, None when all is over."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._events) or self._closed)
+            self._changed.wait_for(lambda: bool(self._events) or self._closed, timeout_seconds)
+            if self._closed and not self._events:
+                return None
             events = list(self._events)
             self._events.clear()
             self._changed.notify_all()

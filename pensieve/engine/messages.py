@@ -111,6 +111,9 @@ Message = (
 )
 
 
+Freeing = CancelTurn | DeleteConversation  # they only free things, and are never refused
+
+
 @dataclass(frozen=True, slots=True)
 class LogNeeded:
     """The engine lacks tokens of a conversation's log that a turn needs, and waits for `ProvideLog`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import nlargest, nsmallest
 
 from pensieve.core.cache import KVCache
@@ -17,6 +17,7 @@ class Metrics:
     def __init__(self, scheduler: Scheduler, now: float) -> None:
         self._scheduler = scheduler
         self._started_at = now
+        self.more: Callable[[], dict[str, float]] = dict  # figures of what else there is
         self._by_finish = dict.fromkeys(FinishReason, 0)
         self._new_tokens = 0
         self._device_tokens = 0
@@ -98,7 +99,7 @@ class Metrics:
         }
         for reason, count in self._by_finish.items():
             figures[f"turns_{reason.value}"] = count
-        return figures
+        return figures | self.more()
 
 
 def cached(

@@ -5,11 +5,13 @@
 A head is a list whose first item names what follows.  From the service come the mailbox's messages,
 one a frame, as codec.py writes them.  From the engine come `stage` and `ready` while it starts, then
 `events`: everything that one or more iterations published since the last frame, so a stream gets the
-tokens of an iteration as one message.  No frame can become code, whoever wrote it.
+tokens of an iteration as one message; and `alive` where nothing was published for BEAT_SECONDS, with
+`Engine.num_rounds`.  No frame can become code, whoever wrote it.
 
 Both directions are bounded.  The service counts the turns it has submitted and refuses more before
-anything is written (`turns_max`); the engine's outbox is bounded, and a pipe that is not read stops
-its writer.  Frames above FRAME_BYTES_MAX are refused, since only a mistake could write them.
+anything is written (`turns_max`), and where the engine reads nothing it refuses what would wait.  The
+engine's outbox is bounded, and a pipe that is not read stops its writer.  Frames above FRAME_BYTES_MAX are
+refused, since only a mistake could write them.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pensieve.engine.messages import Event, Message
 from pensieve.errors import PensieveError
 
 FRAME_BYTES_MAX = 64 << 20
+BEAT_SECONDS = 0.5  # between frames of an engine that publishes nothing
 LENGTHS = struct.Struct("<II")
 
 Frame = tuple[list[Any], bytes]  # head and body
@@ -82,6 +85,20 @@ def message_of(frame: Frame) -> Message:
 
 def pack_events(events: Sequence[Event]) -> bytes:
     return pack(["events", [codec.encode(event)[0] for event in events]])
+
+
+def pack_alive(num_rounds: int) -> bytes:
+    return pack(["alive", num_rounds])
+
+
+def rounds_of(frame: Frame) -> int | None:
+    """How many rounds the engine has begun, if this frame says so."""
+    (kind, *rest), _ = frame
+    if kind != "alive":
+        return None
+    if len(rest) != 1 or not isinstance(rest[0], int):
+        raise BrokenPipe("a sign of life that says nothing")
+    return rest[0]
 
 
 def events_of(frame: Frame) -> list[Event]:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pensieve.config import Resolved, Serving
-from pensieve.errors import ConfigError
+from pensieve.errors import ConfigError, ServerFault, whole_line
 from pensieve.launch import programs
 from pensieve.launch.model_folder import Report, load_texts, resolve_model
 from pensieve.service.admin_socket import socket_path
@@ -79,6 +79,8 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         DaemonConfig(
             turns_max=serving.turns_waiting_max,
             grace_seconds=serving.grace,
+            heartbeat_seconds=serving.heartbeat,
+            iteration_seconds_max=serving.iteration_timeout,
             limits=auth.limits_of(listening.tokens),
         ),
         programs.ENGINE if serving.engine == "model" else echo,
@@ -132,6 +134,11 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
             _kill(daemon.engine.pid)
             starting.cancel()
         hooks.stopping()
+        if server.failure is not None:
+            drain_seconds = 0.0
+            raise ServerFault(
+                f"the service cannot go on: {whole_line(server.failure)}; its log says more"
+            )
     finally:
         closing = loop.create_task(server.close(drain_seconds))
         hurrying = loop.create_task(hurry.wait())

@@ -117,6 +117,9 @@ def build_engine(
             Ports(SystemClock(), mailbox, sink),
             [journal.observer] if journal is not None else [],
         )
+        if journal is not None:
+            observer = journal.observer
+            engine.metrics.more = lambda: {"journal_given_up": float(observer.given_up)}
         gc.collect()
         gc.freeze()  # the modules' objects live as long as the process; no collection needs to visit them
         undo.pop_all()

@@ -4,11 +4,15 @@ Started by the service as `python -m pensieve.launch.engine_process FD`; FD is i
 
     reader thread    frames from the service    → Mailbox
     main thread      Engine.run
-    writer thread    Outbox → one frame of everything that was published since the last one
+    writer thread    Outbox → one frame of everything that was published since the last one,
+                     or a sign of life with the number of the main thread's rounds
 
 The first frame carries the settings; then the model is loaded, a frame reports each stage, and `ready`
 carries what the engine can hold.  When the pipe ends the service is gone, and no one is left to read
-a reply: the process ends at once.  It has nothing to save, as the service has the history.
+a reply: the process ends at once.  It has nothing to save, as the service has the history.  If a reader or
+writer thread fails, the process ends too: without it the others would wait for ever.
+
+A mailbox that is full has the reader thread wait, and with it the pipe and the service, which then refuses.
 
 The last frame of an engine that fails, `died`, carries the error as one line and an exit code.  An error
 of our own before `ready` (a setting, a model or a device that cannot be used) is for the operator; any
@@ -30,9 +34,18 @@ from pathlib import Path
 from pensieve import gc_pause
 from pensieve.config import Settings, resolve
 from pensieve.engine.mailbox import Mailbox, Outbox
-from pensieve.engine.pipe import BrokenPipe, Frame, frames, message_of, pack, pack_events
+from pensieve.engine.pipe import (
+    BEAT_SECONDS,
+    BrokenPipe,
+    Frame,
+    frames,
+    message_of,
+    pack,
+    pack_alive,
+    pack_events,
+)
 from pensieve.engine.ports import Sink
-from pensieve.errors import DeviceError, PensieveError, whole_line
+from pensieve.errors import DeviceError, PensieveError, Unavailable, whole_line
 from pensieve.launch.cpu_threads import prepare_threads
 from pensieve.launch.engine import BuiltEngine, build_engine
 from pensieve.launch.model_folder import Report, load_texts
@@ -103,29 +116,37 @@ def _run(
     outbox: Outbox,
 ) -> None:
     """Until the pipe ends, which ends the process, or the engine fails."""
+    engine = built.engine
 
     def read() -> None:
+        status = 0
         try:
             for frame in incoming:
-                mailbox.put(message_of(frame))
-        except PensieveError:
-            traceback.print_exc()
+                mailbox.put_when_there_is_room(message_of(frame))
+        except Unavailable:
+            return  # the engine has failed, and the main thread says so before it ends
         except OSError:
             pass  # the service was killed
-        os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            status = DeviceError.exit_code
+        os._exit(status)
 
     def write() -> None:
-        while events := outbox.drain():
-            try:
-                sock.sendall(pack_events(events))
-            except OSError:
-                return  # the reader thread notices too, and ends the process
+        try:
+            while (events := outbox.drain(BEAT_SECONDS)) is not None:
+                sock.sendall(pack_events(events) if events else pack_alive(engine.num_rounds))
+        except OSError:
+            return  # the reader thread notices too, and ends the process
+        except BaseException:
+            traceback.print_exc()
+            os._exit(DeviceError.exit_code)
 
     reader, writer = (threading.Thread(target=each, daemon=True) for each in (read, write))
     reader.start()
     writer.start()
     try:
-        built.engine.run()
+        engine.run()
     finally:
         outbox.close()
         writer.join()

@@ -283,12 +283,12 @@ class Conversations:
     async def _provide_log(self, needed: LogNeeded) -> None:
         """A turn that cannot have its log cannot run, and would wait for it without end."""
         try:
-            self._put(
-                await self._threads.in_store(
-                    tenant_of(needed.conversation_id), self._history.log_for, needed
-                )
-            )
-        except PensieveError as error:
+            tenant = tenant_of(needed.conversation_id)
+            self._put(await self._threads.in_store(tenant, self._history.log_for, needed))
+        except Exception as error:
+            if not isinstance(error, PensieveError):  # a fault of ours
+                log.exception("a log could not be provided")
+                error = TurnFailed("INTERNAL", f"the log could not be read: {error}")
             live = self.turns.of_number(needed.turn_id)
             if live is not None:
                 await self.interrupt(live, error)
@@ -315,7 +315,7 @@ class Conversations:
             self._fail(live, error)
         except Exception as error:  # a fault of ours: its readers must not wait for ever
             log.exception("a turn could not be ended", extra=ids_of(live))
-            with contextlib.suppress(PensieveError):
+            with contextlib.suppress(Exception):
                 await self._threads.in_store(live.tenant, self._history.interrupt, live.turn_id)
             self._fail(live, TurnFailed("INTERNAL", f"the turn could not be ended: {error}"))
         if live.figures:  # a turn that failed costs nothing
@@ -340,6 +340,8 @@ class Conversations:
             pass  # it was deleted meanwhile
         except PensieveError as error:  # the store takes it for interrupted all the same
             log.error("a turn could not be marked interrupted: %s", error, extra=ids_of(live))
+        except Exception:  # a fault of ours: its readers must not wait for ever
+            log.exception("a turn could not be marked interrupted", extra=ids_of(live))
         self._fail(live, failure, finish)
 
     async def interrupt_all(self, failure: PensieveError) -> None:

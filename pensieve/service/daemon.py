@@ -2,7 +2,8 @@
 
     start    the engine process loads the model; then turns may come
     serve    calls go to `Conversations` (what clients do) and to the engine (what operators ask)
-    down     the engine died: its turns fail, and another process is started in its place
+    down     the engine died: its turns fail, and another process is started in its place; what kills one
+             after the other is not tried for ever (suspects.py)
     drain    no new turns; the running ones end, or are interrupted
     close    the engine, then the sequences that calls began, then the history
 
@@ -17,11 +18,11 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pensieve import gc_pause
 from pensieve.core.sampling import Sampling
-from pensieve.engine.messages import Answer, CheckIntegrity, Event, GetStats
+from pensieve.engine.messages import Answer, CheckIntegrity, Event, GetStats, SubmitTurn, TurnEnded
 from pensieve.engine.messages import Message as EngineMessage
 from pensieve.errors import PensieveError, StoreCorrupt, Unavailable
 from pensieve.service.admission import Admission, Load
@@ -30,11 +31,14 @@ from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import Ask
 from pensieve.service.engine_client import EngineClient, EngineProgram
 from pensieve.service.erasing import Erasing
+from pensieve.service.heartbeat import Patience
 from pensieve.service.history import History, Texts
-from pensieve.service.live_turn import LiveTurn
+from pensieve.service.live_turn import LiveTurn, Phase
 from pensieve.service.queries import Queries
+from pensieve.service.readers import ids_of
+from pensieve.service.suspects import Suspects
 from pensieve.service.threads import Threads
-from pensieve.service.turns import Turns
+from pensieve.service.turns import Turns, failure_of
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
 
@@ -70,16 +74,20 @@ class Daemon:
         self.draining = False
         self.history_problems: tuple[str, ...] = ()
         self.on_serving: Callable[[bool], None] = lambda serving: None
+        self.on_failure: Callable[[BaseException], None] = lambda error: None  # it cannot go on
         self.engine = EngineClient(
             program,
+            patience=Patience(self.config.heartbeat_seconds, self.config.iteration_seconds_max),
             on_events=self._on_events,
             on_down=self._on_down,
             on_up=self._on_up,
+            on_failure=self._fail,
             report=report,
         )
-        self.threads = Threads(self._loop, self.config.text_threads)
+        self.threads = Threads(self._loop, self.config.text_threads, self._fail)
         self._erasing = Erasing(store.erasure, self.threads)
         self.admission = Admission(self.config.turns_max, self.config.limits, self.started_at)
+        self._suspects = Suspects()
         self._queries = Queries(self._loop, self._put, self.config.answer_seconds)
         self._texts = texts
         self._report = report
@@ -247,6 +255,11 @@ class Daemon:
     # -- the engine --
 
     def _put(self, message: EngineMessage) -> None:
+        if isinstance(message, SubmitTurn):
+            turns = self.conversations.turns
+            live = turns.of_number(message.turn_id)
+            if live is not None and self._suspects.must_wait(live, turns.all_live()):
+                raise Unavailable("the engine died twice with this turn; it is tried again alone")
         self.engine.put(message)
 
     def _on_events(self, events: list[Event]) -> None:
@@ -255,21 +268,41 @@ class Daemon:
             if isinstance(event, Answer):
                 self._queries.answered(event)
             else:
-                of_turns.append(event)
+                of_turns.append(self._judged(event) if isinstance(event, TurnEnded) else event)
         if self._conversations is not None:
             self._conversations.take(of_turns)
+
+    def _judged(self, ended: TurnEnded) -> TurnEnded:
+        """An engine that fails ends its turns itself before it dies; for them that is a death."""
+        live = self.conversations.turns.of_number(ended.turn_id)
+        if live is None:
+            return ended
+        if ended.failure != "ENGINE_FAILED":
+            self._suspects.ended(live)
+        elif self._suspects.engine_died(live):
+            log.error("the engine fails whenever it has this turn", extra=ids_of(live))
+            return replace(ended, failure="ENGINE_DIED")
+        return ended
 
     def _on_down(self, reason: str) -> None:
         log.error("the engine is gone: %s", reason)
         self.on_serving(False)
         self.admission.engine_lost()
         failure = Unavailable("the engine has stopped and is starting again; say it again")
+        for live in self.conversations.turns.all_live():
+            if live.phase is Phase.RUNNING and self._suspects.engine_died(live):
+                log.error("the engine dies whenever it has this turn", extra=ids_of(live))
+                self.threads.spawn(self.conversations.interrupt(live, failure_of("ENGINE_DIED")))
         self.threads.spawn(self.conversations.interrupt_all(failure))
         self._queries.fail_all(failure)
 
     def _on_up(self) -> None:
         self.conversations.turns.engine_started(self._sources.wall_clock())
         self.on_serving(self.serving)
+
+    def _fail(self, error: BaseException) -> None:
+        """What nobody foresaw, where turns would wait without end: the service ends."""
+        self.on_failure(error)
 
     async def query(self, message_for: Callable[[int], EngineMessage]) -> Answer:
         """Put the message made for a query's id, and wait for its answer."""

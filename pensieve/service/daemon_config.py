@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pensieve.config import GRACE_SECONDS, TURNS_WAITING_MAX
+from pensieve.config import (
+    GRACE_SECONDS,
+    HEARTBEAT_SECONDS,
+    ITERATION_SECONDS_MAX,
+    TURNS_WAITING_MAX,
+)
 from pensieve.service.limits import Limits
 
 
@@ -16,6 +21,8 @@ class DaemonConfig:
     stall_seconds: float = 40.0
     undelivered_tokens_max: int = 16_384
     answer_seconds: float = 30.0
+    heartbeat_seconds: float = HEARTBEAT_SECONDS  # an engine that is silent for so long is killed
+    iteration_seconds_max: float = ITERATION_SECONDS_MAX  # 0: without end
     text_threads: int = 2
     short_characters: int = 4_096  # tokenized where the turn begins: a hop takes longer
     limits: Mapping[str, Limits] = field(default_factory=dict)  # by tenant

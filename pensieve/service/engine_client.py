@@ -3,13 +3,23 @@
     STOPPED ──start──> STARTING ──ready──> SERVING ──pipe ends──> DOWN ──after a pause──> STARTING
                            └──it dies before it was ever ready: the error is the caller's
 
+A process that SERVES and hangs (heartbeat.py) is killed, and so goes DOWN.  One that is STARTING may take as
+long as its model does; if it says nothing for long, the log says so.
+
 The pause doubles while processes die without having published anything, and is short after one that
 was of use.
 
 All of it belongs to the loop.  A message belongs to the process that was there when `put` was called: if
 that one dies, the message dies with it and never reaches its successor.  When a process dies, `put`
 refuses first and `on_down` is called then, so whatever was put before can be given up in it.  Events
-are handed over a list at a time, one for each frame.
+are handed over a list at a time, one for each frame.  What the process has not read waits here, up to
+UNSENT_BYTES_MAX; `put` refuses more, but for what only frees things.
+
+A start that fails is tried again, whatever the reason.  An unforeseen exception anywhere else in the
+supervision, also in `on_down` and `on_up`, goes to `on_failure`: nobody supervises any more, and turns
+would wait without end, so the service must end.
+
+A start needs a few file descriptors.  They are held in reserve, since connections may use up all others.
 
 The child is spawned as a program of its own with one inherited socket: no fork, no pickle, and no
 memory shared with a process that runs threads.
@@ -18,7 +28,6 @@ memory shared with a process that runs threads.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -29,13 +38,18 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.engine import pipe as channel
-from pensieve.engine.messages import Event, Message
+from pensieve.engine.messages import Event, Freeing, Message
 from pensieve.errors import ConfigError, DeviceError, ModelError, PensieveError, Unavailable
+from pensieve.service.heartbeat import Heartbeat, Patience
+from pensieve.service.spare_descriptors import SpareDescriptors
 
 log = logging.getLogger("pensieve")
 RESTART_SECONDS_MIN = 0.1
 RESTART_SECONDS_MAX = 30.0
 STOP_SECONDS = 5.0
+REPORT_SECONDS = 60.0  # between lines about a process that does not start, or does not die
+UNSENT_BYTES_MAX = 16 << 20
+DESCRIPTORS_OF_A_START = 8  # a pair of sockets, and what Popen opens meanwhile
 
 
 @dataclass(frozen=True)
@@ -64,9 +78,11 @@ class EngineClient:
         self,
         program: EngineProgram,
         *,
+        patience: Patience,
         on_events: Callable[[list[Event]], None],
         on_down: Callable[[str], None],
         on_up: Callable[[], None] = lambda: None,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.ready: Ready | None = None
@@ -76,14 +92,19 @@ class EngineClient:
         self._on_events = on_events
         self._on_down = on_down
         self._on_up = on_up
+        self._on_failure = on_failure
         self._report = report
         self._command = program.command
+        self._patience = patience
+        self._spare = SpareDescriptors(DESCRIPTORS_OF_A_START)
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._stopping = False
         self._useful = False  # the present process has published something
+        self.heartbeat = Heartbeat(patience)  # of the present process
+        self._hung = ""  # why it was killed, if it was
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -94,12 +115,16 @@ class EngineClient:
         """Start the first process; from then on it is replaced whenever it dies."""
         ready = await self._spawn()
         self._task = self._loop.create_task(self._supervise(), name="engine process")
+        self._task.add_done_callback(self._supervisor_ended)
         return ready
 
     def put(self, message: Message) -> None:
         """To the process that is there now; Unavailable when there is none."""
         if self._writer is None:
             raise Unavailable("the engine is starting again; try again in a moment")
+        num_unsent = self._writer.transport.get_write_buffer_size()
+        if num_unsent > UNSENT_BYTES_MAX and not isinstance(message, Freeing):
+            raise Unavailable("the engine takes no messages at present; try again in a moment")
         packed = channel.pack_message(message)
         if not self._writer.is_closing():  # else its death is noticed in a moment
             self._writer.write(packed)
@@ -108,6 +133,7 @@ class EngineClient:
         """Close the pipe, which ends the process, and wait for it."""
         self._stopping = True
         self._close_pipe()
+        self._spare.release()
         process = self._process
         if process is not None:
             try:
@@ -117,25 +143,16 @@ class EngineClient:
                 await asyncio.to_thread(process.wait)
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task})
 
     # -- one process --
 
     async def _spawn(self) -> Ready:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [*self._command, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            )
-        self.pid = self._process.pid
+        ours = self._begin_process()
         reader, writer = await asyncio.open_connection(sock=ours, limit=channel.FRAME_BYTES_MAX)
         try:
             writer.write(self._hello)
-            while (frame := await _read(reader)) is not None:
+            while (frame := await self._read_patiently(reader)) is not None:
                 (kind, *rest), _ = frame
                 if kind == "stage":
                     self._report(rest[0])
@@ -147,8 +164,40 @@ class EngineClient:
                     return self.ready
             raise DeviceError("the engine process ended while it was starting")
         except BaseException:
-            writer.close()
+            writer.transport.abort()
             raise
+
+    def _begin_process(self) -> socket.socket:
+        """Our end of the pipe to a new process.  Nothing is awaited here, lest descriptors be lost."""
+        self._spare.release()
+        try:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    self._process = subprocess.Popen(
+                        [*self._command, str(theirs.fileno())],
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                    )
+                except BaseException:
+                    ours.close()
+                    raise
+        finally:
+            self._spare.take()
+        self.pid = self._process.pid
+        return ours
+
+    async def _read_patiently(self, reader: asyncio.StreamReader) -> channel.Frame | None:
+        """The next frame of a process that starts."""
+        reading, seconds = self._loop.create_task(_read(reader)), 0.0
+        try:
+            while not (await asyncio.wait({reading}, timeout=REPORT_SECONDS))[0]:
+                seconds += REPORT_SECONDS
+                log.warning("the engine (process %s) starts; no news for %.0f s", self.pid, seconds)
+            return reading.result()
+        finally:
+            reading.cancel()
 
     async def _supervise(self) -> None:
         pause = RESTART_SECONDS_MIN
@@ -163,6 +212,7 @@ class EngineClient:
                 pause = RESTART_SECONDS_MIN
             while self._writer is None:
                 await self._reap()
+                self._spare.take()  # what it has left
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, RESTART_SECONDS_MAX)
                 if self._stopping:
@@ -173,18 +223,27 @@ class EngineClient:
                 except (PensieveError, OSError) as error:
                     self._report(f"the engine did not start: {error}")
                     continue
+                except Exception:
+                    log.exception("the engine did not start")
+                    continue
                 self.num_restarts += 1
                 self._on_up()
 
     async def _listen(self) -> str:
         """Hand over events until the pipe ends; why it did."""
         assert self._reader is not None
-        reason = "the engine process ended"
+        reason, self._hung = "the engine process ended", ""
+        heartbeat = self.heartbeat = Heartbeat(self._patience)
+        watching = self._loop.create_task(self._watch(heartbeat), name="heartbeat")
+        watching.add_done_callback(self._supervisor_ended)
         try:
             while (frame := await _read(self._reader)) is not None:
                 if frame[0][0] == "died":
                     reason = frame[0][1]
+                elif (num_rounds := channel.rounds_of(frame)) is not None:
+                    heartbeat.alive(num_rounds)
                 else:
+                    heartbeat.published()
                     self._useful = True
                     self._on_events(channel.events_of(frame))
         except (OSError, PensieveError) as error:
@@ -192,19 +251,46 @@ class EngineClient:
         except Exception as error:  # a fault of ours in an event: begin anew rather than go deaf
             log.exception("an event of the engine could not be taken")
             reason = f"an event of the engine could not be taken: {error}"
-        return reason
+        finally:
+            watching.cancel()
+        return self._hung or reason
+
+    async def _watch(self, heartbeat: Heartbeat) -> None:
+        """Kill the process if it hangs; the end of its pipe is noticed as that of any other."""
+        while True:
+            await asyncio.sleep(self._patience.tick_seconds)
+            if (why := heartbeat.tick()) is not None:
+                break
+        self._hung = f"{why}; it is killed"
+        if self._process is not None:
+            self._process.kill()
+        self._close_pipe()  # a process that waits for its device may not die
 
     async def _reap(self) -> None:
         """Make sure that the old process is gone; two would fight for the device."""
         process = self._process
-        if process is not None:
-            process.kill()
-            await asyncio.to_thread(process.wait)
+        if process is None:
+            return
+        process.kill()
+        while True:
+            try:
+                await asyncio.to_thread(process.wait, REPORT_SECONDS)
+                return
+            except subprocess.TimeoutExpired:
+                log.error("the engine (process %d) was killed and does not end", process.pid)
+
+    def _supervisor_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("the engine's supervisor has failed", exc_info=error)
+            self._close_pipe()
+            self._on_failure(error)
 
     def _close_pipe(self) -> None:
+        """At once: what was not sent would wait for a process that reads nothing."""
         writer, self._writer = self._writer, None
         if writer is not None:
-            writer.close()
+            writer.transport.abort()
 
 
 async def _read(reader: asyncio.StreamReader) -> channel.Frame | None:

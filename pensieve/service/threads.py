@@ -17,6 +17,9 @@ order in which the store did; and nothing that one tenant does depends on when a
 **Sequences.**  What ought to follow a job follows it, also if the call that wanted it is gone: a sequence
 of steps runs in a task of its own (`whole`), and the call only waits for it.
 
+**Failures.**  A sequence that fails has a call that hears of it.  Of a background task nobody does, and
+somebody may wait for what it ought to have done; so its unforeseen exception goes to `on_failure`.
+
 `ConversationStore.verify` and `integrity_check` open a connection of their own and run in other threads
 (`asyncio.to_thread`), beside the store thread.
 """
@@ -36,13 +39,19 @@ T = TypeVar("T")
 
 
 class Threads:
-    def __init__(self, loop: asyncio.AbstractEventLoop, text_threads: int) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        text_threads: int,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
         self.loop = loop  # also the clock, but for what is recorded
         self._store_thread = FairPool(loop, 1, "store")
         self._read_thread = FairPool(loop, 1, "read")
         self._text_pool = FairPool(loop, text_threads, "text")
         self._sequences: set[asyncio.Task[Any]] = set()
         self._background: set[asyncio.Task[Any]] = set()
+        self._on_failure = on_failure
 
     async def in_store(
         self, tenant: str, function: Callable[..., T], /, *arguments: Any, **named: Any
@@ -99,3 +108,4 @@ class Threads:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error("a task of the daemon failed", exc_info=error)
+            self._on_failure(error)

@@ -236,4 +236,8 @@ def failure_of(reason: str) -> PensieveError:
     text = f"the turn failed ({reason}); the conversation is unchanged"
     if reason == "NAN_LOGITS":
         text = "the model computed values that are not numbers; the conversation is unchanged"
+    if reason == "ENGINE_DIED":
+        text = (
+            "the engine died again and again while it had this turn; the conversation is unchanged"
+        )
     return TurnFailed(reason, text)

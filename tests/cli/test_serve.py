@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import pytest
 from pensieve.cli.main import main
 from pensieve.client import Client, Conversation, Retry
 from pensieve.errors import ConfigError, NotFound, PermissionDenied, QueueFull, Unauthenticated
+from pensieve.launch import systemd
 from pensieve.service.admin_socket import socket_path
 from tests.service.rig_daemon import ServeProcess, wait_for
 
@@ -306,6 +308,64 @@ def test_systemd_is_told(tmp_path: Path) -> None:
         assert listener.recv(100) == b"READY=1"
         assert process.stop() == 0
         assert listener.recv(100) == b"STOPPING=1"
+
+
+def test_systemd_hears_of_a_service_as_long_as_it_answers(tmp_path: Path) -> None:
+    path = tmp_path / "notify"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(path))
+        listener.settimeout(30)
+        told = {"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": "200000"}
+        os.environ.update(told)
+        try:
+            process = ServeProcess(tmp_path / "data")
+            process.start()
+        finally:
+            for name in told:
+                del os.environ[name]
+        heard = [listener.recv(100) for _ in range(12)]
+        assert heard.count(b"READY=1") == 1
+        assert heard.count(b"WATCHDOG=1") == 11
+        assert process.stop() == 0
+        while (last := listener.recv(100)) == b"WATCHDOG=1":
+            pass
+        assert last == b"STOPPING=1"
+
+
+def test_a_service_whose_store_does_not_answer_tells_systemd_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(systemd, "notify", told.append)
+    monkeypatch.setenv("WATCHDOG_USEC", "1000")
+
+    async def watch() -> None:
+        answering = asyncio.Event()
+
+        async def answers() -> None:
+            await answering.wait()
+
+        watchdog = asyncio.create_task(systemd.keep_watchdog(answers))
+        await asyncio.sleep(0.05)
+        assert not told
+        answering.set()
+        while len(told) < 3:
+            await asyncio.sleep(0.001)
+        watchdog.cancel()
+
+    asyncio.run(asyncio.wait_for(watch(), 30))
+    assert set(told) == {"WATCHDOG=1"}
+
+
+@pytest.mark.parametrize("variables", [{}, {"WATCHDOG_USEC": "5", "WATCHDOG_PID": "1"}])
+def test_there_is_no_watchdog_unless_systemd_wants_one_of_this_process(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert systemd.watchdog_seconds() is None
 
 
 def test_the_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:

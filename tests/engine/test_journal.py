@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import logging
+import os
 from pathlib import Path
 
 import pytest
 
+from pensieve.builtin import MODEL_PATH
+from pensieve.config import resolve
 from pensieve.engine.journal import opened, replay
+from pensieve.engine.mailbox import Mailbox
 from pensieve.errors import ConfigError
-from tests.engine.rig import Rig, submit, traffic
+from pensieve.launch.engine import build_engine
+from pensieve.launch.model_folder import load_texts
+from tests.engine.rig import ListSink, Rig, submit, traffic
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -55,3 +63,56 @@ def test_nothing_is_appended_to_what_could_not_be_read_afterwards(tmp_path: Path
     with pytest.raises(ConfigError, match="cannot append"):
         opened(path)
     assert path.read_text() == text
+
+
+class FullDisk(io.StringIO):
+    """A file on a disk that takes so many lines."""
+
+    def __init__(self, num_lines: int) -> None:
+        super().__init__()
+        self.num_lines = num_lines
+        self.num_tries = 0
+
+    def write(self, line: str) -> int:
+        self.num_tries += 1
+        if not self.num_lines:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.num_lines -= 1
+        return super().write(line)
+
+    def close(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("num_lines", [0, 1, 7])
+def test_a_journal_that_cannot_be_written_is_given_up_and_turns_go_on(
+    num_lines: int, caplog: pytest.LogCaptureFixture
+):
+    lines = FullDisk(num_lines)
+    with caplog.at_level(logging.WARNING, "pensieve"):
+        rig = Rig(0, lines)
+        for number in (1, 2, 3):
+            rig.mailbox.put(submit(number, f"c{number}", [], [1, 2, 3, 4, 5]))
+        rig.run()
+    assert set(rig.sink.ends()) == {1, 2, 3}
+    assert lines.num_tries == num_lines + 1, "it is not tried again: what is missing is missing"
+    assert caplog.text.count("the journal is given up") == 1
+    assert "No space left on device" in caplog.text
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is full")
+def test_an_engine_starts_though_the_disk_of_its_journal_is_full(tmp_path: Path):
+    settings = resolve(
+        {
+            "data": str(tmp_path),
+            "journal": "/dev/full",
+            "device_cache": "8MiB",
+            "host_cache": "8MiB",
+        },
+        {},
+    ).settings
+    texts = load_texts(MODEL_PATH, lambda line: None)
+    built = build_engine(settings, MODEL_PATH, texts, lambda line: None, Mailbox(), ListSink())
+    built.engine.step()
+    assert built.engine.metrics.figures(0.0)["journal_given_up"] == 1.0
+    built.close()

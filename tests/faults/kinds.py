@@ -21,6 +21,8 @@ BY_CALL = {  # the highest probability, each time that it could happen
 }
 BY_MOVE = {  # the highest weight among all moves; the ordinary ones weigh 100
     "the engine is killed": 1.5,
+    "the engine is stopped": 0.2,
+    "the engine's main thread hangs": 0.2,
     "the service is killed": 1.0,
     "the service is stopped and started": 0.7,
     **{fault.kind: 0.7 if fault.code is None else 2.5 for fault in STORE_FAULTS},
@@ -65,6 +67,8 @@ class Shape:
     reply_max: int = 8
     turns_max: int = 1000  # of the daemon
     grace_seconds: float = 5.0
+    heartbeat_seconds: float = 30.0
+    iteration_seconds_max: float = 30.0
     short_characters: int = 4096  # 0: everything is tokenised beside the loop
     num_moves: int = 120
 
@@ -75,13 +79,16 @@ def drawn_shape(choose: random.Random, seed: int) -> Shape:
     engine = EngineShape(
         policy=choose.choice(("lru", "value", "return")),
         device_pages=choose.randint(7, 14) * scale,
-        host_pages=choose.choice((0, choose.randint(1, 8), choose.randint(8, 30))) * scale,
+        host_pages=choose.choice(
+            (0, choose.randint(1, 8), choose.randint(8, 30), choose.randint(8, 30))
+        )
+        * scale,
         chunk_tokens=chunk_tokens,
         batch_tokens_max=choose.choice((5, 16, 24)),
         turns_max=choose.choice((2, 8)),
         turns_queued_max=choose.choice((2, 64, 64)),
         depth=choose.choice((1, 2)),
-        swap_outs_max=choose.choice((1, 64)),
+        swap_outs_max=choose.choice((1, 64, 64)),
         checks_every=1 if seed % 8 == 0 else 7,
     )
     return Shape(
@@ -91,6 +98,8 @@ def drawn_shape(choose: random.Random, seed: int) -> Shape:
         reply_max=choose.choice((4, 16)),
         turns_max=choose.choice((3, 1000, 1000)),
         grace_seconds=choose.choice((0.2, 5.0)),
+        heartbeat_seconds=choose.choice((2.0, 2.0, 30.0)),
+        iteration_seconds_max=choose.choice((2.0, 2.0, 30.0)),
         short_characters=choose.choice((0, 4096)),
         num_moves=choose.choice((60, 100, 180)),
     )

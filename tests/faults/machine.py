@@ -132,6 +132,8 @@ class Machine:
     ) -> None:
         self.shape = shape
         self.alive = True
+        self.is_hung = False  # its main thread does nothing any more
+        self.is_stopped = False  # nor does any other
         self.incoming: deque[bytes] = deque()  # written by the service, not read yet
         self.frames: deque[bytes] = deque()  # written by the engine, not read yet
         self.mailbox = Mailbox()
@@ -154,11 +156,15 @@ class Machine:
         self._note = note
         self._published: list[Event] = []  # in the outbox
         self._num_commits = 0
+        self._num_rounds = 0
+        self._spoke_at = clock.now()
 
     # -- what the world has it do --
 
     def read(self, num_frames: int) -> None:
         """Take what the service wrote from the pipe."""
+        if self.is_stopped and self.alive:
+            return
         while self.incoming and num_frames:
             frame = self.incoming.popleft()
             num_frames -= 1
@@ -172,8 +178,9 @@ class Machine:
 
     def step(self) -> bool:
         """One step of the engine; when it fails, what the engine's process does then."""
-        if not self.alive:
+        if not self.alive or self.is_hung:
             return False
+        self._num_rounds += 1
         try:
             return self.engine.step()
         except DeviceError as error:
@@ -181,10 +188,18 @@ class Machine:
             return True
 
     def flush(self) -> None:
-        """One frame of all that was published since the last."""
+        """One frame of all that was published since the last, or a sign of life."""
+        now = self._clock.now()
+        if not self.alive or self.is_stopped:
+            return
         if self._published:
             self.frames.append(channel.pack_events(self._published))
             self._published = []
+        elif now - self._spoke_at >= channel.BEAT_SECONDS:
+            self.frames.append(channel.pack_alive(self._num_rounds))
+        else:
+            return
+        self._spoke_at = now
 
     def die(self, num_frames: int, cut: bool) -> None:
         """kill -9: so many of the frames that were written get through, and perhaps half a one."""
@@ -267,10 +282,18 @@ class _Wire:
     def is_closing(self) -> bool:
         return self._closed
 
-    def close(self) -> None:
-        """The engine's process reads the end of the pipe, and ends."""
+    @property
+    def transport(self) -> _Wire:
+        return self
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def abort(self) -> None:
+        """The engine's process reads the end of the pipe, and ends; or it was killed before."""
         self._closed = True
-        self._machine.alive = False
+        if self._machine.alive:
+            self._machine.die(0, cut=False)
 
 
 class Link(EngineClient):
@@ -282,9 +305,11 @@ class Link(EngineClient):
         real = daemon.engine
         super().__init__(
             EngineProgram((), {}, Path("/")),
+            patience=real._patience,
             on_events=real._on_events,
             on_down=real._on_down,
             on_up=real._on_up,
+            on_failure=real._on_failure,
         )
         self.machine: Machine | None = None
         self._begin = begin

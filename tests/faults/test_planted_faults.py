@@ -20,6 +20,7 @@ from pensieve.engine import pipe as channel
 from pensieve.service import prefixes
 from pensieve.service.conversations import Conversations
 from pensieve.service.daemon import Daemon
+from pensieve.service.heartbeat import Heartbeat
 from pensieve.service.turns import Turns
 from pensieve.store import conversation_store, message_rows, turn_rows
 from pensieve.store.running_rows import RunningRows
@@ -28,7 +29,7 @@ from tests.faults.world import run
 
 SEEDS = 120
 FIRST = {
-    "KV of a lost turn is taken for a cancelled one's": 5200
+    "KV of a lost turn is taken for a cancelled one's": 370
 }  # where it is rare: near one that finds it
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -139,6 +140,7 @@ FAULTS: dict[str, Plant] = {
     "KV of a lost turn is taken for a cancelled one's": around(
         Scheduler, "_release", keep_what_lies_behind_the_history
     ),
+    "an engine that hangs is not noticed": around(Heartbeat, "tick", never),
     "a turn that is dead is said to run": look_closer_when_it_is_too_late,
 }
 

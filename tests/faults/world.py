@@ -186,6 +186,8 @@ class World:
             return False  # until it strikes
         if kind == "the engine is killed":
             return self.kill_engine()
+        if kind in ("the engine is stopped", "the engine's main thread hangs"):
+            return self.hang_engine(whole=kind == "the engine is stopped")
         if kind == "the service is killed":
             return self.kill_service()
         if kind == "the service is stopped and started":
@@ -276,6 +278,8 @@ class World:
             DaemonConfig(
                 turns_max=self.shape.turns_max,
                 grace_seconds=self.shape.grace_seconds,
+                heartbeat_seconds=self.shape.heartbeat_seconds,
+                iteration_seconds_max=self.shape.iteration_seconds_max,
                 short_characters=self.shape.short_characters,
             ),
             sources=Sources(self._wall, self.random.getrandbits),
@@ -302,6 +306,15 @@ class World:
         if machine is None or not machine.alive:
             return False
         machine.die(self.random.randint(0, len(machine.frames)), self.random.random() < 0.5)
+        return True
+
+    def hang_engine(self, whole: bool) -> bool:
+        """From now on it does nothing; or (not `whole`) all of it but its main thread goes on."""
+        machine = self.process.machine if self.process is not None else None
+        if machine is None or not machine.alive:
+            return False
+        machine.is_hung = True
+        machine.is_stopped |= whole
         return True
 
     def kill_service(self) -> bool:

@@ -1,29 +1,42 @@
-"""An echo engine that fails when it is told to: `python -m tests.service.faulty_engine FAULTS FD`.
+"""An echo engine that fails when it is told to, started with FAULTS [MESSAGES_MAX] FD.
 
 FAULTS is a file of one word a line; the next iteration with slices takes the first line off:
 
 memory   the device has no memory left for the iteration
 nan      the first turn's logits are not numbers
+hang     the engine's main thread waits for ever
 copy     the next swap-in or swap-out fails
 
-and `start`, on the first line when the process starts, has its memory refused there.
+and on the first line when the process starts
+
+start    its memory is refused there
+deaf     its reader thread fails at the first message
+
+A turn with the seed POISON kills the process, each time; one with the seed VENOM has the device fail, which
+the engine still says of all its turns before it ends.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
 from pensieve.config import Settings
 from pensieve.core.iteration import Iteration, Outcome, TurnFailure
 from pensieve.engine.mailbox import Mailbox
+from pensieve.engine.messages import Message
 from pensieve.engine.ports import Executor, Sink
 from pensieve.errors import DeviceError
 from pensieve.launch import echo_engine
 from pensieve.launch import engine_process as engine_main
 from pensieve.launch.engine import BuiltEngine
 from pensieve.launch.model_folder import Report
+
+POISON, VENOM = 666, 667
 
 
 class FaultyExecutor:
@@ -35,12 +48,18 @@ class FaultyExecutor:
         self._fault = ""
 
     def launch(self, iteration: Iteration) -> None:
+        if any(start.sampling.seed == POISON for start in iteration.started):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if any(start.sampling.seed == VENOM for start in iteration.started):
+            raise DeviceError("an illegal address was read")
         copies = bool(iteration.swap_ins or iteration.swap_outs)
         self._fault = ""
         if iteration.slices or copies:
-            self._fault = taken(self._faults, ("copy",) if copies else ("memory", "nan"))
+            self._fault = taken(self._faults, ("copy",) if copies else ("memory", "nan", "hang"))
         if self._fault == "memory":
             raise MemoryError("the device has no memory left")
+        if self._fault == "hang":
+            threading.Event().wait()
         if self._fault == "copy":
             raise DeviceError("a copy failed: illegal address")
         self._iteration = iteration
@@ -64,15 +83,23 @@ def taken(faults: Path, kinds: tuple[str, ...]) -> str:
     return lines[0]
 
 
+def fail(message: Message) -> None:
+    raise RuntimeError("nobody foresaw this message")
+
+
 def build(
     faults: Path, settings: Settings, folder: Path, report: Report, mailbox: Mailbox, sink: Sink
 ) -> BuiltEngine:
     if taken(faults, ("start",)):
         raise DeviceError("the host refuses to pin so much memory")
+    if taken(faults, ("deaf",)):
+        mailbox.put_when_there_is_room = fail  # type: ignore[method-assign]
     built = echo_engine.build(0.0, settings, folder, report, mailbox, sink)
     built.engine.executor = FaultyExecutor(built.engine.executor, faults)
     return built
 
 
 if __name__ == "__main__":
-    sys.exit(engine_main.main(int(sys.argv[2]), partial(build, Path(sys.argv[1]))))
+    if len(sys.argv) > 3:
+        engine_main.MESSAGES_MAX = int(sys.argv[2])
+    sys.exit(engine_main.main(int(sys.argv[-1]), partial(build, Path(sys.argv[1]))))

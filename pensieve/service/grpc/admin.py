@@ -119,6 +119,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         for tier in (given.device, given.host):
             tier.chunk_tokens = ready.chunk_tokens
         given.iterations_per_second = self._rate(figures)
+        given.more["heartbeat_age_seconds"] = daemon.engine.heartbeat.silent_seconds
         return given
 
     def _rate(self, figures: Mapping[str, float]) -> float:

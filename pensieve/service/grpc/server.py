@@ -127,6 +127,7 @@ class Server:
         self.daemon = daemon
         self.health = Health()
         self.stopping = asyncio.Event()  # set where the end is wanted
+        self.failure: BaseException | None = None  # why it must be, where nobody wanted it
         self.address = ""
         self._listening = listening
         self._server = grpc.aio.server(
@@ -140,6 +141,7 @@ class Server:
         )
         self._server.add_generic_rpc_handlers((self.health.handlers(),))
         daemon.on_serving = self.health.set
+        daemon.on_failure = self._fail
         wanted = listening.reflection
         if wanted or (wanted is None and not listening.tokens):
             self._reflect(is_required=bool(wanted))
@@ -190,6 +192,15 @@ class Server:
             raise ConfigError(f"cannot listen on {path}") from error
         finally:
             os.umask(before)
+
+    async def answers(self) -> None:
+        """Until the store thread has; but it is not asked when it may be gone in a moment."""
+        if not self.stopping.is_set():
+            await self.daemon.threads.in_store("", lambda: None)
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = self.failure or error
+        self.stopping.set()
 
     async def close(self, drain_seconds: float) -> None:
         await self.daemon.drain(drain_seconds)

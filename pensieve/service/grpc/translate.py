@@ -7,7 +7,7 @@ is an error of our tree, and becomes a canonical code with google.rpc details.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,9 @@ LAST_TURN_SECONDS = 86_400.0  # as if it had been idle for a day
 AWAY_SECONDS_MAX = 1e9
 DETAILS_KEY = "grpc-status-details-bin"
 TURN_METADATA_BYTES_MAX = 16 << 10
+DELTA_BYTES_MAX = 1 << 20  # about; the next token may exceed it
+BYTES_PER_CHARACTER_MAX = 4
+BYTES_PER_LOGPROB_MAX = 20  # also what a token id takes
 MESSAGE_CHARACTERS_MAX = 400  # of an error; it may quote a client
 
 SCALARS = (
@@ -225,20 +228,35 @@ def started(live: LiveTurn) -> pb.TurnStarted:
     )
 
 
-def deltas(live: LiveTurn, start: int, stop: int) -> list[pb.TurnDelta]:
-    """Tokens [start, stop) in as few messages as possible: one for each run of the same kind."""
-    runs: list[pb.TurnDelta] = []
-    parts = live.parts
+def deltas(live: LiveTurn, start: int, stop: int) -> Iterator[pb.TurnDelta]:
+    """Tokens [start, stop) in few messages: one for each run of the same kind that is not too large."""
+    parts, num_bytes = live.parts, 0
     for end in range(start + 1, stop + 1):
-        if end == stop or parts[end] is not parts[start]:
-            runs.append(_delta(live, start, end))
-            start = end
-    return runs
+        num_bytes += _bytes_max(live, end - 1)
+        if end == stop or parts[end] is not parts[start] or num_bytes > DELTA_BYTES_MAX:
+            yield from _run(live, start, end)
+            start, num_bytes = end, 0
 
 
-def _delta(live: LiveTurn, start: int, stop: int) -> pb.TurnDelta:
+def _bytes_max(live: LiveTurn, number: int) -> int:
+    """What a token takes in a message, at most."""
+    text = live.texts[number] if number < len(live.texts) else ""
+    alternatives = len(live.logprobs[number][1]) if live.logprobs else 0
+    return BYTES_PER_CHARACTER_MAX * len(text) + BYTES_PER_LOGPROB_MAX * (1 + alternatives)
+
+
+def _run(live: LiveTurn, start: int, stop: int) -> Iterator[pb.TurnDelta]:
+    """One message, as a rule; text that is too long for it goes ahead in messages of its own."""
+    text, most = "".join(live.texts[start:stop]), DELTA_BYTES_MAX // BYTES_PER_CHARACTER_MAX
+    while len(text) > most:
+        yield pb.TurnDelta(text=text[:most], kind=PART_NUMBERS[live.parts[start]])
+        text = text[most:]
+    yield _delta(live, start, stop, text)
+
+
+def _delta(live: LiveTurn, start: int, stop: int, text: str) -> pb.TurnDelta:
     given = pb.TurnDelta(
-        text="".join(live.texts[start:stop]),
+        text=text,
         token_ids=live.token_ids[start:stop],
         kind=PART_NUMBERS[live.parts[start]],
     )
