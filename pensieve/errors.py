@@ -150,6 +150,12 @@ class StoreUnavailable(Unavailable):
     reason = "STORE_UNAVAILABLE"
 
 
+class ErasurePending(StoreUnavailable):
+    """What was deleted is gone from the history, but not yet erased from its files."""
+
+    reason = "ERASURE_PENDING"
+
+
 class TurnInterrupted(PensieveError):
     grpc_status = "ABORTED"
     reason = "TURN_INTERRUPTED"

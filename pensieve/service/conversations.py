@@ -42,6 +42,7 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 from pensieve.errors import (
+    ErasurePending,
     NotFound,
     PensieveError,
     QueueFull,
@@ -54,6 +55,7 @@ from pensieve.errors import (
 from pensieve.service.arriving import Arriving
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import Ask, ConversationSettings, Draft
+from pensieve.service.erasing import erased
 from pensieve.service.history import History
 from pensieve.service.live_turn import (
     Begun,
@@ -172,7 +174,9 @@ class Conversations:
                 self._charge(live)
                 self._fail(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
             self._tell(DeleteConversation(cache_key(tenant, conversation_id)))
-            if deleted.error is not None:
+            if isinstance(deleted.error, ErasurePending):
+                await erased(self._history.finish_erasure, self._threads)
+            elif deleted.error is not None:
                 raise deleted.error
 
         await self._threads.whole(sequence())

@@ -3,21 +3,23 @@
 A deletion whose text could not be erased from the files at once (another program reads them, the disk is
 full) is pending until it could; a history that has become mostly space is compacted (store/erasure.py).
 Both go in jobs of a few milliseconds in the store thread, with pauses between them in which the jobs of
-clients come first.
+clients come first.  A client's deletion waits for its own erasure, but the store thread does not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
-from pensieve.errors import PensieveError
+from pensieve.errors import ErasurePending, PensieveError
 from pensieve.service.threads import Threads
 from pensieve.store.erasure import Erasure
 
 log = logging.getLogger("pensieve")
 PAUSE_SECONDS = 0.02
 NOBODY = "/erasing"  # no tenant has this name
+WAIT_SECONDS = 5.0  # of a client, for those who read the history to end
 
 
 class Erasing:
@@ -49,3 +51,17 @@ class Erasing:
             self._is_late = False
         finally:
             self._is_at_work = False
+
+
+async def erased(finish: Callable[[], None], threads: Threads) -> None:
+    """Until `finish`, a job of the store thread, has erased all, or ErasurePending after WAIT_SECONDS."""
+    deadline = threads.loop.time() + WAIT_SECONDS
+    while True:
+        await asyncio.sleep(PAUSE_SECONDS)
+        try:
+            await threads.in_store(NOBODY, finish)
+        except ErasurePending:
+            if threads.loop.time() >= deadline:
+                raise
+        else:
+            return

@@ -180,6 +180,10 @@ class History:
             return Deleted(turn_id, error)
         return Deleted(turn_id, None)
 
+    def finish_erasure(self) -> None:
+        """Of what was deleted, from the files; ErasurePending if that is not possible yet."""
+        self._store.erasure.finish()
+
     def warm(self, conversation_id: str, number: int, *, tenant: str = "") -> SubmitTurn | None:
         """What brings the conversation's KV to the device, under this number; None if there is no need."""
         conversation = self._current(conversation_id, tenant)

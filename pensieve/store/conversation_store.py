@@ -256,8 +256,8 @@ class ConversationStore:
     def delete_conversation(self, conversation_id: str, *, tenant: str = "") -> None:
         """Leave nothing of the conversation on the disk; messages that a fork holds stay the fork's.
 
-        No turn of it may be running.  StoreUnavailable can mean that it is deleted, but not yet erased from
-        the files (erasure.py); this one again then tries that, and raises NotFound once it is done.
+        No turn of it may be running.  ErasurePending means that it is deleted, but not yet erased from the
+        files (erasure.py); this one again then tries that, and raises NotFound once it is done.
         """
         try:
             with self._running.writing() as conn:

@@ -19,9 +19,11 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from pensieve.errors import PensieveError, StoreUnavailable
+from pensieve.errors import ErasurePending, PensieveError, StoreUnavailable
 from pensieve.store.compaction import Compaction
 from pensieve.store.connection import Writer
+
+PENDING = "what was deleted is not yet erased from the files of the history, which is tried again"
 
 
 class Erasure:
@@ -43,14 +45,15 @@ class Erasure:
         self.pending = True
 
     def finish(self) -> None:
-        """After a deletion: StoreUnavailable if its content is still in the write-ahead log."""
+        """After a deletion: ErasurePending if its content is still in the write-ahead log."""
         if not self.pending:
             return
-        if not self._writer.truncate_journal():
-            raise StoreUnavailable(
-                "what was deleted is gone from the history, but not yet from its files, because another"
-                " program reads them; it will be erased when that has ended"
-            )
+        try:
+            is_empty = self._writer.truncate_journal()
+        except StoreUnavailable as error:
+            raise ErasurePending(f"{PENDING}: {error}") from error
+        if not is_empty:
+            raise ErasurePending(f"{PENDING}: another program reads them")
         self.pending = False
         with contextlib.suppress(StoreUnavailable):  # the next deletion looks again
             self._compaction.look()
@@ -64,7 +67,7 @@ class Erasure:
     def step(self) -> bool:
         """A few milliseconds of what is due; returns whether there is more.
 
-        Raises StoreUnavailable if that is not possible now.
+        Raises StoreUnavailable if that is not possible now (ErasurePending, if text is still there).
         """
         if self.pending:
             self.finish()

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import grpc
 import pytest
 
 from pensieve.cli.main import main
-from pensieve.service import daemon
+from pensieve.service import daemon, erasing
 from pensieve.store import ConversationStore, NewConversation, NewMessage
 from pensieve.store.connection import read_only
 from pensieve.v1 import admin_pb2
@@ -50,9 +51,22 @@ def pending(rig: DaemonRig) -> float:
     return float(rig.admin.GetStats(admin_pb2.GetStatsRequest()).stats.more["erasure_pending"])
 
 
+def test_a_deletion_waits_for_a_reader_and_nobody_waits_for_the_deletion(tmp_path: Path) -> None:
+    with DaemonRig(tmp_path / "data") as rig, ThreadPoolExecutor(1) as pool:
+        rig.ask("secret", SECRET, sampling=SHORT)
+        with reader(rig):
+            answer = pool.submit(delete, rig, "secret")
+            wait_for(lambda: rig.daemon.store.erasure.pending)
+            assert rig.ask("other", "hello", sampling=SHORT).completed.revision == 1
+            assert is_in_the_files(rig)
+        assert answer.result() == "OK"
+        assert not is_in_the_files(rig)
+
+
 def test_what_a_reader_kept_is_erased_when_it_has_ended(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(erasing, "WAIT_SECONDS", 0.0)
     with DaemonRig(tmp_path / "data") as rig, caplog.at_level(logging.WARNING, "pensieve"):
         rig.ask("secret", SECRET, sampling=SHORT)
         with reader(rig):
@@ -76,6 +90,7 @@ def test_what_a_reader_kept_is_erased_when_it_has_ended(
 def test_a_client_that_deletes_again_has_it_erased(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(erasing, "WAIT_SECONDS", 0.0)
     monkeypatch.setattr(daemon, "SWEEP_SECONDS", 3600.0)
     with DaemonRig(tmp_path / "data") as rig:
         rig.ask("secret", SECRET, sampling=SHORT)

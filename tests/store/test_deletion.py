@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.errors import NotFound, StoreUnavailable
+from pensieve.errors import ErasurePending, NotFound, StoreUnavailable
 from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnRequest
 from pensieve.store.bodies import pack_tokens
 from pensieve.store.connection import read_only
@@ -129,11 +129,11 @@ def test_a_reader_that_holds_the_journal_is_reported_and_a_retry_erases(
     create(store, "b", user("SECRET-b", 1))
     assert not store.erasure.due
     with reader(store):
-        with pytest.raises(StoreUnavailable, match="not yet from its files"):
+        with pytest.raises(ErasurePending, match="not yet erased from the files"):
             store.delete_conversation("a")
         with pytest.raises(NotFound):
             store.get_conversation("a")
-        with pytest.raises(StoreUnavailable, match="not yet from its files"):
+        with pytest.raises(ErasurePending, match="not yet erased from the files"):
             store.delete_conversation("a")  # a client that tries again
         with pytest.raises(StoreUnavailable):
             store.delete_conversation("b")  # is not refused for the sake of the first
@@ -151,7 +151,7 @@ def test_a_step_erases_once_the_reader_has_ended(store: ConversationStore) -> No
     create(store, "a", user("SECRET-a", 1))
     with reader(store):
         for delete_or_step in (lambda: store.delete_conversation("a"), store.erasure.step):
-            with pytest.raises(StoreUnavailable):
+            with pytest.raises(ErasurePending):
                 delete_or_step()
         assert store.erasure.due
     assert b"SECRET" in raw(store)
