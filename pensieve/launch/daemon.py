@@ -69,6 +69,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         reflection=serving.reflection,
         keepalive_seconds=serving.keepalive,
         ping_timeout_seconds=serving.keepalive / 3,
+        connections_max=serving.connections_max,
     )
     check_exposure(listening)
     echo = (*programs.ECHO_ENGINE, f"--seconds={serving.echo_seconds}")

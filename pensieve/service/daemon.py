@@ -190,16 +190,16 @@ class Daemon:
         self,
         conversation_id: str,
         start: int,
-        limit: int,
+        page_size: int,
         *,
         include_token_ids: bool = False,
         tenant: str = "",
-    ) -> list[records.Message]:
+    ) -> records.MessagePage:
         return await self.threads.in_store(
-            self.store.messages,
+            self.store.message_page,
             conversation_id,
             start,
-            limit,
+            page_size,
             include_token_ids=include_token_ids,
             tenant=tenant,
         )

@@ -53,6 +53,7 @@ from pensieve.store.records import (
     Begun,
     Conversation,
     Message,
+    MessagePage,
     NewConversation,
     NewMessage,
     Page,
@@ -186,9 +187,7 @@ class ConversationStore:
             raise InvalidArgument("page_token", "is not one that was given out")
         before = int(page_token) if page_token else 2**63 - 1
         with self._writer.reading() as conn:
-            found = conversation_rows.conversations_before(conn, tenant, before, page_size + 1)
-        page = found[:page_size]
-        more = len(found) > page_size
+            page, more = conversation_rows.conversations_before(conn, tenant, before, page_size)
         conversations = tuple(self._running.as_read(each) for _, each in page)
         return Page(conversations, str(page[-1][0]) if more else "")
 
@@ -412,6 +411,14 @@ class ConversationStore:
             return message_rows.read_messages(
                 conn, number, conversation, start, stop, include_token_ids
             )
+
+    def message_page(
+        self, conversation_id: str, start: int, size: int, *, include_token_ids: bool, tenant: str
+    ) -> MessagePage:
+        """The messages from a position on: so many, or fewer where they are long."""
+        with self._writer.reading() as conn:
+            found = require_conversation(conn, conversation_id, tenant)
+            return message_rows.read_page(conn, *found, start, start + size, include_token_ids)
 
     # -- checking --
 

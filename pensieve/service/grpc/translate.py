@@ -6,13 +6,12 @@ is an error of our tree, and becomes a canonical code with google.rpc details.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import grpc
-from google.protobuf import json_format, struct_pb2, timestamp_pb2
+from google.protobuf import timestamp_pb2
 
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN, FinishReason, TurnOptions
@@ -26,6 +25,8 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.service.draft import Ask
+from pensieve.service.grpc import sizes
+from pensieve.service.grpc.json_values import TooManyValues, one_object, one_struct, structs
 from pensieve.service.live_turn import LiveTurn, RecomputeReason
 from pensieve.store import records
 from pensieve.text import Message, Part
@@ -38,7 +39,6 @@ TYPE_PREFIX = "type.googleapis.com/google.rpc."
 LAST_TURN_SECONDS = 86_400.0  # as if it had been idle for a day
 AWAY_SECONDS_MAX = 1e9
 DETAILS_KEY = "grpc-status-details-bin"
-TURN_METADATA_BYTES_MAX = 16 << 10
 MESSAGE_CHARACTERS_MAX = 400  # of an error; it may quote a client
 
 SCALARS = (
@@ -79,6 +79,11 @@ def messages_of(given: Iterable[pb.NewMessage]) -> list[Message]:
         role = ROLES.get(each.role)
         if role is None:
             raise InvalidArgument(f"messages[{index}].role", "is no role this server knows")
+        if len(each.tool_call_id.encode()) > sizes.TOOL_CALL_ID_BYTES_MAX:
+            raise InvalidArgument(
+                f"messages[{index}].tool_call_id",
+                f"is larger than {sizes.TOOL_CALL_ID_BYTES_MAX} bytes",
+            )
         messages.append(Message(role, each.content, tool_call_id=each.tool_call_id or None))
     if not messages:
         raise InvalidArgument("messages", "at least one is needed")
@@ -94,14 +99,8 @@ def ask(request: pb.SendMessageRequest, tenant: str, defaults: Sampling) -> Ask:
         request.request_id,
         request.expected_revision if request.HasField("expected_revision") else None,
         request.create_if_missing,
-        turn_metadata(request),
+        one_object("metadata", request.metadata),
     )
-
-
-def turn_metadata(request: pb.SendMessageRequest) -> dict[str, Any]:
-    if request.metadata.ByteSize() > TURN_METADATA_BYTES_MAX:
-        raise InvalidArgument("metadata", f"is larger than {TURN_METADATA_BYTES_MAX:,} bytes")
-    return plain("metadata", request.metadata)
 
 
 def turn_options(request: pb.SendMessageRequest, defaults: Sampling) -> TurnOptions:
@@ -144,47 +143,42 @@ def priority(given: int) -> int:
     return given
 
 
-def plain(name: str, struct: struct_pb2.Struct) -> dict[str, Any]:
-    """A Struct as JSON values; its numbers are doubles, whole ones become ints again."""
-    try:
-        written = json_format.MessageToJson(struct)
-    except ValueError:
-        raise InvalidArgument(name, "holds a number that is not finite") from None
-    value: dict[str, Any] = json.loads(written, parse_float=_whole_if_whole)
-    return value
-
-
-def _whole_if_whole(text: str) -> float | int:
-    number = float(text)
-    return int(number) if number.is_integer() and abs(number) < 2**53 else number
-
-
 # -- out --
 
 
 def conversation(found: records.Conversation, context_max: int) -> pb.Conversation:
+    """Without what an earlier version took that is larger than this one takes."""
     given = pb.Conversation(
         conversation_id=found.conversation_id,
         revision=found.revision,
         num_messages=found.num_messages,
         num_tokens=found.num_tokens,
         context_max_tokens=context_max,
-        metadata=struct(found.metadata),
-        tools=[struct(tool) for tool in found.tools],
-        template_options=struct(found.template_options),
         prefix_id=found.prefix_id,
         create_time=_timestamp(found.created_at),
         update_time=_timestamp(found.updated_at),
     )
+    _fill(given, "metadata", [found.metadata], sizes.METADATA_BYTES_MAX)
+    _fill(given, "tools", found.tools, sizes.TOOLS_BYTES_MAX)
+    options = [found.template_options]
+    _fill(given, "template_options", options, sizes.TEMPLATE_OPTIONS_BYTES_MAX)
     if found.running_turn_id is not None:
         given.running_turn_id = str(found.running_turn_id)
     return given
 
 
-def struct(value: Mapping[str, Any]) -> struct_pb2.Struct:
-    given = struct_pb2.Struct()
-    json_format.ParseDict(dict(value), given)
-    return given
+def _fill(given: pb.Conversation, name: str, values: Sequence[Any], bytes_max: int) -> None:
+    """Set a field of JSON objects, or name it as left out."""
+    try:
+        made = structs(values)
+    except TooManyValues:
+        made = []
+    if len(made) != len(values) or sum(each.ByteSize() for each in made) > bytes_max:
+        given.fields_left_out.append(name)
+    elif name == "tools":
+        given.tools.extend(made)
+    else:
+        getattr(given, name).CopyFrom(made[0])
 
 
 def _timestamp(seconds: float) -> timestamp_pb2.Timestamp:
@@ -202,7 +196,7 @@ def message(found: records.Message) -> pb.Message:
         num_tokens=found.num_tokens,
         token_ids=found.token_ids or (),
         finish_reason=FINISH_NUMBERS.get(found.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED),
-        metadata=struct(found.extra.get("metadata", {})),
+        metadata=one_struct(found.extra.get("metadata", {})),
     )
 
 
