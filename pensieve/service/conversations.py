@@ -259,11 +259,11 @@ class Conversations:
         except PensieveError as error:
             log.error("a turn could not be stored: %s", error, extra=ids_of(live))
             self._fail(live, error)
-        except Exception as error:  # a fault of ours: its readers must not wait for ever
+        except Exception:  # a fault of ours: its readers must not wait for ever
             log.exception("a turn could not be ended", extra=ids_of(live))
             with contextlib.suppress(PensieveError):
                 await self._threads.in_store(self._history.interrupt, live.turn_id)
-            self._fail(live, TurnFailed("INTERNAL", f"the turn could not be ended: {error}"))
+            self._fail(live, TurnFailed("INTERNAL", "the turn could not be ended"))
         self._on_turn_end(live)
 
     async def interrupt(

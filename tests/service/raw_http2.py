@@ -39,10 +39,15 @@ def header(name: str, value: str) -> bytes:
 class RawPeer:
     """A connection of which a test says every frame; it answers pings and settings by itself."""
 
-    def __init__(self, address: str, *, reads: bool = True) -> None:
+    def __init__(self, address: str, *, reads: bool = True, window: int = 2**31 - 1) -> None:
+        """`window` is how many bytes of each answer it takes; it never widens it."""
         host, port = address.rsplit(":", 1)
-        self._socket = socket.create_connection((host, int(port)))
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if host == "unix":
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.connect(port)
+        else:
+            self._socket = socket.create_connection((host, int(port)))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._lock = threading.Lock()  # of what the reader's thread counts
         self._window = INITIAL_WINDOW
         self._initial = INITIAL_WINDOW
@@ -50,7 +55,7 @@ class RawPeer:
         self.ended: set[int] = set()  # streams that the server has answered or reset
         self.is_closed = False
         self._last = -1
-        settings = struct.pack(">HI", 4, 2**31 - 1)
+        settings = struct.pack(">HI", 4, window)
         self.send(PREFACE + frame(SETTINGS, 0, 0, settings))
         if reads:
             threading.Thread(target=self._read, daemon=True).start()
@@ -90,6 +95,11 @@ class RawPeer:
         block = b"".join(header(*pair) for pair in pairs)
         self.send(frame(HEADERS, END_HEADERS, self._last, block))
         return self._last
+
+    def message(self, stream: int, packed: bytes) -> None:
+        """Send the whole body of a call: one message."""
+        raw = b"\0" + struct.pack(">I", len(packed)) + packed
+        assert self.body(stream, raw, patience=5.0, end=True) == len(raw)
 
     def body(self, stream: int, raw: bytes, *, patience: float, end: bool = False) -> int:
         """Send this much of a body as the server's windows let through; how much it was."""

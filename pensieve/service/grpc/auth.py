@@ -35,6 +35,7 @@ from pensieve.errors import (
     PensieveError,
     PermissionDenied,
     Unauthenticated,
+    whole_line,
 )
 from pensieve.service.grpc import sizes, translate
 from pensieve.service.grpc.incoming import Incoming
@@ -170,6 +171,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
             except PensieveError as error:
+                if translate.is_of_the_machine(error):
+                    log.error("%s failed: %s", details.method, whole_line(error))
                 await abort_with(context, error)
             except Exception:
                 incident = secrets.token_hex(8)

@@ -152,9 +152,8 @@ class Server:
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
             ConversationService(daemon), self._server
         )
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminService(daemon, self.stopping.set), self._server
-        )
+        self.admin = AdminService(daemon, self.stopping.set)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self.admin, self._server)
         self._server.add_generic_rpc_handlers((self.health.handlers(),))
         daemon.on_serving = self.health.set
         wanted = listening.reflection

@@ -16,11 +16,17 @@ from google.protobuf import timestamp_pb2
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN, FinishReason, TurnOptions
 from pensieve.errors import (
+    AddressInUse,
+    ConfigError,
     ContextFull,
+    DeviceError,
     InvalidArgument,
+    ModelError,
     PensieveError,
     QueueFull,
     StaleRevision,
+    StoreError,
+    StoreUnavailable,
     TurnRunning,
     Unavailable,
 )
@@ -40,6 +46,14 @@ LAST_TURN_SECONDS = 86_400.0  # as if it had been idle for a day
 AWAY_SECONDS_MAX = 1e9
 DETAILS_KEY = "grpc-status-details-bin"
 MESSAGE_CHARACTERS_MAX = 400  # of an error; it may quote a client
+OF_THE_MACHINE = {
+    StoreUnavailable: "the history cannot be read or written at present",
+    StoreError: "the history cannot be used as it is",
+    ModelError: "the model cannot do this",
+    DeviceError: "the device failed",
+    ConfigError: "the daemon is not set up for this",
+    AddressInUse: "the daemon is not set up for this",
+}
 
 SCALARS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
@@ -300,8 +314,16 @@ def _causes(error: PensieveError) -> dict[str, str]:
 
 
 def text_of(error: PensieveError) -> str:
-    """One line, whatever the error quotes."""
+    """One line, whatever the error quotes; nothing of what only the operator may know."""
+    if is_of_the_machine(error):
+        words = next(words for kind, words in OF_THE_MACHINE.items() if isinstance(error, kind))
+        return f"{words}; the daemon's log says more"
     return _short(" ".join(str(error).split()))
+
+
+def is_of_the_machine(error: PensieveError) -> bool:
+    """Whether it names files of this machine, so that its text is for the log alone."""
+    return isinstance(error, tuple(OF_THE_MACHINE))
 
 
 def _short(text: str) -> str:
