@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pensieve.client import Client
+from pensieve.client.admin import Admin
+from pensieve.errors import DeadlineExceeded, QueueFull
 from pensieve.service.grpc import auth
-from tests.service.raw_http2 import RawPeer
-from tests.service.rig_daemon import ServeProcess
+from pensieve.service.grpc.incoming import RECEIVING_MAX, Incoming, Terms
+from pensieve.v1 import admin_pb2, conversation_pb2
+from tests.service.raw_http2 import DATA, END_STREAM, RST_STREAM, RawPeer, frame
+from tests.service.rig_daemon import ServeProcess, wait_for
 
 MIB = 1 << 20
 GROWTH_MAX = 64 * MIB
@@ -80,6 +86,21 @@ def long_headers(peers: contextlib.ExitStack, address: str) -> None:
             peer.call(SEND, ("x-long", "a" * 7000))
 
 
+def calls_of_every_method(peers: contextlib.ExitStack, address: str) -> None:
+    """gRPC may have a queue for each."""
+    services = [
+        service
+        for file in (conversation_pb2.DESCRIPTOR, admin_pb2.DESCRIPTOR)
+        for service in file.services_by_name.values()
+    ]
+    paths = [f"/{each.full_name}/{method.name}" for each in services for method in each.methods]
+    assert len(paths) > 15
+    for _ in range(20):
+        peer = peers.enter_context(RawPeer(address))
+        for number in range(1000):
+            peer.call(paths[number % len(paths)], ("x-long", "a" * 3500))
+
+
 def calls_whose_answers_nobody_reads(peers: contextlib.ExitStack, address: str) -> None:
     for _ in range(10):
         peer = peers.enter_context(RawPeer(address, reads=False))
@@ -102,6 +123,13 @@ def a_compression_bomb(peers: contextlib.ExitStack, address: str) -> None:
         peer.body(stream, body, patience=1.0, end=True)
 
 
+def half_sent_bodies_with_a_token(guarded: Guarded, peers: contextlib.ExitStack) -> None:
+    peer = peers.enter_context(RawPeer(guarded.address))
+    for _ in range(100):
+        stream = peer.call(SEND, ("authorization", f"Bearer {guarded.token}"))
+        peer.body(stream, BODY, patience=0.02)
+
+
 @pytest.mark.parametrize(
     "attack",
     [
@@ -109,6 +137,7 @@ def a_compression_bomb(peers: contextlib.ExitStack, address: str) -> None:
         half_sent_bodies_to_the_method_for_everybody,
         watches_of_health,
         long_headers,
+        calls_of_every_method,
         calls_whose_answers_nobody_reads,
         many_connections,
         a_compression_bomb,
@@ -127,3 +156,88 @@ def test_somebody_without_a_token_costs_little_memory(
     print(f"{attack.__name__}: {(largest - before) / MIB:.1f} MiB")
     assert largest - before < GROWTH_MAX
     assert guarded.ask()
+
+
+def test_somebody_with_a_token_has_few_bodies_on_their_way(guarded: Guarded) -> None:
+    before = guarded.resident_bytes()
+    with contextlib.ExitStack() as peers:
+        half_sent_bodies_with_a_token(guarded, peers)
+        growth = guarded.resident_bytes() - before
+    print(f"{growth / MIB:.1f} MiB")
+    assert growth < RECEIVING_MAX * len(BODY) + 16 * MIB
+    assert guarded.ask()
+
+
+def test_connections_beyond_the_limit_are_closed_and_the_operator_gets_in(tmp_path: Path) -> None:
+    daemon = Guarded(tmp_path, "--connections-max", "20")
+    daemon.start()
+    with contextlib.ExitStack() as peers:
+        opened = [peers.enter_context(RawPeer(daemon.address)) for _ in range(50)]
+        wait_for(lambda: sum(each.is_closed for each in opened) == 30)
+        with Admin(f"unix:{daemon.data / 'admin.sock'}") as admin:
+            assert admin.stats().serving
+    wait_for(lambda: daemon.ask(), 30)
+    assert daemon.stop() == 0
+
+
+class Call:
+    """A call's context of which the body does not come."""
+
+    def __init__(self) -> None:
+        self.arrived: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    async def read(self) -> Any:
+        return await self.arrived
+
+
+def test_a_body_that_does_not_end_is_given_up_and_lets_the_next_one_in() -> None:
+    async def run() -> None:
+        incoming = Incoming(known=Terms(receiving_max=2, seconds=0.05))
+        stuck, whole = [Call(), Call()], Call()
+        whole.arrived.set_result(b"whole")
+        with incoming.call("a") as first, incoming.call("a") as second, incoming.call("a") as third:
+            tasks = [
+                asyncio.ensure_future(first(stuck[0])),
+                asyncio.ensure_future(second(stuck[1])),
+            ]
+            await asyncio.sleep(0)
+            with incoming.call("b") as other:
+                assert await other(whole) == b"whole", "another tenant's"
+            assert not tasks[0].done()
+            assert await third(whole) == b"whole"
+            for task in tasks:
+                with pytest.raises(DeadlineExceeded):
+                    await task
+
+    asyncio.run(run())
+
+
+def test_strangers_have_few_calls_at_once() -> None:
+    async def run() -> None:
+        incoming = Incoming(strangers=Terms(1, 1.0, calls_max=2))
+        with incoming.call(None), incoming.call(None):
+            with pytest.raises(QueueFull), incoming.call(None):
+                pass
+            with incoming.call("a"):
+                pass
+        with incoming.call(None):
+            pass
+
+    asyncio.run(run())
+
+
+def test_a_call_without_a_message_is_refused_and_one_that_is_cancelled_at_once_is_no_fault(
+    guarded: Guarded,
+) -> None:
+    with contextlib.ExitStack() as peers:
+        peer = peers.enter_context(RawPeer(guarded.address))
+        bearer = ("authorization", f"Bearer {guarded.token}")
+        for _ in range(50):
+            peer.send(frame(RST_STREAM, 0, peer.call(SEND, bearer), struct.pack(">I", 8)))
+        stream = peer.call(SEND, bearer)
+        peer.body(stream, b"", patience=0.1, end=True)
+        peer.send(frame(DATA, END_STREAM, stream))
+        wait_for(lambda: stream in peer.ended)
+    assert guarded.ask()
+    assert "incident" not in guarded.log.read_text()
+    assert "Traceback" not in guarded.log.read_text()

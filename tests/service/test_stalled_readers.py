@@ -1,4 +1,4 @@
-"""Readers that answer every ping and take nothing: HTTP/2's windows stay shut, so keepalive notices nothing."""
+"""Readers that answer pings and take nothing: HTTP/2's windows stay shut, and keepalive notices nothing."""
 
 from __future__ import annotations
 

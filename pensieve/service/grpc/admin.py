@@ -17,7 +17,6 @@ from pensieve.service.live_turn import cache_key
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
 
-
 WATCHERS_MAX = 64
 
 

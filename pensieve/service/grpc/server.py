@@ -36,7 +36,7 @@ from pensieve.v1 import status_pb2 as pb
 
 WINDOW_BYTES = 16 << 10  # of a request that nobody reads yet
 HEADER_BYTES_MAX = 4 << 10
-PENDING_MAX = 1500  # calls that nobody has looked at yet; gRPC refuses some from 1,000 on
+PENDING_MAX = 1000  # calls that nobody has looked at yet
 IDENTITY = 1  # the bit of "no compression"
 SERVICES = ("", "pensieve.v1.ConversationService", "pensieve.v1.AdminService")
 STOP_SECONDS = 0.5  # for streams that watch
@@ -46,7 +46,7 @@ OPTIONS = (
     ("grpc.max_send_message_length", sizes.RESPONSE_BYTES_MAX),
     ("grpc.max_metadata_size", HEADER_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", HEADER_BYTES_MAX),
-    ("grpc.server.max_pending_requests", 1000),
+    ("grpc.server.max_pending_requests", PENDING_MAX),
     ("grpc.server.max_pending_requests_hard_limit", PENDING_MAX),
     ("grpc.max_concurrent_streams", 4096),
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
@@ -136,6 +136,19 @@ class Health:
         )
 
 
+class _OneQueue:
+    """Adds services to a server without naming their methods.
+
+    gRPC has PENDING_MAX calls wait for each method that it knows by name, and for all others together.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
+        """They are in the generic handlers, too."""
+
+
 class Server:
     """A daemon behind its sockets."""
 
@@ -149,11 +162,12 @@ class Server:
         self._server = grpc.aio.server(
             interceptors=[auth.AuthInterceptor(listening.tokens)], options=listening.options()
         )
+        services: Any = _OneQueue(self._server)
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
-            ConversationService(daemon), self._server
+            ConversationService(daemon), services
         )
         self.admin = AdminService(daemon, self.stopping.set)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(self.admin, self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self.admin, services)
         self._server.add_generic_rpc_handlers((self.health.handlers(),))
         daemon.on_serving = self.health.set
         wanted = listening.reflection
