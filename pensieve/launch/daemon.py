@@ -65,6 +65,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         tls_key=serving.tls_key,
         tls_client_ca=serving.tls_client_ca,
         tokens=auth.read_tokens(serving.token_file) if serving.token_file else (),
+        token_file=serving.token_file,
         insecure=bool(serving.insecure),
         reflection=serving.reflection,
         keepalive_seconds=serving.keepalive,

@@ -121,6 +121,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._tokens = tuple(tokens)
         self._incoming = incoming or Incoming()
 
+    def use(self, tokens: Sequence[Token]) -> None:
+        """From the next call on; streams that have begun go on."""
+        self._tokens = tuple(tokens)
+
     def authenticate(self, method: str, metadata: Iterable[tuple[str, Any]], peer: str) -> Caller:
         """Who may call this method; our error for everybody else."""
         local = peer.startswith("unix:")  # check_exposure refuses any other such address

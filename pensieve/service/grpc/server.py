@@ -31,6 +31,7 @@ from pensieve.service.daemon import Daemon
 from pensieve.service.grpc import auth, sizes
 from pensieve.service.grpc.admin import AdminService
 from pensieve.service.grpc.conversation import ConversationService
+from pensieve.service.grpc.reload import Certificates, watch_tokens
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc
 from pensieve.v1 import status_pb2 as pb
 
@@ -69,6 +70,7 @@ class Listening:
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     tokens: Sequence[auth.Token] = ()
+    token_file: Path | None = None  # that they were read from, to be read again when it changes
     insecure: bool = False
     reflection: bool | None = None  # None: unless tokens are needed
     keepalive_seconds: float = 30.0  # between pings of a silent connection
@@ -159,9 +161,10 @@ class Server:
         self.stopping = asyncio.Event()  # set where the end is wanted
         self.address = ""
         self._listening = listening
-        self._server = grpc.aio.server(
-            interceptors=[auth.AuthInterceptor(listening.tokens)], options=listening.options()
-        )
+        self._guard = auth.AuthInterceptor(listening.tokens)
+        self._watching: asyncio.Task[None] | None = None
+        self._certificates: Certificates | None = None  # which gRPC asks as long as it listens
+        self._server = grpc.aio.server(interceptors=[self._guard], options=listening.options())
         services: Any = _OneQueue(self._server)
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
             ConversationService(daemon), services
@@ -193,6 +196,10 @@ class Server:
             self._listen_on_port()
         if listening.socket is not None:
             self._listen_locally(listening.socket)
+        if listening.token_file is not None:
+            self._watching = asyncio.get_running_loop().create_task(
+                watch_tokens(listening.token_file, listening.tokens, self._guard.use)
+            )
         await self._server.start()
         return self.address
 
@@ -200,8 +207,13 @@ class Server:
         listening = self._listening
         host = listening.address.rpartition(":")[0]
         try:
-            if listening.tls_cert is not None:
-                bound = self._server.add_secure_port(listening.address, _credentials(listening))
+            if listening.tls_cert is not None and listening.tls_key is not None:
+                self._certificates = Certificates(
+                    listening.tls_cert, listening.tls_key, listening.tls_client_ca
+                )
+                bound = self._server.add_secure_port(
+                    listening.address, self._certificates.credentials
+                )
             else:
                 bound = self._server.add_insecure_port(listening.address)
         except RuntimeError:
@@ -223,6 +235,8 @@ class Server:
 
     async def close(self, drain_seconds: float) -> None:
         await self.daemon.drain(drain_seconds)
+        if self._watching is not None:
+            self._watching.cancel()
         await self._server.stop(STOP_SECONDS)
         await self.daemon.close()
         if self._listening.socket is not None:
@@ -275,14 +289,3 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
         return None
-
-
-def _credentials(listening: Listening) -> grpc.ServerCredentials:
-    assert listening.tls_key is not None  # by check_exposure
-    assert listening.tls_cert is not None
-    try:
-        pair = (listening.tls_key.read_bytes(), listening.tls_cert.read_bytes())
-        ca = listening.tls_client_ca.read_bytes() if listening.tls_client_ca else None
-    except OSError as error:
-        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
-    return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
