@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from pensieve.client import Client
 from pensieve.client.admin import Admin
 from pensieve.errors import DeadlineExceeded, QueueFull
 from pensieve.service.grpc import auth
-from pensieve.service.grpc.incoming import RECEIVING_MAX, Incoming, Terms
+from pensieve.service.grpc.incoming import RECEIVING_MAX, STRANGERS, Incoming, Terms
 from pensieve.v1 import admin_pb2, conversation_pb2
 from tests.service.raw_http2 import DATA, END_STREAM, RST_STREAM, RawPeer, frame
 from tests.service.rig_daemon import ServeProcess, wait_for
@@ -26,6 +27,7 @@ MIB = 1 << 20
 GROWTH_MAX = 64 * MIB
 SEND = "/pensieve.v1.ConversationService/SendMessage"
 HEALTH = "/grpc.health.v1.Health/Check"
+WATCH = "/grpc.health.v1.Health/Watch"
 BODY = b"\0" + struct.pack(">I", 3 * MIB) + b"x" * (3 * MIB - 1)  # one byte is missing
 
 
@@ -75,8 +77,15 @@ def watches_of_health(peers: contextlib.ExitStack, address: str) -> None:
     for _ in range(4):
         peer = peers.enter_context(RawPeer(address))
         for _ in range(3000):
-            stream = peer.call("/grpc.health.v1.Health/Watch")
+            stream = peer.call(WATCH)
             peer.body(stream, bytes(5), patience=1.0, end=True)
+
+
+def answers_that_are_never_taken(peers: contextlib.ExitStack, address: str) -> None:
+    for _ in range(10):
+        peer = peers.enter_context(RawPeer(address, window=0))
+        for _ in range(2000):
+            peer.body(peer.call(HEALTH), bytes(5), patience=1.0, end=True)
 
 
 def long_headers(peers: contextlib.ExitStack, address: str) -> None:
@@ -136,6 +145,7 @@ def half_sent_bodies_with_a_token(guarded: Guarded, peers: contextlib.ExitStack)
         half_sent_bodies,
         half_sent_bodies_to_the_method_for_everybody,
         watches_of_health,
+        answers_that_are_never_taken,
         long_headers,
         calls_of_every_method,
         calls_whose_answers_nobody_reads,
@@ -181,47 +191,47 @@ def test_connections_beyond_the_limit_are_closed_and_the_operator_gets_in(tmp_pa
 
 
 class Call:
-    """A call's context of which the body does not come."""
+    """A call's context; the body comes when it is told to, and so does the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: Any = None) -> None:
         self.arrived: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.end: Callable[[Any], None] = lambda context: None
+        if body is not None:
+            self.arrived.set_result(body)
 
     async def read(self) -> Any:
         return await self.arrived
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self.end = callback
 
 
 def test_a_body_that_does_not_end_is_given_up_and_lets_the_next_one_in() -> None:
     async def run() -> None:
         incoming = Incoming(known=Terms(receiving_max=2, seconds=0.05))
-        stuck, whole = [Call(), Call()], Call()
-        whole.arrived.set_result(b"whole")
-        with incoming.call("a") as first, incoming.call("a") as second, incoming.call("a") as third:
-            tasks = [
-                asyncio.ensure_future(first(stuck[0])),
-                asyncio.ensure_future(second(stuck[1])),
-            ]
-            await asyncio.sleep(0)
-            with incoming.call("b") as other:
-                assert await other(whole) == b"whole", "another tenant's"
-            assert not tasks[0].done()
-            assert await third(whole) == b"whole"
-            for task in tasks:
-                with pytest.raises(DeadlineExceeded):
-                    await task
+        stuck = [asyncio.ensure_future(incoming.body(Call(), "a")) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert await incoming.body(Call(b"whole"), "b") == b"whole", "another tenant's"
+        assert not stuck[0].done()
+        assert await incoming.body(Call(b"whole"), "a") == b"whole"
+        for task in stuck:
+            with pytest.raises(DeadlineExceeded):
+                await task
 
     asyncio.run(run())
 
 
-def test_strangers_have_few_calls_at_once() -> None:
+def test_strangers_have_few_calls_at_once_until_their_answers_are_taken() -> None:
     async def run() -> None:
         incoming = Incoming(strangers=Terms(1, 1.0, calls_max=2))
-        with incoming.call(None), incoming.call(None):
-            with pytest.raises(QueueFull), incoming.call(None):
-                pass
-            with incoming.call("a"):
-                pass
-        with incoming.call(None):
-            pass
+        calls = [Call(b""), Call(b"")]
+        for call in calls:
+            assert await incoming.body(call, None) == b""
+        with pytest.raises(QueueFull):
+            await incoming.body(Call(b""), None)
+        assert await incoming.body(Call(b""), "a") == b""
+        calls[0].end(calls[0])
+        assert await incoming.body(Call(b""), None) == b""
 
     asyncio.run(run())
 
@@ -241,3 +251,15 @@ def test_a_call_without_a_message_is_refused_and_one_that_is_cancelled_at_once_i
     assert guarded.ask()
     assert "incident" not in guarded.log.read_text()
     assert "Traceback" not in guarded.log.read_text()
+
+
+def test_health_answers_strangers_again_and_again(guarded: Guarded) -> None:
+    with grpc.insecure_channel(guarded.address) as channel:
+        check = channel.unary_unary(HEALTH)
+        for _ in range(3 * (STRANGERS.calls_max or 0)):
+            assert check(b"", timeout=30) == b"\x08\x01"
+        watches = [channel.unary_stream(WATCH)(b"") for _ in range(20)]
+        for watch in watches:
+            assert next(watch) == b"\x08\x01"
+            watch.cancel()
+        assert check(b"", timeout=30) == b"\x08\x01"

@@ -168,10 +168,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             try:
                 found = self.authenticate(details.method, metadata, context.peer())
                 _caller.set(found)
-                with self._incoming.call(found.tenant if found.known else None) as body:
-                    if takes_one:
-                        requests = _parsed(parse, await body(context))
-                    return await act(requests, context)
+                if takes_one:
+                    tenant = found.tenant if found.known else None
+                    requests = _parsed(parse, await self._incoming.body(context, tenant))
+                return await act(requests, context)
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
             except PensieveError as error:

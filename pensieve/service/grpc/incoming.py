@@ -16,14 +16,11 @@ All of it belongs to the loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
 
-Body = Callable[[Any], Awaitable[bytes]]  # takes the context of the call
 RECEIVING_MAX = 16
 BODY_SECONDS = 30.0
 
@@ -38,7 +35,7 @@ class Terms:
 
 
 KNOWN = Terms(RECEIVING_MAX, BODY_SECONDS)
-STRANGERS = Terms(4, 2.0, 256)
+STRANGERS = Terms(4, 2.0, 512)
 
 
 class _Group:
@@ -58,32 +55,35 @@ class Incoming:
             str, _Group
         ] = {}  # by tenant, of which there are as many as in the token file
 
-    @contextlib.contextmanager
-    def call(self, tenant: str | None) -> Iterator[Body]:
-        """Count a call until it ends, and have its body; `tenant` is None for somebody who is not known."""
-        group = self._strangers if tenant is None else self._group(tenant)
+    async def body(self, context: Any, tenant: str | None) -> bytes:
+        """The bytes of a call's request; `tenant` is None for somebody who is not known."""
+        group = self._enter(context, tenant)
+        seconds = group.terms.seconds
+        async with group.slots:
+            try:
+                async with asyncio.timeout(seconds):
+                    raw = await context.read()
+            except TimeoutError:
+                raise DeadlineExceeded(f"the request did not arrive within {seconds:g} s") from None
+        if not isinstance(raw, bytes):  # the end of the stream
+            raise InvalidArgument("request", "is missing")
+        return raw
+
+    def _enter(self, context: Any, tenant: str | None) -> _Group:
+        """Count a stranger's call until it has ended for gRPC: the answer may wait long after ours."""
+        if tenant is not None:
+            return self._group(tenant)
+        group = self._strangers
         calls_max = group.terms.calls_max
         if calls_max is not None and group.num_calls >= calls_max:
             raise QueueFull("too many calls without a token; try again later")
         group.num_calls += 1
-        try:
-            yield lambda context: _body(group, context)
-        finally:
+
+        def ended(_: Any) -> None:
             group.num_calls -= 1
+
+        context.add_done_callback(ended)
+        return group
 
     def _group(self, tenant: str) -> _Group:
         return self._groups.setdefault(tenant, _Group(self._known))
-
-
-async def _body(group: _Group, context: Any) -> bytes:
-    """The bytes of a call's request."""
-    seconds = group.terms.seconds
-    async with group.slots:
-        try:
-            async with asyncio.timeout(seconds):
-                raw = await context.read()
-        except TimeoutError:
-            raise DeadlineExceeded(f"the request did not arrive within {seconds:g} s") from None
-    if not isinstance(raw, bytes):  # the end of the stream
-        raise InvalidArgument("request", "is missing")
-    return raw
