@@ -12,11 +12,14 @@ import grpc
 import pytest
 from google.protobuf import json_format, struct_pb2
 
+from pensieve.core.iteration import Logprob
 from pensieve.errors import InvalidArgument
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import ConversationSettings
-from pensieve.service.grpc import json_values, sizes
+from pensieve.service.grpc import json_values, sizes, translate
+from pensieve.service.live_turn import LiveTurn
 from pensieve.store.records import NewConversation
+from pensieve.text import Part
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import DaemonRig, details
 
@@ -332,3 +335,24 @@ def test_the_limits_are_documented() -> None:
         assert words in written, words
     for number in (sizes.TOOLS_MAX, sizes.MESSAGES_MAX, json_values.VALUES_MAX):
         assert f"{number:,}" in written, number
+
+
+def test_a_reply_that_is_read_late_comes_in_messages_that_clients_receive() -> None:
+    """With twenty alternatives for each of 16,000 tokens it has six megabytes."""
+    count = 16_000
+    top = tuple(Logprob(100_000 + rank, -0.1 * rank) for rank in range(20))
+    live = LiveTurn(
+        1,
+        "c",
+        0,
+        1,
+        token_ids=list(range(count)),
+        texts=[f"{number} " for number in range(count)],
+        parts=[Part.TEXT] * count,
+        logprobs=dict.fromkeys(range(count), (-0.5, top)),
+    )
+    deltas = translate.deltas(live, 0, count)
+    assert max(each.ByteSize() for each in deltas) < MIB
+    assert [token for each in deltas for token in each.token_ids] == live.token_ids
+    assert "".join(each.text for each in deltas) == "".join(live.texts)
+    assert sum(len(each.logprobs) for each in deltas) == count

@@ -45,6 +45,7 @@ TYPE_PREFIX = "type.googleapis.com/google.rpc."
 LAST_TURN_SECONDS = 86_400.0  # as if it had been idle for a day
 AWAY_SECONDS_MAX = 1e9
 DETAILS_KEY = "grpc-status-details-bin"
+DELTA_TOKENS_MAX = 1024  # of one message
 MESSAGE_CHARACTERS_MAX = 400  # of an error; it may quote a client
 OF_THE_MACHINE = {
     StoreUnavailable: "the history cannot be read or written at present",
@@ -225,11 +226,14 @@ def started(live: LiveTurn) -> pb.TurnStarted:
 
 
 def deltas(live: LiveTurn, start: int, stop: int) -> list[pb.TurnDelta]:
-    """Tokens [start, stop) in as few messages as possible: one for each run of the same kind."""
+    """Tokens [start, stop) in as few messages as possible: one for each run of the same kind.
+
+    A run of more than DELTA_TOKENS_MAX is several: a reader may come late, and want logprobs.
+    """
     runs: list[pb.TurnDelta] = []
     parts = live.parts
     for end in range(start + 1, stop + 1):
-        if end == stop or parts[end] is not parts[start]:
+        if end == stop or parts[end] is not parts[start] or end - start == DELTA_TOKENS_MAX:
             runs.append(_delta(live, start, end))
             start = end
     return runs
