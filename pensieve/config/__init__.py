@@ -17,6 +17,7 @@ from pensieve.config.resolve import (
     resolve,
 )
 from pensieve.config.tables import (
+    CONNECTIONS_MAX,
     DATA,
     GRACE_SECONDS,
     GROUPS,
@@ -33,6 +34,7 @@ from pensieve.config.tables import (
 )
 
 __all__ = [
+    "CONNECTIONS_MAX",
     "DATA",
     "GRACE_SECONDS",
     "GROUPS",

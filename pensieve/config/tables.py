@@ -33,6 +33,7 @@ GRACE_SECONDS = 5.0
 HEARTBEAT_SECONDS = 30.0
 ITERATION_SECONDS_MAX = 300.0
 TURNS_WAITING_MAX = 1024
+CONNECTIONS_MAX = 512
 DATA = Setting("data", file, "", "folder of the history (default: the user's data folder)", "DIR")
 SETTINGS: Table = (
     Setting(
@@ -151,6 +152,14 @@ SERVING: Table = (
         "",
         "offer gRPC reflection even if tokens are needed",
         group="listening",
+    ),
+    Setting(
+        "connections_max",
+        whole(1, 1 << 20),
+        str(CONNECTIONS_MAX),
+        "most connections to the address; more are closed at once",
+        "N",
+        "listening",
     ),
     Setting(
         "turns_waiting_max",

@@ -65,10 +65,12 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         tls_key=serving.tls_key,
         tls_client_ca=serving.tls_client_ca,
         tokens=auth.read_tokens(serving.token_file) if serving.token_file else (),
+        token_file=serving.token_file,
         insecure=bool(serving.insecure),
         reflection=serving.reflection,
         keepalive_seconds=serving.keepalive,
         ping_timeout_seconds=serving.keepalive / 3,
+        connections_max=serving.connections_max,
     )
     check_exposure(listening)
     echo = (*programs.ECHO_ENGINE, f"--seconds={serving.echo_seconds}")

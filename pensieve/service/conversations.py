@@ -317,11 +317,11 @@ class Conversations:
         except PensieveError as error:
             log.error("a turn could not be stored: %s", error, extra=ids_of(live))
             self._fail(live, error)
-        except Exception as error:  # a fault of ours: its readers must not wait for ever
+        except Exception:  # a fault of ours: its readers must not wait for ever
             log.exception("a turn could not be ended", extra=ids_of(live))
             with contextlib.suppress(Exception):
                 await self._threads.in_store(live.tenant, self._history.interrupt, live.turn_id)
-            self._fail(live, TurnFailed("INTERNAL", f"the turn could not be ended: {error}"))
+            self._fail(live, TurnFailed("INTERNAL", "the turn could not be ended"))
         if live.figures:  # a turn that failed costs nothing
             self._charge(live)
 

@@ -237,17 +237,17 @@ class Daemon:
         self,
         conversation_id: str,
         start: int,
-        limit: int,
+        page_size: int,
         *,
         include_token_ids: bool = False,
         tenant: str = "",
-    ) -> list[records.Message]:
+    ) -> records.MessagePage:
         return await self.threads.in_reader(
             tenant,
-            self._reader.messages,
+            self._reader.message_page,
             conversation_id,
             start,
-            limit,
+            page_size,
             include_token_ids=include_token_ids,
             tenant=tenant,
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import NotFound
 from pensieve.store.bodies import insert_body, read_private, wipe_bodies
-from pensieve.store.records import Conversation
+from pensieve.store.records import PAGE_BYTES_MAX, Conversation
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -33,6 +33,7 @@ CONVERSATION = """
         b.crc, b.private, b.tokens
     FROM conversations c LEFT JOIN bodies b USING (body)
 """
+PRIVATE = 10  # the column of the JSON
 
 
 def _conversation(row: Any) -> tuple[int, Conversation]:
@@ -108,14 +109,24 @@ def num_conversations(conn: Connection) -> int:
 
 def conversations_before(
     conn: Connection, tenant: str, before: int, limit: int
-) -> list[tuple[int, Conversation]]:
-    """Up to `limit` conversations with row numbers below `before`, the newest first."""
+) -> tuple[list[tuple[int, Conversation]], bool]:
+    """Conversations with row numbers below `before`, the newest first, and whether there are more.
+
+    At most `limit`, and fewer where the next one would go beyond PAGE_BYTES_MAX.
+    """
     found = conn.execute(
         CONVERSATION
         + "WHERE c.tenant = ? AND c.conversation < ? ORDER BY c.conversation DESC LIMIT ?",
-        (tenant, before, limit),
+        (tenant, before, limit + 1),
     )
-    return [_conversation(row) for row in found]
+    page: list[tuple[int, Conversation]] = []
+    num_bytes = 0
+    for row in found:
+        num_bytes += len(row[PRIVATE] or b"")
+        if page and (len(page) == limit or num_bytes > PAGE_BYTES_MAX):
+            return page, True
+        page.append(_conversation(row))
+    return page, False
 
 
 def insert_conversation(conn: Connection, conversation: Conversation) -> int:

@@ -21,7 +21,7 @@ from pensieve.errors import InvalidArgument
 from pensieve.store import conversation_rows, message_rows
 from pensieve.store.connection import read_only
 from pensieve.store.conversation_rows import require_conversation
-from pensieve.store.records import PAGE_SIZE_MAX, Conversation, Message, Page
+from pensieve.store.records import PAGE_SIZE_MAX, Conversation, Message, MessagePage, Page
 from pensieve.store.running_rows import RunningRows
 
 if TYPE_CHECKING:
@@ -53,18 +53,13 @@ class HistoryReader:
         with self._snapshot() as conn:
             return page_of_conversations(conn, self._running, page_size, page_token, tenant)
 
-    def messages(
-        self,
-        conversation_id: str,
-        start: int = 0,
-        limit: int | None = None,
-        *,
-        include_token_ids: bool = False,
-        tenant: str = "",
-    ) -> list[Message]:
-        """The messages at positions [start, start + limit), or all from start on."""
+    def message_page(
+        self, conversation_id: str, start: int, size: int, *, include_token_ids: bool, tenant: str
+    ) -> MessagePage:
+        """The messages from a position on: so many, or fewer where they are long."""
         with self._snapshot() as conn:
-            return some_messages(conn, conversation_id, start, limit, include_token_ids, tenant)
+            found = require_conversation(conn, conversation_id, tenant)
+            return message_rows.read_page(conn, *found, start, start + size, include_token_ids)
 
     @contextlib.contextmanager
     def _snapshot(self) -> Iterator[Connection]:
@@ -81,9 +76,7 @@ def page_of_conversations(
     if page_token and not PAGE_TOKEN_PATTERN.fullmatch(page_token):
         raise InvalidArgument("page_token", "is not one that was given out")
     before = int(page_token) if page_token else 2**63 - 1
-    found = conversation_rows.conversations_before(conn, tenant, before, page_size + 1)
-    page = found[:page_size]
-    more = len(found) > page_size
+    page, more = conversation_rows.conversations_before(conn, tenant, before, page_size)
     conversations = tuple(running.as_read(each) for _, each in page)
     return Page(conversations, str(page[-1][0]) if more else "")
 

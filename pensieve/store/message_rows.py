@@ -19,7 +19,7 @@ from pensieve.store.bodies import (
     unpack_tokens,
     wipe_bodies,
 )
-from pensieve.store.records import Conversation, Message, NewMessage
+from pensieve.store.records import PAGE_BYTES_MAX, Conversation, Message, MessagePage, NewMessage
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -213,15 +213,38 @@ def read_messages(
 ) -> list[Message]:
     """The messages at positions [start, stop)."""
     return [
-        Message(
-            index=row[0],
-            role=row[3],
-            revision=row[1],
-            first_token=row[2],
-            num_tokens=row[5],
-            finish_reason=row[4],
-            token_ids=unpack_tokens(tokens) if include_token_ids else None,
-            **json.loads(private),
-        )
+        _message(row, private, tokens, include_token_ids)
         for row, private, tokens in _bodies_between(conn, number, conversation, start, stop)
     ]
+
+
+def read_page(
+    conn: Connection,
+    number: int,
+    conversation: Conversation,
+    start: int,
+    stop: int,
+    include_token_ids: bool,
+) -> MessagePage:
+    """The same, but for those of the end that would go beyond PAGE_BYTES_MAX."""
+    page: list[Message] = []
+    num_bytes = 0
+    for row, private, tokens in _bodies_between(conn, number, conversation, start, stop):
+        num_bytes += len(private) + (len(tokens) if include_token_ids else 0)
+        if page and num_bytes > PAGE_BYTES_MAX:
+            break
+        page.append(_message(row, private, tokens, include_token_ids))
+    return MessagePage(tuple(page), start + len(page) < conversation.num_messages)
+
+
+def _message(row: Any, private: bytes, tokens: bytes, include_token_ids: bool) -> Message:
+    return Message(
+        index=row[0],
+        role=row[3],
+        revision=row[1],
+        first_token=row[2],
+        num_tokens=row[5],
+        finish_reason=row[4],
+        token_ids=unpack_tokens(tokens) if include_token_ids else None,
+        **json.loads(private),
+    )

@@ -21,6 +21,7 @@ from pensieve.store.bodies import canonical_json
 
 ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 PAGE_SIZE_MAX = 1000
+PAGE_BYTES_MAX = 2 << 20  # of a page's records; one of a single record may be larger
 
 
 class TurnState(StrEnum):
@@ -177,6 +178,13 @@ class Page(NamedTuple):
 
     conversations: tuple[Conversation, ...]
     next_page_token: str  # empty on the last page
+
+
+class MessagePage(NamedTuple):
+    """Some messages of a history."""
+
+    messages: tuple[Message, ...]
+    has_more: bool
 
 
 class Rewound(NamedTuple):

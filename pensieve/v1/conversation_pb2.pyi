@@ -155,6 +155,7 @@ class Conversation(google.protobuf.message.Message):
     RUNNING_TURN_ID_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
     UPDATE_TIME_FIELD_NUMBER: builtins.int
+    FIELDS_LEFT_OUT_FIELD_NUMBER: builtins.int
     conversation_id: builtins.str
     """Chosen by the client, or drawn by the server."""
     revision: builtins.int
@@ -189,6 +190,12 @@ class Conversation(google.protobuf.message.Message):
     def update_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When its history last changed."""
 
+    @property
+    def fields_left_out(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Of metadata, tools and template_options those that are larger than this version takes, and so are not in this
+        message: an earlier version took them.
+        """
+
     def __init__(
         self,
         *,
@@ -204,9 +211,10 @@ class Conversation(google.protobuf.message.Message):
         running_turn_id: builtins.str = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         update_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        fields_left_out: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "metadata", b"metadata", "template_options", b"template_options", "update_time", b"update_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context_max_tokens", b"context_max_tokens", "conversation_id", b"conversation_id", "create_time", b"create_time", "metadata", b"metadata", "num_messages", b"num_messages", "num_tokens", b"num_tokens", "prefix_id", b"prefix_id", "revision", b"revision", "running_turn_id", b"running_turn_id", "template_options", b"template_options", "tools", b"tools", "update_time", b"update_time"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_max_tokens", b"context_max_tokens", "conversation_id", b"conversation_id", "create_time", b"create_time", "fields_left_out", b"fields_left_out", "metadata", b"metadata", "num_messages", b"num_messages", "num_tokens", b"num_tokens", "prefix_id", b"prefix_id", "revision", b"revision", "running_turn_id", b"running_turn_id", "template_options", b"template_options", "tools", b"tools", "update_time", b"update_time"]) -> None: ...
 
 Global___Conversation: typing_extensions.TypeAlias = Conversation
 
@@ -224,7 +232,7 @@ class NewMessage(google.protobuf.message.Message):
     content: builtins.str
     """The text.  It never becomes a control token, whatever it says."""
     tool_call_id: builtins.str
-    """For ROLE_TOOL: which call this answers."""
+    """For ROLE_TOOL: which call this answers.  At most 512 bytes."""
     def __init__(
         self,
         *,
@@ -429,7 +437,7 @@ class CreateConversationRequest(google.protobuf.message.Message):
     conversation_id: builtins.str
     """Drawn by the server if empty."""
     system_prompt: builtins.str
-    """Instructions before the first message."""
+    """Instructions before the first message, at most 1 MiB."""
     prefix_id: builtins.str
     """Conversations with the same prefix_id share their system prompt and tools.  The first one fixes them;
     another text under the same prefix_id is FAILED_PRECONDITION.  Once one has finished a turn, others begin
@@ -437,15 +445,17 @@ class CreateConversationRequest(google.protobuf.message.Message):
     """
     @property
     def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[google.protobuf.struct_pb2.Struct]:
-        """Functions the model may call, as the chat template wants them; fixed for the conversation's life."""
+        """Functions the model may call, as the chat template wants them; fixed for the conversation's life.  At most
+        256, of 256 KiB and 16,384 JSON values together.
+        """
 
     @property
     def template_options(self) -> google.protobuf.struct_pb2.Struct:
-        """Switches of the chat template, such as enable_thinking; fixed for the conversation's life."""
+        """Switches of the chat template, such as enable_thinking; fixed for the conversation's life.  At most 16 KiB."""
 
     @property
     def metadata(self) -> google.protobuf.struct_pb2.Struct:
-        """Whatever the client wants to remember with it."""
+        """Whatever the client wants to remember with it, at most 16 KiB."""
 
     def __init__(
         self,
@@ -531,7 +541,7 @@ class ListConversationsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     page_size: builtins.int
-    """1 to 1000; 0 means 100."""
+    """1 to 1000; 0 means 100.  A page is shorter where conversations are large."""
     page_token: builtins.str
     """next_page_token of the page before; empty for the first."""
     def __init__(
@@ -627,7 +637,7 @@ class SendMessageRequest(google.protobuf.message.Message):
     """
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewMessage]:
-        """What is new; most often one message of the user."""
+        """What is new; most often one message of the user.  At most 128, of 3 MiB together."""
 
     @property
     def sampling(self) -> Global___Sampling:
@@ -978,7 +988,7 @@ class ListMessagesRequest(google.protobuf.message.Message):
     conversation_id: builtins.str
     """Of which conversation."""
     page_size: builtins.int
-    """1 to 1000; 0 means 100."""
+    """1 to 1000; 0 means 100.  A page is shorter where messages are long."""
     page_token: builtins.str
     """next_page_token of the page before; empty for the first."""
     include_token_ids: builtins.bool
@@ -1037,7 +1047,7 @@ class ForkConversationRequest(google.protobuf.message.Message):
     """Drawn by the server if empty."""
     @property
     def metadata(self) -> google.protobuf.struct_pb2.Struct:
-        """Of the new conversation."""
+        """Of the new conversation, at most 16 KiB."""
 
     def __init__(
         self,

@@ -52,7 +52,9 @@ def test_a_token_file_says_who_may_do_what(tmp_path: Path) -> None:
     )
     assert guard.authenticate(admin, [(BEARER, f"Bearer {other}")], "ipv4:1.2.3.4:5").admin
     assert guard.authenticate(admin, [], "unix:").admin
-    assert guard.authenticate("/grpc.health.v1.Health/Check", [], "ipv4:1.2.3.4:5") == auth.Caller()
+    assert guard.authenticate("/grpc.health.v1.Health/Check", [], "ipv4:1.2.3.4:5") == auth.Caller(
+        known=False
+    )
     with pytest.raises(PermissionDenied):
         guard.authenticate(admin, [(BEARER, f"Bearer {token}")], "ipv4:1.2.3.4:5")
     for metadata in ([], [(BEARER, "Bearer x")], [(BEARER, token)], [(BEARER, b"\xff")]):

@@ -8,7 +8,8 @@ import grpc
 import pytest
 
 from pensieve.client import Client
-from pensieve.service.grpc.translate import TURN_METADATA_BYTES_MAX, struct
+from pensieve.service.grpc.json_values import one_struct as struct
+from pensieve.service.grpc.sizes import METADATA_BYTES_MAX
 from tests.service.rig_daemon import DaemonRig, details
 
 
@@ -50,8 +51,8 @@ def test_the_same_request_id_with_other_metadata_is_another_request(rig: DaemonR
 
 
 def test_what_is_too_large_is_refused_by_name(rig: DaemonRig) -> None:
-    rig.ask("large", "one", metadata=struct({"text": "x" * (TURN_METADATA_BYTES_MAX - 100)}))
+    rig.ask("large", "one", metadata=struct({"text": "x" * (METADATA_BYTES_MAX - 100)}))
     with pytest.raises(grpc.RpcError) as error:
-        rig.ask("large", "two", metadata=struct({"text": "x" * TURN_METADATA_BYTES_MAX}))
+        rig.ask("large", "two", metadata=struct({"text": "x" * METADATA_BYTES_MAX}))
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert details(error.value)["BadRequest"].field_violations[0].field == "metadata"

@@ -1,4 +1,8 @@
-"""The methods of gRPC's AdminService, for the operator: what the daemon holds and does."""
+"""The methods of gRPC's AdminService, for the operator: what the daemon holds and does.
+
+Those who watch are few, and one that takes nothing for `stall_seconds` is dropped: it would hold a call, and
+nobody would read it.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pensieve.engine.messages import EvictConversation, Explain, ListCached
-from pensieve.errors import InvalidArgument
+from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
 from pensieve.service.daemon import Daemon
 from pensieve.service.live_turn import cache_key
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
 
+WATCHERS_MAX = 64
+
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def __init__(self, daemon: Daemon, stop: Callable[[], None]) -> None:
         self.daemon = daemon
+        self.num_watchers = 0
         self._stop = stop
         self._before = (0.0, 0.0)  # seconds and iterations of the last figures
 
@@ -29,9 +36,20 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         seconds = request.interval_seconds or 1.0
         if not 0.1 <= seconds <= 3600.0:
             raise InvalidArgument("interval_seconds", "must lie in 0.1..3600")
-        while True:
-            await context.write(pb.WatchStatsResponse(stats=await self._stats()))
-            await asyncio.sleep(seconds)
+        if self.num_watchers >= WATCHERS_MAX:
+            raise QueueFull(f"{WATCHERS_MAX} calls watch already")
+        self.num_watchers += 1
+        try:
+            while True:
+                response = pb.WatchStatsResponse(stats=await self._stats())
+                try:
+                    async with asyncio.timeout(self.daemon.config.stall_seconds):
+                        await context.write(response)
+                except TimeoutError:
+                    raise DeadlineExceeded("nothing was taken of what was watched") from None
+                await asyncio.sleep(seconds)
+        finally:
+            self.num_watchers -= 1
 
     async def EvictConversation(
         self, request: pb.EvictConversationRequest, context: Any

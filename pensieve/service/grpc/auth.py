@@ -5,6 +5,9 @@ each method but the health check needs a token, known by its SHA-256 and compare
 AdminService needs a token with `admin`, or the UNIX socket in the data folder, whose permissions are the
 check.  A token names its tenant; conversations of another tenant do not exist.
 
+The body of a request is received once its caller is known (incoming.py), and parsed once its fields are
+known to be small enough (sizes.py).
+
 A call fails with our errors' codes and details; a request that cannot be parsed, with INVALID_ARGUMENT;
 anything else, with INTERNAL and an id that the log explains.
 """
@@ -32,8 +35,10 @@ from pensieve.errors import (
     PensieveError,
     PermissionDenied,
     Unauthenticated,
+    whole_line,
 )
-from pensieve.service.grpc import translate
+from pensieve.service.grpc import sizes, translate
+from pensieve.service.grpc.incoming import Incoming
 from pensieve.service.limits import Limits
 from pensieve.store.records import ID_PATTERN
 
@@ -56,6 +61,7 @@ class Token:
 class Caller:
     tenant: str = ""
     admin: bool = False
+    known: bool = True  # by a token, or because none is needed
 
 
 ANONYMOUS = Caller()
@@ -111,15 +117,20 @@ def limits_of(tokens: Sequence[Token]) -> dict[str, Limits]:
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    def __init__(self, tokens: Sequence[Token] = ()) -> None:
+    def __init__(self, tokens: Sequence[Token] = (), incoming: Incoming | None = None) -> None:
+        self._tokens = tuple(tokens)
+        self._incoming = incoming or Incoming()
+
+    def use(self, tokens: Sequence[Token]) -> None:
+        """From the next call on; streams that have begun go on."""
         self._tokens = tuple(tokens)
 
     def authenticate(self, method: str, metadata: Iterable[tuple[str, Any]], peer: str) -> Caller:
         """Who may call this method; our error for everybody else."""
-        local = peer.startswith("unix:")
-        if method.startswith(HEALTH_PREFIX):
-            return Caller()
+        local = peer.startswith("unix:")  # check_exposure refuses any other such address
         given = self._known(metadata)
+        if method.startswith(HEALTH_PREFIX):
+            return Caller(known=given is not None or local or not self._tokens)
         admin = local or (given is not None and given.admin)
         if method.startswith(ADMIN_PREFIX) and not admin:
             if given is None and self._tokens:
@@ -152,16 +163,20 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         parse = handler.request_deserializer or bytes
 
         async def guarded(
-            act: Callable[[Any, Any], Any], request: Any, context: Any, parsed: bool
+            act: Callable[[Any, Any], Any], requests: Any, context: Any, takes_one: bool = True
         ) -> Any:
             try:
-                _caller.set(self.authenticate(details.method, metadata, context.peer()))
-                if not parsed:
-                    request = _parsed(parse, request)
-                return await act(request, context)
+                found = self.authenticate(details.method, metadata, context.peer())
+                _caller.set(found)
+                if takes_one:
+                    tenant = found.tenant if found.known else None
+                    requests = _parsed(parse, await self._incoming.body(context, tenant))
+                return await act(requests, context)
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
             except PensieveError as error:
+                if translate.is_of_the_machine(error):
+                    log.error("%s failed: %s", details.method, whole_line(error))
                 await abort_with(context, error)
             except Exception:
                 incident = secrets.token_hex(8)
@@ -171,19 +186,19 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if handler.unary_unary is not None:
             act = handler.unary_unary
 
-            async def unary(request: Any, context: Any) -> Any:
-                return await guarded(act, request, context, False)
+            async def unary(requests: Any, context: Any) -> Any:
+                return await guarded(act, requests, context)
 
-            return grpc.unary_unary_rpc_method_handler(
+            return grpc.stream_unary_rpc_method_handler(
                 unary, response_serializer=handler.response_serializer
             )
         if handler.unary_stream is not None:
             stream = handler.unary_stream
 
-            async def streaming(request: Any, context: Any) -> None:
-                await guarded(stream, request, context, False)
+            async def streaming(requests: Any, context: Any) -> None:
+                await guarded(stream, requests, context)
 
-            return grpc.unary_stream_rpc_method_handler(
+            return grpc.stream_stream_rpc_method_handler(
                 streaming, response_serializer=handler.response_serializer
             )
         both = handler.stream_stream  # reflection, the only one that there is
@@ -195,7 +210,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 async for response in both(requests, context):
                     await context.write(response)
 
-            await guarded(act, requests, context, True)
+            await guarded(act, requests, context, takes_one=False)
 
         return grpc.stream_stream_rpc_method_handler(
             talking,
@@ -205,6 +220,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:
+    kind = getattr(parse, "__self__", None)
+    if kind is not None:  # of a class of messages
+        sizes.check(kind, raw)
     try:
         return parse(raw)
     except (DecodeError, UnicodeDecodeError, ValueError):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from typing import Any
 
 from pensieve.errors import InvalidArgument, NotFound
 from pensieve.service.daemon import Daemon
 from pensieve.service.draft import ConversationSettings
-from pensieve.service.grpc import translate
+from pensieve.service.grpc import json_values, sizes, translate
 from pensieve.service.grpc.auth import caller
 from pensieve.store import records
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
 
 PAGE_SIZE = 100
-PAGE_BYTES_MAX = 2 << 20  # a page is shorter where messages are long
 
 
 class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
@@ -27,13 +27,12 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def CreateConversation(
         self, request: pb.CreateConversationRequest, context: Any
     ) -> pb.CreateConversationResponse:
-        options = translate.plain("template_options", request.template_options)
         settings = ConversationSettings(
             request.conversation_id or _drawn(),
             system_prompt=request.system_prompt,
-            tools=[translate.plain("tools", tool) for tool in request.tools],
-            template_options=options,
-            metadata=translate.plain("metadata", request.metadata),
+            tools=json_values.objects("tools", request.tools),
+            template_options=json_values.one_object("template_options", request.template_options),
+            metadata=json_values.one_object("metadata", request.metadata),
             prefix_id=request.prefix_id,
             tenant=caller().tenant,
         )
@@ -49,13 +48,14 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def ListConversations(
         self, request: pb.ListConversationsRequest, context: Any
     ) -> pb.ListConversationsResponse:
-        page = await self.daemon.list_conversations(
+        found = await self.daemon.list_conversations(
             request.page_size or PAGE_SIZE, request.page_token, caller().tenant
         )
-        return pb.ListConversationsResponse(
-            conversations=[self._conversation(each) for each in page.conversations],
-            next_page_token=page.next_page_token,
-        )
+        page = pb.ListConversationsResponse(next_page_token=found.next_page_token)
+        for each in found.conversations:
+            page.conversations.append(self._conversation(each))
+            await asyncio.sleep(0)  # the streams of others go on
+        return page
 
     async def DeleteConversation(
         self, request: pb.DeleteConversationRequest, context: Any
@@ -70,7 +70,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             _id(request.conversation_id),
             request.new_conversation_id or _drawn(),
             request.at_revision if request.HasField("at_revision") else None,
-            metadata=translate.plain("metadata", request.metadata),
+            metadata=json_values.one_object("metadata", request.metadata),
             tenant=caller().tenant,
         )
         return pb.ForkConversationResponse(conversation=self._conversation(fork))
@@ -103,19 +103,20 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         found = await self.daemon.messages(
             _id(request.conversation_id),
             start,
-            size + 1,
+            size,
             include_token_ids=request.include_token_ids,
             tenant=caller().tenant,
         )
         page = pb.ListMessagesResponse()
         num_bytes = 0
-        for each in found[:size]:
+        for each in found.messages:
             message = translate.message(each)
             num_bytes += message.ByteSize()
-            if page.messages and num_bytes > PAGE_BYTES_MAX:
+            if page.messages and num_bytes > sizes.PAGE_BYTES_MAX:
                 break
             page.messages.append(message)
-        if len(page.messages) < len(found):
+            await asyncio.sleep(0)  # the streams of others go on
+        if found.has_more or len(page.messages) < len(found.messages):
             page.next_page_token = str(start + len(page.messages))
         return page
 

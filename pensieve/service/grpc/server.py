@@ -2,7 +2,9 @@
 
 What grpc does by itself is not enough here, and some of it is wrong for us: two servers may share a port
 in silence (so_reuseport), a client that was stopped is never noticed unless `ping_timeout_ms` is set,
-and a connection may send more pings than it is worth.  The options below are the answers.
+and a connection may send more pings than it is worth.  A request may unpack to a thousand times its size,
+windows widen to megabytes for whoever sends quickly, and connections have no limit.  The options below are
+the answers; incoming.py is the one to bodies of calls that may not be made.
 
 Closing: NOT_SERVING first, so that balancers look elsewhere; then no new turns; then the running ones
 end or are interrupted; then connections, engine and store, in this order.
@@ -12,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,30 +24,42 @@ from typing import Any
 
 import grpc
 
+from pensieve.config import CONNECTIONS_MAX
 from pensieve.errors import AddressInUse, ConfigError, NotFound
 from pensieve.service.admin_socket import socket_address
 from pensieve.service.daemon import Daemon
-from pensieve.service.grpc import auth
+from pensieve.service.grpc import auth, sizes
 from pensieve.service.grpc.admin import AdminService
 from pensieve.service.grpc.conversation import ConversationService
+from pensieve.service.grpc.reload import Certificates, watch_tokens
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc
 from pensieve.v1 import status_pb2 as pb
 
-RECEIVE_BYTES_MAX = 8 << 20
-SEND_BYTES_MAX = 4 << 20
+WINDOW_BYTES = 16 << 10  # of a request that nobody reads yet
+HEADER_BYTES_MAX = 4 << 10
+PENDING_MAX = 1000  # calls that nobody has looked at yet
+IDENTITY = 1  # the bit of "no compression"
 SERVICES = ("", "pensieve.v1.ConversationService", "pensieve.v1.AdminService")
 STOP_SECONDS = 0.5  # for streams that watch
 OPTIONS = (
     ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", RECEIVE_BYTES_MAX),
-    ("grpc.max_send_message_length", SEND_BYTES_MAX),
-    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.max_receive_message_length", sizes.REQUEST_BYTES_MAX),
+    ("grpc.max_send_message_length", sizes.RESPONSE_BYTES_MAX),
+    ("grpc.max_metadata_size", HEADER_BYTES_MAX),
+    ("grpc.absolute_max_metadata_size", HEADER_BYTES_MAX),
+    ("grpc.server.max_pending_requests", PENDING_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", PENDING_MAX),
     ("grpc.max_concurrent_streams", 4096),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    ("grpc.http2.bdp_probe", 0),  # which would widen every window to megabytes
+    ("grpc.compression_enabled_algorithms_bitset", IDENTITY),
+    ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
-LOOPBACK = ("127.", "localhost:", "[::1]:", "unix:")
+NO_HOSTS = ("unix", "unix-abstract", "vsock")  # with a colon, kinds of addresses of gRPC's own
+HOST_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 
 
 @dataclass(frozen=True)
@@ -54,15 +70,18 @@ class Listening:
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     tokens: Sequence[auth.Token] = ()
+    token_file: Path | None = None  # that they were read from, to be read again when it changes
     insecure: bool = False
     reflection: bool | None = None  # None: unless tokens are needed
     keepalive_seconds: float = 30.0  # between pings of a silent connection
     ping_timeout_seconds: float = 10.0  # one that does not answer is closed
+    connections_max: int = CONNECTIONS_MAX  # to the address; the socket has as many of its own
 
     def options(self) -> tuple[tuple[str, int], ...]:
         timeout = int(self.ping_timeout_seconds * 1000)
         return (
             *OPTIONS,
+            ("grpc.max_allowed_incoming_connections", self.connections_max),
             ("grpc.keepalive_time_ms", int(self.keepalive_seconds * 1000)),
             ("grpc.keepalive_timeout_ms", timeout),
             ("grpc.http2.ping_timeout_ms", timeout),
@@ -119,6 +138,19 @@ class Health:
         )
 
 
+class _OneQueue:
+    """Adds services to a server without naming their methods.
+
+    gRPC has PENDING_MAX calls wait for each method that it knows by name, and for all others together.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
+        """They are in the generic handlers, too."""
+
+
 class Server:
     """A daemon behind its sockets."""
 
@@ -130,15 +162,16 @@ class Server:
         self.failure: BaseException | None = None  # why it must be, where nobody wanted it
         self.address = ""
         self._listening = listening
-        self._server = grpc.aio.server(
-            interceptors=[auth.AuthInterceptor(listening.tokens)], options=listening.options()
-        )
+        self._guard = auth.AuthInterceptor(listening.tokens)
+        self._watching: asyncio.Task[None] | None = None
+        self._certificates: Certificates | None = None  # which gRPC asks as long as it listens
+        self._server = grpc.aio.server(interceptors=[self._guard], options=listening.options())
+        services: Any = _OneQueue(self._server)
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
-            ConversationService(daemon), self._server
+            ConversationService(daemon), services
         )
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(
-            AdminService(daemon, self.stopping.set), self._server
-        )
+        self.admin = AdminService(daemon, self.stopping.set)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self.admin, services)
         self._server.add_generic_rpc_handlers((self.health.handlers(),))
         daemon.on_serving = self.health.set
         daemon.on_failure = self._fail
@@ -165,6 +198,10 @@ class Server:
             self._listen_on_port()
         if listening.socket is not None:
             self._listen_locally(listening.socket)
+        if listening.token_file is not None:
+            self._watching = asyncio.get_running_loop().create_task(
+                watch_tokens(listening.token_file, listening.tokens, self._guard.use)
+            )
         await self._server.start()
         return self.address
 
@@ -172,8 +209,13 @@ class Server:
         listening = self._listening
         host = listening.address.rpartition(":")[0]
         try:
-            if listening.tls_cert is not None:
-                bound = self._server.add_secure_port(listening.address, _credentials(listening))
+            if listening.tls_cert is not None and listening.tls_key is not None:
+                self._certificates = Certificates(
+                    listening.tls_cert, listening.tls_key, listening.tls_client_ca
+                )
+                bound = self._server.add_secure_port(
+                    listening.address, self._certificates.credentials
+                )
             else:
                 bound = self._server.add_insecure_port(listening.address)
         except RuntimeError:
@@ -204,6 +246,8 @@ class Server:
 
     async def close(self, drain_seconds: float) -> None:
         await self.daemon.drain(drain_seconds)
+        if self._watching is not None:
+            self._watching.cancel()
         await self._server.stop(STOP_SECONDS)
         await self.daemon.close()
         if self._listening.socket is not None:
@@ -212,13 +256,21 @@ class Server:
 
 
 def check_exposure(listening: Listening) -> None:
-    """Refuse what is no address, and to serve strangers by accident."""
+    """Refuse what is no address, what TLS lacks, and to serve strangers by accident."""
+    given = {"--tls-key": listening.tls_key, "--tls-client-ca": listening.tls_client_ca}
+    for flag, path in given.items():
+        if path is not None and listening.tls_cert is None:
+            raise ConfigError(
+                f"{flag} needs --tls-cert; without it, connections have no TLS at all"
+            )
+    if listening.tls_cert is not None and listening.tls_key is None:
+        raise ConfigError("--tls-cert needs --tls-key")
     if not listening.address:
         return
     host, _, port = listening.address.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65_535:
+    if not _is_host(host) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
         raise ConfigError(f"--address {listening.address!r} is not HOST:PORT")
-    if listening.address.startswith(LOOPBACK) or listening.insecure:
+    if _is_loopback(host) or listening.insecure:
         return
     if listening.tls_cert is None or not (listening.tokens or listening.tls_client_ca):
         raise ConfigError(
@@ -227,13 +279,24 @@ def check_exposure(listening: Listening) -> None:
         )
 
 
-def _credentials(listening: Listening) -> grpc.ServerCredentials:
-    if listening.tls_key is None:
-        raise ConfigError("--tls-cert needs --tls-key")
+def _is_host(host: str) -> bool:
+    """An IP address, in brackets if it has colons, or a name; nothing else that gRPC might understand.
+
+    A peer on a UNIX socket is taken for the operator, so the only such socket is the one in the data folder.
+    """
+    if host.startswith("["):
+        return host.endswith("]") and _ip_address(host) is not None
+    return HOST_PATTERN.fullmatch(host) is not None and host.lower() not in NO_HOSTS
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether nobody on another machine can reach it; a name may stand for any address, but for one."""
+    found = _ip_address(host)
+    return found.is_loopback if found is not None else host.lower() == "localhost"
+
+
+def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        assert listening.tls_cert is not None
-        pair = (listening.tls_key.read_bytes(), listening.tls_cert.read_bytes())
-        ca = listening.tls_client_ca.read_bytes() if listening.tls_client_ca else None
-    except OSError as error:
-        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
-    return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None

@@ -6,26 +6,33 @@ is an error of our tree, and becomes a canonical code with google.rpc details.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import grpc
-from google.protobuf import json_format, struct_pb2, timestamp_pb2
+from google.protobuf import timestamp_pb2
 
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN, FinishReason, TurnOptions
 from pensieve.errors import (
+    AddressInUse,
+    ConfigError,
     ContextFull,
+    DeviceError,
     InvalidArgument,
+    ModelError,
     PensieveError,
     QueueFull,
     StaleRevision,
+    StoreError,
+    StoreUnavailable,
     TurnRunning,
     Unavailable,
 )
 from pensieve.service.draft import Ask
+from pensieve.service.grpc import sizes
+from pensieve.service.grpc.json_values import TooManyValues, one_object, one_struct, structs
 from pensieve.service.live_turn import LiveTurn, RecomputeReason
 from pensieve.store import records
 from pensieve.text import Message, Part
@@ -38,11 +45,18 @@ TYPE_PREFIX = "type.googleapis.com/google.rpc."
 LAST_TURN_SECONDS = 86_400.0  # as if it had been idle for a day
 AWAY_SECONDS_MAX = 1e9
 DETAILS_KEY = "grpc-status-details-bin"
-TURN_METADATA_BYTES_MAX = 16 << 10
 DELTA_BYTES_MAX = 1 << 20  # about; the next token may exceed it
 BYTES_PER_CHARACTER_MAX = 4
 BYTES_PER_LOGPROB_MAX = 20  # also what a token id takes
 MESSAGE_CHARACTERS_MAX = 400  # of an error; it may quote a client
+OF_THE_MACHINE = {
+    StoreUnavailable: "the history cannot be read or written at present",
+    StoreError: "the history cannot be used as it is",
+    ModelError: "the model cannot do this",
+    DeviceError: "the device failed",
+    ConfigError: "the daemon is not set up for this",
+    AddressInUse: "the daemon is not set up for this",
+}
 
 SCALARS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
@@ -82,6 +96,11 @@ def messages_of(given: Iterable[pb.NewMessage]) -> list[Message]:
         role = ROLES.get(each.role)
         if role is None:
             raise InvalidArgument(f"messages[{index}].role", "is no role this server knows")
+        if len(each.tool_call_id.encode()) > sizes.TOOL_CALL_ID_BYTES_MAX:
+            raise InvalidArgument(
+                f"messages[{index}].tool_call_id",
+                f"is larger than {sizes.TOOL_CALL_ID_BYTES_MAX} bytes",
+            )
         messages.append(Message(role, each.content, tool_call_id=each.tool_call_id or None))
     if not messages:
         raise InvalidArgument("messages", "at least one is needed")
@@ -97,15 +116,9 @@ def ask(request: pb.SendMessageRequest, tenant: str, defaults: Sampling) -> Ask:
         request.request_id,
         request.expected_revision if request.HasField("expected_revision") else None,
         request.create_if_missing,
-        turn_metadata(request),
+        one_object("metadata", request.metadata),
         given_sampling(request.sampling),
     )
-
-
-def turn_metadata(request: pb.SendMessageRequest) -> dict[str, Any]:
-    if request.metadata.ByteSize() > TURN_METADATA_BYTES_MAX:
-        raise InvalidArgument("metadata", f"is larger than {TURN_METADATA_BYTES_MAX:,} bytes")
-    return plain("metadata", request.metadata)
 
 
 def turn_options(request: pb.SendMessageRequest, defaults: Sampling) -> TurnOptions:
@@ -156,47 +169,42 @@ def priority(given: int) -> int:
     return given
 
 
-def plain(name: str, struct: struct_pb2.Struct) -> dict[str, Any]:
-    """A Struct as JSON values; its numbers are doubles, whole ones become ints again."""
-    try:
-        written = json_format.MessageToJson(struct)
-    except ValueError:
-        raise InvalidArgument(name, "holds a number that is not finite") from None
-    value: dict[str, Any] = json.loads(written, parse_float=_whole_if_whole)
-    return value
-
-
-def _whole_if_whole(text: str) -> float | int:
-    number = float(text)
-    return int(number) if number.is_integer() and abs(number) < 2**53 else number
-
-
 # -- out --
 
 
 def conversation(found: records.Conversation, context_max: int) -> pb.Conversation:
+    """Without what an earlier version took that is larger than this one takes."""
     given = pb.Conversation(
         conversation_id=found.conversation_id,
         revision=found.revision,
         num_messages=found.num_messages,
         num_tokens=found.num_tokens,
         context_max_tokens=context_max,
-        metadata=struct(found.metadata),
-        tools=[struct(tool) for tool in found.tools],
-        template_options=struct(found.template_options),
         prefix_id=found.prefix_id,
         create_time=_timestamp(found.created_at),
         update_time=_timestamp(found.updated_at),
     )
+    _fill(given, "metadata", [found.metadata], sizes.METADATA_BYTES_MAX)
+    _fill(given, "tools", found.tools, sizes.TOOLS_BYTES_MAX)
+    options = [found.template_options]
+    _fill(given, "template_options", options, sizes.TEMPLATE_OPTIONS_BYTES_MAX)
     if found.running_turn_id is not None:
         given.running_turn_id = str(found.running_turn_id)
     return given
 
 
-def struct(value: Mapping[str, Any]) -> struct_pb2.Struct:
-    given = struct_pb2.Struct()
-    json_format.ParseDict(dict(value), given)
-    return given
+def _fill(given: pb.Conversation, name: str, values: Sequence[Any], bytes_max: int) -> None:
+    """Set a field of JSON objects, or name it as left out."""
+    try:
+        made = structs(values)
+    except TooManyValues:
+        made = []
+    if len(made) != len(values) or sum(each.ByteSize() for each in made) > bytes_max:
+        given.fields_left_out.append(name)
+    elif name == "tools":
+        given.tools.extend(made)
+    else:
+        getattr(given, name).CopyFrom(made[0])
 
 
 def _timestamp(seconds: float) -> timestamp_pb2.Timestamp:
@@ -214,7 +222,7 @@ def message(found: records.Message) -> pb.Message:
         num_tokens=found.num_tokens,
         token_ids=found.token_ids or (),
         finish_reason=FINISH_NUMBERS.get(found.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED),
-        metadata=struct(found.extra.get("metadata", {})),
+        metadata=one_struct(found.extra.get("metadata", {})),
     )
 
 
@@ -333,8 +341,16 @@ def _causes(error: PensieveError) -> dict[str, str]:
 
 
 def text_of(error: PensieveError) -> str:
-    """One line, whatever the error quotes."""
+    """One line, whatever the error quotes; nothing of what only the operator may know."""
+    if is_of_the_machine(error):
+        words = next(words for kind, words in OF_THE_MACHINE.items() if isinstance(error, kind))
+        return f"{words}; the daemon's log says more"
     return _short(" ".join(str(error).split()))
+
+
+def is_of_the_machine(error: PensieveError) -> bool:
+    """Whether it names files of this machine, so that its text is for the log alone."""
+    return isinstance(error, tuple(OF_THE_MACHINE))
 
 
 def _short(text: str) -> str:

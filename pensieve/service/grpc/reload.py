@@ -1,0 +1,100 @@
+"""Tokens and certificates that are replaced while the daemon runs.
+
+Nothing needs to be told of it: the token file is looked at every second, the files of TLS at every handshake.
+What has changed and cannot be used (half written, the key of another certificate, readable by others) is
+reported in the log, and what was read before stays in force until the file changes again.
+
+A tenant's limits are counted from the start of the daemon.  A token file with other limits is one that
+cannot be used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import grpc
+
+from pensieve.errors import ConfigError, PensieveError
+from pensieve.service.grpc import auth
+
+log = logging.getLogger("pensieve")
+LOOK_SECONDS = 1.0
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+class Watched:
+    """Files, and whether they have changed since somebody asked; at first, they have."""
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._stamp: Stamp | None = ()
+
+    def has_changed(self) -> bool:
+        before, self._stamp = self._stamp, self._present()
+        return self._stamp != before
+
+    def _present(self) -> Stamp | None:
+        try:
+            found = [path.stat() for path in self._paths]
+        except OSError:
+            return None
+        return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in found)
+
+
+async def watch_tokens(
+    path: Path, before: Sequence[auth.Token], use: Callable[[Sequence[auth.Token]], None]
+) -> None:
+    """Hand over the tokens whenever the file has changed; without end."""
+    file, limits = Watched(path), auth.limits_of(before)
+    while True:
+        if not file.has_changed():
+            await asyncio.sleep(LOOK_SECONDS)
+            continue
+        try:
+            tokens = auth.read_tokens(path)
+            if auth.limits_of(tokens) != limits:
+                raise ConfigError(f"{path} has other limits, which need a restart")
+        except PensieveError as error:
+            log.error("the tokens stay as they were: %s", error)
+            continue
+        if tokens != before:
+            log.info("%d tokens are in force from now on", len(tokens))
+        use(tokens)
+        before = tokens
+
+
+class Certificates:
+    """The credentials of a server whose certificate may be replaced; gRPC asks in threads of its own."""
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
+        self._paths = (cert, key, client_ca)
+        self._files = Watched(*(path for path in self._paths if path is not None))
+        self._files.has_changed()
+        self.credentials = grpc.dynamic_ssl_server_credentials(
+            self._read(),
+            self._if_changed,  # type: ignore[arg-type]  # None: as before
+            require_client_authentication=client_ca is not None,
+        )
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        cert, key, client_ca = self._paths
+        try:
+            pair = (key.read_bytes(), cert.read_bytes())
+            ca = client_ca.read_bytes() if client_ca else None
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+        return grpc.ssl_server_certificate_configuration([pair], ca)
+
+    def _if_changed(self) -> grpc.ServerCertificateConfiguration | None:
+        if not self._files.has_changed():
+            return None
+        try:
+            found = self._read()
+        except ConfigError as error:
+            log.error("the certificate stays as it was: %s", error)
+            return None
+        log.info("the certificate was read again")
+        return found

@@ -1,0 +1,129 @@
+"""How large a request and each of its fields may be, checked in its bytes before anything is parsed.
+
+A request of a few megabytes can take the loop, and so everybody's streams, a hundred times as long as one
+of kilobytes: millions of empty messages, deep JSON, maps.  So whatever is expensive by the element is small:
+
+* A request names its fields in its outermost level, one after another, each with its length.  `check` walks
+  over these (at most FIELDS_MAX) and looks into none, so that it costs the same for any request.
+* What is then parsed has small fields, but for the texts, which cost nothing but their length.
+* JSON values are counted while they are converted (json_values.py).
+
+What was written can always be read: the largest message of a history fits into the 4 MiB that gRPC's clients
+receive by default, and so does the largest conversation that can be created (with its tokens a message may
+take up to the 8 MiB that our SDK receives).  Pages end before PAGE_BYTES_MAX; one of a single item may be
+larger.
+
+docs/operating.md repeats these limits, and the comments of the proto do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pensieve.errors import InvalidArgument
+from pensieve.text.message import MESSAGES_MAX
+
+REQUEST_BYTES_MAX = 4 << 20  # of any method
+SMALL_REQUEST_BYTES_MAX = 64 << 10  # of a method that is not named below
+RESPONSE_BYTES_MAX = 8 << 20
+PAGE_BYTES_MAX = 2 << 20  # of a list; a page is shorter where its items are long
+
+TEXT_BYTES_MAX = 3 << 20  # of the messages of one request together
+SYSTEM_PROMPT_BYTES_MAX = 1 << 20
+TOOLS_MAX = 256
+TOOLS_BYTES_MAX = 256 << 10  # together
+METADATA_BYTES_MAX = 16 << 10
+TEMPLATE_OPTIONS_BYTES_MAX = 16 << 10
+SAMPLING_BYTES_MAX = 64 << 10
+FIELD_BYTES_MAX = 4 << 10  # of a field that is not named below
+TOOL_CALL_ID_BYTES_MAX = 512
+FIELDS_MAX = 512  # of one request, each element of a list counting as one
+
+VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)  # wire types
+
+
+class Limit(NamedTuple):
+    bytes_max: int  # of all elements together
+    num_max: int | None = None
+
+
+METADATA = Limit(METADATA_BYTES_MAX)
+LIMITS: Mapping[str, tuple[int, Mapping[str, Limit]]] = {
+    "SendMessageRequest": (
+        REQUEST_BYTES_MAX,
+        {
+            "messages": Limit(TEXT_BYTES_MAX, MESSAGES_MAX),
+            "sampling": Limit(SAMPLING_BYTES_MAX),
+            "metadata": METADATA,
+        },
+    ),
+    "CreateConversationRequest": (
+        2 << 20,
+        {
+            "system_prompt": Limit(SYSTEM_PROMPT_BYTES_MAX),
+            "tools": Limit(TOOLS_BYTES_MAX, TOOLS_MAX),
+            "template_options": Limit(TEMPLATE_OPTIONS_BYTES_MAX),
+            "metadata": METADATA,
+        },
+    ),
+    "ForkConversationRequest": (SMALL_REQUEST_BYTES_MAX, {"metadata": METADATA}),
+}
+OTHER = Limit(FIELD_BYTES_MAX)
+NONE_NAMED: Mapping[str, Limit] = {}
+
+
+def check(kind: Any, raw: bytes) -> None:
+    """Refuse the bytes of a request of this message class if a field of it is too large.
+
+    Bytes that are no message are the parser's to refuse.
+    """
+    descriptor = kind.DESCRIPTOR
+    bytes_max, limits = LIMITS.get(descriptor.name, (SMALL_REQUEST_BYTES_MAX, NONE_NAMED))
+    num_bytes: dict[int, int] = {}
+    counts: dict[int, int] = {}
+    place, num_fields = 0, 0
+    while place < len(raw):
+        tag, place = _varint(raw, place)
+        wire_type = tag & 7
+        size = 0
+        if wire_type == BYTES:
+            size, place = _varint(raw, place)
+        elif wire_type == VARINT:
+            _, place = _varint(raw, place)
+        elif wire_type in (FIXED64, FIXED32):
+            size = 8 if wire_type == FIXED64 else 4
+        elif wire_type not in (GROUP, GROUP_END):
+            return  # no message
+        place += size
+        if place > len(raw):
+            return  # no message
+        number = tag >> 3
+        num_fields += 1
+        num_bytes[number] = num_bytes.get(number, 0) + size
+        counts[number] = counts.get(number, 0) + 1
+        field = descriptor.fields_by_number.get(number)
+        if field is not None:
+            limit = limits.get(field.name, OTHER)
+            if limit.num_max is not None and counts[number] > limit.num_max:
+                raise InvalidArgument(field.name, f"are more than {limit.num_max}")
+            if num_bytes[number] > limit.bytes_max:
+                raise InvalidArgument(field.name, f"is larger than {limit.bytes_max:,} bytes")
+        if num_fields > FIELDS_MAX:
+            raise InvalidArgument("request", f"has more than {FIELDS_MAX} fields")
+    if len(raw) > bytes_max:
+        raise InvalidArgument("request", f"is larger than {bytes_max:,} bytes")
+
+
+def _varint(raw: bytes, place: int) -> tuple[int, int]:
+    """The number that begins here, and the place behind it; past the end where there is none."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if place >= len(raw):
+            break
+        byte = raw[place]
+        place += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, place
+    return 0, len(raw) + 1

@@ -1,0 +1,109 @@
+"""Tokens and certificates are replaced while a daemon runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.client import Client, Retry
+from pensieve.errors import Unauthenticated
+from pensieve.service.grpc import auth
+from tests.service.rig_daemon import ServeProcess, wait_for
+
+CERTS = Path(__file__).with_name("certs")
+
+
+class Guarded(ServeProcess):
+    def __init__(self, folder: Path) -> None:
+        self.tokens = folder / "tokens.toml"
+        self.cert, self.key = folder / "cert.pem", folder / "key.pem"
+        shutil.copy(CERTS / "server.pem", self.cert)
+        shutil.copy(CERTS / "server.key", self.key)
+        self.first, entry = auth.new_token("a", admin=False)
+        self.write(entry)
+        tls = ("--tls-cert", str(self.cert), "--tls-key", str(self.key))
+        super().__init__(folder / "data", "--token-file", str(self.tokens), *tls)
+
+    def write(self, entries: str) -> None:
+        new = self.tokens.with_suffix(".new")
+        new.write_text(entries)
+        new.chmod(0o600)
+        os.replace(new, self.tokens)
+
+    @property
+    def port(self) -> str:
+        return self.address.rsplit(":", 1)[1]
+
+    def knows(self, token: str) -> bool:
+        with Client(
+            f"localhost:{self.port}", token=token, tls=CERTS / "ca.pem", retry=Retry(retries=0)
+        ) as client:
+            try:
+                list(client.conversations())
+            except Unauthenticated:
+                return False
+            return True
+
+    def certificate(self) -> bytes:
+        """What somebody who connects now is shown."""
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+        with (
+            socket.create_connection(("127.0.0.1", int(self.port))) as plain,
+            context.wrap_socket(plain) as wrapped,
+        ):
+            shown = wrapped.getpeercert(binary_form=True)
+        assert shown is not None
+        return shown
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Guarded]:
+    daemon = Guarded(tmp_path)
+    daemon.start()
+    yield daemon
+    assert daemon.stop() == 0
+
+
+def test_a_token_that_is_taken_out_is_refused_and_a_new_one_is_known(guarded: Guarded) -> None:
+    second, entry = auth.new_token("b", admin=False)
+    assert guarded.knows(guarded.first)
+    assert not guarded.knows(second)
+    guarded.write(entry)
+    wait_for(lambda: guarded.knows(second), 30)
+    assert not guarded.knows(guarded.first)
+
+
+@pytest.mark.parametrize("entries", ["", "[[token]]\nsha256 = 'abc", "limits"])
+def test_a_token_file_that_cannot_be_used_changes_nothing_and_is_reported(
+    guarded: Guarded, entries: str
+) -> None:
+    if entries == "limits":
+        entries = auth.new_token("a", admin=False, turns_max=3)[1]
+    guarded.write(entries)
+    wait_for(lambda: "the tokens stay as they were" in guarded.log.read_text(), 30)
+    assert guarded.knows(guarded.first)
+    second, entry = auth.new_token("b", admin=False)
+    guarded.write(entry)
+    wait_for(lambda: guarded.knows(second), 30)
+
+
+def test_who_connects_is_shown_the_certificate_of_the_moment(
+    guarded: Guarded, tmp_path: Path
+) -> None:
+    before = guarded.certificate()
+    assert guarded.certificate() == before
+    shutil.copy(CERTS / "client.pem", guarded.cert)  # the key of another certificate, for a moment
+    assert guarded.certificate() == before
+    shutil.copy(CERTS / "client.key", guarded.key)
+    wait_for(lambda: guarded.certificate() != before, 30)
+    guarded.cert.unlink()
+    assert guarded.certificate() != before
