@@ -6,11 +6,11 @@ import pytest
 
 from pensieve.core.iteration import Logprob
 from pensieve.core.sampling import LOGPROBS_MAX
-from pensieve.service.grpc.server import SEND_BYTES_MAX
 from pensieve.service.grpc.translate import deltas
 from pensieve.service.live_turn import LiveTurn
 from pensieve.text import Part
 
+RECEIVED_BYTES_MAX = 4 << 20  # by a gRPC client that sets nothing
 MARGIN = 1000  # for what a message has around its delta
 
 
@@ -38,7 +38,7 @@ def turn(num_tokens: int, text: str = "w", logprobs: int = 0) -> LiveTurn:
 def test_a_late_reader_gets_everything_in_messages_that_may_be_sent(live: LiveTurn) -> None:
     token_ids, texts, logprobs = [], [], []
     for delta in deltas(live, 0, live.num_tokens):
-        assert delta.ByteSize() <= SEND_BYTES_MAX - MARGIN
+        assert delta.ByteSize() <= RECEIVED_BYTES_MAX - MARGIN
         token_ids += delta.token_ids
         texts.append(delta.text)
         logprobs += [(each.logprob, len(each.alternatives)) for each in delta.logprobs]
@@ -55,6 +55,6 @@ def test_a_reader_that_keeps_up_gets_one_message_for_each_kind() -> None:
 def test_a_reply_whose_text_is_known_as_a_whole_is_split_too() -> None:
     live = LiveTurn(1, "c", 0, 1, list(range(9)), ["long " * 2_000_000], [Part.TEXT] * 9)
     found = list(deltas(live, 0, 9))
-    assert all(each.ByteSize() <= SEND_BYTES_MAX - MARGIN for each in found)
+    assert all(each.ByteSize() <= RECEIVED_BYTES_MAX - MARGIN for each in found)
     assert "".join(each.text for each in found) == live.text
     assert [token for each in found for token in each.token_ids] == list(range(9))
