@@ -18,11 +18,18 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pensieve import gc_pause
 from pensieve.core.sampling import Sampling
-from pensieve.engine.messages import Answer, CheckIntegrity, Event, GetStats, SubmitTurn
+from pensieve.engine.messages import (
+    Answer,
+    CheckIntegrity,
+    Event,
+    GetStats,
+    SubmitTurn,
+    TurnEnded,
+)
 from pensieve.engine.messages import Message as EngineMessage
 from pensieve.errors import PensieveError, Unavailable
 from pensieve.service.admission import Admission, Load
@@ -175,7 +182,8 @@ class Daemon:
         return True
 
     def _on_turn_end(self, live: LiveTurn) -> None:
-        self._suspects.ended(live)
+        if not isinstance(live.failure, Unavailable):  # else it is said again
+            self._suspects.ended(live)
         self.admission.turn_ended(live.tenant, live.figures, self._loop.time())
 
     # -- reading the history; also while the model is loading --
@@ -228,8 +236,14 @@ class Daemon:
         for event in events:
             if isinstance(event, Answer):
                 self._queries.answered(event)
-            else:
-                of_turns.append(event)
+                continue
+            if (
+                isinstance(event, TurnEnded)
+                and event.failure == "ENGINE_FAILED"
+                and self._dies_of(self.conversations.turns.of_number(event.turn_id))
+            ):
+                event = replace(event, failure="ENGINE_DIED")
+            of_turns.append(event)
         if self._conversations is not None:
             self._conversations.take(of_turns)
 
@@ -239,11 +253,17 @@ class Daemon:
         self.admission.engine_lost()
         failure = Unavailable("the engine has stopped and is starting again; say it again")
         for live in self.conversations.turns.all_live():
-            if live.phase is Phase.RUNNING and self._suspects.engine_died(live):
-                log.error("the engine dies whenever it has this turn", extra=ids_of(live))
+            if self._dies_of(live):
                 self.threads.spawn(self.conversations.interrupt(live, failure_of("ENGINE_DIED")))
         self.threads.spawn(self.conversations.interrupt_all(failure))
         self._queries.fail_all(failure)
+
+    def _dies_of(self, live: LiveTurn | None) -> bool:
+        """The engine died and had this turn: whether that was once too often."""
+        if live is None or live.phase is not Phase.RUNNING or not self._suspects.engine_died(live):
+            return False
+        log.error("the engine dies whenever it has this turn", extra=ids_of(live))
+        return True
 
     def _on_up(self) -> None:
         self.conversations.turns.engine_started(self._sources.wall_clock())
