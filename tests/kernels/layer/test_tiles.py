@@ -16,15 +16,7 @@ from pensieve.kernels import cpu_library
 ROOT = Path(__file__).parents[3]
 SOURCES = ("kernels", "layer", "amx", "avx512bf16", "avx512", "plain", "threads")
 FLAGS = (
-    *(
-        "-std=c++17",
-        "-O2",
-        "-fPIC",
-        "-shared",
-        "-pthread",
-        "-fvisibility=hidden",
-        "-fno-math-errno",
-    ),
+    *("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-math-errno"),
     *(
         "-mavx512f",
         "-mavx512bw",
