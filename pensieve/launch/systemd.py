@@ -1,4 +1,4 @@
-"""What systemd is told of the service that it started (sd_notify's protocol: a datagram a message).
+"""What systemd is told of the service that it started, in datagrams of sd_notify's protocol.
 
     READY=1       turns may come           WATCHDOG=1    it is healthy: twice in each period of WatchdogSec
     STOPPING=1    it drains, and ends

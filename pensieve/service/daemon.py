@@ -22,7 +22,14 @@ from dataclasses import dataclass, replace
 
 from pensieve import gc_pause
 from pensieve.core.sampling import Sampling
-from pensieve.engine.messages import Answer, CheckIntegrity, Event, GetStats, SubmitTurn, TurnEnded
+from pensieve.engine.messages import (
+    Answer,
+    CheckIntegrity,
+    Event,
+    GetStats,
+    SubmitTurn,
+    TurnEnded,
+)
 from pensieve.engine.messages import Message as EngineMessage
 from pensieve.errors import PensieveError, StoreCorrupt, Unavailable
 from pensieve.service.admission import Admission, Load
@@ -275,13 +282,10 @@ class Daemon:
     def _judged(self, ended: TurnEnded) -> TurnEnded:
         """An engine that fails ends its turns itself before it dies; for them that is a death."""
         live = self.conversations.turns.of_number(ended.turn_id)
-        if live is None:
-            return ended
-        if ended.failure != "ENGINE_FAILED":
+        if ended.failure == "ENGINE_FAILED":
+            return replace(ended, failure="ENGINE_DIED") if self._dies_of(live) else ended
+        if live is not None:
             self._suspects.ended(live)
-        elif self._suspects.engine_died(live):
-            log.error("the engine fails whenever it has this turn", extra=ids_of(live))
-            return replace(ended, failure="ENGINE_DIED")
         return ended
 
     def _on_down(self, reason: str) -> None:
@@ -290,11 +294,17 @@ class Daemon:
         self.admission.engine_lost()
         failure = Unavailable("the engine has stopped and is starting again; say it again")
         for live in self.conversations.turns.all_live():
-            if live.phase is Phase.RUNNING and self._suspects.engine_died(live):
-                log.error("the engine dies whenever it has this turn", extra=ids_of(live))
+            if self._dies_of(live):
                 self.threads.spawn(self.conversations.interrupt(live, failure_of("ENGINE_DIED")))
         self.threads.spawn(self.conversations.interrupt_all(failure))
         self._queries.fail_all(failure)
+
+    def _dies_of(self, live: LiveTurn | None) -> bool:
+        """The engine died and had this turn: whether that was once too often."""
+        if live is None or live.phase is not Phase.RUNNING or not self._suspects.engine_died(live):
+            return False
+        log.error("the engine dies whenever it has this turn", extra=ids_of(live))
+        return True
 
     def _on_up(self) -> None:
         self.conversations.turns.engine_started(self._sources.wall_clock())

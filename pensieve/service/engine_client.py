@@ -49,6 +49,7 @@ RESTART_SECONDS_MAX = 30.0
 STOP_SECONDS = 5.0
 REPORT_SECONDS = 60.0  # between lines about a process that does not start, or does not die
 UNSENT_BYTES_MAX = 16 << 20
+DOES_NOT_END = "the engine (process %d) was killed and does not end"
 DESCRIPTORS_OF_A_START = 8  # a pair of sockets, and what Popen opens meanwhile
 
 
@@ -130,7 +131,7 @@ class EngineClient:
             self._writer.write(packed)
 
     async def stop(self) -> None:
-        """Close the pipe, which ends the process, and wait for it."""
+        """Close the pipe, which ends the process, and wait for it; not for ever."""
         self._stopping = True
         self._close_pipe()
         self._spare.release()
@@ -140,7 +141,10 @@ class EngineClient:
                 await asyncio.to_thread(process.wait, STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-                await asyncio.to_thread(process.wait)
+                try:
+                    await asyncio.to_thread(process.wait, STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    log.error(DOES_NOT_END, process.pid)
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -277,7 +281,7 @@ class EngineClient:
                 await asyncio.to_thread(process.wait, REPORT_SECONDS)
                 return
             except subprocess.TimeoutExpired:
-                log.error("the engine (process %d) was killed and does not end", process.pid)
+                log.error(DOES_NOT_END, process.pid)
 
     def _supervisor_ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

@@ -70,11 +70,12 @@ class Conversations:
         if isinstance(messages, str):
             messages = [Message("user", messages)]
         options = TurnOptions(sampling or self._defaults)
-        return self._live(
-            self.history.start(
-                Ask(conversation_id, tuple(messages), options, request_id=request_id)
-            )
+        drafted = self.history.draft(
+            Ask(conversation_id, tuple(messages), options, request_id=request_id)
         )
+        if isinstance(drafted, Known):
+            return self._live(drafted)
+        return self.begin(drafted, drafted.prompt())
 
     def draft(self, ask: Ask) -> Draft | Known:
         return self.history.draft(ask)

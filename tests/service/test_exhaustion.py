@@ -97,7 +97,7 @@ def test_what_waits_for_a_stopped_engine_is_bounded(tmp_path: Path) -> None:
         submit = SubmitTurn(10**9, "big", bytes(1 << 20), 0)
 
         async def fill() -> int:
-            for _ in range(10_000):
+            for _ in range(100):  # of a MiB each
                 try:
                     engine.put(submit)
                 except Unavailable:

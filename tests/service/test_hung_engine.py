@@ -137,6 +137,22 @@ def test_a_process_that_was_killed_and_does_not_end_is_logged_and_waited_for(
         assert caplog.text.count("was killed and does not end") == 3
 
 
+def test_a_daemon_stops_though_its_engine_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_client, "STOP_SECONDS", 0.1)
+
+    def lasts(timeout: float) -> int:
+        raise subprocess.TimeoutExpired("engine", timeout)
+
+    with caplog.at_level(logging.ERROR, "pensieve"), DaemonRig(tmp_path / "data") as rig:
+        process = rig.daemon.engine._process
+        monkeypatch.setattr(process, "wait", lasts)
+    assert "was killed and does not end" in caplog.text
+    monkeypatch.undo()
+    process.wait(30)
+
+
 # -- a supervisor that cannot die quietly --
 
 

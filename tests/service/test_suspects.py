@@ -39,6 +39,20 @@ def test_a_turn_that_kills_the_engine_fails_after_three_deaths(seed: int, tmp_pa
         assert rig.daemon.engine.num_restarts in ((6,) if seed == POISON else (5, 6))
 
 
+def test_a_turn_with_which_the_engine_fails_each_time_fails_too(tmp_path: Path) -> None:
+    """The engine says that it has failed, and ends its turns itself."""
+    faults = tmp_path / "faults"
+    faults.write_text("memory\n" * 20)
+    with DaemonRig(tmp_path / "data", program=(*FAULTY[:-1], str(faults))) as rig:
+        with (
+            Client(rig.server.address, retry=PATIENT) as client,
+            pytest.raises(TurnFailed) as error,
+        ):
+            client.conversation("c").ask("hello", max_tokens=4)
+        assert error.value.reason == "ENGINE_DIED"
+        assert faults.read_text().count("memory") == 17
+
+
 @pytest.mark.parametrize("seed", [POISON, VENOM])
 def test_a_turn_beside_one_that_kills_the_engine_is_answered(seed: int, tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data", program=FAULTY) as rig:
