@@ -387,4 +387,5 @@ class Daemon:
         if self._conversations is not None:
             self._conversations.readers.close()
         await self.threads.close()
+        self._reader.close()
         self.store.close()

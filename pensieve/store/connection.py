@@ -213,17 +213,22 @@ def _primary_code(error: Any) -> int:
     return code & 0xFF
 
 
+def open_read_only(path: Path, driver: Any = preferred_driver) -> Connection:
+    """A connection that cannot write or checkpoint; any thread may open one."""
+    conn: Connection = driver.connect(
+        f"file:{quote(str(path))}?mode=ro",
+        uri=True,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    return conn
+
+
 @contextlib.contextmanager
 def read_only(path: Path, driver: Any = preferred_driver) -> Iterator[Connection]:
-    """A connection that cannot write or checkpoint; any thread may open one."""
+    """The same, for a while."""
     try:
-        conn = driver.connect(
-            f"file:{quote(str(path))}?mode=ro",
-            uri=True,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        with contextlib.closing(conn):
+        with contextlib.closing(open_read_only(path, driver)) as conn:
             yield conn
     except driver.Error as error:
         raise explained(error, path) from error

@@ -1,8 +1,9 @@
-"""Reads the history beside the store thread, on connections of its own.
+"""Reads the history beside the store thread, on a connection of its own.
 
 A read sees what was committed when it began, all of it and nothing newer; it waits for no writer, and no
-writer waits for it.  A connection lives as long as one read: a snapshot that stays open would keep deleted
-text in the write-ahead log.
+writer waits for it.  Its snapshot ends with it: one that stayed open would keep deleted text in the
+write-ahead log.  The connection stays open, since there may be no file descriptor for another one; after
+an error it is opened anew.  One thread reads at a time.
 
 `RunningRows` belongs to the store thread.  Here it is only asked whether a turn is live, which is one look
 into a set.  A turn that has been committed as `running` this very moment may look dead, and be read as if
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import InvalidArgument
 from pensieve.store import conversation_rows, message_rows
-from pensieve.store.connection import read_only
+from pensieve.store.connection import explained, open_read_only
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.records import PAGE_SIZE_MAX, Conversation, Message, MessagePage, Page
 from pensieve.store.running_rows import RunningRows
@@ -35,6 +36,7 @@ class HistoryReader:
         self._path = path
         self._running = running
         self._driver = driver
+        self._conn: Connection | None = None
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
         """One conversation, without its messages."""
@@ -61,11 +63,25 @@ class HistoryReader:
             found = require_conversation(conn, conversation_id, tenant)
             return message_rows.read_page(conn, *found, start, start + size, include_token_ids)
 
+    def close(self) -> None:
+        conn, self._conn = self._conn, None
+        if conn is not None:
+            with contextlib.suppress(self._driver.Error):
+                conn.close()
+
     @contextlib.contextmanager
     def _snapshot(self) -> Iterator[Connection]:
-        with read_only(self._path, self._driver) as conn:
-            conn.execute("BEGIN")
-            yield conn
+        try:
+            if self._conn is None:
+                self._conn = open_read_only(self._path, self._driver)
+            self._conn.execute("BEGIN")
+            yield self._conn
+        except self._driver.Error as error:
+            self.close()
+            raise explained(error, self._path) from error
+        finally:
+            if self._conn is not None and self._conn.in_transaction:
+                self._conn.execute("ROLLBACK")
 
 
 def page_of_conversations(

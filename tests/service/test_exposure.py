@@ -99,7 +99,7 @@ def test_a_client_hears_of_a_failing_disk_and_the_log_says_which(
                 writer.driver = faults
                 writer._discard()
 
-            await rig.daemon.threads.in_store(swap)
+            await rig.daemon.threads.in_store("", swap)
 
         rig.call(plant())
         faults.arm(1)

@@ -188,10 +188,8 @@ def test_what_was_created_can_be_read_with_what_clients_receive_by_default(
 ) -> None:
     with DaemonRig(tmp_path / "data") as rig:
         # The built-in model's context is short; what is stored does not depend on it.
-        monkeypatch.setattr(rig.daemon.conversations._history, "_check_length", lambda size: None)
-        monkeypatch.setattr(
-            rig.daemon.conversations._history._template, "opening", lambda *arguments: None
-        )
+        history = rig.daemon.conversations._history
+        monkeypatch.setattr(history, "check_settings", lambda settings: None)
         num_large = 12
         for number in range(num_large):
             request = largest(f"c{number}")
@@ -295,7 +293,7 @@ async def put_as_it_is(rig: DaemonRig, settings: ConversationSettings) -> None:
         template_options=dict(settings.template_options),
         metadata=dict(settings.metadata),
     )
-    await rig.daemon.threads.in_store(rig.daemon.store.create_conversation, new)
+    await rig.daemon.threads.in_store("", rig.daemon.store.create_conversation, new)
 
 
 VALUES = {"a": [1, 1.5, True, False, None, "ü", [], {}, {"b": [{"c": -0.25}]}], "": "", "x": {}}
@@ -351,7 +349,7 @@ def test_a_reply_that_is_read_late_comes_in_messages_that_clients_receive() -> N
         parts=[Part.TEXT] * count,
         logprobs=dict.fromkeys(range(count), (-0.5, top)),
     )
-    deltas = translate.deltas(live, 0, count)
+    deltas = list(translate.deltas(live, 0, count))
     assert max(each.ByteSize() for each in deltas) < MIB
     assert [token for each in deltas for token in each.token_ids] == live.token_ids
     assert "".join(each.text for each in deltas) == "".join(live.texts)
