@@ -55,7 +55,7 @@ class Request:
     max_tokens: int
     is_open: bool = True  # it would be said again
     num_calls: int = 0  # under way
-    cancelled_at: int | None = None  # with so many tokens delivered
+    cancelled_at: set[int] = field(default_factory=set)  # with so many tokens delivered
     told: dict[int, list[int]] = field(default_factory=dict)  # tokens, by attempt
     reply: Reply | None = None  # as it was acknowledged
 
@@ -292,7 +292,7 @@ class People:
         live = self.random.choice(lives)
         if not live.cancelled:
             (request,) = (each for each in self.requests if each.request_id == live.request_id)
-            request.cancelled_at = live.num_tokens
+            request.cancelled_at.add(live.num_tokens)
         self.daemon.conversations.cancel(live)
         return True
 
@@ -456,7 +456,7 @@ class People:
             assert len(token_ids) == request.max_tokens or full, f"{where} is too short"
         else:
             assert finish is FinishReason.CANCELLED, f"{where} ended with {finish}"
-            cut = len(token_ids) == request.cancelled_at
+            cut = len(token_ids) in request.cancelled_at
             assert cut, f"{where} does not end where it was cancelled"
         if request.reply is not None and name == request.conversation:
             reply = (token_ids, message.content, finish, message.revision)
@@ -467,8 +467,8 @@ class People:
     def _name_again(self) -> str:
         """One of a conversation that is certainly gone, sometimes; another one gets it.
 
-        Nobody says anything again that was said to the first.  But what a client began before it hung up
-        may be on its way, and begin in the second: only not with tokens that were made for the first.
+        What was said to the first may be said again, and is new to the second.  What a client began before
+        it hung up may be on its way, and begin in the second: only not with tokens made for the first.
         """
         called = set(self._busy) | {
             call.request.conversation for call in self.calls if call.request is not None
@@ -485,7 +485,7 @@ class People:
         deeds = []
         for request in self.requests:
             if request.conversation == name:
-                request.is_open, request.reply, request.cancelled_at = False, None, None
+                request.is_open, request.reply, request.told = False, None, {}
                 if on_their_way.has_request("", name, request.request_id):
                     deeds.append(request.deed)
         self.full.discard(name)
