@@ -17,6 +17,8 @@ from pensieve.errors import InvalidArgument
 from pensieve.store import records
 from pensieve.text import ChatTemplate, Message, Setting, ToolCall
 
+BYTES_PER_TOKEN_MAX = 16  # longer text is refused before it is tokenized
+
 
 @dataclass(frozen=True, slots=True)
 class ConversationSettings:
@@ -102,11 +104,11 @@ class SettingsCheck(NamedTuple):
     """Whether a conversation could begin with such settings; in any thread."""
 
     template: ChatTemplate
-    characters_max: int
+    context_max: int
 
     def __call__(self, settings: ConversationSettings) -> None:
         size = len(settings.system_prompt) + sum(len(str(each)) for each in settings.tools)
-        check_length("system_prompt and tools", size, self.characters_max)
+        check_length("system_prompt and tools", size, self.context_max)
         system_prompt, options = settings.system_prompt, dict(settings.template_options)
         head = [Message("system", system_prompt)] if system_prompt else []
         if head or settings.tools or options:
@@ -115,12 +117,11 @@ class SettingsCheck(NamedTuple):
             self.template.opening([*head, Message("user", "?")], setting)
 
 
-def check_length(field_name: str, size: int, characters_max: int) -> None:
+def check_length(field_name: str, size: int, context_max: int) -> None:
     """Refuse before it is tokenized what cannot fit."""
-    if size > characters_max:
+    if size > BYTES_PER_TOKEN_MAX * context_max:
         raise InvalidArgument(
-            field_name,
-            f"{size:,} characters cannot fit; {characters_max:,} is more than a context holds",
+            field_name, f"{size:,} characters cannot fit a context of {context_max:,} tokens"
         )
 
 

@@ -56,7 +56,6 @@ from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.text import ChatTemplate
 
-BYTES_PER_TOKEN_MAX = 16  # longer text is refused before it is tokenized
 UNNUMBERED = 0  # the loop numbers what it puts
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
 KNOWN_STATES = frozenset(
@@ -103,8 +102,7 @@ class History:
         self._template = texts.template
         self._fingerprint = texts.fingerprint
         self._context_max = context_max
-        self._characters_max = BYTES_PER_TOKEN_MAX * context_max
-        self.check_settings = SettingsCheck(self._template, self._characters_max)
+        self.check_settings = SettingsCheck(self._template, context_max)
         self._template.tokenizer.tokens_max = context_max
         self._vocab_size = vocab_size
         self._random_bits = random_bits
@@ -342,7 +340,7 @@ class History:
         for message in ask.messages:
             if message.role == "user" and not message.content:
                 raise InvalidArgument("content", "a message must not be empty")
-        check_length("content", ask.num_characters, self._characters_max)
+        check_length("content", ask.num_characters, self._context_max)
 
     def _current(self, conversation_id: str, tenant: str) -> records.Conversation:
         """The conversation, its tokens being those of the present tokenizer and template."""
