@@ -402,7 +402,8 @@ class ConversationStore:
 
     def reader(self) -> HistoryReader:
         """For reading in another thread."""
-        return HistoryReader(self.folder.database_path, self._running, self._writer.driver)
+        path, driver = self.folder.database_path, self._writer.driver
+        return HistoryReader(path, self._running, driver, lambda: self.erasure.pending)
 
     # -- checking --
 

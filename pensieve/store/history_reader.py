@@ -2,19 +2,17 @@
 
 A read sees what was committed when it began, all of it and nothing newer; it waits for no writer, and no
 writer waits for it.  Its snapshot ends with it: one that stayed open would keep deleted text in the
-write-ahead log.  The connection stays open, since there may be no file descriptor for another one; after
-an error it is opened anew.  One thread reads at a time.
-
-`RunningRows` belongs to the store thread.  Here it is only asked whether a turn is live, which is one look
-into a set.  A turn that has been committed as `running` this very moment may look dead, and be read as if
-it had not begun.
+write-ahead log.  While deleted text waits to be erased (erasure.py), a read begins a moment later, so that
+reads without a pause between them do not keep it.  The connection stays open, since there may be no file
+descriptor for another one; after an error it is opened anew.  One thread reads at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +26,16 @@ from pensieve.store.running_rows import RunningRows
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
+MAKE_WAY_SECONDS = 0.1
 PAGE_TOKEN_PATTERN = re.compile("[0-9]{1,18}")
 
 
 class HistoryReader:
-    def __init__(self, path: Path, running: RunningRows, driver: Any) -> None:
+    def __init__(
+        self, path: Path, running: RunningRows, driver: Any, is_pending: Callable[[], bool]
+    ) -> None:
+        """`is_pending`: deleted text waits for a moment without a reader, to be erased."""
+        self._is_pending = is_pending
         self._path = path
         self._running = running
         self._driver = driver
@@ -69,8 +72,15 @@ class HistoryReader:
             with contextlib.suppress(self._driver.Error):
                 conn.close()
 
+    def _make_way(self) -> None:
+        """Leave a moment without a reader where one is waited for."""
+        end = time.monotonic() + MAKE_WAY_SECONDS
+        while self._is_pending() and time.monotonic() < end:
+            time.sleep(0.002)
+
     @contextlib.contextmanager
     def _snapshot(self) -> Iterator[Connection]:
+        self._make_way()
         try:
             if self._conn is None:
                 self._conn = open_read_only(self._path, self._driver)
