@@ -2,8 +2,8 @@
 
 The order of filling: every turn that is generating (one token each), then started prefills, then
 suspended turns that resume, then new turns; each in queue order, which is first come first served but
-for priorities (`Turn.enqueue`).  A prefill, a recomputed hole and a decode are the same thing, slices
-of a turn (iteration_draft.py).
+for priorities (`Turn.enqueue`), and the new ones of several shares by what each has used (fair_queue.py).
+A prefill, a recomputed hole and a decode are the same thing, slices of a turn (iteration_draft.py).
 
 Suspension.  A generating turn that needs a page when none is available waits one iteration if idle
 pages are being copied out anyway; otherwise the running turn that is last in queue order (warms first)
@@ -17,8 +17,8 @@ keeps its pages: cancelling, suspending and finishing release them when the last
 committed.  Until then the turn is in `_releasing`, and a rewind or an eviction of its conversation waits.
 
 Liveness: the head of the queue is admitted as soon as the pages for its whole context are available,
-a bounded number of later ones overtakes it, every idle page can become available (eviction.py), and
-running turns end.
+a bounded number of others comes before it (fair_queue.py), every idle page can become available
+(eviction.py), and running turns end.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import NamedTuple
 
 from pensieve.core.audit import TurnsByState, audit_turns
 from pensieve.core.cache import Admission, KVCache, Shortage
+from pensieve.core.fair_queue import QUEUE_ORDER, FairQueue
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
 from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.turn import FinishReason, Turn, TurnState
-
-QUEUE_ORDER = attrgetter("queue_order")
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.running: dict[int, Turn] = {}  # in order of admission
         self.suspended: deque[Turn] = deque()
-        self.queued: deque[Turn] = deque()
+        self.queued = FairQueue()
         self._turns: dict[int, Turn] = {}  # every turn that has not ended
         self._releasing: dict[int, Turn] = {}  # ended or suspended, with uncommitted slices
         self._uncommitted: deque[_Uncommitted] = deque()
@@ -108,7 +106,7 @@ class Scheduler:
         turn.enqueue(self._num_arrivals)
         turn.usage.submitted_at = now
         self._turns[turn.turn_id] = turn
-        insort(self.queued, turn, key=QUEUE_ORDER)
+        self.queued.add(turn)
 
     def cancel(self, turn_id: int, keep_tokens: int, now: float) -> None:
         """End a turn; its conversation keeps the KV of the first `keep_tokens` positions."""
@@ -200,8 +198,7 @@ class Scheduler:
     def _plan_waiting(self, draft: IterationDraft, now: float) -> int:
         """Suspended turns, then new ones; how many pages the first that does not fit requires."""
         while draft.num_tokens_left and (self.suspended or self.queued) and self._may_admit():
-            queue = self.suspended or self.queued
-            turn = queue[0]
+            turn = self.suspended[0] if self.suspended else self.queued.head
             admission = self._admit(turn, now, draft.filled_before)
             if admission is None:
                 break
@@ -211,7 +208,10 @@ class Scheduler:
                 self._finish(turn, FinishReason.WARMED, now)  # best effort
                 self._ended.append(Ended(turn, FinishReason.WARMED))
                 continue
-            queue.popleft()
+            if self.suspended:
+                self.suspended.popleft()
+            else:
+                self.queued.admit(turn)
             draft.admit(admission)
             draft.fill(turn)
         return 0
@@ -268,6 +268,7 @@ class Scheduler:
                 continue
             turn.tokens.append(sample.token_id)
             turn.usage.output_tokens += 1
+            self.queued.charge(turn, 1)
             if turn.usage.first_token_at is None:
                 turn.usage.first_token_at = now
             finish = None
@@ -440,8 +441,11 @@ class Scheduler:
     def check(self, now: float) -> None:
         """Recompute every invariant of the cache and of the turns in it."""
         self.cache.check(now)
+        self.queued.check()
         audit_turns(
-            TurnsByState(self._turns, self.running, self.suspended, self.queued, self._releasing),
+            TurnsByState(
+                self._turns, self.running, self.suspended, [*self.queued], self._releasing
+            ),
             self.cache.conversations,
             self._size,
         )

@@ -87,9 +87,11 @@ class Turn:
     length_max: int  # the turn ends with LENGTH when len(tokens) reaches this
     options: TurnOptions = field(default_factory=TurnOptions)
     warm: bool = False  # fill the holes, sample nothing
+    share: str = ""  # whose it is, where several share the machine; see fair_queue.py
+    weight: float = 1.0  # of that share
     # -- set by the scheduler --
     state: TurnState = TurnState.QUEUED
-    queue_order: tuple[int, int] = (0, 0)  # turns are served in this order; see `enqueue`
+    queue_order: tuple[int, int] = (0, 0)  # a share's turns are served in this order; see `enqueue`
     frontier: int = 0
     chunks: list[Chunk] = field(default_factory=list)  # of its whole context, while RUNNING
     page_table: array[int] = field(default_factory=lambda: array("i"))  # their device pages

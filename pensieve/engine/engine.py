@@ -231,6 +231,8 @@ class Engine:
             length_max=min(length_max, self.config.context_max),
             options=message.options,
             warm=message.warm,
+            share=message.share,
+            weight=message.weight,
         )
         self.scheduler.submit(turn, now)
 

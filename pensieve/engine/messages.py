@@ -32,6 +32,8 @@ class SubmitTurn:
         ""  # a conversation with the same first prefix_tokens, whose KV this one may share
     )
     prefix_tokens: int = 0
+    share: str = ""  # whose it is, where several share the machine; see core/fair_queue.py
+    weight: float = 1.0  # of that share
 
 
 @dataclass(frozen=True, slots=True)

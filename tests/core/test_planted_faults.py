@@ -177,8 +177,8 @@ def finish_at_once(original: Any, scheduler: Scheduler, turn: Turn, *rest: Any) 
 
 
 def overtake(original: Any, scheduler: Scheduler, now: float) -> Any:
-    if len(scheduler.queued) > 1:
-        scheduler.queued.rotate(1)
+    for share in scheduler.queued._waiting.values():
+        share.turns.append(share.turns.pop(0))
     return original(scheduler, now)
 
 

@@ -9,6 +9,7 @@ import random
 from array import array
 from dataclasses import dataclass, replace
 from typing import Any
+from zlib import crc32
 
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
@@ -150,6 +151,8 @@ class World:
         prompt: list[int] | None = None,
         reply_max: int | None = None,
         priority: int = 0,
+        share: str = "",
+        weight: float = 1.0,
     ) -> None:
         log, longest = self.logs[name], self.cache.config.device_tokens_max
         if prompt is None:
@@ -165,6 +168,9 @@ class World:
             reply_max = self.random.randint(1, self.shape.reply_max)
         self._num_turns += 1
         tokens = array("I", log + prompt)
+        if self.shape.restless:
+            share = str(crc32(name.encode()) % 3)
+            weight = 1.0 + int(share)
         turn = Turn(
             turn_id=self._num_turns,
             conversation_id=name,
@@ -177,6 +183,8 @@ class World:
                 priority=self.hints.choice((0, 0, -1, 1)) if self.shape.restless else priority,
             ),
             warm=warm,
+            share=share,
+            weight=weight,
         )
         self.names[turn.turn_id] = name
         self.turns[name] = turn
@@ -247,14 +255,16 @@ class World:
         return [*self.scheduler.running.values(), *self.scheduler.suspended]
 
     def _check_order(self, before: set[int]) -> None:
-        """First come first served, and who was suspended comes back ahead of the queue."""
+        """First come first served in a share, and who was suspended comes back ahead of the queue."""
         scheduler = self.scheduler
-        waiting = min((turn.queue_order for turn in scheduler.queued), default=None)
         for turn in self._admitted():
             new = id(turn) not in before
-            assert not new or waiting is None or turn.queue_order < waiting, (
-                f"turn {turn.turn_id} overtook another"
+            overtaken = (
+                each
+                for each in scheduler.queued
+                if each.share == turn.share and each.queue_order < turn.queue_order
             )
+            assert not new or next(overtaken, None) is None, f"turn {turn.turn_id} overtook another"
             assert not (new and scheduler.suspended), f"turn {turn.turn_id} passed a suspended one"
 
     def _take_ends(self) -> None:
@@ -306,12 +316,21 @@ class Stage(World):
         prompt: list[int] | None = None,
         away_seconds: float = 0.0,
         priority: int = 0,
+        share: str = "",
+        weight: float = 1.0,
     ) -> Turn:
         """A turn enters the queue."""
         self.logs.setdefault(name, [])
         self.commits.setdefault(name, [0])
         prompt = prompt or [self.random.randrange(VOCAB) for _ in range(num_prompt)]
-        self.submit(name, prompt=prompt, reply_max=num_reply, priority=priority)
+        self.submit(
+            name,
+            prompt=prompt,
+            reply_max=num_reply,
+            priority=priority,
+            share=share,
+            weight=weight,
+        )
         turn = self.turns[name]
         turn.options = replace(turn.options, away_seconds=away_seconds)
         return self.turns[name]

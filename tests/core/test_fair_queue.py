@@ -1,0 +1,117 @@
+"""Who is next where several share the machine: the one who has had least, by weight."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pensieve.core.turn import Turn, TurnState
+from tests.core.world import Stage
+from tests.scale import SCALE
+
+
+def one_by_one() -> Stage:
+    """A turn at a time, whose prompt fits into an iteration."""
+    return Stage(64, 0, batch_tokens_max=64, turns_max=1)
+
+
+def admitted(turns: list[Turn]) -> list[Turn]:
+    """In the order of their admission."""
+    known = [turn for turn in turns if turn.usage.admitted_at is not None]
+    return sorted(known, key=lambda turn: (turn.usage.admitted_at, turn.turn_id))
+
+
+def test_a_flood_delays_another_share_by_one_turn() -> None:
+    stage = one_by_one()
+    flood = [stage.ask(f"flood{i}", 4, 2, share="flood") for i in range(200)]
+    for _ in range(30):
+        stage.next()
+    before = len(admitted(flood))
+    assert 5 < before < 100
+    mine = stage.ask("mine", 4, 2, share="mine")
+    stage.until_ended(mine)
+    assert len(admitted(flood)) - before <= 1
+
+
+def test_a_flood_of_a_high_priority_moves_nobody_else() -> None:
+    """A priority orders the turns of its own share."""
+    stage = one_by_one()
+    mine = [stage.ask(f"mine{i}", 4, 1, share="mine") for i in range(4)]
+    flood = [stage.ask(f"flood{i}", 4, 1, share="flood", priority=8) for i in range(50)]
+    stage.until_ended(mine[-1])
+    assert len(admitted(flood)) <= 5
+
+
+def test_who_did_not_ask_has_saved_up_nothing() -> None:
+    stage = one_by_one()
+    busy = [stage.ask(f"busy{i}", 4, 2, share="busy") for i in range(40)]
+    stage.until_ended(busy[19])
+    late = [stage.ask(f"late{i}", 4, 2, share="late") for i in range(20)]
+    stage.until_ended(late[9])
+    assert 9 <= len(admitted(busy)) - 20 <= 11, "they take turns, from now on"
+    stage.run_until_idle()
+    again = stage.ask("again", 4, 2, share="late")
+    other = [stage.ask(f"other{i}", 4, 2, share="other") for i in range(3)]
+    stage.until_ended(again)
+    assert other[2].state is TurnState.QUEUED
+
+
+def test_who_used_the_machine_while_nobody_waited_owes_nothing_for_it() -> None:
+    stage = one_by_one()
+    for number in range(30):
+        stage.until_ended(stage.ask(f"alone{number}", 4, 2, share="alone"))
+    news = [stage.ask(f"new{i}", 4, 2, share="new") for i in range(20)]
+    stage.until_ended(stage.ask("mine", 4, 2, share="alone"))
+    assert len(admitted(news)) <= 2
+
+
+def test_the_second_of_equals_is_not_behind_what_the_first_puts_in_later() -> None:
+    """Somebody who sends the next turn when the last one has ended gets every second admission."""
+    stage = one_by_one()
+    flood = [stage.ask(f"flood{i}", 4, 2, share="flood") for i in range(60)]
+    for number in range(10):
+        stage.until_ended(stage.ask(f"mine{number}", 4, 2, share="mine"))
+    assert len(admitted(flood)) <= 12
+
+
+@pytest.mark.parametrize("seed", range(20 * SCALE))
+def test_what_waiting_shares_get_is_as_their_weights(seed: int) -> None:
+    """At any time while all of them wait, up to a turn's prompt and what running turns sample."""
+    drawn = random.Random(seed)
+    turns_max, prompt_max, reply_max = drawn.choice((1, 2, 5)), 20, drawn.choice((1, 10))
+    stage = Stage(400, 0, batch_tokens_max=drawn.choice((24, 64)), turns_max=turns_max)
+    weights = {name: drawn.choice((0.5, 1.0, 1.0, 4.0)) for name in ("a", "b", "c")}
+    turns: dict[str, list[Turn]] = {name: [] for name in weights}
+    for number in range(60):
+        for name in drawn.sample(list(weights), 3):
+            size, reply = drawn.randint(1, prompt_max), drawn.randint(1, reply_max)
+            turns[name].append(
+                stage.ask(f"{name}{number}", size, reply, share=name, weight=weights[name])
+            )
+    slack = 2 * (prompt_max + turns_max * reply_max)
+    num_looks = 0
+    while all(each[-1].state is TurnState.QUEUED for each in turns.values()):
+        stage.next()
+        num_looks += 1
+        used = {name: tokens_of(each) / weights[name] for name, each in turns.items()}
+        assert max(used.values()) - min(used.values()) <= slack / min(weights.values())
+    assert num_looks > 10
+    stage.run_until_idle()
+
+
+def tokens_of(turns: list[Turn]) -> int:
+    """That were computed for them."""
+    return sum(each.usage.new_tokens + each.usage.output_tokens for each in admitted(turns))
+
+
+def test_a_weight_that_changes_holds_from_the_next_turn_on() -> None:
+    stage = one_by_one()
+    light = [stage.ask(f"light{i}", 4, 1, share="a") for i in range(30)]
+    heavy = [stage.ask(f"heavy{i}", 4, 1, share="b") for i in range(30)]
+    stage.until_ended(heavy[4])
+    assert len(admitted(light)) <= 7
+    heavy.append(stage.ask("changed", 4, 1, share="b", weight=5.0))
+    before = len(admitted(light))
+    stage.until_ended(heavy[24])
+    assert len(admitted(light)) - before <= 5
