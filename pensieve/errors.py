@@ -8,7 +8,8 @@
     ├── TurnRunning               a turn of this conversation is running; `turn_id` names it
     ├── StaleRevision             expected_revision is not the present one
     ├── ContextFull               the conversation no longer fits; `tokens_max` is the limit
-    ├── QueueFull                 a bounded queue is full; try again later
+    ├── QueueFull                 a bounded queue is full, or a tenant's `limit` is reached; try again later
+    ├── StorageFull               the tenant's conversations take all the space they may; delete some
     ├── DeadlineExceeded          the turn could not begin before its deadline
     ├── Unauthenticated           no token, or one that is not known
     ├── PermissionDenied          the token does not allow this
@@ -124,6 +125,12 @@ class ContextFull(PensieveError):
 class QueueFull(PensieveError):
     grpc_status = "RESOURCE_EXHAUSTED"
     reason = "QUEUE_FULL"
+    limit = ""  # of the tenant, as the token file names it; empty: the daemon's own
+
+
+class StorageFull(PensieveError):
+    grpc_status = "RESOURCE_EXHAUSTED"
+    reason = "STORAGE_FULL"
 
 
 class DeadlineExceeded(PensieveError):

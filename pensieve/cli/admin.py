@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve.cli.flags import add_settings, with_settings
 from pensieve.config import DATA, REACHING, Resolved
+from pensieve.config.parsing import number, parse_tier_size, whole
+from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN
 from pensieve.errors import ConfigError, NotFound
 
 if TYPE_CHECKING:
@@ -23,6 +25,33 @@ if TYPE_CHECKING:
     from pensieve.v1 import admin_pb2 as pb
 
 MIB = 2**20
+
+
+def _bytes(text: str) -> int:
+    size = parse_tier_size(text)
+    if size.unit != "bytes" or size.amount < 1:
+        raise ValueError
+    return int(size.amount)
+
+
+LIMIT_FLAGS: dict[str, tuple[Callable[[str], float], str, str]] = {
+    "--turns-max": (whole(1, 1 << 31), "N", "most turns that the tenant may run at once"),
+    "--tokens-per-second": (number(0.001, 1e12), "X", "most new and output tokens, on average"),
+    "--requests-per-second": (number(0.001, 1e12), "X", "most requests of any kind, on average"),
+    "--calls-max": (whole(1, 1 << 31), "N", "most calls at once, streams included"),
+    "--storage-bytes": (_bytes, "SIZE", "most that its conversations may take (10GiB)"),
+    "--unread-bytes": (_bytes, "SIZE", "most of answers that its clients do not take (64MiB)"),
+    "--weight": (
+        number(0.001, 1e6),
+        "X",
+        "its share where turns wait, beside others' (default: 1)",
+    ),
+    "--priority-max": (
+        whole(PRIORITY_MIN, PRIORITY_MAX),
+        "N",
+        "highest priority of this token's turns; a higher one is lowered to it",
+    ),
+}
 
 
 def add_parser(commands: Any) -> None:
@@ -73,6 +102,7 @@ def add_parser(commands: Any) -> None:
                 "--to-host", action="store_true", help="move them to the host tier instead"
             )
     command("check", check, "recompute every invariant; exit code 1 if something is wrong")
+    command("tenants", tenants, "what each tenant has taken, and its limits")
     command("drain", drain, "take no new turn, finish what runs, and exit")
 
     tokens = commands.add_parser(
@@ -87,15 +117,8 @@ def add_parser(commands: Any) -> None:
         help="the tenant whose conversations the client may use",
     )
     tokens.add_argument("--admin", action="store_true", help="let the client use `pensieve admin`")
-    tokens.add_argument(
-        "--turns-max", type=int, metavar="N", help="most turns that the tenant may run at once"
-    )
-    tokens.add_argument(
-        "--tokens-per-second",
-        type=float,
-        metavar="X",
-        help="most new and output tokens, on average",
-    )
+    for flag, (parse, metavar, text) in LIMIT_FLAGS.items():
+        tokens.add_argument(flag, type=parse, metavar=metavar, help=text)
     tokens.set_defaults(run=new_token)
 
 
@@ -247,6 +270,45 @@ def check(admin: Admin, arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def tenants(admin: Admin, arguments: argparse.Namespace) -> int:
+    found = admin.tenants()
+    if arguments.json:
+        print(json.dumps({"tenants": [_plain(each) for each in found]}))
+        return 0
+    from rich.table import Table
+
+    table = Table(
+        *("tenant", "turns", "calls", "stored", "not read"),
+        *("tokens saved", "requests saved", "weight"),
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for each in found:
+        limits = each.limits
+        table.add_row(
+            each.name or "(none)",
+            _of(each.turns, limits.turns_max),
+            _of(each.calls, limits.calls_max),
+            _of(each.stored_bytes / MIB, limits.storage_bytes / MIB, "MiB"),
+            _of(each.unread_bytes / MIB, limits.unread_bytes / MIB, "MiB"),
+            _of(each.tokens_saved, limits.tokens_per_second, "/s")
+            if limits.tokens_per_second
+            else "",
+            _of(each.requests_saved, limits.requests_per_second, "/s")
+            if limits.requests_per_second
+            else "",
+            f"{limits.weight:g}",
+        )
+    _print(table)
+    return 0
+
+
+def _of(taken: float, most: float, unit: str = "") -> str:
+    """What was taken of a limit; 0: there is none."""
+    words = f"{taken:,.4g}" + (f" of {most:,.4g}" if most else "")
+    return f"{words} {unit}" if unit else words
+
+
 def drain(admin: Admin, arguments: argparse.Namespace) -> int:
     running = admin.drain()
     print(
@@ -263,9 +325,9 @@ def new_token(arguments: argparse.Namespace) -> int:
 
     if arguments.tenant and not ID_PATTERN.fullmatch(arguments.tenant):
         raise NotFound("--tenant must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
-    token, entry = draw_token(
-        arguments.tenant, arguments.admin, arguments.turns_max, arguments.tokens_per_second
-    )
+    names = [flag.removeprefix("--").replace("-", "_") for flag in LIMIT_FLAGS]
+    limits = {name: getattr(arguments, name) for name in names}
+    token, entry = draw_token(arguments.tenant, arguments.admin, **limits)
     print(f"# for the client (shown once): {token}")
     print(entry, end="")
     return 0

@@ -75,6 +75,10 @@ class Admin(Client):
         """Check the daemon's bookkeeping; returns the problems found, as a rule none."""
         return list(self.call(self._admin.CheckIntegrity, pb.CheckIntegrityRequest()).problems)
 
+    def tenants(self) -> list[pb.Tenant]:
+        """What each tenant has taken, and what it may take."""
+        return list(self.call(self._admin.ListTenants, pb.ListTenantsRequest()).tenants)
+
     def drain(self) -> int:
         """Let the daemon refuse new turns and finish those that run; returns how many run."""
         return self.call(self._admin.Drain, pb.DrainRequest()).turns_running

@@ -90,6 +90,10 @@ def _of_reason(code: grpc.StatusCode, text: str, details: Details) -> errors.Pen
         return errors.ContextFull(_whole(causes, "tokens"), _whole(causes, "tokens_max"))
     if kind is errors.InvalidArgument:
         return _invalid(text, details.bad_request)
+    if kind is errors.QueueFull:
+        full = errors.QueueFull(text)
+        full.limit = causes.get("limit", "")
+        return full
     if kind is not None:
         return kind(text)
     if code is grpc.StatusCode.INTERNAL and reason != "INTERNAL":

@@ -50,6 +50,9 @@ class FairQueue:
     def __len__(self) -> int:
         return sum(len(share.turns) for share in self._waiting.values())
 
+    def __contains__(self, turn: object) -> bool:
+        return any(each is turn for each in self)
+
     def __iter__(self) -> Iterator[Turn]:
         """Share by share, each in its order."""
         for share in self._waiting.values():
@@ -90,8 +93,8 @@ class FairQueue:
             assert bool(share.turns) == (name in self._waiting), (
                 f"share {name!r} waits and does not"
             )
-            orders = [turn.queue_order for turn in share.turns]
-            assert orders == sorted(orders), f"the turns of share {name!r} are out of order"
+            found = [turn.queue_order for turn in share.turns]
+            assert found == sorted(found), f"the turns of share {name!r} are out of order"
 
     def _floor(self) -> float:
         if self._waiting:

@@ -443,9 +443,7 @@ class Scheduler:
         self.cache.check(now)
         self.queued.check()
         audit_turns(
-            TurnsByState(
-                self._turns, self.running, self.suspended, [*self.queued], self._releasing
-            ),
+            TurnsByState(self._turns, self.running, self.suspended, self.queued, self._releasing),
             self.cache.conversations,
             self._size,
         )

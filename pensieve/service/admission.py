@@ -4,6 +4,9 @@ Refusing is the cheapest thing the daemon does.  The reasons, in this order: it 
 is no engine, too many turns are begun and not ended, the tenant has used up what it may, or the present
 queue would miss the request's deadline.
 
+Where there are several tenants, none may take all places: each may have as many turns as ROOM_SHARE times the
+places that are left, so that one that floods leaves a ninth of them, and those who come later share the rest.
+
 How long a turn would wait follows from those that wait now: as many times the average time between two
 admissions of the engine while somebody waited, the latest counting an eighth; and at least as long as none
 has been admitted by now.  Where nobody waits there is no wait, whatever was before.
@@ -15,9 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pensieve.errors import DeadlineExceeded, PensieveError, QueueFull, Unavailable
-from pensieve.service.limits import Allowance, Limits
+from pensieve.service.limits import Allowances, Limits
 
 LATEST_SHARE = 1 / 8  # of the latest admission in the average
+ROOM_SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Load:
     is_draining: bool
     engine_serves: bool
     num_turns: int  # begun or about to, and not ended
-    num_turns_of_tenant: int
+    num_turns_of_tenant: int  # with its warms
     num_waiting: int  # of those begun: for which the engine has no room yet
     waiting_since: float | None  # the first of them
 
@@ -37,7 +41,7 @@ class Admission:
         self._seconds_per_admission = 0.0
         self._admitted_at = now  # the latest
         self._turns_max = turns_max
-        self._allowances = {tenant: Allowance(each, now) for tenant, each in limits.items()}
+        self.allowances = Allowances(limits, now)
 
     def refusal(
         self, tenant: str, load: Load, seconds_left: float | None, now: float
@@ -49,16 +53,25 @@ class Admission:
             return Unavailable("the engine is starting again; try again in a moment")
         if load.num_turns >= self._turns_max:
             return QueueFull(f"{load.num_turns} turns are waiting or running; try again later")
-        if (allowance := self._allowances.get(tenant)) is not None:
-            exceeded = allowance.exceeded(load.num_turns_of_tenant, now)
-            if exceeded is not None:
-                return exceeded
+        num_left = self._turns_max - load.num_turns
+        if len(self.allowances) > 1 and load.num_turns_of_tenant > ROOM_SHARE * num_left:
+            return QueueFull(
+                f"{load.num_turns_of_tenant} turns of yours are waiting or running, and others need "
+                "room, too; try again later"
+            )
+        if (exceeded := self.exceeded(tenant, load, now)) is not None:
+            return exceeded
         wait = self.wait_seconds(load, now)
         if seconds_left is not None and wait > seconds_left:
             return DeadlineExceeded(
                 f"turns wait {wait:.1f} s at present; the deadline is in {seconds_left:.1f} s"
             )
         return None
+
+    def exceeded(self, tenant: str, load: Load, now: float) -> PensieveError | None:
+        """Which of the tenant's limits another turn or warm would exceed; None if it would not."""
+        allowance = self.allowances.of(tenant, now)
+        return allowance.exceeded(load.num_turns_of_tenant, now) or allowance.calls_exceeded()
 
     def wait_seconds(self, load: Load, now: float) -> float:
         """How long a turn that came now would wait."""
@@ -75,8 +88,7 @@ class Admission:
 
     def charge(self, tenant: str, num_tokens: int, now: float) -> None:
         """Count what a turn has cost its tenant."""
-        if (allowance := self._allowances.get(tenant)) is not None:
-            allowance.spend(num_tokens, now)
+        self.allowances.of(tenant, now).spend(num_tokens, now)
 
     def engine_lost(self) -> None:
         """The next one may be faster."""

@@ -27,6 +27,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pensieve.core.iteration import SampledToken
@@ -87,9 +88,10 @@ class Conversations:
         config: DaemonConfig,
         *,
         on_admitted: Callable[[LiveTurn], None],
-        charge: Callable[[LiveTurn], None],
+        charge: Callable[[str, int], None],
+        weight_of: Callable[[str], float] = lambda tenant: 1.0,
     ) -> None:
-        """`put` takes messages for the engine; `charge` gets each turn that has cost its tenant something."""
+        """`put` takes messages for the engine; `charge` gets tenants, and the tokens that they have used."""
         self.turns = turns
         self.arriving = Arriving()
         self.readers = Readers(
@@ -102,7 +104,8 @@ class Conversations:
         self._put = put
         self._short_characters = config.short_characters
         self._on_admitted = on_admitted
-        self._charge = charge
+        self._charge_tokens = charge
+        self._weight_of = weight_of
         self._num_lookups = 0
 
     # -- conversations --
@@ -154,12 +157,17 @@ class Conversations:
         """Have the engine bring the conversation's KV to the device; best effort."""
 
         async def sequence() -> None:
-            number = self.turns.new_number()
-            self._tell(
-                await self._threads.in_store(
+            number, is_put = self.turns.begin_warm(conversation_id, tenant), False
+            try:
+                submit = await self._threads.in_store(
                     tenant, self._history.warm, conversation_id, number, tenant=tenant
                 )
-            )
+                if submit is not None:
+                    weight = self._weight_of(tenant)
+                    is_put = self._tell(replace(submit, share=tenant, weight=weight))
+            finally:
+                if not is_put:
+                    self.turns.end_warm(number)
 
         await self._threads.whole(sequence())
 
@@ -248,7 +256,8 @@ class Conversations:
         return await threads.in_store(ask.tenant, history.begin, found, prompt)
 
     async def _submit(self, begun: Begun) -> LiveTurn:
-        live, submit = self.turns.begin(begun, self._threads.loop.time())
+        weight = self._weight_of(begun.turn.tenant)
+        live, submit = self.turns.begin(begun, self._threads.loop.time(), weight)
         try:
             self._put(submit)
         except PensieveError as error:
@@ -276,6 +285,9 @@ class Conversations:
             elif isinstance(event, TurnEnded):
                 if (ending := self.turns.end(event)) is not None:
                     self._threads.spawn(self._commit(ending))
+                elif (tenant := self.turns.end_warm(event.turn_id)) is not None:
+                    usage = event.usage
+                    self._charge_tokens(tenant, usage.new_tokens + usage.recomputed_tokens)
             elif isinstance(event, TurnAdmitted):
                 if (live := self.turns.admit(event.turn_id)) is not None:
                     self._on_admitted(live)
@@ -370,8 +382,18 @@ class Conversations:
             return
         await self.interrupt(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
 
-    def _tell(self, message: Message | None) -> None:
-        """Put what the engine ought to hear; what may be lost, and why that harms nobody, stands above."""
-        if message is not None:
-            with contextlib.suppress(Unavailable, QueueFull):
-                self._put(message)
+    def _charge(self, live: LiveTurn) -> None:
+        self._charge_tokens(live.tenant, live.num_charged_tokens)
+
+    def _tell(self, message: Message | None) -> bool:
+        """Put what the engine ought to hear; what may be lost, and why that harms nobody, stands above.
+
+        Whether it was put.
+        """
+        if message is None:
+            return False
+        try:
+            self._put(message)
+        except (Unavailable, QueueFull):
+            return False
+        return True

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pensieve import gc_pause
@@ -40,6 +40,7 @@ from pensieve.service.engine_client import EngineClient, EngineProgram
 from pensieve.service.erasing import Erasing
 from pensieve.service.heartbeat import Patience
 from pensieve.service.history import History, Texts
+from pensieve.service.limits import Allowance, Limits
 from pensieve.service.live_turn import LiveTurn, Phase
 from pensieve.service.queries import Queries
 from pensieve.service.readers import ids_of
@@ -99,6 +100,7 @@ class Daemon:
         self._texts = texts
         self._report = report
         self._sources = sources or Sources()
+        self._history: History | None = None
         self._conversations: Conversations | None = None
         self._hurried = False
 
@@ -107,7 +109,7 @@ class Daemon:
     async def start(self) -> None:
         """Until the first engine is ready; then turns may come."""
         ready = await self.engine.start()
-        history = History(
+        history = self._history = History(
             self.store,
             self._texts,
             context_max=ready.context_max,
@@ -115,6 +117,7 @@ class Daemon:
             random_bits=self._sources.random_bits,
             report=self._report,
         )
+        history.limit_storage(self.admission.allowances.storage)
         self._conversations = Conversations(
             history,
             Turns(self._texts.template.tokenizer, self._sources.wall_clock()),
@@ -123,6 +126,7 @@ class Daemon:
             self.config,
             on_admitted=self._on_admitted,
             charge=self._charge,
+            weight_of=lambda tenant: self.allowance(tenant).limits.weight,
         )
         gc_pause.freeze()
         self.threads.spawn(self._sweep())
@@ -183,7 +187,7 @@ class Daemon:
             return live
         now = self._loop.time()
         refusal = self._damage() or self.admission.refusal(
-            ask.tenant, self._load(ask.tenant), seconds_left, now
+            ask.tenant, self._load(ask.tenant, ask.conversation_id), seconds_left, now
         )
         if refusal is None:
             return await conversations.begin(ask)
@@ -191,19 +195,27 @@ class Daemon:
             return live
         raise refusal
 
+    async def warm(self, conversation_id: str, tenant: str = "") -> None:
+        """Bring a conversation's KV to the device, if its tenant may have another turn now."""
+        load = self._load(tenant, conversation_id)
+        exceeded = self.admission.exceeded(tenant, load, self._loop.time())
+        if exceeded is not None:
+            raise exceeded
+        await self.conversations.warm(conversation_id, tenant)
+
     @property
     def wait_seconds(self) -> float:
         """How long a turn that came now would wait until the engine has room for it."""
         return self.admission.wait_seconds(self._load(), self._loop.time())
 
-    def _load(self, tenant: str = "") -> Load:
+    def _load(self, tenant: str = "", conversation_id: str = "") -> Load:
         conversations = self.conversations
         turns, arriving = conversations.turns, conversations.arriving
         return Load(
             self.draining,
             self.engine.serving,
             turns.num_live + arriving.num_turns,
-            turns.num_of_tenant(tenant) + arriving.num_of_tenant(tenant),
+            turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),
             turns.num_waiting,
             turns.waiting_since,
         )
@@ -220,8 +232,30 @@ class Daemon:
     def _on_admitted(self, live: LiveTurn) -> None:
         self.admission.turn_admitted(live.begun_at, self._loop.time())
 
-    def _charge(self, live: LiveTurn) -> None:
-        self.admission.charge(live.tenant, live.num_charged_tokens, self._loop.time())
+    def _charge(self, tenant: str, num_tokens: int) -> None:
+        self.admission.charge(tenant, num_tokens, self._loop.time())
+
+    # -- tenants --
+
+    def allowance(self, tenant: str) -> Allowance:
+        return self.admission.allowances.of(tenant, self._loop.time())
+
+    def num_turns_of(self, tenant: str) -> int:
+        """Its turns, begun or about to, and its warms."""
+        return self._load(tenant).num_turns_of_tenant if self._conversations is not None else 0
+
+    def use_limits(self, limits: Mapping[str, Limits]) -> None:
+        """Other limits of the tenants are in force from now on."""
+        self.admission.allowances.change(limits, self._loop.time())
+        self.threads.spawn(self._limit_storage())
+
+    async def stored_bytes(self) -> dict[str, int]:
+        return await self.threads.in_reader("", self._reader.stored_bytes)
+
+    async def _limit_storage(self) -> None:
+        if self._history is not None:
+            storage = self.admission.allowances.storage
+            await self.threads.in_store("", self._history.limit_storage, storage)
 
     # -- reading the history; also while the model is loading --
 
@@ -292,6 +326,7 @@ class Daemon:
         log.error("the engine is gone: %s", reason)
         self.on_serving(False)
         self.admission.engine_lost()
+        self.conversations.turns.engine_lost()
         failure = Unavailable("the engine has stopped and is starting again; say it again")
         for live in self.conversations.turns.all_live():
             if self._dies_of(live):

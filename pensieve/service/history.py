@@ -36,6 +36,7 @@ from pensieve.errors import (
     NotFound,
     PensieveError,
     StaleRevision,
+    StorageFull,
     TurnInterrupted,
     TurnRunning,
 )
@@ -110,6 +111,11 @@ class History:
         self._prefixes = Prefixes()
         self._beginnings: dict[int, _Beginning] = {}  # by turn id, while the turn runs
         self._tokenized_again: set[tuple[str, str]] = set()  # conversations, until their next turn
+        self._storage: Mapping[str, int] = {}  # the most bytes of the tenants that have a limit
+
+    def limit_storage(self, storage: Mapping[str, int]) -> None:
+        """The most bytes that each tenant's conversations may take; of those not named, any."""
+        self._storage = storage
 
     # -- conversations --
 
@@ -118,6 +124,7 @@ class History:
 
         The system prompt's tokens come with the first turn: templates differ in where it goes.
         """
+        self._check_storage(settings.tenant)
         system_prompt = settings.system_prompt
         return self._store.create_conversation(
             records.NewConversation(
@@ -142,6 +149,7 @@ class History:
         tenant: str = "",
     ) -> records.Conversation:
         """Its `num_tokens` first tokens are the source's."""
+        self._check_storage(tenant)
         if at_revision is None:
             at_revision = self._store.get_conversation(source_id, tenant=tenant).revision
         return self._store.fork_conversation(
@@ -244,6 +252,7 @@ class History:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
         if ask.expected_revision not in (None, conversation.revision):
             raise StaleRevision(ask.expected_revision, conversation.revision)
+        self._check_storage(tenant)
         log_end, head = array("I"), None
         if conversation.num_tokens:
             log_end = self._store.log_end(conversation_id, PROMPT_TAIL_TOKENS, tenant=tenant)
@@ -333,6 +342,14 @@ class History:
         self._store.interrupt_turn(turn_id)
 
     # -- inside --
+
+    def _check_storage(self, tenant: str) -> None:
+        """Refuse what would store more for a tenant at its limit; what runs is stored all the same."""
+        most = self._storage.get(tenant)
+        if most is not None and (taken := self._store.stored_bytes(tenant)) >= most:
+            raise StorageFull(
+                f"this token's conversations take {taken:,} bytes of {most:,}; delete some"
+            )
 
     def _check(self, ask: Ask) -> None:
         if (problem := ask.options.sampling.problem(self._vocab_size)) is not None:

@@ -1,53 +1,188 @@
-"""What a tenant may take of the daemon: turns at once, and tokens per second.
+"""What a tenant may take of the daemon, and what it has taken.
+
+    turns_max             turns at once: running, waiting, about to begin, and warms
+    tokens_per_second     on average; new and sampled tokens, and what a warm computes
+    requests_per_second   on average, of all methods but the operator's and health
+    calls_max             calls at once; a stream is one until its client has taken its end
+    storage_bytes         of its conversations; more is refused, what runs is stored all the same
+    unread_bytes          of answers that are on their way, or that the client does not take
+    weight                of its turns where more wait than can run; see core/fair_queue.py
 
 Tokens are paid for when a turn has ended: those it brought and those of its reply (what was found in the
-cache costs nothing).  A tenant may save up BURST_SECONDS of its rate; one that is in debt is refused
-until it is out of it, and the refusal says when that will be.
+cache costs nothing).  A tenant may save up BURST_SECONDS of its rates; one that is in debt is refused until
+it is out of it, and the refusal says when that will be.
+
+Allowances belong to the loop.  Other limits take force at once: what was saved or owed stays, turns and calls
+that are there go on, and count.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 from pensieve.errors import QueueFull
 
 BURST_SECONDS = 10.0
+UNREAD_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True)
 class Limits:
     turns_max: int | None = None
     tokens_per_second: float | None = None
+    requests_per_second: float | None = None
+    calls_max: int | None = None
+    storage_bytes: int | None = None
+    unread_bytes: int = UNREAD_BYTES_MAX
+    weight: float = 1.0
+
+
+NO_LIMITS = Limits()
+LIMIT_NAMES = tuple(each.name for each in fields(Limits))
+WHOLE = frozenset({"turns_max", "calls_max", "storage_bytes", "unread_bytes"})
+
+
+class Bucket:
+    """A rate, and what was saved up of it."""
+
+    def __init__(self, rate: float | None, now: float, least: float = 0.0) -> None:
+        """It holds BURST_SECONDS of the rate, but at least `least`."""
+        self.rate = rate
+        self.saved = 0.0  # below 0: owed
+        self._least = least
+        self._counted_at = now
+        self.saved = self._most
+
+    def change(self, rate: float | None, now: float) -> None:
+        """Another rate; what was saved or owed stays, as far as there is room."""
+        if rate == self.rate:
+            return
+        self._count(now)
+        had_rate, self.rate = self.rate is not None, rate
+        self.saved = min(self.saved, self._most) if had_rate else self._most
+
+    def level(self, now: float) -> float | None:
+        """What is saved up now; None without a limit."""
+        if self.rate is None:
+            return None
+        self._count(now)
+        return self.saved
+
+    def seconds_until(self, amount: float, now: float) -> float:
+        """From now until so much is saved up; 0 if it is."""
+        if self.rate is None:
+            return 0.0
+        self._count(now)
+        return max(amount - self.saved, 0.0) / self.rate
+
+    def spend(self, amount: float, now: float) -> None:
+        if self.rate is not None:
+            self._count(now)
+            self.saved -= amount
+
+    @property
+    def _most(self) -> float:
+        return 0.0 if self.rate is None else max(self.rate * BURST_SECONDS, self._least)
+
+    def _count(self, now: float) -> None:
+        earned = (self.rate or 0.0) * (now - self._counted_at)
+        self.saved = min(self.saved + earned, self._most)
+        self._counted_at = now
 
 
 class Allowance:
     """The present state of one tenant's limits."""
 
     def __init__(self, limits: Limits, now: float) -> None:
-        self._limits = limits
-        self._tokens = (limits.tokens_per_second or 0.0) * BURST_SECONDS
-        self._counted_at = now
+        self.limits = limits
+        self.num_calls = 0
+        self.num_unread_bytes = 0
+        self.tokens = Bucket(limits.tokens_per_second, now)
+        self.requests = Bucket(limits.requests_per_second, now, least=1.0)
+
+    def change(self, limits: Limits, now: float) -> None:
+        self.limits = limits
+        self.tokens.change(limits.tokens_per_second, now)
+        self.requests.change(limits.requests_per_second, now)
 
     def exceeded(self, num_turns: int, now: float) -> QueueFull | None:
         """Which limit another turn would exceed beside this many; None if it would not."""
-        turns_max, rate = self._limits.turns_max, self._limits.tokens_per_second
-        if turns_max is not None and num_turns >= turns_max:
-            return QueueFull(f"this token may run {turns_max} turns at once")
-        if rate is not None:
-            self._count(now)
-            if self._tokens < 0:
-                error = QueueFull(f"this token may use {rate:g} tokens per second")
-                error.retry_after_seconds = -self._tokens / rate
-                return error
+        limits = self.limits
+        if limits.turns_max is not None and num_turns >= limits.turns_max:
+            return _full("turns_max", f"this token may run {limits.turns_max} turns at once")
+        if wait := self.tokens.seconds_until(0.0, now):
+            rate = limits.tokens_per_second
+            return _full(
+                "tokens_per_second", f"this token may use {rate:g} tokens per second", wait
+            )
         return None
 
     def spend(self, num_tokens: int, now: float) -> None:
-        if self._limits.tokens_per_second is not None:
-            self._count(now)
-            self._tokens -= num_tokens
+        self.tokens.spend(num_tokens, now)
 
-    def _count(self, now: float) -> None:
-        rate = self._limits.tokens_per_second or 0.0
-        earned = self._tokens + rate * (now - self._counted_at)
-        self._tokens = min(earned, rate * BURST_SECONDS)
-        self._counted_at = now
+    def request(self, now: float) -> QueueFull | None:
+        """Count a request; which limit it exceeds, if it does, and then it counts for nothing."""
+        if wait := self.requests.seconds_until(1.0, now):
+            rate = self.limits.requests_per_second
+            text = f"this token may send {rate:g} requests per second"
+            return _full("requests_per_second", text, wait)
+        self.requests.spend(1.0, now)
+        return None
+
+    def calls_exceeded(self, allowed: int = 1) -> QueueFull | None:
+        """Whether there are more calls than `allowed` times those that may be, the present one included."""
+        calls_max = self.limits.calls_max
+        if calls_max is None or self.num_calls <= allowed * calls_max:
+            return None
+        return _full("calls_max", f"this token may have {calls_max} calls at once")
+
+    def unread_exceeded(self, num_bytes: int = 0) -> QueueFull | None:
+        """Whether so many bytes more would be too many that nobody has read."""
+        if self.num_unread_bytes + num_bytes <= self.limits.unread_bytes:
+            return None
+        text = f"this token's clients have {self.num_unread_bytes:,} bytes to read first"
+        return _full("unread_bytes", text)
+
+
+class Allowances:
+    """Those of all tenants.  A tenant that nothing is said of has no limits."""
+
+    def __init__(self, limits: Mapping[str, Limits], now: float) -> None:
+        self._of_tenant = {tenant: Allowance(each, now) for tenant, each in limits.items()}
+
+    def __len__(self) -> int:
+        return len(self._of_tenant)
+
+    @property
+    def tenants(self) -> list[str]:
+        return sorted(self._of_tenant)
+
+    def of(self, tenant: str, now: float) -> Allowance:
+        found = self._of_tenant.get(tenant)
+        if found is None:
+            found = self._of_tenant[tenant] = Allowance(NO_LIMITS, now)
+        return found
+
+    def change(self, limits: Mapping[str, Limits], now: float) -> None:
+        """Other limits are in force from now on."""
+        for tenant in {*limits, *self._of_tenant}:
+            self.of(tenant, now).change(limits.get(tenant, NO_LIMITS), now)
+        for tenant, allowance in [*self._of_tenant.items()]:
+            if tenant not in limits and not allowance.num_calls:
+                del self._of_tenant[tenant]
+
+    @property
+    def storage(self) -> dict[str, int]:
+        """The storage limits, by tenant."""
+        return {
+            tenant: each.limits.storage_bytes
+            for tenant, each in self._of_tenant.items()
+            if each.limits.storage_bytes is not None
+        }
+
+
+def _full(limit: str, text: str, wait: float | None = None) -> QueueFull:
+    error = QueueFull(text)
+    error.limit, error.retry_after_seconds = limit, wait
+    return error

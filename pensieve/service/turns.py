@@ -16,6 +16,8 @@ the engine.  It says what the engine must hear (the messages it returns) and wha
   changes nothing.
 * After `cancel` no further token is taken, and the log ends at the last one that was.
 * Each attempt of a turn has another number, so an event of one that was given up finds nothing.
+* A warm is no live turn: nobody reads it and nothing is stored.  It counts for its tenant from `begin_warm`
+  until the engine has ended it, or is gone.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason
@@ -62,6 +64,8 @@ class Turns:
         self._of_request: dict[tuple[str, str, str], LiveTurn] = {}
         self._num_of_tenant: Counter[str] = Counter()
         self._numbers = count(1)
+        self._warms: dict[int, tuple[str, str]] = {}  # tenant and conversation, by number
+        self._num_warms: Counter[tuple[str, str]] = Counter()
 
     # -- looking --
 
@@ -69,8 +73,9 @@ class Turns:
     def num_live(self) -> int:
         return len(self._live)
 
-    def num_of_tenant(self, tenant: str) -> int:
-        return self._num_of_tenant[tenant]
+    def num_of_tenant(self, tenant: str, conversation_id: str = "") -> int:
+        """Its turns and warms, but for warms of this conversation, which its next turn takes over."""
+        return self._num_of_tenant[tenant] - self._num_warms[tenant, conversation_id]
 
     @property
     def num_waiting(self) -> int:
@@ -106,13 +111,28 @@ class Turns:
 
     # -- a turn's life --
 
-    def new_number(self) -> int:
-        """For a turn or a warm; the engine never gets the same one twice."""
-        return next(self._numbers)
+    def begin_warm(self, conversation_id: str, tenant: str) -> int:
+        """The number of another warm; the engine never gets the same one twice."""
+        number = next(self._numbers)
+        self._warms[number] = (tenant, conversation_id)
+        self._num_warms[tenant, conversation_id] += 1
+        self._num_of_tenant[tenant] += 1
+        return number
 
-    def begin(self, begun: Begun, now: float) -> tuple[LiveTurn, SubmitTurn]:
-        """The live turn, and what submits it to the engine."""
-        turn, submit = begun.turn, replace(begun.submit, turn_id=self.new_number())
+    def end_warm(self, number: int) -> str | None:
+        """It has ended, or was never put; whose it was, if it was one."""
+        if (warm := self._warms.pop(number, None)) is None:
+            return None
+        _count_out(self._num_warms, warm)
+        _count_out(self._num_of_tenant, warm[0])
+        return warm[0]
+
+    def begin(self, begun: Begun, now: float, weight: float = 1.0) -> tuple[LiveTurn, SubmitTurn]:
+        """The live turn, and what submits it to the engine, with its tenant's weight."""
+        turn = begun.turn
+        submit = replace(
+            begun.submit, turn_id=next(self._numbers), share=turn.tenant, weight=weight
+        )
         live = LiveTurn(
             turn.turn_id,
             turn.conversation_id,
@@ -199,6 +219,11 @@ class Turns:
         live.failure = failure
         self._remove(live, finish)
 
+    def engine_lost(self) -> None:
+        """Its warms are gone with it."""
+        for number in list(self._warms):
+            self.end_warm(number)
+
     def engine_started(self, now: float) -> None:
         """Whatever KV there was is gone."""
         self._engine_since = now
@@ -209,9 +234,7 @@ class Turns:
         del self._live[live.number]
         del self._of_request[live.tenant, live.conversation_id, live.request_id]
         self._waiting.pop(live.number, None)
-        self._num_of_tenant[live.tenant] -= 1
-        if not self._num_of_tenant[live.tenant]:
-            del self._num_of_tenant[live.tenant]
+        _count_out(self._num_of_tenant, live.tenant)
         live.move_to(Phase.ENDED)
         live.finish = finish
 
@@ -225,6 +248,12 @@ class Turns:
 
     def _first(self, matches: Callable[[LiveTurn], bool]) -> LiveTurn | None:
         return next((live for live in self._live.values() if matches(live)), None)
+
+
+def _count_out(counts: Counter[Any], key: Any) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 def failure_of(reason: str) -> PensieveError:

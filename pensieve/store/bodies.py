@@ -28,6 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import StoreCorrupt
+from pensieve.store import stored_bytes
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -65,8 +66,10 @@ def body_crc(private: bytes, tokens: bytes) -> int:
     return zlib.crc32(tokens, zlib.crc32(private))
 
 
-def insert_body(conn: Connection, private: Mapping[str, Any], token_ids: Sequence[int] = ()) -> int:
-    """Append a body; returns its row number."""
+def insert_body(
+    conn: Connection, tenant: str, private: Mapping[str, Any], token_ids: Sequence[int] = ()
+) -> int:
+    """Append a body of a tenant's; returns its row number."""
     fields = canonical_json(private)
     tokens = pack_tokens(token_ids)
     cursor = conn.execute(
@@ -74,6 +77,7 @@ def insert_body(conn: Connection, private: Mapping[str, Any], token_ids: Sequenc
         (body_crc(fields, tokens), fields, tokens),
     )
     assert cursor.lastrowid is not None
+    stored_bytes.count(conn, tenant, len(fields) + len(tokens) + stored_bytes.ROW_BYTES)
     return cursor.lastrowid
 
 
@@ -93,8 +97,8 @@ def read_private(owner: str, crc: int | None, private: bytes | None, tokens: byt
     return json.loads(checked_body(owner, crc, private, tokens)[0])
 
 
-def wipe_bodies(conn: Connection, bodies: Iterable[int]) -> None:
-    """Overwrite bodies with nothing and count the space that they waste."""
+def wipe_bodies(conn: Connection, tenant: str, bodies: Iterable[int]) -> None:
+    """Overwrite bodies of a tenant's with nothing and count the space that they waste."""
     numbers = [str(int(body)) for body in bodies]
     for first in range(0, len(numbers), WIPED_AT_ONCE):
         some = ",".join(numbers[first : first + WIPED_AT_ONCE])
@@ -104,6 +108,12 @@ def wipe_bodies(conn: Connection, bodies: Iterable[int]) -> None:
             f" FROM bodies WHERE body IN ({some})), 0)",
             (LOCAL_BYTES_MAX,),
         )
+        ((num_bytes,),) = conn.execute(
+            "SELECT coalesce(sum(length(private) + length(tokens) + ?), 0)"
+            f" FROM bodies WHERE body IN ({some})",
+            (stored_bytes.ROW_BYTES,),
+        ).fetchall()
+        stored_bytes.count(conn, tenant, -num_bytes)
         conn.execute(
             f"UPDATE bodies SET crc = NULL, private = NULL, tokens = NULL WHERE body IN ({some})"
         )

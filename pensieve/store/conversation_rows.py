@@ -133,6 +133,7 @@ def insert_conversation(conn: Connection, conversation: Conversation) -> int:
     """Insert a row for a conversation without history; returns its number."""
     body = insert_body(
         conn,
+        conversation.tenant,
         {
             "conversation_id": conversation.conversation_id,
             "tools": list(conversation.tools),
@@ -174,7 +175,7 @@ def set_fingerprint(conn: Connection, conversation: int, fingerprint: str) -> No
     )
 
 
-def delete_conversation(conn: Connection, conversation: int) -> None:
+def delete_conversation(conn: Connection, conversation: int, tenant: str) -> None:
     """Delete a conversation with its turns and messages, but for messages that a fork's history holds."""
     made_here = "(SELECT turn_id FROM turns WHERE conversation = :conversation)"
     held_here = (
@@ -193,7 +194,7 @@ def delete_conversation(conn: Connection, conversation: int) -> None:
         " UNION ALL SELECT body FROM conversations WHERE conversation = :conversation",
         name,
     ).fetchall()
-    wipe_bodies(conn, (body for (body,) in bodies))
+    wipe_bodies(conn, tenant, (body for (body,) in bodies))
     conn.execute(f"DELETE FROM messages WHERE {only_here}", name)
     conn.execute(f"UPDATE messages SET turn_id = NULL WHERE turn_id IN {made_here}", name)
     conn.execute("DELETE FROM history WHERE conversation = :conversation", name)

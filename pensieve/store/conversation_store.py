@@ -41,7 +41,7 @@ from pensieve.errors import (
     StaleRevision,
     TurnRunning,
 )
-from pensieve.store import conversation_rows, message_rows, turn_rows, verify
+from pensieve.store import conversation_rows, message_rows, stored_bytes, turn_rows, verify
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.connection import BUSY_TIMEOUT_SECONDS, Writer, preferred_driver
 from pensieve.store.conversation_rows import require_conversation
@@ -163,7 +163,7 @@ class ConversationStore:
                     updated_at=now,
                 ),
             )
-            head = shared or message_rows.insert_messages(conn, new.messages, None, 0)
+            head = shared or message_rows.insert_messages(conn, new.tenant, new.messages, None, 0)
             message_rows.append_history(conn, number, head)
             return require_conversation(conn, new.conversation_id, new.tenant)[1]
 
@@ -176,6 +176,11 @@ class ConversationStore:
         """Those of all tenants."""
         with self._writer.reading() as conn:
             return conversation_rows.num_conversations(conn)
+
+    def stored_bytes(self, tenant: str = "") -> int:
+        """That the tenant's conversations take."""
+        with self._writer.reading() as conn:
+            return stored_bytes.of_tenant(conn, tenant)
 
     def list_conversations(
         self, page_size: int = 100, page_token: str = "", *, tenant: str = ""
@@ -225,7 +230,7 @@ class ConversationStore:
             number, conversation = require_conversation(conn, conversation_id, tenant)
             _refuse_running(conversation)
             links = message_rows.require_links(conn, number, conversation, to_revision)
-            message_rows.cut_history(conn, number, to_revision)
+            message_rows.cut_history(conn, number, tenant, to_revision)
             conversation_rows.set_revision(conn, number, conversation.revision + 1, self._now())
             return Rewound(conversation.revision + 1, sum(link.num_tokens for link in links))
 
@@ -249,7 +254,7 @@ class ConversationStore:
                     "token_ids",
                     f"{len(token_ids)} sequences for {conversation.num_messages} messages",
                 )
-            message_rows.replace_tokens(conn, number, token_ids)
+            message_rows.replace_tokens(conn, number, tenant, token_ids)
             conversation_rows.set_fingerprint(conn, number, fingerprint)
             return require_conversation(conn, conversation_id, tenant)[1]
 
@@ -263,7 +268,7 @@ class ConversationStore:
             with self._running.writing() as conn:
                 number, conversation = require_conversation(conn, conversation_id, tenant)
                 _refuse_running(conversation)
-                conversation_rows.delete_conversation(conn, number)
+                conversation_rows.delete_conversation(conn, number, tenant)
                 self.erasure.prepare()
         except NotFound:
             self.erasure.finish()
@@ -302,9 +307,9 @@ class ConversationStore:
                     conn, number, conversation, request, content_hash, self._now()
                 )
             else:
-                turn_rows.restart_turn(conn, stored.turn.turn_id)
+                turn_rows.restart_turn(conn, stored.turn.turn_id, tenant)
                 turn = turn_rows.require_turn(conn, stored.turn.turn_id).turn
-            message_rows.insert_messages(conn, request.messages, turn.turn_id, 0)
+            message_rows.insert_messages(conn, tenant, request.messages, turn.turn_id, 0)
         self._running.add(turn.turn_id)
         return Begun(turn, must_run=True)
 
@@ -322,14 +327,14 @@ class ConversationStore:
         state = TurnState.CANCELLED if finish_reason == CANCELLED else TurnState.COMPLETED
         with self._running.ending(turn_id) as conn:
             check_text([reply])
-            number, found, made, revision = turn_rows.require_progress(conn, turn_id)
+            number, found, made, revision, tenant = turn_rows.require_progress(conn, turn_id)
             if found is state and made is not None:
                 return made
             if found is not TurnState.RUNNING:
                 raise NotFound(f"turn {turn_id} no longer runs, it is {found}")
             revision += 1
             links = turn_rows.turn_links(conn, turn_id, revision)
-            message = message_rows.insert_message(conn, reply, turn_id, finish_reason)
+            message = message_rows.insert_message(conn, tenant, reply, turn_id, finish_reason)
             links.append(message_rows.Link(message, revision, len(reply.token_ids)))
             message_rows.append_history(conn, number, links)
             now = self._now()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import InvalidArgument
-from pensieve.store import conversation_rows, message_rows
+from pensieve.store import conversation_rows, message_rows, stored_bytes
 from pensieve.store.connection import explained, open_read_only
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.records import PAGE_SIZE_MAX, Conversation, Message, MessagePage, Page
@@ -50,6 +50,11 @@ class HistoryReader:
         """Those of all tenants."""
         with self._snapshot() as conn:
             return conversation_rows.num_conversations(conn)
+
+    def stored_bytes(self) -> dict[str, int]:
+        """That the conversations of each tenant take."""
+        with self._snapshot() as conn:
+            return stored_bytes.of_all(conn)
 
     def list_conversations(
         self, page_size: int = 100, page_token: str = "", *, tenant: str = ""

@@ -34,10 +34,14 @@ class Link(NamedTuple):
 
 
 def insert_message(
-    conn: Connection, message: NewMessage, turn_id: int | None, finish_reason: str | None = None
+    conn: Connection,
+    tenant: str,
+    message: NewMessage,
+    turn_id: int | None,
+    finish_reason: str | None = None,
 ) -> int:
     """Insert a message that no history holds yet; returns its row number."""
-    body = insert_body(conn, message.private(), message.token_ids)
+    body = insert_body(conn, tenant, message.private(), message.token_ids)
     cursor = conn.execute(
         "INSERT INTO messages (turn_id, role, finish_reason, num_tokens, body)"
         " VALUES (?, ?, ?, ?, ?)",
@@ -54,11 +58,15 @@ def insert_message(
 
 
 def insert_messages(
-    conn: Connection, messages: Sequence[NewMessage], turn_id: int | None, revision: int
+    conn: Connection,
+    tenant: str,
+    messages: Sequence[NewMessage],
+    turn_id: int | None,
+    revision: int,
 ) -> list[Link]:
     """Insert messages that no history holds yet; returns the links that will add them to one."""
     return [
-        Link(insert_message(conn, message, turn_id), revision, len(message.token_ids))
+        Link(insert_message(conn, tenant, message, turn_id), revision, len(message.token_ids))
         for message in messages
     ]
 
@@ -104,7 +112,7 @@ def require_links(
     return found
 
 
-def cut_history(conn: Connection, conversation: int, after_revision: int) -> None:
+def cut_history(conn: Connection, conversation: int, tenant: str, after_revision: int) -> None:
     """Remove the messages of later revisions from a history, and wipe those that nothing holds."""
     cut = "SELECT message FROM history WHERE conversation = :conversation AND revision > :revision"
     unheld = (
@@ -113,14 +121,16 @@ def cut_history(conn: Connection, conversation: int, after_revision: int) -> Non
     )
     names = {"conversation": conversation, "revision": after_revision}
     bodies = conn.execute(f"SELECT body FROM messages WHERE {unheld}", names).fetchall()
-    wipe_bodies(conn, (body for (body,) in bodies))
+    wipe_bodies(conn, tenant, (body for (body,) in bodies))
     conn.execute(f"DELETE FROM messages WHERE {unheld}", names)
     conn.execute(
         "DELETE FROM history WHERE conversation = :conversation AND revision > :revision", names
     )
 
 
-def replace_tokens(conn: Connection, conversation: int, token_ids: Sequence[Sequence[int]]) -> None:
+def replace_tokens(
+    conn: Connection, conversation: int, tenant: str, token_ids: Sequence[Sequence[int]]
+) -> None:
     """Replace every message of a history by a new row with other tokens; forks keep the old rows.
 
     A message that a turn of this conversation made stays that turn's; its old row is deleted if no fork
@@ -142,8 +152,9 @@ def replace_tokens(conn: Connection, conversation: int, token_ids: Sequence[Sequ
         again = NewMessage(role=role, token_ids=ids, **private)
         if turn_id is not None:
             conn.execute("UPDATE messages SET turn_id = NULL WHERE message = ?", (message,))
-        new.append(Link(insert_message(conn, again, turn_id, finish_reason), revision, len(ids)))
-    cut_history(conn, conversation, after_revision=-1)
+        inserted = insert_message(conn, tenant, again, turn_id, finish_reason)
+        new.append(Link(inserted, revision, len(ids)))
+    cut_history(conn, conversation, tenant, after_revision=-1)
     append_history(conn, conversation, new)
 
 

@@ -11,6 +11,7 @@ The tables:
     history         which messages a conversation has, in order: (position, message)
     bodies          the private part of all three (see bodies.py)
     space           one row: the bytes that wiped bodies waste
+    tenants         the bytes that each tenant's conversations take (stored_bytes.py)
 
 A message exists as long as something holds it: a row of `history`, or the turn that made it, which may be
 replayed.  Both are indexed, so whether anything holds a message is a lookup, and there is no reference
@@ -26,6 +27,7 @@ from typing import Any
 from sqlite_utils import Migrations
 
 from pensieve.errors import StoreError, StoreTooNew
+from pensieve.store.stored_bytes import ADDED_UP
 
 APPLICATION_ID = 0x50656E73  # "Pens"
 
@@ -112,9 +114,19 @@ def m002_holders_by_body(db: Any) -> None:
     db.conn.execute("PRAGMA user_version = 2")
 
 
+def m003_bytes_of_tenants(db: Any) -> None:
+    """What a tenant stores is limited, so it is counted."""
+    db.conn.execute(
+        "CREATE TABLE tenants (tenant TEXT PRIMARY KEY, stored_bytes INTEGER NOT NULL)"
+        " STRICT, WITHOUT ROWID"
+    )
+    db.conn.execute(f"INSERT INTO tenants (tenant, stored_bytes) {ADDED_UP}")
+    db.conn.execute("PRAGMA user_version = 3")
+
+
 Step = Callable[[Any], None]  # takes a sqlite_utils Database
 
-STEPS: tuple[Step, ...] = (m001_initial, m002_holders_by_body)
+STEPS: tuple[Step, ...] = (m001_initial, m002_holders_by_body, m003_bytes_of_tenants)
 
 
 def migrate(db: Any, path: Path, steps: Sequence[Step] = STEPS) -> None:

@@ -77,6 +77,7 @@ class Progress(NamedTuple):
     state: TurnState
     revision: int | None  # the one it made, if it has ended
     conversation_revision: int
+    tenant: str
 
 
 def find_request(conn: Connection, conversation_key: bytes, request_id: str) -> TurnRow | None:
@@ -95,7 +96,7 @@ def require_turn(conn: Connection, turn_id: int) -> TurnRow:
 
 def require_progress(conn: Connection, turn_id: int) -> Progress:
     row = conn.execute(
-        "SELECT t.conversation, t.state, t.revision, c.revision"
+        "SELECT t.conversation, t.state, t.revision, c.revision, c.tenant"
         " FROM turns t JOIN conversations c USING (conversation) WHERE t.turn_id = ?",
         (turn_id,),
     ).fetchone()
@@ -114,6 +115,7 @@ def insert_turn(
 ) -> StoredTurn:
     body = insert_body(
         conn,
+        conversation.tenant,
         {
             "request_id": request.request_id,
             "sampling": dict(request.sampling),
@@ -144,10 +146,10 @@ def insert_turn(
     )
 
 
-def restart_turn(conn: Connection, turn_id: int) -> None:
+def restart_turn(conn: Connection, turn_id: int, tenant: str) -> None:
     """Begin an interrupted or failed turn again with its seed; its old messages are wiped."""
     bodies = conn.execute("SELECT body FROM messages WHERE turn_id = ?", (turn_id,)).fetchall()
-    wipe_bodies(conn, (body for (body,) in bodies))
+    wipe_bodies(conn, tenant, (body for (body,) in bodies))
     conn.execute("DELETE FROM messages WHERE turn_id = ?", (turn_id,))
     conn.execute(
         "UPDATE turns SET state = 'running', attempts = attempts + 1, failure = NULL,"

@@ -3,8 +3,8 @@
 For each conversation: positions count from 0, messages tile the log, every record passes its checksum
 and has the number of token ids that it states, revisions do not fall and do not exceed the
 conversation's, and a turn that has finished is in the history as a whole or not at all.  For the store: at
-most one turn of a conversation is running, every message and every body is held by something, and nothing
-refers to a missing row.
+most one turn of a conversation is running, every message and every body is held by something, nothing
+refers to a missing row, and what each tenant stores is counted right.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pensieve.errors import NotFound, StoreCorrupt
 from pensieve.store import conversation_rows
 from pensieve.store.bodies import TOKEN_BYTES, checked_body
 from pensieve.store.connection import read_only
+from pensieve.store.stored_bytes import ADDED_UP
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -169,6 +170,16 @@ STORE_QUERIES = (
         UNION ALL
         SELECT held.body, held.num, 'missing'
         FROM held WHERE NOT EXISTS (SELECT 1 FROM bodies b WHERE b.body = held.body)
+        """,
+    ),
+    (
+        "tenant {!r}: its conversations take {} bytes, and {} are counted",
+        f"""
+        WITH added (tenant, num_bytes) AS ({ADDED_UP}),
+            known AS (SELECT tenant FROM added UNION SELECT tenant FROM tenants)
+        SELECT k.tenant, coalesce(a.num_bytes, 0), coalesce(t.stored_bytes, 0)
+        FROM known k LEFT JOIN added a USING (tenant) LEFT JOIN tenants t USING (tenant)
+        WHERE coalesce(a.num_bytes, 0) <> coalesce(t.stored_bytes, 0)
         """,
     ),
 )

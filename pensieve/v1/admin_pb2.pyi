@@ -573,6 +573,148 @@ class CheckIntegrityResponse(google.protobuf.message.Message):
 Global___CheckIntegrityResponse: typing_extensions.TypeAlias = CheckIntegrityResponse
 
 @typing.final
+class ListTenantsRequest(google.protobuf.message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListTenantsRequest: typing_extensions.TypeAlias = ListTenantsRequest
+
+@typing.final
+class ListTenantsResponse(google.protobuf.message.Message):
+    """The tenants."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANTS_FIELD_NUMBER: builtins.int
+    @property
+    def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tenant]:
+        """Those of the token file, those that have called, and those that have conversations; by name."""
+
+    def __init__(
+        self,
+        *,
+        tenants: collections.abc.Iterable[Global___Tenant] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tenants", b"tenants"]) -> None: ...
+
+Global___ListTenantsResponse: typing_extensions.TypeAlias = ListTenantsResponse
+
+@typing.final
+class Tenant(google.protobuf.message.Message):
+    """A tenant."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    TURNS_FIELD_NUMBER: builtins.int
+    CALLS_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
+    UNREAD_BYTES_FIELD_NUMBER: builtins.int
+    TOKENS_SAVED_FIELD_NUMBER: builtins.int
+    REQUESTS_SAVED_FIELD_NUMBER: builtins.int
+    LIMITS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Empty: who needs no token, or has one without a tenant."""
+    turns: builtins.int
+    """Turns that run, wait or are about to begin, and warms."""
+    calls: builtins.int
+    """Calls that have not ended."""
+    stored_bytes: builtins.int
+    """That its conversations take."""
+    unread_bytes: builtins.int
+    """Of answers that its clients have not taken."""
+    tokens_saved: builtins.float
+    """Of tokens_per_second, what is saved up; below 0, what is owed.  Not given: there is no limit."""
+    requests_saved: builtins.float
+    """The same of requests_per_second."""
+    @property
+    def limits(self) -> Global___TenantLimits:
+        """What it may take."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        turns: builtins.int = ...,
+        calls: builtins.int = ...,
+        stored_bytes: builtins.int = ...,
+        unread_bytes: builtins.int = ...,
+        tokens_saved: builtins.float | None = ...,
+        requests_saved: builtins.float | None = ...,
+        limits: Global___TenantLimits | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_requests_saved", b"_requests_saved", "_tokens_saved", b"_tokens_saved", "limits", b"limits", "requests_saved", b"requests_saved", "tokens_saved", b"tokens_saved"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_requests_saved", b"_requests_saved", "_tokens_saved", b"_tokens_saved", "calls", b"calls", "limits", b"limits", "name", b"name", "requests_saved", b"requests_saved", "stored_bytes", b"stored_bytes", "tokens_saved", b"tokens_saved", "turns", b"turns", "unread_bytes", b"unread_bytes"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_requests_saved", b"_requests_saved"]) -> typing.Literal["requests_saved"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_tokens_saved", b"_tokens_saved"]) -> typing.Literal["tokens_saved"] | None: ...
+
+Global___Tenant: typing_extensions.TypeAlias = Tenant
+
+@typing.final
+class TenantLimits(google.protobuf.message.Message):
+    """As in the token file; what is not given has no limit."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TURNS_MAX_FIELD_NUMBER: builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: builtins.int
+    REQUESTS_PER_SECOND_FIELD_NUMBER: builtins.int
+    CALLS_MAX_FIELD_NUMBER: builtins.int
+    STORAGE_BYTES_FIELD_NUMBER: builtins.int
+    UNREAD_BYTES_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    turns_max: builtins.int
+    """Turns at once."""
+    tokens_per_second: builtins.float
+    """New and sampled tokens, on average."""
+    requests_per_second: builtins.float
+    """Requests of any kind, on average."""
+    calls_max: builtins.int
+    """Calls at once."""
+    storage_bytes: builtins.int
+    """Of its conversations."""
+    unread_bytes: builtins.int
+    """Of answers that its clients do not take."""
+    weight: builtins.float
+    """Its share where turns wait."""
+    def __init__(
+        self,
+        *,
+        turns_max: builtins.int | None = ...,
+        tokens_per_second: builtins.float | None = ...,
+        requests_per_second: builtins.float | None = ...,
+        calls_max: builtins.int | None = ...,
+        storage_bytes: builtins.int | None = ...,
+        unread_bytes: builtins.int | None = ...,
+        weight: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_calls_max", b"_calls_max", "_requests_per_second", b"_requests_per_second", "_storage_bytes", b"_storage_bytes", "_tokens_per_second", b"_tokens_per_second", "_turns_max", b"_turns_max", "_unread_bytes", b"_unread_bytes", "_weight", b"_weight", "calls_max", b"calls_max", "requests_per_second", b"requests_per_second", "storage_bytes", b"storage_bytes", "tokens_per_second", b"tokens_per_second", "turns_max", b"turns_max", "unread_bytes", b"unread_bytes", "weight", b"weight"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_calls_max", b"_calls_max", "_requests_per_second", b"_requests_per_second", "_storage_bytes", b"_storage_bytes", "_tokens_per_second", b"_tokens_per_second", "_turns_max", b"_turns_max", "_unread_bytes", b"_unread_bytes", "_weight", b"_weight", "calls_max", b"calls_max", "requests_per_second", b"requests_per_second", "storage_bytes", b"storage_bytes", "tokens_per_second", b"tokens_per_second", "turns_max", b"turns_max", "unread_bytes", b"unread_bytes", "weight", b"weight"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_calls_max", b"_calls_max"]) -> typing.Literal["calls_max"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_requests_per_second", b"_requests_per_second"]) -> typing.Literal["requests_per_second"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_storage_bytes", b"_storage_bytes"]) -> typing.Literal["storage_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_tokens_per_second", b"_tokens_per_second"]) -> typing.Literal["tokens_per_second"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_turns_max", b"_turns_max"]) -> typing.Literal["turns_max"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_unread_bytes", b"_unread_bytes"]) -> typing.Literal["unread_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_weight", b"_weight"]) -> typing.Literal["weight"] | None: ...
+
+Global___TenantLimits: typing_extensions.TypeAlias = TenantLimits
+
+@typing.final
 class DrainRequest(google.protobuf.message.Message):
     """Nothing to say."""
 

@@ -65,6 +65,11 @@ class AdminServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_admin__pb2.CheckIntegrityRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_admin__pb2.CheckIntegrityResponse.FromString,
                 _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/pensieve.v1.AdminService/ListTenants',
+                request_serializer=pensieve_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/pensieve.v1.AdminService/Drain',
                 request_serializer=pensieve_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -118,6 +123,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListTenants(self, request, context):
+        """What each tenant has taken, and what it may take.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Takes no new turn, finishes what runs, and exits.
         """
@@ -157,6 +169,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.CheckIntegrity,
                     request_deserializer=pensieve_dot_v1_dot_admin__pb2.CheckIntegrityRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_admin__pb2.CheckIntegrityResponse.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=pensieve_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_admin__pb2.ListTenantsResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -327,6 +344,33 @@ class AdminService(object):
             '/pensieve.v1.AdminService/CheckIntegrity',
             pensieve_dot_v1_dot_admin__pb2.CheckIntegrityRequest.SerializeToString,
             pensieve_dot_v1_dot_admin__pb2.CheckIntegrityResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.AdminService/ListTenants',
+            pensieve_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+            pensieve_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
             options,
             channel_credentials,
             insecure,

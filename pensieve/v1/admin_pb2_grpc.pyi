@@ -121,6 +121,22 @@ _AdminServiceCheckIntegrityType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminServiceListTenantsType = typing_extensions.TypeVar(
+    '_AdminServiceListTenantsType',
+    grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.ListTenantsRequest,
+        pensieve.v1.admin_pb2.ListTenantsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.ListTenantsRequest,
+        pensieve.v1.admin_pb2.ListTenantsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.ListTenantsRequest,
+        pensieve.v1.admin_pb2.ListTenantsResponse,
+    ],
+)
+
 _AdminServiceDrainType = typing_extensions.TypeVar(
     '_AdminServiceDrainType',
     grpc.UnaryUnaryMultiCallable[
@@ -137,7 +153,7 @@ _AdminServiceDrainType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWatchStatsType, _AdminServiceListCachedConversationsType, _AdminServiceExplainConversationType, _AdminServiceEvictConversationType, _AdminServiceCheckIntegrityType, _AdminServiceDrainType]):
+class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWatchStatsType, _AdminServiceListCachedConversationsType, _AdminServiceExplainConversationType, _AdminServiceEvictConversationType, _AdminServiceCheckIntegrityType, _AdminServiceListTenantsType, _AdminServiceDrainType]):
     """Needs the admin token, or the UNIX socket in the data folder."""
 
     @typing.overload
@@ -165,6 +181,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
         grpc.UnaryUnaryMultiCallable[
             pensieve.v1.admin_pb2.CheckIntegrityRequest,
             pensieve.v1.admin_pb2.CheckIntegrityResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            pensieve.v1.admin_pb2.ListTenantsRequest,
+            pensieve.v1.admin_pb2.ListTenantsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             pensieve.v1.admin_pb2.DrainRequest,
@@ -199,6 +219,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
             pensieve.v1.admin_pb2.CheckIntegrityResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            pensieve.v1.admin_pb2.ListTenantsRequest,
+            pensieve.v1.admin_pb2.ListTenantsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             pensieve.v1.admin_pb2.DrainRequest,
             pensieve.v1.admin_pb2.DrainResponse,
         ],
@@ -221,6 +245,9 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
 
     CheckIntegrity: _AdminServiceCheckIntegrityType
     """Recomputes every invariant of cache, scheduler and store."""
+
+    ListTenants: _AdminServiceListTenantsType
+    """What each tenant has taken, and what it may take."""
 
     Drain: _AdminServiceDrainType
     """Takes no new turn, finishes what runs, and exits."""
@@ -249,6 +276,10 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         pensieve.v1.admin_pb2.CheckIntegrityRequest,
         pensieve.v1.admin_pb2.CheckIntegrityResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.ListTenantsRequest,
+        pensieve.v1.admin_pb2.ListTenantsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         pensieve.v1.admin_pb2.DrainRequest,
@@ -306,6 +337,14 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.admin_pb2.CheckIntegrityResponse, collections.abc.Awaitable[pensieve.v1.admin_pb2.CheckIntegrityResponse]]:
         """Recomputes every invariant of cache, scheduler and store."""
+
+    @abc.abstractmethod
+    def ListTenants(
+        self,
+        request: pensieve.v1.admin_pb2.ListTenantsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pensieve.v1.admin_pb2.ListTenantsResponse, collections.abc.Awaitable[pensieve.v1.admin_pb2.ListTenantsResponse]]:
+        """What each tenant has taken, and what it may take."""
 
     @abc.abstractmethod
     def Drain(

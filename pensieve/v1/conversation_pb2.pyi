@@ -632,8 +632,9 @@ class SendMessageRequest(google.protobuf.message.Message):
     expected_revision: builtins.int
     """If given, the conversation must be at this revision."""
     priority: builtins.int
-    """In -8..8.  Who waits is served in the order of arrival; one step up is worth 64 arrivals, so that
-    nobody waits for ever.  Under pressure the lowest is suspended first.
+    """In -8..8.  A tenant's turns that wait are served in the order of arrival; one step up is worth 64 arrivals, so
+    that none waits for ever.  Under pressure the lowest is suspended first.  A token may have a highest priority;
+    a higher one is lowered to it.
     """
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewMessage]:

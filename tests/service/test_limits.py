@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from pensieve.cli.main import main
 from pensieve.errors import ConfigError, PermissionDenied, Unauthenticated
 from pensieve.service.grpc import auth
-from pensieve.service.limits import Allowance, Limits
+from pensieve.service.limits import LIMIT_NAMES, Allowance, Limits
 
 BEARER = "authorization"
 
@@ -44,7 +45,7 @@ def test_a_token_file_says_who_may_do_what(tmp_path: Path) -> None:
     token, entry = auth.new_token("acme", admin=False, turns_max=3, tokens_per_second=20.0)
     other, second = auth.new_token("", admin=True)
     known = tokens(tmp_path, entry + second)
-    assert auth.limits_of(known) == {"acme": Limits(3, 20.0)}
+    assert auth.limits_of(known) == {"acme": Limits(3, 20.0), "": Limits()}
     guard = auth.AuthInterceptor(known)
     send, admin = "/pensieve.v1.ConversationService/SendMessage", "/pensieve.v1.AdminService/Drain"
     assert guard.authenticate(send, [(BEARER, f"Bearer {token}")], "ipv4:1.2.3.4:5") == auth.Caller(
@@ -83,6 +84,11 @@ def test_without_tokens_everybody_here_may_talk_and_nobody_administrate() -> Non
         ('[[token]]\nsha256 = "' + "0" * 64 + '"\ntenant = "a/b"\n', "is no id"),
         ('[[token]]\nsha256 = "' + "0" * 64 + '"\nturns_max = 0\n', "turns_max"),
         ('[[token]]\nsha256 = "' + "0" * 64 + '"\ntokens_per_second = "x"\n', "tokens_per_second"),
+        ('[[token]]\nsha256 = "' + "0" * 64 + '"\nrequests_per_second = nan\n', "positive number"),
+        ('[[token]]\nsha256 = "' + "0" * 64 + '"\nweight = inf\n', "weight of token 1"),
+        ('[[token]]\nsha256 = "' + "0" * 64 + '"\ncalls_max = 2.5\n', "positive whole number"),
+        ('[[token]]\nsha256 = "' + "0" * 64 + '"\nstorage_bytes = true\n', "storage_bytes"),
+        ('[[token]]\nsha256 = "' + "0" * 64 + '"\npriority_max = 9\n', r"not in -8\.\.8"),
         ("token = 5\n", "is a list of tables"),
         ("[[token\n", "is not valid TOML"),
     ],
@@ -96,3 +102,45 @@ def test_tokens_of_one_tenant_have_the_same_limits(tmp_path: Path) -> None:
     one, other = (auth.new_token("a", admin=False, turns_max=each)[1] for each in (1, 2))
     with pytest.raises(ConfigError, match="tenant 'a' has two different limits"):
         auth.limits_of(tokens(tmp_path, one + other))
+
+
+def test_each_limit_has_a_flag_of_the_command_that_makes_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = {
+        "turns_max": "3",
+        "tokens_per_second": "20.5",
+        "requests_per_second": "4",
+        "calls_max": "7",
+        "storage_bytes": "10GiB",
+        "unread_bytes": "1MiB",
+        "weight": "2.5",
+        "priority_max": "-2",
+    }
+    assert flags.keys() == {*LIMIT_NAMES, "priority_max"}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    assert main(["token", "--tenant", "acme", *words]) == 0
+    (token,) = tokens(tmp_path, capsys.readouterr().out)
+    assert token.tenant == "acme"
+    assert token.priority_max == -2
+    assert token.limits == Limits(
+        turns_max=3,
+        tokens_per_second=20.5,
+        requests_per_second=4.0,
+        calls_max=7,
+        storage_bytes=10 << 30,
+        unread_bytes=1 << 20,
+        weight=2.5,
+    )
+    with pytest.raises(SystemExit):
+        main(["token", "--storage-bytes", "60%"])
+
+
+def test_a_request_at_a_time_can_be_saved_up_however_low_the_rate() -> None:
+    allowance = Allowance(Limits(requests_per_second=0.01), 0.0)
+    assert allowance.request(0.0) is None
+    refused = allowance.request(50.0)
+    assert refused is not None
+    assert refused.limit == "requests_per_second"
+    assert refused.retry_after_seconds == 50.0
+    assert allowance.request(100.0) is None

@@ -82,12 +82,13 @@ def test_a_token_that_is_taken_out_is_refused_and_a_new_one_is_known(guarded: Gu
     assert not guarded.knows(guarded.first)
 
 
-@pytest.mark.parametrize("entries", ["", "[[token]]\nsha256 = 'abc", "limits"])
+@pytest.mark.parametrize("entries", ["", "[[token]]\nsha256 = 'abc", "two limits"])
 def test_a_token_file_that_cannot_be_used_changes_nothing_and_is_reported(
     guarded: Guarded, entries: str
 ) -> None:
-    if entries == "limits":
-        entries = auth.new_token("a", admin=False, turns_max=3)[1]
+    if entries == "two limits":
+        each = [auth.new_token("a", admin=False, turns_max=number)[1] for number in (1, 2)]
+        entries = "".join(each)
     guarded.write(entries)
     wait_for(lambda: "the tokens stay as they were" in guarded.log.read_text(), 30)
     assert guarded.knows(guarded.first)

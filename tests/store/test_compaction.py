@@ -50,13 +50,13 @@ def finish(store: ConversationStore) -> int:
 
 def test_the_file_shrinks_when_more_than_half_is_wiped(open_store: Open) -> None:
     store = open_store(compact_bytes_min=100_000)
-    for number in range(80):
+    for number in range(90):
         create(store, f"c{number}", user(f"SECRET-{number:02d}" + "x" * 3900))
     create(store, "keep", user("keep", 1))
     writer_of(store).truncate_journal()
     full = size(store)
     sizes = []
-    for number in range(80):
+    for number in range(90):
         store.delete_conversation(f"c{number}")
         assert f"SECRET-{number:02d}".encode() not in raw(store)
         finish(store)

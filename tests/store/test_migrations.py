@@ -24,6 +24,7 @@ from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
 
 Open = Callable[..., ConversationStore]
+NEWEST = 3
 
 
 def edit(path: Path, driver: Any, *statements: str) -> None:
@@ -46,11 +47,12 @@ def path(open_store: Open) -> Path:
 def test_the_file_says_what_it_is(path: Path, driver: Any) -> None:
     conn = driver.connect(str(path))
     assert conn.execute("PRAGMA application_id").fetchone() == (0x50656E73,)
-    assert conn.execute("PRAGMA user_version").fetchone() == (2,)
+    assert conn.execute("PRAGMA user_version").fetchone() == (NEWEST,)
     assert conn.execute("PRAGMA auto_vacuum").fetchone() == (2,)  # incremental: it can be shortened
     assert conn.execute("SELECT migration_set, name FROM _sqlite_migrations").fetchall() == [
         ("pensieve", "m001_initial"),
         ("pensieve", "m002_holders_by_body"),
+        ("pensieve", "m003_bytes_of_tenants"),
     ]
     conn.close()
 
@@ -82,8 +84,8 @@ def test_the_writer_is_durable_and_wipes_what_it_deletes(store: ConversationStor
         ("PRAGMA user_version = 7", 7),
         (
             "INSERT INTO _sqlite_migrations (migration_set, name, applied_at)"
-            " VALUES ('pensieve', 'm003_future', '')",
-            3,
+            " VALUES ('pensieve', 'm004_future', '')",
+            NEWEST + 1,
         ),
     ],
 )
@@ -95,7 +97,7 @@ def test_a_newer_schema_is_refused_and_untouched(
     with pytest.raises(StoreTooNew) as refused:
         open_store()
     assert str(refused.value) == (
-        f"{path} has schema version {version} and this Pensieve knows versions up to 2;"
+        f"{path} has schema version {version} and this Pensieve knows versions up to {NEWEST};"
         " use the newer Pensieve that wrote it"
     )
     assert path.read_bytes() == before
@@ -106,7 +108,7 @@ def test_a_refusal_lets_go_of_the_folder(path: Path, driver: Any, open_store: Op
     for _ in range(2):
         with pytest.raises(StoreTooNew):
             open_store()
-    edit(path, driver, "PRAGMA user_version = 2")
+    edit(path, driver, f"PRAGMA user_version = {NEWEST}")
     assert not open_store().integrity_check_due
 
 
@@ -138,33 +140,33 @@ def test_an_old_sqlite_is_refused(open_store: Open) -> None:
 
 
 def test_a_database_is_copied_before_its_schema_changes(path: Path, driver: Any) -> None:
-    def m003_colour(db: Any) -> None:
+    def m004_colour(db: Any) -> None:
         db.conn.execute("ALTER TABLE conversations ADD COLUMN colour TEXT")
-        db.conn.execute("PRAGMA user_version = 3")
+        db.conn.execute(f"PRAGMA user_version = {NEWEST + 1}")
 
     conn = driver.connect(str(path), isolation_level=None)
-    migrate(Database(conn), path, (*STEPS, m003_colour))
-    assert conn.execute("PRAGMA user_version").fetchone() == (3,)
+    migrate(Database(conn), path, (*STEPS, m004_colour))
+    assert conn.execute("PRAGMA user_version").fetchone() == (NEWEST + 1,)
     assert conn.execute("SELECT colour FROM conversations").fetchall() == [(None,)]
     conn.close()
-    backup = path.with_name("conversations.db.version2")
+    backup = path.with_name(f"conversations.db.version{NEWEST}")
     assert backup.stat().st_mode & 0o777 == 0o600
     conn = driver.connect(str(backup))
-    assert conn.execute("PRAGMA user_version").fetchone() == (2,)
+    assert conn.execute("PRAGMA user_version").fetchone() == (NEWEST,)
     assert conn.execute("SELECT count(*) FROM messages").fetchone() == (2,)
     conn.close()
 
 
 def test_a_migration_that_fails_leaves_the_old_schema(path: Path, driver: Any) -> None:
-    def m003_broken(db: Any) -> None:
+    def m004_broken(db: Any) -> None:
         db.conn.execute("ALTER TABLE conversations ADD COLUMN colour TEXT")
-        db.conn.execute("PRAGMA user_version = 3")
+        db.conn.execute(f"PRAGMA user_version = {NEWEST + 1}")
         db.conn.execute("SELECT 1 FROM nowhere")
 
     conn = driver.connect(str(path), isolation_level=None)
     with pytest.raises(driver.OperationalError, match="nowhere"):
-        migrate(Database(conn), path, (*STEPS, m003_broken))
-    assert conn.execute("PRAGMA user_version").fetchone() == (2,)
+        migrate(Database(conn), path, (*STEPS, m004_broken))
+    assert conn.execute("PRAGMA user_version").fetchone() == (NEWEST,)
     columns = [row[1] for row in conn.execute("PRAGMA table_info(conversations)")]
     assert "colour" not in columns
     conn.close()
@@ -175,6 +177,7 @@ def first_schema(path: Path, driver: Any) -> None:
     conn = driver.connect(str(path), isolation_level=None)
     for table in ("conversations", "turns", "messages"):
         conn.execute(f"DROP INDEX {table}_body")
+    conn.execute("DROP TABLE tenants")
     conn.execute("DELETE FROM _sqlite_migrations WHERE name > 'm002'")
     conn.execute("PRAGMA user_version = 1")
     conn.close()
@@ -218,3 +221,17 @@ def test_a_copy_that_cannot_be_removed_refuses_the_deletion(
     assert list(store.log("tea")) == [1, 2]
     store.delete_conversation("tea")
     assert [file.name for file in path.parent.iterdir() if "version" in file.name] == []
+
+
+def test_what_an_earlier_version_has_stored_is_counted(
+    path: Path, driver: Any, open_store: Open
+) -> None:
+    with open_store() as store:
+        store.fork_conversation("tea", 1, "fork")
+        store.delete_conversation("tea")
+        counted = store.stored_bytes()
+    assert counted > 0
+    first_schema(path, driver)
+    with open_store() as store:
+        assert store.stored_bytes() == counted
+        assert store.verify() == []

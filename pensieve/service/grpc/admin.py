@@ -111,6 +111,26 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> pb.CheckIntegrityResponse:
         return pb.CheckIntegrityResponse(problems=await self.daemon.check())
 
+    async def ListTenants(
+        self, request: pb.ListTenantsRequest, context: Any
+    ) -> pb.ListTenantsResponse:
+        daemon, now = self.daemon, asyncio.get_running_loop().time()
+        stored = await daemon.stored_bytes()
+        given = pb.ListTenantsResponse()
+        for name in sorted({*stored, *daemon.admission.allowances.tenants}):
+            allowance = daemon.allowance(name)
+            given.tenants.add(
+                name=name,
+                turns=daemon.num_turns_of(name),
+                calls=allowance.num_calls,
+                stored_bytes=stored.get(name, 0),
+                unread_bytes=allowance.num_unread_bytes,
+                tokens_saved=allowance.tokens.level(now),
+                requests_saved=allowance.requests.level(now),
+                limits=pb.TenantLimits(**vars(allowance.limits)),
+            )
+        return given
+
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         self._stop()
         return pb.DrainResponse(turns_running=self.daemon.conversations.turns.num_live)

@@ -18,6 +18,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import secrets
 import tomllib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
+from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN
 from pensieve.errors import (
     ConfigError,
     InvalidArgument,
@@ -38,13 +40,13 @@ from pensieve.errors import (
     whole_line,
 )
 from pensieve.service.grpc import sizes, translate
+from pensieve.service.grpc.calls import Calls
 from pensieve.service.grpc.incoming import Incoming
-from pensieve.service.limits import Limits
+from pensieve.service.limits import LIMIT_NAMES, NO_LIMITS, WHOLE, Allowances, Limits
 from pensieve.store.records import ID_PATTERN
 
 log = logging.getLogger("pensieve")
-NO_LIMITS = Limits()
-KEYS = {"sha256", "tenant", "admin", "turns_max", "tokens_per_second"}
+KEYS = {"sha256", "tenant", "admin", "priority_max", *LIMIT_NAMES}
 ADMIN_PREFIX = "/pensieve.v1.AdminService/"
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 
@@ -55,6 +57,7 @@ class Token:
     tenant: str = ""
     admin: bool = False
     limits: Limits = NO_LIMITS
+    priority_max: int = PRIORITY_MAX  # of its turns; a higher one is lowered to it
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Caller:
     tenant: str = ""
     admin: bool = False
     known: bool = True  # by a token, or because none is needed
+    priority_max: int = PRIORITY_MAX
 
 
 ANONYMOUS = Caller()
@@ -96,12 +100,21 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
         tenant = str(entry.get("tenant", ""))
         if tenant and not ID_PATTERN.fullmatch(tenant):
             raise ConfigError(f"{path}: the tenant of token {number} is no id")
-        for name in ("turns_max", "tokens_per_second"):
-            value = entry.get(name, 1)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise ConfigError(f"{path}: {name} of token {number} is not a positive number")
-        limits = Limits(entry.get("turns_max"), entry.get("tokens_per_second"))
-        tokens.append(Token(bytes.fromhex(digest), tenant, bool(entry.get("admin")), limits))
+        limits = {name: entry[name] for name in LIMIT_NAMES if name in entry}
+        for name, value in limits.items():
+            kind: Any = int if name in WHOLE else int | float
+            if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
+                whole = "whole " if name in WHOLE else ""
+                raise ConfigError(
+                    f"{path}: {name} of token {number} is not a positive {whole}number"
+                )
+        priority = entry.get("priority_max", PRIORITY_MAX)
+        if type(priority) is not int or not PRIORITY_MIN <= priority <= PRIORITY_MAX:
+            raise ConfigError(
+                f"{path}: priority_max of token {number} is not in {PRIORITY_MIN}..{PRIORITY_MAX}"
+            )
+        admin = bool(entry.get("admin"))
+        tokens.append(Token(bytes.fromhex(digest), tenant, admin, Limits(**limits), priority))
     if not tokens:
         raise ConfigError(f"{path} names no token; `pensieve token` makes one")
     return tuple(tokens)
@@ -113,12 +126,18 @@ def limits_of(tokens: Sequence[Token]) -> dict[str, Limits]:
     for token in tokens:
         if found.setdefault(token.tenant, token.limits) != token.limits:
             raise ConfigError(f"tenant {token.tenant!r} has two different limits")
-    return {tenant: limits for tenant, limits in found.items() if limits != NO_LIMITS}
+    return found
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    def __init__(self, tokens: Sequence[Token] = (), incoming: Incoming | None = None) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[Token] = (),
+        allowances: Allowances | None = None,
+        incoming: Incoming | None = None,
+    ) -> None:
         self._tokens = tuple(tokens)
+        self._calls = Calls(allowances or Allowances({}, 0.0))
         self._incoming = incoming or Incoming()
 
     def use(self, tokens: Sequence[Token]) -> None:
@@ -138,7 +157,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             raise PermissionDenied("an admin token is needed, or the socket in the data folder")
         if self._tokens and given is None and not local:
             raise Unauthenticated("a token is needed")
-        return Caller(given.tenant if given is not None else "", admin)
+        if given is None:
+            return Caller("", admin)
+        return Caller(given.tenant, admin, priority_max=given.priority_max)
 
     def _known(self, metadata: Iterable[tuple[str, Any]]) -> Token | None:
         value = next((value for key, value in metadata if key == "authorization"), "")
@@ -160,6 +181,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         metadata = tuple(details.invocation_metadata or ())
+        is_counted = not details.method.startswith((ADMIN_PREFIX, HEALTH_PREFIX))
         parse = handler.request_deserializer or bytes
 
         async def guarded(
@@ -168,10 +190,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             try:
                 found = self.authenticate(details.method, metadata, context.peer())
                 _caller.set(found)
+                if is_counted:
+                    context = self._calls.enter(context, found.tenant, details.method)
                 if takes_one:
                     tenant = found.tenant if found.known else None
                     requests = _parsed(parse, await self._incoming.body(context, tenant))
-                return await act(requests, context)
+                answer = await act(requests, context)
+                if is_counted and answer is not None:
+                    context.answers(answer)
+                return answer
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
             except PensieveError as error:
@@ -238,20 +265,15 @@ async def abort_with(context: Any, error: PensieveError) -> NoReturn:
     raise AssertionError("abort does not return")
 
 
-def new_token(
-    tenant: str,
-    admin: bool,
-    turns_max: int | None = None,
-    tokens_per_second: float | None = None,
-) -> tuple[str, str]:
-    """A token for a client, and the entry for the token file."""
+def new_token(tenant: str, admin: bool, **limits: float | None) -> tuple[str, str]:
+    """A token for a client, and the entry for the token file; limits are named as in it."""
+    assert limits.keys() <= KEYS, limits
     token = secrets.token_urlsafe(32)
     lines: Mapping[str, str] = {
         "sha256": f'"{hashlib.sha256(token.encode()).hexdigest()}"',
         "tenant": f'"{tenant}"',
         "admin": str(admin).lower(),
-        **({"turns_max": str(turns_max)} if turns_max else {}),
-        **({"tokens_per_second": str(tokens_per_second)} if tokens_per_second else {}),
+        **{name: str(value) for name, value in limits.items() if value is not None},
     }
     entry = "\n".join(["[[token]]", *(f"{name} = {value}" for name, value in lines.items())])
     return token, entry + "\n"

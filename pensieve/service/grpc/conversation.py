@@ -86,7 +86,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def WarmConversation(
         self, request: pb.WarmConversationRequest, context: Any
     ) -> pb.WarmConversationResponse:
-        await self.daemon.conversations.warm(_id(request.conversation_id), caller().tenant)
+        await self.daemon.warm(_id(request.conversation_id), caller().tenant)
         return pb.WarmConversationResponse()
 
     async def ListMessages(
@@ -127,7 +127,8 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     ) -> None:
         daemon = self.daemon
         _id(request.conversation_id)
-        ask = translate.ask(request, caller().tenant, daemon.defaults)
+        by = caller()
+        ask = translate.ask(request, by.tenant, daemon.defaults, by.priority_max)
         live = await daemon.begin(ask, context.time_remaining())
         sequence = 1
         await context.write(

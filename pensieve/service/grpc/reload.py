@@ -4,8 +4,7 @@ Nothing needs to be told of it: the token file is looked at every second, the fi
 What has changed and cannot be used (half written, the key of another certificate, readable by others) is
 reported in the log, and what was read before stays in force until the file changes again.
 
-A tenant's limits are counted from the start of the daemon.  A token file with other limits is one that
-cannot be used.
+A tenant's limits change with the tokens: what it has saved or owes stays, and what runs goes on (limits.py).
 """
 
 from __future__ import annotations
@@ -48,21 +47,19 @@ async def watch_tokens(
     path: Path, before: Sequence[auth.Token], use: Callable[[Sequence[auth.Token]], None]
 ) -> None:
     """Hand over the tokens whenever the file has changed; without end."""
-    file, limits = Watched(path), auth.limits_of(before)
+    file = Watched(path)
     while True:
         if not file.has_changed():
             await asyncio.sleep(LOOK_SECONDS)
             continue
         try:
             tokens = auth.read_tokens(path)
-            if auth.limits_of(tokens) != limits:
-                raise ConfigError(f"{path} has other limits, which need a restart")
+            use(tokens)
         except PensieveError as error:
             log.error("the tokens stay as they were: %s", error)
             continue
         if tokens != before:
             log.info("%d tokens are in force from now on", len(tokens))
-        use(tokens)
         before = tokens
 
 

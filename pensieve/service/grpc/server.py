@@ -162,7 +162,7 @@ class Server:
         self.failure: BaseException | None = None  # why it must be, where nobody wanted it
         self.address = ""
         self._listening = listening
-        self._guard = auth.AuthInterceptor(listening.tokens)
+        self._guard = auth.AuthInterceptor(listening.tokens, daemon.admission.allowances)
         self._watching: asyncio.Task[None] | None = None
         self._certificates: Certificates | None = None  # which gRPC asks as long as it listens
         self._server = grpc.aio.server(interceptors=[self._guard], options=listening.options())
@@ -200,10 +200,15 @@ class Server:
             self._listen_locally(listening.socket)
         if listening.token_file is not None:
             self._watching = asyncio.get_running_loop().create_task(
-                watch_tokens(listening.token_file, listening.tokens, self._guard.use)
+                watch_tokens(listening.token_file, listening.tokens, self._use_tokens)
             )
         await self._server.start()
         return self.address
+
+    def _use_tokens(self, tokens: Sequence[auth.Token]) -> None:
+        limits = auth.limits_of(tokens)
+        self._guard.use(tokens)
+        self.daemon.use_limits(limits)
 
     def _listen_on_port(self) -> None:
         listening = self._listening

@@ -107,11 +107,17 @@ def messages_of(given: Iterable[pb.NewMessage]) -> list[Message]:
     return messages
 
 
-def ask(request: pb.SendMessageRequest, tenant: str, defaults: Sampling) -> Ask:
+def ask(
+    request: pb.SendMessageRequest,
+    tenant: str,
+    defaults: Sampling,
+    priority_max: int = PRIORITY_MAX,
+) -> Ask:
+    """`priority_max`: a higher one is lowered to it."""
     return Ask(
         request.conversation_id,
         tuple(messages_of(request.messages)),
-        turn_options(request, defaults),
+        turn_options(request, defaults, priority_max),
         tenant,
         request.request_id,
         request.expected_revision if request.HasField("expected_revision") else None,
@@ -121,10 +127,12 @@ def ask(request: pb.SendMessageRequest, tenant: str, defaults: Sampling) -> Ask:
     )
 
 
-def turn_options(request: pb.SendMessageRequest, defaults: Sampling) -> TurnOptions:
+def turn_options(
+    request: pb.SendMessageRequest, defaults: Sampling, priority_max: int = PRIORITY_MAX
+) -> TurnOptions:
     return TurnOptions(
         sampling_of(request.sampling, defaults),
-        priority(request.priority),
+        min(priority(request.priority), priority_max),
         away_seconds(request.hints),
     )
 
@@ -337,6 +345,8 @@ def _causes(error: PensieveError) -> dict[str, str]:
         return {"expected": str(error.expected), "actual": str(error.actual)}
     if isinstance(error, ContextFull):
         return {"tokens": str(error.tokens), "tokens_max": str(error.tokens_max)}
+    if isinstance(error, QueueFull) and error.limit:
+        return {"limit": error.limit}
     return {}
 
 

@@ -1,0 +1,85 @@
+"""The calls that tenants have open, and the bytes of answers that their clients have not taken.
+
+A call is counted from the moment that its caller is known until it has ended for gRPC, which is when its
+client has taken the end or the connection is gone: so connections count by what is done on them.  More than
+`calls_max` are refused before their request is received.  Of SendMessage twice as many are let in, because
+one may be the return of a client whose connection broke, and whose old call gRPC has not given up yet;
+admission.py refuses those that would begin a turn.
+
+What a client does not take stays in memory.  An answer that would be too much beside what its tenant has
+not taken yet (`unread_bytes`) is refused; a piece of a stream waits, and its reader is cancelled when it has
+waited too long (readers.py).
+
+The operator's calls and those to health are not counted here.  All of it belongs to the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pensieve.service.limits import Allowance, Allowances
+
+SEND_METHOD = "/pensieve.v1.ConversationService/SendMessage"
+LOOK_SECONDS = 0.05  # of a piece of a stream that waits
+
+
+class Call:
+    """A call of a tenant; to its handler, the call's context."""
+
+    def __init__(self, context: Any, allowance: Allowance) -> None:
+        self._context = context
+        self._allowance = allowance
+        self._num_bytes = 0  # of an answer, until the call has ended
+        allowance.num_calls += 1
+        context.add_done_callback(self._ended)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def check(self, num_bytes: int = 0) -> None:
+        """QueueFull if so many bytes more would be too many that nobody has taken."""
+        if (exceeded := self._allowance.unread_exceeded(num_bytes)) is not None:
+            raise exceeded
+
+    def answers(self, message: Any) -> None:
+        """The call's only answer is about to be sent; QueueFull if it must not be."""
+        num_bytes = message.ByteSize()
+        self.check(num_bytes)
+        self._hold(num_bytes)
+        self._num_bytes = num_bytes
+
+    async def write(self, message: Any) -> None:
+        """A piece of a stream; it waits while the tenant's clients have too much to take."""
+        num_bytes, allowance = message.ByteSize(), self._allowance
+        while allowance.num_unread_bytes and allowance.unread_exceeded(num_bytes) is not None:
+            await asyncio.sleep(LOOK_SECONDS)
+        self._hold(num_bytes)
+        try:
+            await self._context.write(message)
+        finally:
+            self._hold(-num_bytes)
+
+    def _hold(self, num_bytes: int) -> None:
+        self._allowance.num_unread_bytes += num_bytes
+
+    def _ended(self, _: Any) -> None:
+        self._allowance.num_calls -= 1
+        self._hold(-self._num_bytes)
+
+
+class Calls:
+    def __init__(self, allowances: Allowances) -> None:
+        self._allowances = allowances
+
+    def enter(self, context: Any, tenant: str, method: str) -> Call:
+        """Count a call whose request was not received yet; QueueFull if there are too many."""
+        now = asyncio.get_running_loop().time()
+        allowance = self._allowances.of(tenant, now)
+        call = Call(context, allowance)
+        allowed = 2 if method == SEND_METHOD else 1
+        exceeded = allowance.calls_exceeded(allowed) or allowance.request(now)
+        if exceeded is not None:
+            raise exceeded
+        call.check()
+        return call

@@ -1,0 +1,125 @@
+"""What each tenant stores is counted in the transactions that change it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from pensieve.errors import PensieveError
+from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnRequest
+from pensieve.store.stored_bytes import ROW_BYTES
+from tests.scale import SCALE
+from tests.store.faulty import writer_of
+from tests.store.talk import create, reply, say, user
+
+Open = Callable[..., ConversationStore]
+
+
+def test_each_thing_that_is_stored_counts_once_until_it_is_deleted(
+    store: ConversationStore,
+) -> None:
+    assert store.stored_bytes() == 0
+    create(store, "tea")
+    empty = store.stored_bytes()
+    assert empty > ROW_BYTES
+    say(store, "tea", "r1", user("x" * 1000, *range(50)), reply("y" * 500, *range(20)))
+    said = store.stored_bytes() - empty
+    assert 1500 + 4 * 70 + 3 * ROW_BYTES <= said <= 1500 + 4 * 70 + 3 * ROW_BYTES + 500
+    store.fork_conversation("tea", 1, "fork")
+    assert store.stored_bytes() - empty - said < 2 * empty, "a fork shares its messages"
+    store.delete_conversation("tea")
+    assert store.stored_bytes() > said - 500, "the fork holds them"
+    store.delete_conversation("fork")
+    assert store.stored_bytes() == 0
+    assert store.stored_bytes("nobody") == 0
+
+
+def test_each_tenant_has_its_own(store: ConversationStore) -> None:
+    for tenant, size in (("a", 10), ("b", 5000)):
+        head = [NewMessage("system", "x" * size)]
+        store.create_conversation(NewConversation("tea", "f", head, tenant=tenant))
+    reader = store.reader()
+    found = reader.stored_bytes()
+    reader.close()
+    assert found == {"a": store.stored_bytes("a"), "b": store.stored_bytes("b")}
+    assert found["b"] - found["a"] == 4990
+    store.delete_conversation("tea", tenant="b")
+    assert store.stored_bytes("b") == 0
+    assert store.stored_bytes("a") == found["a"]
+
+
+@pytest.mark.parametrize("seed", range(6 * SCALE))
+def test_whatever_is_done_the_count_is_what_the_records_add_up_to(
+    open_store: Open, seed: int
+) -> None:
+    drawn, store, number = random.Random(seed), open_store(), 0
+    names: list[tuple[str, str]] = []
+    for _ in range(150):
+        number += 1
+        deed, tenant = drawn.choice(DEEDS), drawn.choice(("", "a", "b"))
+        try:
+            if deed == "create" or not names:
+                head = [NewMessage("system", "s" * drawn.randint(0, 9000), [1])]
+                new = NewConversation(f"c{number}", "f", head, prefix_id="p", tenant=tenant)
+                store.create_conversation(new)
+                names.append((new.conversation_id, tenant))
+            else:
+                act(store, deed, drawn, names, number)
+        except PensieveError:
+            continue  # a turn runs, a revision that is gone: nothing has happened
+    assert store.verify() == []
+    for name, tenant in names:
+        running = store.get_conversation(name, tenant=tenant).running_turn_id
+        if running is not None:
+            store.interrupt_turn(running)
+        store.delete_conversation(name, tenant=tenant)
+    assert [store.stored_bytes(each) for each in ("", "a", "b")] == [0, 0, 0]
+
+
+DEEDS = ("create", "turn", "turn", "turn", "again", "fork", "rewind", "retokenize", "delete")
+
+
+def act(
+    store: ConversationStore,
+    deed: str,
+    drawn: random.Random,
+    names: list[tuple[str, str]],
+    number: int,
+) -> None:
+    name, tenant = drawn.choice(names)
+    if deed in ("turn", "again"):
+        question = user("q" * drawn.randint(0, 5000), *range(drawn.randint(1, 99)))
+        request = f"r{number}" if deed == "turn" else "the same"
+        begun = store.begin_turn(name, TurnRequest(request, [question]), tenant=tenant)
+        end = drawn.choice(("finish", "finish", "interrupt", "fail", "go on"))
+        if end == "finish":
+            answer = reply("a" * drawn.randint(0, 5000), *range(drawn.randint(1, 99)))
+            store.finish_turn(begun.turn.turn_id, answer, "stop", {})
+        elif end == "interrupt":
+            store.interrupt_turn(begun.turn.turn_id)
+        elif end == "fail":
+            store.fail_turn(begun.turn.turn_id, "NAN")
+    elif deed == "fork":
+        revision = store.get_conversation(name, tenant=tenant).revision
+        store.fork_conversation(name, revision, f"f{number}", tenant=tenant)
+        names.append((f"f{number}", tenant))
+    elif deed == "rewind":
+        revision = store.get_conversation(name, tenant=tenant).revision
+        store.rewind_conversation(name, drawn.randint(0, revision), tenant=tenant)
+    elif deed == "retokenize":
+        num_messages = store.get_conversation(name, tenant=tenant).num_messages
+        tokens = [range(drawn.randint(1, 200)) for _ in range(num_messages)]
+        store.replace_log(name, f"f{number}", tokens, tenant=tenant)
+    else:
+        store.delete_conversation(name, tenant=tenant)
+        names.remove((name, tenant))
+
+
+def test_verify_finds_a_count_that_is_wrong(store: ConversationStore) -> None:
+    create(store, "tea")
+    with writer_of(store).writing() as conn:
+        conn.execute("UPDATE tenants SET stored_bytes = stored_bytes + 1")
+    (problem,) = store.verify()
+    assert problem.startswith("tenant '': its conversations take")
