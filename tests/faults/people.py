@@ -199,7 +199,7 @@ class People:
         daemon = self.daemon
 
         async def warm() -> None:
-            await daemon.conversations.warm(name)
+            await daemon.warm(name)
 
         self._call(f"warm {name}", warm())
         return True

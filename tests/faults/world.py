@@ -460,6 +460,8 @@ class World:
         assert not people.names, "what was deleted is there"
         assert conversation_rows.num_conversations(process.looking) == 0
         assert process.store.verify() == []
+        assert people.daemon is not None
+        assert people.daemon.num_turns_of("") == 0, "a turn or warm that ended counts for ever"
         machine = process.machine
         assert machine is not None
         assert machine.scheduler.num_turns == 0, "a turn never ends"
@@ -473,7 +475,7 @@ class World:
     def _contents(self, process: Process) -> str:
         """A digest of every row of the store."""
         digest = hashlib.blake2b(digest_size=16)
-        for table in ("conversations", "turns", "messages", "history", "bodies"):
+        for table in ("conversations", "turns", "messages", "history", "bodies", "tenants"):
             for row in process.looking.execute(f"SELECT * FROM {table} ORDER BY 1, 2"):
                 digest.update(repr(row).encode())
         return digest.hexdigest()
