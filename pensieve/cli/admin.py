@@ -116,6 +116,9 @@ def add_parser(commands: Any) -> None:
         metavar="NAME",
         help="the tenant whose conversations the client may use",
     )
+    tokens.add_argument(
+        "--name", default="", metavar="NAME", help="what the audit log calls the token"
+    )
     tokens.add_argument("--admin", action="store_true", help="let the client use `pensieve admin`")
     for flag, (parse, metavar, text) in LIMIT_FLAGS.items():
         tokens.add_argument(flag, type=parse, metavar=metavar, help=text)
@@ -323,11 +326,12 @@ def new_token(arguments: argparse.Namespace) -> int:
     from pensieve.service.grpc.auth import new_token as draw_token
     from pensieve.store.records import ID_PATTERN
 
-    if arguments.tenant and not ID_PATTERN.fullmatch(arguments.tenant):
-        raise NotFound("--tenant must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
+    for flag, word in (("--tenant", arguments.tenant), ("--name", arguments.name)):
+        if word and not ID_PATTERN.fullmatch(word):
+            raise NotFound(f"{flag} must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
     names = [flag.removeprefix("--").replace("-", "_") for flag in LIMIT_FLAGS]
     limits = {name: getattr(arguments, name) for name in names}
-    token, entry = draw_token(arguments.tenant, arguments.admin, **limits)
+    token, entry = draw_token(arguments.tenant, arguments.admin, arguments.name, **limits)
     print(f"# for the client (shown once): {token}")
     print(entry, end="")
     return 0

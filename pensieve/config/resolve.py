@@ -43,6 +43,7 @@ class Serving:
     address: str
     ready_file: Path | None
     token_file: Path | None
+    audit_log: Path | None
     tls_cert: Path | None
     tls_key: Path | None
     tls_client_ca: Path | None

@@ -129,6 +129,14 @@ SERVING: Table = (
         "FILE",
         "listening",
     ),
+    Setting(
+        "audit_log",
+        file,
+        "",
+        "append what operators do, deletions, and uses of tokens to this file, as JSON lines",
+        "FILE",
+        "listening",
+    ),
     Setting("tls_cert", file, "", "certificate chain, PEM", "FILE", "listening"),
     Setting("tls_key", file, "", "the certificate's key, PEM", "FILE", "listening"),
     Setting(

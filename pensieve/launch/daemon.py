@@ -66,6 +66,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         tls_client_ca=serving.tls_client_ca,
         tokens=auth.read_tokens(serving.token_file) if serving.token_file else (),
         token_file=serving.token_file,
+        audit_log=serving.audit_log,
         insecure=bool(serving.insecure),
         reflection=serving.reflection,
         keepalive_seconds=serving.keepalive,

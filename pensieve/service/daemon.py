@@ -17,6 +17,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -81,6 +82,7 @@ class Daemon:
         self.started_at = self._loop.time()
         self.draining = False
         self.history_problems: tuple[str, ...] = ()
+        self.refusals = Counter[str]()  # calls that ended with an error, by its reason
         self.on_serving: Callable[[bool], None] = lambda serving: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None  # it cannot go on
         self.engine = EngineClient(

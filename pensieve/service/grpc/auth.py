@@ -20,10 +20,12 @@ import hmac
 import logging
 import math
 import secrets
+import time
 import tomllib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,17 +38,20 @@ from pensieve.errors import (
     InvalidArgument,
     PensieveError,
     PermissionDenied,
+    QueueFull,
     Unauthenticated,
     whole_line,
 )
 from pensieve.service.grpc import sizes, translate
+from pensieve.service.grpc.audit import DELETE_METHOD, Audit
 from pensieve.service.grpc.calls import Calls
 from pensieve.service.grpc.incoming import Incoming
 from pensieve.service.limits import LIMIT_NAMES, NO_LIMITS, WHOLE, Allowances, Limits
 from pensieve.store.records import ID_PATTERN
 
 log = logging.getLogger("pensieve")
-KEYS = {"sha256", "tenant", "admin", "priority_max", *LIMIT_NAMES}
+KEYS = {"sha256", "name", "tenant", "admin", "priority_max", *LIMIT_NAMES}
+SHOWN_DIGITS = 12  # of a digest, where a token has no name
 ADMIN_PREFIX = "/pensieve.v1.AdminService/"
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 
@@ -58,6 +63,12 @@ class Token:
     admin: bool = False
     limits: Limits = NO_LIMITS
     priority_max: int = PRIORITY_MAX  # of its turns; a higher one is lowered to it
+    name: str = ""  # in the audit log
+
+    @property
+    def shown(self) -> str:
+        """What it is called where people read."""
+        return self.name or self.sha256.hex()[:SHOWN_DIGITS]
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,7 @@ class Caller:
     admin: bool = False
     known: bool = True  # by a token, or because none is needed
     priority_max: int = PRIORITY_MAX
+    token: str = field(default="", compare=False)  # as people know it
 
 
 ANONYMOUS = Caller()
@@ -98,15 +110,17 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
         if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
             raise ConfigError(f"{path}: the sha256 of token {number} is not 64 hexadecimal digits")
         tenant = str(entry.get("tenant", ""))
-        if tenant and not ID_PATTERN.fullmatch(tenant):
-            raise ConfigError(f"{path}: the tenant of token {number} is no id")
-        limits = {name: entry[name] for name in LIMIT_NAMES if name in entry}
-        for name, value in limits.items():
-            kind: Any = int if name in WHOLE else int | float
+        name = str(entry.get("name", ""))
+        for key, word in (("tenant", tenant), ("name", name)):
+            if word and not ID_PATTERN.fullmatch(word):
+                raise ConfigError(f"{path}: the {key} of token {number} is no id")
+        limits = {key: entry[key] for key in LIMIT_NAMES if key in entry}
+        for key, value in limits.items():
+            kind: Any = int if key in WHOLE else int | float
             if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
-                whole = "whole " if name in WHOLE else ""
+                whole = "whole " if key in WHOLE else ""
                 raise ConfigError(
-                    f"{path}: {name} of token {number} is not a positive {whole}number"
+                    f"{path}: {key} of token {number} is not a positive {whole}number"
                 )
         priority = entry.get("priority_max", PRIORITY_MAX)
         if type(priority) is not int or not PRIORITY_MIN <= priority <= PRIORITY_MAX:
@@ -114,7 +128,7 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
                 f"{path}: priority_max of token {number} is not in {PRIORITY_MIN}..{PRIORITY_MAX}"
             )
         admin = bool(entry.get("admin"))
-        tokens.append(Token(bytes.fromhex(digest), tenant, admin, Limits(**limits), priority))
+        tokens.append(Token(bytes.fromhex(digest), tenant, admin, Limits(**limits), priority, name))
     if not tokens:
         raise ConfigError(f"{path} names no token; `pensieve token` makes one")
     return tuple(tokens)
@@ -135,10 +149,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         tokens: Sequence[Token] = (),
         allowances: Allowances | None = None,
         incoming: Incoming | None = None,
+        audit: Audit | None = None,
+        refusals: Counter[str] | None = None,
     ) -> None:
+        """`refusals` counts the calls that end with an error, by its reason."""
         self._tokens = tuple(tokens)
         self._calls = Calls(allowances or Allowances({}, 0.0))
         self._incoming = incoming or Incoming()
+        self._audit = audit or Audit(None, time.monotonic)
+        self._refusals = refusals if refusals is not None else Counter()
 
     def use(self, tokens: Sequence[Token]) -> None:
         """From the next call on; streams that have begun go on."""
@@ -159,7 +178,18 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             raise Unauthenticated("a token is needed")
         if given is None:
             return Caller("", admin)
-        return Caller(given.tenant, admin, priority_max=given.priority_max)
+        return Caller(given.tenant, admin, priority_max=given.priority_max, token=given.shown)
+
+    def _admitted(self, method: str, metadata: Iterable[tuple[str, Any]], peer: str) -> Caller:
+        """The same, for the audit log too."""
+        try:
+            found = self.authenticate(method, metadata, peer)
+        except PensieveError as error:
+            known = self._known(metadata)
+            self._audit.refused(method, peer, error.reason, known.shown if known else "")
+            raise
+        self._audit.token_used(found.token, found.tenant, peer)
+        return found
 
     def _known(self, metadata: Iterable[tuple[str, Any]]) -> Token | None:
         value = next((value for key, value in metadata if key == "authorization"), "")
@@ -182,13 +212,16 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return None
         metadata = tuple(details.invocation_metadata or ())
         is_counted = not details.method.startswith((ADMIN_PREFIX, HEALTH_PREFIX))
+        is_audited = details.method.startswith((ADMIN_PREFIX, DELETE_METHOD))
         parse = handler.request_deserializer or bytes
 
         async def guarded(
             act: Callable[[Any, Any], Any], requests: Any, context: Any, takes_one: bool = True
         ) -> Any:
+            began, peer = asyncio.get_running_loop().time(), context.peer()
+            found, outcome = ANONYMOUS, "CANCELLED"
             try:
-                found = self.authenticate(details.method, metadata, context.peer())
+                found = self._admitted(details.method, metadata, peer)
                 _caller.set(found)
                 if is_counted:
                     context = self._calls.enter(context, found.tenant, details.method)
@@ -198,17 +231,26 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 answer = await act(requests, context)
                 if is_counted and answer is not None:
                     context.answers(answer)
+                outcome = "OK"
                 return answer
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
             except PensieveError as error:
+                outcome = error.reason
+                limit = error.limit if isinstance(error, QueueFull) else ""
+                self._refusals[f"{outcome}.{limit}" if limit else outcome] += 1
                 if translate.is_of_the_machine(error):
                     log.error("%s failed: %s", details.method, whole_line(error))
                 await abort_with(context, error)
             except Exception:
+                outcome = "INTERNAL"
+                self._refusals[outcome] += 1
                 incident = secrets.token_hex(8)
                 log.exception("incident %s in %s", incident, details.method)
                 await context.abort(grpc.StatusCode.INTERNAL, f"internal error {incident}")
+            finally:
+                if is_audited and found is not ANONYMOUS:
+                    self._audit.ended(details.method, requests, found, peer, outcome, began)
 
         if handler.unary_unary is not None:
             act = handler.unary_unary
@@ -265,12 +307,13 @@ async def abort_with(context: Any, error: PensieveError) -> NoReturn:
     raise AssertionError("abort does not return")
 
 
-def new_token(tenant: str, admin: bool, **limits: float | None) -> tuple[str, str]:
+def new_token(tenant: str, admin: bool, name: str = "", **limits: float | None) -> tuple[str, str]:
     """A token for a client, and the entry for the token file; limits are named as in it."""
     assert limits.keys() <= KEYS, limits
     token = secrets.token_urlsafe(32)
     lines: Mapping[str, str] = {
         "sha256": f'"{hashlib.sha256(token.encode()).hexdigest()}"',
+        **({"name": f'"{name}"'} if name else {}),
         "tenant": f'"{tenant}"',
         "admin": str(admin).lower(),
         **{name: str(value) for name, value in limits.items() if value is not None},

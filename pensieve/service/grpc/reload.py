@@ -16,7 +16,7 @@ from pathlib import Path
 
 import grpc
 
-from pensieve.errors import ConfigError, PensieveError
+from pensieve.errors import ConfigError, PensieveError, whole_line
 from pensieve.service.grpc import auth
 
 log = logging.getLogger("pensieve")
@@ -44,9 +44,15 @@ class Watched:
 
 
 async def watch_tokens(
-    path: Path, before: Sequence[auth.Token], use: Callable[[Sequence[auth.Token]], None]
+    path: Path,
+    before: Sequence[auth.Token],
+    use: Callable[[Sequence[auth.Token]], None],
+    on_reload: Callable[[int, str], None] = lambda num_tokens, problem: None,
 ) -> None:
-    """Hand over the tokens whenever the file has changed; without end."""
+    """Hand over the tokens whenever the file has changed; without end.
+
+    `on_reload` is told how many are in force then, and what was wrong with the file.
+    """
     file = Watched(path)
     while True:
         if not file.has_changed():
@@ -57,9 +63,11 @@ async def watch_tokens(
             use(tokens)
         except PensieveError as error:
             log.error("the tokens stay as they were: %s", error)
+            on_reload(len(before), whole_line(error))
             continue
         if tokens != before:
             log.info("%d tokens are in force from now on", len(tokens))
+            on_reload(len(tokens), "")
         before = tokens
 
 

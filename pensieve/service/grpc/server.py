@@ -27,9 +27,11 @@ import grpc
 from pensieve.config import CONNECTIONS_MAX
 from pensieve.errors import AddressInUse, ConfigError, NotFound
 from pensieve.service.admin_socket import socket_address
+from pensieve.service.audit_log import AuditLog
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc import auth, sizes
 from pensieve.service.grpc.admin import AdminService
+from pensieve.service.grpc.audit import Audit
 from pensieve.service.grpc.conversation import ConversationService
 from pensieve.service.grpc.reload import Certificates, watch_tokens
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc
@@ -71,6 +73,7 @@ class Listening:
     tls_client_ca: Path | None = None
     tokens: Sequence[auth.Token] = ()
     token_file: Path | None = None  # that they were read from, to be read again when it changes
+    audit_log: Path | None = None
     insecure: bool = False
     reflection: bool | None = None  # None: unless tokens are needed
     keepalive_seconds: float = 30.0  # between pings of a silent connection
@@ -162,7 +165,15 @@ class Server:
         self.failure: BaseException | None = None  # why it must be, where nobody wanted it
         self.address = ""
         self._listening = listening
-        self._guard = auth.AuthInterceptor(listening.tokens, daemon.admission.allowances)
+        path = listening.audit_log
+        self._audit_log = AuditLog(path) if path is not None else None
+        self._audit = Audit(self._audit_log, asyncio.get_running_loop().time)
+        self._guard = auth.AuthInterceptor(
+            listening.tokens,
+            daemon.admission.allowances,
+            audit=self._audit,
+            refusals=daemon.refusals,
+        )
         self._watching: asyncio.Task[None] | None = None
         self._certificates: Certificates | None = None  # which gRPC asks as long as it listens
         self._server = grpc.aio.server(interceptors=[self._guard], options=listening.options())
@@ -200,7 +211,12 @@ class Server:
             self._listen_locally(listening.socket)
         if listening.token_file is not None:
             self._watching = asyncio.get_running_loop().create_task(
-                watch_tokens(listening.token_file, listening.tokens, self._use_tokens)
+                watch_tokens(
+                    listening.token_file,
+                    listening.tokens,
+                    self._use_tokens,
+                    self._audit.reloaded,
+                )
             )
         await self._server.start()
         return self.address
@@ -255,6 +271,8 @@ class Server:
             self._watching.cancel()
         await self._server.stop(STOP_SECONDS)
         await self.daemon.close()
+        if self._audit_log is not None:
+            await asyncio.to_thread(self._audit_log.close)
         if self._listening.socket is not None:
             with contextlib.suppress(FileNotFoundError):
                 self._listening.socket.unlink()
