@@ -16,7 +16,7 @@ from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import SampledToken
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.sampling import Sampling
-from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.assembly import EngineConfigs, Ports, assemble
 from pensieve.engine.engine import Engine

@@ -57,7 +57,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:
     from pensieve.bench import plots
-    from pensieve.core.scheduler import SchedulerConfig
+    from pensieve.core.scheduler_config import SchedulerConfig
     from pensieve.sim import report
     from pensieve.sim.cost import instant
     from pensieve.sim.sweep import Setting

@@ -6,8 +6,8 @@ that of the waiting share with the lowest counter (of several, the one whose fir
 within a share the turns keep the order of the queue.  This is fair queueing with token counters (Sheng et
 al., "Fairness in Serving Large Language Models", OSDI 2024):
 
-* **Charged** is what was computed: with its admission a turn's new and recomputed tokens, then each token
-  that it samples.  What is found in the cache costs nothing.
+* **Charged** is what is computed: the positions of a prefill as they come into a batch, then each token
+  that a turn samples.  What is found in the cache costs nothing.
 * **Lifted**: a share that begins to wait has saved up nothing while it did not: its counter is raised to
   the lowest of those that wait, or, if none does, to that of the share that was admitted last.
 
@@ -15,14 +15,17 @@ So a share that has put in a thousand turns delays another one's next turn by on
 thousand; and while two shares wait, what they get has the proportion of their weights, up to what their
 running turns may still sample.  With a single share this is a plain queue.
 
-Nobody waits for ever: as long as a share waits, each admission of another raises that one's counter, and
-no counter that is lower can come.
+A prefill that has begun gives way in the same manner: the tokens of an iteration go to the share that has
+used least, so a prompt of a hundred thousand tokens holds up its own share alone.
+
+Nobody waits for ever: as long as a share waits, what is computed for another raises that one's counter,
+and no counter that is lower can come.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -58,11 +61,13 @@ class FairQueue:
         for share in self._waiting.values():
             yield from share.turns
 
-    @property
-    def head(self) -> Turn:
-        """The turn that is next; there must be one."""
-        first = min(self._waiting.values(), key=lambda each: (each.used, each.turns[0].queue_order))
-        return first.turns[0]
+    def head(self, started: Collection[Turn] = ()) -> Turn | None:
+        """The turn that is next, of the shares that have none of these."""
+        busy = {turn.share for turn in started}
+        waiting = [share for share in self._waiting.values() if share.name not in busy]
+        if not waiting:
+            return None
+        return min(waiting, key=lambda each: (each.used, each.turns[0].queue_order)).turns[0]
 
     def add(self, turn: Turn) -> None:
         share = self._shares.setdefault(turn.share, Share(turn.share))
@@ -79,10 +84,17 @@ class FairQueue:
             del self._waiting[share.name]
 
     def admit(self, turn: Turn) -> None:
-        """Take out a turn that is admitted, and charge its prompt."""
+        """Take out a turn that is admitted."""
         self.remove(turn)
         self._latest = self._shares[turn.share]
-        self.charge(turn, turn.usage.new_tokens + turn.usage.recomputed_tokens)
+
+    def least_used(self, turns: Collection[Turn]) -> Turn | None:
+        """The one of these whose share has used least, the first of it."""
+        return min(turns, key=lambda each: (self.used(each), each.queue_order), default=None)
+
+    def used(self, turn: Turn) -> float:
+        """By its share."""
+        return self._shares[turn.share].used
 
     def charge(self, turn: Turn, num_tokens: int) -> None:
         share = self._shares[turn.share]

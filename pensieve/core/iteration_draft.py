@@ -51,8 +51,8 @@ class IterationDraft:
         )
         self.num_tokens_left -= 1
 
-    def fill(self, turn: Turn) -> None:
-        """Slices for the turn's missing positions, lowest first, as far as the budget goes."""
+    def fill(self, turn: Turn) -> int:
+        """Slices for the turn's missing positions, lowest first, as far as the budget goes; how many."""
         size, end = self._size, len(turn.tokens) + turn.pending_tokens
         position, left, num_ranges = turn.frontier, self.num_tokens_left, 0
         start = None  # of the run of missing positions being gathered
@@ -86,12 +86,13 @@ class IterationDraft:
             needs_token = position == end and not turn.warm
             self.slices.append(self._slice(turn, start, position, needs_token))
             turn.pending_tokens += needs_token
-        if left < self.num_tokens_left:
+        num_tokens, self.num_tokens_left = self.num_tokens_left - left, left
+        if num_tokens:
             turn.num_uncommitted += 1
             self.turns.append(turn)
         turn.frontier = position
-        self.num_tokens_left = left
         self.num_ranges_max = max(self.num_ranges_max, num_ranges)
+        return num_tokens
 
     def _slice(self, turn: Turn, start: int, stop: int, needs_token: bool = False) -> Slice:
         return Slice(

@@ -1,14 +1,13 @@
 """What runs next: one unified batch per iteration, filled under a token budget.
 
-The order of filling: every turn that is generating (one token each), then started prefills, then
-suspended turns that resume, then new turns; each in queue order, which is first come first served but
-for priorities (`Turn.enqueue`), and the new ones of several shares by what each has used (fair_queue.py).
-A prefill, a recomputed hole and a decode are the same thing, slices of a turn (iteration_draft.py).
+The order of filling: every turn that is generating (one token each), then started prefills, then suspended
+turns that resume, then new turns; each in queue order, which is first come first served but for priorities
+(`Turn.enqueue`).  Between shares, what each has used decides, for started prefills too (fair_queue.py).  A
+prefill, a recomputed hole and a decode are the same thing, slices of a turn (iteration_draft.py).
 
-Suspension.  A generating turn that needs a page when none is available waits one iteration if idle
-pages are being copied out anyway; otherwise the running turn that is last in queue order (warms first)
-gives up its pages.  It keeps every token, and every chunk whose page nobody takes meanwhile, and resumes
-ahead of the queue.
+Suspension.  A generating turn that needs a page when none is available waits one iteration if idle pages are
+being copied out anyway; otherwise the running turn that is last in queue order (warms first) gives up its
+pages.  It keeps every token and each chunk whose page nobody takes meanwhile, and resumes ahead of the queue.
 
 `plan` may be called while one iteration is uncommitted.  A token that it will sample is then planned
 for as if it were known (`pending_tokens`; the executor resolves it); if the turn turns out finished,
@@ -34,17 +33,8 @@ from pensieve.core.fair_queue import QUEUE_ORDER, FairQueue
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
 from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.prefix_tree import Chunk
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, Turn, TurnState
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    batch_tokens_max: int = 512  # tokens of one iteration
-    turns_max: int = 256  # running at once
-
-    def __post_init__(self) -> None:
-        if self.batch_tokens_max < 1 or self.turns_max < 1:
-            raise ValueError("batch_tokens_max and turns_max are at least 1")
 
 
 @dataclass
@@ -149,8 +139,8 @@ class Scheduler:
     def plan(self, now: float) -> Iteration | None:
         """The next iteration, or None when there is nothing to do."""
         draft = IterationDraft(self.config.batch_tokens_max, self._size)
-        required_pages = self._plan_running(draft, now)
-        required_pages = max(required_pages, self._plan_waiting(draft, now))
+        required_pages, prefills = self._plan_running(draft, now)
+        required_pages = max(required_pages, self._plan_prefills(draft, prefills, now))
         num_ended = len(self._ended)
         self._finish_warms(now)
         available = self.cache.available
@@ -166,8 +156,8 @@ class Scheduler:
                 return None
         return self._launched(draft, swap_outs)
 
-    def _plan_running(self, draft: IterationDraft, now: float) -> int:
-        """Decodes, then started prefills; how many pages have to become available for one of them."""
+    def _plan_running(self, draft: IterationDraft, now: float) -> tuple[int, list[Turn]]:
+        """Decodes; how many pages have to become available for one of them, and the started prefills."""
         required_pages = 0
         prefills: list[Turn] = []
         size, releasing = self._size, self._releasing
@@ -189,32 +179,46 @@ class Scheduler:
                         continue
                     turn.written[turn.chunks[-1]] = None
                 draft.decode(turn, num_tokens)
-        for turn in prefills:
-            runs = turn.state is TurnState.RUNNING and turn.turn_id not in releasing
-            if draft.num_tokens_left and runs:
-                draft.fill(turn)
-        return required_pages
+        return required_pages, prefills
 
-    def _plan_waiting(self, draft: IterationDraft, now: float) -> int:
-        """Suspended turns, then new ones; how many pages the first that does not fit requires."""
-        while draft.num_tokens_left and (self.suspended or self.queued) and self._may_admit():
-            turn = self.suspended[0] if self.suspended else self.queued.head
-            admission = self._admit(turn, now, draft.filled_before)
-            if admission is None:
+    def _plan_prefills(self, draft: IterationDraft, started: list[Turn], now: float) -> int:
+        """Started ones and turns that wait; how many pages the first of these that does not fit requires."""
+        required_pages, is_open = 0, True
+        while draft.num_tokens_left:
+            first = self.queued.least_used(started)
+            turn = self._next_waiting(started) if is_open else None
+            if first is not None and (
+                turn is None or self.queued.used(turn) > self.queued.used(first)
+            ):
+                started.remove(first)
+                if first.state is TurnState.RUNNING and first.turn_id not in self._releasing:
+                    self.queued.charge(first, draft.fill(first))
+                continue
+            if turn is None:
                 break
-            if isinstance(admission, Shortage):
-                if not turn.warm:
-                    return admission.required_pages
+            admission = self._admit(turn, now, draft.filled_before)
+            if isinstance(admission, Admission):
+                if self.suspended:
+                    self.suspended.popleft()
+                else:
+                    self.queued.admit(turn)
+                draft.admit(admission)
+                self.queued.charge(turn, draft.fill(turn))
+            elif admission is not None and turn.warm:
                 self._finish(turn, FinishReason.WARMED, now)  # best effort
                 self._ended.append(Ended(turn, FinishReason.WARMED))
-                continue
-            if self.suspended:
-                self.suspended.popleft()
             else:
-                self.queued.admit(turn)
-            draft.admit(admission)
-            draft.fill(turn)
-        return 0
+                required_pages, is_open = admission.required_pages if admission else 0, False
+        return required_pages
+
+    def _next_waiting(self, started: list[Turn]) -> Turn | None:
+        """A suspended turn, or a new one, of a share that has no started prefill."""
+        if len(self.running) >= min(self.config.turns_max, self.config.batch_tokens_max):
+            return None
+        if self.suspended:
+            turn = self.suspended[0]
+            return None if any(each.share == turn.share for each in started) else turn
+        return self.queued.head(started)
 
     def _launched(self, draft: IterationDraft, swap_outs: list[SwapOut]) -> Iteration:
         self._index += 1
@@ -318,9 +322,6 @@ class Scheduler:
                 self._ended.append(Ended(turn, FinishReason.WARMED))
 
     # -- taking and giving pages --
-
-    def _may_admit(self) -> bool:
-        return len(self.running) < min(self.config.turns_max, self.config.batch_tokens_max)
 
     def _admit(
         self, turn: Turn, now: float, filled_before: dict[Chunk, int]

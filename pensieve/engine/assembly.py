@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.policies.protocol import RetentionPolicy
-from pensieve.core.scheduler import Scheduler, SchedulerConfig
+from pensieve.core.scheduler import Scheduler
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.ports import Clock, Executor, Observer, Sink

@@ -25,7 +25,7 @@ from pensieve.core.cache import CacheConfig
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, Slice
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.assembly import EngineConfigs, Ports, assemble
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.ports import Sink

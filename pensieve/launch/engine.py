@@ -18,7 +18,7 @@ from pensieve.config import Settings
 from pensieve.core.cache import CacheConfig
 from pensieve.core.cost import CostProfile
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.assembly import EngineConfigs, Ports, assemble
 from pensieve.engine.engine import Engine
 from pensieve.engine.journal import Journal, opened

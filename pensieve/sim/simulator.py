@@ -22,7 +22,7 @@ from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration, SampledToken
 from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.sampling import Sampling
-from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import TurnOptions
 from pensieve.engine.assembly import EngineConfigs, Ports, assemble
 from pensieve.engine.mailbox import Mailbox

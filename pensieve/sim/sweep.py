@@ -16,7 +16,7 @@ from pensieve.core.cache import CacheConfig
 from pensieve.core.cost import CostProfile
 from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.errors import InvalidArgument
 from pensieve.sim import report
 from pensieve.sim.clairvoyant import ClairvoyantPolicy

@@ -22,7 +22,7 @@ from itertools import islice
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.sim import report
 from pensieve.sim.cost import CHUNK_TOKENS, HARDWARE, MODELS, CostModel, device_tokens_of
 from pensieve.sim.simulator import Simulator

@@ -13,7 +13,7 @@ from typing import Any
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.sim import report
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel
 from pensieve.sim.plan.load import LIFETIMES_BEFORE, REACTION_TIMES_FREE, steady_load

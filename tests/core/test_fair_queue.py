@@ -115,3 +115,32 @@ def test_a_weight_that_changes_holds_from_the_next_turn_on() -> None:
     before = len(admitted(light))
     stage.until_ended(heavy[24])
     assert len(admitted(light)) - before <= 5
+
+
+def test_a_long_prompt_holds_up_its_own_share_alone() -> None:
+    """It was in front of everybody's, for as many iterations as it takes."""
+    stage = Stage(400, 0, batch_tokens_max=16, turns_max=8)
+    long = stage.ask("long", 1000, 2, share="noisy")
+    for _ in range(10):
+        stage.next()
+    own = stage.ask("own", 4, 2, share="noisy")
+    other = stage.ask("other", 4, 2, share="quiet")
+    stage.next()
+    assert other.usage.admitted_at is not None
+    stage.until_ended(other)
+    assert own.state is TurnState.QUEUED
+    assert long.frontier > 150, "it went on meanwhile"
+    stage.until_ended(own)
+    assert long.usage.output_tokens >= 1, "which comes behind it, as without others"
+
+
+def test_two_long_prompts_of_two_shares_grow_alike() -> None:
+    stage = Stage(400, 0, batch_tokens_max=16, turns_max=8)
+    first = stage.ask("first", 400, 1, share="a")
+    second = stage.ask("second", 400, 1, share="b", weight=3.0)
+    third = stage.ask("third", 400, 1, share="b", weight=3.0)
+    for _ in range(30):
+        stage.next()
+    assert abs(3 * first.frontier - second.frontier) <= 64
+    assert not third.frontier
+    stage.run_until_idle()

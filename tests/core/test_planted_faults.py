@@ -65,9 +65,9 @@ def swap_outs_at_any_time(original: Any, eviction: Eviction, now: float, require
         tiers.num_swapping_in = swapping_in
 
 
-def jump_over_holes(original: Any, draft: IterationDraft, turn: Turn) -> None:
+def jump_over_holes(original: Any, draft: IterationDraft, turn: Turn) -> Any:
     turn.frontier = max(turn.frontier, turn.history_tokens - 1)
-    original(draft, turn)
+    return original(draft, turn)
 
 
 def ignore_before(original: Any, cache: KVCache, turn: Any, now: float, n: int, _: Any) -> Any:
@@ -182,10 +182,11 @@ def overtake(original: Any, scheduler: Scheduler, now: float) -> Any:
     return original(scheduler, now)
 
 
-def spend_twice(original: Any, draft: IterationDraft, turn: Turn) -> None:
+def spend_twice(original: Any, draft: IterationDraft, turn: Turn) -> Any:
     before = draft.num_tokens_left
-    original(draft, turn)
+    num_tokens = original(draft, turn)
     draft.num_tokens_left += (before - draft.num_tokens_left + 1) // 2
+    return num_tokens
 
 
 def keep_what_was_said(original: Any, cache: KVCache, turn: Turn, *rest: Any) -> None:

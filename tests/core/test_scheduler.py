@@ -10,7 +10,7 @@ from pensieve.core.cost import CostProfile
 from pensieve.core.policies.lru import LruPolicy
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.policies.value import ValuePolicy
-from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, Turn, TurnState
 from tests.core.world import Shape, Stage, World
 

@@ -16,7 +16,8 @@ from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.prefix_tree import Chunk
-from pensieve.core.scheduler import Ended, Scheduler, SchedulerConfig
+from pensieve.core.scheduler import Ended, Scheduler
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, Turn, TurnOptions
 from pensieve.sim.clock import VirtualClock
 from tests.fakes import VOCAB, LedgerExecutor, reply_to

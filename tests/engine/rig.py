@@ -12,7 +12,8 @@ from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.sampling import Sampling
-from pensieve.core.scheduler import Scheduler, SchedulerConfig
+from pensieve.core.scheduler import Scheduler
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.journal import Journal

@@ -6,7 +6,7 @@ import pytest
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.policies.lru import LruPolicy
-from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.assembly import EngineConfigs, Ports, assemble
 from pensieve.engine.mailbox import Mailbox, Outbox
 from pensieve.sim.clock import VirtualClock

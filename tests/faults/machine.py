@@ -21,7 +21,8 @@ from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.scheduler import Scheduler, SchedulerConfig
+from pensieve.core.scheduler import Scheduler
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine import pipe as channel
 from pensieve.engine.engine import Engine, EngineConfig
 from pensieve.engine.journal import hash_of

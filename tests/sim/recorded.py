@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.engine.journal import (
     Journal,
     Replay,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pensieve.core.cache import CacheConfig
 from pensieve.core.policies.protocol import EndedTurn
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.sim.clairvoyant import ClairvoyantPolicy
 from pensieve.sim.cost import instant
 from pensieve.sim.simulator import Simulator

@@ -16,7 +16,7 @@ from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.policies.return_policy import ReturnPolicy
-from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.sim.cost import instant
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Arrival

@@ -9,7 +9,7 @@ from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Slice, TurnStart
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.sampling import Sampling
-from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.sim.cost import CostModel, instant
 from pensieve.sim.simulator import Counts, Simulator
 from pensieve.sim.trace import Arrival

@@ -22,7 +22,7 @@ from typing import Any
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Usage
 from pensieve.engine.messages import Event, Message, TurnEnded
 from pensieve.sim.cost import CHUNK_TOKENS, CostModel

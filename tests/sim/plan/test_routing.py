@@ -9,7 +9,7 @@ import pytest
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.scheduler import SchedulerConfig
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.sim.cost import instant
 from pensieve.sim.plan.routing import (
     Families,

@@ -1,0 +1,15 @@
+"""How much the scheduler puts into an iteration, and how many turns run at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    batch_tokens_max: int = 512  # tokens of one iteration
+    turns_max: int = 256  # running at once
+
+    def __post_init__(self) -> None:
+        if self.batch_tokens_max < 1 or self.turns_max < 1:
+            raise ValueError("batch_tokens_max and turns_max are at least 1")
