@@ -155,6 +155,10 @@ class Allowances:
         return len(self._of_tenant)
 
     @property
+    def num_calls(self) -> int:
+        return sum(each.num_calls for each in self._of_tenant.values())
+
+    @property
     def tenants(self) -> list[str]:
         return sorted(self._of_tenant)
 
