@@ -162,6 +162,10 @@ class Allowances:
     def tenants(self) -> list[str]:
         return sorted(self._of_tenant)
 
+    def known(self, tenant: str) -> Allowance | None:
+        """Of a tenant that has called, or that something is said of."""
+        return self._of_tenant.get(tenant)
+
     def of(self, tenant: str, now: float) -> Allowance:
         found = self._of_tenant.get(tenant)
         if found is None:

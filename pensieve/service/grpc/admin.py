@@ -15,6 +15,7 @@ from pensieve.engine.messages import EvictConversation, Explain, ListCached
 from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
 from pensieve.service.daemon import Daemon
 from pensieve.service.figures import Quantiles, num_connections
+from pensieve.service.limits import NO_LIMITS, Allowance
 from pensieve.service.live_turn import cache_key
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
@@ -130,10 +131,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: pb.ListTenantsRequest, context: Any
     ) -> pb.ListTenantsResponse:
         daemon, now = self.daemon, asyncio.get_running_loop().time()
+        allowances = daemon.admission.allowances
         stored = await daemon.stored_bytes()
         given = pb.ListTenantsResponse()
-        for name in sorted({*stored, *daemon.admission.allowances.tenants}):
-            allowance = daemon.allowance(name)
+        for name in sorted({*stored, *allowances.tenants}):
+            allowance = allowances.known(name) or Allowance(NO_LIMITS, now)
             given.tenants.add(
                 name=name,
                 turns=daemon.num_turns_of(name),

@@ -219,11 +219,12 @@ class Server:
                     listening.token_file,
                     listening.tokens,
                     self._use_tokens,
-                    self._audit.reloaded,
+                    self._audit.tokens_reloaded,
                 )
             )
             self._background.append(watching)
         await self._server.start()
+        self._audit.started(self.address)
         return self.address
 
     def _use_tokens(self, tokens: Sequence[auth.Token]) -> None:
@@ -237,7 +238,10 @@ class Server:
         try:
             if listening.tls_cert is not None and listening.tls_key is not None:
                 self._certificates = Certificates(
-                    listening.tls_cert, listening.tls_key, listening.tls_client_ca
+                    listening.tls_cert,
+                    listening.tls_key,
+                    listening.tls_client_ca,
+                    self._audit.certificate_reloaded,
                 )
                 bound = self._server.add_secure_port(
                     listening.address, self._certificates.credentials
@@ -281,6 +285,7 @@ class Server:
             task.cancel()
         await self._server.stop(STOP_SECONDS)
         await self.daemon.close()
+        self._audit.stopped()
         if self._audit_log is not None:
             await asyncio.to_thread(self._audit_log.close)
         if self._listening.socket is not None:
