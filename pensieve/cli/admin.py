@@ -196,6 +196,7 @@ def stats_table(stats: pb.Stats) -> RenderableType:
     )
     if stats.more.get("erasure_pending"):
         table.add_row("", "the files still hold text that was deleted")
+    _add_service(table, stats.service)
     history = stats.device_tokens + stats.host_tokens + stats.recomputed_tokens
     table.add_row(
         "history from",
@@ -213,6 +214,33 @@ def stats_table(stats: pb.Stats) -> RenderableType:
         f"{stats.tokens_per_iteration:.1f} tokens each, {stats.idle_tokens:,} tokens discarded",
     )
     return table
+
+
+def _add_service(table: Any, service: pb.Service) -> None:
+    known = f"{service.connections:,} of {service.connections_max:,} connections, "
+    heard = f"{_seconds(service.heartbeat_age_seconds)} ago"
+    table.add_row(
+        "service",
+        f"{known if service.HasField('connections') else ''}{service.calls:,} calls; engine heard of "
+        f"{heard if service.HasField('heartbeat_age_seconds') else 'never'}",
+    )
+    table.add_row(
+        "loop",
+        f"late by at most {_milliseconds(service.loop_lag_max_seconds)} in the last minute, "
+        f"p99 {_milliseconds(service.loop_lag_p99_seconds)}",
+    )
+    table.add_row(
+        "store",
+        f"{service.store_jobs:,} jobs, the oldest {_milliseconds(service.store_oldest_seconds)}; "
+        f"commits p50 {_milliseconds(service.commit_p50_seconds)}, "
+        f"p99 {_milliseconds(service.commit_p99_seconds)}, "
+        f"max {_milliseconds(service.commit_max_seconds)}; "
+        f"write-ahead log {service.journal_bytes / MIB:,.1f} MiB",
+    )
+    if service.audit_lines_lost:
+        table.add_row("audit log", f"{service.audit_lines_lost:,} lines could not be written")
+    for reason, count in sorted(service.refusals.items()):
+        table.add_row("refused", f"{count:,} {reason}")
 
 
 def conversations(admin: Admin, arguments: argparse.Namespace) -> int:
@@ -361,6 +389,10 @@ def _plain(message: Any) -> dict[str, Any]:
 
 def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "0%"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms"
 
 
 def _seconds(seconds: float) -> str:

@@ -30,7 +30,7 @@ class Load:
 
     is_draining: bool
     engine_serves: bool
-    num_turns: int  # begun or about to, and not ended
+    num_turns: int  # begun or about to, and not ended; with warms
     num_turns_of_tenant: int  # with its warms
     num_waiting: int  # of those begun: for which the engine has no room yet
     waiting_since: float | None  # the first of them
@@ -51,14 +51,6 @@ class Admission:
             return Unavailable("the daemon is shutting down")
         if not load.engine_serves:
             return Unavailable("the engine is starting again; try again in a moment")
-        if load.num_turns >= self._turns_max:
-            return QueueFull(f"{load.num_turns} turns are waiting or running; try again later")
-        num_left = self._turns_max - load.num_turns
-        if len(self.allowances) > 1 and load.num_turns_of_tenant > ROOM_SHARE * num_left:
-            return QueueFull(
-                f"{load.num_turns_of_tenant} turns of yours are waiting or running, and others need "
-                "room, too; try again later"
-            )
         if (exceeded := self.exceeded(tenant, load, now)) is not None:
             return exceeded
         wait = self.wait_seconds(load, now)
@@ -68,8 +60,16 @@ class Admission:
             )
         return None
 
-    def exceeded(self, tenant: str, load: Load, now: float) -> PensieveError | None:
-        """Which of the tenant's limits another turn or warm would exceed; None if it would not."""
+    def exceeded(self, tenant: str, load: Load, now: float) -> QueueFull | None:
+        """Which limit another turn or warm of this tenant would exceed; None if it would not."""
+        if load.num_turns >= self._turns_max:
+            return QueueFull(f"{load.num_turns} turns are waiting or running; try again later")
+        num_left = self._turns_max - load.num_turns
+        if len(self.allowances) > 1 and load.num_turns_of_tenant > ROOM_SHARE * num_left:
+            return QueueFull(
+                f"{load.num_turns_of_tenant} turns of yours are waiting or running, and others need "
+                "room, too; try again later"
+            )
         allowance = self.allowances.of(tenant, now)
         return allowance.exceeded(load.num_turns_of_tenant, now) or allowance.calls_exceeded()
 

@@ -90,13 +90,13 @@ class AuditLog:
     def _put_down(self, lines: list[str]) -> None:
         if not lines:
             return
-        lost, said = self._num_lost, []
+        lost, report = self._num_lost, []
         if lost:
-            said = [
+            report = [
                 json.dumps({"time": round(self._wall_clock(), 3), "event": "lost", "lines": lost})
             ]
         try:
-            self._append("".join(f"{line}\n" for line in (*said, *lines)).encode())
+            self._append("".join(f"{line}\n" for line in (*report, *lines)).encode())
         except OSError as error:
             self._close_file()
             self._lose(len(lines))

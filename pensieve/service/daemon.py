@@ -216,7 +216,7 @@ class Daemon:
         return Load(
             self.draining,
             self.engine.serving,
-            turns.num_live + arriving.num_turns,
+            turns.num_live + turns.num_warms + arriving.num_turns,
             turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),
             turns.num_waiting,
             turns.waiting_since,

@@ -4,7 +4,8 @@ However much one tenant has put in, another one's next job comes after at most o
 waits.  Jobs wait in a queue for each tenant.  For each job the threads get one call of `_run_next`, which
 runs the job whose turn it is; so as many calls as jobs wait, and none is left over.
 
-The queues are behind a lock: the loop puts jobs in, and the threads take them out.
+The queues are behind a lock: the loop puts jobs in, and the threads take them out.  The loop alone counts
+those that have not ended.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
+
+from pensieve.service.figures import Waiting
 
 T = TypeVar("T")
 
@@ -38,13 +41,17 @@ class FairPool:
         self._queues: dict[
             str, deque[_Job]
         ] = {}  # of the tenants that wait, whose turn it is first
+        self._since: dict[
+            asyncio.Future[Any], float
+        ] = {}  # jobs that have not ended, the oldest first
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
         """Call it in a thread, to its end even if the caller is cancelled."""
         done = self._loop.create_future()
+        self._since[done] = self._loop.time()
         with self._lock:
             self._queues.setdefault(tenant, deque()).append(_Job(function, done))
-        self._loop.run_in_executor(self._threads, self._run_next).add_done_callback(_hand_over)
+        self._loop.run_in_executor(self._threads, self._run_next).add_done_callback(self._hand_over)
         result: T = await done
         return result
 
@@ -53,6 +60,13 @@ class FairPool:
         """Those whose jobs wait."""
         with self._lock:
             return list(self._queues)
+
+    @property
+    def waiting(self) -> Waiting:
+        """The jobs that have not ended."""
+        oldest = next(iter(self._since.values()), None)
+        seconds = 0.0 if oldest is None else self._loop.time() - oldest
+        return Waiting(len(self._since), seconds)
 
     def close(self, *, drop: bool = False) -> None:
         """Wait for the jobs, or drop those that wait."""
@@ -70,15 +84,15 @@ class FairPool:
         except Exception as error:
             return _Result(job.done, None, error)
 
-
-def _hand_over(ran: asyncio.Future[_Result]) -> None:
-    """Give the result to whoever waits for this job, which need not be the one that the call came with."""
-    if ran.cancelled():
-        return
-    done, value, error = ran.result()
-    if done.done():
-        return  # its caller is gone
-    if error is not None:
-        done.set_exception(error)
-    else:
-        done.set_result(value)
+    def _hand_over(self, ran: asyncio.Future[_Result]) -> None:
+        """Give the result to whoever waits for this job, not always the one that the call came with."""
+        if ran.cancelled():
+            return
+        done, value, error = ran.result()
+        del self._since[done]
+        if done.done():
+            return  # its caller is gone
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(value)

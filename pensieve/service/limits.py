@@ -155,8 +155,16 @@ class Allowances:
         return len(self._of_tenant)
 
     @property
+    def num_calls(self) -> int:
+        return sum(each.num_calls for each in self._of_tenant.values())
+
+    @property
     def tenants(self) -> list[str]:
         return sorted(self._of_tenant)
+
+    def known(self, tenant: str) -> Allowance | None:
+        """Of a tenant that has called, or that something is said of."""
+        return self._of_tenant.get(tenant)
 
     def of(self, tenant: str, now: float) -> Allowance:
         found = self._of_tenant.get(tenant)

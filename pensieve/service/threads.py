@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 
 from pensieve.errors import PensieveError
 from pensieve.service.fair_pool import FairPool
+from pensieve.service.figures import Waiting
 
 log = logging.getLogger("pensieve")
 T = TypeVar("T")
@@ -58,6 +59,11 @@ class Threads:
     ) -> T:
         """Call it in the store thread, behind what this tenant waits for there."""
         return await self._store_thread.run(tenant, lambda: function(*arguments, **named))
+
+    @property
+    def store_waiting(self) -> Waiting:
+        """The jobs of the store thread that have not ended."""
+        return self._store_thread.waiting
 
     async def behind_the_store(self) -> None:
         """Until every job that waits for the store thread now is done."""

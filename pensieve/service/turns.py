@@ -73,6 +73,10 @@ class Turns:
     def num_live(self) -> int:
         return len(self._live)
 
+    @property
+    def num_warms(self) -> int:
+        return len(self._warms)
+
     def num_of_tenant(self, tenant: str, conversation_id: str = "") -> int:
         """Its turns and warms, but for warms of this conversation, which its next turn takes over."""
         return self._num_of_tenant[tenant] - self._num_warms[tenant, conversation_id]

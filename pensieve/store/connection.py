@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from sqlite_utils import Database
 from sqlite_utils.utils import sqlite3
 
 from pensieve.errors import StoreCorrupt, StoreError, StoreUnavailable
+from pensieve.store.write_figures import WriteFigures
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -73,14 +75,18 @@ class Writer:
         self.driver = driver
         self._on_open = on_open
         self._busy_timeout_seconds = busy_timeout_seconds
+        self.figures = WriteFigures(self.journal_path)
         self._in_use = threading.Lock()
         self._db: Any = None
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
         """One transaction: at the end of the block it is committed and on the disk, or rolled back."""
-        with self._operation() as db, db.atomic():
-            yield db.conn
+        with self._operation() as db:
+            with db.atomic():
+                yield db.conn
+                began = time.perf_counter()
+            self.figures.committed(time.perf_counter() - began)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -95,10 +101,7 @@ class Writer:
 
     def has_journal(self) -> bool:
         """Whether there is something in the write-ahead log, or was when a process died."""
-        try:
-            return self.journal_path.stat().st_size > 0
-        except FileNotFoundError:
-            return False
+        return self.figures.journal_bytes > 0
 
     def truncate_journal(self) -> bool:
         """Move the write-ahead log into the database and leave the log empty; whether that was possible.

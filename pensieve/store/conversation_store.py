@@ -94,6 +94,7 @@ class ConversationStore:
             driver,
             busy_timeout_seconds,
         )
+        self.figures = self._writer.figures
         self.erasure = Erasure(self._writer, compact_bytes_min)
         self._running = RunningRows(self._writer, now)
         interrupted = self._running.interrupt_dead()

@@ -137,6 +137,7 @@ class Stats(google.protobuf.message.Message):
     SERVING_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
+    SERVICE_FIELD_NUMBER: builtins.int
     turns_queued: builtins.int
     """Turns that wait for their first iteration."""
     turns_running: builtins.int
@@ -191,6 +192,10 @@ class Stats(google.protobuf.message.Message):
     def more(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Every other figure of the engine, by name."""
 
+    @property
+    def service(self) -> Global___Service:
+        """The process that has the sockets and the history."""
+
     def __init__(
         self,
         *,
@@ -218,11 +223,113 @@ class Stats(google.protobuf.message.Message):
         serving: builtins.bool = ...,
         draining: builtins.bool = ...,
         more: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        service: Global___Service | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["device", b"device", "host", b"host"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes_swapped_in", b"bytes_swapped_in", "bytes_swapped_out", b"bytes_swapped_out", "conversations_cached", b"conversations_cached", "conversations_stored", b"conversations_stored", "daemon_seconds", b"daemon_seconds", "device", b"device", "device_tokens", b"device_tokens", "draining", b"draining", "engine_restarts", b"engine_restarts", "engine_seconds", b"engine_seconds", "host", b"host", "host_tokens", b"host_tokens", "idle_tokens", b"idle_tokens", "iterations", b"iterations", "iterations_per_second", b"iterations_per_second", "more", b"more", "new_tokens", b"new_tokens", "output_tokens", b"output_tokens", "recomputed_tokens", b"recomputed_tokens", "serving", b"serving", "tokens_per_iteration", b"tokens_per_iteration", "turns_queued", b"turns_queued", "turns_running", b"turns_running", "turns_suspended", b"turns_suspended"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["device", b"device", "host", b"host", "service", b"service"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes_swapped_in", b"bytes_swapped_in", "bytes_swapped_out", b"bytes_swapped_out", "conversations_cached", b"conversations_cached", "conversations_stored", b"conversations_stored", "daemon_seconds", b"daemon_seconds", "device", b"device", "device_tokens", b"device_tokens", "draining", b"draining", "engine_restarts", b"engine_restarts", "engine_seconds", b"engine_seconds", "host", b"host", "host_tokens", b"host_tokens", "idle_tokens", b"idle_tokens", "iterations", b"iterations", "iterations_per_second", b"iterations_per_second", "more", b"more", "new_tokens", b"new_tokens", "output_tokens", b"output_tokens", "recomputed_tokens", b"recomputed_tokens", "service", b"service", "serving", b"serving", "tokens_per_iteration", b"tokens_per_iteration", "turns_queued", b"turns_queued", "turns_running", b"turns_running", "turns_suspended", b"turns_suspended"]) -> None: ...
 
 Global___Stats: typing_extensions.TypeAlias = Stats
+
+@typing.final
+class Service(google.protobuf.message.Message):
+    """How the service process is."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class RefusalsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    LOOP_LAG_MAX_SECONDS_FIELD_NUMBER: builtins.int
+    LOOP_LAG_P99_SECONDS_FIELD_NUMBER: builtins.int
+    STORE_JOBS_FIELD_NUMBER: builtins.int
+    STORE_OLDEST_SECONDS_FIELD_NUMBER: builtins.int
+    COMMIT_P50_SECONDS_FIELD_NUMBER: builtins.int
+    COMMIT_P99_SECONDS_FIELD_NUMBER: builtins.int
+    COMMIT_MAX_SECONDS_FIELD_NUMBER: builtins.int
+    COMMITS_FIELD_NUMBER: builtins.int
+    JOURNAL_BYTES_FIELD_NUMBER: builtins.int
+    REFUSALS_FIELD_NUMBER: builtins.int
+    CALLS_FIELD_NUMBER: builtins.int
+    CONNECTIONS_FIELD_NUMBER: builtins.int
+    CONNECTIONS_MAX_FIELD_NUMBER: builtins.int
+    HEARTBEAT_AGE_SECONDS_FIELD_NUMBER: builtins.int
+    ERASURE_PENDING_FIELD_NUMBER: builtins.int
+    AUDIT_LINES_LOST_FIELD_NUMBER: builtins.int
+    loop_lag_max_seconds: builtins.float
+    """How late its loop was in the last minute, at most: for so long every stream stood still."""
+    loop_lag_p99_seconds: builtins.float
+    """The same, but for the worst hundredth of the moments that were looked at."""
+    store_jobs: builtins.int
+    """Jobs of the store's thread that have not ended."""
+    store_oldest_seconds: builtins.float
+    """Since the oldest of them was put in."""
+    commit_p50_seconds: builtins.float
+    """What the latest transactions waited for the disk: half of them no longer than this,"""
+    commit_p99_seconds: builtins.float
+    """all but the worst hundredth no longer than this,"""
+    commit_max_seconds: builtins.float
+    """and none longer than this."""
+    commits: builtins.int
+    """Transactions since the daemon started."""
+    journal_bytes: builtins.int
+    """Length of the history's write-ahead log."""
+    calls: builtins.int
+    """Calls of tenants that have not ended."""
+    connections: builtins.int
+    """Connections to the daemon's address; not given where the operating system does not say."""
+    connections_max: builtins.int
+    """Most of them."""
+    heartbeat_age_seconds: builtins.float
+    """Since the engine was last heard of; not given while none serves."""
+    erasure_pending: builtins.bool
+    """Deleted text is still in the files of the history."""
+    audit_lines_lost: builtins.int
+    """Lines that the audit log has lost since the last one that could be written."""
+    @property
+    def refusals(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Calls that ended with an error since the daemon started, by its reason; QUEUE_FULL.turns_max is a tenant's limit."""
+
+    def __init__(
+        self,
+        *,
+        loop_lag_max_seconds: builtins.float = ...,
+        loop_lag_p99_seconds: builtins.float = ...,
+        store_jobs: builtins.int = ...,
+        store_oldest_seconds: builtins.float = ...,
+        commit_p50_seconds: builtins.float = ...,
+        commit_p99_seconds: builtins.float = ...,
+        commit_max_seconds: builtins.float = ...,
+        commits: builtins.int = ...,
+        journal_bytes: builtins.int = ...,
+        refusals: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        calls: builtins.int = ...,
+        connections: builtins.int | None = ...,
+        connections_max: builtins.int = ...,
+        heartbeat_age_seconds: builtins.float | None = ...,
+        erasure_pending: builtins.bool = ...,
+        audit_lines_lost: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_connections", b"_connections", "_heartbeat_age_seconds", b"_heartbeat_age_seconds", "connections", b"connections", "heartbeat_age_seconds", b"heartbeat_age_seconds"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_connections", b"_connections", "_heartbeat_age_seconds", b"_heartbeat_age_seconds", "audit_lines_lost", b"audit_lines_lost", "calls", b"calls", "commit_max_seconds", b"commit_max_seconds", "commit_p50_seconds", b"commit_p50_seconds", "commit_p99_seconds", b"commit_p99_seconds", "commits", b"commits", "connections", b"connections", "connections_max", b"connections_max", "erasure_pending", b"erasure_pending", "heartbeat_age_seconds", b"heartbeat_age_seconds", "journal_bytes", b"journal_bytes", "loop_lag_max_seconds", b"loop_lag_max_seconds", "loop_lag_p99_seconds", b"loop_lag_p99_seconds", "refusals", b"refusals", "store_jobs", b"store_jobs", "store_oldest_seconds", b"store_oldest_seconds"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_connections", b"_connections"]) -> typing.Literal["connections"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_heartbeat_age_seconds", b"_heartbeat_age_seconds"]) -> typing.Literal["heartbeat_age_seconds"] | None: ...
+
+Global___Service: typing_extensions.TypeAlias = Service
 
 @typing.final
 class Tier(google.protobuf.message.Message):

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +22,12 @@ from pensieve.service import audit_log
 from pensieve.service.audit_log import CHARACTERS_MAX, AuditLog
 from pensieve.service.grpc import auth
 from pensieve.service.grpc.audit import Audit
+from pensieve.service.grpc.reload import Certificates
 from pensieve.service.grpc.server import Listening
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import DaemonRig, ServeProcess, wait_for
 
+CERTS = Path(__file__).with_name("certs")
 SECRET = "the words of a conversation"
 
 
@@ -296,9 +299,27 @@ def test_a_token_file_that_is_read_again_is_written_down(tmp_path: Path) -> None
     daemon.start()
     write(entry + auth.new_token("b", admin=False)[1])
     (reload,) = of(path, "reload")
-    assert (reload["tokens"], reload["outcome"]) == (2, "OK")
+    assert (reload["what"], reload["tokens"], reload["outcome"]) == ("tokens", 2, "OK")
     write("[[token")
     _, refused = of(path, "reload", 2)
     assert refused["tokens"] == 2
     assert "not valid TOML" in refused["outcome"]
     assert daemon.stop() == 0
+    assert [each["event"] for each in lines(path)] == ["start", "reload", "reload", "stop"]
+
+
+def test_a_certificate_that_is_read_again_is_written_down(tmp_path: Path) -> None:
+    cert, key, path = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "audit.jsonl"
+    shutil.copy(CERTS / "server.pem", cert)
+    shutil.copy(CERTS / "server.key", key)
+    with writing(path) as log:
+        audit = Audit(log, Clock())
+        certificates = Certificates(cert, key, None, audit.certificate_reloaded)
+        assert certificates._if_changed() is None
+        shutil.copy(CERTS / "client.pem", cert)
+        assert certificates._if_changed() is not None
+        key.unlink()
+        assert certificates._if_changed() is None
+    first, second = lines(path)
+    assert (first["event"], first["what"], first["outcome"]) == ("reload", "certificate", "OK")
+    assert "cannot read" in second["outcome"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import signal
 import struct
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from pensieve.errors import NotFound, QueueFull, StorageFull
 from pensieve.service.admission import Admission, Load
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.grpc import auth
+from pensieve.service.grpc.calls import Call
 from pensieve.service.grpc.server import Listening
 from pensieve.service.limits import Allowance, Limits
+from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.raw_http2 import RawPeer
 from tests.service.rig_daemon import ECHO, DaemonRig, details, said, wait_for
@@ -314,6 +316,44 @@ def test_what_a_tenants_clients_do_not_read_is_bounded(tmp_path: Path) -> None:
         assert rig.stub.ListMessages(request, metadata=rig.metadata("a")).messages
 
 
+class Stream:
+    """A call's context whose writes last until they are let go."""
+
+    def __init__(self) -> None:
+        self.taken = asyncio.Event()
+        self.num_written = 0
+
+    def add_done_callback(self, callback: Any) -> None:
+        self.end = callback
+
+    async def write(self, message: Any) -> None:
+        await self.taken.wait()
+        self.num_written += 1
+
+
+def test_a_piece_of_a_stream_waits_for_room_and_a_large_one_alone_goes() -> None:
+    async def run() -> None:
+        allowance = Allowance(Limits(unread_bytes=1000), 0.0)
+        first, second = Stream(), Stream()
+        calls = [Call(first, allowance), Call(second, allowance)]
+        piece = pb.SendMessageResponse(delta=pb.TurnDelta(text="x" * 700))
+        writes = [asyncio.ensure_future(each.write(piece)) for each in calls]
+        await asyncio.sleep(0.2)
+        assert 700 < allowance.num_unread_bytes < 1000
+        second.taken.set()
+        await asyncio.sleep(0.2)
+        assert second.num_written == 0, "it waits for the first"
+        first.taken.set()
+        await asyncio.gather(*writes)
+        assert (second.num_written, allowance.num_unread_bytes) == (1, 0)
+        await calls[0].write(pb.SendMessageResponse(delta=pb.TurnDelta(text="x" * 5000)))
+        for stream in (first, second):
+            stream.end(stream)
+        assert allowance.num_calls == 0
+
+    asyncio.run(run())
+
+
 # -- priorities --
 
 
@@ -336,24 +376,63 @@ def test_a_priority_above_the_tokens_ceiling_is_lowered_to_it(tmp_path: Path) ->
 # -- weights --
 
 
+def order_of_admission(
+    folder: Path, limits: dict[str, dict[str, Any]], turns: Sequence[str]
+) -> list[str]:
+    """The tenants of turns that all wait behind another one, as the engine admits them."""
+    slow, written = (*ECHO, "--seconds=0.002"), {"turns_max": "1"}
+    with TokensRig(folder, {"first": {}, **limits}, slow, written) as rig:
+        admitted: list[str] = []
+        on_admitted = rig.daemon.conversations._on_admitted
+
+        def noted(live: Any) -> None:
+            admitted.append(live.tenant)
+            on_admitted(live)
+
+        rig.daemon.conversations._on_admitted = noted
+        first = rig.begin("first", "c")
+        calls = [rig.begin(tenant, f"c{i}", SHORT) for i, tenant in enumerate(turns)]
+        assert admitted == ["first"]
+        first.cancel()
+        for call in calls:
+            assert said(call).completed.revision == 1
+        return admitted[1:]
+
+
 def test_a_flood_pushes_nobody_behind_its_backlog(tmp_path: Path) -> None:
-    slow = (*ECHO, "--seconds=0.01")
-    with TokensRig(tmp_path, {"flood": {}, "mine": {}}, slow, {"turns_max": "1"}) as rig:
-        ended: list[str] = []
-        flood = [rig.begin("flood", f"c{i}", SHORT) for i in range(60)]
-        mine = [rig.begin("mine", f"c{i}", SHORT) for i in range(3)]
-        threads = [
-            threading.Thread(target=lambda call=call, who=who: (said(call), ended.append(who)))
-            for who, calls in (("flood", flood), ("mine", mine))
-            for call in calls
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(ended) == 63
-        place = max(number for number, who in enumerate(ended) if who == "mine")
-        assert place < 40, "they came last, and were not served last"
+    admitted = order_of_admission(
+        tmp_path, {"flood": {}, "mine": {}}, [*["flood"] * 50, *["mine"] * 3]
+    )
+    assert len(admitted) == 53
+    assert "mine" not in admitted[6:], admitted
+
+
+def test_tenants_that_all_have_more_than_can_run_get_it_by_their_weights(tmp_path: Path) -> None:
+    limits = {"light": {"weight": 1}, "heavy": {"weight": 3}}
+    admitted = order_of_admission(tmp_path, limits, ["light", "heavy"] * 24)
+    for end in (12, 20, 28):
+        assert abs(admitted[:end].count("heavy") - 0.75 * end) <= 2, admitted
+
+
+def test_warms_take_places_among_those_who_wait(tmp_path: Path) -> None:
+    """The engine's queue takes as many as the daemon's limit: a flood of warms must not fill it."""
+    config = DaemonConfig(turns_max=2)
+    slow, written = (*ECHO, "--seconds=0.2"), {"token_budget": "16"}
+    with DaemonRig(tmp_path / "data", config=config, program=slow, written=written) as rig:
+        for name in ("c", "d", "e"):
+            rig.ask(name, "w " * 60, sampling=pb.Sampling(max_tokens=1))
+            rig.admin.EvictConversation(admin_pb2.EvictConversationRequest(conversation_id=name))
+        for name in ("c", "d"):
+            rig.stub.WarmConversation(pb.WarmConversationRequest(conversation_id=name))
+        with pytest.raises(grpc.RpcError) as error:
+            rig.stub.WarmConversation(pb.WarmConversationRequest(conversation_id="e"))
+        assert details(error.value)["ErrorInfo"].reason == "QUEUE_FULL"
+        wait_for(lambda: rig.call(_num_warms(rig)) == 0)
+        rig.stub.WarmConversation(pb.WarmConversationRequest(conversation_id="e"))
+
+
+async def _num_warms(rig: DaemonRig) -> int:
+    return rig.daemon.conversations.turns.num_warms
 
 
 def test_a_flood_leaves_others_room_to_begin() -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pensieve.engine.messages import EvictConversation, Explain, ListCached
 from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
 from pensieve.service.daemon import Daemon
+from pensieve.service.figures import Quantiles, num_connections
+from pensieve.service.limits import NO_LIMITS, Allowance
 from pensieve.service.live_turn import cache_key
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
@@ -20,9 +23,22 @@ from pensieve.v1 import admin_pb2_grpc
 WATCHERS_MAX = 64
 
 
+@dataclass(frozen=True)
+class ServerFacts:
+    """What the sockets' owner knows."""
+
+    loop_lag: Quantiles
+    port: int  # 0: it listens on none
+    connections_max: int
+    audit_lines_lost: int
+
+
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    def __init__(self, daemon: Daemon, stop: Callable[[], None]) -> None:
+    def __init__(
+        self, daemon: Daemon, stop: Callable[[], None], facts: Callable[[], ServerFacts]
+    ) -> None:
         self.daemon = daemon
+        self._facts = facts
         self.num_watchers = 0
         self._stop = stop
         self._before = (0.0, 0.0)  # seconds and iterations of the last figures
@@ -115,10 +131,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: pb.ListTenantsRequest, context: Any
     ) -> pb.ListTenantsResponse:
         daemon, now = self.daemon, asyncio.get_running_loop().time()
+        allowances = daemon.admission.allowances
         stored = await daemon.stored_bytes()
         given = pb.ListTenantsResponse()
-        for name in sorted({*stored, *daemon.admission.allowances.tenants}):
-            allowance = daemon.allowance(name)
+        for name in sorted({*stored, *allowances.tenants}):
+            allowance = allowances.known(name) or Allowance(NO_LIMITS, now)
             given.tenants.add(
                 name=name,
                 turns=daemon.num_turns_of(name),
@@ -146,6 +163,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             draining=daemon.draining,
         )
         given.more["erasure_pending"] = daemon.store.erasure.pending
+        await self._add_service(given.service)
         ready = daemon.engine.ready
         if ready is None or not daemon.engine.serving:
             return given
@@ -159,6 +177,29 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         given.iterations_per_second = self._rate(figures)
         given.more["heartbeat_age_seconds"] = daemon.engine.heartbeat.silent_seconds
         return given
+
+    async def _add_service(self, given: pb.Service) -> None:
+        daemon, facts = self.daemon, self._facts()
+        lag, waiting = facts.loop_lag, daemon.threads.store_waiting
+        wrote = daemon.store.figures
+        commits = Quantiles.of(wrote.commit_seconds)
+        given.loop_lag_max_seconds, given.loop_lag_p99_seconds = lag.most, lag.p99
+        given.store_jobs, given.store_oldest_seconds = waiting
+        given.commit_p50_seconds, given.commit_p99_seconds = commits.p50, commits.p99
+        given.commit_max_seconds, given.commits = commits.most, wrote.num_commits
+        given.journal_bytes = wrote.journal_bytes
+        given.refusals.update(daemon.refusals)
+        given.calls = daemon.admission.allowances.num_calls
+        given.connections_max = facts.connections_max
+        if (
+            facts.port
+            and (found := await asyncio.to_thread(num_connections, facts.port)) is not None
+        ):
+            given.connections = found
+        if daemon.engine.serving:
+            given.heartbeat_age_seconds = daemon.engine.heartbeat.silent_seconds
+        given.erasure_pending = daemon.store.erasure.pending
+        given.audit_lines_lost = facts.audit_lines_lost
 
     def _rate(self, figures: Mapping[str, float]) -> float:
         """Iterations per second since the last figures."""

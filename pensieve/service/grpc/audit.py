@@ -4,7 +4,8 @@
     delete   each deletion: who, which conversation, how it went
     token    the first use of a token over a connection, and again in each hour
     refused  a caller who is not known, or may not do this; of many in a short time a number
-    reload   the token file was read again, or could not be used
+    reload   the token file or the certificate was read again, or could not be used
+    start, stop   of the daemon
 
 Somebody without a token must not fill the disk, so of refusals REFUSED_PER_SECOND are written, and each such
 line says how many were left out before it.  A token is named by its `name` in the token file, or by the
@@ -88,10 +89,22 @@ class Audit:
             seconds=round(self._now() - began, 3),
         )
 
-    def reloaded(self, num_tokens: int, problem: str = "") -> None:
+    def tokens_reloaded(self, num_tokens: int, problem: str) -> None:
         if self._file is not None:
-            outcome = problem or "OK"
-            self._file.write("reload", tokens=num_tokens, outcome=outcome)
+            self._file.write("reload", what="tokens", tokens=num_tokens, outcome=problem or "OK")
+
+    def certificate_reloaded(self, problem: str) -> None:
+        """Any thread may call this."""
+        if self._file is not None:
+            self._file.write("reload", what="certificate", outcome=problem or "OK")
+
+    def started(self, address: str) -> None:
+        if self._file is not None:
+            self._file.write("start", address=address)
+
+    def stopped(self) -> None:
+        if self._file is not None:
+            self._file.write("stop")
 
 
 def _short(method: str) -> str:

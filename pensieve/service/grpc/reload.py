@@ -74,7 +74,15 @@ async def watch_tokens(
 class Certificates:
     """The credentials of a server whose certificate may be replaced; gRPC asks in threads of its own."""
 
-    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
+    def __init__(
+        self,
+        cert: Path,
+        key: Path,
+        client_ca: Path | None,
+        on_reload: Callable[[str], None] = lambda problem: None,
+    ) -> None:
+        """`on_reload` is told what was wrong with files that have changed, in gRPC's threads."""
+        self._on_reload = on_reload
         self._paths = (cert, key, client_ca)
         self._files = Watched(*(path for path in self._paths if path is not None))
         self._files.has_changed()
@@ -100,6 +108,8 @@ class Certificates:
             found = self._read()
         except ConfigError as error:
             log.error("the certificate stays as it was: %s", error)
+            self._on_reload(whole_line(error))
             return None
         log.info("the certificate was read again")
+        self._on_reload("")
         return found

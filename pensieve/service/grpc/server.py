@@ -29,8 +29,9 @@ from pensieve.errors import AddressInUse, ConfigError, NotFound
 from pensieve.service.admin_socket import socket_address
 from pensieve.service.audit_log import AuditLog
 from pensieve.service.daemon import Daemon
+from pensieve.service.figures import LoopLag
 from pensieve.service.grpc import auth, sizes
-from pensieve.service.grpc.admin import AdminService
+from pensieve.service.grpc.admin import AdminService, ServerFacts
 from pensieve.service.grpc.audit import Audit
 from pensieve.service.grpc.conversation import ConversationService
 from pensieve.service.grpc.reload import Certificates, watch_tokens
@@ -174,14 +175,15 @@ class Server:
             audit=self._audit,
             refusals=daemon.refusals,
         )
-        self._watching: asyncio.Task[None] | None = None
+        self._loop_lag = LoopLag()
+        self._background: list[asyncio.Task[None]] = []
         self._certificates: Certificates | None = None  # which gRPC asks as long as it listens
         self._server = grpc.aio.server(interceptors=[self._guard], options=listening.options())
         services: Any = _OneQueue(self._server)
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
             ConversationService(daemon), services
         )
-        self.admin = AdminService(daemon, self.stopping.set)
+        self.admin = AdminService(daemon, self.stopping.set, self._facts)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self.admin, services)
         self._server.add_generic_rpc_handlers((self.health.handlers(),))
         daemon.on_serving = self.health.set
@@ -209,16 +211,20 @@ class Server:
             self._listen_on_port()
         if listening.socket is not None:
             self._listen_locally(listening.socket)
+        loop = asyncio.get_running_loop()
+        self._background.append(loop.create_task(self._loop_lag.measure()))
         if listening.token_file is not None:
-            self._watching = asyncio.get_running_loop().create_task(
+            watching = loop.create_task(
                 watch_tokens(
                     listening.token_file,
                     listening.tokens,
                     self._use_tokens,
-                    self._audit.reloaded,
+                    self._audit.tokens_reloaded,
                 )
             )
+            self._background.append(watching)
         await self._server.start()
+        self._audit.started(self.address)
         return self.address
 
     def _use_tokens(self, tokens: Sequence[auth.Token]) -> None:
@@ -232,7 +238,10 @@ class Server:
         try:
             if listening.tls_cert is not None and listening.tls_key is not None:
                 self._certificates = Certificates(
-                    listening.tls_cert, listening.tls_key, listening.tls_client_ca
+                    listening.tls_cert,
+                    listening.tls_key,
+                    listening.tls_client_ca,
+                    self._audit.certificate_reloaded,
                 )
                 bound = self._server.add_secure_port(
                     listening.address, self._certificates.credentials
@@ -256,6 +265,11 @@ class Server:
         finally:
             os.umask(before)
 
+    def _facts(self) -> ServerFacts:
+        port = int(self.address.rpartition(":")[2] or 0)
+        lost = self._audit_log.num_lost if self._audit_log is not None else 0
+        return ServerFacts(self._loop_lag.quantiles(), port, self._listening.connections_max, lost)
+
     async def answers(self) -> None:
         """Until the store thread has; but it is not asked when it may be gone in a moment."""
         if not self.stopping.is_set():
@@ -267,10 +281,11 @@ class Server:
 
     async def close(self, drain_seconds: float) -> None:
         await self.daemon.drain(drain_seconds)
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in self._background:
+            task.cancel()
         await self._server.stop(STOP_SECONDS)
         await self.daemon.close()
+        self._audit.stopped()
         if self._audit_log is not None:
             await asyncio.to_thread(self._audit_log.close)
         if self._listening.socket is not None:
