@@ -28,7 +28,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason
@@ -43,6 +43,7 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 from pensieve.errors import (
+    ContextFull,
     ErasurePending,
     NotFound,
     PensieveError,
@@ -72,6 +73,7 @@ from pensieve.service.threads import Threads
 from pensieve.service.turns import Ending, Turns, failure_of
 from pensieve.store import records
 
+T = TypeVar("T")
 log = logging.getLogger("pensieve")
 LOOKUPS_MAX = 16  # at once, of requests that may not begin a turn
 DRAFTS_MAX = 3  # of a request whose turn was running and is not live any more
@@ -111,9 +113,10 @@ class Conversations:
     # -- conversations --
 
     async def create(self, settings: ConversationSettings) -> records.Conversation:
-        await self._threads.in_text_pool(
+        num_tokens = await self._tokenized(
             settings.tenant, lambda: self._history.check_settings(settings)
         )
+        self._charge_tokens(settings.tenant, num_tokens)
         return await self._threads.in_store(settings.tenant, self._history.create, settings)
 
     async def fork(
@@ -252,8 +255,20 @@ class Conversations:
         found = await threads.in_store(ask.tenant, history.start, ask, self._short_characters)
         if not isinstance(found, Draft):
             return found
-        prompt = await threads.in_text_pool(ask.tenant, found.prompt)
-        return await threads.in_store(ask.tenant, history.begin, found, prompt)
+        prompt = await self._tokenized(ask.tenant, found.prompt)
+        try:
+            return await threads.in_store(ask.tenant, history.begin, found, prompt)
+        except ContextFull:
+            self._charge_tokens(ask.tenant, sum(map(len, prompt)))
+            raise
+
+    async def _tokenized(self, tenant: str, function: Callable[[], T]) -> T:
+        """In the text pool; what is too long to fit was tokenized all the same."""
+        try:
+            return await self._threads.in_text_pool(tenant, function)
+        except ContextFull as full:
+            self._charge_tokens(tenant, full.tokens)
+            raise
 
     async def _submit(self, begun: Begun) -> LiveTurn:
         weight = self._weight_of(begun.turn.tenant)

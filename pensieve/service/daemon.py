@@ -53,6 +53,7 @@ from pensieve.store.conversation_store import ConversationStore
 
 log = logging.getLogger("pensieve")
 SWEEP_SECONDS = 1.0
+CALL_TOKENS = 1  # what a call that changes the history costs at least, where tokens are limited
 LATE_SECONDS = 1.0  # of the loop, that are worth a warning
 LOADING = "the model is loading; try again in a moment"
 
@@ -147,6 +148,14 @@ class Daemon:
             raise damage
         return self.conversations
 
+    def writable_by(self, tenant: str) -> Conversations:
+        """The same, for what its tenant pays for."""
+        conversations = self.writable
+        if (debt := self.allowance(tenant).in_debt(self._loop.time())) is not None:
+            raise debt
+        self._charge(tenant, CALL_TOKENS)
+        return conversations
+
     def _damage(self) -> StoreCorrupt | None:
         if not self.history_problems:
             return None
@@ -203,6 +212,7 @@ class Daemon:
         exceeded = self.admission.exceeded(tenant, load, self._loop.time())
         if exceeded is not None:
             raise exceeded
+        self._charge(tenant, CALL_TOKENS)
         await self.conversations.warm(conversation_id, tenant)
 
     @property

@@ -101,20 +101,21 @@ class Draft:
 
 
 class SettingsCheck(NamedTuple):
-    """Whether a conversation could begin with such settings; in any thread."""
+    """Whether a conversation could begin with such settings, and how many tokens that took; in any thread."""
 
     template: ChatTemplate
     context_max: int
 
-    def __call__(self, settings: ConversationSettings) -> None:
+    def __call__(self, settings: ConversationSettings) -> int:
         size = len(settings.system_prompt) + sum(len(str(each)) for each in settings.tools)
         check_length("system_prompt and tools", size, self.context_max)
         system_prompt, options = settings.system_prompt, dict(settings.template_options)
         head = [Message("system", system_prompt)] if system_prompt else []
-        if head or settings.tools or options:
-            # A dry run shows at once whether the template takes them.
-            setting = Setting(settings.tools, options)
-            self.template.opening([*head, Message("user", "?")], setting)
+        if not (head or settings.tools or options):
+            return 0
+        # A dry run shows at once whether the template takes them.
+        setting = Setting(settings.tools, options)
+        return len(self.template.opening([*head, Message("user", "?")], setting).token_ids)
 
 
 def check_length(field_name: str, size: int, context_max: int) -> None:

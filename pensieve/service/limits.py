@@ -1,7 +1,8 @@
 """What a tenant may take of the daemon, and what it has taken.
 
     turns_max             turns at once: running, waiting, about to begin, and warms
-    tokens_per_second     on average; new and sampled tokens, and what a warm computes
+    tokens_per_second     on average; new and sampled tokens, what a warm computes, and of each other call
+                          that changes the history at least one
     requests_per_second   on average, of all methods but the operator's and health
     calls_max             calls at once; a stream is one until its client has taken its end
     storage_bytes         of its conversations; more is refused, what runs is stored all the same
@@ -9,8 +10,9 @@
     weight                of its turns where more wait than can run; see core/fair_queue.py
 
 Tokens are paid for when a turn has ended: those it brought and those of its reply (what was found in the
-cache costs nothing).  A tenant may save up BURST_SECONDS of its rates; one that is in debt is refused until
-it is out of it, and the refusal says when that will be.
+cache costs nothing).  A system prompt is paid for when it is tokenized at first, and so is a message that
+then does not fit.  A tenant may save up BURST_SECONDS of its rates; one that is in debt is refused until it
+is out of it, and the refusal says when that will be.  It may read and delete meanwhile.
 
 Allowances belong to the loop.  Other limits take force at once: what was saved or owed stays, turns and calls
 that are there go on, and count.
@@ -111,8 +113,12 @@ class Allowance:
         limits = self.limits
         if limits.turns_max is not None and num_turns >= limits.turns_max:
             return _full("turns_max", f"this token may run {limits.turns_max} turns at once")
+        return self.in_debt(now)
+
+    def in_debt(self, now: float) -> QueueFull | None:
+        """The tokens that are owed, if there are any."""
         if wait := self.tokens.seconds_until(0.0, now):
-            rate = limits.tokens_per_second
+            rate = self.limits.tokens_per_second
             return _full(
                 "tokens_per_second", f"this token may use {rate:g} tokens per second", wait
             )

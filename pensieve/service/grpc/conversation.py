@@ -36,7 +36,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             prefix_id=request.prefix_id,
             tenant=caller().tenant,
         )
-        created = await self.daemon.writable.create(settings)
+        created = await self.daemon.writable_by(settings.tenant).create(settings)
         return pb.CreateConversationResponse(conversation=self._conversation(created))
 
     async def GetConversation(
@@ -66,20 +66,22 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def ForkConversation(
         self, request: pb.ForkConversationRequest, context: Any
     ) -> pb.ForkConversationResponse:
-        fork = await self.daemon.writable.fork(
+        tenant = caller().tenant
+        fork = await self.daemon.writable_by(tenant).fork(
             _id(request.conversation_id),
             request.new_conversation_id or _drawn(),
             request.at_revision if request.HasField("at_revision") else None,
             metadata=json_values.one_object("metadata", request.metadata),
-            tenant=caller().tenant,
+            tenant=tenant,
         )
         return pb.ForkConversationResponse(conversation=self._conversation(fork))
 
     async def RewindConversation(
         self, request: pb.RewindConversationRequest, context: Any
     ) -> pb.RewindConversationResponse:
-        rewound = await self.daemon.writable.rewind(
-            _id(request.conversation_id), request.to_revision, caller().tenant
+        tenant = caller().tenant
+        rewound = await self.daemon.writable_by(tenant).rewind(
+            _id(request.conversation_id), request.to_revision, tenant
         )
         return pb.RewindConversationResponse(conversation=self._conversation(rewound))
 
