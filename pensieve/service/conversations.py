@@ -42,7 +42,6 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 from pensieve.errors import (
-    ErasurePending,
     NotFound,
     PensieveError,
     QueueFull,
@@ -63,8 +62,8 @@ from pensieve.service.live_turn import (
     LiveTurn,
     Phase,
     cache_key,
+    names_of,
     replayed,
-    tenant_of,
 )
 from pensieve.service.readers import ReaderLimits, Readers, Write, ids_of
 from pensieve.service.threads import Threads
@@ -173,10 +172,11 @@ class Conversations:
                 self._tell(cancel)
                 self._charge(live)
                 self._fail(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
-            self._tell(DeleteConversation(cache_key(tenant, conversation_id)))
-            if isinstance(deleted.error, ErasurePending):
+            if not isinstance(deleted.error, NotFound):
+                self._tell(DeleteConversation(cache_key(tenant, conversation_id)))
+            if deleted.is_pending:
                 await erased(self._history.finish_erasure, self._threads)
-            elif deleted.error is not None:
+            if deleted.error is not None:
                 raise deleted.error
 
         await self._threads.whole(sequence())
@@ -287,7 +287,7 @@ class Conversations:
     async def _provide_log(self, needed: LogNeeded) -> None:
         """A turn that cannot have its log cannot run, and would wait for it without end."""
         try:
-            tenant = tenant_of(needed.conversation_id)
+            tenant, _ = names_of(needed.conversation_id)
             self._put(await self._threads.in_store(tenant, self._history.log_for, needed))
         except Exception as error:
             if not isinstance(error, PensieveError):  # a fault of ours

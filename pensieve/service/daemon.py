@@ -202,7 +202,7 @@ class Daemon:
         return Load(
             self.draining,
             self.engine.serving,
-            turns.num_live + arriving.num_turns,
+            self.num_turns,
             turns.num_of_tenant(tenant) + arriving.num_of_tenant(tenant),
             turns.num_waiting,
             turns.waiting_since,
@@ -265,7 +265,7 @@ class Daemon:
         if isinstance(message, SubmitTurn):
             turns = self.conversations.turns
             live = turns.of_number(message.turn_id)
-            if live is not None and self._suspects.must_wait(live, turns.all_live()):
+            if live is not None and self._suspects.must_wait(live, turns.all_live):
                 raise Unavailable("the engine died twice with this turn; it is tried again alone")
         self.engine.put(message)
 

@@ -10,6 +10,7 @@ The queues are behind a lock: the loop puts jobs in, and the threads take them o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +23,6 @@ T = TypeVar("T")
 class _Job(NamedTuple):
     function: Callable[[], Any]
     done: asyncio.Future[Any]
-
-
-class _Result(NamedTuple):
-    done: asyncio.Future[Any]
-    value: Any
-    error: Exception | None
 
 
 class FairPool:
@@ -44,8 +39,11 @@ class FairPool:
         done = self._loop.create_future()
         with self._lock:
             self._queues.setdefault(tenant, deque()).append(_Job(function, done))
-        self._loop.run_in_executor(self._threads, self._run_next).add_done_callback(_hand_over)
-        result: T = await done
+        self._threads.submit(self._run_next)
+        try:
+            result: T = await done
+        finally:
+            del done  # as in _run_next
         return result
 
     @property
@@ -58,7 +56,7 @@ class FairPool:
         """Wait for the jobs, or drop those that wait."""
         self._threads.shutdown(cancel_futures=drop)
 
-    def _run_next(self) -> _Result:
+    def _run_next(self) -> None:
         with self._lock:
             tenant = next(iter(self._queues))
             queue = self._queues.pop(tenant)
@@ -66,16 +64,21 @@ class FairPool:
             if queue:
                 self._queues[tenant] = queue  # behind all others
         try:
-            return _Result(job.done, job.function(), None)
+            self._answer(job.done, job.function(), None)
         except Exception as error:
-            return _Result(job.done, None, error)
+            self._answer(job.done, None, error)
+        finally:
+            del (
+                job
+            )  # an error holds its frames; one that holds the future would make a circle of them
+
+    def _answer(self, done: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+        """From the thread; if the loop is closed, nobody waits."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(_give, done, value, error)
 
 
-def _hand_over(ran: asyncio.Future[_Result]) -> None:
-    """Give the result to whoever waits for this job, which need not be the one that the call came with."""
-    if ran.cancelled():
-        return
-    done, value, error = ran.result()
+def _give(done: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
     if done.done():
         return  # its caller is gone
     if error is not None:

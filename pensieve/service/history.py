@@ -32,6 +32,7 @@ from pensieve.core.sampling import Sampling
 from pensieve.engine.messages import LogNeeded, ProvideLog, SubmitTurn
 from pensieve.errors import (
     ContextFull,
+    ErasurePending,
     InvalidArgument,
     NotFound,
     PensieveError,
@@ -49,7 +50,7 @@ from pensieve.service.draft import (
     setting_of,
     tokenized_again,
 )
-from pensieve.service.live_turn import Begun, Committed, Known, Reply, cache_key
+from pensieve.service.live_turn import Begun, Committed, Known, Reply, cache_key, names_of
 from pensieve.service.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
 from pensieve.service.prefixes import Prefixes
 from pensieve.store import records
@@ -77,6 +78,7 @@ class Texts(Protocol):
 class Deleted(NamedTuple):
     turn_id: int | None  # that was running; it is none any more, whatever the error says
     error: PensieveError | None  # why the rest did not go well
+    is_pending: bool  # what is deleted is not yet erased from the files
 
 
 class _Beginning(NamedTuple):
@@ -160,13 +162,12 @@ class History:
         """Interrupt its running turn and delete it; nothing begins in between.
 
         The turn is interrupted also where the deletion fails after that, so the error is returned
-        beside it.  A conversation that is gone may still have to be erased from the files: that is tried.
+        beside it.  A conversation that is gone may still have to be erased from the files.
         """
         try:
             conversation = self._store.get_conversation(conversation_id, tenant=tenant)
-        except NotFound:
-            self._store.delete_conversation(conversation_id, tenant=tenant)
-            raise
+        except NotFound as error:
+            return Deleted(None, error, self._store.erasure.pending)
         turn_id = conversation.running_turn_id
         self._tokenized_again.discard((tenant, conversation_id))
         self._prefixes.forget(tenant, conversation_id)
@@ -174,9 +175,11 @@ class History:
             if turn_id is not None:
                 self.interrupt(turn_id)
             self._store.delete_conversation(conversation_id, tenant=tenant)
+        except ErasurePending:
+            return Deleted(turn_id, None, True)
         except PensieveError as error:
-            return Deleted(turn_id, error)
-        return Deleted(turn_id, None)
+            return Deleted(turn_id, error, False)
+        return Deleted(turn_id, None, False)
 
     def finish_erasure(self) -> None:
         """Of what was deleted, from the files; ErasurePending if that is not possible yet."""
@@ -197,7 +200,7 @@ class History:
         It wants them before it runs a turn, and the log of a running turn's conversation does not change
         unless that turn is given up; a warm's conversation may change at any time.
         """
-        tenant, _, conversation_id = needed.conversation_id.rpartition("/")
+        tenant, conversation_id = names_of(needed.conversation_id)
         try:
             log = self._store.log(conversation_id, needed.num_tokens, tenant=tenant)
         except NotFound:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +66,28 @@ def test_callers_go_on_in_the_order_of_their_jobs_and_get_their_own_answers() ->
 
 def _refuse(i: int) -> None:
     raise InvalidArgument("i", f"number {i}")
+
+
+def test_a_refusal_is_no_garbage_that_only_a_collection_frees() -> None:
+    """Full collections are rare here (gc_pause.py), and an error's frames hold what it was about."""
+    errors: list[weakref.ref[InvalidArgument]] = []
+
+    async def main() -> None:
+        pool = FairPool(asyncio.get_running_loop(), 1, "store")
+        for i in range(3):
+            try:
+                await pool.run("a", lambda i=i: _refuse(i))  # type: ignore[misc]
+            except InvalidArgument as error:
+                errors.append(weakref.ref(error))
+        await pool.run("a", lambda: None)  # the thread has let go of the last one
+        pool.close()
+        assert [error() for error in errors] == [None, None, None]
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
 
 
 def test_a_job_runs_though_its_caller_is_gone() -> None:

@@ -78,12 +78,12 @@ def test_turns_that_may_both_have_killed_the_engine_are_tried_one_after_the_othe
     for _ in range(2):
         assert not suspects.engine_died(one)
         assert not suspects.engine_died(other)
-    assert suspects.must_wait(one, [one, other, new])
-    assert suspects.must_wait(other, [one, other, new])
-    assert not suspects.must_wait(new, [one, other, new])
-    assert not suspects.must_wait(one, [one, new])
+    assert suspects.must_wait(one, lambda: [one, other, new])
+    assert suspects.must_wait(other, lambda: [one, other, new])
+    assert not suspects.must_wait(new, lambda: [one, other, new])
+    assert not suspects.must_wait(one, lambda: [one, new])
     further = turn(2, 4)  # it has passed the place
-    assert not suspects.must_wait(one, [one, further])
+    assert not suspects.must_wait(one, lambda: [one, further])
     assert not suspects.engine_died(further), "it is not what stopped it there"
     assert suspects.engine_died(one)
     assert not suspects.engine_died(one), "a turn that has failed begins without a record"

@@ -13,7 +13,7 @@ from typing import Any
 from pensieve.engine.messages import EvictConversation, Explain, ListCached
 from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
 from pensieve.service.daemon import Daemon
-from pensieve.service.live_turn import cache_key
+from pensieve.service.live_turn import cache_key, names_of
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
 
@@ -73,7 +73,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         answer = await self.daemon.query(lambda number: ListCached(number, limit, least))
         given = pb.ListCachedConversationsResponse()
         for key, on_device, on_host, dropped, idle, value, running in answer.rows:
-            tenant, _, conversation_id = str(key).rpartition("/")
+            tenant, conversation_id = names_of(str(key))
             given.conversations.add(
                 conversation_id=conversation_id,
                 tenant=tenant,
