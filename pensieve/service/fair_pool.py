@@ -39,7 +39,7 @@ class FairPool:
         done = self._loop.create_future()
         with self._lock:
             self._queues.setdefault(tenant, deque()).append(_Job(function, done))
-        self._threads.submit(self._run_next)
+        self._loop.run_in_executor(self._threads, self._run_next)
         try:
             result: T = await done
         finally:
