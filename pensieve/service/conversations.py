@@ -53,7 +53,7 @@ from pensieve.errors import (
 )
 from pensieve.service.arriving import Arriving
 from pensieve.service.daemon_config import DaemonConfig
-from pensieve.service.draft import Ask, ConversationSettings, Draft
+from pensieve.service.draft import Ask, ConversationSettings, Draft, Outdated
 from pensieve.service.erasing import erased
 from pensieve.service.history import History
 from pensieve.service.live_turn import (
@@ -154,11 +154,14 @@ class Conversations:
 
         async def sequence() -> None:
             number = self.turns.new_number()
-            self._tell(
-                await self._threads.in_store(
+            while True:
+                found = await self._threads.in_store(
                     tenant, self._history.warm, conversation_id, number, tenant=tenant
                 )
-            )
+                if not isinstance(found, Outdated):
+                    break
+                await self._renew(found)
+            self._tell(found)
 
         await self._threads.whole(sequence())
 
@@ -241,11 +244,20 @@ class Conversations:
     async def _in_store(self, ask: Ask) -> Begun | Known:
         """One hop where there is little to tokenize; else that is done between two."""
         history, threads = self._history, self._threads
-        found = await threads.in_store(ask.tenant, history.start, ask, self._short_characters)
+        while True:
+            found = await threads.in_store(ask.tenant, history.start, ask, self._short_characters)
+            if not isinstance(found, Outdated):
+                break
+            await self._renew(found)
         if not isinstance(found, Draft):
             return found
         prompt = await threads.in_text_pool(ask.tenant, found.prompt)
         return await threads.in_store(ask.tenant, history.begin, found, prompt)
+
+    async def _renew(self, outdated: Outdated) -> None:
+        tenant = outdated.conversation.tenant
+        tokens = await self._threads.in_text_pool(tenant, outdated.tokens)
+        await self._threads.in_store(tenant, self._history.renew, outdated, tokens)
 
     async def _submit(self, begun: Begun) -> LiveTurn:
         live, submit = self.turns.begin(begun, self._threads.loop.time())
