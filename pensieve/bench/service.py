@@ -8,18 +8,16 @@ arrive at the clients, from the first to the last, and the gaps between the mess
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
 
 from pensieve.bench import turn_cost
-from pensieve.bench.bench_daemon import BenchDaemon, serving
+from pensieve.bench.bench_daemon import BenchDaemon, pinned
 from pensieve.bench.process_time import cpu_seconds
 from pensieve.bench.report import Report
 from pensieve.errors import InvalidArgument
@@ -57,28 +55,13 @@ def run_histories(histories: Sequence[int], num_turns: int, report: Report) -> N
     report.finish(turn_cost.figures(rows))
 
 
-@contextlib.contextmanager
-def _pinned(turns_max: int, iteration_seconds: float) -> Iterator[BenchDaemon]:
-    """A daemon pinned to the first core; its engine and the clients have the others."""
-    cores = sorted(os.sched_getaffinity(0))
-    flags = [
-        *("--engine", "echo", "--turns-max", str(turns_max)),
-        *("--turns-waiting-max", str(4 * turns_max)),
-        *("--echo-seconds", str(iteration_seconds)),
-    ]
-    with serving(flags) as daemon:
-        try:
-            for pid, allowed in ((daemon.pid, cores[:1]), (_child(daemon.pid), cores[1:])):
-                for thread in os.listdir(f"/proc/{pid}/task"):
-                    os.sched_setaffinity(int(thread), allowed or cores)
-            os.sched_setaffinity(0, cores[1:] or cores)
-            yield daemon
-        finally:
-            os.sched_setaffinity(0, cores)
-
-
-def _child(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+def _pinned(turns_max: int, iteration_seconds: float) -> AbstractContextManager[BenchDaemon]:
+    return pinned(
+        [
+            *("--turns-max", str(turns_max), "--turns-waiting-max", str(4 * turns_max)),
+            *("--echo-seconds", str(iteration_seconds)),
+        ]
+    )
 
 
 async def measure(daemon: BenchDaemon, num_streams: int, num_tokens: int) -> Row:

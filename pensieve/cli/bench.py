@@ -22,6 +22,12 @@ SERVICE = """\
 A real `pensieve serve` on one core, with arithmetic instead of a model; engine and clients have the
 other cores.  Every stream is one conversation with one long turn.  It counts the tokens that
 arrive at the clients, from the first to the last, and the gaps between the messages of a stream."""
+ISOLATION = """\
+A real `pensieve serve` on one core, with arithmetic instead of a model, and two tenants. A quiet one talks
+in a few conversations. A noisy one, limited to one turn at once and ten tokens per second, does its worst:
+requests as large as may be and larger, floods of reads, creates, deletions and forks, texts as long as
+the context, turns of the highest priority that are left early. A round is some seconds without it and as
+many with it; the quiet tenant's times to the first token and gaps are compared."""
 CHAT = """\
 Conversations arrive (all at once, or at a Poisson rate), each sends a message, waits for the whole
 reply, thinks, and goes on. Everything goes through gRPC. Measured at the client:
@@ -45,8 +51,10 @@ time is that of the same turn; its reply must be the same, and its usage must sh
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure this machine and this build")
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    for add in (_planning, _service, _chat, _swap, _attention, _step):
+    for add in (_planning, _service, _isolation, _chat, _swap, _attention, _step):
         add(kinds)
+    for each in kinds.choices.values():
+        each.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
 def _planning(kinds: Any) -> None:
@@ -73,7 +81,6 @@ def _planning(kinds: Any) -> None:
         metavar="NAME,…",
         help=f"(default: {','.join(POLICIES)})",
     )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.set_defaults(run=planning)
 
 
@@ -119,7 +126,6 @@ def _service(kinds: Any) -> None:
         metavar="N,N,…",
         help="instead: what a short turn costs the service in conversations of so many tokens",
     )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.set_defaults(run=service)
 
 
@@ -131,6 +137,44 @@ def service(arguments: argparse.Namespace) -> int:
         bench.run_histories(arguments.history, arguments.tokens, report)
         return 0
     bench.run(arguments.streams, arguments.tokens, seconds, report)
+    return 0
+
+
+def _isolation(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "isolation",
+        help="what one tenant notices of another one that does its worst",
+        description=ISOLATION,
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="without and with it (default: 3)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=15.0,
+        metavar="S",
+        help="of each half of a round (default: 15)",
+    )
+    parser.add_argument(
+        "--iteration-seconds",
+        type=float,
+        default=0.01,
+        metavar="S",
+        help="duration of an iteration, which is one token of each turn (default: 0.01)",
+    )
+    parser.set_defaults(run=isolation)
+
+
+def isolation(arguments: argparse.Namespace) -> int:
+    from pensieve.bench import isolation as bench
+
+    bench.run(
+        arguments.rounds,
+        arguments.seconds,
+        arguments.iteration_seconds,
+        Report(arguments.json),
+    )
     return 0
 
 
@@ -202,7 +246,6 @@ def _chat(kinds: Any) -> None:
         metavar="TYPE",
         help="weights of the daemon that is started; see `pensieve serve`",
     )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the times (needs the extra `bench`)"
     )
@@ -267,7 +310,6 @@ def _swap(kinds: Any) -> None:
     parser.add_argument(
         "--repeats", type=int, default=9, metavar="N", help="times for each median (default: 9)"
     )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the times (needs the extra `bench`)"
     )
@@ -316,7 +358,6 @@ def _attention(kinds: Any) -> None:
     parser.add_argument(
         "--repeats", type=int, default=9, metavar="N", help="times for each median (default: 9)"
     )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the ratios (needs the extra `bench`)"
     )
@@ -377,7 +418,6 @@ def _step(kinds: Any) -> None:
     parser.add_argument(
         "--weights", choices=("native", "int8"), default="native", help="(default: native)"
     )
-    parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the ratios (needs the extra `bench`)"
     )

@@ -44,7 +44,6 @@ from pensieve.engine.messages import (
 )
 from pensieve.errors import (
     ContextFull,
-    ErasurePending,
     NotFound,
     PensieveError,
     QueueFull,
@@ -56,7 +55,7 @@ from pensieve.errors import (
 )
 from pensieve.service.arriving import Arriving
 from pensieve.service.daemon_config import DaemonConfig
-from pensieve.service.draft import Ask, ConversationSettings, Draft
+from pensieve.service.draft import Ask, ConversationSettings, Draft, Outdated
 from pensieve.service.erasing import erased
 from pensieve.service.history import History
 from pensieve.service.live_turn import (
@@ -65,8 +64,8 @@ from pensieve.service.live_turn import (
     LiveTurn,
     Phase,
     cache_key,
+    names_of,
     replayed,
-    tenant_of,
 )
 from pensieve.service.readers import ReaderLimits, Readers, Write, ids_of
 from pensieve.service.threads import Threads
@@ -162,12 +161,16 @@ class Conversations:
         async def sequence() -> None:
             number, is_put = self.turns.begin_warm(conversation_id, tenant), False
             try:
-                submit = await self._threads.in_store(
-                    tenant, self._history.warm, conversation_id, number, tenant=tenant
-                )
-                if submit is not None:
+                while True:
+                    found = await self._threads.in_store(
+                        tenant, self._history.warm, conversation_id, number, tenant=tenant
+                    )
+                    if not isinstance(found, Outdated):
+                        break
+                    await self._renew(found)
+                if found is not None:
                     weight = self._weight_of(tenant)
-                    is_put = self._tell(replace(submit, share=tenant, weight=weight))
+                    is_put = self._tell(replace(found, share=tenant, weight=weight))
             finally:
                 if not is_put:
                     self.turns.end_warm(number)
@@ -184,10 +187,11 @@ class Conversations:
                 self._tell(cancel)
                 self._charge(live)
                 self._fail(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
-            self._tell(DeleteConversation(cache_key(tenant, conversation_id)))
-            if isinstance(deleted.error, ErasurePending):
+            if not isinstance(deleted.error, NotFound):
+                self._tell(DeleteConversation(cache_key(tenant, conversation_id)))
+            if deleted.is_pending:
                 await erased(self._history.finish_erasure, self._threads)
-            elif deleted.error is not None:
+            if deleted.error is not None:
                 raise deleted.error
 
         await self._threads.whole(sequence())
@@ -252,7 +256,11 @@ class Conversations:
     async def _in_store(self, ask: Ask) -> Begun | Known:
         """One hop where there is little to tokenize; else that is done between two."""
         history, threads = self._history, self._threads
-        found = await threads.in_store(ask.tenant, history.start, ask, self._short_characters)
+        while True:
+            found = await threads.in_store(ask.tenant, history.start, ask, self._short_characters)
+            if not isinstance(found, Outdated):
+                break
+            await self._renew(found)
         if not isinstance(found, Draft):
             return found
         prompt = await self._tokenized(ask.tenant, found.prompt)
@@ -269,6 +277,11 @@ class Conversations:
         except ContextFull as full:
             self._charge_tokens(tenant, full.tokens)
             raise
+
+    async def _renew(self, outdated: Outdated) -> None:
+        tenant = outdated.conversation.tenant
+        tokens = await self._threads.in_text_pool(tenant, outdated.tokens)
+        await self._threads.in_store(tenant, self._history.renew, outdated, tokens)
 
     async def _submit(self, begun: Begun) -> LiveTurn:
         weight = self._weight_of(begun.turn.tenant)
@@ -314,7 +327,7 @@ class Conversations:
     async def _provide_log(self, needed: LogNeeded) -> None:
         """A turn that cannot have its log cannot run, and would wait for it without end."""
         try:
-            tenant = tenant_of(needed.conversation_id)
+            tenant, _ = names_of(needed.conversation_id)
             self._put(await self._threads.in_store(tenant, self._history.log_for, needed))
         except Exception as error:
             if not isinstance(error, PensieveError):  # a fault of ours

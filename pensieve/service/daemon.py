@@ -99,6 +99,7 @@ class Daemon:
         self._erasing = Erasing(store.erasure, self.threads)
         self.admission = Admission(self.config.turns_max, self.config.limits, self.started_at)
         self._suspects = Suspects()
+        self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
         self._queries = Queries(self._loop, self._put, self.config.answer_seconds)
         self._texts = texts
         self._report = report
@@ -226,7 +227,7 @@ class Daemon:
         return Load(
             self.draining,
             self.engine.serving,
-            turns.num_live + turns.num_warms + arriving.num_turns,
+            self.num_turns + turns.num_warms,
             turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),
             turns.num_waiting,
             turns.waiting_since,
@@ -311,7 +312,7 @@ class Daemon:
         if isinstance(message, SubmitTurn):
             turns = self.conversations.turns
             live = turns.of_number(message.turn_id)
-            if live is not None and self._suspects.must_wait(live, turns.all_live()):
+            if live is not None and self._suspects.must_wait(live, turns.all_live):
                 raise Unavailable("the engine died twice with this turn; it is tried again alone")
         self.engine.put(message)
 
@@ -329,6 +330,7 @@ class Daemon:
         """An engine that fails ends its turns itself before it dies; for them that is a death."""
         live = self.conversations.turns.of_number(ended.turn_id)
         if ended.failure == "ENGINE_FAILED":
+            self._engine_has_failed = True
             return replace(ended, failure="ENGINE_DIED") if self._dies_of(live) else ended
         if live is not None:
             self._suspects.ended(live)
@@ -340,8 +342,10 @@ class Daemon:
         self.admission.engine_lost()
         self.conversations.turns.engine_lost()
         failure = Unavailable("the engine has stopped and is starting again; say it again")
+        had_the_rest = not self._engine_has_failed  # else it has ended all that it had
+        self._engine_has_failed = False
         for live in self.conversations.turns.all_live():
-            if self._dies_of(live):
+            if had_the_rest and self._dies_of(live):
                 self.threads.spawn(self.conversations.interrupt(live, failure_of("ENGINE_DIED")))
         self.threads.spawn(self.conversations.interrupt_all(failure))
         self._queries.fail_all(failure)

@@ -137,10 +137,25 @@ def opening(
     return tokens
 
 
-def tokenized_again(
+@dataclass(frozen=True, slots=True)
+class Outdated:
+    """A conversation whose tokens are those of another tokenizer or template, and what new ones take.
+
+    `tokens` may be called in any thread; it takes as long as the history is long.
+    """
+
+    conversation: records.Conversation
+    messages: Sequence[records.Message]
+    template: ChatTemplate
+
+    def tokens(self) -> list[list[int]]:
+        """Of each message."""
+        return _tokenized_again(self.template, self.messages, setting_of(self.conversation))
+
+
+def _tokenized_again(
     template: ChatTemplate, stored: Sequence[records.Message], setting: Setting
 ) -> list[list[int]]:
-    """The tokens of each message of a history that was written under another tokenizer or template."""
     tokens: list[list[int]] = []
     since_reply: list[records.Message] = []
     last_token_id: int | None = None

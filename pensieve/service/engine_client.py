@@ -153,7 +153,7 @@ class EngineClient:
 
     async def _spawn(self) -> Ready:
         ours = self._begin_process()
-        reader, writer = await asyncio.open_connection(sock=ours, limit=channel.FRAME_BYTES_MAX)
+        reader, writer = await _open(ours)
         try:
             writer.write(self._hello)
             while (frame := await self._read_patiently(reader)) is not None:
@@ -295,6 +295,27 @@ class EngineClient:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.transport.abort()
+
+
+class _PipeReader(asyncio.StreamReader):
+    """Takes a reset as an end, behind what came before it.
+
+    A process that ends with something unread resets the pipe, often right behind its last words.
+    """
+
+    def set_exception(self, exc: Exception) -> None:
+        if isinstance(exc, ConnectionResetError):
+            self.feed_eof()
+        else:
+            super().set_exception(exc)
+
+
+async def _open(ours: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    loop = asyncio.get_running_loop()
+    reader = _PipeReader(channel.FRAME_BYTES_MAX, loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    transport, _ = await loop.create_connection(lambda: protocol, sock=ours)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 async def _read(reader: asyncio.StreamReader) -> channel.Frame | None:

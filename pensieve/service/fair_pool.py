@@ -11,6 +11,7 @@ those that have not ended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +26,6 @@ T = TypeVar("T")
 class _Job(NamedTuple):
     function: Callable[[], Any]
     done: asyncio.Future[Any]
-
-
-class _Result(NamedTuple):
-    done: asyncio.Future[Any]
-    value: Any
-    error: Exception | None
 
 
 class FairPool:
@@ -51,8 +46,11 @@ class FairPool:
         self._since[done] = self._loop.time()
         with self._lock:
             self._queues.setdefault(tenant, deque()).append(_Job(function, done))
-        self._loop.run_in_executor(self._threads, self._run_next).add_done_callback(self._hand_over)
-        result: T = await done
+        self._loop.run_in_executor(self._threads, self._run_next)
+        try:
+            result: T = await done
+        finally:
+            del done  # as in _run_next
         return result
 
     @property
@@ -72,7 +70,7 @@ class FairPool:
         """Wait for the jobs, or drop those that wait."""
         self._threads.shutdown(cancel_futures=drop)
 
-    def _run_next(self) -> _Result:
+    def _run_next(self) -> None:
         with self._lock:
             tenant = next(iter(self._queues))
             queue = self._queues.pop(tenant)
@@ -80,15 +78,19 @@ class FairPool:
             if queue:
                 self._queues[tenant] = queue  # behind all others
         try:
-            return _Result(job.done, job.function(), None)
+            self._answer(job.done, job.function(), None)
         except Exception as error:
-            return _Result(job.done, None, error)
+            self._answer(job.done, None, error)
+        finally:
+            # An error holds its frames: one that holds the future, too, would be a circle.
+            del job
 
-    def _hand_over(self, ran: asyncio.Future[_Result]) -> None:
-        """Give the result to whoever waits for this job, not always the one that the call came with."""
-        if ran.cancelled():
-            return
-        done, value, error = ran.result()
+    def _answer(self, done: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+        """From the thread; if the loop is closed, nobody waits."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._give, done, value, error)
+
+    def _give(self, done: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
         del self._since[done]
         if done.done():
             return  # its caller is gone

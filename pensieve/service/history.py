@@ -32,6 +32,7 @@ from pensieve.core.sampling import Sampling
 from pensieve.engine.messages import LogNeeded, ProvideLog, SubmitTurn
 from pensieve.errors import (
     ContextFull,
+    ErasurePending,
     InvalidArgument,
     NotFound,
     PensieveError,
@@ -44,13 +45,12 @@ from pensieve.service.draft import (
     Ask,
     ConversationSettings,
     Draft,
+    Outdated,
     SettingsCheck,
     check_length,
     new_messages,
-    setting_of,
-    tokenized_again,
 )
-from pensieve.service.live_turn import Begun, Committed, Known, Reply, cache_key
+from pensieve.service.live_turn import Begun, Committed, Known, Reply, cache_key, names_of
 from pensieve.service.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
 from pensieve.service.prefixes import Prefixes
 from pensieve.store import records
@@ -78,6 +78,7 @@ class Texts(Protocol):
 class Deleted(NamedTuple):
     turn_id: int | None  # that was running; it is none any more, whatever the error says
     error: PensieveError | None  # why the rest did not go well
+    is_pending: bool  # what is deleted is not yet erased from the files
 
 
 class _Beginning(NamedTuple):
@@ -168,13 +169,12 @@ class History:
         """Interrupt its running turn and delete it; nothing begins in between.
 
         The turn is interrupted also where the deletion fails after that, so the error is returned
-        beside it.  A conversation that is gone may still have to be erased from the files: that is tried.
+        beside it.  A conversation that is gone may still have to be erased from the files.
         """
         try:
             conversation = self._store.get_conversation(conversation_id, tenant=tenant)
-        except NotFound:
-            self._store.delete_conversation(conversation_id, tenant=tenant)
-            raise
+        except NotFound as error:
+            return Deleted(None, error, self._store.erasure.pending)
         turn_id = conversation.running_turn_id
         self._tokenized_again.discard((tenant, conversation_id))
         self._prefixes.forget(tenant, conversation_id)
@@ -182,17 +182,23 @@ class History:
             if turn_id is not None:
                 self.interrupt(turn_id)
             self._store.delete_conversation(conversation_id, tenant=tenant)
+        except ErasurePending:
+            return Deleted(turn_id, None, True)
         except PensieveError as error:
-            return Deleted(turn_id, error)
-        return Deleted(turn_id, None)
+            return Deleted(turn_id, error, False)
+        return Deleted(turn_id, None, False)
 
     def finish_erasure(self) -> None:
         """Of what was deleted, from the files; ErasurePending if that is not possible yet."""
         self._store.erasure.finish()
 
-    def warm(self, conversation_id: str, number: int, *, tenant: str = "") -> SubmitTurn | None:
+    def warm(
+        self, conversation_id: str, number: int, *, tenant: str = ""
+    ) -> SubmitTurn | Outdated | None:
         """What brings the conversation's KV to the device, under this number; None if there is no need."""
-        conversation = self._current(conversation_id, tenant)
+        conversation = self._store.get_conversation(conversation_id, tenant=tenant)
+        if conversation.fingerprint != self._fingerprint:
+            return self._outdated(conversation)
         length = conversation.num_tokens
         if not length or conversation.running_turn_id is not None:
             return None
@@ -205,7 +211,7 @@ class History:
         It wants them before it runs a turn, and the log of a running turn's conversation does not change
         unless that turn is given up; a warm's conversation may change at any time.
         """
-        tenant, _, conversation_id = needed.conversation_id.rpartition("/")
+        tenant, conversation_id = names_of(needed.conversation_id)
         try:
             log = self._store.log(conversation_id, needed.num_tokens, tenant=tenant)
         except NotFound:
@@ -226,23 +232,25 @@ class History:
         assert not begun.must_run
         return self._known(begun.turn)
 
-    def start(self, ask: Ask, short_characters: int) -> Begun | Known | Draft:
+    def start(self, ask: Ask, short_characters: int) -> Begun | Known | Draft | Outdated:
         """Draft a turn; and tokenize and begin it, too, where that takes less than another hop."""
         drafted = self.draft(ask)
-        if isinstance(drafted, Known) or drafted.num_characters > short_characters:
+        if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:
             return drafted
         return self.begin(drafted, drafted.prompt())
 
-    def draft(self, ask: Ask) -> Draft | Known:
+    def draft(self, ask: Ask) -> Draft | Known | Outdated:
         """Look up what a turn goes on from; the turn itself where its request_id is known already."""
         self._check(ask)
         conversation_id, tenant = ask.conversation_id, ask.tenant
         try:
-            conversation = self._current(conversation_id, tenant)
+            conversation = self._store.get_conversation(conversation_id, tenant=tenant)
         except NotFound:
             if not ask.create_if_missing:
                 raise
             conversation = self.create(ConversationSettings(conversation_id, tenant=tenant))
+        if conversation.fingerprint != self._fingerprint:
+            return self._outdated(conversation)
         is_new = not conversation.revision and conversation.running_turn_id is None
         if ask.request_id and not is_new:
             known = self.known(ask)
@@ -259,6 +267,20 @@ class History:
         elif conversation.num_messages:
             (head,) = self._store.messages(conversation_id, 0, 1, tenant=tenant)
         return Draft(ask, conversation, log_end, head, self._template)
+
+    def renew(self, outdated: Outdated, tokens: Sequence[Sequence[int]]) -> None:
+        """Take the new tokens of its messages; it may have changed since, and is then looked at again."""
+        conversation = outdated.conversation
+        conversation_id, tenant = conversation.conversation_id, conversation.tenant
+        if self._store.get_conversation(conversation_id, tenant=tenant) != conversation:
+            return
+        self._store.replace_log(conversation_id, self._fingerprint, tokens, tenant=tenant)
+        self._tokenized_again.add((tenant, conversation_id))
+        self._prefixes.forget(tenant, conversation_id)
+        self._report(
+            f"conversation {conversation_id} was written under another tokenizer or template; "
+            f"its {len(tokens)} messages were tokenized again"
+        )
 
     def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> Begun | Known:
         """Commit the turn as `running`; StaleRevision if the conversation has moved on meanwhile."""
@@ -359,22 +381,12 @@ class History:
                 raise InvalidArgument("content", "a message must not be empty")
         check_length("content", ask.num_characters, self._context_max)
 
-    def _current(self, conversation_id: str, tenant: str) -> records.Conversation:
-        """The conversation, its tokens being those of the present tokenizer and template."""
-        conversation = self._store.get_conversation(conversation_id, tenant=tenant)
-        if conversation.fingerprint == self._fingerprint:
-            return conversation
+    def _outdated(self, conversation: records.Conversation) -> Outdated:
+        conversation_id, tenant = conversation.conversation_id, conversation.tenant
         if conversation.running_turn_id is not None:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
-        stored = self._store.messages(conversation_id, tenant=tenant)
-        self._report(
-            f"conversation {conversation_id} was written under another tokenizer or template; "
-            f"tokenizing its {len(stored)} messages again"
-        )
-        tokens = tokenized_again(self._template, stored, setting_of(conversation))
-        self._tokenized_again.add((tenant, conversation_id))
-        self._prefixes.forget(tenant, conversation_id)
-        return self._store.replace_log(conversation_id, self._fingerprint, tokens, tenant=tenant)
+        messages = self._store.messages(conversation_id, tenant=tenant)
+        return Outdated(conversation, messages, self._template)
 
     def _request(
         self, ask: Ask, request_id: str, prompt: Sequence[Sequence[int]] | None = None

@@ -215,9 +215,10 @@ def cache_key(tenant: str, conversation_id: str) -> str:
     return f"{tenant}/{conversation_id}" if tenant else conversation_id
 
 
-def tenant_of(key: str) -> str:
-    """The tenant in a `cache_key`."""
-    return key.rpartition("/")[0]
+def names_of(key: str) -> tuple[str, str]:
+    """The tenant and the conversation's id in a `cache_key`."""
+    tenant, _, conversation_id = key.rpartition("/")
+    return tenant, conversation_id
 
 
 def usage_figures(usage: Usage) -> dict[str, float]:

@@ -15,7 +15,7 @@ purpose after its failure begins without a record, and so does every turn after 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from pensieve.service.live_turn import LiveTurn
 
@@ -38,10 +38,10 @@ class Suspects:
             del self._records[next(iter(self._records))]
         return False
 
-    def must_wait(self, live: LiveTurn, all_live: Iterable[LiveTurn]) -> bool:
+    def must_wait(self, live: LiveTurn, all_live: Callable[[], Iterable[LiveTurn]]) -> bool:
         """Whether the engine has another turn that may be what kills it, and this one may be too."""
         return self._is_grave(live) and any(
-            self._is_grave(other) for other in all_live if other is not live
+            self._is_grave(other) for other in all_live() if other is not live
         )
 
     def ended(self, live: LiveTurn) -> None:

@@ -75,10 +75,13 @@ class Conversations:
         )
         if isinstance(drafted, Known):
             return self._live(drafted)
+        assert isinstance(drafted, Draft)
         return self.begin(drafted, drafted.prompt())
 
     def draft(self, ask: Ask) -> Draft | Known:
-        return self.history.draft(ask)
+        drafted = self.history.draft(ask)
+        assert isinstance(drafted, Draft | Known)
+        return drafted
 
     def begin(self, draft: Draft, prompt: Sequence[Sequence[int]]) -> LiveTurn:
         return self._live(self.history.begin(draft, prompt))

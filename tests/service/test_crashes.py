@@ -1,4 +1,4 @@
-"""kill -9 of the daemon and of its engine at random moments, under load, through the SDK.
+"""kill -9 of the daemon and of its engine at random moments, and a full disk, under load, through the SDK.
 
 Whatever was acknowledged is in the history once, in order, and as it was told; what was not is there
 once (the SDK said it again) or not at all; and every sampled token is what the history before it says.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import threading
 import time
@@ -29,6 +30,7 @@ TOKENIZER = Tokenizer.load(MODEL_PATH)
 NUM_TALKERS = 12
 DAEMON_KILLS = 10 * SCALE
 ENGINE_KILLS = 22 * SCALE
+FULL_DISKS = 8 * SCALE
 
 
 def wrong_tokens(messages: list[Message]) -> int:
@@ -85,6 +87,19 @@ class Talker(threading.Thread):
                 self.num_suspected += 1  # it was under way at three deaths; it is not to blame
 
 
+def fill_disk(process: ServeProcess, choose: random.Random) -> None:
+    """For a moment no file of the daemon may grow; at times it is killed in that state."""
+    assert process.process is not None
+    pid, free = process.process.pid, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    time.sleep(choose.uniform(0.2, 0.8))
+    if choose.random() < 0.25:
+        process.kill()
+        process.start()
+    else:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, free)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -> None:
@@ -96,7 +111,7 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
     talkers = [Talker(address, number, stop) for number in range(NUM_TALKERS)]
     for talker in talkers:
         talker.start()
-    plan = ["daemon"] * DAEMON_KILLS + ["engine"] * ENGINE_KILLS
+    plan = ["daemon"] * DAEMON_KILLS + ["engine"] * ENGINE_KILLS + ["disk"] * FULL_DISKS
     choose.shuffle(plan)
     ready_seconds: list[float] = []
     admin = Admin(f"unix:{tmp_path / 'data' / 'admin.sock'}", retry=Retry(retries=0))
@@ -110,7 +125,7 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
     def num_acknowledged() -> int:
         return sum(len(talker.acknowledged) for talker in talkers)
 
-    killed = {"daemon": 0, "engine": 0}
+    killed = {"daemon": 0, "engine": 0, "disk": 0}
     for victim in plan:
         if choose.random() < 0.75:  # else also before anything has been said again
             floor = num_acknowledged() + 2
@@ -122,6 +137,9 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
             began = time.monotonic()
             process.start()
             ready_seconds.append(time.monotonic() - began)
+        elif victim == "disk":
+            fill_disk(process, choose)
+            killed[victim] += 1
         else:
             pid = process.engine_pid()
             if (

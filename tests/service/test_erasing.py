@@ -101,6 +101,28 @@ def test_a_client_that_deletes_again_has_it_erased(
         assert not is_in_the_files(rig)
 
 
+def test_a_client_that_deletes_again_waits_as_the_first_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the conversation is gone: a read that is just ending is no reason to send it away."""
+    monkeypatch.setattr(erasing, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(daemon, "SWEEP_SECONDS", 3600.0)
+    with DaemonRig(tmp_path / "data") as rig, ThreadPoolExecutor(1) as pool:
+        rig.ask("secret", SECRET, sampling=SHORT)
+        with reader(rig):
+            assert delete(rig, "secret") == "UNAVAILABLE"
+            tries = []
+            finish = rig.daemon.store.erasure.finish
+            monkeypatch.setattr(
+                rig.daemon.store.erasure, "finish", lambda: (tries.append(1), finish())
+            )
+            monkeypatch.setattr(erasing, "WAIT_SECONDS", 60.0)
+            answer = pool.submit(delete, rig, "secret")
+            wait_for(lambda: len(tries) >= 3)
+        assert answer.result() == "NOT_FOUND"
+        assert not is_in_the_files(rig)
+
+
 def test_space_comes_back_while_turns_are_served(tmp_path: Path) -> None:
     head = [NewMessage("system", "x" * 400_000)]
     with ConversationStore.open(tmp_path / "data", "test") as store:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,9 @@ from typing import Any
 import pytest
 
 from pensieve.errors import InvalidArgument
+from pensieve.service.draft import Outdated
 from pensieve.service.fair_pool import FairPool
+from pensieve.store import ConversationStore, NewConversation, NewMessage
 from pensieve.text import ChatTemplate
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import DaemonRig, wait_for
@@ -64,6 +69,28 @@ def test_callers_go_on_in_the_order_of_their_jobs_and_get_their_own_answers() ->
 
 def _refuse(i: int) -> None:
     raise InvalidArgument("i", f"number {i}")
+
+
+def test_a_refusal_is_no_garbage_that_only_a_collection_frees() -> None:
+    """Full collections are rare here (gc_pause.py), and an error's frames hold what it was about."""
+    errors: list[weakref.ref[InvalidArgument]] = []
+
+    async def main() -> None:
+        pool = FairPool(asyncio.get_running_loop(), 1, "store")
+        for i in range(3):
+            try:
+                await pool.run("a", lambda i=i: _refuse(i))  # type: ignore[misc]
+            except InvalidArgument as error:
+                errors.append(weakref.ref(error))
+        await pool.run("a", lambda: None)  # the thread has let go of the last one
+        pool.close()
+        assert [error() for error in errors] == [None, None, None]
+
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
 
 
 def test_a_job_runs_though_its_caller_is_gone() -> None:
@@ -156,6 +183,54 @@ def test_long_texts_are_tokenized_beside_the_store_thread(
     assert all(each.startswith("text") for each in tokenized_by)
     rig.ask("c", "short", sampling=pb.Sampling(max_tokens=2))
     assert tokenized_by[-1].startswith("store")
+
+
+@contextmanager
+def old_history_being_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[DaemonRig, Future[Any]]]:
+    """A turn of a conversation of another tokenizer, from when it is tokenized again until then."""
+    head = [NewMessage("system", "Be brief.")]
+    with ConversationStore.open(tmp_path / "data", "test") as store:
+        store.create_conversation(NewConversation("old", "another", head))
+    began, gate, tokens = threading.Event(), threading.Event(), Outdated.tokens
+
+    def wait(outdated: Outdated) -> list[list[int]]:
+        began.set()
+        assert gate.wait(60.0)
+        return tokens(outdated)
+
+    monkeypatch.setattr(Outdated, "tokens", wait)
+    with DaemonRig(tmp_path / "data") as rig, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(rig.ask, "old", "hello", sampling=pb.Sampling(max_tokens=2))
+        try:
+            assert began.wait(60.0)
+            yield rig, answer
+        finally:
+            gate.set()
+
+
+def test_a_history_of_another_tokenizer_keeps_nobody_else_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with old_history_being_tokenized(tmp_path, monkeypatch) as (rig, answer):
+        rig.ask("other", "hello", sampling=pb.Sampling(max_tokens=2))
+        assert not answer.done()
+    assert answer.result().completed.revision == 1
+
+
+def test_a_conversation_that_was_made_anew_gets_no_tokens_of_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with old_history_being_tokenized(tmp_path, monkeypatch) as (rig, answer):
+        rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="old"))
+        request = pb.CreateConversationRequest(conversation_id="old", system_prompt="Be long.")
+        rig.stub.CreateConversation(request)
+        monkeypatch.setattr(rig.daemon.store, "replace_log", None)  # nothing is to be replaced
+    assert answer.result().completed.revision == 1
+    with ConversationStore.open(tmp_path / "data", "test") as store:
+        assert store.messages("old")[0].content == "Be long."
+        assert store.verify() == []
 
 
 def test_a_flood_of_one_tenant_is_passed_by_the_others(rig: DaemonRig) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ import pytest
 
 from pensieve.client import Client
 from pensieve.client.admin import Admin
+from pensieve.engine import pipe
 from pensieve.service import engine_client
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.v1 import conversation_pb2 as pb
@@ -259,6 +262,30 @@ def test_a_turn_whose_log_cannot_be_read_for_an_unforeseen_reason_ends(
             rig.ask("c", "again", sampling=SHORT, seconds=30)
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         assert not rig.server.stopping.is_set()
+
+
+def test_the_last_words_of_an_engine_that_left_something_unread_are_heard() -> None:
+    """The pipe is reset then, and what had come before was lost with the reset."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await engine_client._open(ours)
+        writer.write(pipe.pack(["never", "read"]))
+        await writer.drain()
+        theirs.sendall(pipe.pack_alive(7))
+        theirs.sendall(pipe.pack(["died", "the reason", 1]))
+        theirs.close()
+        await asyncio.sleep(0.05)  # all of it has come
+        frame = await engine_client._read(reader)
+        assert frame is not None
+        assert pipe.rounds_of(frame) == 7
+        frame = await engine_client._read(reader)
+        assert frame is not None
+        assert frame[0] == ["died", "the reason", 1]
+        assert await engine_client._read(reader) is None
+        writer.close()
+
+    asyncio.run(main())
 
 
 def test_a_task_of_the_daemon_that_fails_unforeseen_ends_the_service(tmp_path: Path) -> None:

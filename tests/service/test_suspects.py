@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from pensieve.client import Client, Retry
+from pensieve.core.turn import FinishReason, Usage
+from pensieve.engine.messages import TurnEnded
 from pensieve.errors import TurnFailed
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.suspects import RECORDS_MAX, Suspects
 from tests.service.faulty_engine import POISON, VENOM
-from tests.service.rig_daemon import DaemonRig
+from tests.service.rig_daemon import ECHO, DaemonRig
 
 FAULTY = (sys.executable, "-m", "tests.service.faulty_engine", "nowhere")
 PATIENT = Retry(retries=100, first_seconds=0.05, most_seconds=0.3)
@@ -73,17 +75,37 @@ def test_a_turn_beside_one_that_kills_the_engine_is_answered(seed: int, tmp_path
         assert [len(reply.token_ids) for reply in replies] == [1500] * 4
 
 
+def test_a_turn_that_comes_when_the_engine_has_failed_has_no_part_in_it(tmp_path: Path) -> None:
+    """The engine has ended its turns, and reads no message any more, but its end is not noticed yet."""
+    slow = (*ECHO, "--seconds=0.02")
+    with DaemonRig(tmp_path / "data", program=slow) as rig, Client(rig.server.address) as client:
+        for name in ("had", "came"):
+            next(iter(client.conversation(name).send("hello", max_tokens=500, ignore_eos=True)))
+
+        async def fail() -> None:
+            had, came = rig.daemon.conversations.turns.all_live()
+            failed = FinishReason.FAILED
+            end = TurnEnded(had.number, had.conversation_id, failed, Usage(), "ENGINE_FAILED")
+            rig.daemon._on_events([end])
+            rig.daemon._on_down("it has failed")
+            assert set(rig.daemon._suspects._records) == {had.turn_id}
+            rig.daemon._on_down("another one has died")
+            assert came.turn_id in rig.daemon._suspects._records
+
+        rig.call(fail())
+
+
 def test_turns_that_may_both_have_killed_the_engine_are_tried_one_after_the_other() -> None:
     suspects, one, other, new = Suspects(), turn(1), turn(2, 3), turn(3)
     for _ in range(2):
         assert not suspects.engine_died(one)
         assert not suspects.engine_died(other)
-    assert suspects.must_wait(one, [one, other, new])
-    assert suspects.must_wait(other, [one, other, new])
-    assert not suspects.must_wait(new, [one, other, new])
-    assert not suspects.must_wait(one, [one, new])
+    assert suspects.must_wait(one, lambda: [one, other, new])
+    assert suspects.must_wait(other, lambda: [one, other, new])
+    assert not suspects.must_wait(new, lambda: [one, other, new])
+    assert not suspects.must_wait(one, lambda: [one, new])
     further = turn(2, 4)  # it has passed the place
-    assert not suspects.must_wait(one, [one, further])
+    assert not suspects.must_wait(one, lambda: [one, further])
     assert not suspects.engine_died(further), "it is not what stopped it there"
     assert suspects.engine_died(one)
     assert not suspects.engine_died(one), "a turn that has failed begins without a record"

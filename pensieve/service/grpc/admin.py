@@ -16,7 +16,7 @@ from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
 from pensieve.service.daemon import Daemon
 from pensieve.service.figures import Quantiles, num_connections
 from pensieve.service.limits import NO_LIMITS, Allowance
-from pensieve.service.live_turn import cache_key
+from pensieve.service.live_turn import cache_key, names_of
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
 
@@ -89,7 +89,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         answer = await self.daemon.query(lambda number: ListCached(number, limit, least))
         given = pb.ListCachedConversationsResponse()
         for key, on_device, on_host, dropped, idle, value, running in answer.rows:
-            tenant, _, conversation_id = str(key).rpartition("/")
+            tenant, conversation_id = names_of(str(key))
             given.conversations.add(
                 conversation_id=conversation_id,
                 tenant=tenant,

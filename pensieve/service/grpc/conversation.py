@@ -9,7 +9,7 @@ from typing import Any
 from pensieve.errors import InvalidArgument, NotFound
 from pensieve.service.daemon import Daemon
 from pensieve.service.draft import ConversationSettings
-from pensieve.service.grpc import json_values, sizes, translate
+from pensieve.service.grpc import json_values, translate
 from pensieve.service.grpc.auth import caller
 from pensieve.store import records
 from pensieve.v1 import conversation_pb2 as pb
@@ -114,7 +114,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         for each in found.messages:
             message = translate.message(each)
             num_bytes += message.ByteSize()
-            if page.messages and num_bytes > sizes.PAGE_BYTES_MAX:
+            if page.messages and num_bytes > records.PAGE_BYTES_MAX:
                 break
             page.messages.append(message)
             await asyncio.sleep(0)  # the streams of others go on

@@ -10,8 +10,8 @@ of kilobytes: millions of empty messages, deep JSON, maps.  So whatever is expen
 
 What was written can always be read: the largest message of a history fits into the 4 MiB that gRPC's clients
 receive by default, and so does the largest conversation that can be created (with its tokens a message may
-take up to the 8 MiB that our SDK receives).  Pages end before PAGE_BYTES_MAX; one of a single item may be
-larger.
+take up to the 8 MiB that our SDK receives).  Pages end before the store's PAGE_BYTES_MAX; one of a single
+item may be larger.
 
 docs/operating.md repeats these limits, and the comments of the proto do.
 """
@@ -27,7 +27,6 @@ from pensieve.text.message import MESSAGES_MAX
 REQUEST_BYTES_MAX = 4 << 20  # of any method
 SMALL_REQUEST_BYTES_MAX = 64 << 10  # of a method that is not named below
 RESPONSE_BYTES_MAX = 8 << 20
-PAGE_BYTES_MAX = 2 << 20  # of a list; a page is shorter where its items are long
 
 TEXT_BYTES_MAX = 3 << 20  # of the messages of one request together
 SYSTEM_PROMPT_BYTES_MAX = 1 << 20
