@@ -2,9 +2,10 @@
 
 A real `pensieve serve` on one core, with arithmetic instead of a model, and two tenants.  The quiet one
 talks in a few conversations.  The noisy one (noisy_tenant.py), which may run one turn at once and use ten
-tokens per second, comes and goes: a round is some seconds without it and as many with it.  The times to the
-first token and the gaps of the quiet tenant are compared.  The noisy one computes at the lowest priority of
-the operating system, since its own machine would be another one.
+tokens per second, comes and goes: a round is some seconds without it and as many with it (another such
+tenant each time, which owes nothing yet).  The times to the first token and the gaps of the quiet tenant are
+compared.  The noisy one computes at the lowest priority of the operating system, since its own machine would
+be another one.
 """
 
 from __future__ import annotations
@@ -47,19 +48,22 @@ class Times:
 
 def run(num_rounds: int, seconds: float, iteration_seconds: float, report: Report) -> None:
     quiet, quiet_entry = new_token("quiet", False)
-    noisy, noisy_entry = new_token("noisy", False, turns_max=1, tokens_per_second=10.0)
+    noisy = [
+        new_token(f"noisy-{number}", False, turns_max=1, tokens_per_second=10.0)
+        for number in range(num_rounds)
+    ]
     alone, beside = Times(), Times()
     codes: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="pensieve-bench-") as folder:
         token_file = Path(folder) / "tokens.toml"
-        token_file.write_text(quiet_entry + noisy_entry)
+        token_file.write_text(quiet_entry + "".join(entry for _, entry in noisy))
         token_file.chmod(0o600)
         flags = ["--token-file", str(token_file), "--turns-max", "16"]
         with pinned([*flags, "--echo-seconds", str(iteration_seconds)]) as daemon:
             asyncio.run(measure(daemon.address, quiet, QUIET_SECONDS, Times()))
-            for number in range(1, num_rounds + 1):
+            for number, (token, _) in enumerate(noisy, 1):
                 asyncio.run(measure(daemon.address, quiet, seconds, alone))
-                with _noise(daemon.address, noisy, codes):
+                with _noise(daemon.address, token, codes):
                     asyncio.run(measure(daemon.address, quiet, seconds, beside))
                 time.sleep(QUIET_SECONDS)
                 report.line(f"round {number} of {num_rounds}")
