@@ -143,7 +143,7 @@ class Allowance:
             return None
         return _full("calls_max", f"this token may have {calls_max} calls at once")
 
-    def unread_exceeded(self, num_bytes: int = 0) -> QueueFull | None:
+    def unread_exceeded(self, num_bytes: int) -> QueueFull | None:
         """Whether so many bytes more would be too many that nobody has read."""
         if self.num_unread_bytes + num_bytes <= self.limits.unread_bytes:
             return None

@@ -82,7 +82,7 @@ class ErrorInfo(google.protobuf.message.Message):
     """"pensieve"."""
     @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Whatever names the cause: turn_id, revision, tokens_max, …"""
+        """Whatever names the cause: turn_id, revision, tokens_max, limit, …"""
 
     def __init__(
         self,

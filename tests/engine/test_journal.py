@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from pensieve.builtin import MODEL_PATH
 from pensieve.config import resolve
 from pensieve.engine.journal import opened, replay
 from pensieve.engine.mailbox import Mailbox
+from pensieve.engine.messages import TurnAdmitted
 from pensieve.errors import ConfigError
 from pensieve.launch.engine import build_engine
 from pensieve.launch.model_folder import load_texts
@@ -29,6 +31,23 @@ def test_a_journal_replays_to_the_same_iterations(seed: int, depth: int):
     traffic(rig, seed, 60)
     lines.seek(0)
     assert replay(lines) == rig.scheduler.counters.iterations > 60
+
+
+def test_a_journal_knows_whose_turns_waited() -> None:
+    lines = io.StringIO()
+    rig = Rig(0, lines)
+    for number in range(1, 5):
+        share, weight = ("a", 1.0) if number < 3 else ("b", 4.0)
+        turn = submit(number, f"{share}/c{number}", [], [1, 2, 3, 4, 5])
+        rig.mailbox.put(replace(turn, share=share, weight=weight))
+    rig.run()
+    admitted = [each.turn_id for each in rig.sink.events if isinstance(each, TurnAdmitted)]
+    assert admitted == [1, 3, 4, 2]
+    lines.seek(0)
+    assert replay(lines) == rig.scheduler.counters.iterations
+    alike = lines.getvalue().replace('"weight":4.0', '"weight":0.25')
+    with pytest.raises(ValueError, match="replay plans"):
+        replay(alike.splitlines())
 
 
 def test_a_journal_tells_how_far_planning_ran_ahead():

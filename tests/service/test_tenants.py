@@ -27,7 +27,7 @@ from pensieve.service.grpc.server import Listening
 from pensieve.service.limits import Allowance, Limits
 from pensieve.v1 import admin_pb2
 from pensieve.v1 import conversation_pb2 as pb
-from tests.service.raw_http2 import RawPeer
+from tests.service.raw_http2 import RST_STREAM, RawPeer, frame
 from tests.service.rig_daemon import ECHO, DaemonRig, details, said, wait_for
 
 ENDLESS = pb.Sampling(max_tokens=50_000, ignore_eos=True)
@@ -260,6 +260,23 @@ def test_calls_at_once_are_counted_until_they_have_ended(tmp_path: Path) -> None
         wait_for(lambda: rig.num_calls("a") == 1)
         rig.stub.ListConversations(listing, metadata=rig.metadata("a"))
         one.cancel()
+
+
+def test_calls_that_are_cancelled_at_once_count_no_longer(tmp_path: Path) -> None:
+    with TokensRig(tmp_path, {"a": {}}) as rig, contextlib.ExitStack() as peers:
+        bearer = ("authorization", f"Bearer {rig.secrets['a']}")
+        body = b"\0" + struct.pack(">I", 0)
+        for number in range(300):
+            if number % 100 == 0:
+                peer = peers.enter_context(RawPeer(rig.server.address))
+            stream = peer.call("/pensieve.v1.ConversationService/ListConversations", bearer)
+            if number % 3:
+                peer.body(stream, body, patience=0.2, end=True)
+            if number % 2:
+                peer.send(frame(RST_STREAM, 0, stream, struct.pack(">I", 8)))
+        wait_for(lambda: rig.num_calls("a") > 0)
+        peers.close()
+        wait_for(lambda: rig.num_calls("a") == rig.unread_bytes("a") == 0)
 
 
 def test_a_client_whose_connection_broke_comes_back_though_its_old_call_counts(

@@ -37,15 +37,11 @@ class Call:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
-    def check(self, num_bytes: int = 0) -> None:
-        """QueueFull if so many bytes more would be too many that nobody has taken."""
-        if (exceeded := self._allowance.unread_exceeded(num_bytes)) is not None:
-            raise exceeded
-
     def answers(self, message: Any) -> None:
         """The call's only answer is about to be sent; QueueFull if it must not be."""
         num_bytes = message.ByteSize()
-        self.check(num_bytes)
+        if (exceeded := self._allowance.unread_exceeded(num_bytes)) is not None:
+            raise exceeded
         self._hold(num_bytes)
         self._num_bytes = num_bytes
 
@@ -81,5 +77,4 @@ class Calls:
         exceeded = allowance.calls_exceeded(allowed) or allowance.request(now)
         if exceeded is not None:
             raise exceeded
-        call.check()
         return call
