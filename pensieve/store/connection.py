@@ -13,12 +13,16 @@ Durable on return.  With WAL and synchronous=FULL, `writing` syncs the log befor
 After an error the transaction is rolled back.  After an I/O error, above all a failed sync, it is unknown
 what the kernel's cache still holds.  So the connection is closed, and the next use opens a new one that
 reads from the disk; nothing is retried on the old one.  The same happens if the rollback fails.
+
+While a backup is written, what is committed is read from the write-ahead log before that is checkpointed
+(backup/capture.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +32,7 @@ from sqlite_utils import Database
 from sqlite_utils.utils import sqlite3
 
 from pensieve.errors import StoreCorrupt, StoreError, StoreUnavailable
+from pensieve.store.backup.capture import Capture, Feed
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -66,6 +71,7 @@ class Writer:
         on_open: Callable[[Any], None],
         driver: Any = preferred_driver,
         busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
+        now: Callable[[], float] = time.time,
     ) -> None:
         if driver.sqlite_version_info < SQLITE_VERSION_MIN:
             raise StoreError(f"SQLite {driver.sqlite_version} is too old; 3.37 is needed")
@@ -75,12 +81,15 @@ class Writer:
         self._busy_timeout_seconds = busy_timeout_seconds
         self._in_use = threading.Lock()
         self._db: Any = None
+        self._capture = Capture(self.journal_path, now, driver)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
         """One transaction: at the end of the block it is committed and on the disk, or rolled back."""
-        with self._operation() as db, db.atomic():
-            yield db.conn
+        with self._operation() as db:
+            with db.atomic():
+                yield db.conn
+            self._capture.committed(db.conn)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -106,6 +115,7 @@ class Writer:
         It is not while another connection reads the log.  This does not wait for that one to end.
         """
         with self.reading() as conn:
+            self._capture.collect(conn)
             try:
                 conn.execute("PRAGMA busy_timeout = 0").fetchall()
                 busy, _, _ = conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -115,6 +125,20 @@ class Writer:
                 self._discard()  # the next connection waits again
                 raise
         return not busy
+
+    def begin_feed(self) -> Feed:
+        """For a backup: what is committed from now on, and what the log holds already."""
+        with self.reading() as conn:
+            return self._capture.begin(conn)
+
+    def collect(self) -> None:
+        """Put into the feeds what was committed up to now."""
+        with self.reading() as conn:
+            self._capture.collect(conn)
+
+    def end_feed(self, feed: Feed) -> None:
+        with self.reading() as conn:
+            self._capture.end(conn, feed)
 
     def close(self) -> None:
         """Checkpoint and close; the connection is closed even if this raises an error.
@@ -193,6 +217,9 @@ class Writer:
     def _discard(self) -> None:
         db, self._db = self._db, None
         if db is not None:
+            self._capture.abandon(
+                "the history was closed, or opened anew after an error of the disk"
+            )
             with contextlib.suppress(self.driver.Error):
                 db.conn.close()
 
@@ -213,10 +240,15 @@ def _primary_code(error: Any) -> int:
     return code & 0xFF
 
 
-def open_read_only(path: Path, driver: Any = preferred_driver) -> Connection:
-    """A connection that cannot write or checkpoint; any thread may open one."""
+def open_read_only(
+    path: Path, driver: Any = preferred_driver, *, immutable: bool = False
+) -> Connection:
+    """A connection that cannot write or checkpoint; any thread may open one.
+
+    An `immutable` database is one that nobody has open; no file is made beside it.
+    """
     conn: Connection = driver.connect(
-        f"file:{quote(str(path))}?mode=ro",
+        f"file:{quote(str(path))}?mode=ro{'&immutable=1' * immutable}",
         uri=True,
         isolation_level=None,
         check_same_thread=False,
@@ -225,10 +257,12 @@ def open_read_only(path: Path, driver: Any = preferred_driver) -> Connection:
 
 
 @contextlib.contextmanager
-def read_only(path: Path, driver: Any = preferred_driver) -> Iterator[Connection]:
+def read_only(
+    path: Path, driver: Any = preferred_driver, *, immutable: bool = False
+) -> Iterator[Connection]:
     """The same, for a while."""
     try:
-        with contextlib.closing(open_read_only(path, driver)) as conn:
+        with contextlib.closing(open_read_only(path, driver, immutable=immutable)) as conn:
             yield conn
     except driver.Error as error:
         raise explained(error, path) from error

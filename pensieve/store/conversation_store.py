@@ -42,6 +42,7 @@ from pensieve.errors import (
     TurnRunning,
 )
 from pensieve.store import conversation_rows, message_rows, turn_rows, verify
+from pensieve.store.backup.source import BackupSource
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.connection import BUSY_TIMEOUT_SECONDS, Writer, preferred_driver
 from pensieve.store.conversation_rows import require_conversation
@@ -93,8 +94,10 @@ class ConversationStore:
             lambda db: migrate(db, folder.database_path),
             driver,
             busy_timeout_seconds,
+            now,
         )
         self.erasure = Erasure(self._writer, compact_bytes_min)
+        self.backup_source = BackupSource(folder, self._writer, now)
         self._running = RunningRows(self._writer, now)
         interrupted = self._running.interrupt_dead()
         self.erasure.resume()

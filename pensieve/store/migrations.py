@@ -25,7 +25,7 @@ from typing import Any
 
 from sqlite_utils import Migrations
 
-from pensieve.errors import StoreError, StoreTooNew
+from pensieve.errors import StoreError, StoreTooNew, StoreUnavailable
 
 APPLICATION_ID = 0x50656E73  # "Pens"
 
@@ -153,3 +153,14 @@ def _back_up(db: Any, path: Path, version: int) -> None:
     backup.unlink(missing_ok=True)
     db.conn.execute("VACUUM INTO ?", (str(backup),))
     backup.chmod(0o600)
+
+
+def remove_copies(path: Path) -> None:
+    """Remove the copies of the database at `path` that migrations made."""
+    for copy in path.parent.glob(f"{path.name}.version*"):
+        try:
+            copy.unlink()
+        except OSError as error:
+            raise StoreUnavailable(
+                f"{copy.name} holds what is to be deleted and cannot be removed: {error.strerror}"
+            ) from error

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 PROBLEMS_MAX = 100
 
 
-def verify(path: Path, driver: Any, conversation_id: str | None, tenant: str) -> list[str]:
+def verify(
+    path: Path, driver: Any, conversation_id: str | None, tenant: str, *, immutable: bool = False
+) -> list[str]:
     """The problems found, at most PROBLEMS_MAX sentences; none if all is well."""
     problems: list[str] = []
     try:
-        with read_only(path, driver) as conn:
+        with read_only(path, driver, immutable=immutable) as conn:
             if conversation_id is not None:
                 number, _ = conversation_rows.require_conversation(conn, conversation_id, tenant)
                 _verify_conversation(conn, number, problems)
@@ -38,10 +40,10 @@ def verify(path: Path, driver: Any, conversation_id: str | None, tenant: str) ->
     return problems[:PROBLEMS_MAX]
 
 
-def integrity_check(path: Path, driver: Any) -> list[str]:
+def integrity_check(path: Path, driver: Any, *, immutable: bool = False) -> list[str]:
     """The problems that SQLite finds in its pages, indices and foreign keys."""
     try:
-        with read_only(path, driver) as conn:
+        with read_only(path, driver, immutable=immutable) as conn:
             found = conn.execute(f"PRAGMA integrity_check({PROBLEMS_MAX})").fetchall()
             strays = conn.execute("PRAGMA foreign_key_check").fetchall()
     except StoreCorrupt as error:
