@@ -154,12 +154,15 @@ class BaseCopy:
         self._end = Changes({}, 0, 0.0)
 
     def run(self, pause_seconds: float = PAUSE_SECONDS) -> None:
-        """Copy the file of the database, and what the feed has meanwhile."""
-        page_bytes, offset = self.feed.page_bytes, 0
+        """Copy the file of the database, and what the feed has meanwhile.
+
+        Of the file as long as it is now: what it grows by is in the feed.
+        """
+        page_bytes, offset, end = self.feed.page_bytes, 0, self._source.num_bytes
         with explained(self._folder.path), self._open() as base:
             while not (self.stopped or self.feed.failure):
                 self._take(base)
-                block = self._source.read(BLOCK_BYTES, offset)
+                block = self._source.read(min(BLOCK_BYTES, end - offset), offset)
                 block = block[: len(block) // page_bytes * page_bytes]
                 if not block:
                     return
