@@ -55,6 +55,9 @@ class Serving:
     heartbeat: float
     iteration_timeout: float
     drain_timeout: float
+    backup: Path | None
+    backup_seconds: float
+    backup_keep: float
     engine: str
     echo_seconds: float
     log_format: str

@@ -25,7 +25,7 @@ from pensieve.launch import programs
 from pensieve.launch.model_folder import Report, load_texts, resolve_model
 from pensieve.service.admin_socket import socket_path
 from pensieve.service.daemon import Daemon
-from pensieve.service.daemon_config import DaemonConfig
+from pensieve.service.daemon_config import DAY_SECONDS, BackupConfig, DaemonConfig
 from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening, Server, check_exposure
@@ -84,10 +84,18 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
             heartbeat_seconds=serving.heartbeat,
             iteration_seconds_max=serving.iteration_timeout,
             limits=auth.limits_of(listening.tokens),
+            backup=_backup(serving),
         ),
         programs.ENGINE if serving.engine == "model" else echo,
         serving.drain_timeout,
     )
+
+
+def _backup(serving: Serving) -> BackupConfig | None:
+    if serving.backup is None:
+        return None
+    keep_seconds = serving.backup_keep * DAY_SECONDS
+    return BackupConfig(serving.backup.absolute(), serving.backup_seconds, keep_seconds)
 
 
 def open_server(setup: DaemonSetup, report: Report) -> Server:

@@ -5,7 +5,7 @@
     down     the engine died: its turns fail, and another process is started in its place; what kills one
              after the other is not tried for ever (suspects.py)
     drain    no new turns; the running ones end, or are interrupted
-    close    the engine, then the sequences that calls began, then the history
+    close    the engine, then the sequences that calls began, then the backup, then the history
 
 Admission is decided before anything of a turn is read or written (admission.py).  A `Daemon` belongs to
 the loop; what runs elsewhere is said in threads.py.
@@ -33,6 +33,7 @@ from pensieve.engine.messages import (
 from pensieve.engine.messages import Message as EngineMessage
 from pensieve.errors import PensieveError, StoreCorrupt, Unavailable
 from pensieve.service.admission import Admission, Load
+from pensieve.service.backing_up import BackingUp
 from pensieve.service.conversations import Conversations
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import Ask
@@ -93,6 +94,7 @@ class Daemon:
         )
         self.threads = Threads(self._loop, self.config.text_threads, self._fail)
         self._erasing = Erasing(store.erasure, self.threads)
+        self.backing_up = BackingUp(store.backup_source, self.threads, self.config.backup)
         self.admission = Admission(self.config.turns_max, self.config.limits, self.started_at)
         self._suspects = Suspects()
         self._queries = Queries(self._loop, self._put, self.config.answer_seconds)
@@ -126,6 +128,7 @@ class Daemon:
         )
         gc_pause.freeze()
         self.threads.spawn(self._sweep())
+        self.backing_up.start()
         self.on_serving(self.serving)
 
     @property
@@ -383,7 +386,9 @@ class Daemon:
 
     async def close(self) -> None:
         await self.engine.stop()
+        self.backing_up.stop()
         await self.threads.end_tasks()
+        await self.backing_up.close()
         if self._conversations is not None:
             self._conversations.readers.close()
         await self.threads.close()

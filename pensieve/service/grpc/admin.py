@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pensieve.engine.messages import EvictConversation, Explain, ListCached
-from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
+from pensieve.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    PermissionDenied,
+    QueueFull,
+    StoreError,
+    StoreUnavailable,
+    Unavailable,
+)
 from pensieve.service.daemon import Daemon
 from pensieve.service.live_turn import cache_key
 from pensieve.v1 import admin_pb2 as pb
@@ -115,6 +124,20 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._stop()
         return pb.DrainResponse(turns_running=self.daemon.conversations.turns.num_live)
 
+    async def BackUp(self, request: pb.BackUpRequest, context: Any) -> pb.BackUpResponse:
+        if not context.peer().startswith("unix:"):
+            raise PermissionDenied("the daemon writes to its own disk only for its own socket")
+        folder = Path(request.folder)
+        if not folder.is_absolute():
+            raise InvalidArgument("folder", "must be an absolute path")
+        try:
+            chain = await self.daemon.backing_up.copy(folder)
+        except StoreUnavailable as error:  # the operator may read paths
+            raise Unavailable(str(error)) from error
+        except StoreError as error:
+            raise InvalidArgument("folder", str(error)) from error
+        return pb.BackUpResponse(generation=chain.generation.number, time=chain.time)
+
     async def _stats(self) -> pb.Stats:
         daemon = self.daemon
         stored = await daemon.num_conversations()
@@ -126,6 +149,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             draining=daemon.draining,
         )
         given.more["erasure_pending"] = daemon.store.erasure.pending
+        given.more.update(daemon.backing_up.figures())
         ready = daemon.engine.ready
         if ready is None or not daemon.engine.serving:
             return given
