@@ -236,6 +236,14 @@ SERVING: Table = (
         "history",
     ),
     Setting(
+        "statement_timeout",
+        number(0.1, 86_400),
+        "10",
+        "most time that a job of the history may compute; it fails with UNAVAILABLE",
+        "SECONDS",
+        "history",
+    ),
+    Setting(
         "engine",
         choice("model", "echo"),
         "model",

@@ -30,6 +30,7 @@ from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening, Server, check_exposure
 from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.time_limit import STATEMENT_SECONDS
 
 SWITCH_SECONDS = 0.0005  # how long the store's thread may keep the event loop waiting
 
@@ -45,6 +46,7 @@ class DaemonSetup:
     engine_program: tuple[str, ...] = programs.ENGINE
     drain_seconds: float = 0.0  # for running turns at the end
     check_history_first: bool = False  # after an unclean stop; else while turns are served
+    statement_seconds: float = STATEMENT_SECONDS  # of a job of the history
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         ),
         programs.ENGINE if serving.engine == "model" else echo,
         serving.drain_timeout,
+        statement_seconds=serving.statement_timeout,
     )
 
 
@@ -102,7 +105,9 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
     """Open everything but the engine process; to be called in the event loop that will run it."""
     settings = setup.resolved.settings
     folder = resolve_model(settings.model)
-    store = ConversationStore.open(settings.data, setup.holder)
+    store = ConversationStore.open(
+        settings.data, setup.holder, statement_seconds=setup.statement_seconds
+    )
     try:
         if setup.check_history_first and store.integrity_check_due:
             report("checking the history after an unclean stop")

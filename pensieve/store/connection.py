@@ -33,6 +33,7 @@ from sqlite_utils.utils import sqlite3
 
 from pensieve.errors import StoreCorrupt, StoreError, StoreUnavailable
 from pensieve.store.backup.capture import Capture, Feed
+from pensieve.store.time_limit import STATEMENT_SECONDS, TimeLimit
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -50,6 +51,7 @@ UNAVAILABLE = {
     6: "another program holds the database",
     7: "out of memory",
     8: "the database is read-only",
+    9: "a statement took too long and was ended",
     10: "disk I/O error",
     13: "the disk is full",
     14: "the database file cannot be opened",
@@ -72,6 +74,7 @@ class Writer:
         driver: Any = preferred_driver,
         busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
         now: Callable[[], float] = time.time,
+        statement_seconds: float = STATEMENT_SECONDS,
     ) -> None:
         if driver.sqlite_version_info < SQLITE_VERSION_MIN:
             raise StoreError(f"SQLite {driver.sqlite_version} is too old; 3.37 is needed")
@@ -82,6 +85,7 @@ class Writer:
         self._in_use = threading.Lock()
         self._db: Any = None
         self._capture = Capture(self.journal_path, now, driver)
+        self.limit = TimeLimit(statement_seconds)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
@@ -158,7 +162,8 @@ class Writer:
         try:
             if self._db is None:
                 self._db = self._open()
-            yield self._db
+            with self.limit.counting():
+                yield self._db
         except self.driver.Error as error:
             if _primary_code(error) in REOPEN_AFTER:
                 self._discard()
@@ -208,6 +213,7 @@ class Writer:
             ):
                 conn.execute(f"PRAGMA {pragma}").fetchall()
             self._on_open(db)
+            self.limit.watch(conn)
         except BaseException:
             with contextlib.suppress(self.driver.Error):
                 conn.close()

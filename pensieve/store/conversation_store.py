@@ -68,6 +68,7 @@ from pensieve.store.records import (
 )
 from pensieve.store.running_rows import RunningRows
 from pensieve.store.shared_head import shared_head
+from pensieve.store.time_limit import STATEMENT_SECONDS
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -85,6 +86,7 @@ class ConversationStore:
         driver: Any = preferred_driver,
         busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
         compact_bytes_min: int = COMPACT_BYTES_MIN,
+        statement_seconds: float = STATEMENT_SECONDS,
     ) -> None:
         self.folder = folder
         self.integrity_check_due = folder.stopped_unclean
@@ -95,6 +97,7 @@ class ConversationStore:
             driver,
             busy_timeout_seconds,
             now,
+            statement_seconds,
         )
         self.erasure = Erasure(self._writer, compact_bytes_min)
         self.backup_source = BackupSource(folder, self._writer, now)
@@ -405,8 +408,14 @@ class ConversationStore:
 
     def reader(self) -> HistoryReader:
         """For reading in another thread."""
-        path, driver = self.folder.database_path, self._writer.driver
-        return HistoryReader(path, self._running, driver, lambda: self.erasure.pending)
+        writer = self._writer
+        return HistoryReader(
+            writer.path,
+            self._running,
+            writer.driver,
+            lambda: self.erasure.pending,
+            writer.limit.seconds,
+        )
 
     # -- checking --
 

@@ -22,6 +22,7 @@ from pensieve.store.connection import explained, open_read_only
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.records import PAGE_SIZE_MAX, Conversation, Message, MessagePage, Page
 from pensieve.store.running_rows import RunningRows
+from pensieve.store.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -32,9 +33,15 @@ PAGE_TOKEN_PATTERN = re.compile("[0-9]{1,18}")
 
 class HistoryReader:
     def __init__(
-        self, path: Path, running: RunningRows, driver: Any, is_pending: Callable[[], bool]
+        self,
+        path: Path,
+        running: RunningRows,
+        driver: Any,
+        is_pending: Callable[[], bool],
+        statement_seconds: float,
     ) -> None:
         """`is_pending`: deleted text waits for a moment without a reader, to be erased."""
+        self._limit = TimeLimit(statement_seconds)
         self._is_pending = is_pending
         self._path = path
         self._running = running
@@ -84,8 +91,10 @@ class HistoryReader:
         try:
             if self._conn is None:
                 self._conn = open_read_only(self._path, self._driver)
-            self._conn.execute("BEGIN")
-            yield self._conn
+                self._limit.watch(self._conn)
+            with self._limit.counting():
+                self._conn.execute("BEGIN")
+                yield self._conn
         except self._driver.Error as error:
             self.close()
             raise explained(error, self._path) from error
