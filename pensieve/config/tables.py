@@ -236,6 +236,14 @@ SERVING: Table = (
         "history",
     ),
     Setting(
+        "scrub",
+        number(0, 36_500),
+        "7",
+        "read the whole history once in so many days, to find damage (0: never)",
+        "DAYS",
+        "history",
+    ),
+    Setting(
         "statement_timeout",
         number(0.1, 86_400),
         "10",

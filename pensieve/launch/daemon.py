@@ -87,6 +87,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
             iteration_seconds_max=serving.iteration_timeout,
             limits=auth.limits_of(listening.tokens),
             backup=_backup(serving),
+            scrub_seconds=serving.scrub * DAY_SECONDS,
         ),
         programs.ENGINE if serving.engine == "model" else echo,
         serving.drain_timeout,

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pensieve import gc_pause
@@ -44,15 +44,18 @@ from pensieve.service.history import History, Texts
 from pensieve.service.live_turn import LiveTurn, Phase
 from pensieve.service.queries import Queries
 from pensieve.service.readers import ids_of
+from pensieve.service.scrubbing import Scrubbing
 from pensieve.service.suspects import Suspects
 from pensieve.service.threads import Threads
 from pensieve.service.turns import Turns, failure_of
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.scrub import Scrub
 
 log = logging.getLogger("pensieve")
 SWEEP_SECONDS = 1.0
 LATE_SECONDS = 1.0  # of the loop, that are worth a warning
+FOUND_BEFORE = "it was when it was looked at before"
 LOADING = "the model is loading; try again in a moment"
 
 
@@ -80,7 +83,7 @@ class Daemon:
         self._loop = asyncio.get_running_loop()  # also the clock, but for what is recorded
         self.started_at = self._loop.time()
         self.draining = False
-        self.history_problems: tuple[str, ...] = ()
+        self.history_problems: tuple[str, ...] = (FOUND_BEFORE,) if store.folder.is_damaged else ()
         self.on_serving: Callable[[bool], None] = lambda serving: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None  # it cannot go on
         self.engine = EngineClient(
@@ -95,6 +98,13 @@ class Daemon:
         self.threads = Threads(self._loop, self.config.text_threads, self._fail)
         self._erasing = Erasing(store.erasure, self.threads)
         self.backing_up = BackingUp(store.backup_source, self.threads, self.config.backup)
+        self.scrubbing = Scrubbing(
+            Scrub(store.folder.database_path),
+            self.threads,
+            self.config.scrub_seconds,
+            lambda: store.erasure.pending,
+            self._damage_found,
+        )
         self.admission = Admission(self.config.turns_max, self.config.limits, self.started_at)
         self._suspects = Suspects()
         self._queries = Queries(self._loop, self._put, self.config.answer_seconds)
@@ -129,6 +139,7 @@ class Daemon:
         gc_pause.freeze()
         self.threads.spawn(self._sweep())
         self.backing_up.start()
+        self.scrubbing.start()
         self.on_serving(self.serving)
 
     @property
@@ -355,14 +366,22 @@ class Daemon:
             except PensieveError as error:  # the next start tries again
                 log.error("the history could not be checked: %s", error)
                 return
-            self.history_problems = tuple(problems)
             if problems:
-                log.error("the history is damaged: %s", problems[0])
-                self.on_serving(self.serving)
+                self._damage_found(problems)
             else:
                 report("the history is sound")
+                self.history_problems = ()
+                self.on_serving(self.serving)
 
         self.threads.spawn(check())
+
+    def _damage_found(self, problems: Sequence[str]) -> None:
+        """From now on the history is read, and not written to; also by the next process."""
+        log.error("the history is damaged: %s", problems[0])
+        self.history_problems = tuple(problems)
+        self.store.integrity_check_due = True
+        self.store.folder.mark_damaged(True)
+        self.on_serving(self.serving)
 
     # -- the end --
 

@@ -40,3 +40,4 @@ class DaemonConfig:
     short_characters: int = 4_096  # tokenized where the turn begins: a hop takes longer
     limits: Mapping[str, Limits] = field(default_factory=dict)  # by tenant
     backup: BackupConfig | None = None
+    scrub_seconds: float = 0.0  # for a look at the whole history; 0: never

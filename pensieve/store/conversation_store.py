@@ -89,7 +89,7 @@ class ConversationStore:
         statement_seconds: float = STATEMENT_SECONDS,
     ) -> None:
         self.folder = folder
-        self.integrity_check_due = folder.stopped_unclean
+        self.integrity_check_due = folder.stopped_unclean or folder.is_damaged
         self._now = now
         self._writer = Writer(
             folder.database_path,
@@ -425,10 +425,13 @@ class ConversationStore:
         return verify.verify(path, self._writer.driver, conversation_id, tenant)
 
     def integrity_check(self) -> list[str]:
-        """SQLite's own check of every page and index; returns the problems found."""
+        """SQLite's own check of every page and index, and `verify` where damage was found before."""
         problems = verify.integrity_check(self.folder.database_path, self._writer.driver)
+        if not problems and self.folder.is_damaged:
+            problems = self.verify()
         if not problems:
             self.integrity_check_due = False
+            self.folder.mark_damaged(False)
         return problems
 
     # -- inside --

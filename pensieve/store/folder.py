@@ -19,6 +19,7 @@ from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
 DATABASE_NAME = "conversations.db"
 LOCK_NAME = "lock"
 IDENTITY_NAME = "history"
+DAMAGED_NAME = "damaged"
 HOLDER_BYTES_MAX = 256
 
 
@@ -59,6 +60,19 @@ class DataFolder:
     def database_path(self) -> Path:
         """Where the history is."""
         return self.path / DATABASE_NAME
+
+    @property
+    def is_damaged(self) -> bool:
+        return (self.path / DAMAGED_NAME).exists()
+
+    def mark_damaged(self, is_damaged: bool) -> None:
+        """Remember it for the next start."""
+        path = self.path / DAMAGED_NAME
+        with contextlib.suppress(OSError):  # the log has said it
+            if is_damaged:
+                path.touch(mode=0o600)
+            else:
+                path.unlink(missing_ok=True)
 
     @property
     def database_bytes(self) -> int:

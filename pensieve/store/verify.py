@@ -32,7 +32,7 @@ def verify(
         with read_only(path, driver, immutable=immutable) as conn:
             if conversation_id is not None:
                 number, _ = conversation_rows.require_conversation(conn, conversation_id, tenant)
-                _verify_conversation(conn, number, problems)
+                verify_conversation(conn, number, problems)
             else:
                 _verify_all(conn, problems)
     except StoreCorrupt as error:
@@ -58,12 +58,12 @@ def _verify_all(conn: Connection, problems: list[str]) -> None:
     for (number,) in numbers:
         if len(problems) >= PROBLEMS_MAX:
             return
-        _verify_conversation(conn, number, problems)
+        verify_conversation(conn, number, problems)
     for sentence, query in STORE_QUERIES:
         problems += [sentence.format(*row) for row in conn.execute(query)]
 
 
-def _verify_conversation(conn: Connection, number: int, problems: list[str]) -> None:
+def verify_conversation(conn: Connection, number: int, problems: list[str]) -> None:
     try:
         name = f"conversation {conversation_rows.conversation_numbered(conn, number).conversation_id!r}"
     except NotFound:

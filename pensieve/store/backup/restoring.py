@@ -90,6 +90,7 @@ def restore(
             identity, restored = _make(generations, partial, wanted)
             _put_in_place(partial, target)
             target.set_identity(identity)
+            target.mark_damaged(False)
             clean = True
         finally:
             with suppress(FileNotFoundError):
