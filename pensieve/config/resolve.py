@@ -58,6 +58,7 @@ class Serving:
     backup: Path | None
     backup_seconds: float
     backup_keep: float
+    request_keep: float
     scrub: float
     statement_timeout: float
     engine: str

@@ -236,6 +236,14 @@ SERVING: Table = (
         "history",
     ),
     Setting(
+        "request_keep",
+        number(0, 36_500),
+        "7",
+        "how long a turn that has ended can be replayed by its request_id (0: for ever)",
+        "DAYS",
+        "history",
+    ),
+    Setting(
         "scrub",
         number(0, 36_500),
         "7",

@@ -88,6 +88,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
             limits=auth.limits_of(listening.tokens),
             backup=_backup(serving),
             scrub_seconds=serving.scrub * DAY_SECONDS,
+            request_keep_seconds=serving.request_keep * DAY_SECONDS,
         ),
         programs.ENGINE if serving.engine == "model" else echo,
         serving.drain_timeout,

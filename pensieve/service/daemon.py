@@ -39,6 +39,7 @@ from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import Ask
 from pensieve.service.engine_client import EngineClient, EngineProgram
 from pensieve.service.erasing import Erasing
+from pensieve.service.forgetting import ForgettingRequests
 from pensieve.service.heartbeat import Patience
 from pensieve.service.history import History, Texts
 from pensieve.service.live_turn import LiveTurn, Phase
@@ -140,6 +141,8 @@ class Daemon:
         self.threads.spawn(self._sweep())
         self.backing_up.start()
         self.scrubbing.start()
+        keep_seconds, now = self.config.request_keep_seconds, self._sources.wall_clock
+        ForgettingRequests(self.store, self.threads, keep_seconds, now).start()
         self.on_serving(self.serving)
 
     @property

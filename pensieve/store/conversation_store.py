@@ -16,7 +16,7 @@ Invariants, whatever happens to the process or the disk:
   rows become `interrupted`; the same happens, before the next write, to a turn whose end could not be
   written (a full disk).  Whether that end was committed is then read from the disk (running_rows.py).
 * Revisions only grow.  A rewind takes the next one, and the messages it cuts stay readable through the
-  turn that made them until the conversation is deleted.
+  turn that made them until the conversation is deleted or the request is forgotten (forgetting.py).
 * Messages are shared by reference and never changed, and are wiped when nothing holds them any more;
   after `delete_conversation` no byte of them is left in the files.  Until `erasure` has done what is `due`,
   the owner calls its `step` from time to time.
@@ -48,6 +48,7 @@ from pensieve.store.connection import BUSY_TIMEOUT_SECONDS, Writer, preferred_dr
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.erasure import Erasure
 from pensieve.store.folder import DataFolder
+from pensieve.store.forgetting import Forgetting
 from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
 from pensieve.store.migrations import migrate
 from pensieve.store.records import (
@@ -102,6 +103,7 @@ class ConversationStore:
         self.erasure = Erasure(self._writer, compact_bytes_min)
         self.backup_source = BackupSource(folder, self._writer, now)
         self._running = RunningRows(self._writer, now)
+        self.forgetting = Forgetting(self._writer, self._running)
         interrupted = self._running.interrupt_dead()
         self.erasure.resume()
         self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
