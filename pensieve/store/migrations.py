@@ -129,7 +129,8 @@ def migrate(db: Any, path: Path, steps: Sequence[Step] = STEPS) -> None:
     if version > len(steps) or unknown:
         raise StoreTooNew(
             f"{path} has schema version {max(version, len(applied))} and this Pensieve knows"
-            f" versions up to {len(steps)}; use the newer Pensieve that wrote it"
+            f" versions up to {len(steps)}; open it with the newer Pensieve that wrote it, or"
+            f" {_way_back(path, len(steps))}"
         )
     if version == len(steps):
         return
@@ -148,11 +149,26 @@ def _refuse_foreign(db: Any, path: Path) -> None:
         raise StoreError(f"{path} is a database of another program")
 
 
+def _way_back(path: Path, version: int) -> str:
+    """What makes a history of a newer schema one that this version opens."""
+    for older in range(version, 0, -1):
+        copy = path.with_name(f"{path.name}.version{older}")
+        if copy.exists():
+            return f"put {copy.name} in its place: the history before that, and without what came since"
+    return "restore a backup from before that (`pensieve restore`)"
+
+
 def _back_up(db: Any, path: Path, version: int) -> None:
-    backup = path.with_name(f"{path.name}.version{version}")
-    backup.unlink(missing_ok=True)
-    db.conn.execute("VACUUM INTO ?", (str(backup),))
-    backup.chmod(0o600)
+    copy = path.with_name(f"{path.name}.version{version}")
+    try:
+        copy.unlink(missing_ok=True)
+        db.conn.execute("VACUUM INTO ?", (str(copy),))
+        copy.chmod(0o600)
+    except Exception as error:
+        raise StoreUnavailable(
+            f"{path} cannot be copied to {copy.name}, as it is before its schema changes: {error};"
+            " it is unchanged"
+        ) from error
 
 
 def remove_copies(path: Path) -> None:
