@@ -52,6 +52,7 @@ class BackingUp:
         self._chain: Chain | None = None
         self._jobs: set[asyncio.Future[None]] = set()
         self._copies: set[BaseCopy] = set()
+        self._requests: set[asyncio.Task[Chain]] = set()
         self._whole_at = threads.loop.time()  # when all that was committed was in the folder
 
     def start(self) -> None:
@@ -69,12 +70,15 @@ class BackingUp:
 
     async def copy(self, path: Path) -> Chain:
         """A generation of its own in another folder."""
-        return await self._threads.whole(self._copy(path))
+        request = self._threads.loop.create_task(self._copy(path))
+        self._requests.add(request)
+        request.add_done_callback(self._requests.discard)
+        return await asyncio.shield(request)  # it goes on to its end if the caller is gone
 
     def stop(self) -> None:
-        """Give up the copies that are being made."""
-        for copy in self._copies:
-            copy.stopped = True
+        """Give up what was requested, even if its folder does not answer."""
+        for request in self._requests:
+            request.cancel()
 
     async def close(self) -> None:
         """After the background tasks have ended, and before the store closes: ship the rest."""
@@ -84,7 +88,8 @@ class BackingUp:
                     await asyncio.wait(self._jobs)
                 await self._ship()
         except (PensieveError, TimeoutError) as error:
-            log.warning("the backup lacks the last changes: %s", error or "its folder is too slow")
+            problem = str(error) or "its folder does not answer"
+            log.warning("the backup lacks the last changes: %s", problem)
         else:
             if self._folder is not None:
                 self._folder.close()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import subprocess
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -135,6 +136,11 @@ def rig(tmp_path: Path) -> Iterator[DaemonRig]:
         yield rig
 
 
+def swallow(call: Callable[..., object], *arguments: object) -> None:
+    with contextlib.suppress(PensieveError):
+        call(*arguments)
+
+
 def failing(rig: DaemonRig) -> bool:
     more = rig.admin.GetStats(admin_pb2.GetStatsRequest()).stats.more
     return bool(more["backup_failing"])
@@ -193,6 +199,14 @@ def test_a_folder_that_does_not_answer_holds_up_neither_turns_nor_deletions_nor_
         rig.ask("tea", "more")
         delete(rig, "tea")
         wait_for(lambda: failing(rig))
+        monkeypatch.setattr(writing, "write_base_description", hang)
+        hangs.clear()
+        with Admin(f"unix:{tmp_path / 'data' / 'admin.sock'}", retry=Retry(retries=0)) as admin:
+            copying = threading.Thread(target=swallow, args=(admin.back_up, str(tmp_path / "copy")))
+            copying.start()
+            wait_for(hangs.is_set)
+    copying.join(60)
+    assert not copying.is_alive()
     answers.set()
 
 
