@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,16 +63,17 @@ REOPEN_AFTER = {8, 10, 14}
 class Writer:
     """The connection for one thread at a time; it opens again after an error.
 
-    `driver` is pysqlite3 or sqlite3; `on_open` is called with each new sqlite_utils Database.
+    `driver` is pysqlite3 or sqlite3; `on_open` is called with each new sqlite_utils Database; `now` is the
+    clock of the records.
     """
 
     def __init__(
         self,
         path: Path,
         on_open: Callable[[Any], None],
+        now: Callable[[], float],
         driver: Any = preferred_driver,
         busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
-        now: Callable[[], float] = time.time,
         statement_seconds: float = STATEMENT_SECONDS,
     ) -> None:
         if driver.sqlite_version_info < SQLITE_VERSION_MIN:

@@ -95,9 +95,9 @@ class ConversationStore:
         self._writer = Writer(
             folder.database_path,
             lambda db: migrate(db, folder.database_path),
+            now,
             driver,
             busy_timeout_seconds,
-            now,
             statement_seconds,
         )
         self.erasure = Erasure(self._writer, compact_bytes_min)
