@@ -132,7 +132,7 @@ def test_a_clean_stop_ships_the_last_turn(tmp_path: Path) -> None:
 def rig(tmp_path: Path) -> Iterator[DaemonRig]:
     config = BackupConfig(tmp_path / "backup", seconds=0.02, generation_seconds=3600.0)
     with DaemonRig(tmp_path / "data", config=DaemonConfig(0.2, backup=config)) as rig:
-        wait_for(lambda: points(tmp_path / "backup") if config.folder.exists() else ())
+        wait_for(lambda: rig.daemon.backing_up._feed)
         yield rig
 
 

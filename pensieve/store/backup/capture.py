@@ -21,17 +21,23 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pensieve.errors import StoreUnavailable
+
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
 GATHERED_BYTES_MAX = 64 * 2**20  # of a feed whose folder is slow, full or gone
 CHECKPOINT_FRAMES = 1000  # as SQLite itself
+FRAMES_MAX = (
+    2 * GATHERED_BYTES_MAX // 4096
+)  # that are read at once; only a reader makes the log longer
 HEADER = struct.Struct(
     ">IIIIII"
 )  # magic, format, page size, checkpoint, two salts; two checksums follow
 HEADER_BYTES = 32
 FRAME = struct.Struct(">IIII")  # page, pages of the database behind a commit (else 0), two salts
 FRAME_BYTES = 24
+UNREADABLE = (OSError, ValueError, struct.error)
 
 
 class Changes(NamedTuple):
@@ -95,12 +101,16 @@ class Capture:
 
     def begin(self, conn: Connection, bytes_max: int = GATHERED_BYTES_MAX) -> Feed:
         """A feed that begins with all that the log holds now."""
-        conn.execute("PRAGMA wal_autocheckpoint = 0").fetchall()
         self.collect(conn)
+        conn.execute("PRAGMA wal_autocheckpoint = 0").fetchall()
         pages: dict[int, bytes] = {}
-        if num_frames := _checkpoint(conn):
-            self._read_new(num_frames)
-            pages = self._read(0, num_frames)
+        try:
+            if num_frames := _checkpoint(conn):
+                self._read_new(num_frames)
+                pages = self._read(0, num_frames)
+        except UNREADABLE as error:
+            self._forget_ended(conn)
+            raise StoreUnavailable(f"the write-ahead log cannot be read: {error}") from error
         feed = Feed(_number(conn, "PRAGMA page_size"), bytes_max)
         feed.add(Changes(pages, _number(conn, "PRAGMA page_count"), self._now()))
         self._feeds.append(feed)
@@ -126,7 +136,7 @@ class Capture:
                 changes = Changes(pages, _number(conn, "PRAGMA page_count"), self._now())
                 for feed in self._feeds if pages else ():
                     feed.add(changes)
-        except (OSError, ValueError, self._driver.Error) as error:
+        except (*UNREADABLE, self._driver.Error) as error:
             self.abandon(f"the write-ahead log could not be read: {error}")
         self._forget_ended(conn)
 
@@ -177,6 +187,8 @@ class Capture:
     def _read(self, first: int, num_frames: int) -> dict[int, bytes]:
         """The frames [first, num_frames) of the log; a page that is there twice, as it was last."""
         pages: dict[int, bytes] = {}
+        if num_frames - first > FRAMES_MAX:  # it would take the thread long, and much memory
+            raise ValueError(f"{num_frames - first} frames are too many at once")
         with self._log_path.open("rb") as log:
             _, _, page_bytes, _, *salts = HEADER.unpack(log.read(HEADER.size))
             frame_bytes = FRAME_BYTES + page_bytes

@@ -109,9 +109,7 @@ class BackupFolder:
         with explained(self.path):
             needed, free = source.num_bytes, shutil.disk_usage(self.path).free
             if free < needed:
-                raise OSError(
-                    errno.ENOSPC, f"{needed >> 20} MiB are needed and {free >> 20} are free"
-                )
+                raise OSError(errno.ENOSPC, f"there is no room for {needed >> 20} MiB")
             number = 1 + max([each.number for each in self.generations], default=0)
             path = self.path / f"generation-{number:06}"
             partial = path.with_name(path.name + PARTIAL)

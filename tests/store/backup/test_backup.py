@@ -313,6 +313,30 @@ def test_a_reader_that_keeps_the_log_long_does_not_hide_anything_from_the_backup
         assert history(found) == history(store)
 
 
+def test_a_log_that_is_too_long_to_be_read_at_once_begins_no_feed_and_ends_those_that_are(
+    store: ConversationStore, driver: Any, backup: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another program has read for hours, or one transaction changes most of the file."""
+    create(store, "tea")
+    shipping = Shipping(store, backup)
+    monkeypatch.setattr(capture, "FRAMES_MAX", 20)
+    with reading(store, driver):
+        for number in range(5):
+            say(store, "tea", f"r{number}", user("text", number), reply("hello", 2))
+        with pytest.raises(StoreUnavailable, match="frames are too many at once"):
+            shipping.begin_generation()
+        assert shipping.feed is not None
+        assert "frames are too many at once" in shipping.feed.failure
+        with writer_of(store).reading() as conn:
+            assert conn.execute("PRAGMA wal_autocheckpoint").fetchone() == (1000,)
+    store.delete_conversation("tea")
+    assert not store.erasure.pending
+    create(store, "cup")
+    shipping.begin_generation()
+    with restored(backup, driver) as found:
+        assert history(found) == history(store)
+
+
 # -- damage --
 
 
@@ -461,6 +485,6 @@ def test_a_folder_without_room_for_the_base_is_left_as_it_was(
     world(store)
     usage = shutil.disk_usage(backup.parent)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
-    with pytest.raises(StoreUnavailable, match="backup: 0 MiB are needed and 0 are free"):
+    with pytest.raises(StoreUnavailable, match="backup: there is no room for 0 MiB"):
         write_copy(store.backup_source, backup)
     assert [path.name for path in backup.glob("generation*")] == []
