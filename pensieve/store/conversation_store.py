@@ -410,14 +410,7 @@ class ConversationStore:
 
     def reader(self) -> HistoryReader:
         """For reading in another thread."""
-        writer = self._writer
-        return HistoryReader(
-            writer.path,
-            self._running,
-            writer.driver,
-            lambda: self.erasure.pending,
-            writer.limit.seconds,
-        )
+        return HistoryReader(self._writer, self._running, lambda: self.erasure.pending)
 
     # -- checking --
 

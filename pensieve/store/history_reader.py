@@ -13,12 +13,11 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pensieve.errors import InvalidArgument
 from pensieve.store import conversation_rows, message_rows
-from pensieve.store.connection import explained, open_read_only
+from pensieve.store.connection import Writer, explained, open_read_only
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.records import PAGE_SIZE_MAX, Conversation, Message, MessagePage, Page
 from pensieve.store.running_rows import RunningRows
@@ -33,19 +32,14 @@ PAGE_TOKEN_PATTERN = re.compile("[0-9]{1,18}")
 
 class HistoryReader:
     def __init__(
-        self,
-        path: Path,
-        running: RunningRows,
-        driver: Any,
-        is_pending: Callable[[], bool],
-        statement_seconds: float,
+        self, writer: Writer, running: RunningRows, is_pending: Callable[[], bool]
     ) -> None:
         """`is_pending`: deleted text waits for a moment without a reader, to be erased."""
-        self._limit = TimeLimit(statement_seconds)
+        self._limit = TimeLimit(writer.limit.seconds)
         self._is_pending = is_pending
-        self._path = path
+        self._path = writer.path
         self._running = running
-        self._driver = driver
+        self._driver = writer.driver
         self._conn: Connection | None = None
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
