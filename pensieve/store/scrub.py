@@ -78,16 +78,20 @@ class Scrub:
         self._after = 0
 
     def num_steps(self) -> int:
-        """About so many a pass has now."""
-        num_rows: dict[str, int] = {}
+        """About so many a pass has now, rather more than fewer."""
+        numbers: dict[str, int] = {}
 
         def count(conn: Connection) -> None:
             for table, key in KEYS.items():
-                num_rows[table] = conn.execute(f"SELECT max({key}) FROM {table}").fetchone()[0] or 0
+                numbers[table] = conn.execute(f"SELECT max({key}) FROM {table}").fetchone()[0] or 0
+            for pragma in ("page_count", "page_size"):
+                numbers[pragma] = conn.execute(f"PRAGMA {pragma}").fetchone()[0]
 
         self._read(count, [])
-        walked = num_rows.get("bodies", 0) + sum(num_rows.get(each.table, 0) for each in INDEXES)
-        return num_rows.get("conversations", 0) + walked // ROWS + len(WALKS)
+        num_bytes = numbers.get("page_count", 0) * numbers.get("page_size", 0)
+        walked = numbers.get("bodies", 0) + sum(numbers.get(each.table, 0) for each in INDEXES)
+        conversations = numbers.get("conversations", 0)
+        return conversations + walked // ROWS + num_bytes // BODIES_BYTES + 2 * len(WALKS)
 
     def step(self) -> list[str]:
         """Look at a little; returns the problems found there."""

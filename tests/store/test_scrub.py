@@ -19,10 +19,12 @@ Open = Callable[..., ConversationStore]
 
 def whole_pass(path: Path, driver: Any) -> list[str]:
     scrub = Scrub(path, driver)
-    for _ in range(10_000):
+    num_steps = scrub.num_steps()
+    for number in range(10_000):
         if problems := scrub.step():
             return problems
         if scrub.num_passes:
+            assert number < num_steps  # by which the pauses are reckoned
             return []
     raise AssertionError("it does not come to its end")
 
