@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import re
 import shlex
 import subprocess
@@ -113,6 +114,41 @@ def test_a_backup_under_load_restores_to_exactly_the_acknowledged_turns(tmp_path
                 assert len(messages) == 2 * len(said) + 2
                 check_replies(messages)
         process.stop()
+
+
+@pytest.mark.slow
+def test_daemons_that_are_killed_one_after_the_other_leave_a_backup_that_is_whole(
+    tmp_path: Path,
+) -> None:
+    """At any moment of it: while a base is copied, a segment is written, an old generation is dropped."""
+    backup, choose = tmp_path / "backup", random.Random(1)
+    flags = ("--backup", str(backup), "--backup-seconds", "0.1", "--backup-keep", "0.00001")
+    process = ServeProcess(tmp_path / "data", *flags)
+    talkers: list[Talker] = []
+    newest = 0.0
+    for _ in range(6):
+        process.start()
+        talkers += [Talker(process.address, len(talkers) + number) for number in range(3)]
+        for talker in talkers[-3:]:
+            talker.start()
+        time.sleep(choose.uniform(0.0, 0.7))
+        process.kill()
+        for talker in talkers[-3:]:
+            talker.join(60)
+        if not points(backup):
+            continue  # not even the first base was whole
+        restored = restore(backup, tmp_path / "restored", replace=True)
+        assert restored.time >= newest, "a moment that was shipped is gone"
+        newest = restored.time
+        with ConversationStore.open(tmp_path / "restored", "test") as store:
+            for talker in talkers:
+                num_acknowledged = sum(when <= newest for when in talker.acknowledged_at)
+                if num_acknowledged:
+                    found = store.messages(talker.conversation_id)
+                    said = [message.content for message in found if message.role == "user"]
+                    assert said == [f"word {number}" for number in range(len(said))]
+                    assert len(said) >= num_acknowledged
+    assert newest
 
 
 def test_a_clean_stop_ships_the_last_turn(tmp_path: Path) -> None:
