@@ -24,6 +24,7 @@
     ├── StoreError                the history on disk is not usable as it is
     │   ├── StoreTooNew           written by a newer version
     │   ├── StoreCorrupt          a page or a record fails its check
+    │   │   └── BackupDamaged     a file of a backup fails its check; the message names it
     │   └── StoreLocked           another process holds the data folder; the message names it
     ├── DeviceError               the device failed or lacks memory
     └── ServerFault               an error that the server did not foresee; the id in the text is in its log
@@ -210,6 +211,10 @@ class StoreTooNew(StoreError):
 
 class StoreCorrupt(StoreError):
     reason = "STORE_CORRUPT"
+
+
+class BackupDamaged(StoreCorrupt):
+    reason = "BACKUP_DAMAGED"
 
 
 class StoreLocked(StoreError):

@@ -197,6 +197,11 @@ def stats_table(stats: pb.Stats) -> RenderableType:
     if stats.more.get("erasure_pending"):
         table.add_row("", "the files still hold text that was deleted")
     _add_service(table, stats.service)
+    if stats.more.get("history_problems"):
+        table.add_row("", "the history is damaged and takes no changes")
+    if stats.more.get("backup_failing"):
+        age = _seconds(stats.more["backup_age_seconds"])
+        table.add_row("", f"the backup lacks what came in the last {age}")
     history = stats.device_tokens + stats.host_tokens + stats.recomputed_tokens
     table.add_row(
         "history from",

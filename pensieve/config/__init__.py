@@ -17,6 +17,8 @@ from pensieve.config.resolve import (
     resolve,
 )
 from pensieve.config.tables import (
+    BACKUP_KEEP_DAYS,
+    BACKUP_SECONDS,
     CONNECTIONS_MAX,
     DATA,
     GRACE_SECONDS,
@@ -34,6 +36,8 @@ from pensieve.config.tables import (
 )
 
 __all__ = [
+    "BACKUP_KEEP_DAYS",
+    "BACKUP_SECONDS",
     "CONNECTIONS_MAX",
     "DATA",
     "GRACE_SECONDS",

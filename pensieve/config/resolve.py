@@ -56,6 +56,12 @@ class Serving:
     heartbeat: float
     iteration_timeout: float
     drain_timeout: float
+    backup: Path | None
+    backup_seconds: float
+    backup_keep: float
+    request_keep: float
+    scrub: float
+    statement_timeout: float
     engine: str
     echo_seconds: float
     log_format: str

@@ -34,6 +34,8 @@ HEARTBEAT_SECONDS = 30.0
 ITERATION_SECONDS_MAX = 300.0
 TURNS_WAITING_MAX = 1024
 CONNECTIONS_MAX = 512
+BACKUP_SECONDS = 60.0
+BACKUP_KEEP_DAYS = 7.0
 DATA = Setting("data", file, "", "folder of the history (default: the user's data folder)", "DIR")
 SETTINGS: Table = (
     Setting(
@@ -216,6 +218,54 @@ SERVING: Table = (
         "how long running turns may go on when the daemon stops",
         "SECONDS",
         "turns",
+    ),
+    Setting(
+        "backup",
+        file,
+        "",
+        "back the history up into this folder all the time (see `pensieve restore`)",
+        "DIR",
+        "history",
+    ),
+    Setting(
+        "backup_seconds",
+        number(0.1, 86_400),
+        f"{BACKUP_SECONDS:g}",
+        "time between what is written there, and so the most that a lost disk takes with it",
+        "SECONDS",
+        "history",
+    ),
+    Setting(
+        "backup_keep",
+        number(0, 36_500),
+        f"{BACKUP_KEEP_DAYS:g}",
+        "how long any moment can be restored; deleted text lies there a day longer (0: for ever)",
+        "DAYS",
+        "history",
+    ),
+    Setting(
+        "request_keep",
+        number(0, 36_500),
+        "7",
+        "how long a turn that has ended can be replayed by its request_id (0: for ever)",
+        "DAYS",
+        "history",
+    ),
+    Setting(
+        "scrub",
+        number(0, 36_500),
+        "7",
+        "read the whole history once in so many days, to find damage (0: never)",
+        "DAYS",
+        "history",
+    ),
+    Setting(
+        "statement_timeout",
+        number(0.1, 86_400),
+        "10",
+        "most time that a job of the history may compute; it fails with UNAVAILABLE",
+        "SECONDS",
+        "history",
     ),
     Setting(
         "engine",

@@ -25,11 +25,12 @@ from pensieve.launch import programs
 from pensieve.launch.model_folder import Report, load_texts, resolve_model
 from pensieve.service.admin_socket import socket_path
 from pensieve.service.daemon import Daemon
-from pensieve.service.daemon_config import DaemonConfig
+from pensieve.service.daemon_config import DAY_SECONDS, BackupConfig, DaemonConfig
 from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening, Server, check_exposure
 from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.time_limit import STATEMENT_SECONDS
 
 SWITCH_SECONDS = 0.0005  # how long the store's thread may keep the event loop waiting
 
@@ -45,6 +46,7 @@ class DaemonSetup:
     engine_program: tuple[str, ...] = programs.ENGINE
     drain_seconds: float = 0.0  # for running turns at the end
     check_history_first: bool = False  # after an unclean stop; else while turns are served
+    statement_seconds: float = STATEMENT_SECONDS  # of a job of the history
 
 
 @dataclass(frozen=True)
@@ -85,17 +87,30 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
             heartbeat_seconds=serving.heartbeat,
             iteration_seconds_max=serving.iteration_timeout,
             limits=auth.limits_of(listening.tokens),
+            backup=_backup(serving),
+            scrub_seconds=serving.scrub * DAY_SECONDS,
+            request_keep_seconds=serving.request_keep * DAY_SECONDS,
         ),
         programs.ENGINE if serving.engine == "model" else echo,
         serving.drain_timeout,
+        statement_seconds=serving.statement_timeout,
     )
+
+
+def _backup(serving: Serving) -> BackupConfig | None:
+    if serving.backup is None:
+        return None
+    keep_seconds = serving.backup_keep * DAY_SECONDS
+    return BackupConfig(serving.backup.absolute(), serving.backup_seconds, keep_seconds)
 
 
 def open_server(setup: DaemonSetup, report: Report) -> Server:
     """Open everything but the engine process; to be called in the event loop that will run it."""
     settings = setup.resolved.settings
     folder = resolve_model(settings.model)
-    store = ConversationStore.open(settings.data, setup.holder)
+    store = ConversationStore.open(
+        settings.data, setup.holder, statement_seconds=setup.statement_seconds
+    )
     try:
         if setup.check_history_first and store.integrity_check_due:
             report("checking the history after an unclean stop")

@@ -5,7 +5,7 @@
     down     the engine died: its turns fail, and another process is started in its place; what kills one
              after the other is not tried for ever (suspects.py)
     drain    no new turns; the running ones end, or are interrupted
-    close    the engine, then the sequences that calls began, then the history
+    close    the engine, then the sequences that calls began, then the backup, then the history
 
 Admission is decided before anything of a turn is read or written (admission.py).  A `Daemon` belongs to
 the loop; what runs elsewhere is said in threads.py.
@@ -18,7 +18,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pensieve import gc_pause
@@ -34,27 +34,32 @@ from pensieve.engine.messages import (
 from pensieve.engine.messages import Message as EngineMessage
 from pensieve.errors import PensieveError, StoreCorrupt, Unavailable
 from pensieve.service.admission import Admission, Load
+from pensieve.service.backing_up import BackingUp
 from pensieve.service.conversations import Conversations
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import Ask
 from pensieve.service.engine_client import EngineClient, EngineProgram
 from pensieve.service.erasing import Erasing
+from pensieve.service.forgetting import ForgettingRequests
 from pensieve.service.heartbeat import Patience
 from pensieve.service.history import History, Texts
 from pensieve.service.limits import Allowance, Limits
 from pensieve.service.live_turn import LiveTurn, Phase
 from pensieve.service.queries import Queries
 from pensieve.service.readers import ids_of
+from pensieve.service.reads import Reads
+from pensieve.service.scrubbing import Scrubbing
 from pensieve.service.suspects import Suspects
 from pensieve.service.threads import Threads
 from pensieve.service.turns import Turns, failure_of
-from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.scrub import Scrub
 
 log = logging.getLogger("pensieve")
 SWEEP_SECONDS = 1.0
 CALL_TOKENS = 1  # what a call that changes the history costs at least, where tokens are limited
 LATE_SECONDS = 1.0  # of the loop, that are worth a warning
+FOUND_BEFORE = "it was when it was looked at before"
 LOADING = "the model is loading; try again in a moment"
 
 
@@ -78,11 +83,10 @@ class Daemon:
     ) -> None:
         self.config = config or DaemonConfig()
         self.store = store
-        self._reader = store.reader()
         self._loop = asyncio.get_running_loop()  # also the clock, but for what is recorded
         self.started_at = self._loop.time()
         self.draining = False
-        self.history_problems: tuple[str, ...] = ()
+        self.history_problems: tuple[str, ...] = (FOUND_BEFORE,) if store.folder.is_damaged else ()
         self.refusals = Counter[str]()  # calls that ended with an error, by its reason
         self.on_serving: Callable[[bool], None] = lambda serving: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None  # it cannot go on
@@ -96,7 +100,16 @@ class Daemon:
             report=report,
         )
         self.threads = Threads(self._loop, self.config.text_threads, self._fail)
+        self.reads = Reads(store.reader(), self.threads)
         self._erasing = Erasing(store.erasure, self.threads)
+        self.backing_up = BackingUp(store.backup_source, self.threads, self.config.backup)
+        self.scrubbing = Scrubbing(
+            Scrub(store.folder.database_path),
+            self.threads,
+            self.config.scrub_seconds,
+            lambda: store.erasure.pending,
+            self._damage_found,
+        )
         self.admission = Admission(self.config.turns_max, self.config.limits, self.started_at)
         self._suspects = Suspects()
         self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
@@ -134,6 +147,10 @@ class Daemon:
         )
         gc_pause.freeze()
         self.threads.spawn(self._sweep())
+        self.backing_up.start()
+        self.scrubbing.start()
+        keep_seconds, now = self.config.request_keep_seconds, self._sources.wall_clock
+        ForgettingRequests(self.store, self.threads, keep_seconds, now).start()
         self.on_serving(self.serving)
 
     @property
@@ -237,7 +254,9 @@ class Daemon:
         """Cancel the turn that a conversation runs, if it is this one; whether it was."""
         live = self.conversations.turns.of_conversation(conversation_id, tenant)
         if live is None or (turn_id and turn_id != str(live.turn_id)):
-            await self.conversation(conversation_id, tenant)  # NOT_FOUND, if it is not there at all
+            await self.reads.conversation(
+                conversation_id, tenant
+            )  # NOT_FOUND, if it is not there at all
             return False
         self.conversations.cancel(live)
         return True
@@ -262,49 +281,10 @@ class Daemon:
         self.admission.allowances.change(limits, self._loop.time())
         self.threads.spawn(self._limit_storage())
 
-    async def stored_bytes(self) -> dict[str, int]:
-        return await self.threads.in_reader("", self._reader.stored_bytes)
-
     async def _limit_storage(self) -> None:
         if self._history is not None:
             storage = self.admission.allowances.storage
             await self.threads.in_store("", self._history.limit_storage, storage)
-
-    # -- reading the history; also while the model is loading --
-
-    async def conversation(self, conversation_id: str, tenant: str = "") -> records.Conversation:
-        return await self.threads.in_reader(
-            tenant, self._reader.get_conversation, conversation_id, tenant=tenant
-        )
-
-    async def list_conversations(
-        self, page_size: int, page_token: str, tenant: str = ""
-    ) -> records.Page:
-        return await self.threads.in_reader(
-            tenant, self._reader.list_conversations, page_size, page_token, tenant=tenant
-        )
-
-    async def num_conversations(self) -> int:
-        return await self.threads.in_reader("", self._reader.num_conversations)
-
-    async def messages(
-        self,
-        conversation_id: str,
-        start: int,
-        page_size: int,
-        *,
-        include_token_ids: bool = False,
-        tenant: str = "",
-    ) -> records.MessagePage:
-        return await self.threads.in_reader(
-            tenant,
-            self._reader.message_page,
-            conversation_id,
-            start,
-            page_size,
-            include_token_ids=include_token_ids,
-            tenant=tenant,
-        )
 
     # -- the engine --
 
@@ -403,14 +383,22 @@ class Daemon:
             except PensieveError as error:  # the next start tries again
                 log.error("the history could not be checked: %s", error)
                 return
-            self.history_problems = tuple(problems)
             if problems:
-                log.error("the history is damaged: %s", problems[0])
-                self.on_serving(self.serving)
+                self._damage_found(problems)
             else:
                 report("the history is sound")
+                self.history_problems = ()
+                self.on_serving(self.serving)
 
         self.threads.spawn(check())
+
+    def _damage_found(self, problems: Sequence[str]) -> None:
+        """From now on the history is read, and not written to; also by the next process."""
+        log.error("the history is damaged: %s", problems[0])
+        self.history_problems = tuple(problems)
+        self.store.integrity_check_due = True
+        self.store.folder.mark_damaged(True)
+        self.on_serving(self.serving)
 
     # -- the end --
 
@@ -434,9 +422,11 @@ class Daemon:
 
     async def close(self) -> None:
         await self.engine.stop()
+        self.backing_up.stop()
         await self.threads.end_tasks()
+        await self.backing_up.close()
         if self._conversations is not None:
             self._conversations.readers.close()
         await self.threads.close()
-        self._reader.close()
+        self.reads.close()
         self.store.close()

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pensieve.config import (
+    BACKUP_KEEP_DAYS,
+    BACKUP_SECONDS,
     GRACE_SECONDS,
     HEARTBEAT_SECONDS,
     ITERATION_SECONDS_MAX,
     TURNS_WAITING_MAX,
 )
 from pensieve.service.limits import Limits
+
+DAY_SECONDS = 86_400.0
+
+
+@dataclass(frozen=True)
+class BackupConfig:
+    folder: Path
+    seconds: float = BACKUP_SECONDS  # between two shipments
+    keep_seconds: float = BACKUP_KEEP_DAYS * DAY_SECONDS  # 0: for ever
+    generation_seconds: float = DAY_SECONDS
 
 
 @dataclass(frozen=True)
@@ -26,3 +39,6 @@ class DaemonConfig:
     text_threads: int = 2
     short_characters: int = 4_096  # tokenized where the turn begins: a hop takes longer
     limits: Mapping[str, Limits] = field(default_factory=dict)  # by tenant
+    backup: BackupConfig | None = None
+    scrub_seconds: float = 0.0  # for a look at the whole history; 0: never
+    request_keep_seconds: float = 0.0  # that a request_id is known after its turn; 0: for ever

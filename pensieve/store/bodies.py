@@ -9,6 +9,7 @@ finds them (measured: about one text in 500 survived on random traffic).  So the
 never move between pages:
 
     insert   appends at the largest rowid; SQLite then adds a new rightmost leaf and moves no existing cell
+    shorten  replaces the JSON by less: like wiping, the row stays in its page
     wipe     sets the columns to NULL; a row that shrinks stays in its page, its old cell is zeroed,
              and its overflow pages are zeroed and freed
     delete   happens in compaction.py only, and far from every row that still has content
@@ -95,6 +96,24 @@ def checked_body(
 def read_private(owner: str, crc: int | None, private: bytes | None, tokens: bytes | None) -> Any:
     """The JSON object of a body, checked."""
     return json.loads(checked_body(owner, crc, private, tokens)[0])
+
+
+def shorten_body(conn: Connection, tenant: str, body: int, private: Mapping[str, Any]) -> None:
+    """Replace the JSON of a body without tokens by less, and count the space that this wastes."""
+    fields = canonical_json(private)
+    conn.execute(
+        "UPDATE space SET wiped_bytes = wiped_bytes + coalesce((SELECT"
+        " max(0, min(?, length(private)) - ?) FROM bodies WHERE body = ?), 0)",
+        (LOCAL_BYTES_MAX, len(fields), body),
+    )
+    ((num_bytes,),) = conn.execute(
+        "SELECT coalesce(sum(length(private)), 0) FROM bodies WHERE body = ?", (body,)
+    ).fetchall()
+    stored_bytes.count(conn, tenant, len(fields) - num_bytes)
+    conn.execute(
+        "UPDATE bodies SET crc = ?, private = ? WHERE body = ?",
+        (body_crc(fields, b""), fields, body),
+    )
 
 
 def wipe_bodies(conn: Connection, tenant: str, bodies: Iterable[int]) -> None:

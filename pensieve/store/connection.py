@@ -13,6 +13,9 @@ Durable on return.  With WAL and synchronous=FULL, `writing` syncs the log befor
 After an error the transaction is rolled back.  After an I/O error, above all a failed sync, it is unknown
 what the kernel's cache still holds.  So the connection is closed, and the next use opens a new one that
 reads from the disk; nothing is retried on the old one.  The same happens if the rollback fails.
+
+While a backup is written, what is committed is read from the write-ahead log before that is checkpointed
+(backup/capture.py).
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from sqlite_utils import Database
 from sqlite_utils.utils import sqlite3
 
 from pensieve.errors import StoreCorrupt, StoreError, StoreUnavailable
+from pensieve.store.backup.capture import Capture, Feed
+from pensieve.store.time_limit import STATEMENT_SECONDS, TimeLimit
 from pensieve.store.write_figures import WriteFigures
 
 if TYPE_CHECKING:
@@ -47,6 +52,7 @@ UNAVAILABLE = {
     6: "another program holds the database",
     7: "out of memory",
     8: "the database is read-only",
+    9: "a statement took too long and was ended",
     10: "disk I/O error",
     13: "the disk is full",
     14: "the database file cannot be opened",
@@ -59,15 +65,18 @@ REOPEN_AFTER = {8, 10, 14}
 class Writer:
     """The connection for one thread at a time; it opens again after an error.
 
-    `driver` is pysqlite3 or sqlite3; `on_open` is called with each new sqlite_utils Database.
+    `driver` is pysqlite3 or sqlite3; `on_open` is called with each new sqlite_utils Database; `now` is the
+    clock of the records.
     """
 
     def __init__(
         self,
         path: Path,
         on_open: Callable[[Any], None],
+        now: Callable[[], float],
         driver: Any = preferred_driver,
         busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
+        statement_seconds: float = STATEMENT_SECONDS,
     ) -> None:
         if driver.sqlite_version_info < SQLITE_VERSION_MIN:
             raise StoreError(f"SQLite {driver.sqlite_version} is too old; 3.37 is needed")
@@ -78,6 +87,8 @@ class Writer:
         self.figures = WriteFigures(self.journal_path)
         self._in_use = threading.Lock()
         self._db: Any = None
+        self._capture = Capture(self.journal_path, now, driver)
+        self.limit = TimeLimit(statement_seconds)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
@@ -87,6 +98,7 @@ class Writer:
                 yield db.conn
                 began = time.perf_counter()
             self.figures.committed(time.perf_counter() - began)
+            self._capture.committed(db.conn)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -109,6 +121,7 @@ class Writer:
         It is not while another connection reads the log.  This does not wait for that one to end.
         """
         with self.reading() as conn:
+            self._capture.collect(conn)
             try:
                 conn.execute("PRAGMA busy_timeout = 0").fetchall()
                 busy, _, _ = conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -118,6 +131,20 @@ class Writer:
                 self._discard()  # the next connection waits again
                 raise
         return not busy
+
+    def begin_feed(self) -> Feed:
+        """For a backup: what is committed from now on, and what the log holds already."""
+        with self.reading() as conn:
+            return self._capture.begin(conn)
+
+    def collect(self) -> None:
+        """Put into the feeds what was committed up to now."""
+        with self.reading() as conn:
+            self._capture.collect(conn)
+
+    def end_feed(self, feed: Feed) -> None:
+        with self.reading() as conn:
+            self._capture.end(conn, feed)
 
     def close(self) -> None:
         """Checkpoint and close; the connection is closed even if this raises an error.
@@ -137,7 +164,8 @@ class Writer:
         try:
             if self._db is None:
                 self._db = self._open()
-            yield self._db
+            with self.limit.counting():
+                yield self._db
         except self.driver.Error as error:
             if _primary_code(error) in REOPEN_AFTER:
                 self._discard()
@@ -187,6 +215,7 @@ class Writer:
             ):
                 conn.execute(f"PRAGMA {pragma}").fetchall()
             self._on_open(db)
+            self.limit.watch(conn)
         except BaseException:
             with contextlib.suppress(self.driver.Error):
                 conn.close()
@@ -196,6 +225,9 @@ class Writer:
     def _discard(self) -> None:
         db, self._db = self._db, None
         if db is not None:
+            self._capture.abandon(
+                "the history was closed, or opened anew after an error of the disk"
+            )
             with contextlib.suppress(self.driver.Error):
                 db.conn.close()
 
@@ -216,10 +248,15 @@ def _primary_code(error: Any) -> int:
     return code & 0xFF
 
 
-def open_read_only(path: Path, driver: Any = preferred_driver) -> Connection:
-    """A connection that cannot write or checkpoint; any thread may open one."""
+def open_read_only(
+    path: Path, driver: Any = preferred_driver, *, immutable: bool = False
+) -> Connection:
+    """A connection that cannot write or checkpoint; any thread may open one.
+
+    An `immutable` database is one that nobody has open; no file is made beside it.
+    """
     conn: Connection = driver.connect(
-        f"file:{quote(str(path))}?mode=ro",
+        f"file:{quote(str(path))}?mode=ro{'&immutable=1' * immutable}",
         uri=True,
         isolation_level=None,
         check_same_thread=False,
@@ -228,10 +265,12 @@ def open_read_only(path: Path, driver: Any = preferred_driver) -> Connection:
 
 
 @contextlib.contextmanager
-def read_only(path: Path, driver: Any = preferred_driver) -> Iterator[Connection]:
+def read_only(
+    path: Path, driver: Any = preferred_driver, *, immutable: bool = False
+) -> Iterator[Connection]:
     """The same, for a while."""
     try:
-        with contextlib.closing(open_read_only(path, driver)) as conn:
+        with contextlib.closing(open_read_only(path, driver, immutable=immutable)) as conn:
             yield conn
     except driver.Error as error:
         raise explained(error, path) from error

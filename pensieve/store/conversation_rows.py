@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 
+KEY_BYTES = 16
+
+
 def digest(*words: str) -> bytes:
     """A fixed-size key for names that clients choose, which are private and may be long."""
     whole = "\0".join(words).encode(errors="surrogatepass")
-    return hashlib.blake2b(whole, digest_size=16).digest()
+    return hashlib.blake2b(whole, digest_size=KEY_BYTES).digest()
 
 
 CONVERSATION = """

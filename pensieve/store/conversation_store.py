@@ -16,7 +16,7 @@ Invariants, whatever happens to the process or the disk:
   rows become `interrupted`; the same happens, before the next write, to a turn whose end could not be
   written (a full disk).  Whether that end was committed is then read from the disk (running_rows.py).
 * Revisions only grow.  A rewind takes the next one, and the messages it cuts stay readable through the
-  turn that made them until the conversation is deleted.
+  turn that made them until the conversation is deleted or the request is forgotten (forgetting.py).
 * Messages are shared by reference and never changed, and are wiped when nothing holds them any more;
   after `delete_conversation` no byte of them is left in the files.  Until `erasure` has done what is `due`,
   the owner calls its `step` from time to time.
@@ -42,11 +42,13 @@ from pensieve.errors import (
     TurnRunning,
 )
 from pensieve.store import conversation_rows, message_rows, stored_bytes, turn_rows, verify
+from pensieve.store.backup.source import BackupSource
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.connection import BUSY_TIMEOUT_SECONDS, Writer, preferred_driver
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.erasure import Erasure
 from pensieve.store.folder import DataFolder
+from pensieve.store.forgetting import Forgetting
 from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
 from pensieve.store.migrations import migrate
 from pensieve.store.records import (
@@ -67,6 +69,7 @@ from pensieve.store.records import (
 )
 from pensieve.store.running_rows import RunningRows
 from pensieve.store.shared_head import shared_head
+from pensieve.store.time_limit import STATEMENT_SECONDS
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -84,19 +87,24 @@ class ConversationStore:
         driver: Any = preferred_driver,
         busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
         compact_bytes_min: int = COMPACT_BYTES_MIN,
+        statement_seconds: float = STATEMENT_SECONDS,
     ) -> None:
         self.folder = folder
-        self.integrity_check_due = folder.stopped_unclean
+        self.integrity_check_due = folder.stopped_unclean or folder.is_damaged
         self._now = now
         self._writer = Writer(
             folder.database_path,
             lambda db: migrate(db, folder.database_path),
+            now,
             driver,
             busy_timeout_seconds,
+            statement_seconds,
         )
         self.figures = self._writer.figures
         self.erasure = Erasure(self._writer, compact_bytes_min)
+        self.backup_source = BackupSource(folder, self._writer, now)
         self._running = RunningRows(self._writer, now)
+        self.forgetting = Forgetting(self._writer, self._running)
         interrupted = self._running.interrupt_dead()
         self.erasure.resume()
         self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
@@ -408,8 +416,7 @@ class ConversationStore:
 
     def reader(self) -> HistoryReader:
         """For reading in another thread."""
-        path, driver = self.folder.database_path, self._writer.driver
-        return HistoryReader(path, self._running, driver, lambda: self.erasure.pending)
+        return HistoryReader(self._writer, self._running, lambda: self.erasure.pending)
 
     # -- checking --
 
@@ -419,10 +426,13 @@ class ConversationStore:
         return verify.verify(path, self._writer.driver, conversation_id, tenant)
 
     def integrity_check(self) -> list[str]:
-        """SQLite's own check of every page and index; returns the problems found."""
+        """SQLite's own check of every page and index, and `verify` where damage was found before."""
         problems = verify.integrity_check(self.folder.database_path, self._writer.driver)
+        if not problems and self.folder.is_damaged:
+            problems = self.verify()
         if not problems:
             self.integrity_check_due = False
+            self.folder.mark_damaged(False)
         return problems
 
     # -- inside --

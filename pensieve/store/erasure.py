@@ -2,13 +2,16 @@
 
 Three copies outlast that transaction, or might:
 
-    backups             a migration copies the database first; a deletion removes such copies before it
+    copies              a migration copies the database first; a deletion removes such copies before it
                         commits, so none of them ever holds what is deleted
     the write-ahead     holds pages as they were, until it is truncated; that is *pending* from before the
     log                 commit until it has succeeded, and is tried after the commit, by each step and by
                         the next deletion.  It fails while another connection reads the log, or the disk
                         is full
     the file            wiped bodies contain nothing, but waste space (compaction.py)
+
+A backup (backup/) is kept somewhere else and keeps what is deleted until it is dropped; a slow or broken
+one holds up nothing here.
 
 What is pending is remembered by the log itself: a clean close leaves it empty, so a log that is there when
 the history is opened may contain anything, and is truncated then or by the first step that can.
@@ -17,11 +20,11 @@ the history is opened may contain anything, and is truncated then or by the firs
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 from pensieve.errors import ErasurePending, PensieveError, StoreUnavailable
 from pensieve.store.compaction import Compaction
 from pensieve.store.connection import Writer
+from pensieve.store.migrations import remove_copies
 
 PENDING = "what was deleted is not yet erased from the files of the history, which is tried again"
 
@@ -41,7 +44,7 @@ class Erasure:
 
     def prepare(self) -> None:
         """Before a transaction that deletes is committed."""
-        _remove_backups(self._writer.path)
+        remove_copies(self._writer.path)
         self.pending = True
 
     def finish(self) -> None:
@@ -76,14 +79,3 @@ class Erasure:
             if not self._compaction.due:
                 self._writer.truncate_journal()  # only then the file becomes shorter
         return self.due
-
-
-def _remove_backups(path: Path) -> None:
-    """Remove the copies that migrations made (migrations.py)."""
-    for backup in path.parent.glob(f"{path.name}.version*"):
-        try:
-            backup.unlink()
-        except OSError as error:
-            raise StoreUnavailable(
-                f"{backup.name} holds what is to be deleted and cannot be removed: {error.strerror}"
-            ) from error

@@ -11,22 +11,26 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 from pathlib import Path
 
 from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
 
 DATABASE_NAME = "conversations.db"
 LOCK_NAME = "lock"
+IDENTITY_NAME = "history"
+DAMAGED_NAME = "damaged"
 HOLDER_BYTES_MAX = 256
 
 
 class DataFolder:
     """A folder that this process holds; `DataFolder.open` makes one, and `close` releases it."""
 
-    def __init__(self, path: Path, lock: int, stopped_unclean: bool) -> None:
+    def __init__(self, path: Path, lock: int, database: int, stopped_unclean: bool) -> None:
         self.path = path
         self.stopped_unclean = stopped_unclean  # the holder before us did not close
         self._lock: int | None = lock
+        self._database = database
 
     @classmethod
     def open(cls, path: Path, holder: str) -> DataFolder:
@@ -42,7 +46,6 @@ class DataFolder:
             _write(lock, f"{os.getpid()} {holder}\n".encode()[:HOLDER_BYTES_MAX])
             # Other users must not read conversations; SQLite gives its side files the same mode.
             database = os.open(path / DATABASE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            os.close(database)
         except OSError as error:
             os.close(lock)
             raise StoreUnavailable(
@@ -51,12 +54,53 @@ class DataFolder:
         except StoreLocked:
             os.close(lock)
             raise
-        return cls(path, lock, stopped_unclean)
+        return cls(path, lock, database, stopped_unclean)
 
     @property
     def database_path(self) -> Path:
         """Where the history is."""
         return self.path / DATABASE_NAME
+
+    @property
+    def is_damaged(self) -> bool:
+        return (self.path / DAMAGED_NAME).exists()
+
+    def mark_damaged(self, is_damaged: bool) -> None:
+        """Remember it for the next start."""
+        path = self.path / DAMAGED_NAME
+        with contextlib.suppress(OSError):  # the log has said it
+            if is_damaged:
+                path.touch(mode=0o600)
+            else:
+                path.unlink(missing_ok=True)
+
+    @property
+    def database_bytes(self) -> int:
+        """The length of the file of the database."""
+        return os.fstat(self._database).st_size
+
+    def read_database(self, num_bytes: int, offset: int) -> bytes:
+        """From the file itself, in any thread; the write-ahead log may hold newer pages."""
+        if self._lock is None:
+            raise StoreUnavailable("the history is closed")
+        return os.pread(self._database, num_bytes, offset)
+
+    def identity(self) -> str:
+        """The name of this history, made now if it has none."""
+        path = self.path / IDENTITY_NAME
+        try:
+            if not path.exists():
+                self.set_identity(secrets.token_hex(16))
+            return path.read_text(encoding="ascii").strip()
+        except OSError as error:
+            raise StoreUnavailable(f"{path} cannot be used: {error.strerror}") from error
+
+    def set_identity(self, identity: str) -> None:
+        path = self.path / IDENTITY_NAME
+        partial = path.with_name(f"{IDENTITY_NAME}.partial")
+        partial.touch(mode=0o600)
+        partial.write_text(f"{identity}\n", encoding="ascii")
+        partial.replace(path)
 
     def close(self, clean: bool) -> None:
         """Release the folder; pass `clean` only if the database was closed without an error."""
@@ -67,6 +111,7 @@ class DataFolder:
             with contextlib.suppress(OSError):
                 _write(self._lock, b"")
         os.close(self._lock)
+        os.close(self._database)
         self._lock = None
 
 

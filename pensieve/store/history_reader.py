@@ -13,15 +13,15 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pensieve.errors import InvalidArgument
 from pensieve.store import conversation_rows, message_rows, stored_bytes
-from pensieve.store.connection import explained, open_read_only
+from pensieve.store.connection import Writer, explained, open_read_only
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.records import PAGE_SIZE_MAX, Conversation, Message, MessagePage, Page
 from pensieve.store.running_rows import RunningRows
+from pensieve.store.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -32,13 +32,14 @@ PAGE_TOKEN_PATTERN = re.compile("[0-9]{1,18}")
 
 class HistoryReader:
     def __init__(
-        self, path: Path, running: RunningRows, driver: Any, is_pending: Callable[[], bool]
+        self, writer: Writer, running: RunningRows, is_pending: Callable[[], bool]
     ) -> None:
         """`is_pending`: deleted text waits for a moment without a reader, to be erased."""
+        self._limit = TimeLimit(writer.limit.seconds)
         self._is_pending = is_pending
-        self._path = path
+        self._path = writer.path
         self._running = running
-        self._driver = driver
+        self._driver = writer.driver
         self._conn: Connection | None = None
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
@@ -89,8 +90,10 @@ class HistoryReader:
         try:
             if self._conn is None:
                 self._conn = open_read_only(self._path, self._driver)
-            self._conn.execute("BEGIN")
-            yield self._conn
+                self._limit.watch(self._conn)
+            with self._limit.counting():
+                self._conn.execute("BEGIN")
+                yield self._conn
         except self._driver.Error as error:
             self.close()
             raise explained(error, self._path) from error

@@ -26,7 +26,7 @@ from typing import Any
 
 from sqlite_utils import Migrations
 
-from pensieve.errors import StoreError, StoreTooNew
+from pensieve.errors import StoreError, StoreTooNew, StoreUnavailable
 from pensieve.store.stored_bytes import ADDED_UP
 
 APPLICATION_ID = 0x50656E73  # "Pens"
@@ -141,7 +141,8 @@ def migrate(db: Any, path: Path, steps: Sequence[Step] = STEPS) -> None:
     if version > len(steps) or unknown:
         raise StoreTooNew(
             f"{path} has schema version {max(version, len(applied))} and this Pensieve knows"
-            f" versions up to {len(steps)}; use the newer Pensieve that wrote it"
+            f" versions up to {len(steps)}; open it with the newer Pensieve that wrote it, or"
+            f" {_way_back(path, len(steps))}"
         )
     if version == len(steps):
         return
@@ -160,8 +161,34 @@ def _refuse_foreign(db: Any, path: Path) -> None:
         raise StoreError(f"{path} is a database of another program")
 
 
+def _way_back(path: Path, version: int) -> str:
+    """What makes a history of a newer schema one that this version opens."""
+    for older in range(version, 0, -1):
+        copy = path.with_name(f"{path.name}.version{older}")
+        if copy.exists():
+            return f"put {copy.name} in its place: the history before that, and without what came since"
+    return "restore a backup from before that (`pensieve restore`)"
+
+
 def _back_up(db: Any, path: Path, version: int) -> None:
-    backup = path.with_name(f"{path.name}.version{version}")
-    backup.unlink(missing_ok=True)
-    db.conn.execute("VACUUM INTO ?", (str(backup),))
-    backup.chmod(0o600)
+    copy = path.with_name(f"{path.name}.version{version}")
+    try:
+        copy.unlink(missing_ok=True)
+        db.conn.execute("VACUUM INTO ?", (str(copy),))
+        copy.chmod(0o600)
+    except Exception as error:
+        raise StoreUnavailable(
+            f"{path} cannot be copied to {copy.name}, as it is before its schema changes: {error};"
+            " it is unchanged"
+        ) from error
+
+
+def remove_copies(path: Path) -> None:
+    """Remove the copies of the database at `path` that migrations made."""
+    for copy in path.parent.glob(f"{path.name}.version*"):
+        try:
+            copy.unlink()
+        except OSError as error:
+            raise StoreUnavailable(
+                f"{copy.name} holds what is to be deleted and cannot be removed: {error.strerror}"
+            ) from error

@@ -24,14 +24,16 @@ if TYPE_CHECKING:
 PROBLEMS_MAX = 100
 
 
-def verify(path: Path, driver: Any, conversation_id: str | None, tenant: str) -> list[str]:
+def verify(
+    path: Path, driver: Any, conversation_id: str | None, tenant: str, *, immutable: bool = False
+) -> list[str]:
     """The problems found, at most PROBLEMS_MAX sentences; none if all is well."""
     problems: list[str] = []
     try:
-        with read_only(path, driver) as conn:
+        with read_only(path, driver, immutable=immutable) as conn:
             if conversation_id is not None:
                 number, _ = conversation_rows.require_conversation(conn, conversation_id, tenant)
-                _verify_conversation(conn, number, problems)
+                verify_conversation(conn, number, problems)
             else:
                 _verify_all(conn, problems)
     except StoreCorrupt as error:
@@ -39,10 +41,10 @@ def verify(path: Path, driver: Any, conversation_id: str | None, tenant: str) ->
     return problems[:PROBLEMS_MAX]
 
 
-def integrity_check(path: Path, driver: Any) -> list[str]:
+def integrity_check(path: Path, driver: Any, *, immutable: bool = False) -> list[str]:
     """The problems that SQLite finds in its pages, indices and foreign keys."""
     try:
-        with read_only(path, driver) as conn:
+        with read_only(path, driver, immutable=immutable) as conn:
             found = conn.execute(f"PRAGMA integrity_check({PROBLEMS_MAX})").fetchall()
             strays = conn.execute("PRAGMA foreign_key_check").fetchall()
     except StoreCorrupt as error:
@@ -57,12 +59,12 @@ def _verify_all(conn: Connection, problems: list[str]) -> None:
     for (number,) in numbers:
         if len(problems) >= PROBLEMS_MAX:
             return
-        _verify_conversation(conn, number, problems)
+        verify_conversation(conn, number, problems)
     for sentence, query in STORE_QUERIES:
         problems += [sentence.format(*row) for row in conn.execute(query)]
 
 
-def _verify_conversation(conn: Connection, number: int, problems: list[str]) -> None:
+def verify_conversation(conn: Connection, number: int, problems: list[str]) -> None:
     try:
         name = f"conversation {conversation_rows.conversation_numbered(conn, number).conversation_id!r}"
     except NotFound:

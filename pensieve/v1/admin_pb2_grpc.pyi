@@ -153,7 +153,23 @@ _AdminServiceDrainType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWatchStatsType, _AdminServiceListCachedConversationsType, _AdminServiceExplainConversationType, _AdminServiceEvictConversationType, _AdminServiceCheckIntegrityType, _AdminServiceListTenantsType, _AdminServiceDrainType]):
+_AdminServiceBackUpType = typing_extensions.TypeVar(
+    '_AdminServiceBackUpType',
+    grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.BackUpRequest,
+        pensieve.v1.admin_pb2.BackUpResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.BackUpRequest,
+        pensieve.v1.admin_pb2.BackUpResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.BackUpRequest,
+        pensieve.v1.admin_pb2.BackUpResponse,
+    ],
+)
+
+class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWatchStatsType, _AdminServiceListCachedConversationsType, _AdminServiceExplainConversationType, _AdminServiceEvictConversationType, _AdminServiceCheckIntegrityType, _AdminServiceListTenantsType, _AdminServiceDrainType, _AdminServiceBackUpType]):
     """Needs the admin token, or the UNIX socket in the data folder."""
 
     @typing.overload
@@ -189,6 +205,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
         grpc.UnaryUnaryMultiCallable[
             pensieve.v1.admin_pb2.DrainRequest,
             pensieve.v1.admin_pb2.DrainResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            pensieve.v1.admin_pb2.BackUpRequest,
+            pensieve.v1.admin_pb2.BackUpResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -226,6 +246,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
             pensieve.v1.admin_pb2.DrainRequest,
             pensieve.v1.admin_pb2.DrainResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            pensieve.v1.admin_pb2.BackUpRequest,
+            pensieve.v1.admin_pb2.BackUpResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetStats: _AdminServiceGetStatsType
@@ -251,6 +275,9 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
 
     Drain: _AdminServiceDrainType
     """Takes no new turn, finishes what runs, and exits."""
+
+    BackUp: _AdminServiceBackUpType
+    """Copies the whole history into a folder of the daemon's machine, while it serves.  Only on the UNIX socket."""
 
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -284,6 +311,10 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         pensieve.v1.admin_pb2.DrainRequest,
         pensieve.v1.admin_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.BackUpRequest,
+        pensieve.v1.admin_pb2.BackUpResponse,
     ],
 ]
 
@@ -353,5 +384,13 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.admin_pb2.DrainResponse, collections.abc.Awaitable[pensieve.v1.admin_pb2.DrainResponse]]:
         """Takes no new turn, finishes what runs, and exits."""
+
+    @abc.abstractmethod
+    def BackUp(
+        self,
+        request: pensieve.v1.admin_pb2.BackUpRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pensieve.v1.admin_pb2.BackUpResponse, collections.abc.Awaitable[pensieve.v1.admin_pb2.BackUpResponse]]:
+        """Copies the whole history into a folder of the daemon's machine, while it serves.  Only on the UNIX socket."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -14,12 +14,13 @@ from pensieve.builtin import MODEL_PATH
 from pensieve.core.iteration import Logprob, SampledToken
 from pensieve.core.sampling import Sampling
 from pensieve.service.daemon import Daemon
+from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.grpc import translate
 from pensieve.service.live_turn import LiveTurn, replayed, stream_of
 from pensieve.store import records
 from pensieve.text import Part, PartMarker, Tokenizer
 from pensieve.v1 import conversation_pb2 as pb
-from tests.service.rig_daemon import ECHO, DaemonRig
+from tests.service.rig_daemon import ECHO, DaemonRig, wait_for
 
 ENGINE = (sys.executable, "-m", "pensieve.launch.engine_process")
 
@@ -122,3 +123,24 @@ def test_other_defaults_make_no_other_request(
         with pytest.raises(grpc.RpcError) as error:
             rig.ask("c", "hello", request_id="r1", sampling=pb.Sampling(top_k=4))
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_request_id_is_forgotten_when_its_time_is_over(tmp_path: Path) -> None:
+    """The turn then counts as a new one; one that was asked lately is still repeated."""
+    short = {"sampling": pb.Sampling(max_tokens=4, ignore_eos=True)}
+    with DaemonRig(tmp_path / "data") as rig:
+        rig.ask("tea", "hello", request_id="r1", **short)
+        assert rig.ask("tea", "hello", request_id="r1", **short).started.replayed
+    config = DaemonConfig(0.2, request_keep_seconds=0.2)
+    with DaemonRig(tmp_path / "data", config=config) as rig:
+        store = rig.daemon.store
+        wait_for(
+            lambda: rig.call(rig.daemon.threads.in_store("", store.find_turn, "tea", "r1")) is None
+        )
+        assert len(rig.messages("tea")) == 2
+    config = DaemonConfig(0.2, request_keep_seconds=3600.0)
+    with DaemonRig(tmp_path / "data", config=config) as rig:
+        again = rig.ask("tea", "hello", request_id="r1", **short)
+        assert not again.started.replayed
+        assert again.completed.revision == 2
+        assert rig.ask("tea", "hello", request_id="r1", **short).started.replayed

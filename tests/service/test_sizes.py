@@ -237,7 +237,7 @@ def test_pages_of_messages_end_by_bytes_and_leave_none_out(tmp_path: Path) -> No
         assert num_pages > 2
 
         async def read() -> Any:
-            return await rig.daemon.messages("c", 0, 1000)
+            return await rig.daemon.reads.messages("c", 0, 1000)
 
         one = rig.call(read())
         assert 1 < len(one.messages) < 200, "no more is read than is wanted"

@@ -98,9 +98,49 @@ def test_a_newer_schema_is_refused_and_untouched(
         open_store()
     assert str(refused.value) == (
         f"{path} has schema version {version} and this Pensieve knows versions up to {NEWEST};"
-        " use the newer Pensieve that wrote it"
+        " open it with the newer Pensieve that wrote it, or restore a backup from before that"
+        " (`pensieve restore`)"
     )
     assert path.read_bytes() == before
+
+
+def test_the_refusal_of_a_newer_schema_names_the_copy_that_this_version_can_open(
+    path: Path, driver: Any, open_store: Open
+) -> None:
+    """And what it says works."""
+    conn = driver.connect(str(path), isolation_level=None)
+
+    def m003_colour(db: Any) -> None:
+        db.conn.execute("ALTER TABLE conversations ADD COLUMN colour TEXT")
+        db.conn.execute("PRAGMA user_version = 3")
+
+    migrate(Database(conn), path, (*STEPS, m003_colour))
+    conn.close()
+    with pytest.raises(StoreTooNew) as refused:
+        open_store()
+    assert str(refused.value) == (
+        f"{path} has schema version 3 and this Pensieve knows versions up to 2; open it with the newer"
+        " Pensieve that wrote it, or put conversations.db.version2 in its place: the history before"
+        " that, and without what came since"
+    )
+    path.with_name("conversations.db.version2").replace(path)
+    assert list(open_store().log("tea")) == [1, 2]
+
+
+def test_an_older_schema_is_not_changed_if_it_cannot_be_copied_first(
+    path: Path, driver: Any, open_store: Open
+) -> None:
+    first_schema(path, driver)
+    path.with_name("conversations.db.version1").mkdir()  # what cannot be written
+    with pytest.raises(
+        StoreUnavailable, match=r"conversations.db.version1, .* before its schema changes"
+    ):
+        open_store()
+    conn = driver.connect(str(path))
+    assert conn.execute("PRAGMA user_version").fetchone() == (1,)
+    conn.close()
+    path.with_name("conversations.db.version1").rmdir()
+    assert list(open_store().log("tea")) == [1, 2]
 
 
 def test_a_refusal_lets_go_of_the_folder(path: Path, driver: Any, open_store: Open) -> None:

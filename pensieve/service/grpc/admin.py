@@ -9,10 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pensieve.engine.messages import EvictConversation, Explain, ListCached
-from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
+from pensieve.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    PermissionDenied,
+    QueueFull,
+    StoreError,
+    StoreUnavailable,
+    Unavailable,
+)
 from pensieve.service.daemon import Daemon
 from pensieve.service.figures import Quantiles, num_connections
 from pensieve.service.limits import NO_LIMITS, Allowance
@@ -70,7 +79,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def EvictConversation(
         self, request: pb.EvictConversationRequest, context: Any
     ) -> pb.EvictConversationResponse:
-        await self.daemon.conversation(request.conversation_id, request.tenant)
+        await self.daemon.reads.conversation(request.conversation_id, request.tenant)
         key = cache_key(request.tenant, request.conversation_id)
         to_host = request.destination == pb.EvictConversationRequest.DESTINATION_HOST
         answer = await self.daemon.query(lambda number: EvictConversation(key, to_host, number))
@@ -105,7 +114,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ExplainConversation(
         self, request: pb.ExplainConversationRequest, context: Any
     ) -> pb.ExplainConversationResponse:
-        await self.daemon.conversation(request.conversation_id, request.tenant)
+        await self.daemon.reads.conversation(request.conversation_id, request.tenant)
         key = cache_key(request.tenant, request.conversation_id)
         answer = await self.daemon.query(lambda number: Explain(number, key))
         given = pb.ExplainConversationResponse()
@@ -132,7 +141,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> pb.ListTenantsResponse:
         daemon, now = self.daemon, asyncio.get_running_loop().time()
         allowances = daemon.admission.allowances
-        stored = await daemon.stored_bytes()
+        stored = await daemon.reads.stored_bytes()
         given = pb.ListTenantsResponse()
         for name in sorted({*stored, *allowances.tenants}):
             allowance = allowances.known(name) or Allowance(NO_LIMITS, now)
@@ -152,9 +161,23 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._stop()
         return pb.DrainResponse(turns_running=self.daemon.conversations.turns.num_live)
 
+    async def BackUp(self, request: pb.BackUpRequest, context: Any) -> pb.BackUpResponse:
+        if not context.peer().startswith("unix:"):
+            raise PermissionDenied("the daemon writes to its own disk only for its own socket")
+        folder = Path(request.folder)
+        if not folder.is_absolute():
+            raise InvalidArgument("folder", "must be an absolute path")
+        try:
+            chain = await self.daemon.backing_up.copy(folder)
+        except StoreUnavailable as error:  # the operator may read paths
+            raise Unavailable(str(error)) from error
+        except StoreError as error:
+            raise InvalidArgument("folder", str(error)) from error
+        return pb.BackUpResponse(generation=chain.generation.number, time=chain.time)
+
     async def _stats(self) -> pb.Stats:
         daemon = self.daemon
-        stored = await daemon.num_conversations()
+        stored = await daemon.reads.num_conversations()
         given = pb.Stats(
             conversations_stored=stored,
             daemon_seconds=asyncio.get_running_loop().time() - daemon.started_at,
@@ -164,6 +187,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         )
         given.more["erasure_pending"] = daemon.store.erasure.pending
         await self._add_service(given.service)
+        given.more.update(daemon.backing_up.figures())
+        given.more["history_problems"] = len(daemon.history_problems)
+        given.more["scrub_passes"] = daemon.scrubbing.num_passes
         ready = daemon.engine.ready
         if ready is None or not daemon.engine.serving:
             return given

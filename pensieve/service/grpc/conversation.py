@@ -42,13 +42,13 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def GetConversation(
         self, request: pb.GetConversationRequest, context: Any
     ) -> pb.GetConversationResponse:
-        found = await self.daemon.conversation(_id(request.conversation_id), caller().tenant)
+        found = await self.daemon.reads.conversation(_id(request.conversation_id), caller().tenant)
         return pb.GetConversationResponse(conversation=self._conversation(found))
 
     async def ListConversations(
         self, request: pb.ListConversationsRequest, context: Any
     ) -> pb.ListConversationsResponse:
-        found = await self.daemon.list_conversations(
+        found = await self.daemon.reads.conversations(
             request.page_size or PAGE_SIZE, request.page_token, caller().tenant
         )
         page = pb.ListConversationsResponse(next_page_token=found.next_page_token)
@@ -102,7 +102,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         ):
             raise InvalidArgument("page_token", "is not one that was given out")
         start = int(request.page_token[:18] or 0)
-        found = await self.daemon.messages(
+        found = await self.daemon.reads.messages(
             _id(request.conversation_id),
             start,
             size,

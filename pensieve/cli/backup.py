@@ -1,0 +1,147 @@
+"""`pensieve backup` and `pensieve restore`: copies of a history in a folder, and the way back.
+
+`backup` asks the daemon that has the history, through the socket in the data folder; if none has it, it
+copies the history itself.  Either way what was written is checked here, as a whole.  `restore` needs no
+daemon, and wants the data folder for itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pensieve.cli.flags import add_settings, with_settings
+from pensieve.config import DATA, Resolved
+from pensieve.errors import BackupDamaged, ConfigError, InvalidArgument, StoreLocked
+
+
+def add_parser(commands: Any) -> None:
+    backup = commands.add_parser(
+        "backup",
+        help="copy a history into a folder, also while a daemon serves it",
+        description="Copy the whole history into a folder, and check the copy. A daemon may be serving it. "
+        "For a copy that is always up to date, see `pensieve serve --backup`.",
+    )
+    backup.add_argument("folder", type=Path, metavar="FOLDER", help="where to; made if missing")
+    backup.add_argument("--json", action="store_true", help="print JSON")
+    add_settings(backup, (DATA,))
+    backup.set_defaults(run=with_settings(back_up))
+    restoring = commands.add_parser(
+        "restore",
+        help="make a history from a backup, as it was at some moment",
+        description="Make the history in --data from a backup: its latest moment, or the latest one that "
+        "is not after --at. Everything is checked before it is put into place.",
+    )
+    restoring.add_argument("folder", type=Path, metavar="FOLDER", help="the backup")
+    restoring.add_argument(
+        "--list", action="store_true", help="only print which moments the backup has"
+    )
+    restoring.add_argument(
+        "--at", metavar="TIME", help="such as 2026-11-22T03:18 (UTC, or with an offset: +01:00)"
+    )
+    restoring.add_argument(
+        "--last-good",
+        action="store_true",
+        help="where a file is damaged, restore what was before it",
+    )
+    restoring.add_argument(
+        "--replace", action="store_true", help="overwrite the history that --data has"
+    )
+    restoring.add_argument("--json", action="store_true", help="print JSON")
+    add_settings(restoring, (DATA,))
+    restoring.set_defaults(run=with_settings(restore))
+
+
+def back_up(arguments: argparse.Namespace, resolved: Resolved) -> int:
+    from pensieve.store.backup.files import BASE_NAME, read_base_description
+    from pensieve.store.backup.restoring import check_database
+    from pensieve.store.folder import DATABASE_NAME
+
+    folder, data = arguments.folder.absolute(), resolved.values["data"]
+    if not (data / DATABASE_NAME).exists():
+        raise ConfigError(f"{data} has no history; see --data")
+    generation = _copied(data, folder)
+    path = folder / f"generation-{generation:06}"
+    if problems := check_database(path / BASE_NAME):
+        raise BackupDamaged(f"{path} holds a history that is damaged itself: {problems[0]}")
+    base = read_base_description(path)
+    figures = {"generation": generation, "time": base.time, "bytes": base.num_bytes}
+    words = f"{path} has the history as of {_shown(base.time)}, {base.num_bytes / 2**20:,.1f} MiB"
+    print(json.dumps(figures) if arguments.json else f"{words}; it was checked")
+    return 0
+
+
+def _copied(data: Path, folder: Path) -> int:
+    """The generation that was made: here, or by the daemon that has the history."""
+    from pensieve.client import Retry
+    from pensieve.client.admin import Admin
+    from pensieve.service.admin_socket import socket_address, socket_path
+    from pensieve.store.backup.writing import write_copy
+    from pensieve.store.conversation_store import ConversationStore
+
+    socket = socket_path(data)
+    try:
+        with ConversationStore.open(data, "pensieve backup") as store:
+            return write_copy(store.backup_source, folder).generation.number
+    except StoreLocked:
+        if not socket.exists():
+            raise
+    with Admin(socket_address(socket), retry=Retry(retries=0)) as admin:
+        return admin.back_up(str(folder)).generation
+
+
+def restore(arguments: argparse.Namespace, resolved: Resolved) -> int:
+    from pensieve.store.backup import restoring
+
+    if arguments.list:
+        return _list(arguments)
+    restored = restoring.restore(
+        arguments.folder,
+        resolved.values["data"],
+        None if arguments.at is None else _time(arguments.at),
+        to_last_good=arguments.last_good,
+        replace=arguments.replace,
+        report=lambda line: print(line, file=sys.stderr),
+    )
+    if arguments.json:
+        print(json.dumps(vars(restored)))
+        return 0
+    print(
+        f"restored {restored.conversations:,} conversations with {restored.messages:,} messages as of "
+        f"{_shown(restored.time)} (generation {restored.generation}, segment {restored.segment}) "
+        f"to {resolved.values['data']}"
+    )
+    if restored.damage:
+        print(f"what came later is damaged: {restored.damage}")
+    return 0
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from pensieve.store.backup.restoring import points
+
+    for each in points(arguments.folder):
+        if arguments.json:
+            print(json.dumps({**each._asdict(), "path": str(each.path)}))
+            continue
+        times = f"{_shown(each.times[0])} to {_shown(each.times[-1])}" if each.times else "nothing"
+        print(
+            f"generation {each.generation}: {times}, {len(each.times)} moments, "
+            f"{each.num_bytes / 2**20:,.1f} MiB" + (f"; {each.damage}" if each.damage else "")
+        )
+    return 0
+
+
+def _time(text: str) -> float:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise InvalidArgument("--at", f"is a time such as 2026-11-22T03:18, not {text!r}") from None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _shown(time: float) -> str:
+    return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M:%S} UTC"

@@ -1,0 +1,60 @@
+"""What is read of the history for clients and the operator, also while the model is loading.
+
+It waits for no turn and no writer: the read thread has a connection of its own (store/history_reader.py).
+"""
+
+from __future__ import annotations
+
+from pensieve.service.threads import Threads
+from pensieve.store import records
+from pensieve.store.history_reader import HistoryReader
+
+
+class Reads:
+    """Belongs to the loop; the reader belongs to the read thread."""
+
+    def __init__(self, reader: HistoryReader, threads: Threads) -> None:
+        self._reader = reader
+        self._threads = threads
+
+    async def conversation(self, conversation_id: str, tenant: str = "") -> records.Conversation:
+        return await self._threads.in_reader(
+            tenant, self._reader.get_conversation, conversation_id, tenant=tenant
+        )
+
+    async def conversations(
+        self, page_size: int, page_token: str, tenant: str = ""
+    ) -> records.Page:
+        return await self._threads.in_reader(
+            tenant, self._reader.list_conversations, page_size, page_token, tenant=tenant
+        )
+
+    async def num_conversations(self) -> int:
+        return await self._threads.in_reader("", self._reader.num_conversations)
+
+    async def stored_bytes(self) -> dict[str, int]:
+        """By tenant."""
+        return await self._threads.in_reader("", self._reader.stored_bytes)
+
+    async def messages(
+        self,
+        conversation_id: str,
+        start: int,
+        page_size: int,
+        *,
+        include_token_ids: bool = False,
+        tenant: str = "",
+    ) -> records.MessagePage:
+        return await self._threads.in_reader(
+            tenant,
+            self._reader.message_page,
+            conversation_id,
+            start,
+            page_size,
+            include_token_ids=include_token_ids,
+            tenant=tenant,
+        )
+
+    def close(self) -> None:
+        """The threads have ended."""
+        self._reader.close()

@@ -1,0 +1,88 @@
+"""Forgets the request_ids of turns that ended long ago, in steps of a few milliseconds.
+
+A turn that is forgotten can neither be replayed nor begun again by its request_id; the same id is then new.
+If some history holds its messages the turn stays, with a key that no request has, and without what its
+request said.  If none does (it was interrupted, it failed, or a rewind cut it), nothing needs it any more,
+and it goes with its messages.  There is no third case: a history holds a turn's messages all or not at all.
+
+A pass looks at the turns in the order of their beginnings, up to the first that began too late.  A step is
+one transaction, if there is something to forget, else a read.  The next pass begins behind the turns that
+were forgotten without a gap; that is remembered as long as the process lives.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pensieve.store.bodies import shorten_body, wipe_bodies
+from pensieve.store.connection import Writer
+from pensieve.store.conversation_rows import KEY_BYTES
+from pensieve.store.running_rows import RunningRows
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+LOOKED_AT = 4096  # turns of a step
+FORGOTTEN_AT_ONCE = 64
+FORGOTTEN = {"request_id": "", "sampling": {}, "content_hash": ""}
+
+
+class Forgetting:
+    """Used outside of transactions."""
+
+    def __init__(self, writer: Writer, running: RunningRows) -> None:
+        self._writer = writer
+        self._running = running
+        self._first = 0  # turns up to here are forgotten
+        self._after = 0  # where the next step begins
+        self._has_gap = False  # in this pass: a turn that cannot be forgotten yet
+
+    def step(self, before: float) -> bool:
+        """Forget some of the turns that ended before that time; whether the pass goes on."""
+        with self._writer.reading() as conn:
+            rows = conn.execute(
+                "SELECT turn_id, body, length(request_key) = ?, created_at,"
+                " state <> 'running' AND coalesce(finished_at, created_at) < ? FROM turns"
+                " WHERE turn_id > ? ORDER BY turn_id LIMIT ?",
+                (KEY_BYTES, before, self._after, LOOKED_AT),
+            ).fetchall()
+        old: list[tuple[int, int]] = []
+        after, first, has_gap = self._after, self._first, self._has_gap
+        goes_on = len(rows) == LOOKED_AT
+        for turn_id, body, is_known, created_at, has_ended in rows:
+            if created_at >= before:
+                goes_on = False
+                break
+            if len(old) == FORGOTTEN_AT_ONCE:
+                goes_on = True
+                break
+            if is_known and has_ended:
+                old.append((turn_id, body))
+            has_gap = has_gap or (is_known and not has_ended)
+            after, first = turn_id, first if has_gap else turn_id
+        if old:
+            with self._running.writing() as conn:
+                for turn_id, body in old:
+                    _forget(conn, turn_id, body)
+        self._first = first
+        self._after, self._has_gap = (after, has_gap) if goes_on else (first, False)
+        return goes_on
+
+
+def _forget(conn: Connection, turn_id: int, body: int) -> None:
+    ((tenant,),) = conn.execute(
+        "SELECT tenant FROM conversations JOIN turns USING (conversation) WHERE turn_id = ?",
+        (turn_id,),
+    ).fetchall()
+    is_held = conn.execute(
+        "SELECT 1 FROM messages JOIN history USING (message) WHERE turn_id = ? LIMIT 1", (turn_id,)
+    ).fetchone()
+    if is_held:
+        key = turn_id.to_bytes(KEY_BYTES // 2)
+        conn.execute("UPDATE turns SET request_key = ? WHERE turn_id = ?", (key, turn_id))
+        shorten_body(conn, tenant, body, FORGOTTEN)
+        return
+    bodies = conn.execute("SELECT body FROM messages WHERE turn_id = ?", (turn_id,)).fetchall()
+    wipe_bodies(conn, tenant, (body, *(each for (each,) in bodies)))
+    conn.execute("DELETE FROM messages WHERE turn_id = ?", (turn_id,))
+    conn.execute("DELETE FROM turns WHERE turn_id = ?", (turn_id,))

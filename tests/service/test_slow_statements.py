@@ -1,0 +1,57 @@
+"""A statement of the history that runs away, as clients see it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from pensieve.config import SERVING, SETTINGS, resolve
+from pensieve.launch import daemon
+from pensieve.store import conversation_rows, turn_rows
+from pensieve.v1 import conversation_pb2 as pb
+from tests.service.rig_daemon import DaemonRig
+
+ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n"
+
+
+def endless(conn: Any, *arguments: object) -> Any:
+    return conn.execute(ENDLESS).fetchone()
+
+
+def test_it_ends_with_unavailable_and_the_next_call_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the store thread and in the read thread."""
+    with DaemonRig(tmp_path / "data") as rig:
+        rig.ask("tea", "hello")
+        rig.daemon.store._writer.limit.seconds = rig.daemon.reads._reader._limit.seconds = 0.05
+        with monkeypatch.context() as patch:
+            patch.setattr(turn_rows, "insert_turn", endless)
+            patch.setattr(conversation_rows, "conversations_before", endless)
+            calls = (
+                lambda: rig.ask("tea", "more"),
+                lambda: rig.stub.ListConversations(pb.ListConversationsRequest(), timeout=60),
+            )
+            for call in calls:
+                with pytest.raises(grpc.RpcError) as failed:
+                    call()
+                assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert len(rig.stub.ListConversations(pb.ListConversationsRequest()).conversations) == 1
+        assert rig.ask("tea", "more").completed.revision == 2
+
+
+def test_the_setting_reaches_the_history(tmp_path: Path) -> None:
+    flags = {"data": str(tmp_path / "data"), "statement_timeout": "2.5", "address": "127.0.0.1:0"}
+    resolved = resolve(flags, {}, tables=(SETTINGS, SERVING))
+    setup = daemon.setup_to_serve(resolved, resolved.serving)
+
+    async def opened() -> float:
+        server = daemon.open_server(setup, lambda line: None)
+        server.daemon.store.close()
+        return server.daemon.store._writer.limit.seconds
+
+    assert asyncio.run(opened()) == 2.5

@@ -1,0 +1,128 @@
+"""Requests are forgotten after their time: the history stays, what only a replay needs goes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.store import ConversationStore, TurnRequest, TurnState, forgetting
+from tests.store.faulty import history, world, writer_of
+from tests.store.talk import begin, create, reply, say, user
+
+Open = Callable[..., ConversationStore]
+
+
+def forget(store: ConversationStore, before: float) -> int:
+    """A whole pass; how many steps it took."""
+    steps = 1
+    while store.forgetting.step(before):
+        steps += 1
+    assert store.verify() == store.integrity_check() == []
+    return steps
+
+
+def request_ids(store: ConversationStore, driver: Any) -> int:
+    """How many turns there are that a request still finds."""
+    with writer_of(store).reading() as conn:
+        found = conn.execute("SELECT count(*) FROM turns WHERE length(request_key) = 16")
+        count: int = found.fetchone()[0]
+        return count
+
+
+def test_an_old_request_is_new_again_and_the_history_stays(store: ConversationStore) -> None:
+    world(store)
+    before = history(store)
+    turn = store.find_turn("tea", "r1")
+    assert turn is not None
+    forget(store, turn.finished_at or 0.0)
+    assert store.find_turn("tea", "r1") is not None  # it is not older than that
+    forget(store, 1e9)
+    assert history(store) == before
+    assert store.find_turn("tea", "r1") is None
+    assert store.get_turn(turn.turn_id).request_id == ""
+    assert say(store, "tea", "r1", user("hi", 10), reply("hello", 20, 21)) == 3
+    assert store.begin_turn("tea", TurnRequest("r1", [user("hi", 10)])).must_run is False
+
+
+def test_what_no_history_holds_goes_with_its_request(store: ConversationStore) -> None:
+    """Turns that were interrupted, that failed, and that a rewind has cut; but not what a fork has."""
+    create(store, "tea")
+    say(store, "tea", "r1", user("kept by a fork", 1), reply("yes", 2))
+    store.fork_conversation("tea", 1, "cup")
+    say(store, "tea", "r2", user("cut by a rewind", 3), reply("no", 4))
+    store.rewind_conversation("tea", 0)
+    store.interrupt_turn(begin(store, "tea", "r3", "was interrupted", 5))
+    store.fail_turn(begin(store, "tea", "r4", "has failed", 6), "NAN_LOGITS")
+    forget(store, 1e9)
+    store.close()
+    content = store.folder.database_path.read_bytes()
+    assert b"kept by a fork" in content
+    for gone in (b"cut by a rewind", b"was interrupted", b"has failed"):
+        assert gone not in content
+
+
+def test_a_turn_that_runs_or_ended_late_keeps_its_request(
+    store: ConversationStore, driver: Any
+) -> None:
+    create(store, "tea")
+    create(store, "cup")
+    running = begin(store, "tea", "r1", "text", 1)
+    say(store, "cup", "r1", user("hi", 1), reply("hello", 2))
+    now = store.get_conversation("cup").updated_at
+    say(store, "cup", "r2", user("hi", 1), reply("hello", 2))
+    forget(store, now + 0.5)
+    assert request_ids(store, driver) == 2
+    assert store.find_turn("tea", "r1") is not None
+    store.finish_turn(running, reply("late", 3), "stop", {})
+    forget(store, now + 0.5)
+    assert request_ids(store, driver) == 2  # it ended after that
+    forget(store, 1e9)  # and the next pass has not gone past it
+    assert request_ids(store, driver) == 0
+    assert len(store.messages("tea")) == 2
+    assert store.get_turn(running).state is TurnState.COMPLETED
+
+
+def test_a_pass_goes_in_small_steps_and_the_next_one_does_not_begin_at_the_front(
+    open_store: Open, driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forgetting, "LOOKED_AT", 10)
+    monkeypatch.setattr(forgetting, "FORGOTTEN_AT_ONCE", 4)
+    store = open_store()
+    create(store, "tea")
+    for number in range(50):
+        say(store, "tea", f"r{number}", user("hi", number), reply("hello", number))
+    assert forget(store, 1e9) >= 50 // 4
+    assert request_ids(store, driver) == 0
+    assert forget(store, 1e9) == 1
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    assert forget(store, 1e9) == 1
+    store.close()
+    store = open_store()  # a new process looks at all of them once
+    assert forget(store, 1e9) >= 50 // 10
+    assert request_ids(store, driver) == 0
+
+
+def test_forgotten_conversations_are_deleted_and_compacted_like_others(
+    open_store: Open, tmp_path: Path
+) -> None:
+    store = open_store(compact_bytes_min=1)
+    choose = random.Random(1)
+    for number in range(30):
+        create(store, f"c{number}")
+        for turn in range(4):
+            say(store, f"c{number}", f"r{turn}", user("a secret " * 30, 1), reply("hello", 2))
+        if choose.random() < 0.5:
+            store.rewind_conversation(f"c{number}", 2)
+    forget(store, 1e9)
+    for number in range(29):
+        store.delete_conversation(f"c{number}")
+    while store.erasure.step():
+        pass
+    assert store.verify() == store.integrity_check() == []
+    assert len(store.list_conversations().conversations) == 1
+    store.delete_conversation("c29")
+    assert b"a secret" not in store.folder.database_path.read_bytes()

@@ -1,0 +1,99 @@
+"""Damage is found by looking at the whole history bit by bit, whatever page has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.store import ConversationStore
+from pensieve.store import scrub as scrubbing
+from pensieve.store.scrub import Scrub
+from tests.store.faulty import world, writer_of
+from tests.store.talk import create, reply, say, user
+
+Open = Callable[..., ConversationStore]
+
+
+def whole_pass(path: Path, driver: Any) -> list[str]:
+    scrub = Scrub(path, driver)
+    num_steps = scrub.num_steps()
+    for number in range(10_000):
+        if problems := scrub.step():
+            return problems
+        if scrub.num_passes:
+            assert number < num_steps  # by which the pauses are reckoned
+            return []
+    raise AssertionError("it does not come to its end")
+
+
+@pytest.fixture
+def path(open_store: Open) -> Path:
+    """The database of a history of which every table and index has several pages; it is closed."""
+    store = open_store()
+    world(store)
+    for number in range(60):
+        create(store, f"c{number}", user("head", 1))
+        for turn in range(3):
+            text = "text " * (5000 if number == 7 else 60)
+            say(store, f"c{number}", f"r{turn}", user(text, 1), reply(text, 2))
+        store.fork_conversation(f"c{number}", 2, f"f{number}")
+        store.rewind_conversation(f"c{number}", 1)
+    store.close()
+    return store.folder.database_path
+
+
+def test_a_sound_history_has_no_problems(
+    path: Path, driver: Any, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert whole_pass(path, driver) == []
+    monkeypatch.setattr(scrubbing, "ROWS", 7)
+    store = open_store()
+    store.delete_conversation("c3")
+    assert whole_pass(path, driver) == []
+
+
+def test_a_damaged_page_is_found_whichever_it_is(path: Path, driver: Any) -> None:
+    sound = path.read_bytes()
+    conn = driver.connect(f"file:{path}?mode=ro", uri=True)
+    (page_bytes,) = conn.execute("PRAGMA page_size").fetchone()
+    (num_free,) = conn.execute("PRAGMA freelist_count").fetchone()
+    conn.close()
+    num_pages = len(sound) // page_bytes
+    unseen = []
+    for page in range(3, num_pages + 1):  # 2 says where pages belong, for shortening the file
+        at = (page - 1) * page_bytes
+        path.write_bytes(sound[:at] + bytes(page_bytes) + sound[at + page_bytes :])
+        if not whole_pass(path, driver):
+            unseen.append(page)
+    path.write_bytes(sound)
+    assert num_pages > 100
+    assert len(unseen) == num_free, unseen
+
+
+def test_a_flipped_bit_in_a_text_is_found(path: Path, driver: Any) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(b"text text")] ^= 1
+    path.write_bytes(data)
+    (problem,) = whole_pass(path, driver)[:1]
+    assert "fails its checksum" in problem
+
+
+def test_it_goes_on_beside_deletions_and_keeps_none_of_them_waiting(
+    open_store: Open, driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store()
+    for number in range(20):
+        create(store, f"c{number}", user("head", 1))
+        say(store, f"c{number}", "r", user("a secret", 1), reply("yes", 2))
+    monkeypatch.setattr(scrubbing, "ROWS", 3)
+    scrub = Scrub(store.folder.database_path, driver)
+    for number in range(20):
+        assert scrub.step() == []
+        store.delete_conversation(f"c{number}")
+        assert not store.erasure.pending
+    assert writer_of(store).journal_path.read_bytes() == b""
+    while not scrub.num_passes:
+        assert scrub.step() == []

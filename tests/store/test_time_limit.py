@@ -1,0 +1,65 @@
+"""A statement that runs away ends, and the history goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pensieve.errors import StoreUnavailable
+from pensieve.store import ConversationStore, conversation_rows
+from tests.store.faulty import world, writer_of
+from tests.store.talk import create, reply, say, user
+
+Open = Callable[..., ConversationStore]
+ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n"
+SENTENCE = "a statement took too long and was ended"
+
+
+def test_a_transaction_that_runs_away_ends_and_changes_nothing(open_store: Open) -> None:
+    store = open_store(statement_seconds=0.05)
+    world(store)
+
+    def run_away() -> None:
+        with writer_of(store).writing() as conn:
+            conn.execute("DELETE FROM history")
+            conn.execute(ENDLESS).fetchone()
+
+    with pytest.raises(StoreUnavailable, match=SENTENCE):
+        run_away()
+    assert store.verify() == []
+    assert len(store.messages("tea")) == 5
+    assert say(store, "tea", "r9", user("more", 1), reply("yes", 2)) == 3
+
+
+def test_a_read_that_runs_away_ends_and_the_next_one_is_answered(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the store's own connection and of the one of a reader."""
+    store = open_store(statement_seconds=0.05)
+    create(store, "tea")
+    reader = store.reader()
+
+    def endless(conn: Any) -> int:
+        count: int = conn.execute(ENDLESS).fetchone()[0]
+        return count
+
+    for look in (store.num_conversations, reader.num_conversations):
+        with monkeypatch.context() as patch:
+            patch.setattr(conversation_rows, "num_conversations", endless)
+            with pytest.raises(StoreUnavailable, match=SENTENCE):
+                look()
+        assert look() == 1
+    reader.close()
+
+
+def test_many_short_jobs_are_not_one_long_one(open_store: Open) -> None:
+    store = open_store(statement_seconds=0.05)
+    reader = store.reader()
+    create(store, "tea")
+    for number in range(300):  # together longer than the limit
+        say(store, "tea", f"r{number}", user("hi " * 200, 1), reply("hello", 2))
+        assert reader.num_conversations() == 1
+    assert store.integrity_check() == []
+    reader.close()
