@@ -110,20 +110,20 @@ def test_the_refusal_of_a_newer_schema_names_the_copy_that_this_version_can_open
     """And what it says works."""
     conn = driver.connect(str(path), isolation_level=None)
 
-    def m003_colour(db: Any) -> None:
+    def m009_colour(db: Any) -> None:
         db.conn.execute("ALTER TABLE conversations ADD COLUMN colour TEXT")
-        db.conn.execute("PRAGMA user_version = 3")
+        db.conn.execute(f"PRAGMA user_version = {NEWEST + 1}")
 
-    migrate(Database(conn), path, (*STEPS, m003_colour))
+    migrate(Database(conn), path, (*STEPS, m009_colour))
     conn.close()
     with pytest.raises(StoreTooNew) as refused:
         open_store()
     assert str(refused.value) == (
-        f"{path} has schema version 3 and this Pensieve knows versions up to 2; open it with the newer"
-        " Pensieve that wrote it, or put conversations.db.version2 in its place: the history before"
-        " that, and without what came since"
+        f"{path} has schema version {NEWEST + 1} and this Pensieve knows versions up to {NEWEST}; open it"
+        f" with the newer Pensieve that wrote it, or put conversations.db.version{NEWEST} in its place:"
+        " the history before that, and without what came since"
     )
-    path.with_name("conversations.db.version2").replace(path)
+    path.with_name(f"conversations.db.version{NEWEST}").replace(path)
     assert list(open_store().log("tea")) == [1, 2]
 
 
