@@ -30,6 +30,7 @@ from pensieve.v1 import conversation_pb2 as pb
 from tests.service.owner_threads import OwnerThreads
 
 ECHO = (sys.executable, "-m", "pensieve.launch.echo_engine")
+PATIENCE_SECONDS = float(os.environ.get("PENSIEVE_TEST_PATIENCE", "120"))  # of `wait_for`
 DETAILS = {
     "ErrorInfo": status_pb2.ErrorInfo,
     "BadRequest": status_pb2.BadRequest,
@@ -37,7 +38,7 @@ DETAILS = {
 }
 
 
-def wait_for(holds: Callable[[], Any], seconds: float = 120.0) -> None:
+def wait_for(holds: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not happen"

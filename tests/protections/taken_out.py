@@ -1,0 +1,175 @@
+"""A copy of the tree in which protections are taken out one after the other, and what their tests say.
+
+A test counts as failing only if it ran and something that it asserts, or waits for, was not so.  Code that
+cannot be imported, or that names what is not there, would fail any test; that is a mistake in the change,
+and is reported as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.protections import ROOT, Protection
+
+LIMIT_SECONDS = 900
+PATIENCE_SECONDS = 30  # with which a test waits for what may never happen
+MISTAKES = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError")
+
+
+class Verdict(Enum):
+    NOTICED = "noticed"  # every test of it failed
+    MISSED = "MISSED"  # a test stayed green
+    BROKEN = "BROKEN"  # the change is not code, or its text is not there
+
+
+class Result(NamedTuple):
+    verdict: Verdict
+    why: str  # in one line
+
+
+class TestRun(NamedTuple):
+    """How each test of a run went: None for one that passed, else the first line of why not."""
+
+    failures: dict[str, str | None]
+    mistake: str | None  # why there is nothing to count
+
+    @property
+    def failed(self) -> list[str]:
+        return [test for test, why in self.failures.items() if why is not None]
+
+
+class Copy:
+    """Another copy of this tree, whose code its tests import."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def run(self, tests: Sequence[str]) -> TestRun:
+        report = self.root / "report.xml"
+        report.unlink(missing_ok=True)
+        command = [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"),
+            *(f"--junitxml={report}", *(f"tests/{each}" for each in tests)),
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.root),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PENSIEVE_TEST_PATIENCE": str(PATIENCE_SECONDS),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        output, status = _ran(command, self.root, environment)
+        if status is None:
+            return TestRun(dict.fromkeys(tests, f"did not end in {LIMIT_SECONDS} s"), None)
+        if status not in (0, 1) or not report.exists():
+            lines = output.strip().splitlines()
+            if any("Timeout" in line for line in lines[-40:]):  # pytest-timeout ends the process
+                return TestRun(dict.fromkeys(tests, "did not end in time"), None)
+            return TestRun({}, f"pytest ended with {status}: {lines[-1] if lines else ''}")
+        return _read(report, tests)
+
+    def take_out(self, protection: Protection) -> Result:
+        """Take one out, run its tests, and put it back."""
+        before = {each.file: (self.root / each.file).read_bytes() for each in protection.changes}
+        try:
+            try:
+                for change in protection.changes:
+                    change.apply(self.root)
+                    if change.file.endswith(".py"):
+                        compile((self.root / change.file).read_text(), change.file, "exec")
+            except (SyntaxError, ValueError) as error:
+                return Result(Verdict.BROKEN, " ".join(str(error).split()))
+            run = self.run(protection.tests)
+        finally:
+            for file, content in before.items():
+                (self.root / file).write_bytes(content)
+        if run.mistake is not None:
+            return Result(Verdict.BROKEN, run.mistake)
+        green = [test for test in protection.tests if test not in run.failed]
+        if green:
+            return Result(Verdict.MISSED, f"{green[0]} stays green")
+        return Result(Verdict.NOTICED, str(run.failures[protection.tests[0]]))
+
+
+@contextmanager
+def copy_of_the_tree() -> Iterator[Copy]:
+    """Every file of the working tree that git does not ignore, elsewhere; the tree itself is not touched."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    with tempfile.TemporaryDirectory(prefix="pensieve-protections-") as name:
+        root = Path(name)
+        for file in filter(None, listed.stdout.split("\0")):
+            if (ROOT / file).is_file():
+                (root / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / file, root / file)
+        yield Copy(root)
+
+
+def _ran(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str]
+) -> tuple[str, int | None]:
+    """What it wrote, and its status; None if it did not end.  What it started ends with it."""
+    written = folder / "output"
+    with written.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        status = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(LIMIT_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return written.read_text(errors="replace"), status
+
+
+def _read(report: Path, tests: Sequence[str]) -> TestRun:
+    """A test with parameters fails where one of its cases does."""
+    failures: dict[str, str | None] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        test = _named(case.get("classname", ""), case.get("name", ""), tests)
+        found = case.find("failure")
+        if found is None:
+            found = case.find("error")
+        why = None if found is None else _line_of(found)
+        if why is not None and any(f"{each}:" in why for each in MISTAKES):
+            return TestRun({}, why)
+        failures[test] = failures.get(test) or why
+    return TestRun(failures, None)
+
+
+def _named(module: str, name: str, tests: Sequence[str]) -> str:
+    """`tests.service.test_a` and `test_one[case]` as `service/test_a.py::test_one`."""
+    file = module.removeprefix("tests.").replace(".", "/") + ".py"
+    whole = f"{file}::{name}"
+    return whole if whole in tests else f"{file}::{name.partition('[')[0]}"
+
+
+def _line_of(found: ElementTree.Element) -> str:
+    lines = (found.get("message") or found.text or "it failed").strip().splitlines()
+    return lines[0][:160] if lines else "it failed"
