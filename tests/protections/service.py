@@ -20,7 +20,7 @@ PROTECTIONS = (
         "        if seconds_left is not None and wait > seconds_left:\n",
         "        if seconds_left is not None and wait < 0:\n",
         "service/test_admission.py::test_the_wait_is_that_of_those_who_wait_now",
-        "service/test_admission.py::test_after_a_burst_nobody_is_refused_for_it",
+        "service/test_admission.py::test_a_refusal_for_the_deadline_says_so",
     ),
     protection(
         "turns begun and not ended are limited",
@@ -127,8 +127,8 @@ PROTECTIONS = (
     protection(
         "tenants come by turns",
         "service/fair_pool.py",
-        "            self._queues.setdefault(tenant, deque()).append(_Job(function, done))\n",
-        '            self._queues.setdefault("", deque()).append(_Job(function, done))\n',
+        "                self._queues[tenant] = queue  # behind all others\n",
+        "                self._queues = {tenant: queue, **self._queues}\n",
         "service/test_fairness.py::test_tenants_come_by_turns_and_each_in_its_own_order",
         "service/test_fairness.py::test_a_flood_of_one_tenant_is_passed_by_the_others",
     ),

@@ -1,6 +1,6 @@
 """Protections of the sockets: what strangers and clients may send, how large it may be, who may come in."""
 
-from tests.protections import protection
+from tests.protections import Change, Protection, protection
 
 PROTECTIONS = (
     protection(
@@ -152,22 +152,36 @@ PROTECTIONS = (
         "store/test_conversations.py::test_tenants_do_not_see_each_other",
         "cli/test_serve.py::test_tokens_keep_tenants_apart",
     ),
-    protection(
-        "prefixes belong to a tenant",
-        "service/prefixes.py",
-        "        found = self._latest.get((tenant, prefix_id))\n",
-        "        found = next((v for k, v in self._latest.items() if k[1] == prefix_id), None)\n",
-        "service/test_withstand.py::test_what_a_turn_costs_says_nothing_of_what_another_tenant_has_said",
+    Protection(
+        "prefixes, and what is cached of them, belong to a tenant",
+        (
+            Change(
+                "pensieve/service/prefixes.py",
+                "        found = self._latest.get((tenant, prefix_id))\n",
+                "        found = next((v for k, v in self._latest.items() if k[1] == prefix_id), None)\n",
+            ),
+            Change(
+                "pensieve/service/live_turn.py",
+                'return f"{tenant}/{conversation_id}" if tenant else conversation_id\n',
+                "return conversation_id\n",
+            ),
+        ),
+        (
+            "service/test_withstand.py"
+            "::test_what_a_turn_costs_says_nothing_of_what_another_tenant_has_said",
+        ),
     ),
     protection(
-        "looking for another tenant's id takes no other statement",
+        "an id of another tenant is looked for no further than one that never was",
         "store/conversation_rows.py",
-        '    """A conversation with its row number; raises NotFound."""\n    found =',
-        '    """A conversation with its row number; raises NotFound."""\n'
-        '    wanted = "SELECT tenant FROM conversations WHERE tenant <> ?"\n'
-        "    for _ in conn.execute(wanted, (tenant,)):\n"
-        '        conn.execute("SELECT 1")\n'
-        "    found =",
+        "    if found is None:\n"
+        '        raise NotFound(f"there is no conversation {conversation_id!r}")\n',
+        "    if found is None:\n"
+        '        tenants = conn.execute("SELECT DISTINCT tenant FROM conversations").fetchall()\n'
+        "        for (other,) in tenants:\n"
+        "            if find_conversation(conn, conversation_id, other) is not None:\n"
+        '                raise NotFound("it is of another tenant")\n'
+        '        raise NotFound(f"there is no conversation {conversation_id!r}")\n',
         "store/test_tenants.py::test_a_probe_of_another_tenants_id_is_the_work_of_one_that_never_was",
     ),
     protection(

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -138,6 +139,26 @@ class DaemonRig:
             conversation_id=conversation_id, page_size=1000, include_token_ids=True
         )
         return list(self.stub.ListMessages(request).messages)
+
+
+@contextmanager
+def stopped_store(rig: DaemonRig) -> Iterator[None]:
+    """The store thread does nothing else meanwhile."""
+    began, gate = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        gate.wait(60.0)
+
+    async def stop() -> None:
+        rig.daemon.threads.spawn(rig.daemon.threads.in_store("another", wait))
+
+    rig.call(stop())
+    assert began.wait(60.0)
+    try:
+        yield
+    finally:
+        gate.set()
 
 
 @dataclass

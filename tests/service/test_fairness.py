@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from pensieve.errors import InvalidArgument
 from pensieve.service.fair_pool import FairPool
 from pensieve.text import ChatTemplate
 from pensieve.v1 import conversation_pb2 as pb
-from tests.service.rig_daemon import DaemonRig, wait_for
+from tests.service.rig_daemon import DaemonRig, stopped_store, wait_for
 
 # -- the pool --
 
@@ -91,26 +90,6 @@ def test_a_job_runs_though_its_caller_is_gone() -> None:
 def rig(tmp_path: Path) -> Iterator[DaemonRig]:
     with DaemonRig(tmp_path / "data") as rig:
         yield rig
-
-
-@contextmanager
-def stopped_store(rig: DaemonRig) -> Iterator[None]:
-    """The store thread does nothing else meanwhile."""
-    began, gate = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        began.set()
-        gate.wait(60.0)
-
-    async def stop() -> None:
-        rig.daemon.threads.spawn(rig.daemon.threads.in_store("another", wait))
-
-    rig.call(stop())
-    assert began.wait(60.0)
-    try:
-        yield
-    finally:
-        gate.set()
 
 
 def test_reading_waits_for_nobody_who_writes(rig: DaemonRig) -> None:
