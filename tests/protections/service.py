@@ -146,21 +146,42 @@ PROTECTIONS = (
         "        if (problem := ask.options.sampling.problem(self._vocab_size)) == ():\n",
         "service/test_daemon.py::test_what_cannot_be_done_is_refused_with_its_reason",
     ),
-    protection(
-        "a second turn of a conversation is refused",
-        "service/history.py",
-        "        if conversation.running_turn_id is not None:\n"
-        "            raise TurnRunning(conversation_id, str(conversation.running_turn_id))\n"
-        "        if ask.expected",
-        "        if ask.expected",
-        "service/test_daemon.py::test_a_second_turn_while_one_runs_is_aborted_and_names_it",
+    Protection(
+        "a second turn of a conversation is refused, in the draft and by the store",
+        (
+            Change(
+                "pensieve/service/history.py",
+                "        if conversation.running_turn_id is not None:\n"
+                "            raise TurnRunning(conversation_id, str(conversation.running_turn_id))\n"
+                "        if ask.expected",
+                "        if ask.expected",
+            ),
+            Change(
+                "pensieve/store/conversation_store.py",
+                "must_run=False)\n            _refuse_running(conversation)\n",
+                "must_run=False)\n",
+            ),
+        ),
+        ("service/test_daemon.py::test_a_second_turn_while_one_runs_is_aborted_and_names_it",),
     ),
-    protection(
-        "a request_id that was answered is answered from the store",
-        "service/history.py",
-        "            if known is not None:\n",
-        "            if known is not None and known.reply is None:\n",
-        "service/test_daemon.py::test_the_same_request_id_replays_and_computes_nothing",
+    Protection(
+        "a request_id that was answered begins nothing, in the draft and in the store",
+        (
+            Change(
+                "pensieve/service/history.py",
+                "            if known is not None:\n",
+                "            if known is not None and known.reply is None:\n",
+            ),
+            Change(
+                "pensieve/store/conversation_store.py",
+                "            if stored and TurnState.RUNNING not in LEGAL_TRANSITIONS[stored.turn.state]:\n",
+                "            if stored and stored.turn.state is TurnState.RUNNING:\n",
+            ),
+        ),
+        (
+            "service/test_daemon.py::test_the_same_request_id_replays_and_computes_nothing",
+            "store/test_turns.py::test_the_same_request_replays_what_was_stored",
+        ),
     ),
     protection(
         "a stale revision is refused",

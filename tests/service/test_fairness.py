@@ -95,8 +95,9 @@ def rig(tmp_path: Path) -> Iterator[DaemonRig]:
 def test_reading_waits_for_nobody_who_writes(rig: DaemonRig) -> None:
     rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=4))
     with stopped_store(rig):
-        stub, seconds = rig.stub, 60.0
-        assert len(rig.messages("c")) == 2
+        stub, seconds = rig.stub, 20.0
+        read = stub.ListMessages(pb.ListMessagesRequest(conversation_id="c"), timeout=seconds)
+        assert len(read.messages) == 2
         found = stub.GetConversation(
             pb.GetConversationRequest(conversation_id="c"), timeout=seconds
         )
