@@ -26,6 +26,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name them, and take none out")
     parser.add_argument("--results", type=Path, help="append a line of JSON for each to this file")
     parser.add_argument(
+        "--resume", action="store_true", help="leave out those that --results says were noticed"
+    )
+    parser.add_argument(
         "--trust", action="store_true", help="do not run the tests first with all protections in"
     )
     given = parser.parse_args()
@@ -34,12 +37,15 @@ def main() -> int:
         for each in PROTECTIONS
         if not given.words or any(word in each.name for word in given.words)
     ]
+    if given.resume and given.results is not None:
+        done = noticed(given.results)
+        chosen = [each for each in chosen if each.name not in done]
     if given.list:
         for each in chosen:
             print(each.name, *(f"    {test}" for test in each.tests), sep="\n")
         return 0
     if not chosen:
-        parser.error("no protection has such a name")
+        parser.error("no protection has such a name, or all are done")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the copy is removed on the way
     with copy_of_the_tree() as copy:
         if not given.trust and not passes(copy, chosen):
@@ -50,6 +56,15 @@ def main() -> int:
     for each in missed:
         print(f"  not this one: {each.name}")
     return 1 if missed else 0
+
+
+def noticed(results: Path) -> set[str]:
+    """The names of those whose latest line says so."""
+    if not results.exists():
+        return set()
+    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    verdicts = {line["protection"]: line["verdict"] for line in lines}
+    return {name for name, verdict in verdicts.items() if verdict == Verdict.NOTICED.value}
 
 
 def passes(copy: Copy, chosen: list[Protection]) -> bool:
