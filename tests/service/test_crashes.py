@@ -23,7 +23,7 @@ from pensieve.client import Client, Conversation, Message, Reply, Restarted, Ret
 from pensieve.client.admin import Admin
 from pensieve.launch.echo_engine import digest, next_token
 from pensieve.text import Tokenizer
-from tests.scale import SCALE
+from tests.scale import SCALE, SEED
 from tests.service.rig_daemon import ServeProcess, wait_for
 
 TOKENIZER = Tokenizer.load(MODEL_PATH)
@@ -87,9 +87,9 @@ class Talker(threading.Thread):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(600 * SCALE)
 def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -> None:
-    choose = random.Random(5)
+    choose = random.Random(5 + SEED)
     process = ServeProcess(tmp_path / "data", "--echo-seconds", "0.002", "--heartbeat", "2")
     address = process.start()
     process.arguments = (*process.arguments, "--address", address)

@@ -57,16 +57,19 @@ def tenants(folder: Path, program: tuple[str, ...]) -> Iterator[tuple[DaemonRig,
         yield rig, victim, guesser
 
 
-def texts(count: int, seed: int) -> list[str]:
+def texts(count: int, seed: int, length: int = 60) -> list[str]:
     """As long as each other, in the same words."""
-    choose = random.Random(seed)
-    return [" ".join(["Say", *choose.sample(WORDS * 6, 60), str(100 + i)]) for i in range(count)]
+    choose, some = random.Random(seed), WORDS * (length // len(WORDS))
+    return [" ".join(["Say", *choose.sample(some, length), str(100 + i)]) for i in range(count)]
 
 
-def say(client: Client, name: str, text: str, prefix_id: str) -> None:
+def say(client: Client, name: str, text: str, prefix_id: str) -> float:
+    """A conversation that begins with a text; the seconds until its first token."""
     conversation = client.conversation(name)
     conversation.create(system_prompt=text, prefix_id=prefix_id)
+    began = time.perf_counter()
     conversation.ask("hello", max_tokens=1, ignore_eos=True)
+    return time.perf_counter() - began
 
 
 def num_computed(rig: DaemonRig) -> float:
@@ -111,14 +114,12 @@ def test_a_guessed_text_is_the_work_of_any_other(tmp_path: Path) -> None:
 def test_a_guessed_text_takes_the_time_of_any_other(tmp_path: Path) -> None:
     count = 600
     with tenants(tmp_path, programs.ENGINE) as (_, victim, guesser):
-        told, untold = texts(count, 1), texts(count, 2)
+        told, untold = texts(count, 1, 300), texts(count, 2, 300)
         for number, text in enumerate(told):
             say(victim, f"v{number}", text, f"p{number}")
 
         def seconds(client: Client, text: str, prefix_id: str) -> float:
-            began = time.perf_counter()
-            say(client, prefix_id, text, prefix_id)
-            return time.perf_counter() - began
+            return say(client, prefix_id, text, prefix_id)
 
         found = guess(guesser, told, untold, seconds)
         own = guess(victim, told[:100], untold[:100], seconds)
