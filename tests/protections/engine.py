@@ -181,4 +181,18 @@ PROTECTIONS = (
         "        if field is not None:\n",
         "service/test_withstand.py::test_a_client_with_the_first_stubs_talks_to_this_daemon",
     ),
+    protection(
+        "a host page that has changed is not swapped in",
+        "core/cache.py",
+        "            if not chunk.in_flight and not self._is_intact(chunk.host_page):\n",
+        "            if chunk.in_flight and not self._is_intact(chunk.host_page):\n",
+        "service/test_check_kv.py::test_a_page_that_has_changed_on_the_host_is_computed_again",
+    ),
+    protection(
+        "a worker whose host page has changed fails",
+        "model/parallel/worker.py",
+        '                    raise DeviceError("its part of the host tier is not what was copied there")\n',
+        "                    pass\n",
+        "model/parallel/test_parallel.py::test_a_worker_whose_host_page_has_changed_fails",
+    ),
 )

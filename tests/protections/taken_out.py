@@ -25,7 +25,7 @@ from typing import NamedTuple
 from tests.protections import ROOT, Protection
 
 LIMIT_SECONDS = 1800  # of a run
-TEST_SECONDS = 150  # of a test; some have more by a mark of their own
+TEST_SECONDS = 90  # of a test; some have more by a mark of their own
 EXIT_SECONDS = 10  # of a process whose tests have ended
 PATIENCE_SECONDS = 30  # with which a test waits for what may never happen
 MISTAKES = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError")

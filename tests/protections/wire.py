@@ -167,6 +167,7 @@ PROTECTIONS = (
             ),
         ),
         (
+            "service/test_timing_probe.py::test_a_guessed_text_is_the_work_of_any_other",
             "service/test_withstand.py"
             "::test_what_a_turn_costs_says_nothing_of_what_another_tenant_has_said",
         ),
