@@ -31,6 +31,14 @@ PATIENCE_SECONDS = 30  # with which a test waits for what may never happen
 MISTAKES = ("SyntaxError", "IndentationError", "ImportError", "ModuleNotFoundError", "NameError")
 
 
+# Python reads it when it starts.  An editable installation has a finder that comes before every path.
+HERE_FIRST = """
+import sys
+
+sys.meta_path[:] = [each for each in sys.meta_path if "_editable_" not in type(each).__module__]
+"""
+
+
 class Verdict(Enum):
     NOTICED = "noticed"  # every test of it failed
     MISSED = "MISSED"  # a test stayed green
@@ -67,7 +75,29 @@ class Copy:
             *(f"--timeout={TEST_SECONDS}", f"--junitxml={report}"),
             *(f"tests/{each}" for each in tests),
         ]
-        environment = {
+        output = _ran(command, self.root, self._environment(), report)
+        if report.exists():
+            return _read(report, tests)
+        lines = output.strip().splitlines() or ["nothing was written"]
+        if any("Timeout" in line for line in lines[-40:]):  # pytest-timeout ends the process
+            return TestRun(dict.fromkeys(tests, "did not end in time"), None)
+        return TestRun({}, f"pytest has no results: {lines[-1]}")
+
+    def imports_from(self) -> Path:
+        """Where a process here has its code from."""
+        program = "import pensieve; print(pensieve.__path__[0])"
+        printed = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd="/",
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return Path(printed.stdout.strip()).resolve().parent
+
+    def _environment(self) -> dict[str, str]:
+        return {
             **os.environ,
             "PYTHONPATH": str(self.root),
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -75,13 +105,6 @@ class Copy:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-        output = _ran(command, self.root, environment, report)
-        if report.exists():
-            return _read(report, tests)
-        lines = output.strip().splitlines() or ["nothing was written"]
-        if any("Timeout" in line for line in lines[-40:]):  # pytest-timeout ends the process
-            return TestRun(dict.fromkeys(tests, "did not end in time"), None)
-        return TestRun({}, f"pytest has no results: {lines[-1]}")
 
     def take_out(self, protection: Protection) -> Result:
         """Take one out, run its tests, and put it back."""
@@ -122,7 +145,11 @@ def copy_of_the_tree() -> Iterator[Copy]:
             if (ROOT / file).is_file():
                 (root / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / file, root / file)
-        yield Copy(root)
+        (root / "sitecustomize.py").write_text(HERE_FIRST)
+        copy = Copy(root)
+        found = copy.imports_from()
+        assert found == root.resolve(), f"the copy would import pensieve from {found}"
+        yield copy
 
 
 def _ran(command: Sequence[str], folder: Path, environment: Mapping[str, str], report: Path) -> str:

@@ -34,18 +34,18 @@ class PageChecksums:
     def __init__(self, host_arena: torch.Tensor) -> None:
         self._arena = host_arena  # (layers, pages, 2, kv_heads, slots, head_size)
         self._lock = Lock()
-        self._leaving: dict[int, SwapOut] = {}  # by copy_id, until they are finished
+        self._swap_outs: dict[int, SwapOut] = {}  # by copy_id, until they are finished
         self._sums: dict[int, _Sum] = {}  # by page
 
     def begin(self, swap_outs: Iterable[SwapOut]) -> None:
         """These copies were submitted."""
         with self._lock:
-            self._leaving.update((each.copy_id, each) for each in swap_outs)
+            self._swap_outs.update((each.copy_id, each) for each in swap_outs)
 
     def finish(self, copy_ids: Iterable[int]) -> None:
         """These copies, in either direction, are done."""
         with self._lock:
-            done = [self._leaving.pop(each) for each in copy_ids if each in self._leaving]
+            done = [self._swap_outs.pop(each) for each in copy_ids if each in self._swap_outs]
         for each in done:
             self.copied(each.host_page, each.num_slots)
 
