@@ -5,7 +5,7 @@ before it is swapped in.  Nobody writes to it in between (the core moves no page
 host page is its own), so a page with another sum was changed by something else: by memory that fails, or by
 a mistake of ours.  What such a page held is computed again, as if it had been dropped.
 
-It costs the thread that computes about a millisecond for each 2 MiB of pages, in both directions.
+It costs the thread that computes a millisecond for one to two MiB of pages, in both directions.
 """
 
 from __future__ import annotations
@@ -64,4 +64,4 @@ class PageChecksums:
 
     def _crc(self, page: int, num_slots: int) -> int:
         slots = self._arena[:, page, :, :, :num_slots].contiguous()
-        return zlib.crc32(slots.view(torch.uint8).numpy().tobytes())
+        return zlib.crc32(slots.view(torch.uint8).numpy().data)
