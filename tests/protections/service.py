@@ -369,8 +369,8 @@ PROTECTIONS = (
     protection(
         "an engine that ended is started again",
         "service/engine_client.py",
-        "            while self._writer is None:\n",
-        "            while self._writer is None and self.num_restarts < 0:\n",
+        "            self._on_down(reason)\n",
+        "            self._on_down(reason)\n            return\n",
         "service/test_daemon.py::test_an_engine_that_is_killed_costs_recompute_and_nothing_else",
         "service/test_withstand.py::test_a_device_without_memory_costs_the_running_turns_a_repetition",
         "service/test_withstand.py::test_a_copy_that_fails_ends_the_engine_and_no_conversation",
