@@ -1,6 +1,6 @@
 """Protections of the history: what is acknowledged stays, what is deleted goes, damage is found."""
 
-from tests.protections import protection
+from tests.protections import Change, Protection, protection
 
 PROTECTIONS = (
     protection(
@@ -180,11 +180,35 @@ PROTECTIONS = (
         "store/test_deletion.py::test_a_deletion_does_not_wait_for_a_reader",
     ),
     protection(
-        "what a dying process did not erase, the next one does",
-        "store/conversation_store.py",
-        "        self.erasure.resume()\n",
-        "        self.erasure.pending = False\n",
-        "store/test_deletion.py::test_what_a_dying_process_did_not_erase_is_erased_by_the_next",
+        "what is left in the write-ahead log by an earlier process is known to be there",
+        "store/erasure.py",
+        "        self.pending = writer.has_journal()\n",
+        "        self.pending = False\n",
+        "store/test_deletion.py"
+        "::test_what_a_reader_kept_beyond_the_end_of_the_process_is_erased_by_the_next",
+    ),
+    Protection(
+        "what a dying process did not erase, the next one does when it opens the history",
+        (
+            Change(
+                "pensieve/store/conversation_store.py",
+                "        self.erasure.resume()\n",
+                "",
+            ),
+            Change(
+                "pensieve/store/connection.py",
+                "                self._recover()\n",
+                "                pass\n",
+            ),
+        ),
+        ("store/test_deletion.py::test_what_a_dying_process_did_not_erase_is_erased_by_the_next",),
+    ),
+    protection(
+        "a log is recovered by a connection that is closed again",
+        "store/connection.py",
+        "                self._recover()\n",
+        "                pass\n",
+        "store/test_deletion.py::test_recovery_leaves_nothing_of_the_memory_in_a_file",
     ),
     protection(
         "a retry of a deletion erases",
