@@ -50,7 +50,12 @@ class ParallelWorld(World):
     """A world whose iterations are carried out by two ranks."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
-        worker_settings = {"folder": str(folder), "dtype": None, "num_threads": 1}
+        worker_settings = {
+            "folder": str(folder),
+            "dtype": None,
+            "num_threads": 1,
+            "check_kv": False,
+        }
         self.leader = Leader(2, CPU, worker_settings, programs.RANK)
         try:
             model = load(folder, rank=self.leader)
