@@ -110,12 +110,21 @@ PROTECTIONS = (
         "text/test_hostile.py::test_every_control_string_everywhere_yields_no_control_token",
         "text/test_tokenizer.py::test_user_text_never_becomes_a_control_token",
     ),
-    protection(
-        "the library makes no control token of a client's text",
-        "text/tokenizer.py",
-        "    tokenizer.encode_special_tokens = True\n",
-        "",
-        "text/test_hostile.py::test_every_control_string_everywhere_yields_no_control_token",
+    Protection(
+        "no control token is made of a client's text, by the library or behind it",
+        (
+            Change(
+                "pensieve/text/tokenizer.py",
+                "    tokenizer.encode_special_tokens = True\n",
+                "",
+            ),
+            Change(
+                "pensieve/text/tokenizer.py",
+                "        if not cuts:\n",
+                "        if cuts is not None:\n",
+            ),
+        ),
+        ("text/test_hostile.py::test_every_control_string_everywhere_yields_no_control_token",),
     ),
     protection(
         "a NUL that a tokenizer would lose is refused",
