@@ -242,8 +242,8 @@ PROTECTIONS = (
     protection(
         "a fence keeps balancing away from what is alive",
         "store/compaction.py",
-        "FENCE_BYTES = LOCAL_BYTES_MAX - 100 ",
-        "FENCE_BYTES = 1 ",
+        "FENCE_ROWS = 4 ",
+        "FENCE_ROWS = 0 ",
         "store/test_compaction.py::test_the_fence_keeps_balancing_away_from_what_is_alive",
     ),
     protection(
