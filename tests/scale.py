@@ -1,5 +1,9 @@
-"""How much of the random and enumerated testing is done: `PENSIEVE_TEST_SCALE=20 scripts/test tests/core`."""
+"""How much of the random and enumerated testing is done: `PENSIEVE_TEST_SCALE=20 scripts/test tests/core`.
+
+`PENSIEVE_TEST_SEED` says where it begins, for tests that need not be the same each time (tests/nightly.py).
+"""
 
 import os
 
 SCALE = int(os.environ.get("PENSIEVE_TEST_SCALE", "1"))
+SEED = int(os.environ.get("PENSIEVE_TEST_SEED", "0"))

@@ -25,6 +25,7 @@ class Settings:
     weights: str
     device_cache: TierSize
     host_cache: TierSize
+    check_kv: bool | None
     policy: str
     cost: Path | None
     chunk_tokens: int

@@ -77,6 +77,12 @@ SETTINGS: Table = (
         "SIZE",
     ),
     Setting(
+        "check_kv",
+        switch,
+        "",
+        "compare what comes back from the host tier with its checksum, and compute again what has changed",
+    ),
+    Setting(
         "policy",
         choice("value", "lru", "return"),
         "value",

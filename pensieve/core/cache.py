@@ -12,6 +12,9 @@ pinned, what lies on the host is swapped in, what is missing gets empty pages to
 `extend` (a page for the next chunk) and `end` (everything is unpinned and stays, as candidates for
 eviction).  `discard` makes holes of what a failed turn computed.
 
+A host page that has changed since it was copied (`is_intact`) counts as dropped, so its chunk is a hole.
+It is asked before each swap-in, but for a page that another copy still reads: that was asked before that one.
+
 `begin` either reserves all it needs or takes nothing and returns how many pages are needed: no turn
 holds a part of its pages while it waits for the rest, so turns cannot block each other.
 
@@ -21,7 +24,7 @@ holds a part of its pages while it waits for the rest, so turns cannot block eac
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -73,11 +76,26 @@ class _Tail(NamedTuple):
     num_slots: int  # used by the conversation
 
 
+IsIntact = Callable[[int], bool]  # of a host page: it holds what was copied to it
+
+
+def trusted(host_page: int) -> bool:
+    """That nothing else writes to the host tier, where nobody looks."""
+    return True
+
+
 class KVCache:
     """Called by one thread, that of the engine's loop; nothing in it waits."""
 
-    def __init__(self, config: CacheConfig, policy: RetentionPolicy) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        policy: RetentionPolicy,
+        is_intact: IsIntact = trusted,
+    ) -> None:
+        """`is_intact` is asked before a page is swapped in."""
         self.config = config
+        self._is_intact = is_intact
         self.policy = policy
         self.tiers = Tiers(config.device_pages, config.host_pages)
         self.candidates = Candidates(policy, self.tiers)
@@ -341,7 +359,9 @@ class KVCache:
             self.eviction.take_device_page(chunk, now)
             if chunk.host_page is None:
                 continue
-            if self.policy.worth_swapping_in(chunk.index) or chunk.in_flight:
+            if not chunk.in_flight and not self._is_intact(chunk.host_page):
+                self.eviction.drop_damaged(chunk, now)
+            elif self.policy.worth_swapping_in(chunk.index) or chunk.in_flight:
                 swap_in = self.tiers.start_swap_in(chunk, chunk, chunk.host_filled)
                 admission.swap_ins.append(swap_in)
                 num_from_host += min(history_slots, chunk.filled)
@@ -372,10 +392,13 @@ class KVCache:
                 admission.copies.append(copy)
                 self.counters.copied_on_write += 1
         elif source.host_page is not None:
-            chunk.filled = min(num_used, source.host_filled)
-            admission.host_tokens += min(history_slots, chunk.filled)
-            admission.swap_ins.append(self.tiers.start_swap_in(source, chunk, chunk.filled))
-            self.counters.copied_on_write += 1
+            if source.in_flight == 1 and not self._is_intact(source.host_page):
+                self.eviction.drop_damaged(source, now)
+            else:
+                chunk.filled = min(num_used, source.host_filled)
+                admission.host_tokens += min(history_slots, chunk.filled)
+                admission.swap_ins.append(self.tiers.start_swap_in(source, chunk, chunk.filled))
+                self.counters.copied_on_write += 1
         admission.copied = (source, chunk)
         if admission.copies:
             admission.sources.append(source)
@@ -392,6 +415,8 @@ class KVCache:
         """A page-to-page copy no longer reads it."""
         self.tiers.held_sources.remove(chunk)
         self.candidates.release(chunk, now)
+        if not chunk.resident:  # it was damaged
+            self.tree.prune(chunk.branch)
 
 
 def _history_kv(turn: Turn) -> int:

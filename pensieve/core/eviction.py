@@ -96,6 +96,14 @@ class Eviction:
         chunk.filled = 0
         self._counters.dropped += 1
 
+    def drop_damaged(self, chunk: Chunk, now: float) -> None:
+        """What the host has of it is not to be trusted: a hole, wherever a turn needs it."""
+        self.log.record(chunk, now, "damaged")
+        self._counters.damaged += 1
+        self._tiers.invalidate(chunk)
+        if not chunk.in_flight:
+            self._tiers.free_host(chunk)
+
     # -- ahead of need --
 
     def plan_swap_outs(self, now: float, required_pages: int) -> list[SwapOut]:

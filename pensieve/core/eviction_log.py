@@ -26,6 +26,7 @@ DESCRIPTIONS = {
     "marked_to_drop": "not copied to the host tier, which was full of more valuable ones, "
     "or not worth the copy",
     "recomputed": "dropped from the host tier: computing it again was quicker than copying it",
+    "damaged": "dropped from the host tier: it was not what had been copied there",
     "lost": "dropped from the device tier: its page was needed and no copy was kept",
     "discarded": "discarded: the turn that computed it failed",
     "evicted": "dropped on request",

@@ -77,6 +77,7 @@ class CacheCounters:
     marked_to_drop: int = 0  # not copied to the host, or no longer there
     copied_on_write: int = 0
     discarded: int = 0  # computed by a turn that failed
+    damaged: int = 0  # not on the host any more as they were copied there
 
 
 @dataclass(slots=True)

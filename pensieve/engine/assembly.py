@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.cache import CacheConfig, IsIntact, KVCache, trusted
 from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
@@ -59,9 +59,10 @@ def assemble(
     executor: Executor,
     ports: Ports,
     observers: Sequence[Observer] = (),
+    is_intact: IsIntact = trusted,
 ) -> Engine:
     """An engine that is ready to step."""
-    scheduler = Scheduler(KVCache(configs.cache, policy), configs.scheduler)
+    scheduler = Scheduler(KVCache(configs.cache, policy, is_intact), configs.scheduler)
     return Engine(
         configs.engine, scheduler, executor, ports.clock, ports.mailbox, ports.sink, observers
     )

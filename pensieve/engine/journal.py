@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from pensieve import __version__
-from pensieve.core.cache import CacheConfig
+from pensieve.core.cache import CacheConfig, IsIntact
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, TurnFailure
 from pensieve.core.policies.registry import policy_named
@@ -110,6 +110,7 @@ class Journal:
         model: Mapping[str, Any] | None = None,
     ) -> None:
         self._lines: TextIO | None = lines
+        self._damaged: list[int] = []  # host pages, found while the next iteration is planned
         self._write(
             {
                 "version": VERSION,
@@ -123,6 +124,17 @@ class Journal:
             }
         )
 
+    def noting(self, is_intact: IsIntact) -> IsIntact:
+        """The same, but that the journal has each host page that is not: the plan depends on it."""
+
+        def noted(host_page: int) -> bool:
+            intact = is_intact(host_page)
+            if not intact:
+                self._damaged.append(host_page)
+            return intact
+
+        return noted
+
     @property
     def given_up(self) -> bool:
         return self._lines is None
@@ -135,7 +147,9 @@ class Journal:
         self._write({"message": items[0], "now": now, "values": codec.named(items)})
 
     def planned(self, iteration: Iteration | None, now: float) -> None:
-        self._write({"plan": now, "iteration": hash_of(iteration) if iteration else None})
+        entry = {"plan": now, "iteration": hash_of(iteration) if iteration else None}
+        damaged, self._damaged = self._damaged, []
+        self._write(entry | ({"damaged": damaged} if damaged else {}))
 
     def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
         self._write(
@@ -283,7 +297,11 @@ class _ReplayedEngine:
             cache, SchedulerConfig(**header["scheduler"]), EngineConfig(**header["engine"])
         )
         recorded = _Recorded()
-        self._engine = assemble(configs, policy, recorded, Ports(recorded, Mailbox(), recorded))
+        self._damaged: set[int] = set()  # host pages, as they were found
+        ports = Ports(recorded, Mailbox(), recorded)
+        self._engine = assemble(
+            configs, policy, recorded, ports, is_intact=lambda page: page not in self._damaged
+        )
         self._scheduler = self._engine.scheduler
         self._planned: deque[tuple[Iteration, float]] = (
             deque()
@@ -297,6 +315,7 @@ class _ReplayedEngine:
             return None
         if "plan" in entry:
             now = entry["plan"]
+            self._damaged = set(entry.get("damaged", ()))
             iteration = self._scheduler.plan(now)
             self._scheduler.drain_ended()
             if (hash_of(iteration) if iteration else None) != entry["iteration"]:

@@ -96,6 +96,7 @@ class Metrics:
             "chunks_marked_to_drop": moves.marked_to_drop,
             "chunks_copied_on_write": moves.copied_on_write,
             "chunks_discarded": moves.discarded,
+            "chunks_damaged": moves.damaged,
         }
         for reason, count in self._by_finish.items():
             figures[f"turns_{reason.value}"] = count

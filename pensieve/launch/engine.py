@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 
 from pensieve.config import Settings
-from pensieve.core.cache import CacheConfig
+from pensieve.core.cache import CacheConfig, IsIntact, trusted
 from pensieve.core.cost import CostProfile
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
@@ -84,6 +84,7 @@ def build_engine(
     report("loading torch")
     from pensieve.launch.model_ranks import load_model
     from pensieve.model.executor import TorchExecutor
+    from pensieve.model.kv.checksums import PageChecksums
     from pensieve.model.parallel.executor import ParallelExecutor
     from pensieve.model.sampling.sampler import Sampler
 
@@ -99,7 +100,10 @@ def build_engine(
         sampler = Sampler(shape.vocab_size, end_ids)
         tiers = _allocate(settings, ranks, sampler, tokenizer, report)
         graphs = _graphs(settings, ranks, tiers.memory, report)
-        own = TorchExecutor(ranks.model, tiers.memory, sampler, tokenizer, graphs=graphs)
+        checksums = PageChecksums(tiers.memory.host_arena) if settings.check_kv else None
+        own = TorchExecutor(
+            ranks.model, tiers.memory, sampler, tokenizer, graphs=graphs, checksums=checksums
+        )
         undo.callback(own.close)
         executor: TorchExecutor | ParallelExecutor = own
         if ranks.leader is not None:
@@ -110,12 +114,16 @@ def build_engine(
             shape.context_max,
         )
         journal = _journal(settings, folder, ranks, configs, cost)
+        is_intact: IsIntact = checksums.is_intact if checksums is not None else trusted
+        if journal is not None:
+            is_intact = journal.observer.noting(is_intact)
         engine = assemble(
             configs,
             policy_named(settings.policy, cost, settings.chunk_tokens),
             executor,
             Ports(SystemClock(), mailbox, sink),
             [journal.observer] if journal is not None else [],
+            is_intact,
         )
         if journal is not None:
             observer = journal.observer

@@ -57,6 +57,7 @@ def _start_ranks(
         "folder": str(folder),
         "dtype": None if settings.dtype == "auto" else settings.dtype,
         "num_threads": num_threads,
+        "check_kv": bool(settings.check_kv),
     }
     leader = Leader(num_ranks, device, worker_settings, programs.RANK)
     undo.callback(leader.close)

@@ -40,6 +40,7 @@ from pensieve.core.iteration import Iteration, Outcome, SampledToken, Slice, Tur
 from pensieve.model.batch import SampledIds
 from pensieve.model.forward import Computed, Forward, copier_for, is_out_of_memory
 from pensieve.model.graphs import DecodeGraphs
+from pensieve.model.kv.checksums import PageChecksums
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel
 from pensieve.model.parallel.ranks import ParallelModel
@@ -75,6 +76,7 @@ class TorchExecutor:
         tokenizer: Tokenizer,
         depth: int | None = None,
         graphs: DecodeGraphs | None = None,
+        checksums: PageChecksums | None = None,
     ) -> None:
         """The sampler's `eos_token_ids` end a turn: the checkpoint's and the chat template's.
 
@@ -85,6 +87,7 @@ class TorchExecutor:
         self._sampler = sampler
         self._tokenizer = tokenizer
         self._copier = copier_for(memory)
+        self._checksums = checksums
         alone = not isinstance(model.flat, ParallelModel)
         self._forward = Forward(model.flat, memory, self._copier, halves=alone, graphs=graphs)
         self._replies: dict[int, _Reply] = {}  # by turn_id
@@ -95,6 +98,8 @@ class TorchExecutor:
         """Start the iteration's copies, its slices and its samples."""
         assert len(self._launched) < self.depth, "an earlier iteration was not collected"
         self._copier.submit(iteration.swap_ins, iteration.swap_outs)
+        if self._checksums is not None:
+            self._checksums.begin(iteration.swap_outs)
         for start in iteration.started:
             self._replies[start.turn_id] = self._begun(start)
         for turn_id in iteration.ended:
@@ -119,6 +124,8 @@ class TorchExecutor:
         launched = self._launched.popleft()
         samples, failures = self._read(launched)
         finished = self._copier.poll() if launched.has_slices else self._copier.wait_any()
+        if self._checksums is not None:
+            self._checksums.finish(finished)
         return Outcome(tuple(samples), finished, tuple(failures))
 
     def close(self) -> None:

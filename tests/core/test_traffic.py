@@ -33,6 +33,10 @@ SHAPES = {
     "planned ahead": Shape(overlap=True),
     "failing turns": Shape(failing=0.03),
     "failing turns, planned ahead": Shape(overlap=True, failing=0.03, device_pages=9),
+    "damaged host pages": Shape(damaging=0.2, host_pages=20),
+    "damaged host pages, planned ahead, restless": Shape(
+        damaging=0.3, overlap=True, restless=True, host_pages=30, conversations=10
+    ),
     "restless": Shape(restless=True, conversations=8),
     "restless, failing": Shape(
         restless=True, conversations=10, device_pages=14, failing=0.1, reply_max=20
@@ -58,6 +62,8 @@ def must_happen(shape: Shape) -> set[str]:
         names |= {"marked_to_drop"}
     if shape.failing:
         names |= {"discarded", "failed"}
+    if shape.damaging:
+        names |= {"damaged"}
     if shape.overlap:
         names |= {"idle_tokens"}
     return names
@@ -92,6 +98,8 @@ def test_every_reply_is_right_whatever_happens(name: str) -> None:
         assert total["idle_tokens"] == 0
     if not SHAPES[name].failing:
         assert total["failed"] == total["discarded"] == 0
+    if not SHAPES[name].damaging:
+        assert total["damaged"] == 0
 
 
 def test_planning_ahead_says_the_same() -> None:

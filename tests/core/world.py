@@ -60,6 +60,7 @@ class Shape:
     policy: str = "value"
     late: float = 0.5
     failing: float = 0.0
+    damaging: float = 0.0  # how likely a host page is found to have changed
     overlap: bool = False  # plan the next iteration while one is uncommitted
     conversations: int = 6
     prompt_max: int = 14
@@ -90,7 +91,8 @@ class World:
             shape.reserve,
             shape.swap_outs_max,
         )
-        self.cache = KVCache(config, cost_policy)
+        damages = random.Random(seed)
+        self.cache = KVCache(config, cost_policy, lambda page: damages.random() >= shape.damaging)
         self.scheduler = Scheduler(
             self.cache, SchedulerConfig(shape.batch_tokens_max, shape.turns_max)
         )

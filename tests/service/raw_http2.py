@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from types import TracebackType
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -40,7 +41,7 @@ class RawPeer:
     """A connection of which a test says every frame; it answers pings and settings by itself."""
 
     def __init__(self, address: str, *, reads: bool = True, window: int = 2**31 - 1) -> None:
-        """`window` is how many bytes of each answer it takes; it never widens it."""
+        """`window` is how many bytes of each answer it takes, until it takes more."""
         host, port = address.rsplit(":", 1)
         if host == "unix":
             self._socket = socket.socket(socket.AF_UNIX)
@@ -54,6 +55,7 @@ class RawPeer:
         self._windows: dict[int, int] = {}  # by stream
         self.ended: set[int] = set()  # streams that the server has answered or reset
         self.is_closed = False
+        self.num_received: Counter[int] = Counter()  # bytes of the answers, by stream
         self._last = -1
         settings = struct.pack(">HI", 4, window)
         self.send(PREFACE + frame(SETTINGS, 0, 0, settings))
@@ -120,6 +122,11 @@ class RawPeer:
             sent += size
         return sent
 
+    def take_more(self, stream: int, num_bytes: int) -> None:
+        """Let the server send so many more bytes of an answer."""
+        more = struct.pack(">I", num_bytes)
+        self.send(frame(WINDOW_UPDATE, 0, stream, more) + frame(WINDOW_UPDATE, 0, 0, more))
+
     def _read(self) -> None:
         try:
             file = self._socket.makefile("rb")
@@ -133,6 +140,7 @@ class RawPeer:
 
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         with self._lock:
+            self.num_received[stream] += len(payload) if kind == DATA else 0
             if kind == WINDOW_UPDATE:
                 more = int.from_bytes(payload, "big")
                 if stream:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +31,7 @@ from pensieve.v1 import conversation_pb2 as pb
 from tests.service.owner_threads import OwnerThreads
 
 ECHO = (sys.executable, "-m", "pensieve.launch.echo_engine")
+PATIENCE_SECONDS = float(os.environ.get("PENSIEVE_TEST_PATIENCE", "120"))  # of `wait_for`
 DETAILS = {
     "ErrorInfo": status_pb2.ErrorInfo,
     "BadRequest": status_pb2.BadRequest,
@@ -37,7 +39,7 @@ DETAILS = {
 }
 
 
-def wait_for(holds: Callable[[], Any], seconds: float = 120.0) -> None:
+def wait_for(holds: Callable[[], Any], seconds: float = PATIENCE_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not happen"
@@ -137,6 +139,26 @@ class DaemonRig:
             conversation_id=conversation_id, page_size=1000, include_token_ids=True
         )
         return list(self.stub.ListMessages(request).messages)
+
+
+@contextmanager
+def stopped_store(rig: DaemonRig) -> Iterator[None]:
+    """The store thread does nothing else meanwhile."""
+    began, gate = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        gate.wait(60.0)
+
+    async def stop() -> None:
+        rig.daemon.threads.spawn(rig.daemon.threads.in_store("another", wait))
+
+    rig.call(stop())
+    assert began.wait(60.0)
+    try:
+        yield
+    finally:
+        gate.set()
 
 
 @dataclass

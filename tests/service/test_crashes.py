@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import signal
+import sqlite3
 import threading
 import time
 from array import array
@@ -23,7 +24,7 @@ from pensieve.client import Client, Conversation, Message, Reply, Restarted, Ret
 from pensieve.client.admin import Admin
 from pensieve.launch.echo_engine import digest, next_token
 from pensieve.text import Tokenizer
-from tests.scale import SCALE
+from tests.scale import SCALE, SEED
 from tests.service.rig_daemon import ServeProcess, wait_for
 
 TOKENIZER = Tokenizer.load(MODEL_PATH)
@@ -101,9 +102,9 @@ def fill_disk(process: ServeProcess, choose: random.Random) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(600 * SCALE)
 def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -> None:
-    choose = random.Random(5)
+    choose = random.Random(5 + SEED)
     process = ServeProcess(tmp_path / "data", "--echo-seconds", "0.002", "--heartbeat", "2")
     address = process.start()
     process.arguments = (*process.arguments, "--address", address)
@@ -184,3 +185,33 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
             assert (again.text, again.token_ids) == (reply.text, reply.token_ids)
     admin.close()
     assert process.stop() == 0
+
+
+def test_after_an_unclean_stop_the_history_is_checked_while_it_is_served(tmp_path: Path) -> None:
+    """A page that nothing has read yet is found all the same, and then nothing is written any more."""
+    process = ServeProcess(tmp_path / "data")
+    with Client(process.start()) as client:
+        client.conversation("c").ask("hello", max_tokens=4)
+    process.kill()
+    with Client(process.start()) as client:
+        wait_for(lambda: "the history is sound" in process.log.read_text())
+        client.conversation("c").ask("go on", max_tokens=4)
+    process.kill()
+    _damage(process.data / "conversations.db", "turns_body")
+    with Client(process.start(), retry=Retry(retries=0)) as client:
+        wait_for(lambda: "the history is damaged" in process.log.read_text())
+        assert len(list(client.conversation("c").messages())) == 4
+        with pytest.raises(errors.StoreCorrupt):
+            client.conversation("c").ask("and now", max_tokens=4)
+    assert process.stop() == 0
+
+
+def _damage(database: Path, index: str) -> None:
+    connection = sqlite3.connect(database)
+    (page,) = connection.execute(
+        "SELECT rootpage FROM sqlite_schema WHERE name = ?", (index,)
+    ).fetchone()
+    connection.close()  # which empties the write-ahead log
+    content = bytearray(database.read_bytes())
+    content[(page - 1) * 4096 : page * 4096] = b"\xa5" * 4096
+    database.write_bytes(content)

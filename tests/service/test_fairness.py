@@ -20,7 +20,7 @@ from pensieve.service.fair_pool import FairPool
 from pensieve.store import ConversationStore, NewConversation, NewMessage
 from pensieve.text import ChatTemplate
 from pensieve.v1 import conversation_pb2 as pb
-from tests.service.rig_daemon import DaemonRig, wait_for
+from tests.service.rig_daemon import DaemonRig, stopped_store, wait_for
 
 # -- the pool --
 
@@ -120,31 +120,12 @@ def rig(tmp_path: Path) -> Iterator[DaemonRig]:
         yield rig
 
 
-@contextmanager
-def stopped_store(rig: DaemonRig) -> Iterator[None]:
-    """The store thread does nothing else meanwhile."""
-    began, gate = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        began.set()
-        gate.wait(60.0)
-
-    async def stop() -> None:
-        rig.daemon.threads.spawn(rig.daemon.threads.in_store("another", wait))
-
-    rig.call(stop())
-    assert began.wait(60.0)
-    try:
-        yield
-    finally:
-        gate.set()
-
-
 def test_reading_waits_for_nobody_who_writes(rig: DaemonRig) -> None:
     rig.ask("c", "hello", sampling=pb.Sampling(max_tokens=4))
     with stopped_store(rig):
-        stub, seconds = rig.stub, 60.0
-        assert len(rig.messages("c")) == 2
+        stub, seconds = rig.stub, 20.0
+        read = stub.ListMessages(pb.ListMessagesRequest(conversation_id="c"), timeout=seconds)
+        assert len(read.messages) == 2
         found = stub.GetConversation(
             pb.GetConversationRequest(conversation_id="c"), timeout=seconds
         )

@@ -14,7 +14,7 @@ from google.protobuf import struct_pb2
 
 from pensieve.v1 import admin_pb2 as apb
 from pensieve.v1 import conversation_pb2 as pb
-from tests.scale import SCALE
+from tests.scale import SCALE, SEED
 from tests.service.rig_daemon import DaemonRig, wait_for
 
 NUM_MESSAGES = 100_000 * SCALE
@@ -112,7 +112,7 @@ async def bombard(address: str, num_messages: int) -> tuple[Counter[str], set[st
     async with grpc.aio.insecure_channel(address) as channel:
 
         async def worker(seed: int) -> None:
-            choose = random.Random(seed)
+            choose = random.Random(SEED * NUM_WORKERS + seed)
             for _ in left:
                 name = choose.choice(list(CORPUS))
                 packed = mutated(choose.choice(CORPUS[name]).SerializeToString(), choose)
@@ -135,7 +135,7 @@ async def bombard(address: str, num_messages: int) -> tuple[Counter[str], set[st
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(900 * SCALE)
 def test_mutated_messages_are_answered_and_never_as_unknown_or_internal(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data") as rig:
         codes, texts = asyncio.run(bombard(rig.server.address, NUM_MESSAGES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import grpc
@@ -56,6 +57,34 @@ def test_a_watcher_that_takes_nothing_is_dropped(tmp_path: Path) -> None:
         peer.message(stream, apb.WatchStatsRequest(interval_seconds=0.1).SerializeToString())
         wait_for(lambda: rig.server.admin.num_watchers == 1)
         wait_for(lambda: rig.server.admin.num_watchers == 0)
+        assert not peer.is_closed
+
+
+def test_a_watcher_that_is_slow_is_kept_and_nothing_is_collected_for_it(tmp_path: Path) -> None:
+    socket = tmp_path / "data" / "admin.sock"
+    patient = DaemonConfig(stall_seconds=20.0)
+    with (
+        DaemonRig(tmp_path / "data", config=patient) as rig,
+        RawPeer(f"unix:{socket}", window=0) as peer,
+    ):
+        asked: list[None] = []
+        stats = rig.server.admin._stats
+
+        async def noted() -> apb.Stats:
+            asked.append(None)
+            return await stats()
+
+        rig.server.admin._stats = noted  # type: ignore[method-assign]
+        stream = peer.call(WATCH)
+        peer.message(stream, apb.WatchStatsRequest(interval_seconds=0.1).SerializeToString())
+        for number in range(1, 4):
+            peer.take_more(stream, 4_000)  # some messages and a part of one
+            wait_for(lambda number=number: peer.num_received[stream] == 4_000 * number)
+            before = len(asked)
+            time.sleep(0.5)  # five intervals
+            assert len(asked) <= before + 1, "the next ones wait until this one was taken"
+        assert len(asked) > 3
+        assert rig.server.admin.num_watchers == 1
         assert not peer.is_closed
 
 

@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 from pensieve.store import ConversationStore, NewMessage, TurnState
+from tests.scale import SCALE
 
-NUM_KILLS = 15
+NUM_KILLS = 15 * SCALE
 
 # Turns on four conversations, forks, rewinds and deletions between; a line once each is durable.
 # One process imports and forks a worker for each number it reads.

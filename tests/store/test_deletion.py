@@ -19,6 +19,7 @@ from pensieve.errors import ErasurePending, NotFound, StoreUnavailable
 from pensieve.store import ConversationStore, NewConversation, NewMessage, TurnRequest
 from pensieve.store.bodies import pack_tokens
 from pensieve.store.connection import read_only
+from pensieve.store.history_reader import HistoryReader
 from tests.store.faulty import FaultyDriver, writer_of
 from tests.store.talk import begin, create, reply, say, user
 from tests.store.test_disk_faults import FULL
@@ -263,3 +264,18 @@ def test_a_full_disk_leaves_the_erasure_to_a_step(tmp_path: Path, driver: Any) -
         if not faults.fired:
             break
     assert countdown > 10
+
+
+def test_a_read_makes_way_for_an_erasure_and_not_for_ever(
+    store: ConversationStore, driver: Any
+) -> None:
+    create(store, "tea", user("hi", 1))
+    path, running = store.folder.database_path, store._running
+    pending = iter([True, True, True, False])
+    reader = HistoryReader(path, running, driver, lambda: next(pending))
+    assert reader.get_conversation("tea").num_messages == 1
+    assert list(pending) == [], "it has waited until the erasure was done"
+    reader.close()
+    reader = HistoryReader(path, running, driver, lambda: True)
+    assert reader.get_conversation("tea").num_messages == 1
+    reader.close()

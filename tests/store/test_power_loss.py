@@ -12,9 +12,10 @@ import pytest
 
 from pensieve.errors import PensieveError
 from pensieve.store import ConversationStore, TurnState
+from tests.scale import SCALE
 from tests.store.power import NOTE, Event, compiled, files_after, recorded
 
-NUM_SEEDS = 150
+NUM_SEEDS = 150 * SCALE
 
 # Turns on four conversations, deletions and compaction between; a note once something is promised.  The
 # log is checkpointed often, and the process ends as one that is killed does.
@@ -23,6 +24,7 @@ import importlib, json, os, random, sys
 from pathlib import Path
 from pensieve.store import ConversationStore
 from tests.store.faulty import writer_of
+from tests.scale import SCALE
 from tests.store.power import note
 from tests.store.talk import create, reply, say, user
 

@@ -11,7 +11,7 @@ from pensieve.errors import StoreUnavailable
 from pensieve.store import (
     TurnState,
 )
-from tests.store.faulty import NEVER, FaultyDriver, begun, opened
+from tests.store.faulty import NEVER, FaultyDriver, begun, opened, writer_of
 from tests.store.talk import begin, create, reply
 from tests.store.test_disk_faults import FULL, IO_ERROR
 
@@ -62,7 +62,9 @@ def test_a_turn_whose_end_could_not_be_written_is_interrupted_by_the_next_write(
             store.finish_turn(turn_id, reply("ok", 70), "stop", {})
         faults.heal()
         create(store, "new")
-        assert store.get_turn(turn_id).state is TurnState.INTERRUPTED
+        with writer_of(store).reading() as conn:  # `get_turn` says so before it is written
+            row = conn.execute("SELECT state FROM turns WHERE turn_id = ?", (turn_id,)).fetchone()
+        assert row == (TurnState.INTERRUPTED,)
         assert store.get_turn(other).state is TurnState.RUNNING
         assert store.finish_turn(other, reply("ok", 71), "stop", {}) == 2
 

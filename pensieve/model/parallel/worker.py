@@ -4,6 +4,9 @@
     main thread       one iteration after another: copies, then the forward over its part of the pages
     reporter thread   copies that have finished here → rank 0
 
+With `--check-kv` it sums its own part of the host pages; where that has changed it fails, and all ranks
+start again, since rank 0 plans by its own part alone.
+
 It decides nothing and samples nothing; its part of the logits reaches rank 0 through the collectives.
 When the pipe ends, rank 0 is gone and no one needs the results, so the process ends at once, even in the
 middle of a collective.
@@ -26,9 +29,10 @@ from typing import Any
 import torch
 
 from pensieve.core.iteration import Iteration
-from pensieve.errors import ModelError, PensieveError, one_line, whole_line
+from pensieve.errors import DeviceError, ModelError, PensieveError, one_line, whole_line
 from pensieve.model.forward import Forward, copier_for
 from pensieve.model.free_memory import free_for_kv
+from pensieve.model.kv.checksums import PageChecksums
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel, load
 from pensieve.model.parallel.leader import parts_of
@@ -79,7 +83,9 @@ def _run(pipe: RankPipe, settings: Mapping[str, Any]) -> None:
         pipe.send("measured", num_bytes=free_for_kv(model, **message.values, device=device))
         message = rank.next_message()
     assert message.name == "pages", message
-    executor = WorkerExecutor(model, KVMemory(model.shape, **message.values, device=device), pipe)
+    memory = KVMemory(model.shape, **message.values, device=device)
+    checksums = PageChecksums(memory.host_arena) if settings["check_kv"] else None
+    executor = WorkerExecutor(model, memory, pipe, checksums)
     pipe.send("ready")
     while True:
         iteration = rank.next_frame()
@@ -120,8 +126,15 @@ class WorkerRank(Rank):
 class WorkerExecutor:
     """Carries out the same iterations as rank 0's executor, over this rank's part of the pages."""
 
-    def __init__(self, model: LoadedModel, memory: KVMemory, pipe: RankPipe) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        memory: KVMemory,
+        pipe: RankPipe,
+        checksums: PageChecksums | None = None,
+    ) -> None:
         self._pipe = pipe
+        self._checksums = checksums
         self._device = memory.device_arena.device
         self._copier = copier_for(memory)
         self._forward = Forward(model.flat, memory, self._copier, halves=False)
@@ -141,6 +154,12 @@ class WorkerExecutor:
     def _submit(self, iteration: Iteration) -> None:
         num_copies = len(iteration.swap_ins) + len(iteration.swap_outs)
         if num_copies:
+            if self._checksums is not None:
+                if not all(
+                    self._checksums.is_intact(each.host_page) for each in iteration.swap_ins
+                ):
+                    raise DeviceError("its part of the host tier is not what was copied there")
+                self._checksums.begin(iteration.swap_outs)
             self._copier.submit(iteration.swap_ins, iteration.swap_outs)
             with self._submitted:
                 self._num_outstanding += num_copies
@@ -155,6 +174,8 @@ class WorkerExecutor:
                 with self._submitted:
                     self._submitted.wait_for(lambda: self._num_outstanding > 0)
                 copy_ids = self._copier.wait_any()
+                if self._checksums is not None:
+                    self._checksums.finish(copy_ids)
                 self._pipe.send("finished", copy_ids=copy_ids)
                 with self._submitted:
                     self._num_outstanding -= len(copy_ids)

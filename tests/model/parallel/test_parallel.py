@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,10 +25,13 @@ from pensieve.engine.messages import CheckIntegrity
 from pensieve.engine.ports import Executor
 from pensieve.errors import ConfigError, DeviceError, UnsupportedModel
 from pensieve.launch import programs
+from pensieve.model.kv.checksums import PageChecksums
+from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel, check_divisible, load
 from pensieve.model.parallel.executor import ParallelExecutor
 from pensieve.model.parallel.leader import Leader, Tally
-from pensieve.model.parallel.rank_messages import pack, unpack
+from pensieve.model.parallel.rank_messages import ControlMessage, RankPipe, pack, unpack
+from pensieve.model.parallel.worker import WorkerExecutor
 from tests.model.world import CHUNK_TOKENS, GAP_MAX, World, largest_gap, plain_model
 from tests.service.rig import Crowd, Reference, figures, query, started, write_model
 from tests.text.families import QWEN_2_5
@@ -46,7 +50,12 @@ class ParallelWorld(World):
     """A world whose iterations are carried out by two ranks."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
-        worker_settings = {"folder": str(folder), "dtype": None, "num_threads": 1}
+        worker_settings = {
+            "folder": str(folder),
+            "dtype": None,
+            "num_threads": 1,
+            "check_kv": False,
+        }
         self.leader = Leader(2, CPU, worker_settings, programs.RANK)
         try:
             model = load(folder, rank=self.leader)
@@ -415,6 +424,25 @@ def test_a_packed_iteration_holds_the_iteration_but_for_its_tokens() -> None:
         assert one.token_ids.tolist() == [0] * (other.stop - other.start)
         assert one.page_table[: len(other.page_table)] == other.page_table
     assert unpack(pack(Iteration(4, ()))) == Iteration(4, ())
+
+
+def test_a_worker_whose_host_page_has_changed_fails(loaded: Loaded) -> None:
+    """It cannot have the page computed again by itself; all ranks start again."""
+    model = loaded("llama-gqa")
+    memory = KVMemory(model.shape, 8, 8, CHUNK_TOKENS)
+    ours, theirs = socket.socketpair()
+    pipe, other_end = RankPipe(ours), RankPipe(theirs)
+    worker = WorkerExecutor(model, memory, other_end, PageChecksums(memory.host_arena))
+    memory.device_arena.fill_(1.0)
+    worker.launch(Iteration(1, (), swap_outs=(SwapOut(1, 2, 3, CHUNK_TOKENS),)))
+    assert pipe.receive() == ControlMessage("finished", {"copy_ids": [1]})
+    worker.launch(Iteration(2, (), swap_ins=(SwapIn(2, 3, 4, CHUNK_TOKENS),)))
+    assert pipe.receive() == ControlMessage("finished", {"copy_ids": [2]})
+    memory.host_arena[0, 3, 1, 0, 0, 0] = 2.0
+    with pytest.raises(DeviceError, match="not what was copied there"):
+        worker.launch(Iteration(3, (), swap_ins=(SwapIn(3, 3, 5, CHUNK_TOKENS),)))
+    ours.close()
+    theirs.close()
 
 
 def test_a_copy_is_finished_when_it_is_on_every_rank() -> None:

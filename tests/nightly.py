@@ -1,0 +1,295 @@
+"""What is done by night: the same searches as in the suite, each for longer, and every protection taken out.
+
+    scripts/nightly FOLDER                            # everything: some hours
+    scripts/nightly FOLDER --only faults,bytes        # some parts
+    scripts/nightly FOLDER --share 0.01               # a hundredth of each, to try it out
+    scripts/nightly FOLDER --resume                   # leave out what this commit has passed already
+
+FOLDER keeps what came of it: a line of JSON for each part that ran (results.jsonl: which commit and machine,
+how much was done, what failed, how long it took), and everything that the part wrote in a file of its own.
+A part that is interrupted leaves a line, too.  Each night begins where the one before has ended: other seeds,
+other mutations, other moments at which processes are killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SLICE_SEEDS = 500  # of the fault search, that one process does
+REPORT_SECONDS = 60.0
+TEST_SECONDS = 4 * 3600  # of a test without a mark of its own
+
+
+@dataclass
+class Night:
+    """Where results go, how much is done, and what was done before."""
+
+    folder: Path
+    share: float
+    number: int  # of nights before this one
+    done: list[Mapping[str, Any]]  # the lines of results.jsonl
+
+    def amount(self, whole: int) -> int:
+        return max(round(whole * self.share), 1)
+
+
+@dataclass
+class Outcome:
+    counts: dict[str, int] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+Part = Callable[[Night, Path, Outcome], None]  # fills in the outcome, as far as it comes
+
+
+def faults(night: Night, log: Path, outcome: Outcome) -> None:
+    """100,000 worlds of the fault search that no night before has seen."""
+    first = max((line.get("next_seed", 0) for line in night.done), default=0) or 1_000
+    last = first + night.amount(100_000)
+    starts = iter(range(first, last, SLICE_SEEDS))
+    running: dict[subprocess.Popen[bytes], tuple[int, int]] = {}
+    outcome.counts["seeds"] = 0
+    outcome.more |= {"first_seed": first, "next_seed": first}
+    slices: dict[int, int] = {}  # those that are done, by their first seed
+    with log.open("wb") as written, ended_with_us(running):
+        while True:
+            while (
+                len(running) < (os.cpu_count() or 1) and (start := next(starts, None)) is not None
+            ):
+                seeds = (start, min(start + SLICE_SEEDS, last))
+                command = [
+                    sys.executable,
+                    "-m",
+                    "tests.faults",
+                    "--seeds",
+                    f"{seeds[0]}..{seeds[1]}",
+                ]
+                process = subprocess.Popen(command, cwd=ROOT, stdout=written, stderr=written)
+                running[process] = seeds
+            if not running:
+                return
+            for process in [each for each in running if each.poll() is not None]:
+                start, stop = running.pop(process)
+                slices[start] = stop
+                outcome.counts["seeds"] += stop - start
+                if process.returncode:
+                    outcome.failures.append(f"seeds {start}..{stop}: see the log")
+                while (at := outcome.more["next_seed"]) in slices:
+                    outcome.more["next_seed"] = slices[at]
+                say(f"faults: {outcome.counts['seeds']:,} of {last - first:,} seeds")
+            time.sleep(0.2)
+
+
+def scaled(*files: str, whole: int, unit: str = "", per_scale: int = 1) -> Part:
+    """Files of tests at the scale at which `whole` units are done."""
+
+    def part(night: Night, log: Path, outcome: Outcome) -> None:
+        scale = max(night.amount(whole) // per_scale, 1)
+        report = log.with_suffix(".xml")
+        command = [
+            *(sys.executable, "-m", "pytest", "-q", "-s", f"--junitxml={report}"),
+            *("-o", f"timeout={TEST_SECONDS}"),
+            *(f"tests/{file}" for file in files),
+        ]
+        given = {"PENSIEVE_TEST_SCALE": str(scale), "PENSIEVE_TEST_SEED": str(night.number)}
+        status = run(command, log, given)
+        if unit:
+            outcome.counts[unit] = scale * per_scale
+        outcome.failures += failures_of(report)
+        outcome.counts["tests"] = count_of(report)
+        if status and not outcome.failures:
+            outcome.failures.append(f"pytest ended with {status}: see the log")
+
+    return part
+
+
+def protections(night: Night, log: Path, outcome: Outcome) -> None:
+    """Each protection is taken out, and its tests must notice."""
+    results = log.with_suffix(".jsonl")
+    words = () if night.share >= 1 else ("queue estimate", "synchronous")
+    command = [sys.executable, "-m", "tests.protections", "--results", str(results), *words]
+    status = run(command, log)
+    with contextlib.suppress(FileNotFoundError):
+        lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+        outcome.counts["protections"] = len(lines)
+        outcome.failures += [
+            f"{line['protection']}: {line['why']}" for line in lines if line["verdict"] != "noticed"
+        ]
+    if status and not outcome.failures:
+        outcome.failures.append("a test fails though nothing is taken out: see the log")
+
+
+PARTS: Mapping[str, Part] = {
+    "faults": faults,
+    "bytes": scaled("service/test_fuzz.py", whole=1_000_000, unit="messages", per_scale=100_000),
+    "values": scaled(
+        "service/test_structured_fuzz.py", whole=1_000_000, unit="messages", per_scale=3_000
+    ),
+    "crashes": scaled(
+        *("service/test_crashes.py", "store/test_crash.py", "store/test_power_loss.py"),
+        whole=500,
+        unit="kills",
+        per_scale=32,
+    ),
+    "traffic": scaled("core/test_traffic.py", "core/test_small_worlds.py", whole=20),
+    "options": scaled("service/test_option_pairs.py", whole=10),
+    "timing": scaled("service/test_timing_probe.py", whole=2),
+    "protections": protections,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/nightly",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="where results are kept")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--share", type=float, default=1.0, help="how much of it is done")
+    parser.add_argument("--resume", action="store_true", help="leave out what was passed already")
+    given = parser.parse_args()
+    wanted = given.only.split(",")
+    if unknown := set(wanted) - set(PARTS):
+        parser.error(f"there is no part {sorted(unknown)[0]!r}")
+    if given.share <= 0:
+        parser.error("--share is above 0")
+    given.folder.mkdir(parents=True, exist_ok=True)
+    results = given.folder / "results.jsonl"
+    done = (
+        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    )
+    night = Night(given.folder, given.share, len({line["night"] for line in done}), done)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    began, commit = stamp(), commit_of_the_tree()
+    has_failed = False
+    for name in wanted:
+        if given.resume and any(passed(line, name, commit, given.share) for line in done):
+            say(f"{name}: passed before")
+            continue
+        line = did(name, night, began, commit)
+        with results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        has_failed |= bool(line["failures"])
+        if line["interrupted"]:
+            return 130
+    return 1 if has_failed else 0
+
+
+def did(name: str, night: Night, began: str, commit: str) -> dict[str, Any]:
+    """Run a part; the line that is kept of it."""
+    log = night.folder / f"{began}-{name}.log"
+    say(f"{name}: begins, and writes {log}")
+    outcome, start, interrupted = Outcome(), time.monotonic(), False
+    try:
+        PARTS[name](night, log, outcome)
+    except (KeyboardInterrupt, SystemExit):
+        interrupted = True
+    except Exception as error:  # of ours: it is kept like any other failure
+        outcome.failures.append(f"{type(error).__name__}: {error}")
+    seconds = time.monotonic() - start
+    counts = ", ".join(f"{count:,} {what}" for what, count in outcome.counts.items())
+    say(f"{name}: {counts}; {len(outcome.failures)} failures in {seconds:,.0f} s")
+    for each in outcome.failures:
+        say(f"    {each}")
+    return {
+        "part": name,
+        "night": began,
+        "commit": commit,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "python": platform.python_version(),
+        "share": night.share,
+        "counts": outcome.counts,
+        "failures": outcome.failures,
+        "seconds": round(seconds, 1),
+        "interrupted": interrupted,
+        **outcome.more,
+    }
+
+
+def passed(line: Mapping[str, Any], name: str, commit: str, share: float) -> bool:
+    same = line["part"] == name and line["commit"] == commit and line["share"] >= share
+    return same and not line["failures"] and not line["interrupted"]
+
+
+def run(command: Sequence[str], log: Path, given: Mapping[str, str] | None = None) -> int:
+    """Run a command to its end, and say now and then what it wrote last."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with log.open("wb") as written:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment | dict(given or {}), stdout=written, stderr=written
+        )
+        with ended_with_us({process: (0, 0)}):
+            while True:
+                try:
+                    return process.wait(REPORT_SECONDS)
+                except subprocess.TimeoutExpired:
+                    lines = log.read_text(errors="replace").split("\n")[-3:]
+                    say(f"    … {' '.join(lines).strip()[-100:]}")
+
+
+@contextlib.contextmanager
+def ended_with_us(running: Mapping[subprocess.Popen[bytes], Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
+
+
+def failures_of(report: Path) -> list[str]:
+    if not report.exists():
+        return []
+    return [
+        f"{case.get('classname')}::{case.get('name')}: {str(found.get('message'))[:200]}"
+        for case in ElementTree.parse(report).getroot().iter("testcase")
+        for found in [*case.findall("failure"), *case.findall("error")]
+    ]
+
+
+def count_of(report: Path) -> int:
+    if not report.exists():
+        return 0
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    return sum(case.find("skipped") is None for case in cases)
+
+
+def commit_of_the_tree() -> str:
+    """With a plus behind it where something has changed since."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
+
+
+def stamp() -> str:
+    return re.sub("[:.].*", "", datetime.now(UTC).strftime("%Y%m%d-%H%M%S"))
+
+
+def say(line: str) -> None:
+    print(f"{datetime.now(UTC):%H:%M:%S} {line}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

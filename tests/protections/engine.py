@@ -1,0 +1,207 @@
+"""Protections of the engine, the core, the model, its kernels, the text and the SDK."""
+
+from tests.protections import Change, Protection, protection
+
+PROTECTIONS = (
+    protection(
+        "a journal that cannot be written is given up",
+        "engine/journal.py",
+        '        except OSError as error:\n            log.warning("the journal is given up',
+        '        except UnicodeError as error:\n            log.warning("the journal is given up',
+        "engine/test_journal.py::test_a_journal_that_cannot_be_written_is_given_up_and_turns_go_on",
+    ),
+    protection(
+        "a batch that does not fit is computed in halves",
+        "model/forward.py",
+        "            if num_tokens == 1 or not self._halves:\n",
+        "            if num_tokens >= 1:\n",
+        "model/test_forward.py::test_a_batch_that_does_not_fit_is_computed_in_parts",
+    ),
+    protection(
+        "a single token that does not fit ends the engine",
+        "model/forward.py",
+        "            if num_tokens == 1 or not self._halves:\n",
+        "            if not self._halves:\n",
+        "model/test_forward.py::test_a_single_token_that_does_not_fit_ends_the_engine",
+    ),
+    protection(
+        "a compiled kernel is used only if its digest is its name's",
+        "kernels/nvrtc.py",
+        '        if path.stem == f"{key}-{digest}":\n',
+        "        if digest:\n",
+        "kernels/test_nvrtc.py::test_a_damaged_file_is_not_used_but_made_again",
+    ),
+    protection(
+        "a folder of kernels that others may write to is refused",
+        "kernels/nvrtc.py",
+        "    if status.st_uid != os.getuid() or status.st_mode & 0o022:\n",
+        "    if status.st_uid != os.getuid():\n",
+        "kernels/test_nvrtc.py::test_a_folder_that_others_may_write_to_is_refused",
+    ),
+    protection(
+        "a worker ends with rank 0",
+        "model/parallel/worker.py",
+        "  # rank 0 may have been killed before it did\n        os._exit(0)\n",
+        "\n        return\n",
+        "model/parallel/test_parallel.py::test_workers_end_with_rank_0",
+    ),
+    protection(
+        "the end of a worker is an error of the device",
+        "model/parallel/leader.py",
+        '            self.tally.give_up(f"rank {worker.index} ended (status {status})")\n',
+        "",
+        "model/parallel/test_parallel.py::test_a_worker_that_dies_is_a_device_error",
+    ),
+    protection(
+        "a copy is finished when every rank has finished it",
+        "model/parallel/leader.py",
+        "                if self._counts[copy_id] == self._num_ranks:\n",
+        "                if self._counts[copy_id] == 1:\n",
+        "model/parallel/test_parallel.py::test_a_copy_is_finished_when_it_is_on_every_rank",
+    ),
+    protection(
+        "an error of the copier reaches whoever waits",
+        "model/kv/copier_cpu.py",
+        "        if self._error is not None:\n            raise DeviceError(",
+        "        if self._error is self:\n            raise DeviceError(",
+        "model/kv/test_copier_cpu.py::test_an_error_in_the_worker_reaches_whoever_waits",
+        "model/test_executor.py::test_a_failed_copy_is_a_device_error",
+    ),
+    protection(
+        "logits that are not numbers fail their turn",
+        "model/executor.py",
+        "            if token is None:\n",
+        "            if token is None and not launched.sampled:\n",
+        "model/test_executor.py::test_a_turn_with_nan_logits_fails_alone",
+    ),
+    protection(
+        "what a failed turn computed is discarded",
+        "core/scheduler.py",
+        "            self._discard(turn, now)  # also when it was cancelled meanwhile\n",
+        "",
+        "service/test_withstand.py::test_logits_that_are_not_numbers_fail_one_turn_and_keep_nothing_of_it",
+        "core/test_turn_failures.py::test_a_failed_turn_ends_alone_and_its_pages_are_not_kept",
+    ),
+    protection(
+        "a cancelled turn's pages go back once its last slice is committed",
+        "core/scheduler.py",
+        "        if turn.num_uncommitted:\n"
+        "            self._releasing[turn.turn_id] = turn\n"
+        "        else:\n"
+        "            self._releasing.pop(turn.turn_id, None)\n",
+        "        if turn.num_uncommitted < 0:\n"
+        "            self._releasing[turn.turn_id] = turn\n"
+        "        else:\n"
+        "            self._releasing.pop(turn.turn_id, None)\n",
+        "core/test_traffic.py::test_every_reply_is_right_whatever_happens",
+    ),
+    protection(
+        "a cut inside a chunk leaves the KV behind it to nobody",
+        "core/scheduler.py",
+        "            keep = len(turn.tokens) + 1 if turn.keep_tokens is None else turn.keep_tokens\n",
+        "            keep = len(turn.tokens) + 1\n",
+        "core/test_turn_end.py::test_cancelling_keeps_as_many_tokens_as_the_reader_has_seen",
+    ),
+    protection(
+        "a client's control tokens are text",
+        "text/tokenizer.py",
+        '        for run in re.finditer(b"\\x01+", written_mask(text)):\n',
+        '        for run in re.finditer(b"[\\x00\\x01]+", written_mask(text)):\n',
+        "text/test_hostile.py::test_every_control_string_everywhere_yields_no_control_token",
+        "text/test_tokenizer.py::test_user_text_never_becomes_a_control_token",
+    ),
+    Protection(
+        "no control token is made of a client's text, by the library or behind it",
+        (
+            Change(
+                "pensieve/text/tokenizer.py",
+                "    tokenizer.encode_special_tokens = True\n",
+                "",
+            ),
+            Change(
+                "pensieve/text/tokenizer.py",
+                "        if not cuts:\n",
+                "        if cuts is not None:\n",
+            ),
+        ),
+        ("text/test_hostile.py::test_every_control_string_everywhere_yields_no_control_token",),
+    ),
+    protection(
+        "a NUL that a tokenizer would lose is refused",
+        "text/tokenizer.py",
+        '        if "\\0" in text and not self._keeps_nul:\n',
+        '        if "\\0" in text and self._keeps_nul is None:\n',
+        "text/test_tokenizer.py::test_nul_is_kept_by_byte_level_vocabularies_and_refused_by_those_that_lose_it",
+    ),
+    protection(
+        "text that UTF-8 cannot carry is not sent",
+        "client/requests.py",
+        "    except UnicodeEncodeError:\n",
+        "    except UnicodeDecodeError:\n",
+        "client/test_turns.py::test_text_that_utf8_cannot_carry_is_refused_before_it_is_sent",
+    ),
+    protection(
+        "what was shown is not shown again after attaching",
+        "client/turn_progress.py",
+        "        text, token_ids = text[len(known_text) :], token_ids[len(known_tokens) :]\n",
+        "",
+        "client/test_streams.py::test_a_stream_that_breaks_goes_on_where_it_was",
+        "service/test_withstand.py::test_a_connection_that_is_reset_within_a_reply_costs_nothing",
+    ),
+    protection(
+        "the SDK sends a turn again",
+        "client/retry.py",
+        "        worthwhile = isinstance(error, Unavailable) or (\n",
+        "        worthwhile = (\n",
+        "client/test_client.py::test_a_turn_survives_the_death_of_the_engine",
+        "client/test_client.py::test_a_turn_survives_kill_9_of_the_daemon",
+    ),
+    protection(
+        "pickled weights are not read",
+        "model/loader.py",
+        "            use_safetensors=True,\n",
+        "",
+        "model/test_loader.py::test_pickled_weights_are_not_read",
+    ),
+    Protection(
+        "no code of a repository is run",
+        (
+            Change(
+                "pensieve/model/loader.py",
+                "        config = AutoConfig.from_pretrained(name, trust_remote_code=False)\n",
+                "        config = AutoConfig.from_pretrained(name, trust_remote_code=True)\n",
+            ),
+        ),
+        ("test_layering.py::test_nothing_runs_what_it_reads",),
+    ),
+    protection(
+        "fields and methods keep their numbers and names",
+        "v1/conversation_pb2.py",
+        r"\n\rsystem_prompt\x18\x02",
+        r"\n\rsystem_promqt\x18\x02",
+        "service/test_withstand.py::test_nothing_that_was_promised_has_changed_on_the_wire",
+    ),
+    protection(
+        "fields that a newer client sends are ignored",
+        "service/grpc/sizes.py",
+        "        if field is not None:\n",
+        "        if field is None:\n"
+        '            raise InvalidArgument("request", "has a field that nobody knows")\n'
+        "        if field is not None:\n",
+        "service/test_withstand.py::test_a_client_with_the_first_stubs_talks_to_this_daemon",
+    ),
+    protection(
+        "a host page that has changed is not swapped in",
+        "core/cache.py",
+        "            if not chunk.in_flight and not self._is_intact(chunk.host_page):\n",
+        "            if chunk.in_flight and not self._is_intact(chunk.host_page):\n",
+        "service/test_check_kv.py::test_a_page_that_has_changed_on_the_host_is_computed_again",
+    ),
+    protection(
+        "a worker whose host page has changed fails",
+        "model/parallel/worker.py",
+        '                    raise DeviceError("its part of the host tier is not what was copied there")\n',
+        "                    pass\n",
+        "model/parallel/test_parallel.py::test_a_worker_whose_host_page_has_changed_fails",
+    ),
+)

@@ -1,0 +1,195 @@
+"""Protections of the sockets: what strangers and clients may send, how large it may be, who may come in."""
+
+from tests.protections import Change, Protection, protection
+
+PROTECTIONS = (
+    protection(
+        "bytes that are no message are an error of the client",
+        "service/grpc/auth.py",
+        "    except (DecodeError, UnicodeDecodeError, ValueError):\n        raise InvalidArgument(",
+        "    except InvalidArgument:\n        raise InvalidArgument(",
+        "service/test_fuzz.py::test_bytes_that_are_no_request_have_their_own_code",
+    ),
+    protection(
+        "a request's fields are measured before it is parsed",
+        "service/grpc/auth.py",
+        "        sizes.check(kind, raw)\n",
+        "        pass\n",
+        "service/test_sizes.py::test_a_field_that_is_too_large_is_refused_by_its_name",
+    ),
+    protection(
+        "a page of messages ends by bytes",
+        "store/message_rows.py",
+        "        if page and num_bytes > PAGE_BYTES_MAX:\n",
+        "        if page and num_bytes > PAGE_BYTES_MAX * 1000:\n",
+        "service/test_sizes.py::test_pages_of_messages_end_by_bytes_and_leave_none_out",
+    ),
+    protection(
+        "a page of conversations ends by bytes",
+        "store/conversation_rows.py",
+        "len(page) == limit or num_bytes > PAGE_BYTES_MAX",
+        "len(page) == limit",
+        "service/test_sizes.py::test_what_was_created_can_be_read_with_what_clients_receive_by_default",
+    ),
+    protection(
+        "what an earlier version took, and is too large, is left out of a list",
+        "service/grpc/translate.py",
+        "sum(each.ByteSize() for each in made) > bytes_max",
+        "bytes_max < 0",
+        "service/test_sizes.py::test_what_an_earlier_version_took_is_listed_without_what_is_too_large",
+    ),
+    protection(
+        "a window of 16 KiB for what nobody reads yet, and few bodies of strangers",
+        "service/grpc/server.py",
+        "WINDOW_BYTES = 16 << 10 ",
+        "WINDOW_BYTES = 4 << 20 ",
+        "service/test_peers.py::test_somebody_without_a_token_costs_little_memory",
+    ),
+    protection(
+        "readers that take nothing are cancelled",
+        "service/daemon.py",
+        "            self.conversations.readers.cancel_stalled()\n",
+        "",
+        "service/test_stalled_readers.py::test_a_reader_that_takes_nothing_is_cancelled_though_it_answers_pings",
+    ),
+    protection(
+        "watchers that take nothing are dropped",
+        "service/grpc/admin.py",
+        "asyncio.timeout(self.daemon.config.stall_seconds)",
+        "asyncio.timeout(None)",
+        "service/test_stalled_readers.py::test_a_watcher_that_takes_nothing_is_dropped",
+    ),
+    protection(
+        "watchers are few",
+        "service/grpc/admin.py",
+        "        if self.num_watchers >= WATCHERS_MAX:\n",
+        "        if self.num_watchers < 0:\n",
+        "service/test_stalled_readers.py::test_watchers_are_few",
+    ),
+    protection(
+        "connections are limited",
+        "service/grpc/server.py",
+        '            ("grpc.max_allowed_incoming_connections", self.connections_max),\n',
+        "",
+        "service/test_peers.py::test_connections_beyond_the_limit_are_closed_and_the_operator_gets_in",
+    ),
+    protection(
+        "tokens are read again when their file changes",
+        "service/grpc/reload.py",
+        "        use(tokens)\n",
+        "",
+        "service/test_reload.py::test_a_token_that_is_taken_out_is_refused_and_a_new_one_is_known",
+    ),
+    protection(
+        "a token file that cannot be used is not used",
+        "service/grpc/reload.py",
+        "            if auth.limits_of(tokens) != limits:\n",
+        "            if not limits and not tokens:\n",
+        "service/test_reload.py::test_a_token_file_that_cannot_be_used_changes_nothing_and_is_reported",
+    ),
+    protection(
+        "certificates are read again when their files change",
+        "service/grpc/reload.py",
+        "        if not self._files.has_changed():\n            return None\n",
+        "        if self._files is not None:\n            return None\n",
+        "service/test_reload.py::test_who_connects_is_shown_the_certificate_of_the_moment",
+    ),
+    protection(
+        "only an IP address can be loopback",
+        "service/grpc/server.py",
+        'return found.is_loopback if found is not None else host.lower() == "localhost"',
+        'return host.startswith("127.") or host.lower() == "localhost" or host == "[::1]"',
+        "service/test_exposure.py::test_everybody_elses_address_needs_tls_and_tokens",
+    ),
+    protection(
+        "other kinds of addresses are no hosts",
+        "service/grpc/server.py",
+        'NO_HOSTS = ("unix", "unix-abstract", "vsock")',
+        "NO_HOSTS = ()",
+        "service/test_exposure.py::test_what_is_no_host_is_no_address_even_if_it_is_insecure",
+    ),
+    protection(
+        "half of the flags of TLS is refused",
+        "service/grpc/server.py",
+        "        if path is not None and listening.tls_cert is None:\n",
+        "        if path is not None and listening.address is None:\n",
+        "service/test_exposure.py::test_half_of_tls_is_refused_and_not_ignored",
+    ),
+    protection(
+        "an error of the machine names no file to a client",
+        "service/grpc/translate.py",
+        "    if is_of_the_machine(error):\n        words",
+        "    if error is None:\n        words",
+        "service/test_exposure.py::test_an_error_of_the_machine_names_no_file_to_a_client",
+    ),
+    protection(
+        "keepalive notices a line that is dead",
+        "service/grpc/server.py",
+        '            ("grpc.keepalive_time_ms", int(self.keepalive_seconds * 1000)),\n',
+        "",
+        "service/test_withstand.py::test_a_line_that_goes_dead_is_noticed_and_its_turn_given_back",
+    ),
+    protection(
+        "headers are limited",
+        "service/grpc/server.py",
+        "HEADER_BYTES_MAX = 4 << 10",
+        "HEADER_BYTES_MAX = 8 << 20",
+        "service/test_withstand.py::test_a_flood_of_connections_and_headers_leaves_the_admitted_alone",
+    ),
+    protection(
+        "a late reader gets messages of a limited size",
+        "service/grpc/translate.py",
+        "DELTA_BYTES_MAX = 1 << 20 ",
+        "DELTA_BYTES_MAX = 1 << 30 ",
+        "service/test_large_deltas.py::test_a_late_reader_gets_everything_in_messages_that_may_be_sent",
+        "service/test_sizes.py::test_a_reply_that_is_read_late_comes_in_messages_that_clients_receive",
+    ),
+    protection(
+        "conversations of another tenant do not exist",
+        "store/conversation_rows.py",
+        "    return digest(tenant, conversation_id)\n",
+        '    return digest("", conversation_id)\n',
+        "store/test_conversations.py::test_tenants_do_not_see_each_other",
+        "cli/test_serve.py::test_tokens_keep_tenants_apart",
+    ),
+    Protection(
+        "prefixes, and what is cached of them, belong to a tenant",
+        (
+            Change(
+                "pensieve/service/prefixes.py",
+                "        found = self._latest.get((tenant, prefix_id))\n",
+                "        found = next((v for k, v in self._latest.items() if k[1] == prefix_id), None)\n",
+            ),
+            Change(
+                "pensieve/service/live_turn.py",
+                'return f"{tenant}/{conversation_id}" if tenant else conversation_id\n',
+                "return conversation_id\n",
+            ),
+        ),
+        (
+            "service/test_timing_probe.py::test_a_guessed_text_is_the_work_of_any_other",
+            "service/test_withstand.py"
+            "::test_what_a_turn_costs_says_nothing_of_what_another_tenant_has_said",
+        ),
+    ),
+    protection(
+        "an id of another tenant is looked for no further than one that never was",
+        "store/conversation_rows.py",
+        "    if found is None:\n"
+        '        raise NotFound(f"there is no conversation {conversation_id!r}")\n',
+        "    if found is None:\n"
+        '        tenants = conn.execute("SELECT DISTINCT tenant FROM conversations").fetchall()\n'
+        "        for (other,) in tenants:\n"
+        "            if find_conversation(conn, conversation_id, other) is not None:\n"
+        '                raise NotFound("it is of another tenant")\n'
+        '        raise NotFound(f"there is no conversation {conversation_id!r}")\n',
+        "store/test_tenants.py::test_a_probe_of_another_tenants_id_is_the_work_of_one_that_never_was",
+    ),
+    protection(
+        "an id is of an alphabet",
+        "store/records.py",
+        'ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")',
+        'ID_PATTERN = re.compile(r"(?s).{1,128}")',
+        "service/test_withstand.py::test_an_id_with_a_line_break_reaches_no_log_line",
+    ),
+)

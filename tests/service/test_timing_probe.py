@@ -1,0 +1,148 @@
+"""What a tenant could learn of another by the cost of its own calls: that a text was said, or an id exists.
+
+Somebody who guesses can only tell a right guess from a wrong one if they differ, in work or in time.  How
+well is the area under the ROC curve: 0.5 is a coin, 1 is certainty.  The suite compares work, which decides
+the time and is the same on every machine; by night (`PENSIEVE_TEST_SCALE` above 1) seconds are compared,
+too.  In each case the guesser also tries within a tenant, where it may and must see a difference.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pensieve.client import Client
+from pensieve.errors import NotFound
+from pensieve.launch import programs
+from pensieve.service.grpc import auth
+from pensieve.service.grpc.server import Listening
+from tests.scale import SCALE
+from tests.service.rig_daemon import ECHO, DaemonRig
+
+AUC_MAX = 0.55
+WORDS = ("rain", "Oslo", "fine", "today", "word", "sign", "seven", "green", "house", "river")
+Probe = Callable[[Client, str, str], float]  # with a text under a prefix: what it cost
+
+
+def auc(some: Sequence[float], others: Sequence[float]) -> float:
+    """How likely one of `some` is below one of `others`; whichever direction tells more."""
+    ordered = sorted(others)
+    below = sum(
+        len(ordered) - (bisect_left(ordered, each) + bisect_right(ordered, each)) / 2
+        for each in some
+    ) / (len(some) * len(others))
+    return max(below, 1 - below)
+
+
+@contextmanager
+def tenants(folder: Path, program: tuple[str, ...]) -> Iterator[tuple[DaemonRig, Client, Client]]:
+    """A daemon, and a client of each of two tenants."""
+    given = [auth.new_token(tenant, admin=False) for tenant in ("victim", "guesser")]
+    path = folder / "tokens.toml"
+    path.write_text("".join(entry for _, entry in given))
+    path.chmod(0o600)
+    data = folder / "data"
+    listening = Listening("127.0.0.1:0", data / "admin.sock", tokens=auth.read_tokens(path))
+    with (
+        DaemonRig(data, listening=listening, program=program) as rig,
+        Client(rig.server.address, token=given[0][0]) as victim,
+        Client(rig.server.address, token=given[1][0]) as guesser,
+    ):
+        yield rig, victim, guesser
+
+
+def texts(count: int, seed: int, length: int = 60) -> list[str]:
+    """As long as each other, in the same words."""
+    choose, some = random.Random(seed), WORDS * (length // len(WORDS))
+    return [" ".join(["Say", *choose.sample(some, length), str(100 + i)]) for i in range(count)]
+
+
+def say(client: Client, name: str, text: str, prefix_id: str) -> float:
+    """A conversation that begins with a text; the seconds until its first token."""
+    conversation = client.conversation(name)
+    conversation.create(system_prompt=text, prefix_id=prefix_id)
+    began = time.perf_counter()
+    conversation.ask("hello", max_tokens=1, ignore_eos=True)
+    return time.perf_counter() - began
+
+
+def num_computed(rig: DaemonRig) -> float:
+    """Positions that the engine has computed."""
+    return float(rig.call(rig.daemon.stats()).figures["tokens_computed"])
+
+
+def guess(client: Client, told: Sequence[str], untold: Sequence[str], probe: Probe) -> float:
+    """How well the costs of right and wrong guesses are told apart; guessed in any order."""
+    guesses = [(text, f"p{number}", True) for number, text in enumerate(told)]
+    guesses += [(text, f"q{number}", False) for number, text in enumerate(untold)]
+    random.Random(len(guesses)).shuffle(guesses)
+    costs: dict[bool, list[float]] = {True: [], False: []}
+    for text, prefix_id, is_right in guesses:
+        costs[is_right].append(probe(client, text, prefix_id))
+    return auc(costs[True], costs[False])
+
+
+def test_the_measure_tells_a_coin_from_certainty() -> None:
+    assert auc([1, 2, 3], [4, 5, 6]) == auc([4, 5, 6], [1, 2, 3]) == 1.0
+    assert auc([1, 1, 1], [1, 1]) == 0.5
+    assert auc([1, 3], [2, 2]) == 0.5
+
+
+def test_a_guessed_text_is_the_work_of_any_other(tmp_path: Path) -> None:
+    with tenants(tmp_path, ECHO) as (rig, victim, guesser):
+        told, untold = texts(24, 1), texts(24, 2)
+        for number, text in enumerate(told):
+            say(victim, f"v{number}", text, f"p{number}")
+
+        def work(client: Client, text: str, prefix_id: str) -> float:
+            before = num_computed(rig)
+            say(client, prefix_id, text, prefix_id)
+            return num_computed(rig) - before
+
+        assert guess(guesser, told, untold, work) <= AUC_MAX
+        assert guess(victim, told, untold, work) > 0.95, "its own prefixes are reused"
+
+
+@pytest.mark.skipif(SCALE == 1, reason="seconds are compared by night")
+@pytest.mark.timeout(3600)
+def test_a_guessed_text_takes_the_time_of_any_other(tmp_path: Path) -> None:
+    count = 600
+    with tenants(tmp_path, programs.ENGINE) as (_, victim, guesser):
+        told, untold = texts(count, 1, 300), texts(count, 2, 300)
+        for number, text in enumerate(told):
+            say(victim, f"v{number}", text, f"p{number}")
+
+        def seconds(client: Client, text: str, prefix_id: str) -> float:
+            return say(client, prefix_id, text, prefix_id)
+
+        found = guess(guesser, told, untold, seconds)
+        own = guess(victim, told[:100], untold[:100], seconds)
+        print(f"AUC by seconds: {found:.3f} between tenants, {own:.3f} within one")
+        assert found <= AUC_MAX
+        assert own > 0.6
+
+
+@pytest.mark.skipif(SCALE == 1, reason="seconds are compared by night")
+@pytest.mark.timeout(3600)
+def test_an_id_of_another_tenant_takes_the_time_of_one_that_never_was(tmp_path: Path) -> None:
+    count = 2000
+    with tenants(tmp_path, ECHO) as (_, victim, guesser):
+        for number in range(200):
+            victim.conversation(f"v{number}").create()
+        costs: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(2 * count):
+            exists = number % 2 == 0
+            name = f"{'v' if exists else 'w'}{number // 2 % 200}"
+            began = time.perf_counter()
+            with pytest.raises(NotFound):
+                guesser.conversation(name).get()
+            costs[exists].append(time.perf_counter() - began)
+        found = auc(costs[True], costs[False])
+        print(f"AUC by seconds: {found:.3f} for an id")
+        assert found <= AUC_MAX

@@ -1,0 +1,75 @@
+"""The command of the night: what it keeps, where it goes on, and what it says with its exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import nightly
+from tests.nightly import Night, Outcome
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["nightly", *arguments])
+    return nightly.main()
+
+
+def kept(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def sound(night: Night, log: Path, outcome: Outcome) -> None:
+    outcome.counts["turns"] = night.amount(1000)
+
+
+def broken(night: Night, log: Path, outcome: Outcome) -> None:
+    outcome.failures.append("a reply was lost")
+
+
+def mistaken(night: Night, log: Path, outcome: Outcome) -> None:
+    raise ValueError("no such file")
+
+
+def endless(night: Night, log: Path, outcome: Outcome) -> None:
+    outcome.counts["turns"] = 7
+    raise KeyboardInterrupt
+
+
+def test_every_part_leaves_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = {"sound": sound, "broken": broken, "mistaken": mistaken, "endless": endless}
+    monkeypatch.setattr(nightly, "PARTS", parts)
+    monkeypatch.setattr(nightly, "commit_of_the_tree", lambda: "abc")
+    folder = tmp_path / "results"
+    assert run(monkeypatch, str(folder), "--only", "sound", "--share", "0.5") == 0
+    assert run(monkeypatch, str(folder), "--only", "sound,broken,mistaken") == 1
+    assert run(monkeypatch, str(folder), "--only", "endless,sound") == 130
+    lines = kept(folder)
+    assert [line["part"] for line in lines] == ["sound", "sound", "broken", "mistaken", "endless"]
+    assert [line["counts"] for line in lines[:2]] == [{"turns": 500}, {"turns": 1000}]
+    assert lines[2]["failures"] == ["a reply was lost"]
+    assert lines[3]["failures"] == ["ValueError: no such file"]
+    assert (lines[4]["interrupted"], lines[4]["counts"]) == (True, {"turns": 7})
+    assert {line["commit"] for line in lines} == {"abc"}
+    before = len(lines)
+    assert run(monkeypatch, str(folder), "--only", "sound,broken", "--resume") == 1
+    assert [line["part"] for line in kept(folder)[before:]] == ["broken"]
+
+
+def test_a_night_goes_on_where_the_one_before_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        assert run(monkeypatch, str(tmp_path), "--only", "faults", "--share", "0.00001") == 0
+    first, second = kept(tmp_path)
+    assert (first["counts"], second["counts"]) == ({"seeds": 1}, {"seeds": 1})
+    assert (first["first_seed"], first["next_seed"]) == (1000, 1001)
+    assert (second["first_seed"], second["next_seed"]) == (1001, 1002)
+
+
+def test_what_is_no_part_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, str(tmp_path), "--only", "dreams")
