@@ -2,9 +2,9 @@
 
 A *protection* is what makes a row of docs/reliability.md true.  Here each has a name, a small change of the
 code that takes it out (an exact text, found exactly once, and what stands there instead), and the tests that
-must fail then; `missed_by` says so of a row for which taking something out would mean nothing.
+must fail then; `NOTHING_TO_TAKE_OUT` says so of a row for which taking something out would mean nothing.
 
-    table      which protections there are: a file for each room
+    table      which protections there are: in a file for each room, and those of tenants and of backups
     rows       what the rows of docs/reliability.md name
     taken_out  a copy of the tree, in which they are taken out one after the other
 

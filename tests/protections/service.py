@@ -55,8 +55,8 @@ PROTECTIONS = (
     protection(
         "turns that are about to begin count for their tenant",
         "service/daemon.py",
-        "            turns.num_of_tenant(tenant) + arriving.num_of_tenant(tenant),\n",
-        "            turns.num_of_tenant(tenant),\n",
+        "            turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),\n",
+        "            turns.num_of_tenant(tenant, conversation_id),\n",
         "service/test_admission.py::test_turns_about_to_begin_count_for_their_tenant",
     ),
     protection(
@@ -69,8 +69,8 @@ PROTECTIONS = (
     protection(
         "a tenant's turns and tokens are limited",
         "service/admission.py",
-        "            if exceeded is not None:\n",
-        "            if exceeded is not None and not load.engine_serves:\n",
+        "return allowance.exceeded(load.num_turns_of_tenant, now) or allowance.calls_exceeded()",
+        "return allowance.calls_exceeded()",
         "cli/test_serve.py::test_a_tenants_limits_hold",
     ),
     protection(
@@ -97,17 +97,15 @@ PROTECTIONS = (
     protection(
         "long texts are tokenized beside the store thread",
         "service/history.py",
-        "        if isinstance(drafted, Known) or drafted.num_characters > short_characters:\n",
-        "        if isinstance(drafted, Known):\n",
+        "        if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:\n",
+        "        if not isinstance(drafted, Draft):\n",
         "service/test_fairness.py::test_long_texts_are_tokenized_beside_the_store_thread",
     ),
     protection(
         "a system prompt is tried out beside the store thread",
         "service/conversations.py",
-        "        await self._threads.in_text_pool(\n"
-        "            settings.tenant, lambda: self._history.check_settings(settings)\n        )\n",
-        "        await self._threads.in_store(\n"
-        "            settings.tenant, lambda: self._history.check_settings(settings)\n        )\n",
+        "        num_tokens = await self._tokenized(\n",
+        "        num_tokens = await self._threads.in_store(\n",
         "service/test_fairness.py::test_long_texts_are_tokenized_beside_the_store_thread",
     ),
     protection(
@@ -234,6 +232,20 @@ PROTECTIONS = (
         "service/test_erasing.py::test_a_deletion_waits_for_a_reader_and_nobody_waits_for_the_deletion",
     ),
     protection(
+        "a deletion that is repeated waits like the first one",
+        "service/history.py",
+        "            return Deleted(None, error, self._store.erasure.pending)\n",
+        "            return Deleted(None, error, False)\n",
+        "service/test_erasing.py::test_a_client_that_deletes_again_waits_as_the_first_one_does",
+    ),
+    protection(
+        "a refusal is no garbage",
+        "service/fair_pool.py",
+        "            del job\n",
+        "            pass\n",
+        "service/test_fairness.py::test_a_refusal_is_no_garbage_that_only_a_collection_frees",
+    ),
+    protection(
         "the sweep erases what was deleted",
         "service/daemon.py",
         "            self._erasing.sweep()\n",
@@ -281,6 +293,14 @@ PROTECTIONS = (
         "        os._exit(status)\n",
         "            traceback.print_exc()\n            return\n        os._exit(status)\n",
         "service/test_hung_engine.py::test_an_engine_that_fails_to_take_a_message_is_started_again",
+    ),
+    protection(
+        "an engine's last words are heard though its pipe is reset",
+        "service/engine_client.py",
+        "        if isinstance(exc, ConnectionResetError):\n",
+        "        if isinstance(exc, BrokenPipeError):\n",
+        "service/test_hung_engine.py"
+        "::test_the_last_words_of_an_engine_that_left_something_unread_are_heard",
     ),
     protection(
         "a supervisor that fails ends the service",
@@ -343,6 +363,14 @@ PROTECTIONS = (
         "        return self._is_grave(live) and any(\n",
         "        return False and any(\n",
         "service/test_suspects.py::test_turns_that_may_both_have_killed_the_engine_are_tried_one_after_the_other",
+    ),
+    protection(
+        "an engine that fails has had only the turns that it ended itself",
+        "service/daemon.py",
+        "            if had_the_rest and self._dies_of(live):\n",
+        "            if self._dies_of(live):\n",
+        "service/test_suspects.py"
+        "::test_a_turn_that_comes_when_the_engine_has_failed_has_no_part_in_it",
     ),
     protection(
         "an engine's start has descriptors in reserve",
@@ -418,9 +446,27 @@ PROTECTIONS = (
     protection(
         "another tokenizer's log is made anew",
         "service/history.py",
-        "        if conversation.fingerprint == self._fingerprint:\n",
-        "        if conversation.fingerprint:\n",
+        "        if conversation.fingerprint != self._fingerprint:\n"
+        "            return self._outdated(conversation)\n"
+        "        is_new",
+        "        is_new",
         "cli/test_chat.py::test_another_tokenizer_retokenises_the_text_and_says_so",
+    ),
+    protection(
+        "a history of another tokenizer is tokenized beside the store thread",
+        "service/conversations.py",
+        "        tokens = await self._threads.in_text_pool(tenant, outdated.tokens)\n",
+        "        tokens = await self._threads.in_store(tenant, outdated.tokens)\n",
+        "service/test_fairness.py::test_a_history_of_another_tokenizer_keeps_nobody_else_waiting",
+    ),
+    protection(
+        "a conversation that has changed meanwhile gets no tokens of the one before",
+        "service/history.py",
+        "        if self._store.get_conversation(conversation_id, tenant=tenant) != conversation:\n"
+        "            return\n",
+        "",
+        "service/test_fairness.py"
+        "::test_a_conversation_that_was_made_anew_gets_no_tokens_of_the_old_one",
     ),
     protection(
         "admin without a daemon is one line and an exit code",

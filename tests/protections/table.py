@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 
-from tests.protections import Protection, engine, service, store, wire
+from tests.protections import Protection, backup, engine, service, store, tenants, wire
 
 PROTECTIONS: tuple[Protection, ...] = (
     *wire.PROTECTIONS,
     *service.PROTECTIONS,
+    *tenants.PROTECTIONS,
     *store.PROTECTIONS,
+    *backup.PROTECTIONS,
     *engine.PROTECTIONS,
 )
 

@@ -76,15 +76,15 @@ PROTECTIONS = (
     protection(
         "tokens are read again when their file changes",
         "service/grpc/reload.py",
-        "        use(tokens)\n",
+        "            use(tokens)\n",
         "",
         "service/test_reload.py::test_a_token_that_is_taken_out_is_refused_and_a_new_one_is_known",
     ),
     protection(
         "a token file that cannot be used is not used",
-        "service/grpc/reload.py",
-        "            if auth.limits_of(tokens) != limits:\n",
-        "            if not limits and not tokens:\n",
+        "service/grpc/server.py",
+        "        limits = auth.limits_of(tokens)\n        self._guard.use(tokens)\n",
+        "        self._guard.use(tokens)\n        limits = auth.limits_of(tokens)\n",
         "service/test_reload.py::test_a_token_file_that_cannot_be_used_changes_nothing_and_is_reported",
     ),
     protection(

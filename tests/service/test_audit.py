@@ -148,7 +148,7 @@ def test_a_disk_that_stands_still_keeps_nobody(
     gate, path, append = threading.Event(), tmp_path / "audit.jsonl", AuditLog._append
 
     def slow(log: AuditLog, text: bytes) -> None:
-        gate.wait()
+        gate.wait(5.0)
         append(log, text)
 
     monkeypatch.setattr(AuditLog, "_append", slow)

@@ -20,7 +20,7 @@ from pensieve.service.fair_pool import FairPool
 from pensieve.store import ConversationStore, NewConversation, NewMessage
 from pensieve.text import ChatTemplate
 from pensieve.v1 import conversation_pb2 as pb
-from tests.service.rig_daemon import DaemonRig, stopped_store, wait_for
+from tests.service.rig_daemon import PATIENCE_SECONDS, DaemonRig, stopped_store, wait_for
 
 # -- the pool --
 
@@ -178,14 +178,14 @@ def old_history_being_tokenized(
 
     def wait(outdated: Outdated) -> list[list[int]]:
         began.set()
-        assert gate.wait(60.0)
+        assert gate.wait(PATIENCE_SECONDS)
         return tokens(outdated)
 
     monkeypatch.setattr(Outdated, "tokens", wait)
     with DaemonRig(tmp_path / "data") as rig, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(rig.ask, "old", "hello", sampling=pb.Sampling(max_tokens=2))
         try:
-            assert began.wait(60.0)
+            assert began.wait(PATIENCE_SECONDS)
             yield rig, answer
         finally:
             gate.set()

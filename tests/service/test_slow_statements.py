@@ -15,11 +15,14 @@ from pensieve.store import conversation_rows, turn_rows
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import DaemonRig
 
-ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n"
+LONG = """
+    WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT 30000000)
+    SELECT count(*) FROM n
+"""  # seconds, where nothing ends it
 
 
-def endless(conn: Any, *arguments: object) -> Any:
-    return conn.execute(ENDLESS).fetchone()
+def takes_long(conn: Any, *arguments: object) -> Any:
+    return conn.execute(LONG).fetchone()
 
 
 def test_it_ends_with_unavailable_and_the_next_call_is_answered(
@@ -30,8 +33,8 @@ def test_it_ends_with_unavailable_and_the_next_call_is_answered(
         rig.ask("tea", "hello")
         rig.daemon.store._writer.limit.seconds = rig.daemon.reads._reader._limit.seconds = 0.05
         with monkeypatch.context() as patch:
-            patch.setattr(turn_rows, "insert_turn", endless)
-            patch.setattr(conversation_rows, "conversations_before", endless)
+            patch.setattr(turn_rows, "insert_turn", takes_long)
+            patch.setattr(conversation_rows, "conversations_before", takes_long)
             calls = (
                 lambda: rig.ask("tea", "more"),
                 lambda: rig.stub.ListConversations(pb.ListConversationsRequest(), timeout=60),

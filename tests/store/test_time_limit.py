@@ -13,7 +13,10 @@ from tests.store.faulty import world, writer_of
 from tests.store.talk import create, reply, say, user
 
 Open = Callable[..., ConversationStore]
-ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n"
+LONG = """
+    WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n LIMIT 30000000)
+    SELECT count(*) FROM n
+"""  # seconds, where nothing ends it
 SENTENCE = "a statement took too long and was ended"
 
 
@@ -24,7 +27,7 @@ def test_a_transaction_that_runs_away_ends_and_changes_nothing(open_store: Open)
     def run_away() -> None:
         with writer_of(store).writing() as conn:
             conn.execute("DELETE FROM history")
-            conn.execute(ENDLESS).fetchone()
+            conn.execute(LONG).fetchone()
 
     with pytest.raises(StoreUnavailable, match=SENTENCE):
         run_away()
@@ -41,13 +44,13 @@ def test_a_read_that_runs_away_ends_and_the_next_one_is_answered(
     create(store, "tea")
     reader = store.reader()
 
-    def endless(conn: Any) -> int:
-        count: int = conn.execute(ENDLESS).fetchone()[0]
+    def takes_long(conn: Any) -> int:
+        count: int = conn.execute(LONG).fetchone()[0]
         return count
 
     for look in (store.num_conversations, reader.num_conversations):
         with monkeypatch.context() as patch:
-            patch.setattr(conversation_rows, "num_conversations", endless)
+            patch.setattr(conversation_rows, "num_conversations", takes_long)
             with pytest.raises(StoreUnavailable, match=SENTENCE):
                 look()
         assert look() == 1

@@ -1,0 +1,145 @@
+"""Protections of backups: what they have, what they hold up, what restoring refuses."""
+
+from tests.protections import protection
+
+PROTECTIONS = (
+    protection(
+        "the log is read before a deletion empties it",
+        "store/connection.py",
+        "            self._capture.collect(conn)\n            try:\n",
+        "            try:\n",
+        "store/backup/test_backup.py::test_every_shipped_moment_is_restored_as_it_was",
+    ),
+    protection(
+        "a base has the pages that changed while it was copied",
+        "store/backup/writing.py",
+        "        if not newer:\n",
+        "        if newer is not None:\n",
+        "store/backup/test_backup.py::test_every_shipped_moment_is_restored_as_it_was",
+    ),
+    protection(
+        "a feed begins with what the log holds already",
+        "store/backup/capture.py",
+        "                pages = self._read(0, num_frames)\n",
+        "",
+        "store/backup/test_backup.py"
+        "::test_a_reader_that_keeps_the_log_long_does_not_hide_anything_from_the_backup",
+    ),
+    protection(
+        "a connection that is opened anew ends the feeds",
+        "store/connection.py",
+        "            self._capture.abandon(\n"
+        '                "the history was closed, or opened anew after an error of the disk"\n'
+        "            )\n",
+        "",
+        "store/backup/test_backup.py::test_a_connection_that_is_opened_anew_ends_the_chain",
+    ),
+    protection(
+        "changes are shipped all the time",
+        "service/backing_up.py",
+        "        await self._ship()\n        now = self._source.now()\n",
+        "        now = self._source.now()\n",
+        "service/test_backing_up.py"
+        "::test_a_backup_under_load_restores_to_exactly_the_acknowledged_turns",
+    ),
+    protection(
+        "a clean stop ships the rest",
+        "service/backing_up.py",
+        "                await self._ship()\n        except (PensieveError, TimeoutError) as error:\n",
+        "                pass\n        except (PensieveError, TimeoutError) as error:\n",
+        "service/test_backing_up.py::test_a_clean_stop_ships_the_last_turn",
+    ),
+    protection(
+        "changes that could not be written are given back",
+        "service/backing_up.py",
+        "        feed.give_back(changes)\n",
+        "",
+        "service/test_backing_up.py::test_a_full_disk_of_the_backup_is_said_and_stops_nothing",
+    ),
+    protection(
+        "a folder that does not answer is said",
+        "service/backing_up.py",
+        '                self._has_problem(f"its folder has not answered for {SLOW_SECONDS:.0f} s")\n',
+        "                pass\n",
+        "service/test_backing_up.py"
+        "::test_a_folder_that_does_not_answer_holds_up_neither_turns_nor_deletions_nor_the_end",
+    ),
+    protection(
+        "a daemon that stops gives up a copy whose folder does not answer",
+        "service/backing_up.py",
+        "            request.cancel()\n",
+        "            pass\n",
+        "service/test_backing_up.py"
+        "::test_a_folder_that_does_not_answer_holds_up_neither_turns_nor_deletions_nor_the_end",
+    ),
+    protection(
+        "what gathers for a folder is bounded",
+        "store/backup/capture.py",
+        "            if len(changes.pages) * self.page_bytes > self._bytes_max:\n",
+        "            if len(changes.pages) < 0:\n",
+        "store/backup/test_backup.py"
+        "::test_what_a_folder_does_not_take_holds_up_neither_turns_nor_deletions",
+        "service/test_backing_up.py"
+        "::test_another_generation_begins_when_too_much_could_not_be_written",
+    ),
+    protection(
+        "a log that cannot be read ends the feeds and no turn",
+        "store/backup/capture.py",
+        "        except (*UNREADABLE, self._driver.Error) as error:\n",
+        "        except self._driver.Error as error:\n",
+        "store/backup/test_backup.py::test_a_log_that_cannot_be_read_ends_the_chain_and_no_turn",
+    ),
+    protection(
+        "a base has its checksum",
+        "store/backup/restoring.py",
+        "    if digest.hexdigest() != base.sha256:\n",
+        "    if not digest.hexdigest():\n",
+        "store/backup/test_backup.py"
+        "::test_damage_is_named_and_restoring_stops_before_it_only_when_told",
+    ),
+    protection(
+        "a segment has its checksum",
+        "store/backup/files.py",
+        "    if found.digest() != digest:\n",
+        "    if not found.digest():\n",
+        "store/backup/test_backup.py"
+        "::test_damage_is_named_and_restoring_stops_before_it_only_when_told",
+    ),
+    protection(
+        "only who says so gets what was before the damage",
+        "store/backup/restoring.py",
+        "            if not wanted.to_last_good:\n                raise BackupDamaged(",
+        "            if wanted is None:\n                raise BackupDamaged(",
+        "store/backup/test_backup.py"
+        "::test_damage_is_named_and_restoring_stops_before_it_only_when_told",
+    ),
+    protection(
+        "a segment follows what is before it",
+        "store/backup/restoring.py",
+        '            raise BackupDamaged(f"{path} does not follow what is before it")\n',
+        "            pass\n",
+        "store/backup/test_backup.py::test_segments_of_another_chain_are_refused",
+    ),
+    protection(
+        "what was being written when a process died is no part of a backup",
+        "store/backup/restoring.py",
+        'path.glob("*.segment")',
+        'path.glob("*.segment*")',
+        "store/backup/test_backup.py"
+        "::test_what_was_being_written_when_the_process_died_is_not_there",
+    ),
+    protection(
+        "what is restored is checked",
+        "store/backup/restoring.py",
+        "    if problems := check_database(partial, wanted.driver):\n",
+        "    if problems := list[str]():\n",
+        "store/backup/test_backup.py::test_a_damaged_history_is_not_restored_as_if_it_were_sound",
+    ),
+    protection(
+        "a history is replaced only when told",
+        "store/backup/restoring.py",
+        "        if target.database_bytes and not replace:\n",
+        "        if target.database_bytes < 0:\n",
+        "store/backup/test_backup.py::test_a_history_is_replaced_only_when_told",
+    ),
+)
