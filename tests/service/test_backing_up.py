@@ -200,8 +200,9 @@ def test_a_full_disk_of_the_backup_is_said_and_stops_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(writing, "write_segment", full)
-        rig.ask("tea", "a secret")
+        rig.ask("pot", "several pages " * 1000)  # which nothing changes later
         wait_for(lambda: failing(rig))
+        rig.ask("tea", "a secret")
         rig.ask("cup", "hello")
         delete(rig, "tea")
     wait_for(lambda: not failing(rig))
@@ -210,18 +211,20 @@ def test_a_full_disk_of_the_backup_is_said_and_stops_nothing(
         f"the backup is not whole: the backup {tmp_path / 'backup'}: No space left on device",
         "the backup is whole again",
     ]
-    assert restore(tmp_path / "backup", tmp_path / "restored").messages == 2
+    assert restore(tmp_path / "backup", tmp_path / "restored").messages == 4
     assert len(points(tmp_path / "backup")) == 1
 
 
 def test_a_folder_that_does_not_answer_holds_up_neither_turns_nor_deletions_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backup, answers, hangs = tmp_path / "backup", threading.Event(), threading.Event()
+    backup, answers = tmp_path / "backup", threading.Event()
+    hangs, has_ended = threading.Event(), threading.Event()
 
     def hang(*arguments: object) -> None:
         hangs.set()
         answers.wait(60)
+        has_ended.set()
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(backing_up, "STOP_SECONDS", 0.1)
@@ -234,6 +237,7 @@ def test_a_folder_that_does_not_answer_holds_up_neither_turns_nor_deletions_nor_
         wait_for(hangs.is_set)
         rig.ask("tea", "more")
         delete(rig, "tea")
+        assert not has_ended.is_set()
         wait_for(lambda: failing(rig))
         monkeypatch.setattr(writing, "write_base_description", hang)
         hangs.clear()
@@ -241,6 +245,7 @@ def test_a_folder_that_does_not_answer_holds_up_neither_turns_nor_deletions_nor_
             copying = threading.Thread(target=swallow, args=(admin.back_up, str(tmp_path / "copy")))
             copying.start()
             wait_for(hangs.is_set)
+    assert not has_ended.is_set()
     copying.join(60)
     assert not copying.is_alive()
     answers.set()
