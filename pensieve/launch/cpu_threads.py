@@ -6,8 +6,8 @@ for seconds.  Beside another busy process that is very slow, since the last thre
 spinning one holds, and each barrier costs a time slice of the operating system.  Here they spin for some
 microseconds.
 
-Both have as many threads as OpenMP says: one for each core that the process may run on, and no more than the
-control group's quota lets run at once, since threads beyond it only use the quota up sooner.
+Both have as many threads as OpenMP says: one for each core that the process may run on, but about as many as
+the control group's quota lets run at once, since threads beyond it only use the quota up sooner.
 """
 
 from __future__ import annotations

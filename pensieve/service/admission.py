@@ -22,6 +22,7 @@ from pensieve.service.limits import Allowances, Limits
 
 LATEST_SHARE = 1 / 8  # of the latest admission in the average
 ROOM_SHARE = 8
+CHARACTERS_MAX = 32 << 20  # of a tenant's turns that are about to begin
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Load:
     num_turns_of_tenant: int  # with its warms
     num_waiting: int  # of those begun: for which the engine has no room yet
     waiting_since: float | None  # the first of them
+    num_characters_of_tenant: int = 0  # of its turns that are about to begin
 
 
 class Admission:
@@ -70,6 +72,8 @@ class Admission:
                 f"{load.num_turns_of_tenant} turns of yours are waiting or running, and others need "
                 "room, too; try again later"
             )
+        if load.num_characters_of_tenant > CHARACTERS_MAX:
+            return QueueFull("messages of yours wait to be tokenized; try again later")
         allowance = self.allowances.of(tenant, now)
         return allowance.exceeded(load.num_turns_of_tenant, now) or allowance.calls_exceeded()
 

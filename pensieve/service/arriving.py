@@ -1,12 +1,14 @@
 """Turns that are about to begin: drafted, tokenized, or waiting for the store thread.
 
 They count like live ones, for the daemon's limit and for their tenant's, since nobody knows yet that they
-will be refused.  And a live turn without a reader is not given up while a request for it is on the way.
-All of it belongs to the loop.
+will be refused; so do the characters that they hold, for a tenant's own.  A live turn without a reader is not
+given up while a request for it is on the way, and a client that says the same again waits for its first call
+(`gone`).  All of it belongs to the loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import Any
 
@@ -18,17 +20,36 @@ class Arriving:
     def __init__(self) -> None:
         self.num_turns = 0
         self._of_tenant: Counter[str] = Counter()
+        self._characters_of_tenant: Counter[str] = Counter()
         self._of_request: Counter[tuple[str, str, str]] = Counter()
+        self._waiting: dict[tuple[str, str, str], list[asyncio.Future[None]]] = {}
 
     def add(self, ask: Ask) -> None:
         self.num_turns += 1
         self._of_tenant[ask.tenant] += 1
-        self._of_request[ask.tenant, ask.conversation_id, ask.request_id] += 1
+        self._characters_of_tenant[ask.tenant] += ask.num_characters
+        self._of_request[_request(ask)] += 1
 
     def remove(self, ask: Ask) -> None:
         self.num_turns -= 1
         _subtract(self._of_tenant, ask.tenant)
-        _subtract(self._of_request, (ask.tenant, ask.conversation_id, ask.request_id))
+        _subtract(self._characters_of_tenant, ask.tenant, ask.num_characters)
+        _subtract(self._of_request, _request(ask))
+        if not self._of_request[_request(ask)]:
+            for waiting in self._waiting.pop(_request(ask), ()):
+                if not waiting.done():
+                    waiting.set_result(None)
+
+    async def gone(self, ask: Ask) -> None:
+        """Until no call of this request is about to begin its turn."""
+        while ask.request_id and self.has_request(*_request(ask)):
+            waiting = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(_request(ask), []).append(waiting)
+            await waiting
+
+    def num_characters_of(self, tenant: str) -> int:
+        """That wait to be tokenized or stored."""
+        return self._characters_of_tenant[tenant]
 
     def num_of_tenant(self, tenant: str) -> int:
         return self._of_tenant[tenant]
@@ -41,7 +62,11 @@ class Arriving:
         return self._of_request[tenant, conversation_id, request_id] > 0
 
 
-def _subtract(counts: Counter[Any], key: Any) -> None:
-    counts[key] -= 1
+def _request(ask: Ask) -> tuple[str, str, str]:
+    return ask.tenant, ask.conversation_id, ask.request_id
+
+
+def _subtract(counts: Counter[Any], key: Any, number: int = 1) -> None:
+    counts[key] -= number
     if not counts[key]:
         del counts[key]

@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -74,7 +75,7 @@ from pensieve.store import records
 
 T = TypeVar("T")
 log = logging.getLogger("pensieve")
-LOOKUPS_MAX = 16  # at once, of requests that may not begin a turn
+LOOKUPS_MAX = 16  # of a tenant at once, of requests that may not begin a turn
 DRAFTS_MAX = 3  # of a request whose turn was running and is not live any more
 GIVEN_UP = "the turn was given up; its conversation is unchanged"
 
@@ -107,7 +108,7 @@ class Conversations:
         self._on_admitted = on_admitted
         self._charge_tokens = charge
         self._weight_of = weight_of
-        self._num_lookups = 0
+        self._num_lookups: Counter[str] = Counter()
 
     # -- conversations --
 
@@ -212,15 +213,15 @@ class Conversations:
 
     async def known(self, ask: Ask) -> LiveTurn | None:
         """The turn of a request that came before, if it runs or has its reply."""
-        if not ask.request_id or self._num_lookups == LOOKUPS_MAX:
+        if not ask.request_id or self._num_lookups[ask.tenant] == LOOKUPS_MAX:
             return None
-        self._num_lookups += 1
+        self._num_lookups[ask.tenant] += 1
         try:
             known = await self._threads.in_store(ask.tenant, self._history.known, ask)
         except NotFound:
             return None
         finally:
-            self._num_lookups -= 1
+            self._num_lookups[ask.tenant] -= 1
         if known is None:
             return None
         return replayed(known.turn, known.reply) if known.reply is not None else self.attach(ask)

@@ -212,6 +212,7 @@ class Daemon:
     async def begin(self, ask: Ask, seconds_left: float | None = None) -> LiveTurn:
         """A turn of a conversation: one that runs or has its reply, or another if it may begin now."""
         conversations = self.conversations
+        await conversations.arriving.gone(ask)
         if (live := conversations.attach(ask)) is not None:
             return live
         now = self._loop.time()
@@ -248,6 +249,7 @@ class Daemon:
             turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),
             turns.num_waiting,
             turns.waiting_since,
+            arriving.num_characters_of(tenant),
         )
 
     async def cancel_turn(self, conversation_id: str, turn_id: str = "", tenant: str = "") -> bool:

@@ -29,8 +29,17 @@ class _Job(NamedTuple):
 
 
 class FairPool:
-    def __init__(self, loop: asyncio.AbstractEventLoop, num_threads: int, name: str) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        num_threads: int,
+        name: str,
+        *,
+        drops_abandoned: bool = False,
+    ) -> None:
+        """`drops_abandoned`: a job is not begun once its caller is gone."""
         self._loop = loop
+        self._drops_abandoned = drops_abandoned
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._lock = Lock()
         self._queues: dict[
@@ -41,7 +50,7 @@ class FairPool:
         ] = {}  # jobs that have not ended, the oldest first
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
-        """Call it in a thread, to its end even if the caller is cancelled."""
+        """Call it in a thread; once it has begun, to its end even if the caller is cancelled."""
         done = self._loop.create_future()
         self._since[done] = self._loop.time()
         with self._lock:
@@ -78,7 +87,8 @@ class FairPool:
             if queue:
                 self._queues[tenant] = queue  # behind all others
         try:
-            self._answer(job.done, job.function(), None)
+            is_wanted = not (self._drops_abandoned and job.done.cancelled())
+            self._answer(job.done, job.function() if is_wanted else None, None)
         except Exception as error:
             self._answer(job.done, None, error)
         finally:

@@ -49,7 +49,7 @@ class Threads:
         self.loop = loop  # also the clock, but for what is recorded
         self._store_thread = FairPool(loop, 1, "store")
         self._read_thread = FairPool(loop, 1, "read")
-        self._text_pool = FairPool(loop, text_threads, "text")
+        self._text_pool = FairPool(loop, text_threads, "text", drops_abandoned=True)
         self._sequences: set[asyncio.Task[Any]] = set()
         self._background: set[asyncio.Task[Any]] = set()
         self._on_failure = on_failure

@@ -235,10 +235,12 @@ class Turns:
     # -- inside --
 
     def _remove(self, live: LiveTurn, finish: FinishReason) -> None:
-        del self._live[live.number]
-        del self._of_request[live.tenant, live.conversation_id, live.request_id]
+        if self._live.pop(live.number, None) is not None:
+            _count_out(self._num_of_tenant, live.tenant)
         self._waiting.pop(live.number, None)
-        _count_out(self._num_of_tenant, live.tenant)
+        request = (live.tenant, live.conversation_id, live.request_id)
+        if self._of_request.get(request) is live:  # not one of a conversation that was made anew
+            del self._of_request[request]
         live.move_to(Phase.ENDED)
         live.finish = finish
 

@@ -2,9 +2,9 @@
 
 A read sees what was committed when it began, all of it and nothing newer; it waits for no writer, and no
 writer waits for it.  Its snapshot ends with it: one that stayed open would keep deleted text in the
-write-ahead log.  While deleted text waits to be erased (erasure.py), a read begins a moment later, so that
-reads without a pause between them do not keep it.  The connection stays open, since there may be no file
-descriptor for another one; after an error it is opened anew.  One thread reads at a time.
+write-ahead log.  While deleted text waits to be erased (erasure.py), a read begins a moment later now and
+then, so that reads without a pause between them do not keep it.  The connection stays open, since there may
+be no file descriptor for another one; after an error it is opened anew.  One thread reads at a time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sqlite3 import Connection
 
 MAKE_WAY_SECONDS = 0.1
+MAKE_WAY_EVERY_SECONDS = 1.0  # another program may keep it pending for long
 PAGE_TOKEN_PATTERN = re.compile("[0-9]{1,18}")
 
 
@@ -41,6 +42,7 @@ class HistoryReader:
         self._running = running
         self._driver = writer.driver
         self._conn: Connection | None = None
+        self._makes_way_at = 0.0  # not before
 
     def get_conversation(self, conversation_id: str, *, tenant: str = "") -> Conversation:
         """One conversation, without its messages."""
@@ -80,7 +82,11 @@ class HistoryReader:
 
     def _make_way(self) -> None:
         """Leave a moment without a reader where one is waited for."""
-        end = time.monotonic() + MAKE_WAY_SECONDS
+        now = time.monotonic()
+        if not self._is_pending() or now < self._makes_way_at:
+            return
+        self._makes_way_at = now + MAKE_WAY_EVERY_SECONDS
+        end = now + MAKE_WAY_SECONDS
         while self._is_pending() and time.monotonic() < end:
             time.sleep(0.002)
 

@@ -64,6 +64,8 @@ class Process:
         """What the operating system does when a process is gone."""
         if self.machine is not None:
             self.machine.alive = False
+        if self.daemon is not None:
+            self.daemon.engine._spare.release()
         self.loop.abandon()
         self.looking.close()
         self.store._writer._discard()

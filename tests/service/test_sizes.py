@@ -18,7 +18,7 @@ from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import ConversationSettings
 from pensieve.service.grpc import json_values, sizes, translate
 from pensieve.service.live_turn import LiveTurn
-from pensieve.store.records import NewConversation
+from pensieve.store.records import PAGE_BYTES_MAX, NewConversation
 from pensieve.text import Part
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import DaemonRig, details
@@ -202,7 +202,7 @@ def test_what_was_created_can_be_read_with_what_clients_receive_by_default(
         listed, token, num_pages = [], "", 0
         while token or not num_pages:
             page = rig.stub.ListConversations(pb.ListConversationsRequest(page_token=token))
-            assert page.ByteSize() <= sizes.PAGE_BYTES_MAX + 4096
+            assert page.ByteSize() <= PAGE_BYTES_MAX + 4096
             listed += [each.conversation_id for each in page.conversations]
             token, num_pages = page.next_page_token, num_pages + 1
         assert listed == [f"c{number}" for number in reversed(range(num_large))]

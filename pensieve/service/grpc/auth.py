@@ -45,7 +45,7 @@ from pensieve.errors import (
 from pensieve.service.grpc import sizes, translate
 from pensieve.service.grpc.audit import DELETE_METHOD, Audit
 from pensieve.service.grpc.calls import Calls
-from pensieve.service.grpc.incoming import Incoming
+from pensieve.service.grpc.incoming import Held, Incoming
 from pensieve.service.limits import LIMIT_NAMES, NO_LIMITS, WHOLE, Allowances, Limits
 from pensieve.store.records import ID_PATTERN
 
@@ -220,6 +220,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         ) -> Any:
             began, peer = asyncio.get_running_loop().time(), context.peer()
             found, outcome = ANONYMOUS, "CANCELLED"
+            held: Held | None = None
             try:
                 found = self._admitted(details.method, metadata, peer)
                 _caller.set(found)
@@ -227,7 +228,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     context = self._calls.enter(context, found.tenant, details.method)
                 if takes_one:
                     tenant = found.tenant if found.known else None
-                    requests = _parsed(parse, await self._incoming.body(context, tenant))
+                    raw, held = await self._incoming.body(context, tenant)
+                    requests = _parsed(parse, raw)
+                    del raw
+                    if is_counted:
+                        context.received(held)
                 answer = await act(requests, context)
                 if is_counted and answer is not None:
                     context.answers(answer)
@@ -249,6 +254,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 log.exception("incident %s in %s", incident, details.method)
                 await context.abort(grpc.StatusCode.INTERNAL, f"internal error {incident}")
             finally:
+                if held is not None:
+                    held.release()
                 if is_audited and found is not ANONYMOUS:
                     self._audit.ended(details.method, requests, found, peer, outcome, began)
 

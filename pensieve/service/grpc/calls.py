@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from pensieve.service.grpc.incoming import Held
 from pensieve.service.limits import Allowance, Allowances
 
 SEND_METHOD = "/pensieve.v1.ConversationService/SendMessage"
@@ -31,11 +32,16 @@ class Call:
         self._context = context
         self._allowance = allowance
         self._num_bytes = 0  # of an answer, until the call has ended
+        self._request: Held | None = None
         allowance.num_calls += 1
         context.add_done_callback(self._ended)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
+
+    def received(self, request: Held) -> None:
+        """It is held until the first piece of a stream is written, or the call ends."""
+        self._request = request
 
     def answers(self, message: Any) -> None:
         """The call's only answer is about to be sent; QueueFull if it must not be."""
@@ -47,6 +53,8 @@ class Call:
 
     async def write(self, message: Any) -> None:
         """A piece of a stream; it waits while the tenant's clients have too much to take."""
+        if self._request is not None:
+            self._request.release()
         num_bytes, allowance = message.ByteSize(), self._allowance
         while allowance.num_unread_bytes and allowance.unread_exceeded(num_bytes) is not None:
             await asyncio.sleep(LOOK_SECONDS)

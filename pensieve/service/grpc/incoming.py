@@ -6,7 +6,8 @@ messages, which is the same on the wire: of a stream it receives no more than a 
 server.py) until somebody reads.  We read when the caller is known (auth.py), and only the first message.
 
 * Callers that are known, by a token or because none are needed, have RECEIVING_MAX bodies on their way per
-  tenant, each of which may take BODY_SECONDS; the others wait, and hold a window each.
+  tenant, each of which may take BODY_SECONDS; the others wait, and hold a window each.  So they do while
+  HELD_BYTES_MAX of the tenant's requests are being handled, which is until their answer begins.
 * Everybody else may ask for health.  All of them share STRANGERS: few calls at once (a watch of health is
   one), few bodies, soon given up; more are refused.
 
@@ -23,6 +24,8 @@ from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
 
 RECEIVING_MAX = 16
 BODY_SECONDS = 30.0
+HELD_BYTES_MAX = 32 << 20  # of a tenant's, beyond which no further one is received
+LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,21 @@ class _Group:
         self.terms = terms
         self.slots = asyncio.Semaphore(terms.receiving_max)
         self.num_calls = 0
+        self.num_bytes_held = 0
+
+
+class Held:
+    """The memory that a request takes while it is handled."""
+
+    def __init__(self, group: _Group, num_bytes: int) -> None:
+        self._group = group
+        self._num_bytes = num_bytes
+        group.num_bytes_held += num_bytes
+
+    def release(self) -> None:
+        """More than once does no harm."""
+        self._group.num_bytes_held -= self._num_bytes
+        self._num_bytes = 0
 
 
 class Incoming:
@@ -55,11 +73,13 @@ class Incoming:
             str, _Group
         ] = {}  # by tenant, of which there are as many as in the token file
 
-    async def body(self, context: Any, tenant: str | None) -> bytes:
+    async def body(self, context: Any, tenant: str | None) -> tuple[bytes, Held]:
         """The bytes of a call's request; `tenant` is None for somebody who is not known."""
         group = self._enter(context, tenant)
         seconds = group.terms.seconds
         async with group.slots:
+            while group.num_bytes_held > HELD_BYTES_MAX:
+                await asyncio.sleep(LOOK_SECONDS)
             try:
                 async with asyncio.timeout(seconds):
                     raw = await context.read()
@@ -67,7 +87,7 @@ class Incoming:
                 raise DeadlineExceeded(f"the request did not arrive within {seconds:g} s") from None
         if not isinstance(raw, bytes):  # the end of the stream
             raise InvalidArgument("request", "is missing")
-        return raw
+        return raw, Held(group, len(raw))
 
     def _enter(self, context: Any, tenant: str | None) -> _Group:
         """Count a stranger's call until it has ended for gRPC: the answer may wait long after ours."""
