@@ -133,8 +133,8 @@ def test_a_guessed_text_takes_the_time_of_any_other(tmp_path: Path) -> None:
         return say(client, prefix_id, text, prefix_id)
 
     with tenants(tmp_path, (*ECHO, "--seconds=0.005")) as (_, victim, guesser):
-        for number in range(4):  # a daemon remembers the latest 256 prefixes
-            told, untold = texts(f"p{number}-", 100), texts(f"q{number}-", 100)
+        for number in range(24):  # a daemon remembers the latest 256 prefixes, of all tenants
+            told, untold = texts(f"p{number}-", 50), texts(f"q{number}-", 50)
             for prefix_id, text in told.items():
                 say(victim, f"v-{prefix_id}", text, prefix_id)
             for costs, client in ((found, guesser), (own, victim)):
