@@ -39,11 +39,33 @@ PROTECTIONS = (
         "service/test_sizes.py::test_what_an_earlier_version_took_is_listed_without_what_is_too_large",
     ),
     protection(
-        "a window of 16 KiB for what nobody reads yet, and few bodies of strangers",
+        "a window of 16 KiB for what nobody reads yet",
         "service/grpc/server.py",
         "WINDOW_BYTES = 16 << 10 ",
         "WINDOW_BYTES = 4 << 20 ",
         "service/test_peers.py::test_somebody_without_a_token_costs_little_memory",
+    ),
+    protection(
+        "strangers have few calls at once",
+        "service/grpc/incoming.py",
+        "        if calls_max is not None and group.num_calls >= calls_max:\n",
+        "        if calls_max is not None and group.num_calls < 0:\n",
+        "service/test_peers.py"
+        "::test_strangers_have_few_calls_at_once_until_their_answers_are_taken",
+    ),
+    protection(
+        "a tenant has few bodies on their way",
+        "service/grpc/incoming.py",
+        "        self.slots = asyncio.Semaphore(terms.receiving_max)\n",
+        "        self.slots = asyncio.Semaphore(1_000_000)\n",
+        "service/test_peers.py::test_somebody_with_a_token_has_few_bodies_on_their_way",
+    ),
+    protection(
+        "a body that does not end is given up",
+        "service/grpc/incoming.py",
+        "                async with asyncio.timeout(seconds):\n",
+        "                async with asyncio.timeout(None):\n",
+        "service/test_peers.py::test_a_body_that_does_not_end_is_given_up_and_lets_the_next_one_in",
     ),
     protection(
         "readers that take nothing are cancelled",
