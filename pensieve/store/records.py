@@ -178,6 +178,7 @@ class Page(NamedTuple):
 
     conversations: tuple[Conversation, ...]
     next_page_token: str  # empty on the last page
+    tokens: tuple[str, ...]  # of the page that begins behind each of them
 
 
 class MessagePage(NamedTuple):
