@@ -93,11 +93,12 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
     """The token file: TOML, a `[[token]]` for each with sha256, tenant and admin."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
+        mode = path.stat().st_mode
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number too long, too deep
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    if path.stat().st_mode & 0o077:
+    if mode & 0o077:
         raise ConfigError(f"{path} can be read by others; chmod 600 it")
     tokens = []
     entries = table.get("token", [])

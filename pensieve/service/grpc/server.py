@@ -222,6 +222,7 @@ class Server:
                     self._audit.tokens_reloaded,
                 )
             )
+            watching.add_done_callback(self._watching_ended)
             self._background.append(watching)
         await self._server.start()
         self._audit.started(self.address)
@@ -231,6 +232,11 @@ class Server:
         limits = auth.limits_of(tokens)
         self._guard.use(tokens)
         self.daemon.use_limits(limits)
+
+    def _watching_ended(self, watching: asyncio.Task[None]) -> None:
+        """A daemon that does not hear of tokens that are taken out must not go on."""
+        if not watching.cancelled() and (error := watching.exception()) is not None:
+            self._fail(error)
 
     def _listen_on_port(self) -> None:
         listening = self._listening
