@@ -76,7 +76,7 @@ def _control_groups(controller: str) -> Iterator[Path]:
 
 
 def _cached_bytes(folder: Path) -> int:
-    """Of files that a group has read and nobody uses now: the kernel gives them up before it refuses memory."""
+    """Of files that a group has read: the kernel gives those up that nobody uses before it refuses memory."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
         figures = dict(line.split() for line in lines if line.count(" ") == 1)
