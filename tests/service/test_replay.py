@@ -132,6 +132,35 @@ def test_logprobs_come_again_over_the_wire(tmp_path: Path, monkeypatch: pytest.M
     assert packed_in[0].startswith("text")
 
 
+def test_a_conversation_is_deleted_while_logprobs_of_its_turn_are_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one of its name has nothing to do with the turn, which finds that it is gone."""
+    is_packing, may_go_on = threading.Event(), threading.Event()
+
+    def packed(live: LiveTurn) -> bytes:
+        is_packing.set()
+        assert may_go_on.wait(60)
+        return packed_logprobs(live)
+
+    monkeypatch.setattr(conversations, "packed_logprobs", packed)
+    written = {"device_cache": "600t", "host_cache": "200t"}
+    with DaemonRig(tmp_path / "data", program=ENGINE, written=written) as rig:
+        call = rig.send("c", "Hello.", sampling=pb.Sampling(max_tokens=3, logprobs=2))
+        wait_for(is_packing.is_set, 60)
+        rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="c"))
+        rig.stub.CreateConversation(pb.CreateConversationRequest(conversation_id="c"))
+        may_go_on.set()
+        with pytest.raises(grpc.RpcError) as error:
+            list(call)
+        assert error.value.code() is grpc.StatusCode.ABORTED
+        assert rig.messages("c") == []
+        assert rig.call(rig.daemon.check()) == []
+        rig.ask("c", "Hello.", sampling=pb.Sampling(max_tokens=3, logprobs=2))
+        assert len(rig.messages("c")) == 2
+        assert rig.call(rig.daemon.check()) == []
+
+
 def test_logprobs_of_other_tokens_are_not_sent() -> None:
     """The text was tokenized again meanwhile, and has another number of them."""
     live = LiveTurn(1, "c", 0, 3)
