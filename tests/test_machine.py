@@ -86,3 +86,40 @@ def test_memory_is_what_the_group_has_left(groups: Path, own: str, files: dict[s
     assert machine.available_memory_bytes() > free / 2
     write(groups, own, **files)
     assert machine.available_memory_bytes() == 3000
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        (
+            "0::/a\n",
+            {
+                "a__memoryDOTmax": "5000",
+                "a__memoryDOTcurrent": "4900",
+                "a__memoryDOTstat": "anon 900\nfile 4000\ninactive_anon 100\ninactive_file 3500\n",
+            },
+        ),
+        (
+            "4:memory:/a\n",
+            {
+                "memory__a__memoryDOTlimit_in_bytes": "5000",
+                "memory__a__memoryDOTusage_in_bytes": "4900",
+                # version 1 has the group's own figures and, with `total_`, those of all below it
+                "memory__a__memoryDOTstat": "inactive_file 7\ntotal_inactive_file 3500\n",
+            },
+        ),
+        (
+            "0::/a\n",
+            {
+                "a__memoryDOTmax": "3600",
+                "a__memoryDOTcurrent": "1",
+                "a__memoryDOTstat": "inactive_file 9999\nbroken\n",  # read a moment later
+            },
+        ),
+    ],
+)
+def test_files_that_are_cached_take_no_memory_of_the_group(
+    groups: Path, own: str, files: dict[str, str]
+) -> None:
+    write(groups, own, **files)
+    assert machine.available_memory_bytes() == 3600

@@ -66,6 +66,7 @@ from pensieve.service.live_turn import (
     Phase,
     cache_key,
     names_of,
+    packed_logprobs,
     replayed,
 )
 from pensieve.service.readers import ReaderLimits, Readers, Write, ids_of
@@ -350,6 +351,11 @@ class Conversations:
                 )
                 self._fail(live, failure_of(ending.failure))
             else:
+                if live.logprobs:  # so many that packing them would hold everybody up
+                    packed = await self._threads.in_text_pool(
+                        live.tenant, lambda: packed_logprobs(live)
+                    )
+                    reply = replace(reply, logprobs=packed)
                 committed = await self._threads.in_store(live.tenant, self._history.finish, reply)
                 self.turns.finish(live, reply, committed)
                 self.readers.wake(live.number)

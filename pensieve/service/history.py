@@ -339,7 +339,9 @@ class History:
         text = reply.text
         if reply.is_cut:
             text = self._template.tokenizer.decode(list(reply.token_ids))
-        message = records.NewMessage("assistant", text, reply.token_ids, "", reply.stream)
+        message = records.NewMessage(
+            "assistant", text, reply.token_ids, "", reply.stream, reply.logprobs
+        )
         revision = self._store.finish_turn(
             reply.turn_id, message, reply.finish.value, reply.figures
         )

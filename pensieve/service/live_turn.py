@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any, NamedTuple
 
-from pensieve.core.iteration import Logprob, SampledToken
+from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.messages import SubmitTurn
 from pensieve.errors import PensieveError
 from pensieve.service.draft import Ask
+from pensieve.service.logprobs import PackedLogprobs, Row, pack
 from pensieve.store import records
 from pensieve.text import Part, PartMarker
 
@@ -80,6 +81,7 @@ class Reply:
     finish: FinishReason
     figures: Mapping[str, Any]  # usage, as it is stored
     is_cut: bool = False  # a cancel cut it: what was withheld as a possible stop string is text
+    logprobs: bytes = b""  # packed
 
 
 class Committed(NamedTuple):
@@ -102,7 +104,7 @@ class LiveTurn:
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # that each token released
     parts: list[Part] = field(default_factory=list)  # that each token belongs to
-    logprobs: dict[int, tuple[float, tuple[Logprob, ...]]] = field(default_factory=dict)
+    logprobs: dict[int, Row] | PackedLogprobs = field(default_factory=dict)
     ask: Ask | None = None  # that began it here; None of one that was completed before
     begun_at: float = 0.0  # by the loop's clock
     admitted: bool = False  # the engine has room for it; before that it waits
@@ -145,6 +147,7 @@ class LiveTurn:
     def take(self, token: SampledToken) -> None:
         """Append one sampled token; whoever reads goes by `token_ids`, which therefore comes last."""
         if token.logprob is not None:
+            assert isinstance(self.logprobs, dict)
             self.logprobs[len(self.token_ids)] = (token.logprob, token.top_logprobs)
         self.texts.append(token.text)
         self.parts.append(self.marker.push(token.token_id) if self.marker else Part.TEXT)
@@ -152,7 +155,7 @@ class LiveTurn:
 
 
 def stream_of(live: LiveTurn) -> dict[str, Any]:
-    """What a reply is stored with, so that its deltas can be sent again: runs of parts, and logprobs.
+    """What a reply is stored with, so that its deltas can be sent again: runs of parts.
 
     `parts` holds (part, tokens, characters) of each run; a reply that is only text has none.
     """
@@ -165,18 +168,19 @@ def stream_of(live: LiveTurn) -> dict[str, Any]:
         runs[-1][2] += len(text)
     if any(run[0] != Part.TEXT.value for run in runs):
         stream["parts"] = runs
-    if live.logprobs:
-        stream["logprobs"] = [
-            [logprob, [list(each) for each in top]]
-            for logprob, top in (live.logprobs[i] for i in range(live.num_tokens))
-        ]
     return stream
+
+
+def packed_logprobs(live: LiveTurn) -> bytes:
+    """The rest of it; of a turn that the engine has ended, in any thread."""
+    return pack(live.logprobs[number] for number in range(live.num_tokens))
 
 
 def replayed(turn: records.StoredTurn, reply: records.NewMessage) -> LiveTurn:
     """A turn that was completed before, as its reader sees it again."""
     assert turn.finish_reason is not None
     num_tokens, content = len(reply.token_ids), reply.content
+    logprobs = PackedLogprobs(reply.logprobs) if reply.logprobs else None
     texts, parts = [""] * num_tokens, [Part.TEXT] * num_tokens
     runs = reply.extra.get("parts") or [[Part.TEXT.value, num_tokens, len(content)]]
     token = character = 0
@@ -194,10 +198,8 @@ def replayed(turn: records.StoredTurn, reply: records.NewMessage) -> LiveTurn:
         token_ids=list(reply.token_ids),
         texts=texts,
         parts=parts,
-        logprobs={
-            token: (logprob, tuple(Logprob(*each) for each in top))
-            for token, (logprob, top) in enumerate(reply.extra.get("logprobs", ()))
-        },
+        # of a text that was tokenized again there are none
+        logprobs=logprobs if logprobs and len(logprobs) == num_tokens else {},
         phase=Phase.ENDED,
         finish=FinishReason(turn.finish_reason),
         revision=turn.revision,

@@ -1,7 +1,8 @@
 """The table of private content (texts, tokens, names), from which deletion leaves no trace.
 
 A body is the private part of a conversation, a message or a turn: a JSON object, and for messages the
-packed token ids, under one CRC.  All other tables hold numbers, states, fixed words and digests.
+packed token ids, under one CRC.  The logprobs of a turn are a body of their own: packed, and no JSON.  All
+other tables hold numbers, states, fixed words and digests.
 
 Why one table.  `secure_delete` overwrites a cell where it lies *now*, but when SQLite balances a B-tree it
 copies cells between pages and leaves the old copies in the unused middle of a page, where no later delete
@@ -71,8 +72,11 @@ def insert_body(
     conn: Connection, tenant: str, private: Mapping[str, Any], token_ids: Sequence[int] = ()
 ) -> int:
     """Append a body of a tenant's; returns its row number."""
-    fields = canonical_json(private)
-    tokens = pack_tokens(token_ids)
+    return insert_packed_body(conn, tenant, canonical_json(private), pack_tokens(token_ids))
+
+
+def insert_packed_body(conn: Connection, tenant: str, fields: bytes, tokens: bytes) -> int:
+    """The same, of the bytes of both parts."""
     cursor = conn.execute(
         "INSERT INTO bodies (crc, private, tokens) VALUES (?, ?, ?)",
         (body_crc(fields, tokens), fields, tokens),

@@ -38,7 +38,12 @@ STEP_ROWS = 128
 STEP_BYTES = 256 * 2**10
 STEP_PAGES = 256
 AUTO_VACUUM_INCREMENTAL = 2
-HOLDERS = ("messages", "turns", "conversations")  # the tables that refer to bodies
+HOLDERS = (  # the columns that refer to bodies
+    ("messages", "body"),
+    ("turns", "body"),
+    ("turns", "logprobs"),
+    ("conversations", "body"),
+)
 
 
 class Phase(Enum):
@@ -132,8 +137,8 @@ def _move_body(conn: Connection, body: int) -> None:
         " SELECT crc, private, tokens FROM bodies WHERE body = ?",
         (body,),
     ).lastrowid
-    for table in HOLDERS:
-        conn.execute(f"UPDATE {table} SET body = ? WHERE body = ?", (copy, body))
+    for table, column in HOLDERS:
+        conn.execute(f"UPDATE {table} SET {column} = ? WHERE {column} = ?", (copy, body))
     conn.execute(
         "UPDATE bodies SET crc = NULL, private = NULL, tokens = NULL WHERE body = ?", (body,)
     )

@@ -194,6 +194,8 @@ def delete_conversation(conn: Connection, conversation: int, tenant: str) -> Non
     bodies = conn.execute(
         f"SELECT body FROM messages WHERE {only_here}"
         " UNION ALL SELECT body FROM turns WHERE conversation = :conversation"
+        " UNION ALL SELECT logprobs FROM turns WHERE conversation = :conversation"
+        " AND logprobs IS NOT NULL"
         " UNION ALL SELECT body FROM conversations WHERE conversation = :conversation",
         name,
     ).fetchall()

@@ -1,9 +1,10 @@
 """Forgets the request_ids of turns that ended long ago, in steps of a few milliseconds.
 
 A turn that is forgotten can neither be replayed nor begun again by its request_id; the same id is then new.
-If some history holds its messages the turn stays, with a key that no request has, and without what its
-request said.  If none does (it was interrupted, it failed, or a rewind cut it), nothing needs it any more,
-and it goes with its messages.  There is no third case: a history holds a turn's messages all or not at all.
+If some history holds its messages the turn stays, with a key that no request has, without logprobs, and
+without what its request said.  If none does (it was interrupted, it failed, or a rewind cut it), nothing
+needs it any more, and it goes with its messages.  There is no third case: a history holds a turn's messages
+all or not at all.
 
 A pass looks at the turns in the order of their beginnings, up to the first that began too late.  A step is
 one transaction, if there is something to forget, else a read.  The next pass begins behind the turns that
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 LOOKED_AT = 4096  # turns of a step
 FORGOTTEN_AT_ONCE = 64
+FORGOTTEN_BYTES = 2**20  # of logprobs; those of one turn may be more
 FORGOTTEN = {"request_id": "", "sampling": {}, "content_hash": ""}
 
 
@@ -42,14 +44,16 @@ class Forgetting:
         with self._writer.reading() as conn:
             rows = conn.execute(
                 "SELECT turn_id, body, length(request_key) = ?, created_at,"
-                " state <> 'running' AND coalesce(finished_at, created_at) < ? FROM turns"
+                " state <> 'running' AND coalesce(finished_at, created_at) < ?,"
+                " (SELECT length(tokens) FROM bodies b WHERE b.body = turns.logprobs) FROM turns"
                 " WHERE turn_id > ? ORDER BY turn_id LIMIT ?",
                 (KEY_BYTES, before, self._after, LOOKED_AT),
             ).fetchall()
         old: list[tuple[int, int]] = []
         after, first, has_gap = self._after, self._first, self._has_gap
         goes_on = len(rows) == LOOKED_AT
-        for turn_id, body, is_known, created_at, has_ended in rows:
+        num_bytes = 0
+        for turn_id, body, is_known, created_at, has_ended, logprobs_bytes in rows:
             if created_at >= before:
                 goes_on = False
                 break
@@ -57,6 +61,10 @@ class Forgetting:
                 goes_on = True
                 break
             if is_known and has_ended:
+                num_bytes += logprobs_bytes or 0
+                if old and num_bytes > FORGOTTEN_BYTES:
+                    goes_on = True
+                    break
                 old.append((turn_id, body))
             has_gap = has_gap or (is_known and not has_ended)
             after, first = turn_id, first if has_gap else turn_id
@@ -70,10 +78,14 @@ class Forgetting:
 
 
 def _forget(conn: Connection, turn_id: int, body: int) -> None:
-    ((tenant,),) = conn.execute(
-        "SELECT tenant FROM conversations JOIN turns USING (conversation) WHERE turn_id = ?",
+    ((tenant, logprobs),) = conn.execute(
+        "SELECT tenant, logprobs FROM conversations JOIN turns USING (conversation)"
+        " WHERE turn_id = ?",
         (turn_id,),
     ).fetchall()
+    if logprobs is not None:
+        wipe_bodies(conn, tenant, [logprobs])
+        conn.execute("UPDATE turns SET logprobs = NULL WHERE turn_id = ?", (turn_id,))
     is_held = conn.execute(
         "SELECT 1 FROM messages JOIN history USING (message) WHERE turn_id = ? LIMIT 1", (turn_id,)
     ).fetchone()

@@ -118,7 +118,8 @@ def page_of_conversations(
     before = int(page_token) if page_token else 2**63 - 1
     page, more = conversation_rows.conversations_before(conn, tenant, before, page_size)
     conversations = tuple(running.as_read(each) for _, each in page)
-    return Page(conversations, str(page[-1][0]) if more else "")
+    tokens = tuple(str(number) for number, _ in page)
+    return Page(conversations, tokens[-1] if more else "", tokens)
 
 
 def some_messages(

@@ -9,7 +9,7 @@ The tables:
     turns           one row per request; `request_key` is a digest of its request_id
     messages        one row per message, shared by every conversation whose history holds it
     history         which messages a conversation has, in order: (position, message)
-    bodies          the private part of all three (see bodies.py)
+    bodies          the private part of all three, and logprobs of turns (see bodies.py)
     space           one row: the bytes that wiped bodies waste
     tenants         the bytes that each tenant's conversations take (stored_bytes.py)
 
@@ -27,7 +27,7 @@ from typing import Any
 from sqlite_utils import Migrations
 
 from pensieve.errors import StoreError, StoreTooNew, StoreUnavailable
-from pensieve.store.stored_bytes import ADDED_UP
+from pensieve.store.stored_bytes import ADDED_UP_BEFORE_LOGPROBS
 
 APPLICATION_ID = 0x50656E73  # "Pens"
 
@@ -120,13 +120,25 @@ def m003_bytes_of_tenants(db: Any) -> None:
         "CREATE TABLE tenants (tenant TEXT PRIMARY KEY, stored_bytes INTEGER NOT NULL)"
         " STRICT, WITHOUT ROWID"
     )
-    db.conn.execute(f"INSERT INTO tenants (tenant, stored_bytes) {ADDED_UP}")
+    db.conn.execute(f"INSERT INTO tenants (tenant, stored_bytes) {ADDED_UP_BEFORE_LOGPROBS}")
     db.conn.execute("PRAGMA user_version = 3")
+
+
+def m004_logprobs(db: Any) -> None:
+    """Megabytes that only a replay reads have a body of their own."""
+    db.conn.execute("ALTER TABLE turns ADD COLUMN logprobs INTEGER")
+    db.conn.execute("CREATE INDEX turns_logprobs ON turns (logprobs) WHERE logprobs IS NOT NULL")
+    db.conn.execute("PRAGMA user_version = 4")
 
 
 Step = Callable[[Any], None]  # takes a sqlite_utils Database
 
-STEPS: tuple[Step, ...] = (m001_initial, m002_holders_by_body, m003_bytes_of_tenants)
+STEPS: tuple[Step, ...] = (
+    m001_initial,
+    m002_holders_by_body,
+    m003_bytes_of_tenants,
+    m004_logprobs,
+)
 
 
 def migrate(db: Any, path: Path, steps: Sequence[Step] = STEPS) -> None:

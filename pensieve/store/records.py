@@ -49,7 +49,8 @@ LEGAL_TRANSITIONS: Mapping[TurnState, frozenset[TurnState]] = {
 class NewMessage:
     """A message to append to the log, with exactly the tokens that it adds.
 
-    `extra` holds what else a template needs to render it again (tool calls, thinking).
+    `extra` holds what else a template needs to render it again (tool calls, thinking).  `logprobs` are those
+    of a reply, in whatever form; the turn has them, and only who reads its messages gets them.
     """
 
     role: str
@@ -57,6 +58,7 @@ class NewMessage:
     token_ids: Sequence[int] = ()
     tool_call_id: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    logprobs: bytes = b""
 
     def private(self) -> dict[str, Any]:
         """The JSON object of its body."""
@@ -178,6 +180,7 @@ class Page(NamedTuple):
 
     conversations: tuple[Conversation, ...]
     next_page_token: str  # empty on the last page
+    tokens: tuple[str, ...]  # of the page that begins behind each of them
 
 
 class MessagePage(NamedTuple):

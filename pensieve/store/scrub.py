@@ -41,11 +41,14 @@ KEYS = {
 }
 
 
+EVERY_ROW = "body > 0"
+
+
 class Index(NamedTuple):
     table: str
     name: str
     columns: tuple[str, ...]
-    where: str = "body > 0"  # what is true of each row that is in it
+    where: str = EVERY_ROW  # what is true of each row that is in it
 
 
 INDEXES = (
@@ -56,6 +59,7 @@ INDEXES = (
     Index("turns", "sqlite_autoindex_turns_1", ("conversation", "request_key")),
     Index("turns", "turns_running", ("conversation",), "state = 'running'"),
     Index("turns", "turns_body", ("body",)),
+    Index("turns", "turns_logprobs", ("logprobs",), "logprobs IS NOT NULL"),
     Index("messages", "messages_turn", ("turn_id",)),
     Index("messages", "messages_body", ("body",)),
 )
@@ -168,6 +172,10 @@ def _bodies(conn: Connection, after: int, problems: list[str]) -> int | None:
 def _indexed(index: Index, conn: Connection, after: int, problems: list[str]) -> int | None:
     table, name, columns, where = index
     key = KEYS[table]
+    if where != EVERY_ROW:  # it may be empty, so that no row leads to it
+        conn.execute(
+            f"SELECT {key} FROM {table} INDEXED BY {name} WHERE {where} LIMIT 1"
+        ).fetchall()
     last: int | None = conn.execute(
         f"SELECT max(k) FROM (SELECT {key} AS k FROM {table} NOT INDEXED WHERE {key} > ?"
         f" ORDER BY {key} LIMIT ?)",

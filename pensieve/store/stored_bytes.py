@@ -39,7 +39,7 @@ def of_all(conn: Connection) -> dict[str, int]:
 
 # (tenant, bytes) added up from the records themselves.  A message belongs to whoever's turn made it, or, when
 # that turn is gone, to whoever's history holds it: forks are of the same tenant.
-ADDED_UP = f"""
+ADDED_UP_BEFORE_LOGPROBS = f"""
     WITH owned AS (
         SELECT tenant, body FROM conversations
         UNION ALL
@@ -56,3 +56,9 @@ ADDED_UP = f"""
     FROM owned JOIN bodies b USING (body)
     WHERE b.crc IS NOT NULL AND tenant IS NOT NULL GROUP BY tenant
 """
+ADDED_UP = ADDED_UP_BEFORE_LOGPROBS.replace(
+    "WITH owned AS (",
+    """WITH owned AS (
+        SELECT c.tenant, t.logprobs AS body FROM turns t JOIN conversations c USING (conversation)
+        UNION ALL""",
+)

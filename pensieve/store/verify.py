@@ -165,6 +165,7 @@ STORE_QUERIES = (
         WITH holders AS (
             SELECT body FROM conversations UNION ALL SELECT body FROM turns
             UNION ALL SELECT body FROM messages
+            UNION ALL SELECT logprobs FROM turns WHERE logprobs IS NOT NULL
         ), held AS (SELECT body, count(*) AS num FROM holders GROUP BY body)
         SELECT b.body, coalesce(held.num, 0), iif(b.crc IS NULL, 'wiped', 'not wiped')
         FROM bodies b LEFT JOIN held USING (body)

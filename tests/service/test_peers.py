@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +18,11 @@ import pytest
 from pensieve.client import Client
 from pensieve.client.admin import Admin
 from pensieve.errors import DeadlineExceeded, QueueFull
-from pensieve.service.grpc import auth
-from pensieve.service.grpc.incoming import RECEIVING_MAX, STRANGERS, Incoming, Terms
+from pensieve.service.grpc import auth, server
+from pensieve.service.grpc.incoming import RECEIVING_MAX, Incoming, StrangersTerms, Terms
 from pensieve.v1 import admin_pb2, conversation_pb2
 from tests.service.raw_http2 import DATA, END_STREAM, RST_STREAM, RawPeer, frame
-from tests.service.rig_daemon import ServeProcess, wait_for
+from tests.service.rig_daemon import DaemonRig, ServeProcess, wait_for
 
 MIB = 1 << 20
 GROWTH_MAX = 64 * MIB
@@ -196,10 +197,12 @@ class Call:
     def __init__(self, body: Any = None) -> None:
         self.arrived: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.end: Callable[[Any], None] = lambda context: None
+        self.is_read = False
         if body is not None:
             self.arrived.set_result(body)
 
     async def read(self) -> Any:
+        self.is_read = True
         return await self.arrived
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
@@ -208,9 +211,9 @@ class Call:
 
 def test_a_body_that_does_not_end_is_given_up_and_lets_the_next_one_in() -> None:
     async def run() -> None:
-        incoming = Incoming(known=Terms(receiving_max=2, seconds=0.05))
+        incoming = Incoming(known=Terms(receiving_max=2, seconds=1.0))
         stuck = [asyncio.ensure_future(incoming.body(Call(), "a")) for _ in range(2)]
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.5)
         assert (await incoming.body(Call(b"whole"), "b"))[0] == b"whole", "another tenant's"
         assert not stuck[0].done()
         assert (await incoming.body(Call(b"whole"), "a"))[0] == b"whole"
@@ -221,19 +224,107 @@ def test_a_body_that_does_not_end_is_given_up_and_lets_the_next_one_in() -> None
     asyncio.run(run())
 
 
-def test_strangers_have_few_calls_at_once_until_their_answers_are_taken() -> None:
+def test_who_waits_for_bodies_that_do_not_end_is_given_up_too() -> None:
     async def run() -> None:
-        incoming = Incoming(strangers=Terms(1, 1.0, calls_max=2))
-        calls = [Call(b""), Call(b"")]
-        for call in calls:
-            assert (await incoming.body(call, None))[0] == b""
-        with pytest.raises(QueueFull):
-            await incoming.body(Call(b""), None)
-        assert (await incoming.body(Call(b""), "a"))[0] == b""
-        calls[0].end(calls[0])
-        assert (await incoming.body(Call(b""), None))[0] == b""
+        incoming = Incoming(known=Terms(receiving_max=1, seconds=0.05))
+        calls = [Call() for _ in range(50)]
+        tasks = [asyncio.ensure_future(incoming.body(call, "a")) for call in calls]
+        first = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(each, DeadlineExceeded) for each in first)
+        assert sum(call.is_read for call in calls) < 10, "they wait beside each other"
+        assert (await incoming.body(Call(b"whole"), "a"))[0] == b"whole"
 
     asyncio.run(run())
+
+
+def test_strangers_have_few_checks_of_a_connection_until_their_answers_are_taken() -> None:
+    async def run() -> None:
+        incoming = Incoming(strangers=StrangersTerms(calls_max=2))
+        calls = [Call(b""), Call(b"")]
+        for call in calls:
+            assert await incoming.strangers_body(call, "one", is_watch=False) == b""
+        with pytest.raises(QueueFull):
+            await incoming.strangers_body(Call(b""), "one", is_watch=False)
+        assert await incoming.strangers_body(Call(b""), "another", is_watch=False) == b""
+        calls[0].end(calls[0])
+        assert await incoming.strangers_body(Call(b""), "one", is_watch=False) == b""
+
+    asyncio.run(run())
+
+
+def test_strangers_have_few_watches_and_these_are_no_checks() -> None:
+    async def run() -> None:
+        incoming = Incoming(strangers=StrangersTerms(calls_max=1, watches_max=2))
+        watches = [Call(b""), Call(b"")]
+        for number, watch in enumerate(watches):
+            assert await incoming.strangers_body(watch, f"{number}", is_watch=True) == b""
+        with pytest.raises(QueueFull):
+            await incoming.strangers_body(Call(b""), "2", is_watch=True)
+        assert await incoming.strangers_body(Call(b""), "0", is_watch=False) == b""
+        watches[1].end(watches[1])
+        assert await incoming.strangers_body(Call(b""), "2", is_watch=True) == b""
+
+    asyncio.run(run())
+
+
+def test_a_strangers_body_that_does_not_end_makes_way_for_the_next() -> None:
+    async def run() -> None:
+        incoming = Incoming(strangers=StrangersTerms(receiving_max=2, seconds=1000.0))
+        stuck = []
+        for number in range(10):
+            body = incoming.strangers_body(Call(), f"{number}", is_watch=False)
+            stuck.append(asyncio.ensure_future(body))
+            await asyncio.sleep(0)
+        assert await incoming.strangers_body(Call(b""), "x", is_watch=False) == b""
+        for task in stuck[:-1]:
+            with pytest.raises(DeadlineExceeded):
+                await task
+        assert not stuck[-1].done()
+        stuck[-1].cancel()
+
+    asyncio.run(run())
+
+
+def test_a_watch_without_a_token_ends_some_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "STRANGERS_WATCH_SECONDS", 0.1)
+    token, entry = auth.new_token("a", admin=False)
+    path = tmp_path / "tokens.toml"
+    path.write_text(entry)
+    path.chmod(0o600)
+    data = tmp_path / "data"
+    tokens = auth.read_tokens(path)
+    listening = server.Listening("127.0.0.1:0", data / "admin.sock", tokens=tokens)
+    with DaemonRig(data, listening=listening) as rig:
+        watch = rig.channel.unary_stream(WATCH)
+        known = watch(b"", metadata=[("authorization", f"Bearer {token}")])
+        assert next(known) == b"\x08\x01"
+        with pytest.raises(grpc.RpcError, match="watch again"):
+            list(watch(b"", timeout=30))
+        assert known.is_active()
+        known.cancel()
+
+
+def test_half_open_requests_do_not_keep_the_operator_out(tmp_path: Path) -> None:
+    """Also where no tokens are needed, so that all callers are one tenant."""
+    over = threading.Event()
+
+    def unfinished() -> Iterator[bytes]:
+        over.wait()
+        yield from ()
+
+    with DaemonRig(tmp_path / "data") as rig:
+        path = "/pensieve.v1.ConversationService/GetConversation"
+        call = rig.channel.stream_unary(path, request_serializer=bytes)
+        calls = [call.future(unfinished()) for _ in range(4 * RECEIVING_MAX)]
+        incoming = rig.server._guard._incoming
+        wait_for(lambda: "" in incoming._slots and incoming._slots[""].locked(), 30)
+        answer = rig.admin.GetStats(admin_pb2.GetStatsRequest(), timeout=20)
+        assert answer.stats.serving
+        for each in calls:
+            each.cancel()
+        over.set()
 
 
 def test_a_call_without_a_message_is_refused_and_one_that_is_cancelled_at_once_is_no_fault(
@@ -256,10 +347,41 @@ def test_a_call_without_a_message_is_refused_and_one_that_is_cancelled_at_once_i
 def test_health_answers_strangers_again_and_again(guarded: Guarded) -> None:
     with grpc.insecure_channel(guarded.address) as channel:
         check = channel.unary_unary(HEALTH)
-        for _ in range(3 * (STRANGERS.calls_max or 0)):
+        for _ in range(1500):
             assert check(b"", timeout=30) == b"\x08\x01"
         watches = [channel.unary_stream(WATCH)(b"") for _ in range(20)]
         for watch in watches:
             assert next(watch) == b"\x08\x01"
             watch.cancel()
         assert check(b"", timeout=30) == b"\x08\x01"
+
+
+def many_watches(peers: contextlib.ExitStack, address: str) -> None:
+    peer = peers.enter_context(RawPeer(address))
+    for _ in range(600):
+        peer.body(peer.call(WATCH), bytes(5), patience=1.0, end=True)
+
+
+def bodies_that_never_end(peers: contextlib.ExitStack, address: str) -> None:
+    peer = peers.enter_context(RawPeer(address))
+    for _ in range(200):
+        peer.body(peer.call(HEALTH), BODY[:1000], patience=0.02)
+
+
+def answers_untaken(peers: contextlib.ExitStack, address: str) -> None:
+    peer = peers.enter_context(RawPeer(address, window=0))
+    for _ in range(600):
+        peer.body(peer.call(HEALTH), bytes(5), patience=1.0, end=True)
+
+
+@pytest.mark.parametrize("attack", [many_watches, bodies_that_never_end, answers_untaken])
+def test_no_stranger_keeps_others_from_asking_for_health(
+    guarded: Guarded, attack: Callable[[contextlib.ExitStack, str], None]
+) -> None:
+    """An orchestrator would start the daemon again."""
+    with contextlib.ExitStack() as peers, grpc.insecure_channel(guarded.address) as channel:
+        check = channel.unary_unary(HEALTH)
+        assert check(b"", timeout=30) == b"\x08\x01"
+        attack(peers, guarded.address)
+        for _ in range(20):
+            assert check(b"", timeout=20) == b"\x08\x01"

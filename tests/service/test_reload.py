@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from pensieve.client import Client, Retry
-from pensieve.errors import Unauthenticated
-from pensieve.service.grpc import auth
-from tests.service.rig_daemon import ServeProcess, wait_for
+from pensieve.errors import ConfigError, Unauthenticated
+from pensieve.service.grpc import auth, reload
+from pensieve.service.grpc.audit import Audit
+from pensieve.service.grpc.server import Listening
+from tests.service.rig_daemon import DaemonRig, ServeProcess, wait_for
 
 CERTS = Path(__file__).with_name("certs")
 
@@ -82,7 +85,10 @@ def test_a_token_that_is_taken_out_is_refused_and_a_new_one_is_known(guarded: Gu
     assert not guarded.knows(guarded.first)
 
 
-@pytest.mark.parametrize("entries", ["", "[[token]]\nsha256 = 'abc", "two limits"])
+@pytest.mark.parametrize(
+    "entries",
+    ["", "[[token]]\nsha256 = 'abc", "two limits", "a = " + "[" * 20_000, "a = " + "9" * 5000],
+)
 def test_a_token_file_that_cannot_be_used_changes_nothing_and_is_reported(
     guarded: Guarded, entries: str
 ) -> None:
@@ -95,6 +101,87 @@ def test_a_token_file_that_cannot_be_used_changes_nothing_and_is_reported(
     second, entry = auth.new_token("b", admin=False)
     guarded.write(entry)
     wait_for(lambda: guarded.knows(second), 30)
+
+
+def test_tokens_that_could_not_be_read_for_a_moment_are_read_a_moment_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file has not changed since; what failed was the machine, or the file was being replaced."""
+    path = tmp_path / "tokens.toml"
+    path.write_text(auth.new_token("a", admin=False)[1])
+    path.chmod(0o600)
+    used: list[Sequence[auth.Token]] = []
+    told: list[tuple[int, str]] = []
+    errors = [
+        ConfigError("no file descriptors"),
+        ConfigError("no file descriptors"),
+        RecursionError("too deep"),
+        FileNotFoundError(2, "gone", str(path)),
+    ]
+    read = auth.read_tokens
+
+    def failing(path: Path) -> tuple[auth.Token, ...]:
+        if errors:
+            raise errors.pop(0)
+        return read(path)
+
+    monkeypatch.setattr(auth, "read_tokens", failing)
+    monkeypatch.setattr(reload, "LOOK_SECONDS", 0.001)
+
+    async def watch() -> None:
+        def tell(number: int, problem: str) -> None:
+            told.append((number, problem))
+
+        task = asyncio.create_task(reload.watch_tokens(path, (), used.append, tell))
+        while not used and not task.done():
+            await asyncio.sleep(0.001)
+        task.cancel()
+
+    asyncio.run(watch())
+    assert used == [read(path)]
+    assert [problem for _, problem in told[:-1]] == [
+        "no file descriptors",
+        "RecursionError: too deep",
+        f"FileNotFoundError: [Errno 2] gone: '{path}'",
+    ]
+    assert told[-1] == (1, "")
+
+
+def test_a_token_file_that_vanishes_while_it_is_read_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tokens.toml"
+    path.write_text(auth.new_token("a", admin=False)[1])
+    read_text = Path.read_text
+
+    def last_reading(path: Path, **options: str) -> str:
+        text = read_text(path, **options)
+        path.unlink()
+        return text
+
+    monkeypatch.setattr(Path, "read_text", last_reading)
+    with pytest.raises(ConfigError, match="cannot read"):
+        auth.read_tokens(path)
+
+
+def test_a_daemon_that_can_look_at_its_tokens_no_more_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tokens.toml"
+    path.write_text(auth.new_token("a", admin=False)[1])
+    path.chmod(0o600)
+
+    def unforeseen(*_: object) -> None:
+        raise AssertionError("nobody thought of it")
+
+    monkeypatch.setattr(Audit, "tokens_reloaded", unforeseen)
+    listening = Listening(
+        "127.0.0.1:0", tmp_path / "admin.sock", tokens=auth.read_tokens(path), token_file=path
+    )
+    with DaemonRig(tmp_path / "data", listening=listening) as rig:
+        path.write_text("broken")
+        wait_for(lambda: rig.server.failure is not None, 30)
+        assert rig.server.stopping.is_set()
 
 
 def test_who_connects_is_shown_the_certificate_of_the_moment(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import pytest
 from pensieve.builtin import MODEL_PATH
 from pensieve.core.iteration import Logprob, SampledToken
 from pensieve.core.sampling import Sampling
+from pensieve.errors import StoreCorrupt
+from pensieve.service import conversations
 from pensieve.service.daemon import Daemon
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.grpc import translate
-from pensieve.service.live_turn import LiveTurn, replayed, stream_of
+from pensieve.service.live_turn import LiveTurn, packed_logprobs, replayed, stream_of
+from pensieve.service.logprobs import PackedLogprobs, pack
 from pensieve.store import records
 from pensieve.text import Part, PartMarker, Tokenizer
 from pensieve.v1 import conversation_pb2 as pb
@@ -63,7 +67,17 @@ def test_deltas_are_the_same_from_the_store(token_ids: list[int], with_logprobs:
         logprob = -0.125 if with_logprobs else None
         live.take(SampledToken(1, token_id, text, False, logprob, top))
     stored = json.loads(json.dumps(stream_of(live)))
-    turn = records.StoredTurn(
+    turn = turn_row()
+    packed = packed_logprobs(live) if with_logprobs else b""
+    assert "logprobs" not in stored
+    reply = records.NewMessage("assistant", live.text, token_ids, "", stored, packed)
+    again = replayed(turn, reply)
+    assert streamed(again) == streamed(live)
+    assert again.text == live.text
+
+
+def turn_row() -> records.StoredTurn:
+    return records.StoredTurn(
         turn_id=1,
         conversation_id="c",
         tenant="",
@@ -79,12 +93,17 @@ def test_deltas_are_the_same_from_the_store(token_ids: list[int], with_logprobs:
         created_at=0.0,
         finished_at=1.0,
     )
-    again = replayed(turn, records.NewMessage("assistant", live.text, token_ids, "", stored))
-    assert streamed(again) == streamed(live)
-    assert again.text == live.text
 
 
-def test_logprobs_come_again_over_the_wire(tmp_path: Path) -> None:
+def test_logprobs_come_again_over_the_wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are packed where they hold nobody up, and the history has none of them."""
+    packed_in = []
+
+    def packed(live: LiveTurn) -> bytes:
+        packed_in.append(threading.current_thread().name)
+        return packed_logprobs(live)
+
+    monkeypatch.setattr(conversations, "packed_logprobs", packed)
     written = {"device_cache": "600t", "host_cache": "200t"}
     fields: dict[str, Any] = {
         "request_id": "r1",
@@ -106,6 +125,54 @@ def test_logprobs_come_again_over_the_wire(tmp_path: Path) -> None:
         assert told[0] == told[1]
         texts = ["".join(event.delta.text for event in events) for events in (first, again)]
         assert texts[0] == texts[1]
+        store = rig.daemon.store
+        stored = rig.call(rig.daemon.threads.in_store("", store.messages, "c"))
+    assert [each.extra for each in stored] == [{}, {}]
+    assert len(packed_in) == 1
+    assert packed_in[0].startswith("text")
+
+
+def test_a_conversation_is_deleted_while_logprobs_of_its_turn_are_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one of its name has nothing to do with the turn, which finds that it is gone."""
+    is_packing, may_go_on = threading.Event(), threading.Event()
+
+    def packed(live: LiveTurn) -> bytes:
+        is_packing.set()
+        assert may_go_on.wait(60)
+        return packed_logprobs(live)
+
+    monkeypatch.setattr(conversations, "packed_logprobs", packed)
+    written = {"device_cache": "600t", "host_cache": "200t"}
+    with DaemonRig(tmp_path / "data", program=ENGINE, written=written) as rig:
+        call = rig.send("c", "Hello.", sampling=pb.Sampling(max_tokens=3, logprobs=2))
+        wait_for(is_packing.is_set, 60)
+        rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="c"))
+        rig.stub.CreateConversation(pb.CreateConversationRequest(conversation_id="c"))
+        may_go_on.set()
+        with pytest.raises(grpc.RpcError) as error:
+            list(call)
+        assert error.value.code() is grpc.StatusCode.ABORTED
+        assert rig.messages("c") == []
+        assert rig.call(rig.daemon.check()) == []
+        rig.ask("c", "Hello.", sampling=pb.Sampling(max_tokens=3, logprobs=2))
+        assert len(rig.messages("c")) == 2
+        assert rig.call(rig.daemon.check()) == []
+
+
+def test_logprobs_of_other_tokens_are_not_sent() -> None:
+    """The text was tokenized again meanwhile, and has another number of them."""
+    live = LiveTurn(1, "c", 0, 3)
+    live.take(SampledToken(1, 5, "a", False, -0.5, (Logprob(5, -0.5), Logprob(6, float("-inf")))))
+    packed = PackedLogprobs(packed_logprobs(live))
+    assert len(packed) == 1
+    assert packed[0] == live.logprobs[0]
+    turn = turn_row()
+    again = replayed(turn, records.NewMessage("assistant", "a", [1, 2], "", {}, pack([(-1.0, ())])))
+    assert streamed(again)[0]["logprobs"] == []
+    with pytest.raises(StoreCorrupt):
+        PackedLogprobs(packed_logprobs(live) + b"x")
 
 
 def test_other_defaults_make_no_other_request(

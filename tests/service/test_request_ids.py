@@ -141,12 +141,12 @@ def test_what_a_tenants_requests_hold_while_they_wait_is_bounded(tmp_path: Path)
         request = pb.CreateConversationRequest(system_prompt="x" * 1_000_000)
         with busy(rig, "in_text_pool", "b"):
             calls = [rig.stub.CreateConversation.future(request) for _ in range(100)]
-            wait_for(lambda: incoming._group("").num_bytes_held > 32 << 20)
+            wait_for(lambda: incoming.bytes_held[""] > 32 << 20)
             most = 32 + 16  # MB: no further one is begun, and as many may be on their way
-            assert incoming._group("").num_bytes_held <= most * 1_000_100
+            assert incoming.bytes_held[""] <= most * 1_000_100
             for call in calls:
                 call.cancel()
-            wait_for(lambda: not incoming._group("").num_bytes_held)
+            wait_for(lambda: not incoming.bytes_held[""])
         assert rig.ask("c", "hello", sampling=SHORT).completed.revision == 1
         found = rig.stub.ListConversations(pb.ListConversationsRequest())
         assert [each.conversation_id for each in found.conversations] == ["c"]

@@ -244,6 +244,31 @@ def test_pages_of_messages_end_by_bytes_and_leave_none_out(tmp_path: Path) -> No
         assert one.has_more
 
 
+def test_a_page_of_conversations_ends_by_the_bytes_that_are_sent(tmp_path: Path) -> None:
+    """Numbers are five times as large on the wire as in the JSON that is stored."""
+    with DaemonRig(tmp_path / "data") as rig:
+        metadata = struct_pb2.Struct()
+        metadata.update({"a": [1] * 1480})
+        num_conversations = 160
+        made = [
+            rig.stub.CreateConversation.future(CREATE(conversation_id=f"c{n}", metadata=metadata))
+            for n in range(num_conversations)
+        ]
+        for each in made:
+            each.result()
+        for page_size in (7, 1000):
+            listed, token, num_pages = [], "", 0
+            while token or not num_pages:
+                page = rig.stub.ListConversations(
+                    pb.ListConversationsRequest(page_size=page_size, page_token=token)
+                )
+                assert page.ByteSize() <= PAGE_BYTES_MAX + 4096
+                listed += [each.conversation_id for each in page.conversations]
+                token, num_pages = page.next_page_token, num_pages + 1
+            assert sorted(listed) == sorted(f"c{n}" for n in range(num_conversations))
+            assert num_pages == (23 if page_size == 7 else 2)
+
+
 def test_the_streams_of_others_go_on_while_a_page_is_made(tmp_path: Path) -> None:
     with DaemonRig(tmp_path / "data") as rig:
         metadata = struct_pb2.Struct()

@@ -80,7 +80,7 @@ def world(store: ConversationStore) -> None:
     for name in ("tea", "pot"):
         store.create_conversation(NewConversation(name, "f", [HEAD], prefix_id="bot"))
     say(store, "tea", "r1", user("hi", 10), reply("hello", 20, 21))
-    say(store, "tea", "r2", user("more" * 500, 30), reply("yes", 40))
+    say(store, "tea", "r2", user("more" * 500, 30), reply("yes", 40, logprobs=b"packed" * 9))
     store.fork_conversation("tea", 1, "cup")
     say(store, "pot", "r1", user("a", 3), reply("b", 4))
     store.rewind_conversation("pot", 0)

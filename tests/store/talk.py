@@ -13,8 +13,8 @@ def user(text: str, *token_ids: int) -> NewMessage:
     return NewMessage("user", text, token_ids)
 
 
-def reply(text: str, *token_ids: int) -> NewMessage:
-    return NewMessage("assistant", text, token_ids)
+def reply(text: str, *token_ids: int, logprobs: bytes = b"") -> NewMessage:
+    return NewMessage("assistant", text, token_ids, logprobs=logprobs)
 
 
 def create(store: ConversationStore, name: str, *head: NewMessage) -> None:

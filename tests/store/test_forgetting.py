@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pensieve.store import ConversationStore, TurnRequest, TurnState, forgetting
+from pensieve.store.compaction import Phase, State
 from tests.store.faulty import history, world, writer_of
 from tests.store.talk import begin, create, reply, say, user
 
@@ -46,6 +47,53 @@ def test_an_old_request_is_new_again_and_the_history_stays(store: ConversationSt
     assert store.get_turn(turn.turn_id).request_id == ""
     assert say(store, "tea", "r1", user("hi", 10), reply("hello", 20, 21)) == 3
     assert store.begin_turn("tea", TurnRequest("r1", [user("hi", 10)])).must_run is False
+
+
+def test_logprobs_are_the_turns_alone_and_go_with_its_request(
+    store: ConversationStore, driver: Any
+) -> None:
+    """They are counted, moved by compaction, and wiped with the turn, also where the history stays."""
+    create(store, "tea")
+    create(store, "cup")
+    secret = b"SECRET-logprobs" * 1000
+    before = store.stored_bytes()
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2, logprobs=secret))
+    say(store, "cup", "r1", user("hi", 1), reply("hello", 2, logprobs=secret))
+    assert store.stored_bytes() > before + 2 * len(secret)
+    assert [each.extra for each in store.messages("tea")] == [{}, {}]
+    turn = store.find_turn("tea", "r1")
+    assert turn is not None
+    answer = store.turn_messages(turn.turn_id).reply
+    assert answer is not None
+    assert answer.logprobs == secret
+    store.delete_conversation("cup")
+    assert store.stored_bytes() < before + 2 * len(secret)
+    assert store.verify() == []
+    store.erasure._compaction._state = State(Phase.FENCE)
+    while store.erasure.step():
+        pass
+    assert store.verify() == []
+    answer = store.turn_messages(turn.turn_id).reply
+    assert answer is not None
+    assert answer.logprobs == secret
+    forget(store, 1e9)
+    assert store.stored_bytes() < before + len(secret)
+    assert history(store)
+    path = store.folder.database_path
+    store.close()
+    assert not [file for file in path.parent.iterdir() if b"SECRET" in file.read_bytes()]
+
+
+def test_a_step_wipes_few_bytes_of_logprobs(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forgetting, "FORGOTTEN_BYTES", 1000)
+    create(store, "tea")
+    for number in range(6):
+        answer = reply("yes", 2, logprobs=bytes(600 if number < 5 else 5000))
+        say(store, "tea", f"r{number}", user("hi", 1), answer)
+    assert forget(store, 1e9) == 6
+    assert store.find_turn("tea", "r5") is None
 
 
 def test_what_no_history_holds_goes_with_its_request(store: ConversationStore) -> None:

@@ -38,7 +38,8 @@ def path(open_store: Open) -> Path:
         create(store, f"c{number}", user("head", 1))
         for turn in range(3):
             text = "text " * (5000 if number == 7 else 60)
-            say(store, f"c{number}", f"r{turn}", user(text, 1), reply(text, 2))
+            answer = reply(text, 2, logprobs=b"packed" if number % 2 else b"")
+            say(store, f"c{number}", f"r{turn}", user(text, 1), answer)
         store.fork_conversation(f"c{number}", 2, f"f{number}")
         store.rewind_conversation(f"c{number}", 1)
     store.close()

@@ -54,6 +54,8 @@ KEYS = {"sha256", "name", "tenant", "admin", "priority_max", *LIMIT_NAMES}
 SHOWN_DIGITS = 12  # of a digest, where a token has no name
 ADMIN_PREFIX = "/pensieve.v1.AdminService/"
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
+WATCH_METHOD = HEALTH_PREFIX + "Watch"
+LOCAL_PREFIX = "unix:"  # of a peer; with its colon, no tenant's name
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,12 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
     """The token file: TOML, a `[[token]]` for each with sha256, tenant and admin."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
+        mode = path.stat().st_mode
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number too long, too deep
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    if path.stat().st_mode & 0o077:
+    if mode & 0o077:
         raise ConfigError(f"{path} can be read by others; chmod 600 it")
     tokens = []
     entries = table.get("token", [])
@@ -165,7 +168,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
     def authenticate(self, method: str, metadata: Iterable[tuple[str, Any]], peer: str) -> Caller:
         """Who may call this method; our error for everybody else."""
-        local = peer.startswith("unix:")  # check_exposure refuses any other such address
+        local = _is_local(peer)
         given = self._known(metadata)
         if method.startswith(HEALTH_PREFIX):
             return Caller(known=given is not None or local or not self._tokens)
@@ -190,6 +193,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             raise
         self._audit.token_used(found.token, found.tenant, peer)
         return found
+
+    async def _body(self, context: Any, by: Caller, method: str) -> tuple[bytes, Held | None]:
+        peer = context.peer()
+        if not by.known:
+            is_watch = method == WATCH_METHOD
+            return await self._incoming.strangers_body(context, peer, is_watch=is_watch), None
+        return await self._incoming.body(context, LOCAL_PREFIX if _is_local(peer) else by.tenant)
 
     def _known(self, metadata: Iterable[tuple[str, Any]]) -> Token | None:
         value = next((value for key, value in metadata if key == "authorization"), "")
@@ -227,11 +237,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 if is_counted:
                     context = self._calls.enter(context, found.tenant, details.method)
                 if takes_one:
-                    tenant = found.tenant if found.known else None
-                    raw, held = await self._incoming.body(context, tenant)
+                    raw, held = await self._body(context, found, details.method)
                     requests = _parsed(parse, raw)
                     del raw
-                    if is_counted:
+                    if is_counted and held is not None:
                         context.received(held)
                 answer = await act(requests, context)
                 if is_counted and answer is not None:
@@ -293,6 +302,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
+
+
+def _is_local(peer: str) -> bool:
+    """Whether it comes by the socket in the data folder; check_exposure refuses any other UNIX socket."""
+    return peer.startswith(LOCAL_PREFIX)
 
 
 def _parsed(parse: Callable[[bytes], Any], raw: bytes) -> Any:

@@ -52,8 +52,14 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             request.page_size or PAGE_SIZE, request.page_token, caller().tenant
         )
         page = pb.ListConversationsResponse(next_page_token=found.next_page_token)
-        for each in found.conversations:
-            page.conversations.append(self._conversation(each))
+        num_bytes = 0
+        for number, each in enumerate(found.conversations):
+            conversation = self._conversation(each)
+            num_bytes += conversation.ByteSize()
+            if number and num_bytes > records.PAGE_BYTES_MAX:  # on the wire; the store's were JSON
+                page.next_page_token = found.tokens[number - 1]
+                break
+            page.conversations.append(conversation)
             await asyncio.sleep(0)  # the streams of others go on
         return page
 

@@ -6,10 +6,13 @@ messages, which is the same on the wire: of a stream it receives no more than a 
 server.py) until somebody reads.  We read when the caller is known (auth.py), and only the first message.
 
 * Callers that are known, by a token or because none are needed, have RECEIVING_MAX bodies on their way per
-  tenant, each of which may take BODY_SECONDS; the others wait, and hold a window each.  So they do while
-  HELD_BYTES_MAX of the tenant's requests are being handled, which is until their answer begins.
-* Everybody else may ask for health.  All of them share STRANGERS: few calls at once (a watch of health is
-  one), few bodies, soon given up; more are refused.
+  group, which is a tenant, or whoever comes by the socket in the data folder, so that nobody keeps the
+  operator out.  The others wait, and hold a window each; waiting and receiving may take BODY_SECONDS.  So
+  they do while HELD_BYTES_MAX of the group's requests are being handled, each until its answer begins.
+* Everybody else may ask for health.  A check is always answered, because an orchestrator ends a daemon that
+  does not: nothing that strangers do on other connections counts against it.  The calls of a connection whose
+  answers are not taken are few, and so are connections (server.py); of the bodies on their way the oldest
+  makes way for the newest, since one that comes whole is there at once.  A watch lasts, so all have few.
 
 All of it belongs to the loop.
 """
@@ -17,6 +20,7 @@ All of it belongs to the loop.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +28,7 @@ from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
 
 RECEIVING_MAX = 16
 BODY_SECONDS = 30.0
-HELD_BYTES_MAX = 32 << 20  # of a tenant's, beyond which no further one is received
+HELD_BYTES_MAX = 32 << 20
 LOOK_SECONDS = 0.05
 
 
@@ -32,78 +36,113 @@ LOOK_SECONDS = 0.05
 class Terms:
     """What a group of callers may have on its way."""
 
-    receiving_max: int
-    seconds: float  # that a body may take
-    calls_max: int | None = None
+    receiving_max: int = RECEIVING_MAX
+    seconds: float = BODY_SECONDS  # that a body may take
 
 
-KNOWN = Terms(RECEIVING_MAX, BODY_SECONDS)
-STRANGERS = Terms(4, 2.0, 512)
+@dataclass(frozen=True)
+class StrangersTerms:
+    """What those without a token may have."""
 
-
-class _Group:
-    def __init__(self, terms: Terms) -> None:
-        self.terms = terms
-        self.slots = asyncio.Semaphore(terms.receiving_max)
-        self.num_calls = 0
-        self.num_bytes_held = 0
+    receiving_max: int = 8  # of all of them; the oldest is given up for another
+    seconds: float = 2.0  # that a body may take
+    calls_max: int = 16  # of a connection, until their answers are taken
+    watches_max: int = 64  # of all of them
 
 
 class Held:
     """The memory that a request takes while it is handled."""
 
-    def __init__(self, group: _Group, num_bytes: int) -> None:
+    def __init__(self, bytes_held: Counter[str], group: str, num_bytes: int) -> None:
+        self._bytes_held = bytes_held
         self._group = group
         self._num_bytes = num_bytes
-        group.num_bytes_held += num_bytes
+        bytes_held[group] += num_bytes
 
     def release(self) -> None:
         """More than once does no harm."""
-        self._group.num_bytes_held -= self._num_bytes
+        self._bytes_held[self._group] -= self._num_bytes
         self._num_bytes = 0
 
 
 class Incoming:
     """The bodies that are on their way."""
 
-    def __init__(self, known: Terms = KNOWN, strangers: Terms = STRANGERS) -> None:
-        self._known = known
-        self._strangers = _Group(strangers)
-        self._groups: dict[
-            str, _Group
-        ] = {}  # by tenant, of which there are as many as in the token file
+    def __init__(self, known: Terms | None = None, strangers: StrangersTerms | None = None) -> None:
+        self._known = known or Terms()
+        self._strangers = strangers or StrangersTerms()
+        self._slots: dict[str, asyncio.Semaphore] = {}  # by group; as many as in the token file
+        self.bytes_held: Counter[str] = Counter()  # by group
+        self._strangers_bodies: list[asyncio.Timeout] = []  # the oldest first
+        self._strangers_calls: Counter[str] = Counter()  # by connection
+        self._num_watches = 0
 
-    async def body(self, context: Any, tenant: str | None) -> tuple[bytes, Held]:
-        """The bytes of a call's request; `tenant` is None for somebody who is not known."""
-        group = self._enter(context, tenant)
-        seconds = group.terms.seconds
-        async with group.slots:
-            while group.num_bytes_held > HELD_BYTES_MAX:
-                await asyncio.sleep(LOOK_SECONDS)
-            try:
-                async with asyncio.timeout(seconds):
-                    raw = await context.read()
-            except TimeoutError:
-                raise DeadlineExceeded(f"the request did not arrive within {seconds:g} s") from None
-        if not isinstance(raw, bytes):  # the end of the stream
-            raise InvalidArgument("request", "is missing")
-        return raw, Held(group, len(raw))
+    async def body(self, context: Any, group: str) -> tuple[bytes, Held]:
+        """The bytes of a call's request, whose caller is known; they are held until released."""
+        seconds = self._known.seconds
+        slots = self._slots.setdefault(group, asyncio.Semaphore(self._known.receiving_max))
+        try:
+            async with asyncio.timeout(seconds), slots:
+                while self.bytes_held[group] > HELD_BYTES_MAX:
+                    await asyncio.sleep(LOOK_SECONDS)
+                raw = _whole(await context.read())
+        except TimeoutError:
+            raise _too_late(seconds) from None
+        return raw, Held(self.bytes_held, group, len(raw))
 
-    def _enter(self, context: Any, tenant: str | None) -> _Group:
-        """Count a stranger's call until it has ended for gRPC: the answer may wait long after ours."""
-        if tenant is not None:
-            return self._group(tenant)
-        group = self._strangers
-        calls_max = group.terms.calls_max
-        if calls_max is not None and group.num_calls >= calls_max:
+    async def strangers_body(self, context: Any, peer: str, *, is_watch: bool) -> bytes:
+        """The same of somebody's who is not known; QueueFull where there are too many calls."""
+        if is_watch:
+            self._enter_watch(context)
+        else:
+            self._enter_call(context, peer)
+        seconds, bodies = self._strangers.seconds, self._strangers_bodies
+        if len(bodies) >= self._strangers.receiving_max:
+            oldest = bodies.pop(0)
+            if not oldest.expired():
+                oldest.reschedule(0.0)
+        limit = asyncio.timeout(seconds)
+        try:
+            async with limit:
+                bodies.append(limit)
+                raw = await context.read()
+        except TimeoutError:
+            raise _too_late(seconds) from None
+        finally:
+            if limit in bodies:
+                bodies.remove(limit)
+        return _whole(raw)
+
+    def _enter_call(self, context: Any, peer: str) -> None:
+        """Count it until it has ended for gRPC: the answer may wait long after ours."""
+        calls = self._strangers_calls
+        if calls[peer] >= self._strangers.calls_max:
             raise QueueFull("too many calls without a token; try again later")
-        group.num_calls += 1
+        calls[peer] += 1
 
         def ended(_: Any) -> None:
-            group.num_calls -= 1
+            calls[peer] -= 1
+            if not calls[peer]:
+                del calls[peer]
 
         context.add_done_callback(ended)
-        return group
 
-    def _group(self, tenant: str) -> _Group:
-        return self._groups.setdefault(tenant, _Group(self._known))
+    def _enter_watch(self, context: Any) -> None:
+        if self._num_watches >= self._strangers.watches_max:
+            raise QueueFull("too many watches without a token; check instead, or try again later")
+        self._num_watches += 1
+
+        def ended(_: Any) -> None:
+            self._num_watches -= 1
+
+        context.add_done_callback(ended)
+
+
+def _too_late(seconds: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the request did not arrive within {seconds:g} s")
+
+
+def _whole(raw: Any) -> bytes:
+    if not isinstance(raw, bytes):  # the end of the stream
+        raise InvalidArgument("request", "is missing")
+    return raw

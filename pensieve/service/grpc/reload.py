@@ -2,7 +2,9 @@
 
 Nothing needs to be told of it: the token file is looked at every second, the files of TLS at every handshake.
 What has changed and cannot be used (half written, the key of another certificate, readable by others) is
-reported in the log, and what was read before stays in force until the file changes again.
+reported in the log, and what was read before stays in force.  Tokens are tried again every second, whatever
+went wrong, since it may have been the machine: a token that was taken out must not stay known for want of a
+file descriptor.  Should the watching itself end, so does the daemon (server.py).
 
 A tenant's limits change with the tokens: what it has saved or owes stays, and what runs goes on (limits.py).
 """
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import grpc
 
-from pensieve.errors import ConfigError, PensieveError, whole_line
+from pensieve.errors import ConfigError, whole_line
 from pensieve.service.grpc import auth
 
 log = logging.getLogger("pensieve")
@@ -54,21 +56,24 @@ async def watch_tokens(
     `on_reload` is told how many are in force then, and what was wrong with the file.
     """
     file = Watched(path)
+    problem = ""
     while True:
-        if not file.has_changed():
-            await asyncio.sleep(LOOK_SECONDS)
-            continue
-        try:
-            tokens = auth.read_tokens(path)
-            use(tokens)
-        except PensieveError as error:
-            log.error("the tokens stay as they were: %s", error)
-            on_reload(len(before), whole_line(error))
-            continue
-        if tokens != before:
-            log.info("%d tokens are in force from now on", len(tokens))
-            on_reload(len(tokens), "")
-        before = tokens
+        has_changed = file.has_changed()
+        if has_changed or problem:
+            try:
+                tokens = auth.read_tokens(path)
+                use(tokens)
+            except Exception as error:
+                reported, problem = problem, whole_line(error)
+                if has_changed or problem != reported:
+                    log.error("the tokens stay as they were: %s", problem)
+                    on_reload(len(before), problem)
+            else:
+                if tokens != before or problem:
+                    log.info("%d tokens are in force from now on", len(tokens))
+                    on_reload(len(tokens), "")
+                before, problem = tokens, ""
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 class Certificates:

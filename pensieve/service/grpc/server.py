@@ -25,7 +25,7 @@ from typing import Any
 import grpc
 
 from pensieve.config import CONNECTIONS_MAX
-from pensieve.errors import AddressInUse, ConfigError, NotFound
+from pensieve.errors import AddressInUse, ConfigError, DeadlineExceeded, NotFound
 from pensieve.service.admin_socket import socket_address
 from pensieve.service.audit_log import AuditLog
 from pensieve.service.daemon import Daemon
@@ -43,6 +43,7 @@ HEADER_BYTES_MAX = 4 << 10
 PENDING_MAX = 1000  # calls that nobody has looked at yet
 IDENTITY = 1  # the bit of "no compression"
 SERVICES = ("", "pensieve.v1.ConversationService", "pensieve.v1.AdminService")
+STRANGERS_WATCH_SECONDS = 300.0
 STOP_SECONDS = 0.5  # for streams that watch
 OPTIONS = (
     ("grpc.so_reuseport", 0),
@@ -117,6 +118,16 @@ class Health:
         return pb.HealthCheckResponse(status=self._status(request.service))
 
     async def watch(self, request: pb.HealthCheckRequest, context: Any) -> None:
+        seconds = None if auth.caller().known else STRANGERS_WATCH_SECONDS
+        try:
+            async with asyncio.timeout(seconds):
+                await self._watch(request, context)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"a watch without a token ends after {seconds:g} s; watch again"
+            ) from None
+
+    async def _watch(self, request: pb.HealthCheckRequest, context: Any) -> None:
         sent = None
         while True:
             changed, status = self._changed, self._status(request.service)
@@ -222,6 +233,7 @@ class Server:
                     self._audit.tokens_reloaded,
                 )
             )
+            watching.add_done_callback(self._watching_ended)
             self._background.append(watching)
         await self._server.start()
         self._audit.started(self.address)
@@ -231,6 +243,11 @@ class Server:
         limits = auth.limits_of(tokens)
         self._guard.use(tokens)
         self.daemon.use_limits(limits)
+
+    def _watching_ended(self, watching: asyncio.Task[None]) -> None:
+        """A daemon that does not hear of tokens that are taken out must not go on."""
+        if not watching.cancelled() and (error := watching.exception()) is not None:
+            self._fail(error)
 
     def _listen_on_port(self) -> None:
         listening = self._listening

@@ -10,8 +10,8 @@ of kilobytes: millions of empty messages, deep JSON, maps.  So whatever is expen
 
 What was written can always be read: the largest message of a history fits into the 4 MiB that gRPC's clients
 receive by default, and so does the largest conversation that can be created (with its tokens a message may
-take up to the 8 MiB that our SDK receives).  Pages end before the store's PAGE_BYTES_MAX; one of a single
-item may be larger.
+take up to the 8 MiB that our SDK receives).  Pages end before the store's PAGE_BYTES_MAX, in
+the store and again on the wire, where numbers are five times as large; one of a single item may be larger.
 
 docs/operating.md repeats these limits, and the comments of the proto do.
 """
