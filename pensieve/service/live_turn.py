@@ -180,7 +180,6 @@ def replayed(turn: records.StoredTurn, reply: records.NewMessage) -> LiveTurn:
     """A turn that was completed before, as its reader sees it again."""
     assert turn.finish_reason is not None
     num_tokens, content = len(reply.token_ids), reply.content
-    logprobs = PackedLogprobs(reply.logprobs) if reply.logprobs else None
     texts, parts = [""] * num_tokens, [Part.TEXT] * num_tokens
     runs = reply.extra.get("parts") or [[Part.TEXT.value, num_tokens, len(content)]]
     token = character = 0
@@ -198,8 +197,7 @@ def replayed(turn: records.StoredTurn, reply: records.NewMessage) -> LiveTurn:
         token_ids=list(reply.token_ids),
         texts=texts,
         parts=parts,
-        # of a text that was tokenized again there are none
-        logprobs=logprobs if logprobs and len(logprobs) == num_tokens else {},
+        logprobs=PackedLogprobs(reply.logprobs) if reply.logprobs else {},
         phase=Phase.ENDED,
         finish=FinishReason(turn.finish_reason),
         revision=turn.revision,

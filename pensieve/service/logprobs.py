@@ -38,7 +38,7 @@ def pack(rows: Iterable[tuple[float, Sequence[Logprob]]]) -> bytes:
 
 
 class PackedLogprobs:
-    """What `pack` has made, by the number of the token."""
+    """What `pack` has made, by the number of the token; the store has checked its bytes."""
 
     def __init__(self, packed: bytes) -> None:
         num_tokens = unpack_tokens(packed[:TOKEN_BYTES])[0]

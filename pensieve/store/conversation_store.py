@@ -50,6 +50,7 @@ from pensieve.store.erasure import Erasure
 from pensieve.store.folder import DataFolder
 from pensieve.store.forgetting import Forgetting
 from pensieve.store.history_reader import HistoryReader, page_of_conversations, some_messages
+from pensieve.store.logprob_rows import insert_logprobs
 from pensieve.store.migrations import migrate
 from pensieve.store.records import (
     LEGAL_TRANSITIONS,
@@ -346,7 +347,7 @@ class ConversationStore:
             message = message_rows.insert_message(conn, tenant, reply, turn_id, finish_reason)
             links.append(message_rows.Link(message, revision, len(reply.token_ids)))
             message_rows.append_history(conn, number, links)
-            turn_rows.insert_logprobs(conn, tenant, turn_id, reply.logprobs)
+            insert_logprobs(conn, tenant, turn_id, reply.logprobs)
             now = self._now()
             conversation_rows.set_revision(conn, number, revision, now)
             turn_rows.finish_turn(conn, turn_id, state, finish_reason, usage, revision, now)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from pensieve.store.bodies import shorten_body, wipe_bodies
 from pensieve.store.connection import Writer
 from pensieve.store.conversation_rows import KEY_BYTES
+from pensieve.store.logprob_rows import wipe_logprobs
 from pensieve.store.running_rows import RunningRows
 
 if TYPE_CHECKING:
@@ -78,14 +79,11 @@ class Forgetting:
 
 
 def _forget(conn: Connection, turn_id: int, body: int) -> None:
-    ((tenant, logprobs),) = conn.execute(
-        "SELECT tenant, logprobs FROM conversations JOIN turns USING (conversation)"
-        " WHERE turn_id = ?",
+    ((tenant,),) = conn.execute(
+        "SELECT tenant FROM conversations JOIN turns USING (conversation) WHERE turn_id = ?",
         (turn_id,),
     ).fetchall()
-    if logprobs is not None:
-        wipe_bodies(conn, tenant, [logprobs])
-        conn.execute("UPDATE turns SET logprobs = NULL WHERE turn_id = ?", (turn_id,))
+    wipe_logprobs(conn, tenant, turn_id)
     is_held = conn.execute(
         "SELECT 1 FROM messages JOIN history USING (message) WHERE turn_id = ? LIMIT 1", (turn_id,)
     ).fetchone()

@@ -19,6 +19,7 @@ from pensieve.store.bodies import (
     unpack_tokens,
     wipe_bodies,
 )
+from pensieve.store.logprob_rows import wipe_logprobs
 from pensieve.store.records import PAGE_BYTES_MAX, Conversation, Message, MessagePage, NewMessage
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def replace_tokens(
     """Replace every message of a history by a new row with other tokens; forks keep the old rows.
 
     A message that a turn of this conversation made stays that turn's; its old row is deleted if no fork
-    holds it.
+    holds it.  The turn's logprobs go: they are those of other tokens.
     """
     old = conn.execute(
         "SELECT h.revision, m.message, m.role, m.finish_reason, t.turn_id,"
@@ -152,6 +153,7 @@ def replace_tokens(
         again = NewMessage(role=role, token_ids=ids, **private)
         if turn_id is not None:
             conn.execute("UPDATE messages SET turn_id = NULL WHERE message = ?", (message,))
+            wipe_logprobs(conn, tenant, turn_id)
         inserted = insert_message(conn, tenant, again, turn_id, finish_reason)
         new.append(Link(inserted, revision, len(ids)))
     cut_history(conn, conversation, tenant, after_revision=-1)

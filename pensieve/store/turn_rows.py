@@ -11,12 +11,12 @@ from pensieve.errors import NotFound
 from pensieve.store.bodies import (
     checked_body,
     insert_body,
-    insert_packed_body,
     read_private,
     unpack_tokens,
     wipe_bodies,
 )
 from pensieve.store.conversation_rows import digest
+from pensieve.store.logprob_rows import read_logprobs
 from pensieve.store.message_rows import Link
 from pensieve.store.records import (
     Conversation,
@@ -180,7 +180,7 @@ def read_turn_messages(conn: Connection, turn_id: int) -> TurnMessages:
         if finish_reason is None:
             prompt.append(message)
         else:
-            reply = replace(message, logprobs=_read_logprobs(conn, turn_id))
+            reply = replace(message, logprobs=read_logprobs(conn, turn_id))
     return TurnMessages(tuple(prompt), reply)
 
 
@@ -198,23 +198,6 @@ def finish_turn(
         " WHERE turn_id = ?",
         (state.value, str(finish_reason), json.dumps(dict(usage)), revision, now, turn_id),
     )
-
-
-def insert_logprobs(conn: Connection, tenant: str, turn_id: int, logprobs: bytes) -> None:
-    """Of the reply of a turn that has none yet; in a body of their own, which only a replay reads."""
-    if logprobs:
-        body = insert_packed_body(conn, tenant, b"", logprobs)
-        conn.execute("UPDATE turns SET logprobs = ? WHERE turn_id = ?", (body, turn_id))
-
-
-def _read_logprobs(conn: Connection, turn_id: int) -> bytes:
-    for body in conn.execute(
-        "SELECT b.crc, b.private, b.tokens FROM turns t LEFT JOIN bodies b ON b.body = t.logprobs"
-        " WHERE t.turn_id = ? AND t.logprobs IS NOT NULL",
-        (turn_id,),
-    ):
-        return checked_body(f"turn {turn_id}", *body)[1]
-    return b""
 
 
 def fail_turn(conn: Connection, turn_id: int, failure: str, now: float) -> None:

@@ -161,18 +161,14 @@ def test_a_conversation_is_deleted_while_logprobs_of_its_turn_are_packed(
         assert rig.call(rig.daemon.check()) == []
 
 
-def test_logprobs_of_other_tokens_are_not_sent() -> None:
-    """The text was tokenized again meanwhile, and has another number of them."""
-    live = LiveTurn(1, "c", 0, 3)
-    live.take(SampledToken(1, 5, "a", False, -0.5, (Logprob(5, -0.5), Logprob(6, float("-inf")))))
-    packed = PackedLogprobs(packed_logprobs(live))
-    assert len(packed) == 1
-    assert packed[0] == live.logprobs[0]
-    turn = turn_row()
-    again = replayed(turn, records.NewMessage("assistant", "a", [1, 2], "", {}, pack([(-1.0, ())])))
-    assert streamed(again)[0]["logprobs"] == []
-    with pytest.raises(StoreCorrupt):
-        PackedLogprobs(packed_logprobs(live) + b"x")
+def test_packed_logprobs_are_exact_and_parts_of_them_are_refused() -> None:
+    top = (Logprob(2**32 - 1, -1 / 3), Logprob(6, float("-inf")))
+    rows = [(-0.5, top), (-1e-300, ()), (0.0, top[:1])]
+    packed = PackedLogprobs(pack(rows))
+    assert [packed[number] for number in range(len(packed))] == rows
+    for broken in (pack(rows) + b"x", pack(rows)[:-1]):
+        with pytest.raises(StoreCorrupt):
+            PackedLogprobs(broken)
 
 
 def test_other_defaults_make_no_other_request(

@@ -84,6 +84,18 @@ def test_logprobs_are_the_turns_alone_and_go_with_its_request(
     assert not [file for file in path.parent.iterdir() if b"SECRET" in file.read_bytes()]
 
 
+def test_logprobs_go_when_the_text_is_tokenized_again(store: ConversationStore) -> None:
+    create(store, "tea")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2, logprobs=b"packed"))
+    turn = store.find_turn("tea", "r1")
+    assert turn is not None
+    store.replace_log("tea", "fingerprint 2", [[3], [4]])
+    answer = store.turn_messages(turn.turn_id).reply
+    assert answer is not None
+    assert (list(answer.token_ids), answer.logprobs) == ([4], b"")
+    assert store.verify() == []
+
+
 def test_a_step_wipes_few_bytes_of_logprobs(
     store: ConversationStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
