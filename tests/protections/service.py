@@ -475,4 +475,26 @@ PROTECTIONS = (
         "        return 0\n",
         "cli/test_serve.py::test_admin_without_a_daemon_says_so",
     ),
+    protection(
+        "an end takes out its own turn's entry",
+        "service/turns.py",
+        "        if self._of_request.get(request) is live:",
+        "        if request in self._of_request:",
+        "service/test_request_ids.py"
+        "::test_a_request_id_may_be_that_of_a_turn_that_is_ending_in_a_deleted_conversation",
+    ),
+    protection(
+        "a request that comes again waits for its first call",
+        "service/daemon.py",
+        "        await conversations.arriving.gone(ask)\n",
+        "",
+        "service/test_request_ids.py::test_who_says_the_same_again_waits_for_the_first_call",
+    ),
+    protection(
+        "lookups are counted by tenant",
+        "service/conversations.py",
+        "        if not ask.request_id or self._num_lookups[ask.tenant] == LOOKUPS_MAX:\n",
+        "        if not ask.request_id or sum(self._num_lookups.values()) >= LOOKUPS_MAX:\n",
+        "service/test_request_ids.py::test_lookups_of_one_tenant_leave_another_its_own",
+    ),
 )
