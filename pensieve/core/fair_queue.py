@@ -61,9 +61,8 @@ class FairQueue:
         for share in self._waiting.values():
             yield from share.turns
 
-    def head(self, started: Collection[Turn] = ()) -> Turn | None:
-        """The turn that is next, of the shares that have none of these."""
-        busy = {turn.share for turn in started}
+    def head(self, busy: Collection[str] = ()) -> Turn | None:
+        """The turn that is next, of the shares that are not these."""
         waiting = [share for share in self._waiting.values() if share.name not in busy]
         if not waiting:
             return None

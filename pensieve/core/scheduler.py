@@ -198,8 +198,8 @@ class Scheduler:
                 break
             admission = self._admit(turn, now, draft.filled_before)
             if isinstance(admission, Admission):
-                if self.suspended:
-                    self.suspended.popleft()
+                if turn in self.suspended:
+                    self.suspended.remove(turn)
                 else:
                     self.queued.admit(turn)
                 draft.admit(admission)
@@ -215,10 +215,9 @@ class Scheduler:
         """A suspended turn, or a new one, of a share that has no started prefill."""
         if len(self.running) >= min(self.config.turns_max, self.config.batch_tokens_max):
             return None
-        if self.suspended:
-            turn = self.suspended[0]
-            return None if any(each.share == turn.share for each in started) else turn
-        return self.queued.head(started)
+        busy = {each.share for each in started}
+        suspended = next((turn for turn in self.suspended if turn.share not in busy), None)
+        return suspended or self.queued.head(busy)
 
     def _launched(self, draft: IterationDraft, swap_outs: list[SwapOut]) -> Iteration:
         self._index += 1

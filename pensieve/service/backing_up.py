@@ -113,13 +113,16 @@ class BackingUp:
             await asyncio.sleep(config.seconds)
 
     async def _round(self, config: BackupConfig) -> None:
+        if self._feed is not None and self._feed.failure:
+            self._has_problem(f"{self._feed.failure}; another generation begins")
+            self._feed = self._chain = None
+            if self._folder is not None:  # it may be another one by now
+                self._folder.close()
+                self._folder = None
         if self._folder is None:
             identity = await self._in_store(lambda: self._source.identity)
             self._folder = await self._job(lambda: BackupFolder.open(config.folder, identity))
         folder, chain = self._folder, self._chain
-        if self._feed is not None and self._feed.failure:
-            self._has_problem(f"{self._feed.failure}; another generation begins")
-            self._feed = self._chain = None
         await self._ship()
         now = self._source.now()
         if self._chain is None or (
@@ -139,7 +142,7 @@ class BackingUp:
         if chain is None or feed is None:
             return
         await self._in_store(self._source.collect)
-        await self._job(lambda: _append(chain, feed))
+        await self._job(lambda: chain.ship(feed))
         if feed.failure:
             raise StoreUnavailable(feed.failure)
 
@@ -147,21 +150,21 @@ class BackingUp:
         identity = await self._in_store(lambda: self._source.identity)
         folder = await self._job(lambda: BackupFolder.open(path, identity))
         try:
-            feed, chain = await self._generation(folder)
+            feed, chain = await self._generation(folder, ships=False)
             await self._in_store(lambda: self._source.end(feed))
             return chain
         finally:
             folder.close()
 
-    async def _generation(self, folder: BackupFolder) -> tuple[Feed, Chain]:
-        """A new one with its base; what the present one has to ship goes on meanwhile."""
+    async def _generation(self, folder: BackupFolder, *, ships: bool = True) -> tuple[Feed, Chain]:
+        """A new one with its base; what the present one has to ship goes on meanwhile, here or elsewhere."""
         feed = await self._in_store(self._source.begin)
         copy: BaseCopy | None = None
         try:
             copy = await self._job(lambda: folder.begin(self._source, feed))
             self._copies.add(copy)
             copying = asyncio.ensure_future(self._job(copy.run))
-            pause_seconds = self._config.seconds if self._config else None
+            pause_seconds = self._config.seconds if ships and self._config else None
             while not (await asyncio.wait({copying}, timeout=pause_seconds))[0]:
                 with suppress(PensieveError):  # it is tried again
                     await self._ship()
@@ -196,16 +199,6 @@ class BackingUp:
             if not self._copies:
                 self._has_problem(f"its folder has not answered for {SLOW_SECONDS:.0f} s")
         return job.result()
-
-
-def _append(chain: Chain, feed: Feed) -> None:
-    if (changes := feed.take()) is None:
-        return
-    try:
-        chain.append(changes)
-    except BaseException:
-        feed.give_back(changes)
-        raise
 
 
 async def _end_of(job: asyncio.Future[T]) -> None:

@@ -382,6 +382,8 @@ class Daemon:
         async def check() -> None:
             try:
                 problems = await asyncio.to_thread(self.store.integrity_check)
+            except StoreCorrupt as error:
+                problems = [str(error)]
             except PensieveError as error:  # the next start tries again
                 log.error("the history could not be checked: %s", error)
                 return

@@ -59,6 +59,7 @@ UNAVAILABLE = {
     15: "another program holds the database",
 }
 CORRUPT = {11: "the database is damaged", 26: "the file is not a database"}
+UNDECODABLE = "Could not decode to UTF-8"  # which the driver says, and SQLite has no code for
 REOPEN_AFTER = {8, 10, 14}
 
 
@@ -237,6 +238,8 @@ def explained(error: Any, path: Path) -> Exception:
     primary = _primary_code(error)
     if primary in UNAVAILABLE:
         return StoreUnavailable(f"the history {path}: {UNAVAILABLE[primary]}")
+    if not primary and UNDECODABLE in str(error):
+        return StoreCorrupt(f"the history {path}: a text is damaged")
     if primary in CORRUPT:
         return StoreCorrupt(f"the history {path}: {CORRUPT[primary]}")
     assert isinstance(error, Exception)

@@ -17,6 +17,7 @@ from pathlib import Path
 from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
 
 DATABASE_NAME = "conversations.db"
+RESTORING_NAME = "conversations.db.restoring"
 LOCK_NAME = "lock"
 IDENTITY_NAME = "history"
 DAMAGED_NAME = "damaged"
@@ -45,6 +46,8 @@ class DataFolder:
             stopped_unclean = bool(os.pread(lock, HOLDER_BYTES_MAX, 0))
             _write(lock, f"{os.getpid()} {holder}\n".encode()[:HOLDER_BYTES_MAX])
             # Other users must not read conversations; SQLite gives its side files the same mode.
+            with contextlib.suppress(FileNotFoundError):
+                (path / RESTORING_NAME).unlink()  # of a restore that was killed
             database = os.open(path / DATABASE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             os.close(lock)

@@ -52,10 +52,24 @@ PROTECTIONS = (
     ),
     protection(
         "changes that could not be written are given back",
-        "service/backing_up.py",
-        "        feed.give_back(changes)\n",
-        "",
+        "store/backup/writing.py",
+        "                    feed.give_back(changes)\n",
+        "                    pass\n",
         "service/test_backing_up.py::test_a_full_disk_of_the_backup_is_said_and_stops_nothing",
+    ),
+    protection(
+        "one thread at a time appends to a chain",
+        "store/backup/writing.py",
+        "        with self._lock:\n            if (changes",
+        "        if self._lock:\n            if (changes",
+        "store/backup/test_backup.py::test_two_that_ship_at_once_append_one_after_the_other",
+    ),
+    protection(
+        "a folder that is gone is begun anew",
+        "store/backup/writing.py",
+        "                if isinstance(error.__cause__, FileNotFoundError):\n",
+        "                if not error:\n",
+        "service/test_backing_up.py::test_a_folder_that_was_cleared_gets_another_generation",
     ),
     protection(
         "a folder that does not answer is said",
@@ -76,8 +90,8 @@ PROTECTIONS = (
     protection(
         "what gathers for a folder is bounded",
         "store/backup/capture.py",
-        "            if len(changes.pages) * self.page_bytes > self._bytes_max:\n",
-        "            if len(changes.pages) < 0:\n",
+        "        if len(changes.pages) * self.page_bytes > self._bytes_max:\n",
+        "        if len(changes.pages) < 0:\n",
         "store/backup/test_backup.py"
         "::test_what_a_folder_does_not_take_holds_up_neither_turns_nor_deletions",
         "service/test_backing_up.py"
@@ -86,8 +100,8 @@ PROTECTIONS = (
     protection(
         "a log that cannot be read ends the feeds and no turn",
         "store/backup/capture.py",
-        "        except (*UNREADABLE, self._driver.Error) as error:\n",
-        "        except self._driver.Error as error:\n",
+        "        except (*UNREADABLE, self._driver.Error) as error:\n            self.abandon(",
+        "        except self._driver.Error as error:\n            self.abandon(",
         "store/backup/test_backup.py::test_a_log_that_cannot_be_read_ends_the_chain_and_no_turn",
     ),
     protection(

@@ -6,6 +6,7 @@ import contextlib
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import threading
 import time
@@ -249,6 +250,17 @@ def test_a_folder_that_does_not_answer_holds_up_neither_turns_nor_deletions_nor_
     copying.join(60)
     assert not copying.is_alive()
     answers.set()
+
+
+def test_a_folder_that_was_cleared_gets_another_generation(rig: DaemonRig, tmp_path: Path) -> None:
+    """It was never used again: each try failed, and a small history never has too much to write."""
+    rig.ask("c", "hello")
+    wait_for(lambda: points(tmp_path / "backup"))
+    shutil.rmtree(tmp_path / "backup")
+    (tmp_path / "backup").mkdir(mode=0o700)
+    rig.ask("c", "and now?")
+    wait_for(lambda: (tmp_path / "backup" / "history").exists() and points(tmp_path / "backup"))
+    wait_for(lambda: not failing(rig))
 
 
 def test_another_generation_begins_when_too_much_could_not_be_written(

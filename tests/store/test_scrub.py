@@ -82,6 +82,27 @@ def test_a_flipped_bit_in_a_text_is_found(path: Path, driver: Any) -> None:
     assert "fails its checksum" in problem
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE conversations SET fingerprint = CAST(x'ff' AS TEXT) WHERE conversation = 3",
+        "UPDATE tenants SET tenant = CAST(x'ff' AS TEXT)",
+    ],
+)
+def test_a_text_that_is_no_text_any_more_is_damage_and_no_fault_of_ours(
+    path: Path, driver: Any, open_store: Open, damage: str
+) -> None:
+    """The driver has no code for it; it ended the service, and the next one when it came there."""
+    conn = driver.connect(str(path))
+    conn.execute(damage)
+    conn.commit()
+    conn.close()
+    (problem,) = whole_pass(path, driver)
+    assert "a text is damaged" in problem
+    with open_store() as store:
+        assert "a text is damaged" in store.verify()[0]
+
+
 def test_it_goes_on_beside_deletions_and_keeps_none_of_them_waiting(
     open_store: Open, driver: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -242,6 +242,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     del raw
                     if is_counted and held is not None:
                         context.received(held)
+                    elif held is not None:
+                        held.release()  # a watch may last for ever
                 answer = await act(requests, context)
                 if is_counted and answer is not None:
                     context.answers(answer)

@@ -60,14 +60,7 @@ class Feed:
 
     def add(self, changes: Changes) -> None:
         with self._lock:
-            if self._gathered is not None:
-                changes = changes._replace(pages={**self._gathered.pages, **changes.pages})
-            self._gathered = changes
-            if len(changes.pages) * self.page_bytes > self._bytes_max:
-                self._gathered = None
-                self.failure = (
-                    f"more than {self._bytes_max >> 20} MiB of changes could not be written"
-                )
+            self._add(changes)
 
     def take(self) -> Changes | None:
         """What has gathered since the last call; None if nothing has."""
@@ -79,8 +72,16 @@ class Feed:
         """They could not be written; what came since is newer."""
         with self._lock:
             newer, self._gathered = self._gathered, changes
-        if newer is not None:
-            self.add(newer)
+            if newer is not None:
+                self._add(newer)
+
+    def _add(self, changes: Changes) -> None:
+        if self._gathered is not None:
+            changes = changes._replace(pages={**self._gathered.pages, **changes.pages})
+        self._gathered = changes
+        if len(changes.pages) * self.page_bytes > self._bytes_max:
+            self._gathered = None
+            self.failure = f"more than {self._bytes_max >> 20} MiB of changes could not be written"
 
     def end(self, reason: str) -> None:
         with self._lock:
@@ -108,7 +109,7 @@ class Capture:
             if num_frames := _checkpoint(conn):
                 self._read_new(num_frames)
                 pages = self._read(0, num_frames)
-        except UNREADABLE as error:
+        except (*UNREADABLE, self._driver.Error) as error:
             self._forget_ended(conn)
             raise StoreUnavailable(f"the write-ahead log cannot be read: {error}") from error
         feed = Feed(_number(conn, "PRAGMA page_size"), bytes_max)

@@ -34,10 +34,8 @@ from pensieve.store.backup.files import (
 )
 from pensieve.store.backup.writing import explained, generations_in, write_pages
 from pensieve.store.connection import preferred_driver, read_only
-from pensieve.store.folder import DataFolder
+from pensieve.store.folder import RESTORING_NAME, DataFolder
 from pensieve.store.migrations import STEPS, remove_copies
-
-RESTORING_NAME = "conversations.db.restoring"
 
 
 class Points(NamedTuple):

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import IO
 
 from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
@@ -254,6 +255,21 @@ class Chain:
         self._base = base
         self._number = 0
         self._previous = base.sha256
+        self._lock = Lock()
+
+    def ship(self, feed: Feed) -> None:
+        """Append what the feed has; in one thread at a time, whoever asks."""
+        with self._lock:
+            if (changes := feed.take()) is None:
+                return
+            try:
+                self.append(changes)
+            except BaseException as error:
+                if isinstance(error.__cause__, FileNotFoundError):
+                    feed.end(f"{self.generation.path} is not there any more")
+                else:
+                    feed.give_back(changes)
+                raise
 
     def append(self, changes: Changes) -> None:
         head = SegmentHead(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +23,7 @@ from pensieve.errors import (
 )
 from pensieve.store import ConversationStore
 from pensieve.store.backup import capture, files, writing
-from pensieve.store.backup.capture import Feed
+from pensieve.store.backup.capture import Changes, Feed
 from pensieve.store.backup.restoring import points, restore
 from pensieve.store.backup.source import BackupSource
 from pensieve.store.backup.writing import BackupFolder, Chain, write_copy
@@ -66,11 +68,9 @@ class Shipping:
     def ship(self) -> bool:
         self.source.collect()
         assert self.feed is not None
-        changes = self.feed.take()
-        if changes is None:
-            return False
-        self.chain.append(changes)
-        return True
+        before = self.chain.time
+        self.chain.ship(self.feed)
+        return self.chain.time != before
 
 
 @contextmanager
@@ -145,9 +145,9 @@ def test_every_shipped_moment_is_restored_as_it_was(
             assert shipping.ship()
         moments[shipping.chain.time] = history(store)
     assert [len(each.times) for each in points(backup)] == [13, 13, 13, 2]
-    assert sorted(time for each in points(backup) for time in each.times) == sorted(moments)
-    for time, expected in choose.sample(sorted(moments.items()), 10):
-        with restored(backup, driver, time) as found:
+    assert sorted(moment for each in points(backup) for moment in each.times) == sorted(moments)
+    for moment, expected in choose.sample(sorted(moments.items()), 10):
+        with restored(backup, driver, moment) as found:
             assert history(found) == expected
     with restored(backup, driver) as found:
         assert history(found) == history(store)
@@ -488,3 +488,39 @@ def test_a_folder_without_room_for_the_base_is_left_as_it_was(
     with pytest.raises(StoreUnavailable, match="backup: there is no room for 0 MiB"):
         write_copy(store.backup_source, backup)
     assert [path.name for path in backup.glob("generation*")] == []
+
+
+def test_two_that_ship_at_once_append_one_after_the_other(
+    open_store: Open, backup: Path, driver: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy on request ships for the chain of the daemon, too; a segment was lost between them."""
+    with open_store() as store:
+        shipping = Shipping(store, backup)
+        append = Chain.append
+        inside: list[int] = []
+        most: list[int] = []
+
+        def slow(chain: Chain, changes: Changes) -> None:
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.02)
+            append(chain, changes)
+            inside.pop()
+
+        monkeypatch.setattr(Chain, "append", slow)
+        feed = shipping.feed
+        assert feed is not None
+        for number in range(6):
+            create(store, f"c{number}", user("head", 1))
+            shipping.source.collect()
+            threads = [threading.Thread(target=shipping.chain.ship, args=(feed,)) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            create(store, f"d{number}", user("head", 1))
+            shipping.source.collect()
+            for thread in threads:
+                thread.join()
+        assert max(most) == 1
+        shipping.ship()
+    with restored(backup, driver) as again:
+        assert len(again.list_conversations(100).conversations) == 12
