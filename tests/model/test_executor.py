@@ -153,7 +153,8 @@ def test_a_failed_copy_is_a_device_error(world: World) -> None:
 def test_close_ends_the_copier(world: World) -> None:
     workers = [each for each in threading.enumerate() if each.name == "pensieve-copier"]
     world.executor.close()
-    assert [worker.is_alive() for worker in workers] == [False]
+    ended = [worker for worker in workers if not worker.is_alive()]
+    assert len(ended) == 1, "others may be of executors that nobody has closed"
 
 
 class MeetingMemory(KVMemory):

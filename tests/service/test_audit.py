@@ -148,7 +148,7 @@ def test_a_disk_that_stands_still_keeps_nobody(
     gate, path, append = threading.Event(), tmp_path / "audit.jsonl", AuditLog._append
 
     def slow(log: AuditLog, text: bytes) -> None:
-        gate.wait(5.0)
+        gate.wait(30.0)
         append(log, text)
 
     monkeypatch.setattr(AuditLog, "_append", slow)
@@ -157,10 +157,9 @@ def test_a_disk_that_stands_still_keeps_nobody(
             log.write("admin", number=number)
         assert log.num_lost >= 500 - 50 - audit_log.BATCH_LINES_MAX
         assert log.num_lost > 0
-        lost = log.num_lost
         gate.set()
         wait_for(lambda: log.num_lost == 0)
-    assert of(path, "lost")[0]["lines"] == lost
+    lost = sum(each["lines"] for each in of(path, "lost"))
     assert len(of(path, "admin")) == 500 - lost
 
 

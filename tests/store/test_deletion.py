@@ -266,16 +266,14 @@ def test_a_full_disk_leaves_the_erasure_to_a_step(tmp_path: Path, driver: Any) -
     assert countdown > 10
 
 
-def test_a_read_makes_way_for_an_erasure_and_not_for_ever(
-    store: ConversationStore, driver: Any
-) -> None:
+def test_a_read_makes_way_for_an_erasure_and_not_for_ever(store: ConversationStore) -> None:
     create(store, "tea", user("hi", 1))
-    path, running = store.folder.database_path, store._running
+    writer, running = writer_of(store), store._running
     pending = iter([True, True, True, False])
-    reader = HistoryReader(path, running, driver, lambda: next(pending))
+    reader = HistoryReader(writer, running, lambda: next(pending))
     assert reader.get_conversation("tea").num_messages == 1
     assert list(pending) == [], "it has waited until the erasure was done"
     reader.close()
-    reader = HistoryReader(path, running, driver, lambda: True)
+    reader = HistoryReader(writer, running, lambda: True)
     assert reader.get_conversation("tea").num_messages == 1
     reader.close()
