@@ -113,13 +113,7 @@ def _service(kinds: Any) -> None:
     parser.add_argument(
         "--tokens", type=int, default=400, metavar="N", help="tokens of each reply (default: 400)"
     )
-    parser.add_argument(
-        "--iteration-seconds",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="duration of an iteration, which is one token of each turn (default: 0)",
-    )
+    _iteration_seconds(parser, 0.0)
     parser.add_argument(
         "--history",
         type=_counts,
@@ -127,6 +121,16 @@ def _service(kinds: Any) -> None:
         help="instead: what a short turn costs the service in conversations of so many tokens",
     )
     parser.set_defaults(run=service)
+
+
+def _iteration_seconds(parser: argparse.ArgumentParser, default: float) -> None:
+    parser.add_argument(
+        "--iteration-seconds",
+        type=float,
+        default=default,
+        metavar="S",
+        help=f"duration of an iteration, which is one token of each turn (default: {default:g})",
+    )
 
 
 def service(arguments: argparse.Namespace) -> int:
@@ -156,13 +160,7 @@ def _isolation(kinds: Any) -> None:
         metavar="S",
         help="of each half of a round (default: 15)",
     )
-    parser.add_argument(
-        "--iteration-seconds",
-        type=float,
-        default=0.01,
-        metavar="S",
-        help="duration of an iteration, which is one token of each turn (default: 0.01)",
-    )
+    _iteration_seconds(parser, 0.01)
     parser.set_defaults(run=isolation)
 
 

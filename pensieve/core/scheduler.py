@@ -183,10 +183,10 @@ class Scheduler:
 
     def _plan_prefills(self, draft: IterationDraft, started: list[Turn], now: float) -> int:
         """Started ones and turns that wait; how many pages the first of these that does not fit requires."""
-        required_pages, is_open = 0, True
+        required_pages, may_admit = 0, True
         while draft.num_tokens_left:
             first = self.queued.least_used(started)
-            turn = self._next_waiting(started) if is_open else None
+            turn = self._next_waiting(started) if may_admit else None
             if first is not None and (
                 turn is None or self.queued.used(turn) > self.queued.used(first)
             ):
@@ -208,7 +208,7 @@ class Scheduler:
                 self._finish(turn, FinishReason.WARMED, now)  # best effort
                 self._ended.append(Ended(turn, FinishReason.WARMED))
             else:
-                required_pages, is_open = admission.required_pages if admission else 0, False
+                required_pages, may_admit = admission.required_pages if admission else 0, False
         return required_pages
 
     def _next_waiting(self, started: list[Turn]) -> Turn | None:

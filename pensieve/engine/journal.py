@@ -79,9 +79,7 @@ def opened(path: Path) -> TextIO:
         with path.open("rb") as before:
             before.seek(-1, 2)
             if before.read() != b"\n":  # its writer was killed
-                with contextlib.suppress(
-                    OSError
-                ):  # it waits in the file's buffer for the next line
+                with contextlib.suppress(OSError):  # then it waits in the file's buffer
                     file.write("\n")
     return file
 

@@ -9,9 +9,8 @@ given up while a request for it is on the way, and a client that says the same a
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from typing import Any
 
+from pensieve.service.counts import Counts
 from pensieve.service.draft import Ask
 from pensieve.service.live_turn import LiveTurn
 
@@ -19,9 +18,9 @@ from pensieve.service.live_turn import LiveTurn
 class Arriving:
     def __init__(self) -> None:
         self.num_turns = 0
-        self._of_tenant: Counter[str] = Counter()
-        self._characters_of_tenant: Counter[str] = Counter()
-        self._of_request: Counter[tuple[str, str, str]] = Counter()
+        self._of_tenant = Counts[str]()
+        self._characters_of_tenant = Counts[str]()
+        self._of_request = Counts[tuple[str, str, str]]()
         self._waiting: dict[tuple[str, str, str], list[asyncio.Future[None]]] = {}
 
     def add(self, ask: Ask) -> None:
@@ -32,9 +31,9 @@ class Arriving:
 
     def remove(self, ask: Ask) -> None:
         self.num_turns -= 1
-        _subtract(self._of_tenant, ask.tenant)
-        _subtract(self._characters_of_tenant, ask.tenant, ask.num_characters)
-        _subtract(self._of_request, _request(ask))
+        self._of_tenant[ask.tenant] -= 1
+        self._characters_of_tenant[ask.tenant] -= ask.num_characters
+        self._of_request[_request(ask)] -= 1
         if not self._of_request[_request(ask)]:
             for waiting in self._waiting.pop(_request(ask), ()):
                 if not waiting.done():
@@ -64,9 +63,3 @@ class Arriving:
 
 def _request(ask: Ask) -> tuple[str, str, str]:
     return ask.tenant, ask.conversation_id, ask.request_id
-
-
-def _subtract(counts: Counter[Any], key: Any, number: int = 1) -> None:
-    counts[key] -= number
-    if not counts[key]:
-        del counts[key]

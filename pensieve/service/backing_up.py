@@ -50,7 +50,7 @@ class BackingUp:
         self._folder: BackupFolder | None = None
         self._feed: Feed | None = None
         self._chain: Chain | None = None
-        self._jobs: set[asyncio.Future[None]] = set()
+        self._jobs: set[asyncio.Future[Any]] = set()
         self._copies: set[BaseCopy] = set()
         self._requests: set[asyncio.Task[Chain]] = set()
         self._whole_at = threads.loop.time()  # when all that was committed was in the folder
@@ -160,10 +160,11 @@ class BackingUp:
         """A new one with its base; what the present one has to ship goes on meanwhile, here or elsewhere."""
         feed = await self._in_store(self._source.begin)
         copy: BaseCopy | None = None
+        copying: asyncio.Task[None] | None = None
         try:
             copy = await self._job(lambda: folder.begin(self._source, feed))
             self._copies.add(copy)
-            copying = asyncio.ensure_future(self._job(copy.run))
+            copying = self._threads.loop.create_task(self._job(copy.run))
             pause_seconds = self._config.seconds if ships and self._config else None
             while not (await asyncio.wait({copying}, timeout=pause_seconds))[0]:
                 with suppress(PensieveError):  # it is tried again
@@ -171,15 +172,17 @@ class BackingUp:
             copying.result()
             await self._in_store(self._source.collect)
             return feed, await self._job(copy.finish)
-        except PensieveError:
+        except Exception:
             await self._in_store(lambda: self._source.end(feed))
             if copy is not None:
                 await self._job(copy.discard)
             raise
-        finally:
+        finally:  # which matters where this task was cancelled
             if copy is not None:
-                copy.stopped = True  # where this task was cancelled
+                copy.stopped = True
                 self._copies.discard(copy)
+            if copying is not None:
+                copying.cancel()
 
     def _has_problem(self, problem: str) -> None:
         if problem != self.problem:
@@ -192,18 +195,17 @@ class BackingUp:
     async def _job(self, function: Callable[[], T]) -> T:
         """Call it in a thread of its own."""
         job: asyncio.Future[T] = in_own_thread(self._threads.loop, function)
-        ended = asyncio.ensure_future(_end_of(job))
-        self._jobs.add(ended)
-        ended.add_done_callback(self._jobs.discard)
+        self._jobs.add(job)
+        job.add_done_callback(self._ended)
         while not (await asyncio.wait({job}, timeout=SLOW_SECONDS))[0]:
             if not self._copies:
                 self._has_problem(f"its folder has not answered for {SLOW_SECONDS:.0f} s")
         return job.result()
 
-
-async def _end_of(job: asyncio.Future[T]) -> None:
-    await asyncio.wait({job})
-    job.exception()  # of one that nobody waits for any more
+    def _ended(self, job: asyncio.Future[Any]) -> None:
+        self._jobs.discard(job)
+        if not job.cancelled():
+            job.exception()  # of one that nobody waits for any more
 
 
 def in_own_thread(loop: asyncio.AbstractEventLoop, function: Callable[[], T]) -> asyncio.Future[T]:

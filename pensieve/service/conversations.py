@@ -26,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -55,6 +54,7 @@ from pensieve.errors import (
     Unavailable,
 )
 from pensieve.service.arriving import Arriving
+from pensieve.service.counts import Counts
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import Ask, ConversationSettings, Draft, Outdated
 from pensieve.service.erasing import erased
@@ -109,7 +109,7 @@ class Conversations:
         self._on_admitted = on_admitted
         self._charge_tokens = charge
         self._weight_of = weight_of
-        self._num_lookups: Counter[str] = Counter()
+        self._num_lookups = Counts[str]()
 
     # -- conversations --
 

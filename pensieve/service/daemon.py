@@ -256,9 +256,7 @@ class Daemon:
         """Cancel the turn that a conversation runs, if it is this one; whether it was."""
         live = self.conversations.turns.of_conversation(conversation_id, tenant)
         if live is None or (turn_id and turn_id != str(live.turn_id)):
-            await self.reads.conversation(
-                conversation_id, tenant
-            )  # NOT_FOUND, if it is not there at all
+            await self.reads.conversation(conversation_id, tenant)  # or NOT_FOUND
             return False
         self.conversations.cancel(live)
         return True

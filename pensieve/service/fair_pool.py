@@ -42,12 +42,10 @@ class FairPool:
         self._drops_abandoned = drops_abandoned
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._lock = Lock()
-        self._queues: dict[
-            str, deque[_Job]
-        ] = {}  # of the tenants that wait, whose turn it is first
-        self._since: dict[
-            asyncio.Future[Any], float
-        ] = {}  # jobs that have not ended, the oldest first
+        # Of the tenants that wait, whose turn it is first.
+        self._queues: dict[str, deque[_Job]] = {}
+        # The jobs that have not ended, the oldest first.
+        self._since: dict[asyncio.Future[Any], float] = {}
 
     async def run(self, tenant: str, function: Callable[[], T]) -> T:
         """Call it in a thread; once it has begun, to its end even if the caller is cancelled."""

@@ -12,7 +12,10 @@
 Tokens are paid for when a turn has ended: those it brought and those of its reply (what was found in the
 cache costs nothing).  A system prompt is paid for when it is tokenized at first, and so is a message that
 then does not fit.  A tenant may save up BURST_SECONDS of its rates; one that is in debt is refused until it
-is out of it, and the refusal says when that will be.  It may read and delete meanwhile.
+is out of it, and the refusal says when that will be.  It may read and delete meanwhile.  A refusal costs the
+daemon as much as a small answer, so those for limits, and every error that a tenant in debt is told, come at
+REFUSALS_PER_SECOND once a burst of them was told at once: each next one waits its turn, but no longer than
+REFUSAL_SECONDS_MAX.
 
 Allowances belong to the loop.  Other limits take force at once: what was saved or owed stays, turns and calls
 that are there go on, and count.
@@ -23,10 +26,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from pensieve.errors import QueueFull
+from pensieve.errors import PensieveError, QueueFull
 
 BURST_SECONDS = 10.0
 UNREAD_BYTES_MAX = 64 << 20
+REFUSALS_PER_SECOND = 10.0
+REFUSAL_SECONDS_MAX = 1.0
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,7 @@ class Allowance:
         self.num_unread_bytes = 0
         self.tokens = Bucket(limits.tokens_per_second, now)
         self.requests = Bucket(limits.requests_per_second, now, least=1.0)
+        self._refusals = Bucket(REFUSALS_PER_SECOND, now)
 
     def change(self, limits: Limits, now: float) -> None:
         self.limits = limits
@@ -135,6 +141,16 @@ class Allowance:
             return _full("requests_per_second", text, wait)
         self.requests.spend(1.0, now)
         return None
+
+    def seconds_to_refuse(self, error: PensieveError, now: float) -> float:
+        """How long this error waits until its caller is told."""
+        is_for_limit = isinstance(error, QueueFull) and error.limit
+        if not is_for_limit and self.in_debt(now) is None:
+            return 0.0
+        wait = min(self._refusals.seconds_until(1.0, now), REFUSAL_SECONDS_MAX)
+        if wait < REFUSAL_SECONDS_MAX:
+            self._refusals.spend(1.0, now)
+        return wait
 
     def calls_exceeded(self, allowed: int = 1) -> QueueFull | None:
         """Whether there are more calls than `allowed` times those that may be, the present one included."""

@@ -22,16 +22,16 @@ the engine.  It says what the engine must hear (the messages it returns) and wha
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason
 from pensieve.engine.messages import TOKEN_BYTES, CancelTurn, SubmitTurn, TurnEnded
 from pensieve.errors import PensieveError, QueueFull, TurnFailed, Unavailable
+from pensieve.service.counts import Counts
 from pensieve.service.draft import Ask
 from pensieve.service.live_turn import (
     Begun,
@@ -62,10 +62,10 @@ class Turns:
         self._live: dict[int, LiveTurn] = {}  # by the number that the engine knows them by
         self._waiting: dict[int, LiveTurn] = {}  # those that the engine has no room for yet
         self._of_request: dict[tuple[str, str, str], LiveTurn] = {}
-        self._num_of_tenant: Counter[str] = Counter()
+        self._num_of_tenant = Counts[str]()
         self._numbers = count(1)
         self._warms: dict[int, tuple[str, str]] = {}  # tenant and conversation, by number
-        self._num_warms: Counter[tuple[str, str]] = Counter()
+        self._num_warms = Counts[tuple[str, str]]()
 
     # -- looking --
 
@@ -127,8 +127,8 @@ class Turns:
         """It has ended, or was never put; whose it was, if it was one."""
         if (warm := self._warms.pop(number, None)) is None:
             return None
-        _count_out(self._num_warms, warm)
-        _count_out(self._num_of_tenant, warm[0])
+        self._num_warms[warm] -= 1
+        self._num_of_tenant[warm[0]] -= 1
         return warm[0]
 
     def begin(self, begun: Begun, now: float, weight: float = 1.0) -> tuple[LiveTurn, SubmitTurn]:
@@ -236,7 +236,7 @@ class Turns:
 
     def _remove(self, live: LiveTurn, finish: FinishReason) -> None:
         if self._live.pop(live.number, None) is not None:
-            _count_out(self._num_of_tenant, live.tenant)
+            self._num_of_tenant[live.tenant] -= 1
         self._waiting.pop(live.number, None)
         request = (live.tenant, live.conversation_id, live.request_id)
         if self._of_request.get(request) is live:  # not one of a conversation that was made anew
@@ -254,12 +254,6 @@ class Turns:
 
     def _first(self, matches: Callable[[LiveTurn], bool]) -> LiveTurn | None:
         return next((live for live in self._live.values() if matches(live)), None)
-
-
-def _count_out(counts: Counter[Any], key: Any) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
 
 
 def failure_of(reason: str) -> PensieveError:

@@ -72,6 +72,24 @@ PROTECTIONS = (
         "service/test_tenants.py::test_requests_are_counted_whatever_they_ask",
     ),
     protection(
+        "a tenant beyond its limits is told so at a pace",
+        "service/limits.py",
+        "        wait = min(self._refusals.seconds_until(1.0, now), REFUSAL_SECONDS_MAX)\n",
+        "        wait = 0.0\n",
+        "service/test_limits.py"
+        "::test_refusals_beyond_a_burst_are_told_at_a_pace_of_a_tenant_beyond_its_limits",
+        "service/test_tenants.py"
+        "::test_who_is_beyond_its_limits_is_told_so_at_a_pace_and_nobody_else_waits",
+    ),
+    protection(
+        "errors wait for their pace",
+        "service/grpc/calls.py",
+        "        if wait := self._allowance.seconds_to_refuse(error, _now()):\n",
+        "        if wait := 0.0:\n",
+        "service/test_tenants.py"
+        "::test_who_is_beyond_its_limits_is_told_so_at_a_pace_and_nobody_else_waits",
+    ),
+    protection(
         "calls at once are counted",
         "service/grpc/calls.py",
         "        exceeded = allowance.calls_exceeded(allowed) or allowance.request(now)\n",

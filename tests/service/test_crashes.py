@@ -143,9 +143,7 @@ def test_no_acknowledged_turn_is_lost_and_none_is_half_written(tmp_path: Path) -
             killed[victim] += 1
         else:
             pid = process.engine_pid()
-            if (
-                pid is not None
-            ):  # a stopped one is killed by the daemon, when its heart stands still
+            if pid is not None:  # the daemon kills a stopped one, when its heart stands still
                 os.kill(pid, choose.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)))
                 killed[victim] += 1
         wait_for(serving)

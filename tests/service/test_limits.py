@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.cli.main import main
-from pensieve.errors import ConfigError, PermissionDenied, Unauthenticated
+from pensieve.errors import ConfigError, NotFound, PermissionDenied, QueueFull, Unauthenticated
 from pensieve.service.grpc import auth
 from pensieve.service.limits import LIMIT_NAMES, Allowance, Limits
 
@@ -34,6 +34,22 @@ def test_tokens_are_saved_up_for_ten_seconds_and_debts_are_waited_for() -> None:
     assert allowance.exceeded(0, 1000.0) is not None
 
 
+def test_refusals_beyond_a_burst_are_told_at_a_pace_of_a_tenant_beyond_its_limits() -> None:
+    allowance = Allowance(Limits(turns_max=1, tokens_per_second=5.0), 0.0)
+    full, missing = allowance.exceeded(1, 0.0), NotFound("conversation c does not exist")
+    assert full is not None
+    assert [allowance.seconds_to_refuse(full, 0.0) for _ in range(100)] == [0.0] * 100
+    later = [allowance.seconds_to_refuse(full, 0.0) for _ in range(12)]
+    assert later == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.0, 1.0])
+    # What it may do is answered at once, mistakes included; so is a full daemon.
+    assert allowance.seconds_to_refuse(missing, 0.0) == 0.0
+    assert allowance.seconds_to_refuse(QueueFull("too many turns are waiting"), 0.0) == 0.0
+    allowance.spend(60, 0.0)
+    assert allowance.seconds_to_refuse(missing, 0.0) == 1.0
+    assert allowance.seconds_to_refuse(missing, 0.5) == pytest.approx(0.5)
+    assert allowance.seconds_to_refuse(full, 100.0) == 0.0
+
+
 def tokens(tmp_path: Path, text: str) -> tuple[auth.Token, ...]:
     path = tmp_path / "tokens.toml"
     path.write_text(text)
@@ -53,9 +69,12 @@ def test_a_token_file_says_who_may_do_what(tmp_path: Path) -> None:
     )
     assert guard.authenticate(admin, [(BEARER, f"Bearer {other}")], "ipv4:1.2.3.4:5").admin
     assert guard.authenticate(admin, [], "unix:").admin
-    assert guard.authenticate("/grpc.health.v1.Health/Check", [], "ipv4:1.2.3.4:5") == auth.Caller(
-        known=False
-    )
+    check = "/grpc.health.v1.Health/Check"
+    assert guard.authenticate(check, [], "ipv4:1.2.3.4:5") == auth.Caller(known=False)
+    # Whose slot for a body it takes.
+    assert guard.authenticate(
+        check, [(BEARER, f"Bearer {token}")], "ipv4:1.2.3.4:5"
+    ) == auth.Caller("acme")
     with pytest.raises(PermissionDenied):
         guard.authenticate(admin, [(BEARER, f"Bearer {token}")], "ipv4:1.2.3.4:5")
     for metadata in ([], [(BEARER, "Bearer x")], [(BEARER, token)], [(BEARER, b"\xff")]):

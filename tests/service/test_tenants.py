@@ -246,6 +246,29 @@ def test_requests_are_counted_whatever_they_ask(tmp_path: Path) -> None:
                 list(client.conversations())
 
 
+def test_who_is_beyond_its_limits_is_told_so_at_a_pace_and_nobody_else_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pensieve.service.limits.REFUSALS_PER_SECOND", 1 / 3600)
+    monkeypatch.setattr("pensieve.service.limits.REFUSAL_SECONDS_MAX", 3600.0)
+    with TokensRig(tmp_path, {"few": {"requests_per_second": 0.01}, "other": {}}) as rig:
+
+        def get(tenant: str, timeout: float | None = None) -> Any:
+            request = pb.GetConversationRequest(conversation_id="c")
+            metadata = rig.metadata(tenant)
+            return rig.stub.GetConversation.future(request, metadata=metadata, timeout=timeout)
+
+        assert get("few").code() is grpc.StatusCode.NOT_FOUND  # the one that may be saved up
+        waits = get("few")
+        wait_for(lambda: rig.num_calls("few") == 1)
+        # Another tenant's are answered; and who waits for so long only is told in time.
+        assert get("other").code() is grpc.StatusCode.NOT_FOUND
+        assert get("few", timeout=4.0).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert not waits.done()
+        assert waits.cancel()
+        wait_for(lambda: rig.num_calls("few") == 0)
+
+
 def test_calls_at_once_are_counted_until_they_have_ended(tmp_path: Path) -> None:
     slow = (*ECHO, "--seconds=0.01")
     with TokensRig(tmp_path, {"a": {"calls_max": 2}, "b": {}}, slow) as rig:

@@ -44,7 +44,7 @@ from pensieve.errors import (
 )
 from pensieve.service.grpc import sizes, translate
 from pensieve.service.grpc.audit import DELETE_METHOD, Audit
-from pensieve.service.grpc.calls import Calls
+from pensieve.service.grpc.calls import Call, Calls
 from pensieve.service.grpc.incoming import Held, Incoming
 from pensieve.service.limits import LIMIT_NAMES, NO_LIMITS, WHOLE, Allowances, Limits
 from pensieve.store.records import ID_PATTERN
@@ -171,7 +171,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         local = _is_local(peer)
         given = self._known(metadata)
         if method.startswith(HEALTH_PREFIX):
-            return Caller(known=given is not None or local or not self._tokens)
+            known = given is not None or local or not self._tokens
+            return Caller(given.tenant if given is not None else "", known=known)
         admin = local or (given is not None and given.admin)
         if method.startswith(ADMIN_PREFIX) and not admin:
             if given is None and self._tokens:
@@ -230,23 +231,25 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         ) -> Any:
             began, peer = asyncio.get_running_loop().time(), context.peer()
             found, outcome = ANONYMOUS, "CANCELLED"
+            call: Call | None = None
             held: Held | None = None
             try:
                 found = self._admitted(details.method, metadata, peer)
                 _caller.set(found)
                 if is_counted:
-                    context = self._calls.enter(context, found.tenant, details.method)
+                    call = context = self._calls.enter(context, found.tenant)
+                    call.admit(details.method)
                 if takes_one:
                     raw, held = await self._body(context, found, details.method)
                     requests = _parsed(parse, raw)
                     del raw
-                    if is_counted and held is not None:
-                        context.received(held)
+                    if held is not None and call is not None:
+                        call.received(held)
                     elif held is not None:
                         held.release()  # a watch may last for ever
                 answer = await act(requests, context)
-                if is_counted and answer is not None:
-                    context.answers(answer)
+                if call is not None and answer is not None:
+                    call.answers(answer)
                 outcome = "OK"
                 return answer
             except (asyncio.CancelledError, grpc.aio.AbortError):
@@ -257,6 +260,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 self._refusals[f"{outcome}.{limit}" if limit else outcome] += 1
                 if translate.is_of_the_machine(error):
                     log.error("%s failed: %s", details.method, whole_line(error))
+                if call is not None:
+                    await call.refused(error)
                 await abort_with(context, error)
             except Exception:
                 outcome = "INTERNAL"

@@ -10,6 +10,9 @@ What a client does not take stays in memory.  An answer that would be too much b
 not taken yet (`unread_bytes`) is refused; a piece of a stream waits, and its reader is cancelled when it has
 waited too long (readers.py).
 
+Errors are told at a pace to a tenant that is beyond its limits (`Allowance.seconds_to_refuse`), so that one
+which asks again at once, whatever it is told, takes less of the loop.
+
 The operator's calls and those to health are not counted here.  All of it belongs to the loop.
 """
 
@@ -18,6 +21,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from pensieve.errors import PensieveError
 from pensieve.service.grpc.incoming import Held
 from pensieve.service.limits import Allowance, Allowances
 
@@ -35,6 +39,20 @@ class Call:
         self._request: Held | None = None
         allowance.num_calls += 1
         context.add_done_callback(self._ended)
+
+    def admit(self, method: str) -> None:
+        """QueueFull if its tenant has too many; its request was not received yet."""
+        allowance, now = self._allowance, _now()
+        allowed = 2 if method == SEND_METHOD else 1
+        exceeded = allowance.calls_exceeded(allowed) or allowance.request(now)
+        if exceeded is not None:
+            raise exceeded
+
+    async def refused(self, error: PensieveError) -> None:
+        """Wait until it may be told; not beyond half of the time that its caller waits."""
+        if wait := self._allowance.seconds_to_refuse(error, _now()):
+            left = self._context.time_remaining()
+            await asyncio.sleep(wait if left is None else min(wait, left / 2))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -76,13 +94,10 @@ class Calls:
     def __init__(self, allowances: Allowances) -> None:
         self._allowances = allowances
 
-    def enter(self, context: Any, tenant: str, method: str) -> Call:
-        """Count a call whose request was not received yet; QueueFull if there are too many."""
-        now = asyncio.get_running_loop().time()
-        allowance = self._allowances.of(tenant, now)
-        call = Call(context, allowance)
-        allowed = 2 if method == SEND_METHOD else 1
-        exceeded = allowance.calls_exceeded(allowed) or allowance.request(now)
-        if exceeded is not None:
-            raise exceeded
-        return call
+    def enter(self, context: Any, tenant: str) -> Call:
+        """Count a call whose caller is known."""
+        return Call(context, self._allowances.of(tenant, _now()))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -20,11 +20,11 @@ All of it belongs to the loop.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
+from pensieve.service.counts import Counts
 
 RECEIVING_MAX = 16
 BODY_SECONDS = 30.0
@@ -53,7 +53,7 @@ class StrangersTerms:
 class Held:
     """The memory that a request takes while it is handled."""
 
-    def __init__(self, bytes_held: Counter[str], group: str, num_bytes: int) -> None:
+    def __init__(self, bytes_held: Counts[str], group: str, num_bytes: int) -> None:
         self._bytes_held = bytes_held
         self._group = group
         self._num_bytes = num_bytes
@@ -72,9 +72,9 @@ class Incoming:
         self._known = known or Terms()
         self._strangers = strangers or StrangersTerms()
         self._slots: dict[str, asyncio.Semaphore] = {}  # by group; as many as in the token file
-        self.bytes_held: Counter[str] = Counter()  # by group
+        self.bytes_held = Counts[str]()  # by group
         self._strangers_bodies: list[asyncio.Timeout] = []  # the oldest first
-        self._strangers_calls: Counter[str] = Counter()  # by connection
+        self._strangers_calls = Counts[str]()  # by connection
         self._num_watches = 0
 
     async def body(self, context: Any, group: str) -> tuple[bytes, Held]:
@@ -122,8 +122,6 @@ class Incoming:
 
         def ended(_: Any) -> None:
             calls[peer] -= 1
-            if not calls[peer]:
-                del calls[peer]
 
         context.add_done_callback(ended)
 

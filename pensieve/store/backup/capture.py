@@ -28,12 +28,9 @@ if TYPE_CHECKING:
 
 GATHERED_BYTES_MAX = 64 * 2**20  # of a feed whose folder is slow, full or gone
 CHECKPOINT_FRAMES = 1000  # as SQLite itself
-FRAMES_MAX = (
-    2 * GATHERED_BYTES_MAX // 4096
-)  # that are read at once; only a reader makes the log longer
-HEADER = struct.Struct(
-    ">IIIIII"
-)  # magic, format, page size, checkpoint, two salts; two checksums follow
+FRAMES_MAX = 2 * GATHERED_BYTES_MAX // 4096  # read at once; only a reader makes the log longer
+# Magic, format, page size, checkpoint, two salts; two checksums follow.
+HEADER = struct.Struct(">IIIIII")
 HEADER_BYTES = 32
 FRAME = struct.Struct(">IIII")  # page, pages of the database behind a commit (else 0), two salts
 FRAME_BYTES = 24
@@ -150,9 +147,8 @@ class Capture:
     def _forget_ended(self, conn: Connection) -> None:
         self._feeds = [feed for feed in self._feeds if not feed.failure]
         if not self._feeds:
-            with contextlib.suppress(
-                self._driver.Error
-            ):  # then the log only grows until it is begun anew
+            # Should it fail, the log only grows until it is begun anew.
+            with contextlib.suppress(self._driver.Error):
                 conn.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_FRAMES}").fetchall()
 
     def _is_long(self) -> bool:

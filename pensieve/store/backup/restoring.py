@@ -237,10 +237,7 @@ def _put_in_place(partial: Path, target: DataFolder) -> None:
     database = target.database_path
     with explained(database):
         remove_copies(database)
-        for side in (
-            "-wal",
-            "-shm",
-        ):  # of the history that is replaced: they must not meet the new one
+        for side in ("-wal", "-shm"):  # of the old history: they must not meet the new one
             with suppress(FileNotFoundError):
                 database.with_name(database.name + side).unlink()
         partial.replace(database)
