@@ -15,6 +15,7 @@ import secrets
 from pathlib import Path
 
 from pensieve.errors import StoreError, StoreLocked, StoreUnavailable
+from pensieve.store.durable import new_file
 
 DATABASE_NAME = "conversations.db"
 RESTORING_NAME = "conversations.db.restoring"
@@ -100,10 +101,8 @@ class DataFolder:
 
     def set_identity(self, identity: str) -> None:
         path = self.path / IDENTITY_NAME
-        partial = path.with_name(f"{IDENTITY_NAME}.partial")
-        partial.touch(mode=0o600)
-        partial.write_text(f"{identity}\n", encoding="ascii")
-        partial.replace(path)
+        with new_file(path) as file:
+            file.write(f"{identity}\n".encode())
 
     def close(self, clean: bool) -> None:
         """Release the folder; pass `clean` only if the database was closed without an error."""

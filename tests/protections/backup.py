@@ -146,9 +146,24 @@ PROTECTIONS = (
     protection(
         "what is restored is checked",
         "store/backup/restoring.py",
-        "    if problems := check_database(partial, wanted.driver):\n",
-        "    if problems := list[str]():\n",
+        "        problems = check_database(partial, wanted.driver)\n",
+        "        problems = []\n",
         "store/backup/test_backup.py::test_a_damaged_history_is_not_restored_as_if_it_were_sound",
+    ),
+    protection(
+        "the history that is replaced is whole until then",
+        "store/backup/restoring.py",
+        "            _empty_log(database, driver)\n",
+        "            pass\n",
+        "store/backup/test_backup.py"
+        "::test_a_restore_that_ends_right_before_it_puts_the_new_history_in_place_loses_nothing_of_the_old",
+    ),
+    protection(
+        "a log whose length cannot be read is no failed turn",
+        "store/backup/capture.py",
+        "        except OSError:\n            return True\n        finally:\n",
+        "        finally:\n",
+        "store/backup/test_backup.py::test_a_log_whose_length_cannot_be_read_fails_no_turn",
     ),
     protection(
         "a history is replaced only when told",

@@ -166,6 +166,8 @@ class Capture:
             offset = HEADER_BYTES + (known + CHECKPOINT_FRAMES) * (FRAME_BYTES + page_bytes)
             frame = os.pread(log, FRAME.size, offset)
             return len(frame) == FRAME.size and list(FRAME.unpack(frame)[2:]) == salts
+        except OSError:
+            return True
         finally:
             os.close(log)
 

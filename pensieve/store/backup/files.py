@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
 
 from pensieve.errors import BackupDamaged, StoreTooNew
 from pensieve.store.backup.capture import Changes
 from pensieve.store.bodies import pack_tokens, unpack_tokens
+from pensieve.store.durable import new_file
 
 BASE_NAME = "base.db"
 DESCRIPTION_NAME = "base.json"
@@ -145,33 +142,6 @@ def read_segment(path: Path) -> Segment:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def new_file(path: Path) -> Iterator[IO[bytes]]:
-    """Written under another name, synced, and only then renamed; its name is durable as well."""
-    partial = path.with_name(f"{path.name}.partial")
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "w+b") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        sync_folder(path.parent)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
-
-
-def sync_folder(path: Path) -> None:
-    """So that the names in it are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read(path: Path) -> bytes:

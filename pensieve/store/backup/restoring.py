@@ -4,10 +4,11 @@
     restore    copies a base, writes the segments up to the moment over it, checks all of it on the way, then
                checks the database as a whole, and only then puts it into a data folder
 
-A moment is restored from the latest generation that has one.  If a file on the way is damaged, that is an
-error that names it; with `to_last_good` the moment before the damage is restored instead, if need be of an
-earlier generation.  The data folder is locked throughout, and has the old history or the new one as a
-whole.
+A backup of an older schema is restored as it is; the next start brings it to the present one and checks
+it again.  A moment is restored from the latest generation that has one.  If a file on the way is damaged,
+that is an error that names it; with `to_last_good` the moment before the damage is restored instead, if
+need be of an earlier generation.  The data folder is locked throughout, and has the old history or the new
+one as a whole.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from pensieve.store.backup.files import (
     read_base_description,
     read_segment,
     read_segment_head,
-    sync_folder,
 )
 from pensieve.store.backup.writing import explained, generations_in, write_pages
 from pensieve.store.connection import preferred_driver, read_only
+from pensieve.store.durable import sync_folder
 from pensieve.store.folder import RESTORING_NAME, DataFolder
 from pensieve.store.migrations import STEPS, remove_copies
 
@@ -85,11 +86,11 @@ def restore(
         partial = data / RESTORING_NAME
         try:
             wanted = _Wanted(at, to_last_good, driver, report)
-            identity, restored = _make(generations, partial, wanted)
-            _put_in_place(partial, target)
-            target.set_identity(identity)
+            base, restored = _make(generations, partial, wanted)
+            _put_in_place(partial, target, driver)
+            target.set_identity(base.history)
             target.mark_damaged(False)
-            clean = True
+            clean = base.schema == len(STEPS)
         finally:
             with suppress(FileNotFoundError):
                 partial.unlink()
@@ -111,16 +112,16 @@ class _Wanted(NamedTuple):
     report: Callable[[str], None]
 
 
-def _make(generations: list[Points], partial: Path, wanted: _Wanted) -> tuple[str, Restored]:
-    """The database at `partial`, of the latest moment that is wanted and good; and its history's identity."""
+def _make(generations: list[Points], partial: Path, wanted: _Wanted) -> tuple[Base, Restored]:
+    """The database at `partial`, of the latest moment that is wanted and good; and what it began with."""
     damage = ""
-    for generation in reversed(generations):
-        if wanted.at is not None and generation.times and generation.times[0] > wanted.at:
+    for index, generation in reversed([*enumerate(generations)]):
+        if wanted.at is not None and _is_later(generation, wanted.at, generations[:index]):
             continue
         try:
             base, segments = _chain(generation, wanted.at)
             wanted.report(f"restoring generation {base.generation}, {len(segments)} segments")
-            return base.history, _write(generation.path, base, segments, partial, wanted, damage)
+            return base, _write(generation.path, base, segments, partial, wanted, damage)
         except BackupDamaged as error:
             damage = damage or str(error)
             if not wanted.to_last_good:
@@ -129,6 +130,16 @@ def _make(generations: list[Points], partial: Path, wanted: _Wanted) -> tuple[st
     if damage:
         raise BackupDamaged(f"{damage}; nothing before it is good")
     raise NotFound("the backup has nothing as old as that; --list shows what it has")
+
+
+def _is_later(generation: Points, at: float, earlier: list[Points]) -> bool:
+    """Whether it is not needed: it begins later, or an earlier one goes on beyond this moment.
+
+    The second is asked only where nobody knows when it begins.
+    """
+    if generation.times:
+        return generation.times[0] > at
+    return any(each.times and each.times[-1] > at for each in earlier)
 
 
 def _points(number: int, path: Path) -> Points:
@@ -189,7 +200,11 @@ def _write(
         database.flush()
         os.fsync(database.fileno())
     wanted.report("checking it")
-    if problems := check_database(partial, wanted.driver):
+    if base.schema < len(STEPS):  # what its records should be, only its own version knows
+        problems = verify.integrity_check(partial, wanted.driver, immutable=True)
+    else:
+        problems = check_database(partial, wanted.driver)
+    if problems:
         raise BackupDamaged(
             f"{path} holds, up to segment {last}, a history that is damaged itself: {problems[0]}"
         )
@@ -233,12 +248,23 @@ def _checked_segments(base: Base, segments: list[Path]) -> Iterator[Segment]:
         yield segment
 
 
-def _put_in_place(partial: Path, target: DataFolder) -> None:
+def _put_in_place(partial: Path, target: DataFolder, driver: Any) -> None:
     database = target.database_path
     with explained(database):
         remove_copies(database)
+        with suppress(driver.Error):  # of a damaged one, what can be had
+            _empty_log(database, driver)
         for side in ("-wal", "-shm"):  # of the old history: they must not meet the new one
             with suppress(FileNotFoundError):
                 database.with_name(database.name + side).unlink()
         partial.replace(database)
         sync_folder(database.parent)
+
+
+def _empty_log(database: Path, driver: Any) -> None:
+    """So that the old history is whole without its log, should we be killed before it is replaced."""
+    conn = driver.connect(str(database), isolation_level=None)
+    try:
+        conn.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    finally:
+        conn.close()

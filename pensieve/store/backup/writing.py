@@ -31,14 +31,13 @@ from pensieve.store.backup.files import (
     BASE_NAME,
     Base,
     SegmentHead,
-    new_file,
     read_base_description,
     sha256_of,
-    sync_folder,
     write_base_description,
     write_segment,
 )
 from pensieve.store.backup.source import BackupSource
+from pensieve.store.durable import new_file, sync_folder
 
 IDENTITY_NAME = "history"
 LOCK_NAME = "lock"

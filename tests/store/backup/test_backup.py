@@ -246,7 +246,7 @@ def test_changes_that_could_not_be_written_are_written_later(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "fsync", full)
+        patch.setattr("os.fsync", full)
         shipping.source.collect()
         assert shipping.feed is not None
         changes = shipping.feed.take()
@@ -292,6 +292,24 @@ def test_a_log_that_cannot_be_read_ends_the_chain_and_no_turn(
     assert not store.erasure.pending
     assert shipping.feed is not None
     assert "Input/output error" in shipping.feed.failure
+
+
+def test_a_log_whose_length_cannot_be_read_fails_no_turn(
+    store: ConversationStore, driver: Any, backup: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turn was stored, and its client was told that it was not."""
+    world(store)
+    shipping = Shipping(store, backup)
+
+    def broken(*arguments: object) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pread", broken)
+        say(store, "tea", "r9", user("text", 1), reply("hello", 2))
+    assert shipping.ship()
+    with restored(backup, driver) as again:
+        assert history(again) == history(store)
 
 
 def test_a_reader_that_keeps_the_log_long_does_not_hide_anything_from_the_backup(
@@ -466,6 +484,68 @@ def test_a_backup_of_a_newer_schema_is_refused_and_the_error_says_who_reads_it(
     write_copy(store.backup_source, backup)
     with pytest.raises(StoreTooNew, match=r"schema version 7 .* the newer Pensieve that wrote it"):
         restore(backup, backup.with_name("restored"), driver=driver)
+
+
+def test_a_backup_of_an_older_schema_is_restored_and_brought_to_the_present_one(
+    store: ConversationStore, driver: Any, backup: Path
+) -> None:
+    create(store, "tea")
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    wanted = history(store)
+    with writer_of(store).writing() as conn:
+        for statement in (
+            "DROP INDEX turns_logprobs",
+            "ALTER TABLE turns DROP COLUMN logprobs",
+            "DELETE FROM _sqlite_migrations WHERE name = 'm004_logprobs'",
+            "PRAGMA user_version = 3",
+        ):
+            conn.execute(statement)
+    write_copy(store.backup_source, backup)
+    data = backup.with_name("restored")
+    restore(backup, data, driver=driver)
+    with ConversationStore.open(data, "test", driver=driver) as again:
+        assert again.integrity_check_due
+        assert again.integrity_check() == again.verify() == []
+        assert history(again) == wanted
+
+
+def test_a_restore_that_ends_right_before_it_puts_the_new_history_in_place_loses_nothing_of_the_old(
+    store: ConversationStore, driver: Any, backup: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removed the write-ahead log first, and with it what was committed last."""
+    write_copy(store.backup_source, backup)
+    world(store)
+    killed = backup.with_name("killed")
+    shutil.copytree(store.folder.path, killed)  # as a daemon leaves it that is killed
+    (killed / "lock").unlink()
+    assert (killed / "conversations.db-wal").stat().st_size
+
+    def end(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", end)
+        with pytest.raises(KeyboardInterrupt):
+            restore(backup, killed, driver=driver, replace=True)
+    with ConversationStore.open(killed, "test", driver=driver) as again:
+        assert history(again) == history(store)
+
+
+def test_a_generation_that_nobody_can_read_is_not_in_the_way_of_earlier_moments(
+    store: ConversationStore, driver: Any, backup: Path
+) -> None:
+    create(store, "tea")
+    shipping = Shipping(store, backup)
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    assert shipping.ship()
+    wanted, moment = history(store), shipping.chain.time
+    say(store, "tea", "r2", user("hi", 1), reply("hello", 2))
+    assert shipping.ship()
+    (shipping.begin_generation().generation.path / files.DESCRIPTION_NAME).write_text("")
+    with restored(backup, driver, moment) as again:
+        assert history(again) == wanted
+    with pytest.raises(BackupDamaged, match=files.DESCRIPTION_NAME):
+        restore(backup, backup.with_name("other"), driver=driver)
 
 
 def test_a_damaged_history_is_not_restored_as_if_it_were_sound(

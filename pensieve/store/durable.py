@@ -1,0 +1,36 @@
+"""Files that are there as a whole or not at all, whatever happens to the process or the machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """Written under another name, synced, and only then renamed; its name is durable as well."""
+    partial = path.with_name(f"{path.name}.partial")
+    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_folder(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def sync_folder(path: Path) -> None:
+    """So that the names in it are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
