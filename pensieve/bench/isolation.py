@@ -4,8 +4,8 @@ A real `pensieve serve` on one core, with arithmetic instead of a model, and two
 talks in a few conversations.  The noisy one (noisy_tenant.py), which may run one turn at once and use ten
 tokens per second, comes and goes: a round is some seconds without it and as many with it (another such
 tenant each time, which owes nothing yet).  The times to the first token and the gaps of the quiet tenant are
-compared.  The noisy one computes at the lowest priority of the operating system, since its own machine would
-be another one.
+compared.  The noisy one computes only while nobody else wants the core, since its own machine would be
+another one.
 """
 
 from __future__ import annotations

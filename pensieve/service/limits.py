@@ -12,10 +12,12 @@
 Tokens are paid for when a turn has ended: those it brought and those of its reply (what was found in the
 cache costs nothing).  A system prompt is paid for when it is tokenized at first, and so is a message that
 then does not fit.  A tenant may save up BURST_SECONDS of its rates; one that is in debt is refused until it
-is out of it, and the refusal says when that will be.  It may read and delete meanwhile.  A refusal costs the
-daemon as much as a small answer, so those for limits, and every error that a tenant in debt is told, come at
-REFUSALS_PER_SECOND once a burst of them was told at once: each next one waits its turn, but no longer than
-REFUSAL_SECONDS_MAX.
+is out of it, and the refusal says when that will be.  It may read and delete meanwhile.
+
+What is refused costs the daemon as much as a small answer, and reading is free.  So a tenant that is beyond
+its limits is slowed down: refusals for them, and every error that one in debt is told, come at
+REFUSALS_PER_SECOND, and the calls of one in debt begin at CALLS_PER_SECOND, each once a burst of
+BURST_SECONDS is over.  None waits longer than PAUSE_SECONDS_MAX.
 
 Allowances belong to the loop.  Other limits take force at once: what was saved or owed stays, turns and calls
 that are there go on, and count.
@@ -31,7 +33,8 @@ from pensieve.errors import PensieveError, QueueFull
 BURST_SECONDS = 10.0
 UNREAD_BYTES_MAX = 64 << 20
 REFUSALS_PER_SECOND = 10.0
-REFUSAL_SECONDS_MAX = 1.0
+CALLS_PER_SECOND = 50.0
+PAUSE_SECONDS_MAX = 1.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,13 @@ class Bucket:
             self._count(now)
             self.saved -= amount
 
+    def pause(self, now: float) -> float:
+        """Spend 1, and say how long to wait until it was saved up; at most PAUSE_SECONDS_MAX."""
+        wait = min(self.seconds_until(1.0, now), PAUSE_SECONDS_MAX)
+        if wait < PAUSE_SECONDS_MAX:  # or the debt would grow for ever
+            self.spend(1.0, now)
+        return wait
+
     @property
     def _most(self) -> float:
         return 0.0 if self.rate is None else max(self.rate * BURST_SECONDS, self._least)
@@ -108,6 +118,7 @@ class Allowance:
         self.tokens = Bucket(limits.tokens_per_second, now)
         self.requests = Bucket(limits.requests_per_second, now, least=1.0)
         self._refusals = Bucket(REFUSALS_PER_SECOND, now)
+        self._calls = Bucket(CALLS_PER_SECOND, now)  # in debt
 
     def change(self, limits: Limits, now: float) -> None:
         self.limits = limits
@@ -147,10 +158,11 @@ class Allowance:
         is_for_limit = isinstance(error, QueueFull) and error.limit
         if not is_for_limit and self.in_debt(now) is None:
             return 0.0
-        wait = min(self._refusals.seconds_until(1.0, now), REFUSAL_SECONDS_MAX)
-        if wait < REFUSAL_SECONDS_MAX:
-            self._refusals.spend(1.0, now)
-        return wait
+        return self._refusals.pause(now)
+
+    def seconds_to_begin(self, now: float) -> float:
+        """How long a call that is let in waits until its request is received."""
+        return 0.0 if self.in_debt(now) is None else self._calls.pause(now)
 
     def calls_exceeded(self, allowed: int = 1) -> QueueFull | None:
         """Whether there are more calls than `allowed` times those that may be, the present one included."""

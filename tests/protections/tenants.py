@@ -74,7 +74,7 @@ PROTECTIONS = (
     protection(
         "a tenant beyond its limits is told so at a pace",
         "service/limits.py",
-        "        wait = min(self._refusals.seconds_until(1.0, now), REFUSAL_SECONDS_MAX)\n",
+        "        wait = min(self.seconds_until(1.0, now), PAUSE_SECONDS_MAX)\n",
         "        wait = 0.0\n",
         "service/test_limits.py"
         "::test_refusals_beyond_a_burst_are_told_at_a_pace_of_a_tenant_beyond_its_limits",
@@ -82,10 +82,25 @@ PROTECTIONS = (
         "::test_who_is_beyond_its_limits_is_told_so_at_a_pace_and_nobody_else_waits",
     ),
     protection(
+        "calls of a tenant in debt wait for their pace",
+        "service/grpc/calls.py",
+        "        await self._pause(allowance.seconds_to_begin(now))\n",
+        "",
+        "service/test_tenants.py"
+        "::test_calls_of_a_tenant_in_debt_begin_at_a_pace_and_nobody_else_waits",
+    ),
+    protection(
+        "calls of a tenant in debt have a pace",
+        "service/limits.py",
+        "        return 0.0 if self.in_debt(now) is None else self._calls.pause(now)\n",
+        "        return 0.0\n",
+        "service/test_limits.py::test_calls_of_a_tenant_in_debt_begin_at_a_pace",
+    ),
+    protection(
         "errors wait for their pace",
         "service/grpc/calls.py",
-        "        if wait := self._allowance.seconds_to_refuse(error, _now()):\n",
-        "        if wait := 0.0:\n",
+        "        await self._pause(self._allowance.seconds_to_refuse(error, _now()))\n",
+        "        pass\n",
         "service/test_tenants.py"
         "::test_who_is_beyond_its_limits_is_told_so_at_a_pace_and_nobody_else_waits",
     ),

@@ -50,6 +50,16 @@ def test_refusals_beyond_a_burst_are_told_at_a_pace_of_a_tenant_beyond_its_limit
     assert allowance.seconds_to_refuse(full, 100.0) == 0.0
 
 
+def test_calls_of_a_tenant_in_debt_begin_at_a_pace() -> None:
+    allowance = Allowance(Limits(tokens_per_second=1.0), 0.0)
+    assert [allowance.seconds_to_begin(0.0) for _ in range(2000)] == [0.0] * 2000
+    allowance.spend(1000, 0.0)
+    assert [allowance.seconds_to_begin(0.0) for _ in range(500)] == [0.0] * 500
+    later = [allowance.seconds_to_begin(0.0) for _ in range(52)]
+    assert later == pytest.approx([number / 50 for number in range(1, 51)] + [1.0, 1.0])
+    assert allowance.seconds_to_begin(2.0) == 0.0
+
+
 def tokens(tmp_path: Path, text: str) -> tuple[auth.Token, ...]:
     path = tmp_path / "tokens.toml"
     path.write_text(text)

@@ -84,6 +84,13 @@ class TokensRig(DaemonRig):
         allowances = self.daemon.admission.allowances
         return {each: allowances.of(each, 0.0).limits for each in allowances.tenants}
 
+    def in_debt(self, tenant: str) -> QueueFull | None:
+        async def look() -> QueueFull | None:
+            now = asyncio.get_running_loop().time()
+            return self.daemon.admission.allowances.of(tenant, now).in_debt(now)
+
+        return self.call(look())  # type: ignore[no-any-return]
+
     def num_calls(self, tenant: str) -> int:
         return self.daemon.admission.allowances.of(tenant, 0.0).num_calls
 
@@ -250,7 +257,7 @@ def test_who_is_beyond_its_limits_is_told_so_at_a_pace_and_nobody_else_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pensieve.service.limits.REFUSALS_PER_SECOND", 1 / 3600)
-    monkeypatch.setattr("pensieve.service.limits.REFUSAL_SECONDS_MAX", 3600.0)
+    monkeypatch.setattr("pensieve.service.limits.PAUSE_SECONDS_MAX", 3600.0)
     with TokensRig(tmp_path, {"few": {"requests_per_second": 0.01}, "other": {}}) as rig:
 
         def get(tenant: str, timeout: float | None = None) -> Any:
@@ -267,6 +274,31 @@ def test_who_is_beyond_its_limits_is_told_so_at_a_pace_and_nobody_else_waits(
         assert not waits.done()
         assert waits.cancel()
         wait_for(lambda: rig.num_calls("few") == 0)
+
+
+def test_calls_of_a_tenant_in_debt_begin_at_a_pace_and_nobody_else_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pensieve.service.limits.CALLS_PER_SECOND", 1 / 3600)
+    monkeypatch.setattr("pensieve.service.limits.PAUSE_SECONDS_MAX", 3600.0)
+    with TokensRig(tmp_path, {"owes": {"tokens_per_second": 0.001}, "other": {}}) as rig:
+
+        def listed(tenant: str, timeout: float | None = None) -> Any:
+            request = pb.ListConversationsRequest()
+            metadata = rig.metadata(tenant)
+            return rig.stub.ListConversations.future(request, metadata=metadata, timeout=timeout)
+
+        assert listed("owes").result().conversations == []
+        with rig.client("owes") as client:
+            client.conversation("c").ask("hello", max_tokens=3, ignore_eos=True)
+        wait_for(lambda: bool(rig.in_debt("owes")))
+        waits = listed("owes")
+        wait_for(lambda: rig.num_calls("owes") == 1)
+        assert listed("other").result().conversations == []
+        assert len(listed("owes", timeout=4.0).result().conversations) == 1  # in time
+        assert not waits.done()
+        assert waits.cancel()
+        wait_for(lambda: rig.num_calls("owes") == 0)
 
 
 def test_calls_at_once_are_counted_until_they_have_ended(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 _caller.set(found)
                 if is_counted:
                     call = context = self._calls.enter(context, found.tenant)
-                    call.admit(details.method)
+                    await call.admit(details.method)
                 if takes_one:
                     raw, held = await self._body(context, found, details.method)
                     requests = _parsed(parse, raw)

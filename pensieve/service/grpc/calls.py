@@ -10,8 +10,8 @@ What a client does not take stays in memory.  An answer that would be too much b
 not taken yet (`unread_bytes`) is refused; a piece of a stream waits, and its reader is cancelled when it has
 waited too long (readers.py).
 
-Errors are told at a pace to a tenant that is beyond its limits (`Allowance.seconds_to_refuse`), so that one
-which asks again at once, whatever it is told, takes less of the loop.
+A tenant in debt has its calls begun at a pace, and errors are told at a pace to one that is beyond a limit
+(limits.py), so that a client which calls again at once, whatever it is told, takes little of the loop.
 
 The operator's calls and those to health are not counted here.  All of it belongs to the loop.
 """
@@ -40,19 +40,24 @@ class Call:
         allowance.num_calls += 1
         context.add_done_callback(self._ended)
 
-    def admit(self, method: str) -> None:
-        """QueueFull if its tenant has too many; its request was not received yet."""
+    async def admit(self, method: str) -> None:
+        """QueueFull if its tenant has too many; the request of one that is let in was not received yet."""
         allowance, now = self._allowance, _now()
         allowed = 2 if method == SEND_METHOD else 1
         exceeded = allowance.calls_exceeded(allowed) or allowance.request(now)
         if exceeded is not None:
             raise exceeded
+        await self._pause(allowance.seconds_to_begin(now))
 
     async def refused(self, error: PensieveError) -> None:
-        """Wait until it may be told; not beyond half of the time that its caller waits."""
-        if wait := self._allowance.seconds_to_refuse(error, _now()):
+        """Wait until it may be told."""
+        await self._pause(self._allowance.seconds_to_refuse(error, _now()))
+
+    async def _pause(self, seconds: float) -> None:
+        """Not beyond half of the time that the caller waits."""
+        if seconds:
             left = self._context.time_remaining()
-            await asyncio.sleep(wait if left is None else min(wait, left / 2))
+            await asyncio.sleep(seconds if left is None else min(seconds, left / 2))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)

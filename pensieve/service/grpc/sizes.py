@@ -4,7 +4,8 @@ A request of a few megabytes can take the loop, and so everybody's streams, a hu
 of kilobytes: millions of empty messages, deep JSON, maps.  So whatever is expensive by the element is small:
 
 * A request names its fields in its outermost level, one after another, each with its length.  `check` walks
-  over these (at most FIELDS_MAX) and looks into none, so that it costs the same for any request.
+  over these (at most FIELDS_MAX), and over those of a turn's messages (at most INNER_FIELDS_MAX of each), and
+  looks into no other, so that it costs about the same for any request.
 * What is then parsed has small fields, but for the texts, which cost nothing but their length.
 * JSON values are counted while they are converted (json_values.py).
 
@@ -38,6 +39,7 @@ SAMPLING_BYTES_MAX = 64 << 10
 FIELD_BYTES_MAX = 4 << 10  # of a field that is not named below
 TOOL_CALL_ID_BYTES_MAX = 512
 FIELDS_MAX = 512  # of one request, each element of a list counting as one
+INNER_FIELDS_MAX = 8  # of one of its messages
 
 VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)  # wire types
 
@@ -67,9 +69,13 @@ LIMITS: Mapping[str, tuple[int, Mapping[str, Limit]]] = {
         },
     ),
     "ForkConversationRequest": (SMALL_REQUEST_BYTES_MAX, {"metadata": METADATA}),
+    "NewMessage": (
+        TEXT_BYTES_MAX,
+        {"content": Limit(TEXT_BYTES_MAX), "tool_call_id": Limit(TOOL_CALL_ID_BYTES_MAX)},
+    ),
 }
 OTHER = Limit(FIELD_BYTES_MAX)
-NONE_NAMED: Mapping[str, Limit] = {}
+UNNAMED: tuple[int, Mapping[str, Limit]] = (SMALL_REQUEST_BYTES_MAX, {})
 
 
 def check(kind: Any, raw: bytes) -> None:
@@ -78,11 +84,21 @@ def check(kind: Any, raw: bytes) -> None:
     Bytes that are no message are the parser's to refuse.
     """
     descriptor = kind.DESCRIPTOR
-    bytes_max, limits = LIMITS.get(descriptor.name, (SMALL_REQUEST_BYTES_MAX, NONE_NAMED))
+    bytes_max, _ = LIMITS.get(descriptor.name, UNNAMED)
+    _check_fields(descriptor, raw, 0, len(raw), FIELDS_MAX, "")
+    if len(raw) > bytes_max:
+        raise InvalidArgument("request", f"is larger than {bytes_max:,} bytes")
+
+
+def _check_fields(
+    descriptor: Any, raw: bytes, place: int, end: int, fields_max: int, path: str
+) -> None:
+    """Those of the message that lies at [place, end); `path` leads to it."""
+    _, limits = LIMITS.get(descriptor.name, UNNAMED)
     num_bytes: dict[int, int] = {}
     counts: dict[int, int] = {}
-    place, num_fields = 0, 0
-    while place < len(raw):
+    num_fields = 0
+    while place < end:
         tag, place = _varint(raw, place)
         wire_type = tag & 7
         size = 0
@@ -94,8 +110,8 @@ def check(kind: Any, raw: bytes) -> None:
             size = 8 if wire_type == FIXED64 else 4
         elif wire_type not in (GROUP, GROUP_END):
             return  # no message
-        place += size
-        if place > len(raw):
+        start, place = place, place + size
+        if place > end:
             return  # no message
         number = tag >> 3
         num_fields += 1
@@ -105,13 +121,16 @@ def check(kind: Any, raw: bytes) -> None:
         if field is not None:
             limit = limits.get(field.name, OTHER)
             if limit.num_max is not None and counts[number] > limit.num_max:
-                raise InvalidArgument(field.name, f"are more than {limit.num_max}")
+                raise InvalidArgument(path + field.name, f"are more than {limit.num_max}")
             if num_bytes[number] > limit.bytes_max:
-                raise InvalidArgument(field.name, f"is larger than {limit.bytes_max:,} bytes")
-        if num_fields > FIELDS_MAX:
-            raise InvalidArgument("request", f"has more than {FIELDS_MAX} fields")
-    if len(raw) > bytes_max:
-        raise InvalidArgument("request", f"is larger than {bytes_max:,} bytes")
+                raise InvalidArgument(
+                    path + field.name, f"is larger than {limit.bytes_max:,} bytes"
+                )
+            if wire_type == BYTES and field.message_type and field.message_type.name in LIMITS:
+                inner = f"{path}{field.name}[{counts[number] - 1}]."
+                _check_fields(field.message_type, raw, start, place, INNER_FIELDS_MAX, inner)
+        if num_fields > fields_max:
+            raise InvalidArgument(path[:-1] or "request", f"has more than {fields_max} fields")
 
 
 def _varint(raw: bytes, place: int) -> tuple[int, int]:

@@ -96,11 +96,6 @@ def messages_of(given: Iterable[pb.NewMessage]) -> list[Message]:
         role = ROLES.get(each.role)
         if role is None:
             raise InvalidArgument(f"messages[{index}].role", "is no role this server knows")
-        if len(each.tool_call_id.encode()) > sizes.TOOL_CALL_ID_BYTES_MAX:
-            raise InvalidArgument(
-                f"messages[{index}].tool_call_id",
-                f"is larger than {sizes.TOOL_CALL_ID_BYTES_MAX} bytes",
-            )
         messages.append(Message(role, each.content, tool_call_id=each.tool_call_id or None))
     if not messages:
         raise InvalidArgument("messages", "at least one is needed")
