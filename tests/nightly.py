@@ -138,7 +138,7 @@ def protections(night: Night, log: Path, outcome: Outcome) -> None:
 
 PARTS: Mapping[str, Part] = {
     "faults": faults,
-    "bytes": scaled("service/test_fuzz.py", whole=1_000_000, unit="messages", per_scale=100_000),
+    "bytes": scaled("service/test_fuzz.py", whole=1_000_000, unit="messages", per_scale=20_000),
     "values": scaled(
         "service/test_structured_fuzz.py", whole=1_000_000, unit="messages", per_scale=3_000
     ),
@@ -146,9 +146,13 @@ PARTS: Mapping[str, Part] = {
         *("service/test_crashes.py", "store/test_crash.py", "store/test_power_loss.py"),
         whole=500,
         unit="kills",
-        per_scale=32,
+        per_scale=16,
     ),
-    "traffic": scaled("core/test_traffic.py", "core/test_small_worlds.py", whole=20),
+    "traffic": scaled(
+        *("core/test_traffic.py", "core/test_small_worlds.py"),
+        *("sim/test_shifts.py", "service/test_chaos.py"),
+        whole=20,
+    ),
     "options": scaled("service/test_option_pairs.py", whole=10),
     "timing": scaled("service/test_timing_probe.py", whole=2),
     "protections": protections,

@@ -17,9 +17,12 @@ from pensieve.client import Retry
 from pensieve.client.admin import Admin
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
+from tests.scale import SCALE
 from tests.service.rig_daemon import ServeProcess, wait_for
 
-NUM_HEALTHY, NUM_TOKENS = 50, 400  # as long as it takes to abandon a thousand
+NUM_HEALTHY = 50
+# As long as it takes to abandon so many.
+NUM_TOKENS, NUM_ABANDONED = (400, 1000) if SCALE > 1 else (150, 300)
 
 
 def misbehave(kind: str, address: str, count: int) -> subprocess.Popen[str]:
@@ -79,7 +82,7 @@ def test_healthy_streams_come_whole_beside_abandoned_stalled_and_slow_ones(tmp_p
         slow = misbehave("slow", address, 100)
         assert slow.stdout is not None
         assert slow.stdout.readline() == "begun\n"
-        abandoned = misbehave("abandon", address, 1000)
+        abandoned = misbehave("abandon", address, NUM_ABANDONED)
         beside = asyncio.run(healthy(address, "beside"))
         abandoned.wait(300)
         wait_for(lambda: admin.stats().turns_running <= 100)  # the slow ones: the others are gone
@@ -97,7 +100,7 @@ def test_healthy_streams_come_whole_beside_abandoned_stalled_and_slow_ones(tmp_p
         after = admin.stats()
         assert during.turns_running > 0
         assert (after.turns_queued, after.turns_suspended, after.engine_restarts) == (0, 0, 0)
-        assert after.conversations_stored >= 1000 + 100 + 100 + 2 * NUM_HEALTHY
+        assert after.conversations_stored >= NUM_ABANDONED + 100 + 100 + 2 * NUM_HEALTHY
         assert admin.check() == []
         for child in (stalled, slow, abandoned):
             child.wait()
