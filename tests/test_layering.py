@@ -1,7 +1,7 @@
 """Who may import whom, and what appears nowhere: read from the source, importing nothing.
 
-A room may import the standard library, itself, `errors`, and what its row says.  `errors` and `config`
-are modules of their own; the command line assembles everything, but inside its functions.
+A room may import the standard library, itself, `errors`, and what its row says.  `errors`, `extras` and
+`config` are modules of their own; the command line assembles everything, but inside its functions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROOMS = {
     "store": room(packages="sqlite_utils pysqlite3"),
     "kernels": room(packages="torch cupy"),
     "model": room(
-        "core kernels text config",
+        "core kernels text config extras",
         "torch transformers tokenizers safetensors huggingface_hub",
         never="sqlite3",
     ),
@@ -52,11 +52,12 @@ ROOMS = {
         never="sqlite3",
     ),
     "bench": room(
-        "core engine text store kernels model service client config gc_pause builtin sim launch v1",
+        "core engine text store kernels model service client config gc_pause builtin sim launch v1 extras",
         "torch transformers tokenizers safetensors grpc matplotlib rich cupy",
         never="sqlite3",
     ),
     "errors": room(),
+    "extras": room(),
     "gc_pause": room(),
     "config": room(never="threading"),
 }

@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.errors import ConfigError
+from pensieve.extras import need
 
 SECONDS_PER_HOUR = 3600
 
 
 def matplotlib() -> None:
     """Make sure of it."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: install the extra `bench`") from None
-    mpl.use("Agg")
+    need("bench", "matplotlib", "--plot").use("Agg")
 
 
 def axes(width: float = 7.0, height: float = 4.5) -> tuple[Any, Any]:

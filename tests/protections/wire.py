@@ -65,7 +65,7 @@ PROTECTIONS = (
         "service/grpc/incoming.py",
         "        if is_watch:\n",
         "        if not peer:\n",
-        "service/test_peers.py::test_no_stranger_keeps_others_from_asking_for_health",
+        "service/test_peers.py::test_strangers_have_few_watches_and_these_are_no_checks",
     ),
     protection(
         "a stranger's body makes way for the next",

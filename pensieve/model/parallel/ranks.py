@@ -15,7 +15,6 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pensieve.errors import ConfigError
+from pensieve.extras import need
 from pensieve.model.attention import FlatModel, ForwardPass
 
 COLLECTIVE_SECONDS = 60.0  # after so long without a rank a collective fails
@@ -95,10 +95,7 @@ class ParallelModel(FlatModel):
 
 def check_machine(device: torch.device, num_ranks: int) -> None:
     """Raise ConfigError unless this machine can be that many ranks."""
-    if find_spec("accelerate") is None:
-        raise ConfigError(
-            "--tensor-parallel needs the package accelerate: install pensieve-serve[parallel]"
-        )
+    need("parallel", "accelerate", "--tensor-parallel")
     if device.type == "cuda":
         if torch.cuda.device_count() < num_ranks:
             raise ConfigError(
