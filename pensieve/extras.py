@@ -1,6 +1,6 @@
-"""Packages that only some commands need: the extras of this distribution, by the name of each.
+"""Packages that may be missing: those of the extras, which only some commands need, and the others.
 
-Where one is missing, the error says what to install.  In the environment that `scripts/run` has made, the
+Where one of an extra is missing, the error says what to install.  In the environment that `scripts/run` has made, the
 program that PENSIEVE_ADD_EXTRA names adds it instead, when it is needed first.
 """
 
@@ -18,6 +18,18 @@ from pensieve.errors import ConfigError
 
 DISTRIBUTION = "pensieve-serve"
 ADD = "PENSIEVE_ADD_EXTRA"
+# Those without which nothing can be served, by the module that has their name in Python.
+PACKAGES = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "tokenizers": "tokenizers",
+    "safetensors": "safetensors",
+    "grpc": "grpcio",
+    "google": "protobuf",
+    "sqlite_utils": "sqlite-utils",
+    "jinja2": "jinja2",
+    "rich": "rich",
+}
 
 
 def need(extra: str, module: str, purpose: str) -> ModuleType:
@@ -36,6 +48,11 @@ def need(extra: str, module: str, purpose: str) -> ModuleType:
         raise ConfigError(f"{purpose} needs {names}, which could not be installed")
     importlib.invalidate_caches()
     return importlib.import_module(module)
+
+
+def package_of(error: ModuleNotFoundError) -> str | None:
+    """Of what is imported here, the package that has the module which was not found."""
+    return PACKAGES.get((error.name or "").split(".")[0])
 
 
 def requirements(extra: str) -> list[str]:

@@ -17,16 +17,9 @@ from typing import Any
 from pensieve import __version__
 from pensieve.config import default_data_folder
 from pensieve.config.machine import available_memory_bytes, cpu_quota, num_cores
+from pensieve.extras import PACKAGES
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "grpcio",
-    "protobuf",
-    "sqlite-utils",
-    "pysqlite3",
-)
+UNKNOWN = "unknown: "
 OPTIONAL = ("cupy-cuda13x", "cupy-cuda12x", "accelerate")
 
 
@@ -59,7 +52,7 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "pensieve", __version__
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", platform.platform()
-    for name in PACKAGES:
+    for name in (*PACKAGES.values(), "pysqlite3"):
         try:
             yield name, metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -67,9 +60,7 @@ def findings() -> Iterator[tuple[str, str]]:
     for name in OPTIONAL:
         with contextlib.suppress(metadata.PackageNotFoundError):
             yield name, metadata.version(name)
-    from pensieve.store.connection import preferred_driver
-
-    yield "sqlite", f"{preferred_driver.sqlite_version} ({preferred_driver.__name__})"
+    yield "sqlite", _sqlite()
     quota = cpu_quota()
     yield "cpu cores", f"{num_cores()}" + (f", {quota:g} by quota" if quota is not None else "")
     yield "memory available", f"{available_memory_bytes() / 2**30:.1f} GiB"
@@ -80,13 +71,21 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "data folder", f"{data} ({_state(data)})"
 
 
+def _sqlite() -> str:
+    try:
+        from pensieve.store.connection import preferred_driver
+    except ImportError as error:
+        return f"{UNKNOWN}{error.name} is missing"
+    return f"{preferred_driver.sqlite_version} ({preferred_driver.__name__})"
+
+
 def _cpu_kernels() -> str:
     try:
         import torch
 
         from pensieve.kernels import cpu_library
     except ImportError:
-        return "unknown: torch is missing"
+        return f"{UNKNOWN}torch is missing"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         name = cpu_library.instruction_set(torch.float32, 64)
@@ -99,7 +98,7 @@ def _gpu() -> str:
     try:
         import torch
     except ImportError:
-        return "unknown: torch is missing"
+        return f"{UNKNOWN}torch is missing"
     if not torch.cuda.is_available():
         built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch"
         return f"none that {built} finds; the device tier is in memory"
@@ -119,7 +118,7 @@ def _gpu_kernels() -> str:
         from pensieve.errors import DeviceError
         from pensieve.kernels import cuda_launch, nvrtc
     except ImportError:
-        return "unknown: torch is missing"
+        return f"{UNKNOWN}torch is missing"
     has_gpu = torch.cuda.is_available()
     kernel = nvrtc.Kernel("copy_pages.cu", "copy_pages")
     try:
@@ -150,16 +149,20 @@ def _state(data: Path) -> str:
 
 
 def wrong(found: dict[str, str]) -> Iterator[str]:
-    for name in PACKAGES[:-1]:
+    for name in PACKAGES.values():
         if found[name] == "missing":
             yield f"the package {name} is missing"
-    version = tuple(int(part) for part in found["sqlite"].split()[0].split("."))
-    if version < (3, 51, 3):
+    sqlite = found["sqlite"]
+    if not sqlite.startswith(UNKNOWN) and _version(sqlite) < (3, 51, 3):
         yield (
-            f"SQLite {found['sqlite']} may damage a history when two connections checkpoint at once; "
+            f"SQLite {sqlite} may damage a history when two connections checkpoint at once; "
             "install pysqlite3"
         )
     if "missing:" in found["gpu kernels"]:
         yield f"the GPU cannot be used: {found['gpu kernels']}"
     if "cannot be written" in found["data folder"]:
         yield f"the data folder cannot be written: {found['data folder']}"
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split()[0].split("."))

@@ -12,6 +12,7 @@ from pensieve.cli import admin, backup, bench, chat, doctor, serve, simulate
 from pensieve.cli.flags import add_settings, with_settings
 from pensieve.config import REACHING, SERVING, SETTINGS, TALKING
 from pensieve.errors import PensieveError
+from pensieve.extras import package_of
 from pensieve.launch.cpu_threads import prepare_threads
 
 
@@ -60,6 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PensieveError as error:
         print(f"pensieve: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if (package := package_of(error)) is None:
+            raise
+        print(
+            f"pensieve: {arguments.command} needs the package {package}, which is not installed; "
+            "`pensieve doctor` lists what is missing",
+            file=sys.stderr,
+        )
+        return 3
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130

@@ -81,10 +81,26 @@ PROTECTIONS = (
         "service/test_replay.py::test_other_defaults_make_no_other_request",
     ),
     protection(
-        "logprobs and parts of a reply are stored with it",
+        "the parts of a reply are stored with it",
         "service/turns.py",
         "            stream_of(live),\n",
         "            {},\n",
+        "service/test_replay.py::test_the_parts_of_a_reply_come_again_over_the_wire",
+    ),
+    protection(
+        "logprobs of a reply are stored with it",
+        "service/conversations.py",
+        "                    reply = replace(reply, logprobs=packed)\n",
+        "",
+        "service/test_replay.py::test_logprobs_come_again_over_the_wire",
+    ),
+    protection(
+        "logprobs are packed beside the loop",
+        "service/conversations.py",
+        "                    packed = await self._threads.in_text_pool(\n"
+        "                        live.tenant, lambda: packed_logprobs(live)\n"
+        "                    )\n",
+        "                    packed = packed_logprobs(live)\n",
         "service/test_replay.py::test_logprobs_come_again_over_the_wire",
     ),
     protection(

@@ -29,7 +29,7 @@ PROTECTIONS = (
         "store/conversation_rows.py",
         "len(page) == limit or num_bytes > PAGE_BYTES_MAX",
         "len(page) == limit",
-        "service/test_sizes.py::test_what_was_created_can_be_read_with_what_clients_receive_by_default",
+        "store/test_conversations.py::test_a_page_ends_by_bytes_too",
     ),
     protection(
         "what an earlier version took, and is too large, is left out of a list",
@@ -43,7 +43,7 @@ PROTECTIONS = (
         "service/grpc/server.py",
         "WINDOW_BYTES = 16 << 10 ",
         "WINDOW_BYTES = 4 << 20 ",
-        "service/test_peers.py::test_somebody_without_a_token_costs_little_memory",
+        "service/test_peers.py::test_somebody_with_a_token_has_few_bodies_on_their_way",
     ),
     protection(
         "strangers have few calls of a connection at once",
@@ -116,7 +116,7 @@ PROTECTIONS = (
         "            except Exception as error:\n",
         "            except auth.ConfigError as error:\n",
         "service/test_reload.py"
-        "::test_a_token_file_that_cannot_be_used_changes_nothing_and_is_reported",
+        "::test_tokens_that_could_not_be_read_for_a_moment_are_read_a_moment_later",
     ),
     protection(
         "readers that take nothing are cancelled",

@@ -15,7 +15,7 @@ from pensieve.builtin import MODEL_PATH
 from pensieve.core.iteration import Logprob, SampledToken
 from pensieve.core.sampling import Sampling
 from pensieve.errors import StoreCorrupt
-from pensieve.service import conversations
+from pensieve.service import conversations, turns
 from pensieve.service.daemon import Daemon
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.grpc import translate
@@ -130,6 +130,23 @@ def test_logprobs_come_again_over_the_wire(tmp_path: Path, monkeypatch: pytest.M
     assert [each.extra for each in stored] == [{}, {}]
     assert len(packed_in) == 1
     assert packed_in[0].startswith("text")
+
+
+def test_the_parts_of_a_reply_come_again_over_the_wire(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "PartMarker", lambda tokenizer, prompt_end: Parts(tokenizer))
+    with DaemonRig(tmp_path / "data") as rig:
+        first, again = (
+            [
+                (event.delta.kind, token_id)
+                for event in rig.send("c", "Think first.", request_id="r1")
+                for token_id in event.delta.token_ids
+            ]
+            for _ in range(2)
+        )
+    assert len({kind for kind, _ in first}) > 1
+    assert again == first
 
 
 def test_a_conversation_is_deleted_while_logprobs_of_its_turn_are_packed(

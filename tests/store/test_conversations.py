@@ -6,6 +6,7 @@ import pytest
 
 from pensieve.errors import AlreadyExists, InvalidArgument, NotFound, PrefixTaken, TurnRunning
 from pensieve.store import ConversationStore, NewConversation, NewMessage
+from pensieve.store.records import PAGE_BYTES_MAX
 from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
 
@@ -86,6 +87,19 @@ def test_listing_gives_the_newest_first_in_pages(store: ConversationStore) -> No
     create(store, "f")
     second = store.list_conversations(2, first.next_page_token)
     third = store.list_conversations(2, second.next_page_token)
+    names = [[c.conversation_id for c in page.conversations] for page in (first, second, third)]
+    assert names == [["e", "d"], ["c", "b"], ["a"]]
+    assert third.next_page_token == ""
+
+
+def test_a_page_ends_by_bytes_too(store: ConversationStore) -> None:
+    """What a client takes in one answer is bounded, and so is the memory that it costs."""
+    for name in "abcde":
+        large = {"note": "x" * (PAGE_BYTES_MAX // 2 - 1000)}
+        store.create_conversation(NewConversation(name, "fingerprint 1", [], metadata=large))
+    first = store.list_conversations(5)
+    second = store.list_conversations(5, first.next_page_token)
+    third = store.list_conversations(5, second.next_page_token)
     names = [[c.conversation_id for c in page.conversations] for page in (first, second, third)]
     assert names == [["e", "d"], ["c", "b"], ["a"]]
     assert third.next_page_token == ""
