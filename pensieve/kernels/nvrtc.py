@@ -146,7 +146,7 @@ def _nvrtc() -> Any:
         from cupy.cuda import nvrtc
     except Exception as error:
         raise DeviceError(
-            "the CUDA kernels need CuPy: install pensieve-serve[cuda13], or [cuda12] where torch "
+            "the CUDA kernels need CuPy: install the extra cuda13, or cuda12 where torch "
             f"was built for CUDA 12 ({type(error).__name__}: {error})"
         ) from error
     return nvrtc

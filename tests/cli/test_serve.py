@@ -22,6 +22,7 @@ from pensieve.client import Client, Conversation, Retry
 from pensieve.errors import ConfigError, NotFound, PermissionDenied, QueueFull, Unauthenticated
 from pensieve.launch import systemd
 from pensieve.service.admin_socket import socket_path
+from pensieve.service.grpc import auth
 from tests.service.rig_daemon import ServeProcess, wait_for
 
 ROOT = Path(__file__).parent.parent.parent
@@ -264,15 +265,25 @@ def test_tokens_keep_tenants_apart(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "secret" not in process.log.read_text()
 
 
-def test_a_token_file_that_others_may_read_is_refused(
+def test_a_token_file_that_others_may_write_to_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "tokens.toml"
     file.write_text('[[token]]\nsha256 = "' + "0" * 64 + '"\n')
-    file.chmod(0o644)
     data = str(tmp_path / "data")
-    assert run("serve", "--data", data, "--token-file", str(file)) == 3
-    assert "chmod 600" in capfd.readouterr().err
+    for mode in (0o646, 0o664):
+        file.chmod(mode)
+        assert run("serve", "--data", data, "--token-file", str(file)) == 3
+        assert "chmod 644" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o444, 0o600, 0o644])
+def test_a_token_file_may_be_read_by_others(tmp_path: Path, mode: int) -> None:
+    """It holds digests; a container's secret is 0444."""
+    file = tmp_path / "tokens.toml"
+    file.write_text('[[token]]\nsha256 = "' + "0" * 64 + '"\n')
+    file.chmod(mode)
+    assert auth.read_tokens(file)
 
 
 def test_admin_without_a_daemon_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

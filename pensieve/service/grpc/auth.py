@@ -100,8 +100,8 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number too long, too deep
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    if mode & 0o077:
-        raise ConfigError(f"{path} can be read by others; chmod 600 it")
+    if mode & 0o022:  # reading it helps nobody: tokens are random, and it holds their digests
+        raise ConfigError(f"others can write to {path}; chmod 644 it")
     tokens = []
     entries = table.get("token", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
