@@ -1,7 +1,7 @@
 """Packages that may be missing: those of the extras, which only some commands need, and the others.
 
-Where one of an extra is missing, the error says what to install.  In the environment that `scripts/run` has made, the
-program that PENSIEVE_ADD_EXTRA names adds it instead, when it is needed first.
+Where one of an extra is missing, the error says what to install.  In the environment that `scripts/run` has
+made, the program that PENSIEVE_ADD_EXTRA names adds it instead, when it is needed first.
 """
 
 from __future__ import annotations
