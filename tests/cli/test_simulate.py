@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pensieve.cli.main import main
+from pensieve.extras import ADD
 
 # -- the command --
 
@@ -106,6 +107,7 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delenv(ADD, raising=False)
     given = ["simulate", "--workload", "sharegpt", "--plot", str(tmp_path)]
     assert main(given) == 3
-    assert "install the extra `bench`" in capsys.readouterr().err
+    assert "--plot needs matplotlib: pip install 'matplotlib" in capsys.readouterr().err

@@ -495,7 +495,7 @@ PROTECTIONS = (
         "an end takes out its own turn's entry",
         "service/turns.py",
         "        if self._of_request.get(request) is live:",
-        "        if request in self._of_request:",
+        "        if live.number >= 0:",
         "service/test_request_ids.py"
         "::test_a_request_id_may_be_that_of_a_turn_that_is_ending_in_a_deleted_conversation",
     ),
