@@ -52,7 +52,7 @@ def main() -> int:
             return 1
         results = [(each, taken_out(copy, each, given.results)) for each in chosen]
     missed = [each for each, result in results if result.verdict is not Verdict.NOTICED]
-    print(f"{len(results) - len(missed)} of {len(results)} protections are missed when taken out")
+    print(f"{len(results) - len(missed)} of {len(results)} absent protections are noticed")
     for each in missed:
         print(f"  not this one: {each.name}")
     return 1 if missed else 0
