@@ -37,7 +37,7 @@ from pensieve.client.values import (
     message_of,
     state_of,
 )
-from pensieve.errors import DeadlineExceeded, PensieveError, Unavailable
+from pensieve.errors import DeadlineExceeded, Loading, PensieveError, Unavailable
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 
@@ -63,7 +63,8 @@ class Client:
             certificate of the one authority to trust; or gRPC channel credentials.
         timeout: seconds for each call or turn that names no timeout of its own, retries included;
             None waits without limit.
-        retry: how often and when a request that met an unavailable server is sent again.
+        retry: how often and when a request that met an unavailable server is sent again, and how long a
+            server that loads its model is waited for.
         sleep: waits between tries; for tests.
     """
 
@@ -82,6 +83,7 @@ class Client:
         self.retry = retry or Retry()
         self._sleep = sleep
         self._connection = Connection(address, token, tls)
+        self._reading: dict[TurnCourse, Stream[pb.SendMessageResponse]] = {}  # turns
 
     def __enter__(self) -> Self:
         return self
@@ -95,7 +97,15 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection: calls under way end, and later ones raise InvalidArgument."""
+        """Close the connection: calls under way end, and later ones raise InvalidArgument.
+
+        Turns that are being read are left, as by their own `close`.
+        """
+        self._connection.stop()
+        for course, stream in self._reading.copy().items():
+            stream.cancel()
+            if (request := course.end_request()) is not None:
+                self._connection.begin_ending(request)
         self._connection.close()
 
     def conversation(self, conversation_id: str | None = None) -> Conversation:
@@ -140,15 +150,17 @@ class Client:
         """Call one method of a gRPC stub, with this client's token, timeout and errors.
 
         With `repeat` the request may be sent more than once, as `retry` says; pass it only for methods
-        whose second call does no harm.
+        whose second call does no harm.  A server that loads its model has done nothing, so that is waited for
+        with any method.
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
         tries = Tries(self.retry, deadline)
+        self._connection.wait_for_endings(getattr(request, "conversation_id", ""), deadline)
         while True:
             try:
                 return self._connection.unary(method, request, deadline)
             except PensieveError as error:
-                if not repeat:
+                if not repeat and not isinstance(error, Loading):
                     raise
                 pause = tries.pause(error)
             self._sleep(pause)
@@ -250,6 +262,11 @@ class Conversation:
             priority: -8 to 8; a turn with a higher priority waits less and is suspended later.
             metadata: any JSON object of at most 16 KiB; `messages` returns it with what this turn sent.
             timeout: seconds for the whole turn, retries included.
+            keep_partial: what stays if the turn is left before its end, by a timeout or in another way (the
+                class of what this returns says which).  True keeps what was delivered of the reply, with
+                the message; False keeps nothing, as if the message had never been sent.  So that the
+                history is what the caller has seen, it is True here, and False for `ask`, whose
+                caller sees nothing before the end.
             temperature, top_p, max_tokens, stop, ...: how the reply is sampled; see `SamplingOptions`.
 
         Raises:
@@ -257,10 +274,22 @@ class Conversation:
         """
         timeout = options.get("timeout")
         request = send_request(self.conversation_id, message, options)
-        return Turn(self, request, self.client.timeout if timeout is None else timeout)
+        course = TurnCourse(
+            request,
+            self.client.retry,
+            self.client.timeout if timeout is None else timeout,
+            options.get("keep_partial", True),
+        )
+        return Turn(self, course)
 
     def ask(self, message: MessageInput, **options: Unpack[SendOptions]) -> Reply:
-        """Send a message and wait for the whole reply; takes the arguments of `send`."""
+        """Send a message and wait for the whole reply; takes the arguments of `send`.
+
+        If the reply does not come to its end, because the timeout has passed or the thread was cancelled, the
+        server ends the turn and nothing of it stays, unless `keep_partial` is given.  A reply that was
+        complete when the timeout passed is returned all the same, a moment late.
+        """
+        options.setdefault("keep_partial", False)
         return self.send(message, **options).reply
 
     def messages(
@@ -334,43 +363,59 @@ class Turn:
     had to begin the reply again.  A broken connection does not end the iteration: the turn is attached to
     again, and nothing is given out twice.  One thread at a time may iterate.
 
-    A turn that is closed, left by its `with`, or dropped before its end is abandoned: the server
-    stops it after a few seconds and keeps nothing of it.  `cancel` ends a turn and keeps what it has
-    generated.  A turn that an exception interrupted and that is still held may be iterated further.
+    A turn is left if it is closed, or its `with` ends, or it is dropped as by a `break` in the loop
+    over `send(...)`, or its timeout passes, or an exception such as CancelledError or KeyboardInterrupt
+    interrupts the wait for its next piece.  The server ends it at once: what was delivered stays in the
+    history, or nothing does (`keep_partial`), and the next message may be sent.  Where nothing was delivered
+    nothing stays.  Leaving waits for the server, two seconds at most; one that does not answer ends the turn
+    when it notices that nobody reads, and keeps nothing of it.  A turn whose reply was complete before the
+    server heard of it stays whole.
+
+    `cancel` ends a turn too, and keeps all that was generated; the iteration goes on to the end of that.
     """
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        request: pb.SendMessageRequest,
-        timeout: float | None,
-    ) -> None:
+    def __init__(self, conversation: Conversation, course: TurnCourse) -> None:
         self.conversation = conversation
-        self.request_id = request.request_id
+        self.request_id = course.request.request_id
         self._stream: Stream[pb.SendMessageResponse] | None = None  # while it is attached
-        self._course = TurnCourse(request, conversation.client.retry, timeout)
+        self._course = course
 
     def __iter__(self) -> Turn:
         return self
 
     def __next__(self) -> Delta | Restarted:
-        while self._course.under_way:
+        try:
+            event = self._next()
+        except (PensieveError, GeneratorExit):
+            raise
+        except BaseException:  # its reader was interrupted, and leaves
+            self.close()
+            raise
+        if event is None:
+            raise StopIteration
+        return event
+
+    def _next(self) -> Delta | Restarted | None:
+        """The next event; None at the end."""
+        course, client = self._course, self.conversation.client
+        while course.under_way:
             error: PensieveError | None = None
             try:
-                response = self._attached().read()
+                response = (self._attached()).read()
             except PensieveError as failure:
                 error, response = failure, None
-            except BaseException:  # the iteration was interrupted; the next step attaches again
-                self._detach()
-                raise
-            if response is None:
-                self._detach()
-                pause = self._course.stream_ended(error)
-                if pause:
-                    self.conversation.client._sleep(pause)
-            elif (event := self._take(response)) is not None:
-                return event
-        raise StopIteration
+            if response is not None:
+                if (event := self._take(response)) is not None:
+                    return event
+                continue
+            self._detach()
+            if error is not None and course.is_over_time(error):
+                request = course.end_request()
+                answer = client._connection.end_turn(request) if request else None
+                course.time_is_over(error, answer)
+            elif pause := course.stream_ended(error):
+                client._sleep(pause)
+        return None
 
     @property
     def turn_id(self) -> str:
@@ -382,7 +427,7 @@ class Turn:
         """The whole reply; iterates to the end of the turn if necessary.
 
         Raises:
-            TurnInterrupted: the turn was closed before its end.
+            TurnInterrupted: the turn was left before its end; the message says what stays of it.
         """
         for _ in self:
             pass
@@ -397,9 +442,11 @@ class Turn:
         return self.conversation.cancel(self.turn_id) if self.turn_id else True
 
     def close(self) -> None:
-        """Abandon the turn if it has not ended: the server keeps nothing of it."""
-        self._course.leave()
+        """Leave the turn: if it has not ended, the server ends it, and keeps what `keep_partial` says."""
         self._detach()
+        if (request := self._course.leave()) is not None:
+            answer = self.conversation.client._connection.end_turn(request)
+            self._course.was_ended(answer)
 
     def __enter__(self) -> Turn:
         return self
@@ -412,12 +459,21 @@ class Turn:
     ) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        """It was dropped; nobody can wait for its end but the next call in this conversation."""
+        client = self.conversation.client
+        client._reading.pop(self._course, None)
+        if (request := self._course.leave()) is not None:
+            client._connection.begin_ending(request)
+
     def _attached(self) -> Stream[pb.SendMessageResponse]:
         if self._stream is None:
-            course, connection = self._course, self.conversation.client._connection
-            self._stream = connection.stream(
-                connection.stub.SendMessage, course.request, course.deadline
-            )
+            course, client = self._course, self.conversation.client
+            connection, request = client._connection, course.request
+            connection.wait_for_endings(request.conversation_id, course.deadline)
+            method, deadline = connection.stub.SendMessage, course.deadline
+            self._stream = client._reading[course] = connection.stream(method, request, deadline)
+            course.was_sent = True
         return self._stream
 
     def _take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
@@ -432,5 +488,6 @@ class Turn:
 
     def _detach(self) -> None:
         stream, self._stream = self._stream, None
+        self.conversation.client._reading.pop(self._course, None)
         if stream is not None:
             stream.cancel()

@@ -486,7 +486,8 @@ PROTECTIONS = (
     protection(
         "a request that comes again waits for its first call",
         "service/daemon.py",
-        "        await conversations.arriving.gone(ask)\n",
+        "        await conversations.arriving.gone("
+        "ask.tenant, ask.conversation_id, ask.request_id)\n",
         "",
         "service/test_request_ids.py::test_who_says_the_same_again_waits_for_the_first_call",
     ),
