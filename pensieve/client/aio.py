@@ -1,9 +1,9 @@
-"""The SDK for asyncio: `AsyncClient`, `AsyncConversation` and `AsyncTurn`, from which client.py is generated.
+"""The SDK for asyncio: `AsyncClient` and `AsyncConversation`, from which client.py is generated.
 
-This file is the source of both clients: scripts/generate_sync_client leaves out `async` and `await`, takes
-`Async` off the names and writes client.py.  So only what reads the same for tasks and for threads may
-stand here.  What differs, the calls themselves, is in aio_connection.py and connection.py; what a turn
-does when its stream ends is decided in turn_progress.py.
+This file and aio_turn.py are the source of both clients: scripts/generate_sync_client leaves out `async` and
+`await`, takes `Async` off the names and writes client.py and turn.py.  So only what reads the same for tasks
+and for threads may stand here.  What differs, the calls themselves, is in aio_connection.py and
+connection.py; what a turn does when its stream ends is decided in turn_progress.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from pensieve.client.aio_connection import AsyncConnection, AsyncStream, Sleep
+from pensieve.client.aio_connection import AsyncConnection, Sleep
+from pensieve.client.aio_turn import AsyncTurn
 from pensieve.client.channel import DEFAULT_ADDRESS, Tls
 from pensieve.client.requests import (
     MessageInput,
@@ -33,10 +34,8 @@ from pensieve.client.retry import Deadline, Retry, Tries
 from pensieve.client.turn_progress import TurnCourse
 from pensieve.client.values import (
     ConversationState,
-    Delta,
     Message,
     Reply,
-    Restarted,
     message_of,
     state_of,
 )
@@ -86,7 +85,6 @@ class AsyncClient:
         self.retry = retry or Retry()
         self._sleep = sleep
         self._connection = AsyncConnection(address, token, tls)
-        self._reading: dict[TurnCourse, AsyncStream[pb.SendMessageResponse]] = {}  # turns
 
     async def __aenter__(self) -> Self:
         return self
@@ -104,11 +102,6 @@ class AsyncClient:
 
         Turns that are being read are left, as by their own `close`.
         """
-        self._connection.stop()
-        for course, stream in self._reading.copy().items():
-            stream.cancel()
-            if (request := course.end_request()) is not None:
-                self._connection.begin_ending(request)
         await self._connection.close()
 
     def conversation(self, conversation_id: str | None = None) -> AsyncConversation:
@@ -283,7 +276,7 @@ class AsyncConversation:
             self.client.timeout if timeout is None else timeout,
             options.get("keep_partial", True),
         )
-        return AsyncTurn(self, course)
+        return AsyncTurn(self.client._connection, course, self.client._sleep, self.cancel)
 
     async def ask(self, message: MessageInput, **options: Unpack[SendOptions]) -> Reply:
         """Send a message and wait for the whole reply; takes the arguments of `send`.
@@ -357,139 +350,3 @@ class AsyncConversation:
         method = self.client._connection.stub.CancelTurn
         answer = await self.client.call(method, request, timeout, repeat=True)
         return answer.was_running
-
-
-class AsyncTurn:
-    """A message that is sent and its reply; made by `AsyncConversation.send`.
-
-    Iterate over it once for the pieces of the reply: each is a `Delta`, or a `Restarted` when the server
-    had to begin the reply again.  A broken connection does not end the iteration: the turn is attached to
-    again, and nothing is given out twice.  One task at a time may iterate.
-
-    A turn is left if it is closed, or its `async with` ends, or it is dropped as by a `break` in the loop
-    over `send(...)`, or its timeout passes, or an exception such as CancelledError or KeyboardInterrupt
-    interrupts the wait for its next piece.  The server ends it at once: what was delivered stays in the
-    history, or nothing does (`keep_partial`), and the next message may be sent.  Where nothing was delivered
-    nothing stays.  Leaving waits for the server, two seconds at most; one that does not answer ends the turn
-    when it notices that nobody reads, and keeps nothing of it.  A turn whose reply was complete before the
-    server heard of it stays whole.
-
-    `cancel` ends a turn too, and keeps all that was generated; the iteration goes on to the end of that.
-    """
-
-    def __init__(self, conversation: AsyncConversation, course: TurnCourse) -> None:
-        self.conversation = conversation
-        self.request_id = course.request.request_id
-        self._stream: AsyncStream[pb.SendMessageResponse] | None = None  # while it is attached
-        self._course = course
-
-    def __aiter__(self) -> AsyncTurn:
-        return self
-
-    async def __anext__(self) -> Delta | Restarted:
-        try:
-            event = await self._next()
-        except (PensieveError, GeneratorExit):
-            raise
-        except BaseException:  # its reader was interrupted, and leaves
-            await self.close()
-            raise
-        if event is None:
-            raise StopAsyncIteration
-        return event
-
-    async def _next(self) -> Delta | Restarted | None:
-        """The next event; None at the end."""
-        course, client = self._course, self.conversation.client
-        while course.under_way:
-            error: PensieveError | None = None
-            try:
-                response = await (await self._attached()).read()
-            except PensieveError as failure:
-                error, response = failure, None
-            if response is not None:
-                if (event := await self._take(response)) is not None:
-                    return event
-                continue
-            self._detach()
-            if error is not None and course.is_over_time(error):
-                request = course.end_request()
-                answer = await client._connection.end_turn(request) if request else None
-                course.time_is_over(error, answer)
-            elif pause := course.stream_ended(error):
-                await client._sleep(pause)
-        return None
-
-    @property
-    def turn_id(self) -> str:
-        """The server's id of this turn; empty until the server has accepted it."""
-        return self._course.progress.turn_id
-
-    async def reply(self) -> Reply:
-        """The whole reply; iterates to the end of the turn if necessary.
-
-        Raises:
-            TurnInterrupted: the turn was left before its end; the message says what stays of it.
-        """
-        async for _ in self:
-            pass
-        return self._course.reply
-
-    async def cancel(self) -> bool:
-        """End the turn and keep what it has generated; returns whether there was something to end.
-
-        Any task may call it.  A turn that has not started yet is ended as soon as it does.
-        """
-        self._course.cancelling = True
-        return await self.conversation.cancel(self.turn_id) if self.turn_id else True
-
-    async def close(self) -> None:
-        """Leave the turn: if it has not ended, the server ends it, and keeps what `keep_partial` says."""
-        self._detach()
-        if (request := self._course.leave()) is not None:
-            answer = await self.conversation.client._connection.end_turn(request)
-            self._course.was_ended(answer)
-
-    async def __aenter__(self) -> AsyncTurn:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    def __del__(self) -> None:
-        """It was dropped; nobody can wait for its end but the next call in this conversation."""
-        client = self.conversation.client
-        client._reading.pop(self._course, None)
-        if (request := self._course.leave()) is not None:
-            client._connection.begin_ending(request)
-
-    async def _attached(self) -> AsyncStream[pb.SendMessageResponse]:
-        if self._stream is None:
-            course, client = self._course, self.conversation.client
-            connection, request = client._connection, course.request
-            await connection.wait_for_endings(request.conversation_id, course.deadline)
-            method, deadline = connection.stub.SendMessage, course.deadline
-            self._stream = client._reading[course] = connection.stream(method, request, deadline)
-            course.was_sent = True
-        return self._stream
-
-    async def _take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
-        try:
-            event = self._course.take(response)
-        except PensieveError:
-            self._detach()
-            raise
-        if self._course.must_cancel(response):
-            await self.conversation.cancel(self.turn_id)
-        return event
-
-    def _detach(self) -> None:
-        stream, self._stream = self._stream, None
-        self.conversation.client._reading.pop(self._course, None)
-        if stream is not None:
-            stream.cancel()

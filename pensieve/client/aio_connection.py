@@ -17,8 +17,9 @@ import grpc
 
 from pensieve.client.channel import OPTIONS, Tls, credentials_of, metadata_of, target_of
 from pensieve.client.grpc_errors import error_of_call
-from pensieve.client.retry import END_SECONDS, Deadline
-from pensieve.errors import InvalidArgument
+from pensieve.client.retry import END_SECONDS, Deadline, Retry, Tries
+from pensieve.client.turn_progress import TurnCourse
+from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
 
@@ -45,6 +46,7 @@ class AsyncConnection:
         self._closed = False
         self._target, self._credentials = target_of(address), credentials_of(tls)
         self._endings: set[AsyncEnding] = set()
+        self.reading: dict[TurnCourse, AsyncStream[pb.SendMessageResponse]] = {}  # turns
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channel: grpc.aio.Channel | None = None
         self._stub: conversation_pb2_grpc.ConversationServiceAsyncStub | None = None
@@ -128,19 +130,32 @@ class AsyncConnection:
         ending.task = asyncio.get_running_loop().create_task(self._end(ending, request))
 
     async def _end(self, ending: AsyncEnding, request: pb.CancelTurnRequest) -> None:
-        assert self._stub is not None
+        deadline = Deadline(END_SECONDS)
+        tries = Tries(Retry(), deadline)
         try:
-            ending.answer = await self._stub.CancelTurn(
-                request, timeout=END_SECONDS, wait_for_ready=True, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as failure:
-            if failure.code() is grpc.StatusCode.NOT_FOUND:  # the conversation did not come to be
-                ending.answer = pb.CancelTurnResponse()
-        except grpc.aio.UsageError:  # the channel is closed
+            while ending.answer is None:
+                ending.answer, error = await self._try_to_end(request, deadline)
+                if error is not None:
+                    await asyncio.sleep(tries.pause(error))
+        except (PensieveError, grpc.aio.UsageError):  # in vain; UsageError: the channel is closed
             pass
         finally:
             self._endings.discard(ending)
             ending.over.set()
+
+    async def _try_to_end(
+        self, request: pb.CancelTurnRequest, deadline: Deadline
+    ) -> tuple[pb.CancelTurnResponse | None, PensieveError | None]:
+        assert self._stub is not None
+        try:
+            return await self._stub.CancelTurn(
+                request, timeout=deadline.left(), wait_for_ready=True, metadata=self._metadata
+            ), None
+        except grpc.aio.AioRpcError as failure:
+            error = error_of_call(failure, deadline)
+        if isinstance(error, NotFound):  # the conversation did not come to be, so nothing stays
+            return pb.CancelTurnResponse(), None
+        return None, error
 
     @staticmethod
     async def _wait(endings: list[AsyncEnding], deadline: Deadline) -> None:
@@ -154,13 +169,13 @@ class AsyncConnection:
 
     # -- the end --
 
-    def stop(self) -> None:
-        """Send nothing more but the ends of turns."""
-        self._closed = True
-
     async def close(self) -> None:
-        """Wait for the ends of turns, and end every call and stream that is under way."""
+        """Leave the turns that are being read, wait for their ends, and end every call that is under way."""
         self._closed = True
+        for course, stream in self.reading.copy().items():
+            stream.cancel()
+            if (request := course.end_request()) is not None:
+                self.begin_ending(request)
         await self._wait(list(self._endings.copy()), Deadline(None))
         if self._channel is not None:
             await self._channel.close()

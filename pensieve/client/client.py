@@ -1,4 +1,4 @@
-"""The SDK for threads: `Client`, `Conversation` and `Turn`.
+"""The SDK for threads: `Client` and `Conversation`.
 
 Generated from aio.py by scripts/generate_sync_client; do not edit.
 """
@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from pensieve.client.channel import DEFAULT_ADDRESS, Tls
-from pensieve.client.connection import Connection, Sleep, Stream
+from pensieve.client.connection import Connection, Sleep
 from pensieve.client.requests import (
     MessageInput,
     PagedRequest,
@@ -27,13 +27,12 @@ from pensieve.client.requests import (
     send_request,
 )
 from pensieve.client.retry import Deadline, Retry, Tries
+from pensieve.client.turn import Turn
 from pensieve.client.turn_progress import TurnCourse
 from pensieve.client.values import (
     ConversationState,
-    Delta,
     Message,
     Reply,
-    Restarted,
     message_of,
     state_of,
 )
@@ -83,7 +82,6 @@ class Client:
         self.retry = retry or Retry()
         self._sleep = sleep
         self._connection = Connection(address, token, tls)
-        self._reading: dict[TurnCourse, Stream[pb.SendMessageResponse]] = {}  # turns
 
     def __enter__(self) -> Self:
         return self
@@ -101,11 +99,6 @@ class Client:
 
         Turns that are being read are left, as by their own `close`.
         """
-        self._connection.stop()
-        for course, stream in self._reading.copy().items():
-            stream.cancel()
-            if (request := course.end_request()) is not None:
-                self._connection.begin_ending(request)
         self._connection.close()
 
     def conversation(self, conversation_id: str | None = None) -> Conversation:
@@ -280,7 +273,7 @@ class Conversation:
             self.client.timeout if timeout is None else timeout,
             options.get("keep_partial", True),
         )
-        return Turn(self, course)
+        return Turn(self.client._connection, course, self.client._sleep, self.cancel)
 
     def ask(self, message: MessageInput, **options: Unpack[SendOptions]) -> Reply:
         """Send a message and wait for the whole reply; takes the arguments of `send`.
@@ -354,140 +347,3 @@ class Conversation:
         method = self.client._connection.stub.CancelTurn
         answer = self.client.call(method, request, timeout, repeat=True)
         return answer.was_running
-
-
-class Turn:
-    """A message that is sent and its reply; made by `Conversation.send`.
-
-    Iterate over it once for the pieces of the reply: each is a `Delta`, or a `Restarted` when the server
-    had to begin the reply again.  A broken connection does not end the iteration: the turn is attached to
-    again, and nothing is given out twice.  One thread at a time may iterate.
-
-    A turn is left if it is closed, or its `with` ends, or it is dropped as by a `break` in the loop
-    over `send(...)`, or its timeout passes, or an exception such as CancelledError or KeyboardInterrupt
-    interrupts the wait for its next piece.  The server ends it at once: what was delivered stays in the
-    history, or nothing does (`keep_partial`), and the next message may be sent.  Where nothing was delivered
-    nothing stays.  Leaving waits for the server, two seconds at most; one that does not answer ends the turn
-    when it notices that nobody reads, and keeps nothing of it.  A turn whose reply was complete before the
-    server heard of it stays whole.
-
-    `cancel` ends a turn too, and keeps all that was generated; the iteration goes on to the end of that.
-    """
-
-    def __init__(self, conversation: Conversation, course: TurnCourse) -> None:
-        self.conversation = conversation
-        self.request_id = course.request.request_id
-        self._stream: Stream[pb.SendMessageResponse] | None = None  # while it is attached
-        self._course = course
-
-    def __iter__(self) -> Turn:
-        return self
-
-    def __next__(self) -> Delta | Restarted:
-        try:
-            event = self._next()
-        except (PensieveError, GeneratorExit):
-            raise
-        except BaseException:  # its reader was interrupted, and leaves
-            self.close()
-            raise
-        if event is None:
-            raise StopIteration
-        return event
-
-    def _next(self) -> Delta | Restarted | None:
-        """The next event; None at the end."""
-        course, client = self._course, self.conversation.client
-        while course.under_way:
-            error: PensieveError | None = None
-            try:
-                response = (self._attached()).read()
-            except PensieveError as failure:
-                error, response = failure, None
-            if response is not None:
-                if (event := self._take(response)) is not None:
-                    return event
-                continue
-            self._detach()
-            if error is not None and course.is_over_time(error):
-                request = course.end_request()
-                answer = client._connection.end_turn(request) if request else None
-                course.time_is_over(error, answer)
-            elif pause := course.stream_ended(error):
-                client._sleep(pause)
-        return None
-
-    @property
-    def turn_id(self) -> str:
-        """The server's id of this turn; empty until the server has accepted it."""
-        return self._course.progress.turn_id
-
-    @property
-    def reply(self) -> Reply:
-        """The whole reply; iterates to the end of the turn if necessary.
-
-        Raises:
-            TurnInterrupted: the turn was left before its end; the message says what stays of it.
-        """
-        for _ in self:
-            pass
-        return self._course.reply
-
-    def cancel(self) -> bool:
-        """End the turn and keep what it has generated; returns whether there was something to end.
-
-        Any thread may call it.  A turn that has not started yet is ended as soon as it does.
-        """
-        self._course.cancelling = True
-        return self.conversation.cancel(self.turn_id) if self.turn_id else True
-
-    def close(self) -> None:
-        """Leave the turn: if it has not ended, the server ends it, and keeps what `keep_partial` says."""
-        self._detach()
-        if (request := self._course.leave()) is not None:
-            answer = self.conversation.client._connection.end_turn(request)
-            self._course.was_ended(answer)
-
-    def __enter__(self) -> Turn:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        """It was dropped; nobody can wait for its end but the next call in this conversation."""
-        client = self.conversation.client
-        client._reading.pop(self._course, None)
-        if (request := self._course.leave()) is not None:
-            client._connection.begin_ending(request)
-
-    def _attached(self) -> Stream[pb.SendMessageResponse]:
-        if self._stream is None:
-            course, client = self._course, self.conversation.client
-            connection, request = client._connection, course.request
-            connection.wait_for_endings(request.conversation_id, course.deadline)
-            method, deadline = connection.stub.SendMessage, course.deadline
-            self._stream = client._reading[course] = connection.stream(method, request, deadline)
-            course.was_sent = True
-        return self._stream
-
-    def _take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
-        try:
-            event = self._course.take(response)
-        except PensieveError:
-            self._detach()
-            raise
-        if self._course.must_cancel(response):
-            self.conversation.cancel(self.turn_id)
-        return event
-
-    def _detach(self) -> None:
-        stream, self._stream = self._stream, None
-        self.conversation.client._reading.pop(self._course, None)
-        if stream is not None:
-            stream.cancel()

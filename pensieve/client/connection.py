@@ -2,7 +2,7 @@
 
 `aio_connection.py` is its counterpart for asyncio, with the same names.  Everything above these two files
 is written once, in `aio.py`, and generated for threads.  A call that fails raises a PensieveError, and
-nothing is sent once `stop` was called, but for the ends of turns.
+nothing is sent once `close` was called, but for the ends of turns.
 
 **Turns that are left.**  Each is ended by a CancelTurn in a thread of its own.  Whoever leaves a turn by a
 call waits for that, END_SECONDS at most; so does the next call of this client in the same conversation, where
@@ -22,8 +22,9 @@ import grpc
 
 from pensieve.client.channel import OPTIONS, Tls, credentials_of, metadata_of, target_of
 from pensieve.client.grpc_errors import error_of_call
-from pensieve.client.retry import END_SECONDS, Deadline
-from pensieve.errors import InvalidArgument
+from pensieve.client.retry import END_SECONDS, Deadline, Retry, Tries
+from pensieve.client.turn_progress import TurnCourse
+from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
 
@@ -48,6 +49,7 @@ class Connection:
         self._metadata = metadata_of(token)
         self._closed = False
         self._endings: set[Ending] = set()
+        self.reading: dict[TurnCourse, Stream[pb.SendMessageResponse]] = {}  # turns
         target, credentials = target_of(address), credentials_of(tls)
         if credentials is None:
             self.channel = grpc.insecure_channel(target, options=OPTIONS)
@@ -106,18 +108,31 @@ class Connection:
         )
 
     def _end(self, ending: Ending, request: pb.CancelTurnRequest) -> None:
+        deadline = Deadline(END_SECONDS)
+        tries = Tries(Retry(), deadline)
         try:
-            ending.answer = self.stub.CancelTurn(
-                request, timeout=END_SECONDS, wait_for_ready=True, metadata=self._metadata
-            )
-        except grpc.RpcError as failure:
-            if failure.code() is grpc.StatusCode.NOT_FOUND:  # the conversation did not come to be
-                ending.answer = pb.CancelTurnResponse()
-        except ValueError:  # the channel is closed
+            while ending.answer is None:
+                ending.answer, error = self._try_to_end(request, deadline)
+                if error is not None:
+                    time.sleep(tries.pause(error))
+        except (PensieveError, ValueError):  # in vain; ValueError: the channel is closed
             pass
         finally:
             self._endings.discard(ending)
             ending.over.set()
+
+    def _try_to_end(
+        self, request: pb.CancelTurnRequest, deadline: Deadline
+    ) -> tuple[pb.CancelTurnResponse | None, PensieveError | None]:
+        try:
+            return self.stub.CancelTurn(
+                request, timeout=deadline.left(), wait_for_ready=True, metadata=self._metadata
+            ), None
+        except grpc.RpcError as failure:
+            error = error_of_call(failure, deadline)
+        if isinstance(error, NotFound):  # the conversation did not come to be, so nothing stays
+            return pb.CancelTurnResponse(), None
+        return None, error
 
     @staticmethod
     def _wait(endings: list[Ending], deadline: Deadline) -> None:
@@ -129,13 +144,13 @@ class Connection:
 
     # -- the end --
 
-    def stop(self) -> None:
-        """Send nothing more but the ends of turns."""
-        self._closed = True
-
     def close(self) -> None:
-        """Wait for the ends of turns, and end every call and stream that is under way."""
+        """Leave the turns that are being read, wait for their ends, and end every call that is under way."""
         self._closed = True
+        for course, stream in self.reading.copy().items():
+            stream.cancel()
+            if (request := course.end_request()) is not None:
+                self.begin_ending(request)
         self._wait(list(self._endings.copy()), Deadline(None))
         self.channel.close()
 

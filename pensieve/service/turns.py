@@ -183,9 +183,7 @@ class Turns:
         if live.phase is not Phase.RUNNING:
             return None
         if keep_tokens is not None:
-            live.kept = min(
-                keep_tokens, live.num_tokens
-            )  # fewer than an earlier cancel kept, or as many
+            live.kept = min(keep_tokens, live.num_tokens)  # never more than an earlier cancel
         if live.cancelled:
             return None
         live.cancelled = True

@@ -308,7 +308,8 @@ class People:
         request, keep = self.random.choice(self.requests), self.random.choice((0, 1, None))
         if lives and self.random.random() < 0.9:
             live = max(lives, key=lambda each: each.num_tokens)
-            keep = self.random.choice((0, max(1, live.num_tokens // 2), None))
+            half = max(1, live.num_tokens // 2)
+            keep = self.random.choice((0, half, half, None))
             (request,) = (each for each in self.requests if each.request_id == live.request_id)
         name, request_id = request.conversation, request.request_id
         if name in self._busy or not self.histories.exists(name):
