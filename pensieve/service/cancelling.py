@@ -12,7 +12,7 @@ of time just when its reply is complete hears that it is.
 A client may leave before it has heard the turn's id, so it may name the request instead; one that is about
 to begin is waited for.  To say the same again does no harm: a turn that has ended is looked up in the store,
 and the answer is what became of it.  Should the service die in between, the turn was `running`, and the
-next start interrupts it.
+next start interrupts it; while that start loads the model no turn runs, and the store answers too.
 """
 
 from __future__ import annotations
@@ -44,8 +44,15 @@ class Cancelled(NamedTuple):
     finish_reason: str  # of the reply that is in the history; empty: nothing of the turn is
 
 
-async def cancel_turn(conversations: Conversations, reads: Reads, cancel: Cancel) -> Cancelled:
-    """End a turn; returns when it has ended.  NotFound if there is no such conversation."""
+async def cancel_turn(
+    conversations: Conversations | None, reads: Reads, cancel: Cancel
+) -> Cancelled:
+    """End a turn; returns when it has ended.  NotFound if there is no such conversation.
+
+    `conversations` is None while no turn may run yet.
+    """
+    if conversations is None:
+        return Cancelled(False, await _stored_finish(reads, cancel))
     names = cancel.tenant, cancel.conversation_id, cancel.request_id
     await conversations.arriving.gone(*names)
     live = _live(conversations, cancel)

@@ -255,7 +255,7 @@ class Daemon:
 
     async def cancel_turn(self, cancel: Cancel) -> Cancelled:
         """End a turn because its client wants that; what became of it."""
-        return await cancel_turn(self.conversations, self.reads, cancel)
+        return await cancel_turn(self._conversations, self.reads, cancel)
 
     def _on_admitted(self, live: LiveTurn) -> None:
         self.admission.turn_admitted(live.begun_at, self._loop.time())

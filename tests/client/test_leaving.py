@@ -18,13 +18,24 @@ from pathlib import Path
 import pytest
 
 from pensieve import errors
-from pensieve.client import AsyncClient, AsyncConversation, AsyncTurn, Client, Conversation, Turn
+from pensieve.client import (
+    AsyncClient,
+    AsyncConversation,
+    AsyncTurn,
+    Client,
+    Conversation,
+    Delta,
+    Message,
+    Restarted,
+    Turn,
+)
 from pensieve.service.daemon_config import DaemonConfig
 from tests.service.proxy import Proxy
 from tests.service.rig_daemon import ECHO, DaemonRig, wait_for
 
-Leave = Callable[[Conversation], list[str]]  # returns the pieces that it was given
-LeaveAsync = Callable[[AsyncConversation], Awaitable[list[str]]]
+Piece = Delta | Restarted
+Leave = Callable[[Conversation], list[Piece]]  # returns the pieces that it was given
+LeaveAsync = Callable[[AsyncConversation], Awaitable[list[Piece]]]
 NUM_PIECES = 4
 
 
@@ -44,64 +55,72 @@ def endless_async(talk: AsyncConversation, **options: object) -> AsyncTurn:
     return talk.send("hello", max_tokens=90_000, ignore_eos=True, **options)  # type: ignore[arg-type]
 
 
+def check_kept(reply: Message, pieces: list[Piece]) -> None:
+    """It is what the caller was given; its text may end with what was withheld until then."""
+    deltas = [piece for piece in pieces if isinstance(piece, Delta)]
+    assert reply.token_ids == tuple(token_id for delta in deltas for token_id in delta.token_ids)
+    assert reply.text.startswith("".join(map(str, deltas)))
+    assert reply.finish_reason == "cancelled"
+
+
 # -- threads --
 
 
-def by_close(talk: Conversation) -> list[str]:
+def by_close(talk: Conversation) -> list[Piece]:
     turn = endless(talk)
-    pieces = [str(next(turn)) for _ in range(NUM_PIECES)]
+    pieces = [next(turn) for _ in range(NUM_PIECES)]
     turn.close()
     return pieces
 
 
-def by_the_end_of_a_with(talk: Conversation) -> list[str]:
+def by_the_end_of_a_with(talk: Conversation) -> list[Piece]:
     with endless(talk) as turn:
-        return [str(next(turn)) for _ in range(NUM_PIECES)]
+        return [next(turn) for _ in range(NUM_PIECES)]
 
 
-def by_a_break(talk: Conversation) -> list[str]:
-    pieces = []
+def by_a_break(talk: Conversation) -> list[Piece]:
+    pieces: list[Piece] = []
     for piece in endless(talk):
-        pieces.append(str(piece))
+        pieces.append(piece)
         if len(pieces) == NUM_PIECES:
             break
     return pieces
 
 
-def by_an_error_in_the_loop(talk: Conversation) -> list[str]:
-    pieces = []
+def by_an_error_in_the_loop(talk: Conversation) -> list[Piece]:
+    pieces: list[Piece] = []
     with contextlib.suppress(KeyError):
         for piece in endless(talk):
-            pieces.append(str(piece))
+            pieces.append(piece)
             if len(pieces) == NUM_PIECES:
                 raise KeyError
     return pieces
 
 
-def by_ctrl_c_in_the_body(talk: Conversation) -> list[str]:
-    pieces = []
+def by_ctrl_c_in_the_body(talk: Conversation) -> list[Piece]:
+    pieces: list[Piece] = []
     with contextlib.suppress(KeyboardInterrupt), endless(talk) as turn:
         for piece in turn:
-            pieces.append(str(piece))
+            pieces.append(piece)
             if len(pieces) == NUM_PIECES:
                 raise KeyboardInterrupt
     return pieces
 
 
-def by_a_timeout(talk: Conversation) -> list[str]:
-    pieces: list[str] = []
+def by_a_timeout(talk: Conversation) -> list[Piece]:
+    pieces: list[Piece] = []
     turn = endless(talk, timeout=0.3)
     with pytest.raises(errors.DeadlineExceeded, match="what was delivered of it is in the history"):
-        pieces.extend(map(str, turn))
+        pieces.extend(turn)
     with pytest.raises(errors.DeadlineExceeded):  # and it stays so
         _ = turn.reply
     return pieces
 
 
-def by_the_end_of_the_client(talk: Conversation) -> list[str]:
+def by_the_end_of_the_client(talk: Conversation) -> list[Piece]:
     with Client(talk.client.address) as other:
         turn = endless(other.conversation(talk.conversation_id))
-        return [str(next(turn)) for _ in range(NUM_PIECES)]
+        return [next(turn) for _ in range(NUM_PIECES)]
 
 
 WAYS: list[Leave] = [
@@ -123,10 +142,9 @@ def test_what_was_delivered_stays_and_the_next_message_is_answered(
         talk = client.conversation()
         pieces = leave(talk)
         assert talk.ask("again", max_tokens=3).finish_reason in ("length", "stop")
-        texts = [(message.role, message.text) for message in talk.messages()]
-        assert texts[:2] == [("user", "hello"), ("assistant", "".join(pieces))]
-        assert [message.finish_reason for message in talk.messages()][1] == "cancelled"
-        assert len(texts) == 4
+        messages = list(talk.messages(include_token_ids=True))
+        assert [message.text for message in messages][::2] == ["hello", "again"]
+        check_kept(messages[1], pieces)
 
 
 def test_ask_that_runs_out_of_time_leaves_nothing(rig: DaemonRig) -> None:
@@ -274,39 +292,39 @@ def test_a_connection_that_breaks_leaves_nothing_and_has_its_grace(rig: DaemonRi
 # -- asyncio --
 
 
-async def read(turn: AsyncTurn, pieces: list[str]) -> None:
+async def read(turn: AsyncTurn, pieces: list[Piece]) -> None:
     async for piece in turn:
-        pieces.append(str(piece))
+        pieces.append(piece)
 
 
-async def task_by_close(talk: AsyncConversation) -> list[str]:
+async def task_by_close(talk: AsyncConversation) -> list[Piece]:
     turn = endless_async(talk)
-    pieces = [str(await anext(turn)) for _ in range(NUM_PIECES)]
+    pieces = [await anext(turn) for _ in range(NUM_PIECES)]
     await turn.close()
     return pieces
 
 
-async def task_by_the_end_of_a_with(talk: AsyncConversation) -> list[str]:
+async def task_by_the_end_of_a_with(talk: AsyncConversation) -> list[Piece]:
     async with endless_async(talk) as turn:
-        return [str(await anext(turn)) for _ in range(NUM_PIECES)]
+        return [await anext(turn) for _ in range(NUM_PIECES)]
 
 
-async def task_by_a_break(talk: AsyncConversation) -> list[str]:
-    pieces = []
+async def task_by_a_break(talk: AsyncConversation) -> list[Piece]:
+    pieces: list[Piece] = []
     async for piece in endless_async(talk):
-        pieces.append(str(piece))
+        pieces.append(piece)
         if len(pieces) == NUM_PIECES:
             break
     return pieces
 
 
-async def task_by_the_end_of_a_generator(talk: AsyncConversation) -> list[str]:
-    async def generated() -> AsyncIterator[str]:
+async def task_by_the_end_of_a_generator(talk: AsyncConversation) -> list[Piece]:
+    async def generated() -> AsyncIterator[Piece]:
         async with endless_async(talk) as turn:
             async for piece in turn:
-                yield str(piece)
+                yield piece
 
-    pieces = []
+    pieces: list[Piece] = []
     generator = generated()
     async for piece in generator:
         pieces.append(piece)
@@ -316,22 +334,22 @@ async def task_by_the_end_of_a_generator(talk: AsyncConversation) -> list[str]:
     return pieces
 
 
-async def task_by_a_timeout(talk: AsyncConversation) -> list[str]:
-    pieces: list[str] = []
+async def task_by_a_timeout(talk: AsyncConversation) -> list[Piece]:
+    pieces: list[Piece] = []
     with pytest.raises(errors.DeadlineExceeded, match="what was delivered of it is in the history"):
         await read(endless_async(talk, timeout=0.3), pieces)
     return pieces
 
 
-async def task_by_asyncios_timeout(talk: AsyncConversation) -> list[str]:
-    pieces: list[str] = []
+async def task_by_asyncios_timeout(talk: AsyncConversation) -> list[Piece]:
+    pieces: list[Piece] = []
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(read(endless_async(talk), pieces), 0.3)
     return pieces
 
 
-async def task_by_a_cancelled_task(talk: AsyncConversation) -> list[str]:
-    pieces: list[str] = []
+async def task_by_a_cancelled_task(talk: AsyncConversation) -> list[Piece]:
+    pieces: list[Piece] = []
     task = asyncio.create_task(read(endless_async(talk), pieces))
     while len(pieces) < NUM_PIECES:
         await asyncio.sleep(0.001)
@@ -341,10 +359,10 @@ async def task_by_a_cancelled_task(talk: AsyncConversation) -> list[str]:
     return pieces
 
 
-async def task_by_the_end_of_the_client(talk: AsyncConversation) -> list[str]:
+async def task_by_the_end_of_the_client(talk: AsyncConversation) -> list[Piece]:
     async with AsyncClient(talk.client.address) as other:
         turn = endless_async(other.conversation(talk.conversation_id))
-        return [str(await anext(turn)) for _ in range(NUM_PIECES)]
+        return [await anext(turn) for _ in range(NUM_PIECES)]
 
 
 TASK_WAYS: list[LeaveAsync] = [
@@ -366,9 +384,9 @@ def test_the_same_for_tasks(rig: DaemonRig, leave: LeaveAsync) -> None:
             talk = client.conversation()
             pieces = await leave(talk)
             assert (await talk.ask("again", max_tokens=3)).revision == 2
-            messages = [message async for message in talk.messages()]
-            assert [message.text for message in messages][:2] == ["hello", "".join(pieces)]
-            assert messages[1].finish_reason == "cancelled"
+            messages = [each async for each in talk.messages(include_token_ids=True)]
+            assert [message.text for message in messages][::2] == ["hello", "again"]
+            check_kept(messages[1], pieces)
 
     asyncio.run(talk())
 

@@ -102,6 +102,20 @@ def test_the_same_for_tasks(tmp_path: Path) -> None:
     asyncio.run(talk())
 
 
+def test_who_leaves_while_it_loads_is_answered(tmp_path: Path) -> None:
+    with loading(tmp_path / "data") as (rig, _), Client(rig.server.address) as client:
+        turn = client.conversation().send("hello", timeout=60)
+
+        def interrupted(seconds: float) -> None:
+            raise KeyboardInterrupt
+
+        turn._sleep = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            next(turn)
+        with pytest.raises(errors.TurnInterrupted, match="nothing of it is in the history"):
+            _ = turn.reply
+
+
 def test_the_timeout_ends_the_wait_with_what_the_server_said(tmp_path: Path) -> None:
     with loading(tmp_path / "data") as (rig, _), Client(rig.server.address) as client:
         with pytest.raises(errors.Loading, match="loading"):

@@ -41,7 +41,7 @@ BY_MOVE = {  # the highest weight among all moves; the ordinary ones weigh 100
     "a message is said again": 8.0,
     "an id comes again with other words": 2.0,
     "a second message during a turn": 3.0,
-    "a turn is left": 12.0,
+    "a turn is left": 6.0,
 }
 BY_ITSELF = (  # what comes of the shape and of the others
     "the engine's queue is full",
@@ -52,7 +52,6 @@ BY_ITSELF = (  # what comes of the shape and of the others
     "a turn begins again",
     "a name is used again",
     "the context is full",
-    "a turn that is left is cut",
 )
 KINDS = (*BY_CALL, *BY_MOVE, *BY_ITSELF)
 ORDINARY = {"engine": 26, "pipe": 22, "store": 24, "client": 22, "time": 6}

@@ -324,7 +324,6 @@ class People:
             if live is not None and keep_tokens != 0:
                 most = live.num_tokens if keep_tokens is None else keep_tokens
                 request.is_cut |= most < live.num_tokens
-                self._happened["a turn that is left is cut"] += most < live.num_tokens
                 request.cancelled_at.add(min(most, live.num_tokens))
             wanted = Cancel(
                 name,

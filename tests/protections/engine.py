@@ -181,8 +181,8 @@ PROTECTIONS = (
     protection(
         "a broken connection is no leaving",
         "client/turn_progress.py",
-        "        return isinstance(error, DeadlineExceeded) and",
-        "        return error is not None and",
+        "            isinstance(error, DeadlineExceeded) and",
+        "            error is not None and",
         "client/test_leaving.py::test_a_connection_that_breaks_leaves_nothing_and_has_its_grace",
     ),
     protection(
