@@ -131,7 +131,10 @@ class HistoryReader:
             raise explained(error, self._path) from error
         finally:
             if self._conn is not None and self._conn.in_transaction:
-                self._conn.execute("ROLLBACK")
+                try:
+                    self._conn.execute("ROLLBACK")
+                except self._driver.Error:  # what was read is right; the next read opens it anew
+                    self.close()
 
 
 def page_of_conversations(
