@@ -13,7 +13,8 @@
     ├── DeadlineExceeded          the turn could not begin before its deadline
     ├── Unauthenticated           no token, or one that is not known
     ├── PermissionDenied          the token does not allow this
-    ├── Unavailable               draining, loading, restarting, or the disk cannot be written
+    ├── Unavailable               draining, out of reach, or the disk cannot be written
+    │   ├── Loading               the model is being loaded, at the start or again; nothing was done
     │   └── StoreUnavailable      the history could not be written (disk full, I/O error, locked)
     ├── TurnInterrupted           the turn was given up: its conversation was deleted, or nobody read it
     ├── TurnFailed                the engine could not finish this turn (`reason`, e.g. NAN_LOGITS)
@@ -152,6 +153,12 @@ class PermissionDenied(PensieveError):
 class Unavailable(PensieveError):
     grpc_status = "UNAVAILABLE"
     reason = "UNAVAILABLE"
+
+
+class Loading(Unavailable):
+    """The server is there and will serve; clients wait for it (see `pensieve.client.Retry`)."""
+
+    reason = "LOADING"
 
 
 class StoreUnavailable(Unavailable):

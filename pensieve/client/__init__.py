@@ -17,23 +17,44 @@ may share an `AsyncClient`, whose connection belongs to the loop of its first ca
 
 **Lost connections.**  Each message carries a request_id.  After a broken connection, or a restart of the
 daemon or its engine, the client sends the same request again, and the server adds the message only once:
-the turn continues where it was, or a `Restarted` says that its reply begins again.
+the turn continues where it was, or a `Restarted` says that its reply begins again.  `Retry` says how often
+and how long: by default a daemon that cannot be reached is tried for 11 to 23 seconds, and one that is
+loading its model is waited for, up to ten minutes.  A `timeout` ends both.
 
-**Ending a turn early.**  A reader that stops for good abandons the turn: by `close`, at the end of a
-`with`, or by dropping it, as a `for` over `send(...)` does when it is left.  The server stops an abandoned
-turn after a few seconds and keeps nothing of it.  `cancel` ends a turn and keeps what it has generated.
-A loop that an exception ended may go on if the turn is still held: the next step attaches to it again.
-So may a task that was cancelled while it read.
+    Client("127.0.0.1:50051", timeout=120, retry=Retry(retries=12))  # out of reach: tried for 31 to 63 s
 
-**Ctrl-C.**  To survive it, let the handler of SIGINT start a thread that calls `turn.cancel()`.  A
-KeyboardInterrupt may strike while gRPC holds one of its own locks, which then stays locked: good enough to
-end a program, but not to go on with the connection.
+**Ending a turn early.**  Who leaves a turn on purpose ends it, at once: by a `timeout`, `close`, the end of
+its `with`, a `break`, an exception in the loop, a cancelled task, Ctrl-C, or the end of the client.  The next
+message may follow directly.  The history then is what the caller has seen: of `send`, the pieces that were
+given out; of `ask`, nothing, so that the same may be asked again.  `keep_partial` says otherwise.
+
+    try:
+        reply = trip.ask("Tell me everything.", timeout=10)
+    except DeadlineExceeded:
+        reply = trip.ask("In one sentence?", timeout=10)  # the first message is not in the history
+
+    for delta in trip.send("Tell me everything."):
+        if enough(delta):
+            break  # the pieces so far are in the history, as a reply that was "cancelled"
+
+Only a turn whose connection broke goes on without a reader, for the server's grace of a few seconds.
+`cancel` ends a turn too, keeps all that was generated, and lets the loop read that to its end.
+
+**One turn at a time.**  A message that comes while a turn of its conversation runs raises TurnRunning at
+once, naming the turn; it is not retried, since nobody knows how long that turn will take.  What this same
+client is about to end is waited for instead, two seconds at most.
+
+**Ctrl-C.**  A KeyboardInterrupt may strike while gRPC holds one of its own locks, which then stays locked:
+good enough to end a program, but not to go on with the connection.  To survive it, let the handler of SIGINT
+start a thread that calls `turn.cancel()`.
 """
 
-from pensieve.client.aio import AsyncClient, AsyncConversation, AsyncTurn
-from pensieve.client.client import Client, Conversation, Turn
+from pensieve.client.aio import AsyncClient, AsyncConversation
+from pensieve.client.aio_turn import AsyncTurn
+from pensieve.client.client import Client, Conversation
 from pensieve.client.requests import SamplingOptions, SendOptions
 from pensieve.client.retry import Retry
+from pensieve.client.turn import Turn
 from pensieve.client.values import (
     ConversationState,
     Delta,

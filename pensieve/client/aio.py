@@ -1,9 +1,9 @@
-"""The SDK for asyncio: `AsyncClient`, `AsyncConversation` and `AsyncTurn`, from which client.py is generated.
+"""The SDK for asyncio: `AsyncClient` and `AsyncConversation`, from which client.py is generated.
 
-This file is the source of both clients: scripts/generate_sync_client leaves out `async` and `await`, takes
-`Async` off the names and writes client.py.  So only what reads the same for tasks and for threads may
-stand here.  What differs, the calls themselves, is in aio_connection.py and connection.py; what a turn
-does when its stream ends is decided in turn_progress.py.
+This file and aio_turn.py are the source of both clients: scripts/generate_sync_client leaves out `async` and
+`await`, takes `Async` off the names and writes client.py and turn.py.  So only what reads the same for tasks
+and for threads may stand here.  What differs, the calls themselves, is in aio_connection.py and
+connection.py; what a turn does when its stream ends is decided in turn_progress.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 
-from pensieve.client.aio_connection import AsyncConnection, AsyncStream, Sleep
+from pensieve.client.aio_connection import AsyncConnection, Sleep
+from pensieve.client.aio_turn import AsyncTurn
 from pensieve.client.channel import DEFAULT_ADDRESS, Tls
 from pensieve.client.requests import (
     MessageInput,
@@ -33,14 +34,12 @@ from pensieve.client.retry import Deadline, Retry, Tries
 from pensieve.client.turn_progress import TurnCourse
 from pensieve.client.values import (
     ConversationState,
-    Delta,
     Message,
     Reply,
-    Restarted,
     message_of,
     state_of,
 )
-from pensieve.errors import DeadlineExceeded, PensieveError, Unavailable
+from pensieve.errors import DeadlineExceeded, Loading, PensieveError, Unavailable
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 
@@ -66,7 +65,8 @@ class AsyncClient:
             certificate of the one authority to trust; or gRPC channel credentials.
         timeout: seconds for each call or turn that names no timeout of its own, retries included;
             None waits without limit.
-        retry: how often and when a request that met an unavailable server is sent again.
+        retry: how often and when a request that met an unavailable server is sent again, and how long a
+            server that loads its model is waited for.
         sleep: waits between tries; for tests.
     """
 
@@ -98,7 +98,10 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection: calls under way end, and later ones raise InvalidArgument."""
+        """Close the connection: calls under way end, and later ones raise InvalidArgument.
+
+        Turns that are being read are left, as by their own `close`.
+        """
         await self._connection.close()
 
     def conversation(self, conversation_id: str | None = None) -> AsyncConversation:
@@ -143,15 +146,17 @@ class AsyncClient:
         """Call one method of a gRPC stub, with this client's token, timeout and errors.
 
         With `repeat` the request may be sent more than once, as `retry` says; pass it only for methods
-        whose second call does no harm.
+        whose second call does no harm.  A server that loads its model has done nothing, so that is waited for
+        with any method.
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
         tries = Tries(self.retry, deadline)
+        await self._connection.wait_for_endings(getattr(request, "conversation_id", ""), deadline)
         while True:
             try:
                 return await self._connection.unary(method, request, deadline)
             except PensieveError as error:
-                if not repeat:
+                if not repeat and not isinstance(error, Loading):
                     raise
                 pause = tries.pause(error)
             await self._sleep(pause)
@@ -253,6 +258,11 @@ class AsyncConversation:
             priority: -8 to 8; a turn with a higher priority waits less and is suspended later.
             metadata: any JSON object of at most 16 KiB; `messages` returns it with what this turn sent.
             timeout: seconds for the whole turn, retries included.
+            keep_partial: what stays if the turn is left before its end, by a timeout or in another way (the
+                class of what this returns says which).  True keeps what was delivered of the reply, with
+                the message; False keeps nothing, as if the message had never been sent.  So that the
+                history is what the caller has seen, it is True here, and False for `ask`, whose
+                caller sees nothing before the end.
             temperature, top_p, max_tokens, stop, ...: how the reply is sampled; see `SamplingOptions`.
 
         Raises:
@@ -260,10 +270,22 @@ class AsyncConversation:
         """
         timeout = options.get("timeout")
         request = send_request(self.conversation_id, message, options)
-        return AsyncTurn(self, request, self.client.timeout if timeout is None else timeout)
+        course = TurnCourse(
+            request,
+            self.client.retry,
+            self.client.timeout if timeout is None else timeout,
+            options.get("keep_partial", True),
+        )
+        return AsyncTurn(self.client._connection, course, self.client._sleep, self.cancel)
 
     async def ask(self, message: MessageInput, **options: Unpack[SendOptions]) -> Reply:
-        """Send a message and wait for the whole reply; takes the arguments of `send`."""
+        """Send a message and wait for the whole reply; takes the arguments of `send`.
+
+        If the reply does not come to its end, because the timeout has passed or the task was cancelled, the
+        server ends the turn and nothing of it stays, unless `keep_partial` is given.  A reply that was
+        complete when the timeout passed is returned all the same, a moment late.
+        """
+        options.setdefault("keep_partial", False)
         return await self.send(message, **options).reply()
 
     async def messages(
@@ -328,111 +350,3 @@ class AsyncConversation:
         method = self.client._connection.stub.CancelTurn
         answer = await self.client.call(method, request, timeout, repeat=True)
         return answer.was_running
-
-
-class AsyncTurn:
-    """A message that is sent and its reply; made by `AsyncConversation.send`.
-
-    Iterate over it once for the pieces of the reply: each is a `Delta`, or a `Restarted` when the server
-    had to begin the reply again.  A broken connection does not end the iteration: the turn is attached to
-    again, and nothing is given out twice.  One task at a time may iterate.
-
-    A turn that is closed, left by its `async with`, or dropped before its end is abandoned: the server
-    stops it after a few seconds and keeps nothing of it.  `cancel` ends a turn and keeps what it has
-    generated.  A turn that an exception interrupted and that is still held may be iterated further.
-    """
-
-    def __init__(
-        self,
-        conversation: AsyncConversation,
-        request: pb.SendMessageRequest,
-        timeout: float | None,
-    ) -> None:
-        self.conversation = conversation
-        self.request_id = request.request_id
-        self._stream: AsyncStream[pb.SendMessageResponse] | None = None  # while it is attached
-        self._course = TurnCourse(request, conversation.client.retry, timeout)
-
-    def __aiter__(self) -> AsyncTurn:
-        return self
-
-    async def __anext__(self) -> Delta | Restarted:
-        while self._course.under_way:
-            error: PensieveError | None = None
-            try:
-                response = await self._attached().read()
-            except PensieveError as failure:
-                error, response = failure, None
-            except BaseException:  # the iteration was interrupted; the next step attaches again
-                self._detach()
-                raise
-            if response is None:
-                self._detach()
-                pause = self._course.stream_ended(error)
-                if pause:
-                    await self.conversation.client._sleep(pause)
-            elif (event := await self._take(response)) is not None:
-                return event
-        raise StopAsyncIteration
-
-    @property
-    def turn_id(self) -> str:
-        """The server's id of this turn; empty until the server has accepted it."""
-        return self._course.progress.turn_id
-
-    async def reply(self) -> Reply:
-        """The whole reply; iterates to the end of the turn if necessary.
-
-        Raises:
-            TurnInterrupted: the turn was closed before its end.
-        """
-        async for _ in self:
-            pass
-        return self._course.reply
-
-    async def cancel(self) -> bool:
-        """End the turn and keep what it has generated; returns whether there was something to end.
-
-        Any task may call it.  A turn that has not started yet is ended as soon as it does.
-        """
-        self._course.cancelling = True
-        return await self.conversation.cancel(self.turn_id) if self.turn_id else True
-
-    def close(self) -> None:
-        """Abandon the turn if it has not ended: the server keeps nothing of it."""
-        self._course.leave()
-        self._detach()
-
-    async def __aenter__(self) -> AsyncTurn:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _attached(self) -> AsyncStream[pb.SendMessageResponse]:
-        if self._stream is None:
-            course, connection = self._course, self.conversation.client._connection
-            self._stream = connection.stream(
-                connection.stub.SendMessage, course.request, course.deadline
-            )
-        return self._stream
-
-    async def _take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
-        try:
-            event = self._course.take(response)
-        except PensieveError:
-            self._detach()
-            raise
-        if self._course.must_cancel(response):
-            await self.conversation.cancel(self.turn_id)
-        return event
-
-    def _detach(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.cancel()

@@ -1,4 +1,4 @@
-"""The SDK for threads: `Client`, `Conversation` and `Turn`.
+"""The SDK for threads: `Client` and `Conversation`.
 
 Generated from aio.py by scripts/generate_sync_client; do not edit.
 """
@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from pensieve.client.channel import DEFAULT_ADDRESS, Tls
-from pensieve.client.connection import Connection, Sleep, Stream
+from pensieve.client.connection import Connection, Sleep
 from pensieve.client.requests import (
     MessageInput,
     PagedRequest,
@@ -27,17 +27,16 @@ from pensieve.client.requests import (
     send_request,
 )
 from pensieve.client.retry import Deadline, Retry, Tries
+from pensieve.client.turn import Turn
 from pensieve.client.turn_progress import TurnCourse
 from pensieve.client.values import (
     ConversationState,
-    Delta,
     Message,
     Reply,
-    Restarted,
     message_of,
     state_of,
 )
-from pensieve.errors import DeadlineExceeded, PensieveError, Unavailable
+from pensieve.errors import DeadlineExceeded, Loading, PensieveError, Unavailable
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 
@@ -63,7 +62,8 @@ class Client:
             certificate of the one authority to trust; or gRPC channel credentials.
         timeout: seconds for each call or turn that names no timeout of its own, retries included;
             None waits without limit.
-        retry: how often and when a request that met an unavailable server is sent again.
+        retry: how often and when a request that met an unavailable server is sent again, and how long a
+            server that loads its model is waited for.
         sleep: waits between tries; for tests.
     """
 
@@ -95,7 +95,10 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection: calls under way end, and later ones raise InvalidArgument."""
+        """Close the connection: calls under way end, and later ones raise InvalidArgument.
+
+        Turns that are being read are left, as by their own `close`.
+        """
         self._connection.close()
 
     def conversation(self, conversation_id: str | None = None) -> Conversation:
@@ -140,15 +143,17 @@ class Client:
         """Call one method of a gRPC stub, with this client's token, timeout and errors.
 
         With `repeat` the request may be sent more than once, as `retry` says; pass it only for methods
-        whose second call does no harm.
+        whose second call does no harm.  A server that loads its model has done nothing, so that is waited for
+        with any method.
         """
         deadline = Deadline(self.timeout if timeout is None else timeout)
         tries = Tries(self.retry, deadline)
+        self._connection.wait_for_endings(getattr(request, "conversation_id", ""), deadline)
         while True:
             try:
                 return self._connection.unary(method, request, deadline)
             except PensieveError as error:
-                if not repeat:
+                if not repeat and not isinstance(error, Loading):
                     raise
                 pause = tries.pause(error)
             self._sleep(pause)
@@ -250,6 +255,11 @@ class Conversation:
             priority: -8 to 8; a turn with a higher priority waits less and is suspended later.
             metadata: any JSON object of at most 16 KiB; `messages` returns it with what this turn sent.
             timeout: seconds for the whole turn, retries included.
+            keep_partial: what stays if the turn is left before its end, by a timeout or in another way (the
+                class of what this returns says which).  True keeps what was delivered of the reply, with
+                the message; False keeps nothing, as if the message had never been sent.  So that the
+                history is what the caller has seen, it is True here, and False for `ask`, whose
+                caller sees nothing before the end.
             temperature, top_p, max_tokens, stop, ...: how the reply is sampled; see `SamplingOptions`.
 
         Raises:
@@ -257,10 +267,22 @@ class Conversation:
         """
         timeout = options.get("timeout")
         request = send_request(self.conversation_id, message, options)
-        return Turn(self, request, self.client.timeout if timeout is None else timeout)
+        course = TurnCourse(
+            request,
+            self.client.retry,
+            self.client.timeout if timeout is None else timeout,
+            options.get("keep_partial", True),
+        )
+        return Turn(self.client._connection, course, self.client._sleep, self.cancel)
 
     def ask(self, message: MessageInput, **options: Unpack[SendOptions]) -> Reply:
-        """Send a message and wait for the whole reply; takes the arguments of `send`."""
+        """Send a message and wait for the whole reply; takes the arguments of `send`.
+
+        If the reply does not come to its end, because the timeout has passed or the thread was cancelled, the
+        server ends the turn and nothing of it stays, unless `keep_partial` is given.  A reply that was
+        complete when the timeout passed is returned all the same, a moment late.
+        """
+        options.setdefault("keep_partial", False)
         return self.send(message, **options).reply
 
     def messages(
@@ -325,112 +347,3 @@ class Conversation:
         method = self.client._connection.stub.CancelTurn
         answer = self.client.call(method, request, timeout, repeat=True)
         return answer.was_running
-
-
-class Turn:
-    """A message that is sent and its reply; made by `Conversation.send`.
-
-    Iterate over it once for the pieces of the reply: each is a `Delta`, or a `Restarted` when the server
-    had to begin the reply again.  A broken connection does not end the iteration: the turn is attached to
-    again, and nothing is given out twice.  One thread at a time may iterate.
-
-    A turn that is closed, left by its `with`, or dropped before its end is abandoned: the server
-    stops it after a few seconds and keeps nothing of it.  `cancel` ends a turn and keeps what it has
-    generated.  A turn that an exception interrupted and that is still held may be iterated further.
-    """
-
-    def __init__(
-        self,
-        conversation: Conversation,
-        request: pb.SendMessageRequest,
-        timeout: float | None,
-    ) -> None:
-        self.conversation = conversation
-        self.request_id = request.request_id
-        self._stream: Stream[pb.SendMessageResponse] | None = None  # while it is attached
-        self._course = TurnCourse(request, conversation.client.retry, timeout)
-
-    def __iter__(self) -> Turn:
-        return self
-
-    def __next__(self) -> Delta | Restarted:
-        while self._course.under_way:
-            error: PensieveError | None = None
-            try:
-                response = self._attached().read()
-            except PensieveError as failure:
-                error, response = failure, None
-            except BaseException:  # the iteration was interrupted; the next step attaches again
-                self._detach()
-                raise
-            if response is None:
-                self._detach()
-                pause = self._course.stream_ended(error)
-                if pause:
-                    self.conversation.client._sleep(pause)
-            elif (event := self._take(response)) is not None:
-                return event
-        raise StopIteration
-
-    @property
-    def turn_id(self) -> str:
-        """The server's id of this turn; empty until the server has accepted it."""
-        return self._course.progress.turn_id
-
-    @property
-    def reply(self) -> Reply:
-        """The whole reply; iterates to the end of the turn if necessary.
-
-        Raises:
-            TurnInterrupted: the turn was closed before its end.
-        """
-        for _ in self:
-            pass
-        return self._course.reply
-
-    def cancel(self) -> bool:
-        """End the turn and keep what it has generated; returns whether there was something to end.
-
-        Any thread may call it.  A turn that has not started yet is ended as soon as it does.
-        """
-        self._course.cancelling = True
-        return self.conversation.cancel(self.turn_id) if self.turn_id else True
-
-    def close(self) -> None:
-        """Abandon the turn if it has not ended: the server keeps nothing of it."""
-        self._course.leave()
-        self._detach()
-
-    def __enter__(self) -> Turn:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _attached(self) -> Stream[pb.SendMessageResponse]:
-        if self._stream is None:
-            course, connection = self._course, self.conversation.client._connection
-            self._stream = connection.stream(
-                connection.stub.SendMessage, course.request, course.deadline
-            )
-        return self._stream
-
-    def _take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
-        try:
-            event = self._course.take(response)
-        except PensieveError:
-            self._detach()
-            raise
-        if self._course.must_cancel(response):
-            self.conversation.cancel(self.turn_id)
-        return event
-
-    def _detach(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.cancel()

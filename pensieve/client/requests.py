@@ -67,6 +67,7 @@ class SendOptions(SamplingOptions, total=False):
     priority: int
     metadata: Mapping[str, Any] | None
     timeout: float | None
+    keep_partial: bool
 
 
 NOT_SAMPLING = SendOptions.__annotations__.keys() - SamplingOptions.__annotations__.keys()

@@ -7,27 +7,43 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pensieve.errors import InvalidArgument, PensieveError, QueueFull, Unavailable
+from pensieve.errors import InvalidArgument, Loading, PensieveError, QueueFull, Unavailable
+
+END_SECONDS = 2.0  # that a client which leaves a turn waits for the server to end it
+LOADING_PAUSE_SECONDS = 1.0  # where the server does not say
 
 
 @dataclass(frozen=True)
 class Retry:
     """How often a request is sent again, and how long the client waits before each try.
 
+        client = Client("127.0.0.1:50051", retry=Retry(retries=12))  # a restart may take a minute
+        client = Client("127.0.0.1:50051", retry=Retry(retries=0))  # no error is retried
+
     Only errors that may pass by themselves are retried: UNAVAILABLE, and a full queue when the server
     names a time to come back.  The pause doubles from `first_seconds` up to `most_seconds`, is shortened
-    by random jitter to between half and all of that, and is never shorter than the server asks for.
+    by random jitter to between half and all of that, and is never shorter than the server asks for.  By
+    default a server that is out of reach is tried for 11 to 23 seconds, 17 on average.
+
+    A server that answers that it is loading its model is waited for: it is asked every one to two seconds,
+    for `loading_seconds` in all, and this does not count as retries.  So a turn outlives a restart of the
+    daemon if the daemon listens again within those seconds, however long its model takes to load.
+
+    The timeout of a call or turn ends both: a pause that would outlast it is not begun, and the last error
+    is raised.
 
     Args:
         retries: how often a request is sent again after its first failure; 0 never retries.
         first_seconds: the pause after the first failure.
         most_seconds: the longest pause that this client chooses by itself.
+        loading_seconds: how long a server that loads its model is waited for.
         drawn: a source of random numbers in [0, 1) for the jitter.
     """
 
     retries: int = 8
     first_seconds: float = 0.1
     most_seconds: float = 10.0
+    loading_seconds: float = 600.0
     drawn: Callable[[], float] = field(default=random.random)
 
     def pause(self, error: PensieveError, num_tries: int, left: float | None) -> float | None:
@@ -43,6 +59,15 @@ class Retry:
             return None
         grown = min(self.first_seconds * 2 ** (num_tries - 1), self.most_seconds)
         pause = max(grown * (0.5 + self.drawn() / 2), error.retry_after_seconds or 0.0)
+        return None if left is not None and pause >= left else pause
+
+    def loading_pause(
+        self, error: PensieveError, waited: float, left: float | None
+    ) -> float | None:
+        """The same for a server that loads its model and was `waited` for already."""
+        if not self.retries or waited >= self.loading_seconds:
+            return None
+        pause = (error.retry_after_seconds or LOADING_PAUSE_SECONDS) * (1 + self.drawn())
         return None if left is not None and pause >= left else pause
 
 
@@ -66,17 +91,27 @@ class Deadline:
 
 
 class Tries:
-    """Counts the failures of one request since it last made progress."""
+    """Counts the failures of one request since it last made progress.
+
+    A server that loads its model can be reached, so the failures to reach it begin anew after that.
+    """
 
     def __init__(self, retry: Retry, deadline: Deadline) -> None:
         self._retry = retry
         self._deadline = deadline
         self._num_tries = 0
+        self._waited = 0.0  # while the server was loading its model
 
     def pause(self, error: PensieveError) -> float:
         """Count a failure; the seconds to wait before the next try.  Raises the error to give up."""
-        self._num_tries += 1
-        pause = self._retry.pause(error, self._num_tries, self._deadline.left())
+        left = self._deadline.left()
+        if isinstance(error, Loading):
+            self._num_tries = 0
+            pause = self._retry.loading_pause(error, self._waited, left)
+            self._waited += pause or 0.0
+        else:
+            self._num_tries += 1
+            pause = self._retry.pause(error, self._num_tries, left)
         if pause is None:
             raise error
         return pause
@@ -84,3 +119,4 @@ class Tries:
     def made_progress(self) -> None:
         """Forget the failures so far."""
         self._num_tries = 0
+        self._waited = 0.0

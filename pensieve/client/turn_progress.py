@@ -12,11 +12,16 @@ sooner.  Otherwise the reader would hold a reply that is not in the history, so 
 
 Retries are counted since the reply last grew longer than ever before.  A new attempt that only repeats
 the beginning is no progress: it may be the turn itself that crashes the engine.
+
+A reader that leaves on purpose has the server end the turn, and says how much of the reply it has taken:
+that stays in the history, or nothing does.  Who runs out of time leaves too.  If the server answers that the
+reply was complete by then, it is read to its end after all, for whoever is told that the time was over
+would say it again.
 """
 
 from __future__ import annotations
 
-from pensieve.client.retry import Deadline, Retry, Tries
+from pensieve.client.retry import END_SECONDS, Deadline, Retry, Tries
 from pensieve.client.values import (
     KINDS,
     Delta,
@@ -26,8 +31,21 @@ from pensieve.client.values import (
     finish_reason_of,
     usage_of,
 )
-from pensieve.errors import PensieveError, ServerFault, TurnInterrupted, Unavailable
+from pensieve.errors import (
+    DeadlineExceeded,
+    PensieveError,
+    ServerFault,
+    TurnInterrupted,
+    Unavailable,
+)
 from pensieve.v1 import conversation_pb2 as pb
+
+NO_ANSWER = f"the server has not said within {END_SECONDS:g} s what stays of it"
+WHAT_STAYS = {
+    pb.FINISH_REASON_UNSPECIFIED: "nothing of it is in the history",
+    pb.FINISH_REASON_CANCELLED: "what was delivered of it is in the history",
+}
+ALL_STAYS = "its whole reply is in the history"
 
 
 class TurnProgress:
@@ -42,6 +60,16 @@ class TurnProgress:
         self._token_ids: list[int] = []
         self._read_text = 0  # characters of the present stream so far
         self._read_tokens = 0  # and its tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """That the reader was given."""
+        return len(self._token_ids)
+
+    @property
+    def attempt(self) -> int:
+        """In which it was given them; 0 before the first."""
+        return self._started.attempt if self._started is not None else 0
 
     def take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
         """Add an event of the stream; returns what is new to the reader, if anything."""
@@ -109,19 +137,30 @@ class TurnProgress:
 class TurnCourse:
     """What a turn does next; the two clients only carry it out.
 
-    It is under way until it has a reply, has failed, or was closed.  A turn that failed raises the same
+    It is under way until it has a reply, has failed, or was left.  A turn that failed raises the same
     error again each time.  A cancel is remembered over connections and attempts: whenever the turn starts,
     it is cancelled.
     """
 
-    def __init__(self, request: pb.SendMessageRequest, retry: Retry, timeout: float | None) -> None:
+    def __init__(
+        self,
+        request: pb.SendMessageRequest,
+        retry: Retry,
+        timeout: float | None,
+        keep_partial: bool = True,
+    ) -> None:
+        """`keep_partial`: what the reader was given stays in the history if it leaves before the end."""
         self.request = request
         self.deadline = Deadline(timeout)
         self.progress = TurnProgress()
         self.cancelling = False
+        self.was_sent = False
+        self._keep_partial = keep_partial
         self._tries = Tries(retry, self.deadline)
         self._failure: PensieveError | None = None
         self._left = False
+        self._is_late = False  # its time is over, and its reply complete
+        self._fate = NO_ANSWER  # of a turn that was left
 
     @property
     def under_way(self) -> bool:
@@ -134,7 +173,7 @@ class TurnCourse:
     def reply(self) -> Reply:
         """The reply, once the turn has ended."""
         if self.progress.reply is None:
-            raise TurnInterrupted("the turn was left before its end")
+            raise TurnInterrupted(f"the turn was left before its end; {self._fate}")
         return self.progress.reply
 
     def take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
@@ -156,7 +195,7 @@ class TurnCourse:
     def stream_ended(self, error: PensieveError | None) -> float:
         """After the stream ended, by itself or with an error: the seconds to wait before the next one."""
         if self.progress.reply is not None:
-            self.leave()  # the reply is complete, so an error of the connection no longer matters
+            self._left = True  # it is complete, so an error of the connection no longer matters
         if self._left:
             return 0.0
         error = error or Unavailable("the server ended the stream within the turn")
@@ -166,6 +205,44 @@ class TurnCourse:
             self._failure = error
             raise
 
-    def leave(self) -> None:
-        """Read no further."""
+    # -- leaving --
+
+    def leave(self) -> pb.CancelTurnRequest | None:
+        """Read no further; the request that ends the turn at the server, unless there is nothing to end."""
+        if self._left or self._failure is not None:
+            return None
         self._left = True
+        return self.end_request()
+
+    def end_request(self) -> pb.CancelTurnRequest | None:
+        """What ends the turn at the server, unless it has not begun or its reply is complete."""
+        if not self.was_sent or self.progress.reply is not None:
+            return None
+        request = pb.CancelTurnRequest(
+            conversation_id=self.request.conversation_id, request_id=self.request.request_id
+        )
+        if not self.cancelling:  # else all that was generated stays
+            request.keep_tokens = self.progress.num_tokens if self._keep_partial else 0
+            request.attempt = self.progress.attempt
+        return request
+
+    def was_ended(self, answer: pb.CancelTurnResponse | None) -> None:
+        """The server has ended the turn that was left; None if it has not answered."""
+        if answer is not None:
+            self._fate = WHAT_STAYS.get(answer.finish_reason, ALL_STAYS)
+
+    def is_over_time(self, error: PensieveError | None) -> bool:
+        """Whether the stream ended with this error because the time is over, and not with the reply."""
+        return (
+            isinstance(error, DeadlineExceeded) and self.progress.reply is None and not self._left
+        )
+
+    def time_is_over(self, error: PensieveError, answer: pb.CancelTurnResponse | None) -> None:
+        """The server has ended the turn, too; raises the error that says so, or reads a complete reply."""
+        self.was_ended(answer)
+        if self._fate == ALL_STAYS and not self._is_late:
+            self._is_late = True
+            self.deadline = Deadline(END_SECONDS)
+            return
+        self._failure = DeadlineExceeded(f"{error}; {self._fate}")
+        raise self._failure

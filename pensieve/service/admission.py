@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pensieve.errors import DeadlineExceeded, PensieveError, QueueFull, Unavailable
+from pensieve.errors import DeadlineExceeded, Loading, PensieveError, QueueFull, Unavailable
 from pensieve.service.limits import Allowances, Limits
 
 LATEST_SHARE = 1 / 8  # of the latest admission in the average
@@ -52,7 +52,9 @@ class Admission:
         if load.is_draining:
             return Unavailable("the daemon is shutting down")
         if not load.engine_serves:
-            return Unavailable("the engine is starting again; try again in a moment")
+            return Loading(
+                "the engine is starting again and loads the model; try again in a moment"
+            )
         if (exceeded := self.exceeded(tenant, load, now)) is not None:
             return exceeded
         wait = self.wait_seconds(load, now)

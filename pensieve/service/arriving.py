@@ -39,11 +39,11 @@ class Arriving:
                 if not waiting.done():
                     waiting.set_result(None)
 
-    async def gone(self, ask: Ask) -> None:
+    async def gone(self, tenant: str, conversation_id: str, request_id: str) -> None:
         """Until no call of this request is about to begin its turn."""
-        while ask.request_id and self.has_request(*_request(ask)):
+        while request_id and self.has_request(tenant, conversation_id, request_id):
             waiting = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(_request(ask), []).append(waiting)
+            self._waiting.setdefault((tenant, conversation_id, request_id), []).append(waiting)
             await waiting
 
     def num_characters_of(self, tenant: str) -> int:

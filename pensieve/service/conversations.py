@@ -299,9 +299,15 @@ class Conversations:
         """Have `write` deliver tokens [start, stop) of a turn, from the first on, until it has ended."""
         await self.readers.follow(live, write)
 
-    def cancel(self, live: LiveTurn) -> None:
-        """End a turn and keep what was delivered."""
-        self._tell(self.turns.cancel(live))
+    def cancel(self, live: LiveTurn, keep_tokens: int | None = None) -> None:
+        """End a turn and keep what was delivered, or that many tokens of it."""
+        self._tell(self.turns.cancel(live, keep_tokens))
+
+    async def drop(self, live: LiveTurn) -> None:
+        """End a turn and keep nothing of it, because its client wants that."""
+        await self._threads.whole(
+            self.interrupt(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
+        )
 
     # -- a turn ends --
 

@@ -32,9 +32,10 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 from pensieve.engine.messages import Message as EngineMessage
-from pensieve.errors import PensieveError, StoreCorrupt, Unavailable
+from pensieve.errors import Loading, PensieveError, StoreCorrupt, Unavailable
 from pensieve.service.admission import Admission, Load
 from pensieve.service.backing_up import BackingUp
+from pensieve.service.cancelling import Cancel, Cancelled, cancel_turn
 from pensieve.service.conversations import Conversations
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import Ask
@@ -156,7 +157,7 @@ class Daemon:
     @property
     def conversations(self) -> Conversations:
         if self._conversations is None:
-            raise Unavailable(LOADING)
+            raise Loading(LOADING)
         return self._conversations
 
     @property
@@ -184,14 +185,14 @@ class Daemon:
     @property
     def context_max(self) -> int:
         if self._conversations is None or self.engine.ready is None:
-            raise Unavailable(LOADING)
+            raise Loading(LOADING)
         return self.engine.ready.context_max
 
     @property
     def defaults(self) -> Sampling:
         """What the model's authors recommend, where a request does not say."""
         if self._conversations is None:
-            raise Unavailable(LOADING)
+            raise Loading(LOADING)
         return self._texts.defaults
 
     @property
@@ -212,7 +213,7 @@ class Daemon:
     async def begin(self, ask: Ask, seconds_left: float | None = None) -> LiveTurn:
         """A turn of a conversation: one that runs or has its reply, or another if it may begin now."""
         conversations = self.conversations
-        await conversations.arriving.gone(ask)
+        await conversations.arriving.gone(ask.tenant, ask.conversation_id, ask.request_id)
         if (live := conversations.attach(ask)) is not None:
             return live
         now = self._loop.time()
@@ -252,14 +253,9 @@ class Daemon:
             arriving.num_characters_of(tenant),
         )
 
-    async def cancel_turn(self, conversation_id: str, turn_id: str = "", tenant: str = "") -> bool:
-        """Cancel the turn that a conversation runs, if it is this one; whether it was."""
-        live = self.conversations.turns.of_conversation(conversation_id, tenant)
-        if live is None or (turn_id and turn_id != str(live.turn_id)):
-            await self.reads.conversation(conversation_id, tenant)  # or NOT_FOUND
-            return False
-        self.conversations.cancel(live)
-        return True
+    async def cancel_turn(self, cancel: Cancel) -> Cancelled:
+        """End a turn because its client wants that; what became of it."""
+        return await cancel_turn(self._conversations, self.reads, cancel)
 
     def _on_admitted(self, live: LiveTurn) -> None:
         self.admission.turn_admitted(live.begun_at, self._loop.time())

@@ -115,6 +115,7 @@ class LiveTurn:
     revision: int | None = None
     replayed: bool = False
     cancelled: bool = False
+    kept: int | None = None  # of its tokens; a cancel has cut the others
     tenant: str = ""
     number: int = 0  # what the engine knows it by: another one for each attempt
     request_id: str = ""
@@ -127,11 +128,12 @@ class LiveTurn:
 
     @property
     def text(self) -> str:
-        return "".join(self.texts)
+        return "".join(self.texts[: self.kept])
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        """Without those that a cancel has cut."""
+        return len(self.token_ids) if self.kept is None else self.kept
 
     @property
     def num_charged_tokens(self) -> int:
@@ -161,7 +163,7 @@ def stream_of(live: LiveTurn) -> dict[str, Any]:
     """
     stream: dict[str, Any] = {}
     runs: list[list[Any]] = []
-    for part, text in zip(live.parts, live.texts, strict=True):
+    for part, text in zip(live.parts[: live.kept], live.texts[: live.kept], strict=True):
         if not runs or runs[-1][0] != part.value:
             runs.append([part.value, 0, 0])
         runs[-1][1] += 1

@@ -4,7 +4,11 @@ A turn that has begun belongs to no reader in particular: its tokens gather in i
 number of readers follow from the first one on.  When the last one is gone before the end, the turn has
 `grace_seconds` in which somebody may attach again with the same request_id; then it is abandoned and
 leaves no trace.  So a broken connection costs a client nothing, and a client that went away for good
-costs the others five seconds of one turn.
+costs the others five seconds of one turn.  One that leaves on purpose says so (cancelling.py), and waits for
+the end of its turn as a reader that takes nothing.
+
+A client that leaves may keep less of the reply than other readers were sent.  They are told so with an error
+in place of the end, because what they have read is not what the history says.
 
 A reader takes what there is whenever it can be written to; slow ones get larger pieces, and what is
 undelivered is bounded by the reply itself.  One that cannot be written to for `stall_seconds`, or is
@@ -21,10 +25,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from pensieve.errors import TurnInterrupted
 from pensieve.service.live_turn import LiveTurn
 
 log = logging.getLogger("pensieve")
 Write = Callable[[int, int], Awaitable[None]]  # delivers tokens [start, stop) of a turn
+CUT = "another client ended the turn, and the history has less of its reply than was sent here"
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,8 @@ class Readers:
                 self.start_grace(live)
         if live.failure is not None:
             raise live.failure
+        if reader.num_sent > live.num_tokens:
+            raise TurnInterrupted(CUT)
 
     def start_grace(self, live: LiveTurn) -> None:
         """A turn that nobody reads has its time from now on."""

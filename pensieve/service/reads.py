@@ -22,6 +22,14 @@ class Reads:
             tenant, self._reader.get_conversation, conversation_id, tenant=tenant
         )
 
+    async def turn(
+        self, conversation_id: str, turn_id: str, request_id: str, tenant: str = ""
+    ) -> records.StoredTurn | None:
+        """A turn of this conversation, by its request_id or else by its own id."""
+        return await self._threads.in_reader(
+            tenant, self._reader.find_turn, conversation_id, turn_id, request_id, tenant=tenant
+        )
+
     async def conversations(
         self, page_size: int, page_token: str, tenant: str = ""
     ) -> records.Page:

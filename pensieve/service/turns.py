@@ -14,7 +14,7 @@ the engine.  It says what the engine must hear (the messages it returns) and wha
 * What moves a turn on from RUNNING ends it, and nothing else does: in COMMITTING and INTERRUPTING its end
   is on the way to the store, and a cancel, a deletion, the end of the engine or of a reader's grace
   changes nothing.
-* After `cancel` no further token is taken, and the log ends at the last one that was.
+* After `cancel` no further token is taken, and the log ends at the last one that was, or sooner (`kept`).
 * Each attempt of a turn has another number, so an event of one that was given up finds nothing.
 * A warm is no live turn: nobody reads it and nothing is stored.  It counts for its tenant from `begin_warm`
   until the engine has ended it, or is gone.
@@ -107,6 +107,10 @@ class Turns:
             return None
         return live if ask.says_the_same_as(live.ask) else None
 
+    def of_request_id(self, tenant: str, conversation_id: str, request_id: str) -> LiveTurn | None:
+        """The turn that a request began, whatever it said and however far the turn is."""
+        return self._of_request.get((tenant, conversation_id, request_id))
+
     def of_number(self, number: int) -> LiveTurn | None:
         return self._live.get(number)
 
@@ -171,9 +175,16 @@ class Turns:
             live.take(token)
         return live
 
-    def cancel(self, live: LiveTurn) -> CancelTurn | None:
-        """End a turn and keep what was taken; the engine will say that it has ended."""
-        if live.phase is not Phase.RUNNING or live.cancelled:
+    def cancel(self, live: LiveTurn, keep_tokens: int | None = None) -> CancelTurn | None:
+        """End a turn and keep what was taken, or so many tokens of it.
+
+        The engine will say that it has ended.  None where it was told before, or has ended the turn itself.
+        """
+        if live.phase is not Phase.RUNNING:
+            return None
+        if keep_tokens is not None:
+            live.kept = min(keep_tokens, live.num_tokens)  # never more than an earlier cancel
+        if live.cancelled:
             return None
         live.cancelled = True
         return CancelTurn(live.number, live.history_tokens + live.prompt_tokens + live.num_tokens)
@@ -200,14 +211,15 @@ class Turns:
         if ended.usage.recomputed_tokens:
             live.figures["recompute_reason"] = live.recompute_reason
         live.figures.update(usage_figures(ended.usage))
+        has_all = live.num_tokens == ended.usage.output_tokens  # else it does not end as it stopped
         reply = Reply(
             live.turn_id,
-            tuple(live.token_ids),
+            tuple(live.token_ids[: live.kept]),
             live.text,
             stream_of(live),
             FinishReason.CANCELLED if live.cancelled else ended.finish,
             dict(live.figures),
-            is_cut=live.cancelled and ended.finish is not FinishReason.STOP,
+            is_cut=live.cancelled and (ended.finish is not FinishReason.STOP or not has_all),
         )
         return Ending(live, reply)
 

@@ -16,10 +16,17 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pensieve.errors import InvalidArgument
-from pensieve.store import conversation_rows, message_rows, stored_bytes
+from pensieve.store import conversation_rows, message_rows, stored_bytes, turn_rows
 from pensieve.store.connection import Writer, explained, open_read_only
 from pensieve.store.conversation_rows import require_conversation
-from pensieve.store.records import PAGE_SIZE_MAX, Conversation, Message, MessagePage, Page
+from pensieve.store.records import (
+    PAGE_SIZE_MAX,
+    Conversation,
+    Message,
+    MessagePage,
+    Page,
+    StoredTurn,
+)
 from pensieve.store.running_rows import RunningRows
 from pensieve.store.time_limit import TimeLimit
 
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
 
 MAKE_WAY_SECONDS = 0.1
 MAKE_WAY_EVERY_SECONDS = 1.0  # another program may keep it pending for long
+TURN_ID_PATTERN = re.compile("[0-9]{1,18}")
 PAGE_TOKEN_PATTERN = re.compile("[0-9]{1,18}")
 
 
@@ -48,6 +56,24 @@ class HistoryReader:
         """One conversation, without its messages."""
         with self._snapshot() as conn:
             return self._running.as_read(require_conversation(conn, conversation_id, tenant)[1])
+
+    def find_turn(
+        self, conversation_id: str, turn_id: str, request_id: str, *, tenant: str = ""
+    ) -> StoredTurn | None:
+        """A turn of this conversation, by its request_id, or else by its own id."""
+        with self._snapshot() as conn:
+            if request_id:
+                key = conversation_rows.conversation_key(conversation_id, tenant)
+                found = turn_rows.find_request(conn, key, request_id)
+            elif TURN_ID_PATTERN.fullmatch(turn_id):
+                found = turn_rows.find_turn(conn, int(turn_id))
+            else:
+                return None
+        if found is None:
+            return None
+        turn = self._running.turn_as_read(found.turn)
+        is_of_it = (turn.conversation_id, turn.tenant) == (conversation_id, tenant)
+        return turn if is_of_it else None
 
     def num_conversations(self) -> int:
         """Those of all tenants."""
@@ -105,7 +131,10 @@ class HistoryReader:
             raise explained(error, self._path) from error
         finally:
             if self._conn is not None and self._conn.in_transaction:
-                self._conn.execute("ROLLBACK")
+                try:
+                    self._conn.execute("ROLLBACK")
+                except self._driver.Error:  # what was read is right; the next read opens it anew
+                    self.close()
 
 
 def page_of_conversations(

@@ -89,11 +89,16 @@ def find_request(conn: Connection, conversation_key: bytes, request_id: str) -> 
     return None if row is None else _turn(row)
 
 
-def require_turn(conn: Connection, turn_id: int) -> TurnRow:
+def find_turn(conn: Connection, turn_id: int) -> TurnRow | None:
     row = conn.execute(TURN + "WHERE t.turn_id = ?", (turn_id,)).fetchone()
-    if row is None:
+    return None if row is None else _turn(row)
+
+
+def require_turn(conn: Connection, turn_id: int) -> TurnRow:
+    found = find_turn(conn, turn_id)
+    if found is None:
         raise NotFound(f"there is no turn {turn_id}")
-    return _turn(row)
+    return found
 
 
 def require_progress(conn: Connection, turn_id: int) -> Progress:

@@ -946,35 +946,60 @@ class CancelTurnRequest(google.protobuf.message.Message):
 
     CONVERSATION_ID_FIELD_NUMBER: builtins.int
     TURN_ID_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    KEEP_TOKENS_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
     conversation_id: builtins.str
     """Of which conversation."""
     turn_id: builtins.str
-    """Which turn; empty: the one that runs."""
+    """Which turn; empty: the one that runs, or that of the request_id."""
+    request_id: builtins.str
+    """Instead of the turn_id: the turn of this request_id, also one that is about to begin."""
+    keep_tokens: builtins.int
+    """The most tokens of the reply that stay in the history: those that the client has taken.  Not given: all that were
+    sent until now.  0: nothing of the turn stays, as if its message had never been sent; the same request_id would
+    begin it again.  A turn that had ended by itself stays whole, whatever is said here.
+    """
+    attempt: builtins.int
+    """The attempt (see TurnStarted) in which the client has taken keep_tokens; of any other attempt nothing stays.  Not
+    given: whichever runs.
+    """
     def __init__(
         self,
         *,
         conversation_id: builtins.str = ...,
         turn_id: builtins.str = ...,
+        request_id: builtins.str = ...,
+        keep_tokens: builtins.int | None = ...,
+        attempt: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["conversation_id", b"conversation_id", "turn_id", b"turn_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_keep_tokens", b"_keep_tokens", "keep_tokens", b"keep_tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_keep_tokens", b"_keep_tokens", "attempt", b"attempt", "conversation_id", b"conversation_id", "keep_tokens", b"keep_tokens", "request_id", b"request_id", "turn_id", b"turn_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_keep_tokens", b"_keep_tokens"]) -> typing.Literal["keep_tokens"] | None: ...
 
 Global___CancelTurnRequest: typing_extensions.TypeAlias = CancelTurnRequest
 
 @typing.final
 class CancelTurnResponse(google.protobuf.message.Message):
-    """The turn ends, or had ended."""
+    """The turn has ended."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     WAS_RUNNING_FIELD_NUMBER: builtins.int
+    FINISH_REASON_FIELD_NUMBER: builtins.int
     was_running: builtins.bool
-    """Whether it was running."""
+    """Whether it was running until now."""
+    finish_reason: Global___FinishReason.ValueType
+    """Why its reply ended, which is in the history now: FINISH_REASON_CANCELLED, or another reason if it had ended by
+    itself before.  Unspecified: nothing of the turn is in the history.
+    """
     def __init__(
         self,
         *,
         was_running: builtins.bool = ...,
+        finish_reason: Global___FinishReason.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["was_running", b"was_running"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["finish_reason", b"finish_reason", "was_running", b"was_running"]) -> None: ...
 
 Global___CancelTurnResponse: typing_extensions.TypeAlias = CancelTurnResponse
 

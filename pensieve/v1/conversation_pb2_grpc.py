@@ -132,7 +132,10 @@ class ConversationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CancelTurn(self, request, context):
-        """Ends a turn.  Its stream completes with FINISH_REASON_CANCELLED; what was delivered stays as its text.
+        """Ends a turn, and answers when it has ended, so that another may begin.  Its stream completes with
+        FINISH_REASON_CANCELLED; what was delivered stays as its text.  A client that leaves a stream on purpose calls
+        this: a stream that only breaks off leaves its turn running for the grace in which the same request_id may attach
+        again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -298,7 +298,11 @@ class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversat
     """
 
     CancelTurn: _ConversationServiceCancelTurnType
-    """Ends a turn.  Its stream completes with FINISH_REASON_CANCELLED; what was delivered stays as its text."""
+    """Ends a turn, and answers when it has ended, so that another may begin.  Its stream completes with
+    FINISH_REASON_CANCELLED; what was delivered stays as its text.  A client that leaves a stream on purpose calls
+    this: a stream that only breaks off leaves its turn running for the grace in which the same request_id may attach
+    again.
+    """
 
     ListMessages: _ConversationServiceListMessagesType
     """The history exactly as the model saw it."""
@@ -412,7 +416,11 @@ class ConversationServiceServicer(metaclass=abc.ABCMeta):
         request: pensieve.v1.conversation_pb2.CancelTurnRequest,
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.conversation_pb2.CancelTurnResponse, collections.abc.Awaitable[pensieve.v1.conversation_pb2.CancelTurnResponse]]:
-        """Ends a turn.  Its stream completes with FINISH_REASON_CANCELLED; what was delivered stays as its text."""
+        """Ends a turn, and answers when it has ended, so that another may begin.  Its stream completes with
+        FINISH_REASON_CANCELLED; what was delivered stays as its text.  A client that leaves a stream on purpose calls
+        this: a stream that only breaks off leaves its turn running for the grace in which the same request_id may attach
+        again.
+        """
 
     @abc.abstractmethod
     def ListMessages(

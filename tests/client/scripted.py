@@ -122,6 +122,7 @@ class ScriptedServer(conversation_pb2_grpc.ConversationServiceServicer):
         self.abandoned: queue.Queue[str] = queue.Queue()  # request_ids of streams that were left
         self.found: dict[str, FakeConversation] = {}
         self.health = status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING
+        self.before_cancel: Callable[[], None] = lambda: None
         self.odd = False  # says what only a newer server would
         self._held: threading.Event | None = None
         self._turn_ids = itertools.count(1)
@@ -275,13 +276,35 @@ class ScriptedServer(conversation_pb2_grpc.ConversationServiceServicer):
         self, request: pb.CancelTurnRequest, context: grpc.ServicerContext
     ) -> pb.CancelTurnResponse:
         self._note("CancelTurn", request, context)
-        running = self._kept(request, context).running
+        self.before_cancel()
+        kept = self._kept(request, context)
+        running = kept.running
+        if request.request_id:
+            asked = kept.turns.get(request.request_id)
+            if asked is None or asked is not running:
+                reason = asked.finish_reason if asked is not None else 0
+                return pb.CancelTurnResponse(finish_reason=reason)  # type: ignore[arg-type]
         if running is None or request.turn_id not in ("", running.turn_id):
             return pb.CancelTurnResponse(was_running=False)
-        running.cancelled = True
+        is_dropped = request.HasField("keep_tokens") and request.keep_tokens == 0
+        running.cancelled = not is_dropped
+        running.interrupted = is_dropped
+        if request.HasField("keep_tokens"):  # its client has left
+            kept.running = None
         for stall in running.stalls:
             stall.set()
-        return pb.CancelTurnResponse(was_running=True)
+        reason = pb.FINISH_REASON_UNSPECIFIED if is_dropped else pb.FINISH_REASON_CANCELLED
+        return pb.CancelTurnResponse(was_running=True, finish_reason=reason)
+
+    def complete(self, conversation_id: str) -> None:
+        """The running turn has come to its end, and nobody was told."""
+        kept = self.found[conversation_id]
+        turn, kept.running = kept.running, None
+        assert turn is not None
+        turn.finish_reason = pb.FINISH_REASON_STOP
+        kept.conversation.revision += 1
+        for role in (pb.ROLE_USER, pb.ROLE_ASSISTANT):
+            kept.say(role, " ".join(turn.words))
 
     # -- conversations --
 

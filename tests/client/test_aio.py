@@ -159,7 +159,7 @@ def test_leaving_a_loop_abandons_the_turn_and_closing_does_too(server: ScriptedS
         assert await abandoned(server) == "left"
         turn = client.conversation("d").send("a b", request_id="closed")
         await anext(turn)
-        turn.close()
+        await turn.close()
         assert await abandoned(server) == "closed"
         with pytest.raises(errors.TurnInterrupted):
             await turn.reply()
@@ -167,7 +167,7 @@ def test_leaving_a_loop_abandons_the_turn_and_closing_does_too(server: ScriptedS
     run(server, script)
 
 
-def test_a_task_that_is_cancelled_may_listen_again_later(server: ScriptedServer) -> None:
+def test_a_task_that_is_cancelled_has_ended_its_turn(server: ScriptedServer) -> None:
     async def script(client: AsyncClient) -> None:
         stalled = threading.Event()
         server.mishaps.append(Mishap(after=1, stalls=True, on_stall=stalled.set))
@@ -178,7 +178,10 @@ def test_a_task_that_is_cancelled_may_listen_again_later(server: ScriptedServer)
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await abandoned(server) == "r"
-        assert (await turn.reply()).text == "a b c "
+        (ended,) = server.requests("CancelTurn")
+        assert (ended.request_id, ended.keep_tokens, ended.attempt) == ("r", 1, 1)
+        with pytest.raises(errors.TurnInterrupted, match="what was delivered"):
+            await turn.reply()
 
     run(server, script)
 

@@ -14,7 +14,7 @@ import pytest
 from pensieve import errors
 from pensieve.client import AsyncClient, Client, Delta, Restarted, Retry
 from pensieve.client.admin import Admin
-from tests.service.rig_daemon import ECHO, DaemonRig, ServeProcess, wait_for
+from tests.service.rig_daemon import ECHO, DaemonRig, ServeProcess
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +117,12 @@ def test_a_turn_is_cancelled_from_within_its_loop(tmp_path: Path) -> None:
         assert turn.reply.finish_reason == "cancelled"
         assert 5 < len(turn.reply.token_ids) < 5000
         assert [m.text for m in talk.messages()][1] == turn.reply.text
-        running = iter(talk.send("again", max_tokens=5000, ignore_eos=True))
+        running = talk.send("again", max_tokens=5000, ignore_eos=True, keep_partial=False)
         next(running)
         with pytest.raises(errors.TurnRunning):
             talk.ask("me too")
-        running.close()  # type: ignore[attr-defined]
-        wait_for(lambda: not rig.num_live)
+        running.close()
+        assert not rig.num_live
         assert len(list(talk.messages())) == 2
 
 

@@ -317,7 +317,7 @@ def test_a_thread_that_ctrl_c_starts_ends_the_turn(client: Client, server: Scrip
     assert turn.reply.finish_reason == "cancelled"
 
 
-def test_a_loop_that_an_exception_left_between_tries_may_go_on(server: ScriptedServer) -> None:
+def test_an_exception_between_two_tries_ends_the_turn(server: ScriptedServer) -> None:
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
@@ -327,10 +327,14 @@ def test_a_loop_that_an_exception_left_between_tries_may_go_on(server: ScriptedS
         assert str(next(turn)) == "a "
         with pytest.raises(KeyboardInterrupt):
             next(turn)
-        assert turn.reply.text == "a b "
+        (ended,) = server.requests("CancelTurn")
+        assert (ended.keep_tokens, ended.attempt) == (1, 1)
+        assert list(turn) == []
+        with pytest.raises(errors.TurnInterrupted, match="what was delivered"):
+            _ = turn.reply
 
 
-def test_a_loop_that_an_exception_left_within_its_wait_may_go_on(
+def test_an_exception_within_the_wait_for_a_piece_ends_the_turn(
     client: Client, server: ScriptedServer
 ) -> None:
     main = threading.main_thread().ident
@@ -354,7 +358,33 @@ def test_a_loop_that_an_exception_left_within_its_wait_may_go_on(
         next(turn)
     interrupted.set()
     assert server.abandoned.get(timeout=SAFETY_SECONDS) == "r"
-    assert turn.reply.text == "a b "
+    (ended,) = server.requests("CancelTurn")
+    assert (ended.request_id, ended.keep_tokens, ended.attempt) == ("r", 1, 1)
+    assert client.conversation("c").ask("c d").text == "c d "
+
+
+def test_a_reply_that_is_complete_when_the_time_is_over_is_read_to_its_end(
+    client: Client, server: ScriptedServer
+) -> None:
+    """Whoever is told that the time was over would say it again, and have it in the history twice."""
+    late = Refusal("DEADLINE_EXCEEDED")
+    for ask in (True, False):
+        talk = client.conversation(f"c{ask}")
+        server.mishaps.append(Mishap(after=1, refusal=late))
+        server.before_cancel = lambda talk=talk: server.complete(talk.conversation_id)
+        reply = talk.ask("a b c") if ask else talk.send("a b c").reply
+        assert (reply.text, reply.finish_reason, reply.replayed) == ("a b c ", "stop", True)
+        assert len(list(talk.messages())) == 2
+
+
+def test_a_complete_reply_that_cannot_be_read_is_told_of(
+    client: Client, server: ScriptedServer
+) -> None:
+    late = Refusal("DEADLINE_EXCEEDED")
+    server.mishaps.extend([Mishap(after=1, refusal=late), Mishap(refusal=late)])
+    server.before_cancel = lambda: server.complete("c")
+    with pytest.raises(errors.DeadlineExceeded, match="its whole reply is in the history"):
+        client.conversation("c").ask("a b c")
 
 
 def test_closing_the_client_ends_what_is_under_way(server: ScriptedServer) -> None:
@@ -374,7 +404,7 @@ def test_closing_the_client_ends_what_is_under_way(server: ScriptedServer) -> No
     thread.join()
     with pytest.raises(errors.InvalidArgument, match="client: is closed"):
         client.conversation("c").get()
-    assert server.names() == ["SendMessage"]
+    assert server.names() == ["SendMessage", "CancelTurn"]
 
 
 # -- many at once --
@@ -405,7 +435,7 @@ def test_a_second_turn_is_refused_by_name_and_not_repeated(
         with pytest.raises(errors.TurnRunning) as running:
             talk.ask("me too")
     assert (running.value.conversation_id, running.value.turn_id) == ("c", first.turn_id)
-    assert (slept, server.names()) == ([], ["SendMessage", "SendMessage"])
+    assert (slept, server.names()) == ([], ["SendMessage", "SendMessage", "CancelTurn"])
 
 
 def test_what_a_newer_server_says_does_no_harm(client: Client, server: ScriptedServer) -> None:

@@ -41,6 +41,7 @@ BY_MOVE = {  # the highest weight among all moves; the ordinary ones weigh 100
     "a message is said again": 8.0,
     "an id comes again with other words": 2.0,
     "a second message during a turn": 3.0,
+    "a turn is left": 6.0,
 }
 BY_ITSELF = (  # what comes of the shape and of the others
     "the engine's queue is full",

@@ -28,9 +28,11 @@ from pensieve.errors import (
     TurnRunning,
     Unavailable,
 )
+from pensieve.service.cancelling import Cancel
 from pensieve.service.daemon import Daemon
 from pensieve.service.draft import Ask, ConversationSettings
 from pensieve.service.live_turn import LiveTurn
+from pensieve.service.readers import CUT
 from pensieve.store import conversation_rows, message_rows
 from pensieve.text import Message
 from tests.fakes import ends_turn, extend_prefix, next_token
@@ -56,6 +58,7 @@ class Request:
     is_open: bool = True  # it would be said again
     num_calls: int = 0  # under way
     cancelled_at: set[int] = field(default_factory=set)  # with so many tokens delivered
+    is_cut: bool = False  # somebody left it, and may have kept less than others were told
     told: dict[int, list[int]] = field(default_factory=dict)  # tokens, by attempt
     reply: Reply | None = None  # as it was acknowledged
 
@@ -296,6 +299,52 @@ class People:
         self.daemon.conversations.cancel(live)
         return True
 
+    def leave(self) -> bool:
+        """Somebody ends a turn on purpose: some of what was delivered stays, or nothing does."""
+        if self.daemon is None or not self.requests:
+            return False
+        daemon = self.daemon
+        lives = daemon.conversations.turns.all_live()
+        request, keep = self.random.choice(self.requests), self.random.choice((0, 1, None))
+        if lives and self.random.random() < 0.9:
+            live = max(lives, key=lambda each: each.num_tokens)
+            half = max(1, live.num_tokens // 2)
+            keep = self.random.choice((0, half, half, None))
+            (request,) = (each for each in self.requests if each.request_id == live.request_id)
+        name, request_id = request.conversation, request.request_id
+        if name in self._busy or not self.histories.exists(name):
+            return False
+        by_id = self.random.random() < 0.8
+
+        async def leave() -> None:
+            turns, keep_tokens = daemon.conversations.turns, keep
+            if daemon.conversations.arriving.has_request("", name, request_id):
+                keep_tokens = 0  # for nobody knows yet how much was delivered
+            live = turns.of_request_id("", name, request_id)
+            if live is not None and keep_tokens != 0:
+                most = live.num_tokens if keep_tokens is None else keep_tokens
+                request.is_cut |= most < live.num_tokens
+                request.cancelled_at.add(min(most, live.num_tokens))
+            wanted = Cancel(
+                name,
+                str(live.turn_id) if live is not None and not by_id else "",
+                request_id if live is None or by_id else "",
+                keep_tokens,
+            )
+            told = await daemon.cancel_turn(wanted)
+            self._note("client", f"{request_id} left: {told}")
+            if told.finish_reason:
+                request.is_open = False
+                self.histories.acknowledged(name, request.deed)
+                return
+            assert request.reply is None, f"{request_id} was answered, and nothing of it is there"
+            others = request.num_calls or daemon.conversations.arriving.num_turns
+            if not others and not self._is_live(request):
+                self.histories.refused(name, request.deed)
+
+        self._call(f"leave {request_id}, keep {keep}", leave(), name)
+        return True
+
     def hang_up(self, call: Call) -> None:
         assert call.task is not None
         self._note("client", f"hangs up on {call.what}")
@@ -331,6 +380,8 @@ class People:
             self._note("client", f"{request.request_id}, in doubt: {error}")
         except PensieveError as error:
             self._note("client", f"{request.request_id} ended: {error}")
+            if request.is_cut and str(error) == CUT:
+                return  # it is in the history
             self._happened["the engine's queue is full"] += isinstance(error, QueueFull)
             if self._is_last(request, daemon) and live.attempt == max(request.told):
                 self.histories.refused(request.conversation, request.deed)
@@ -365,7 +416,8 @@ class People:
     def _answered(self, request: Request, live: LiveTurn, told: list[int]) -> None:
         assert live.finish is not None
         assert told == live.token_ids, "a reader was told less than all"
-        assert len(told) >= len(request.told[live.attempt]), "the end came sooner than before"
+        sooner = len(told) < len(request.told[live.attempt])
+        assert not sooner or request.is_cut, "the end came sooner than before"
         text = live.text + live.tail
         assert text == text_of(told), f"{text!r} is not what {told} says"
         reply = (told, text, live.finish, live.revision)

@@ -202,6 +202,8 @@ class World:
             self._held_until = self._num_moves + self.random.choice((5, 20, 50))
         elif kind == "a turn is cancelled":
             return people.cancel()
+        elif kind == "a turn is left":
+            return people.leave()
         elif kind == "an id comes again with other words":
             return people.say_otherwise()
         elif kind == "a message is said again":

@@ -212,6 +212,48 @@ PROTECTIONS = (
         "service/test_conversations.py::test_a_draft_does_not_begin_on_another_conversation_of_the_same_name",
     ),
     protection(
+        "no more of a reply stays than the client has taken",
+        "service/turns.py",
+        "            live.kept = min(keep_tokens, live.num_tokens)",
+        "            live.kept = live.num_tokens",
+        "service/test_cancelling.py::test_so_many_tokens_stay_as_the_client_has_taken",
+    ),
+    protection(
+        "nothing stays of a turn where nothing is to be kept",
+        "service/cancelling.py",
+        "    if keep == 0:\n",
+        "    if keep is False:\n",
+        "service/test_cancelling.py::test_nothing_stays_and_the_same_request_begins_again",
+    ),
+    protection(
+        "readers are told that less stays than they were sent",
+        "service/readers.py",
+        "            raise TurnInterrupted(CUT)\n",
+        "            return\n",
+        "service/test_cancelling.py::test_another_reader_that_was_sent_more_is_told_so",
+    ),
+    protection(
+        "a turn that is about to begin is ended too",
+        "service/cancelling.py",
+        "    await conversations.arriving.gone(*names)\n",
+        "",
+        "service/test_cancelling.py::test_a_turn_that_is_about_to_begin_is_ended_when_it_has",
+    ),
+    protection(
+        "the end of a turn is waited for",
+        "service/cancelling.py",
+        "        await conversations.follow(live, _take_nothing)\n",
+        "        pass\n",
+        "service/test_cancelling.py::test_an_end_that_is_on_its_way_to_the_store_is_waited_for",
+    ),
+    protection(
+        "a turn that has ended is looked up",
+        "service/cancelling.py",
+        '    return turn.finish_reason or "" if turn is not None else ""\n',
+        '    return ""\n',
+        "service/test_cancelling.py::test_a_turn_that_had_ended_stays_as_it_is_and_the_client_hears_how",
+    ),
+    protection(
         "a turn without a reader is given up",
         "service/readers.py",
         "            self._on_abandoned(live)\n",
@@ -236,8 +278,8 @@ PROTECTIONS = (
     protection(
         "turns beyond the limit are told when to come back",
         "service/grpc/translate.py",
-        "COME_BACK = {QueueFull: 1.0, Unavailable: 0.2}",
-        "COME_BACK = {Unavailable: 0.2}",
+        "COME_BACK = {QueueFull: 1.0, Loading: 1.0, Unavailable: 0.2}",
+        "COME_BACK = {Loading: 1.0, Unavailable: 0.2}",
         "service/test_overload.py::test_ten_times_the_load_costs_the_carried_ones_nothing",
     ),
     protection(
@@ -502,7 +544,8 @@ PROTECTIONS = (
     protection(
         "a request that comes again waits for its first call",
         "service/daemon.py",
-        "        await conversations.arriving.gone(ask)\n",
+        "        await conversations.arriving.gone("
+        "ask.tenant, ask.conversation_id, ask.request_id)\n",
         "",
         "service/test_request_ids.py::test_who_says_the_same_again_waits_for_the_first_call",
     ),

@@ -129,7 +129,7 @@ PROTECTIONS = (
     protection(
         "a client whose connection broke is let in beside its old call",
         "service/grpc/calls.py",
-        "        allowed = 2 if method == SEND_METHOD else 1\n",
+        "        allowed = 2 if method in (SEND_METHOD, CANCEL_METHOD) else 1\n",
         "        allowed = 1\n",
         "service/test_tenants.py"
         "::test_a_client_whose_connection_broke_comes_back_though_its_old_call_counts",

@@ -79,8 +79,10 @@ def test_a_turn_that_comes_when_the_engine_has_failed_has_no_part_in_it(tmp_path
     """The engine has ended its turns, and reads no message any more, but its end is not noticed yet."""
     slow = (*ECHO, "--seconds=0.02")
     with DaemonRig(tmp_path / "data", program=slow) as rig, Client(rig.server.address) as client:
+        turns = []  # held, or they would be left
         for name in ("had", "came"):
-            next(iter(client.conversation(name).send("hello", max_tokens=500, ignore_eos=True)))
+            turns.append(client.conversation(name).send("hello", max_tokens=500, ignore_eos=True))
+            next(turns[-1])
 
         async def fail() -> None:
             had, came = rig.daemon.conversations.turns.all_live()

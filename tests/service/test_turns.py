@@ -86,6 +86,21 @@ def test_what_was_taken_before_a_cancel_is_kept_and_nothing_after_it(turns: Turn
     assert turns.num_live == turns.num_of_tenant("") == 0
 
 
+def test_a_cancel_keeps_so_many_tokens_and_a_later_one_may_keep_fewer(turns: Turns) -> None:
+    live, _ = turns.begin(begun(1), NOW)
+    for number, text in enumerate("abcd"):
+        turns.take(SampledToken(live.number, number, text))
+    assert turns.cancel(live, 9) == CancelTurn(live.number, 17)  # all four
+    assert turns.cancel(live, 2) is None
+    assert (live.num_tokens, live.text) == (2, "ab")
+    assert turns.cancel(live, 3) is None
+    ending = turns.end(ended(live, FinishReason.STOP))
+    assert ending is not None
+    assert ending.reply is not None
+    assert (ending.reply.token_ids, ending.reply.text) == ((0, 1), "ab")
+    assert (ending.reply.finish, ending.reply.is_cut) == (FinishReason.CANCELLED, True)
+
+
 def test_what_began_to_end_a_turn_ends_it(turns: Turns) -> None:
     committing, _ = turns.begin(begun(1), NOW)
     interrupting, _ = turns.begin(begun(2), NOW)

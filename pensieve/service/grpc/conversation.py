@@ -152,7 +152,8 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         await daemon.conversations.follow(live, write)
         if live.tail:
             sequence += 1
-            rest = pb.TurnDelta(text=live.tail, kind=translate.PART_NUMBERS[live.parts[-1]])
+            kind = translate.PART_NUMBERS[live.parts[live.num_tokens - 1]]
+            rest = pb.TurnDelta(text=live.tail, kind=kind)
             await context.write(pb.SendMessageResponse(sequence=sequence, delta=rest))
         await context.write(
             pb.SendMessageResponse(sequence=sequence + 1, completed=translate.completed(live))
@@ -161,10 +162,9 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
     async def CancelTurn(
         self, request: pb.CancelTurnRequest, context: Any
     ) -> pb.CancelTurnResponse:
-        was_running = await self.daemon.cancel_turn(
-            _id(request.conversation_id), request.turn_id, caller().tenant
-        )
-        return pb.CancelTurnResponse(was_running=was_running)
+        _id(request.conversation_id)
+        cancelled = await self.daemon.cancel_turn(translate.cancel(request, caller().tenant))
+        return translate.cancelled(cancelled)
 
     # -- inside --
 

@@ -21,6 +21,7 @@ from pensieve.errors import (
     ContextFull,
     DeviceError,
     InvalidArgument,
+    Loading,
     ModelError,
     PensieveError,
     QueueFull,
@@ -30,6 +31,7 @@ from pensieve.errors import (
     TurnRunning,
     Unavailable,
 )
+from pensieve.service.cancelling import Cancel, Cancelled
 from pensieve.service.draft import Ask
 from pensieve.service.grpc import sizes
 from pensieve.service.grpc.json_values import TooManyValues, one_object, one_struct, structs
@@ -40,7 +42,8 @@ from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 
 DOMAIN = "pensieve"
-COME_BACK = {QueueFull: 1.0, Unavailable: 0.2}  # seconds; clients add their own growing pauses
+# Seconds, of the first class that fits; clients add their own growing pauses.
+COME_BACK = {QueueFull: 1.0, Loading: 1.0, Unavailable: 0.2}
 TYPE_PREFIX = "type.googleapis.com/google.rpc."
 LAST_TURN_SECONDS = 86_400.0  # as if it had been idle for a day
 AWAY_SECONDS_MAX = 1e9
@@ -172,6 +175,24 @@ def priority(given: int) -> int:
     return given
 
 
+def cancel(request: pb.CancelTurnRequest, tenant: str) -> Cancel:
+    if request.turn_id and request.request_id:
+        raise InvalidArgument("request_id", "is given instead of the turn_id, not beside it")
+    keep_tokens = request.keep_tokens if request.HasField("keep_tokens") else None
+    if keep_tokens is not None and keep_tokens < 0:
+        raise InvalidArgument("keep_tokens", "must not be negative")
+    if request.attempt < 0:
+        raise InvalidArgument("attempt", "must not be negative")
+    return Cancel(
+        request.conversation_id,
+        request.turn_id,
+        request.request_id,
+        keep_tokens,
+        request.attempt,
+        tenant,
+    )
+
+
 # -- out --
 
 
@@ -295,6 +316,13 @@ def completed(live: LiveTurn) -> pb.TurnCompleted:
             **{name: value for name, value in figures.items() if name in known},
         ),
         revision=live.revision,
+    )
+
+
+def cancelled(found: Cancelled) -> pb.CancelTurnResponse:
+    return pb.CancelTurnResponse(
+        was_running=found.was_running,
+        finish_reason=FINISH_NUMBERS.get(found.finish_reason, pb.FINISH_REASON_UNSPECIFIED),
     )
 
 

@@ -1,0 +1,160 @@
+"""A turn as its reader has it, for threads: `Turn`.
+
+Generated from aio_turn.py by scripts/generate_sync_client; do not edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+from pensieve.client.connection import Connection, Sleep, Stream
+from pensieve.client.turn_progress import TurnCourse
+from pensieve.client.values import Delta, Reply, Restarted
+from pensieve.errors import PensieveError
+from pensieve.v1 import conversation_pb2 as pb
+
+
+class Turn:
+    """A message that is sent and its reply; made by `Conversation.send`.
+
+    Iterate over it once for the pieces of the reply: each is a `Delta`, or a `Restarted` when the server
+    had to begin the reply again.  A broken connection does not end the iteration: the turn is attached to
+    again, and nothing is given out twice.  One thread at a time may iterate.
+
+    A turn is left if it is closed, or its `with` ends, or it is dropped as by a `break` in the loop
+    over `send(...)`, or its timeout passes, or an exception such as CancelledError or KeyboardInterrupt
+    interrupts the wait for its next piece.  The server ends it at once: what was delivered stays in the
+    history, or nothing does (`keep_partial`), and the next message may be sent.  Where nothing was delivered
+    nothing stays.  Leaving waits for the server, two seconds at most; one that does not answer ends the turn
+    when it notices that nobody reads, and keeps nothing of it.  A turn whose reply was complete before the
+    server heard of it stays whole.
+
+    `cancel` ends a turn too, and keeps all that was generated; the iteration goes on to the end of that.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        course: TurnCourse,
+        sleep: Sleep,
+        cancel: Callable[[str], bool],
+    ) -> None:
+        """`sleep` waits between tries; `cancel` is the conversation's, for a turn's id."""
+        self.conversation_id = course.request.conversation_id
+        self.request_id = course.request.request_id
+        self._stream: Stream[pb.SendMessageResponse] | None = None  # while it is attached
+        self._connection = connection
+        self._course = course
+        self._sleep = sleep
+        self._cancel = cancel
+
+    def __iter__(self) -> Turn:
+        return self
+
+    def __next__(self) -> Delta | Restarted:
+        try:
+            event = self._next()
+        except (PensieveError, GeneratorExit):
+            raise
+        except BaseException:  # its reader was interrupted, and leaves
+            self.close()
+            raise
+        if event is None:
+            raise StopIteration
+        return event
+
+    def _next(self) -> Delta | Restarted | None:
+        """The next event; None at the end."""
+        course = self._course
+        while course.under_way:
+            error: PensieveError | None = None
+            try:
+                response = (self._attached()).read()
+            except PensieveError as failure:
+                error, response = failure, None
+            if response is not None:
+                if (event := self._take(response)) is not None:
+                    return event
+                continue
+            self._detach()
+            if error is not None and course.is_over_time(error):
+                request = course.end_request()
+                answer = self._connection.end_turn(request) if request else None
+                course.time_is_over(error, answer)
+            elif pause := course.stream_ended(error):
+                self._sleep(pause)
+        return None
+
+    @property
+    def turn_id(self) -> str:
+        """The server's id of this turn; empty until the server has accepted it."""
+        return self._course.progress.turn_id
+
+    @property
+    def reply(self) -> Reply:
+        """The whole reply; iterates to the end of the turn if necessary.
+
+        Raises:
+            TurnInterrupted: the turn was left before its end; the message says what stays of it.
+        """
+        for _ in self:
+            pass
+        return self._course.reply
+
+    def cancel(self) -> bool:
+        """End the turn and keep what it has generated; returns whether there was something to end.
+
+        Any thread may call it.  A turn that has not started yet is ended as soon as it does.
+        """
+        self._course.cancelling = True
+        return self._cancel(self.turn_id) if self.turn_id else True
+
+    def close(self) -> None:
+        """Leave the turn: if it has not ended, the server ends it, and keeps what `keep_partial` says."""
+        self._detach()
+        if (request := self._course.leave()) is not None:
+            self._course.was_ended(self._connection.end_turn(request))
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        """It was dropped; nobody can wait for its end but the next call in this conversation."""
+        self._connection.reading.pop(self._course, None)
+        if (request := self._course.leave()) is not None:
+            self._connection.begin_ending(request)
+
+    def _attached(self) -> Stream[pb.SendMessageResponse]:
+        if self._stream is None:
+            course, connection = self._course, self._connection
+            request, deadline = course.request, course.deadline
+            connection.wait_for_endings(request.conversation_id, deadline)
+            self._stream = connection.stream(connection.stub.SendMessage, request, deadline)
+            connection.reading[course] = self._stream
+            course.was_sent = True
+        return self._stream
+
+    def _take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
+        try:
+            event = self._course.take(response)
+        except PensieveError:
+            self._detach()
+            raise
+        if self._course.must_cancel(response):
+            self._cancel(self.turn_id)
+        return event
+
+    def _detach(self) -> None:
+        stream, self._stream = self._stream, None
+        self._connection.reading.pop(self._course, None)
+        if stream is not None:
+            stream.cancel()

@@ -1,0 +1,407 @@
+"""Every way of leaving a turn on purpose ends it at the daemon, and the next message may be sent at once.
+
+The daemon's grace is so long that no turn here ends by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from pensieve import errors
+from pensieve.client import (
+    AsyncClient,
+    AsyncConversation,
+    AsyncTurn,
+    Client,
+    Conversation,
+    Delta,
+    Message,
+    Restarted,
+    Turn,
+)
+from pensieve.service.daemon_config import DaemonConfig
+from tests.service.proxy import Proxy
+from tests.service.rig_daemon import ECHO, DaemonRig, wait_for
+
+Piece = Delta | Restarted
+Leave = Callable[[Conversation], list[Piece]]  # returns the pieces that it was given
+LeaveAsync = Callable[[AsyncConversation], Awaitable[list[Piece]]]
+NUM_PIECES = 4
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonRig]:
+    config = DaemonConfig(grace_seconds=3600)
+    data = tmp_path_factory.mktemp("leaving") / "data"
+    with DaemonRig(data, config=config, program=(*ECHO, "--seconds=0.005")) as rig:
+        yield rig
+
+
+def endless(talk: Conversation, **options: object) -> Turn:
+    return talk.send("hello", max_tokens=90_000, ignore_eos=True, **options)  # type: ignore[arg-type]
+
+
+def endless_async(talk: AsyncConversation, **options: object) -> AsyncTurn:
+    return talk.send("hello", max_tokens=90_000, ignore_eos=True, **options)  # type: ignore[arg-type]
+
+
+def check_kept(reply: Message, pieces: list[Piece]) -> None:
+    """It is what the caller was given; its text may end with what was withheld until then."""
+    deltas = [piece for piece in pieces if isinstance(piece, Delta)]
+    assert reply.token_ids == tuple(token_id for delta in deltas for token_id in delta.token_ids)
+    assert reply.text.startswith("".join(map(str, deltas)))
+    assert reply.finish_reason == "cancelled"
+
+
+# -- threads --
+
+
+def by_close(talk: Conversation) -> list[Piece]:
+    turn = endless(talk)
+    pieces = [next(turn) for _ in range(NUM_PIECES)]
+    turn.close()
+    return pieces
+
+
+def by_the_end_of_a_with(talk: Conversation) -> list[Piece]:
+    with endless(talk) as turn:
+        return [next(turn) for _ in range(NUM_PIECES)]
+
+
+def by_a_break(talk: Conversation) -> list[Piece]:
+    pieces: list[Piece] = []
+    for piece in endless(talk):
+        pieces.append(piece)
+        if len(pieces) == NUM_PIECES:
+            break
+    return pieces
+
+
+def by_an_error_in_the_loop(talk: Conversation) -> list[Piece]:
+    pieces: list[Piece] = []
+    with contextlib.suppress(KeyError):
+        for piece in endless(talk):
+            pieces.append(piece)
+            if len(pieces) == NUM_PIECES:
+                raise KeyError
+    return pieces
+
+
+def by_ctrl_c_in_the_body(talk: Conversation) -> list[Piece]:
+    pieces: list[Piece] = []
+    with contextlib.suppress(KeyboardInterrupt), endless(talk) as turn:
+        for piece in turn:
+            pieces.append(piece)
+            if len(pieces) == NUM_PIECES:
+                raise KeyboardInterrupt
+    return pieces
+
+
+def by_a_timeout(talk: Conversation) -> list[Piece]:
+    pieces: list[Piece] = []
+    turn = endless(talk, timeout=0.3)
+    with pytest.raises(errors.DeadlineExceeded, match="what was delivered of it is in the history"):
+        pieces.extend(turn)
+    with pytest.raises(errors.DeadlineExceeded):  # and it stays so
+        _ = turn.reply
+    return pieces
+
+
+def by_the_end_of_the_client(talk: Conversation) -> list[Piece]:
+    with Client(talk.client.address) as other:
+        turn = endless(other.conversation(talk.conversation_id))
+        return [next(turn) for _ in range(NUM_PIECES)]
+
+
+WAYS: list[Leave] = [
+    by_close,
+    by_the_end_of_a_with,
+    by_a_break,
+    by_an_error_in_the_loop,
+    by_ctrl_c_in_the_body,
+    by_a_timeout,
+    by_the_end_of_the_client,
+]
+
+
+@pytest.mark.parametrize("leave", WAYS, ids=lambda way: way.__name__)
+def test_what_was_delivered_stays_and_the_next_message_is_answered(
+    rig: DaemonRig, leave: Leave
+) -> None:
+    with Client(rig.server.address) as client:
+        talk = client.conversation()
+        pieces = leave(talk)
+        assert talk.ask("again", max_tokens=3).finish_reason in ("length", "stop")
+        messages = list(talk.messages(include_token_ids=True))
+        assert [message.text for message in messages][::2] == ["hello", "again"]
+        check_kept(messages[1], pieces)
+
+
+def test_ask_that_runs_out_of_time_leaves_nothing(rig: DaemonRig) -> None:
+    with Client(rig.server.address) as client:
+        talk = client.conversation()
+        for text in ("hello", "hello"):
+            with pytest.raises(errors.DeadlineExceeded, match="nothing of it is in the history"):
+                talk.ask(text, max_tokens=90_000, ignore_eos=True, timeout=0.2)
+        assert talk.ask("again", max_tokens=3).revision == 1
+        assert next(message.text for message in talk.messages()) == "again"
+
+
+def test_ask_keeps_what_was_delivered_if_it_is_told_to(rig: DaemonRig) -> None:
+    with Client(rig.server.address) as client:
+        talk = client.conversation()
+        with pytest.raises(errors.DeadlineExceeded, match="what was delivered"):
+            talk.ask("hello", max_tokens=90_000, ignore_eos=True, timeout=0.3, keep_partial=True)
+        assert [message.finish_reason for message in talk.messages()] == ["", "cancelled"]
+
+
+def test_nothing_stays_of_a_turn_that_is_sent_so(rig: DaemonRig) -> None:
+    with Client(rig.server.address) as client:
+        talk = client.conversation()
+        with endless(talk, keep_partial=False) as turn:
+            for _ in range(NUM_PIECES):
+                next(turn)
+        with pytest.raises(errors.TurnInterrupted, match=r"left.*nothing of it is in the history"):
+            _ = turn.reply
+        assert list(talk.messages()) == []
+        assert talk.ask("again", max_tokens=3).revision == 1
+
+
+def test_a_turn_that_has_delivered_nothing_leaves_nothing(tmp_path: Path) -> None:
+    program = (*ECHO, "--seconds=0.5")
+    config = DaemonConfig(grace_seconds=3600)
+    with (
+        DaemonRig(tmp_path / "data", config=config, program=program) as rig,
+        Client(rig.server.address) as client,
+    ):
+        talk = client.conversation()
+        with pytest.raises(errors.DeadlineExceeded, match="nothing"):
+            list(endless(talk, timeout=0.05))
+        assert talk.ask("again", max_tokens=1).revision == 1
+        assert len(list(talk.messages())) == 2
+
+
+def test_a_turn_that_was_never_read_asks_nothing_of_the_server(rig: DaemonRig) -> None:
+    with Client(rig.server.address) as client:
+        talk = client.conversation("unread")
+        endless(talk).close()
+        with endless(talk):
+            pass
+        with pytest.raises(errors.NotFound):
+            talk.get()
+
+
+def test_ctrl_c_within_the_wait_for_a_piece_ends_the_turn(tmp_path: Path) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    config = DaemonConfig(grace_seconds=3600)
+    with (
+        DaemonRig(tmp_path / "data", config=config, program=(*ECHO, "--seconds=0.5")) as rig,
+        Client(rig.server.address) as client,
+    ):
+        talk = client.conversation()
+        interrupted = threading.Event()
+
+        def press() -> None:  # once it waits for a piece, with none of gRPC's locks
+            wait_for(lambda: rig.num_live)
+            while not interrupted.is_set():  # Python loses one that arrives within a callback
+                while sys._current_frames()[main].f_code is not threading.Condition.wait.__code__:
+                    time.sleep(0.001)
+                signal.pthread_kill(main, signal.SIGINT)
+                interrupted.wait(10)
+
+        presser = threading.Thread(target=press)
+        presser.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                talk.ask("hello", max_tokens=90_000, ignore_eos=True)
+        finally:
+            interrupted.set()
+            presser.join()
+        assert talk.ask("again", max_tokens=1).revision == 1
+
+
+def test_the_conversation_may_be_changed_at_once_too(rig: DaemonRig) -> None:
+    with Client(rig.server.address) as client:
+        talk = client.conversation()
+        talk.ask("first", max_tokens=2)
+        by_a_break(talk)
+        assert talk.rewind(1).num_messages == 2
+        by_a_break(talk)
+        assert talk.get().running_turn_id == ""
+        by_a_break(talk)
+        assert len(list(talk.fork().messages())) == 6
+
+
+def test_a_turn_of_another_client_is_waited_for_by_nobody(rig: DaemonRig) -> None:
+    with Client(rig.server.address) as client, Client(rig.server.address) as other:
+        with endless(client.conversation("busy")) as turn:
+            next(turn)
+            with pytest.raises(errors.TurnRunning) as running:
+                other.conversation("busy").ask("me too")
+            with pytest.raises(errors.TurnRunning):
+                client.conversation("busy").ask("me too")
+            assert running.value.turn_id == turn.turn_id
+        assert other.conversation("busy").ask("me too", max_tokens=2).revision == 2
+
+
+def test_a_cancel_within_a_with_keeps_all_that_was_generated(rig: DaemonRig) -> None:
+    with Client(rig.server.address) as client:
+        talk = client.conversation()
+        with endless(talk, keep_partial=False) as turn:
+            next(turn)
+            assert turn.cancel()
+        assert [message.finish_reason for message in talk.messages()] == ["", "cancelled"]
+
+
+def test_a_daemon_that_does_not_answer_keeps_nobody_for_long(tmp_path: Path) -> None:
+    """It does so when it finds out that nobody reads; the next message waits for that, or is refused."""
+    with DaemonRig(tmp_path / "data", program=(*ECHO, "--seconds=0.005")) as rig:
+        with closing(Proxy(rig.server.address)) as proxy, Client(proxy.address) as client:
+            talk = client.conversation()
+            turn = endless(talk)
+            next(turn)
+            proxy.freeze()
+            turn.close()
+            with pytest.raises(errors.TurnInterrupted, match="has not said"):
+                _ = turn.reply
+        wait_for(lambda: not rig.num_live)
+
+
+def test_a_connection_that_breaks_leaves_nothing_and_has_its_grace(rig: DaemonRig) -> None:
+    with closing(Proxy(rig.server.address)) as proxy, Client(proxy.address) as client:
+        talk = client.conversation()
+        turn = talk.send("hello", max_tokens=200, ignore_eos=True)
+        pieces = [str(next(turn)) for _ in range(NUM_PIECES)]
+        proxy.reset()
+        pieces += [str(piece) for piece in turn]
+        assert turn.reply.finish_reason == "length"
+        assert [message.text for message in talk.messages()] == ["hello", "".join(pieces)]
+
+
+# -- asyncio --
+
+
+async def read(turn: AsyncTurn, pieces: list[Piece]) -> None:
+    async for piece in turn:
+        pieces.append(piece)
+
+
+async def task_by_close(talk: AsyncConversation) -> list[Piece]:
+    turn = endless_async(talk)
+    pieces = [await anext(turn) for _ in range(NUM_PIECES)]
+    await turn.close()
+    return pieces
+
+
+async def task_by_the_end_of_a_with(talk: AsyncConversation) -> list[Piece]:
+    async with endless_async(talk) as turn:
+        return [await anext(turn) for _ in range(NUM_PIECES)]
+
+
+async def task_by_a_break(talk: AsyncConversation) -> list[Piece]:
+    pieces: list[Piece] = []
+    async for piece in endless_async(talk):
+        pieces.append(piece)
+        if len(pieces) == NUM_PIECES:
+            break
+    return pieces
+
+
+async def task_by_the_end_of_a_generator(talk: AsyncConversation) -> list[Piece]:
+    async def generated() -> AsyncIterator[Piece]:
+        async with endless_async(talk) as turn:
+            async for piece in turn:
+                yield piece
+
+    pieces: list[Piece] = []
+    generator = generated()
+    async for piece in generator:
+        pieces.append(piece)
+        if len(pieces) == NUM_PIECES:
+            break
+    await generator.aclose()  # type: ignore[attr-defined]
+    return pieces
+
+
+async def task_by_a_timeout(talk: AsyncConversation) -> list[Piece]:
+    pieces: list[Piece] = []
+    with pytest.raises(errors.DeadlineExceeded, match="what was delivered of it is in the history"):
+        await read(endless_async(talk, timeout=0.3), pieces)
+    return pieces
+
+
+async def task_by_asyncios_timeout(talk: AsyncConversation) -> list[Piece]:
+    pieces: list[Piece] = []
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(read(endless_async(talk), pieces), 0.3)
+    return pieces
+
+
+async def task_by_a_cancelled_task(talk: AsyncConversation) -> list[Piece]:
+    pieces: list[Piece] = []
+    task = asyncio.create_task(read(endless_async(talk), pieces))
+    while len(pieces) < NUM_PIECES:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    return pieces
+
+
+async def task_by_the_end_of_the_client(talk: AsyncConversation) -> list[Piece]:
+    async with AsyncClient(talk.client.address) as other:
+        turn = endless_async(other.conversation(talk.conversation_id))
+        return [await anext(turn) for _ in range(NUM_PIECES)]
+
+
+TASK_WAYS: list[LeaveAsync] = [
+    task_by_close,
+    task_by_the_end_of_a_with,
+    task_by_a_break,
+    task_by_the_end_of_a_generator,
+    task_by_a_timeout,
+    task_by_asyncios_timeout,
+    task_by_a_cancelled_task,
+    task_by_the_end_of_the_client,
+]
+
+
+@pytest.mark.parametrize("leave", TASK_WAYS, ids=lambda way: way.__name__)
+def test_the_same_for_tasks(rig: DaemonRig, leave: LeaveAsync) -> None:
+    async def talk() -> None:
+        async with AsyncClient(rig.server.address) as client:
+            talk = client.conversation()
+            pieces = await leave(talk)
+            assert (await talk.ask("again", max_tokens=3)).revision == 2
+            messages = [each async for each in talk.messages(include_token_ids=True)]
+            assert [message.text for message in messages][::2] == ["hello", "again"]
+            check_kept(messages[1], pieces)
+
+    asyncio.run(talk())
+
+
+def test_a_task_that_is_cancelled_while_it_asks_leaves_nothing(rig: DaemonRig) -> None:
+    async def talk() -> None:
+        async with AsyncClient(rig.server.address) as client:
+            talk = client.conversation()
+            for _ in range(2):
+                asking = talk.ask("hello", max_tokens=90_000, ignore_eos=True)
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(asking, 0.2)
+            assert (await talk.ask("again", max_tokens=3)).revision == 1
+            async with endless_async(talk, keep_partial=False) as turn:
+                await anext(turn)
+            assert len([message async for message in talk.messages()]) == 2
+
+    asyncio.run(talk())

@@ -1,0 +1,173 @@
+"""A server that loads its model is waited for, however long that takes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pensieve import errors
+from pensieve.client import AsyncClient, Client, Restarted, Retry
+from tests.client.scripted import AWAY, Mishap, Refusal, ScriptedServer
+from tests.service.rig_daemon import ECHO, DaemonRig, wait_for
+
+LOADING = Refusal("UNAVAILABLE", "LOADING", retry_seconds=1.0)
+MANY = 30  # pauses: many more than there are retries
+WAITS = 'while [ ! -e "$0" ]; do sleep 0.02; done; exec "$@"'  # for the file $0
+
+
+@contextmanager
+def loading(data: Path) -> Iterator[tuple[DaemonRig, Callable[[], None]]]:
+    """A daemon whose engine loads its model until it is let go."""
+    gate = data.with_suffix(".gate")
+    rig = DaemonRig(data, program=("sh", "-c", WAITS, str(gate), *ECHO))
+    starting = threading.Thread(target=rig.__enter__)
+    starting.start()
+    try:
+        wait_for(lambda: getattr(rig, "server", None) is not None and rig.server.address)
+        yield rig, gate.touch
+    finally:
+        gate.touch()
+        starting.join()
+        rig.__exit__(None, None, None)
+
+
+def test_a_daemon_that_loads_its_model_is_waited_for(tmp_path: Path) -> None:
+    slept: list[float] = []
+    with loading(tmp_path / "data") as (rig, let_go):
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == MANY:
+                let_go()
+                wait_for(lambda: rig.daemon.serving)
+
+        with Client(rig.server.address, sleep=sleep) as client:
+            talk = client.conversation()
+            assert talk.create(system_prompt="Be brief.").revision == 0
+            assert talk.ask("hello", max_tokens=3).revision == 1
+    assert len(slept) == MANY
+    assert min(slept) >= 1.0  # no busy waiting
+
+
+def test_a_turn_outlives_an_engine_that_takes_long_to_load(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    program = ("sh", "-c", WAITS, str(gate), *ECHO, "--seconds=0.005")
+    slept: list[float] = []
+    with DaemonRig(tmp_path / "data", program=program) as rig:
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) < MANY:
+                wait_for(lambda: not rig.daemon.serving)
+            elif len(slept) == MANY:
+                gate.touch()
+                wait_for(lambda: rig.daemon.serving)
+
+        with Client(rig.server.address, sleep=sleep) as client:
+            turn = client.conversation("c").send("hello", max_tokens=50, ignore_eos=True)
+            events = [next(turn)]
+            gate.unlink()
+            os.kill(rig.daemon.engine.pid or 0, signal.SIGKILL)
+            events += list(turn)
+            assert sum(isinstance(event, Restarted) for event in events) == 1
+            assert (len(turn.reply.token_ids), turn.reply.revision) == (50, 1)
+    assert len(slept) >= MANY
+
+
+def test_the_same_for_tasks(tmp_path: Path) -> None:
+    async def talk() -> None:
+        slept: list[float] = []
+        with loading(tmp_path / "data") as (rig, let_go):
+
+            async def sleep(seconds: float) -> None:
+                slept.append(seconds)
+                if len(slept) == MANY:
+                    let_go()
+                    await asyncio.to_thread(wait_for, lambda: rig.daemon.serving)
+
+            async with AsyncClient(rig.server.address, sleep=sleep) as client:
+                conversation = client.conversation()
+                await conversation.create(system_prompt="Be brief.")
+                assert (await conversation.ask("hello", max_tokens=3)).revision == 1
+        assert len(slept) == MANY
+
+    asyncio.run(talk())
+
+
+def test_who_leaves_while_it_loads_is_answered(tmp_path: Path) -> None:
+    with loading(tmp_path / "data") as (rig, _), Client(rig.server.address) as client:
+        turn = client.conversation().send("hello", timeout=60)
+
+        def interrupted(seconds: float) -> None:
+            raise KeyboardInterrupt
+
+        turn._sleep = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            next(turn)
+        with pytest.raises(errors.TurnInterrupted, match="nothing of it is in the history"):
+            _ = turn.reply
+
+
+def test_the_timeout_ends_the_wait_with_what_the_server_said(tmp_path: Path) -> None:
+    with loading(tmp_path / "data") as (rig, _), Client(rig.server.address) as client:
+        with pytest.raises(errors.Loading, match="loading"):
+            client.conversation().ask("hello", timeout=0.9)
+        with pytest.raises(errors.Loading):
+            client.conversation().create(timeout=0.9)
+
+
+# -- when and how long --
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
+        yield server
+
+
+def test_loading_is_no_failure_to_reach_the_server(server: ScriptedServer) -> None:
+    slept: list[float] = []
+    retry = Retry(retries=3, first_seconds=0.5, drawn=lambda: 1.0)
+    server.mishaps.extend([Mishap()] * 3 + [Mishap(refusal=LOADING)] * 9 + [Mishap()] * 3)
+    with Client(server.address, retry=retry, sleep=slept.append) as client:
+        assert client.conversation("c").ask("a b").text == "a b "
+    assert slept == [0.5, 1.0, 2.0, *[2.0] * 9, 0.5, 1.0, 2.0]
+
+
+def test_a_server_that_never_stops_loading_is_given_up(server: ScriptedServer) -> None:
+    slept: list[float] = []
+    retry = Retry(loading_seconds=10.0, drawn=lambda: 1.0)
+    server.mishaps.extend([Mishap(refusal=LOADING)] * 99)
+    with (
+        Client(server.address, retry=retry, sleep=slept.append) as client,
+        pytest.raises(errors.Loading),
+    ):
+        client.conversation("c").ask("a b")
+    assert slept == [2.0] * 5
+
+
+def test_without_retries_nothing_is_waited_for(server: ScriptedServer) -> None:
+    server.mishaps.append(Mishap(refusal=LOADING))
+    server.refusals.append(LOADING)
+    with Client(server.address, retry=Retry(retries=0)) as client:
+        with pytest.raises(errors.Loading):
+            client.conversation("c").ask("a b")
+        with pytest.raises(errors.Loading):
+            client.conversation("c").create()
+
+
+def test_what_may_not_be_repeated_waits_for_loading_alone(server: ScriptedServer) -> None:
+    slept: list[float] = []
+    server.refusals.extend([LOADING, LOADING, AWAY])
+    client = Client(server.address, retry=Retry(), sleep=slept.append)
+    with client, pytest.raises(errors.Unavailable):
+        client.conversation("c").create()
+    assert (len(slept), server.names()) == (2, ["CreateConversation"] * 3)
