@@ -40,6 +40,7 @@ from pensieve.client.values import (
     Message,
     Reply,
     Restarted,
+    ServerInfo,
     TokenLogprob,
     Usage,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "Retry",
     "SamplingOptions",
     "SendOptions",
+    "ServerInfo",
     "TokenLogprob",
     "Turn",
     "Usage",

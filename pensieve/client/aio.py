@@ -37,6 +37,8 @@ from pensieve.client.values import (
     Message,
     Reply,
     Restarted,
+    ServerInfo,
+    info_of,
     message_of,
     state_of,
 )
@@ -131,6 +133,11 @@ class AsyncClient:
         except (Unavailable, DeadlineExceeded):
             return False
         return answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING
+
+    async def server_info(self, timeout: float | None = None) -> ServerInfo:
+        """Which model the daemon serves, and how; it answers also while the model is loading."""
+        method, request = self._connection.stub.GetServerInfo, pb.GetServerInfoRequest()
+        return info_of((await self.call(method, request, timeout, repeat=True)).server)
 
     async def call(
         self,

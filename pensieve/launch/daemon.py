@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pensieve.config import Resolved, Serving
 from pensieve.errors import ConfigError, ServerFault, whole_line
 from pensieve.launch import programs
-from pensieve.launch.model_folder import Report, load_texts, resolve_model
+from pensieve.launch.model_folder import Report, load_texts, model_name, resolve_model
 from pensieve.service.admin_socket import socket_path
 from pensieve.service.daemon import Daemon
 from pensieve.service.daemon_config import DAY_SECONDS, BackupConfig, DaemonConfig
@@ -123,7 +123,10 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
             )
         texts = load_texts(folder, report)
         written = {**setup.resolved.written, "model": str(folder), "data": str(settings.data)}
-        program = EngineProgram(setup.engine_program, written, folder)
+        name = model_name(settings.model)
+        if setup.engine_program[: len(programs.ECHO_ENGINE)] == programs.ECHO_ENGINE:
+            name = "echo (arithmetic instead of a model)"
+        program = EngineProgram(setup.engine_program, written, folder, name)
         daemon = Daemon(store, texts, program, setup.config, report)
         return Server(daemon, setup.listening)
     except BaseException:
