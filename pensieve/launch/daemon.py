@@ -29,6 +29,7 @@ from pensieve.service.daemon_config import DAY_SECONDS, BackupConfig, DaemonConf
 from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening, Server, check_exposure
+from pensieve.service.grpc.server_info import in_words, server_info
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.time_limit import STATEMENT_SECONDS
 
@@ -147,6 +148,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
         if starting.done():
             starting.result()
             drain_seconds = setup.drain_seconds
+            hooks.report(in_words(server_info(daemon)))
             hooks.ready(address)
             if daemon.store.integrity_check_due:
                 daemon.check_history(hooks.report)

@@ -31,6 +31,23 @@ def server_info(daemon: Daemon) -> pb.ServerInfo:
     return given
 
 
+def in_words(given: pb.ServerInfo) -> str:
+    """For a line of the log, once a model was loaded."""
+    how = ", ".join(
+        part
+        for part in (
+            given.dtype,
+            "int8 weights" if given.weights == "int8" else "",
+            given.device,
+            f"context of {given.context_max_tokens:,} tokens",
+            f"fingerprint {given.fingerprint}",
+        )
+        if part
+    )
+    by = f"pensieve {given.version}, torch {given.torch_version}"
+    return f"serving {given.model} ({how}) with {by}, transformers {given.transformers_version}"
+
+
 def _state(daemon: Daemon) -> pb.ServerState.ValueType:
     if daemon.draining:
         return pb.SERVER_STATE_DRAINING
