@@ -36,6 +36,9 @@ def stats_table(stats: pb.Stats) -> RenderableType:
         "turns",
         f"{stats.turns_running} running, {stats.turns_queued} queued, {stats.turns_suspended} suspended",
     )
+    for name, times in (("first token", stats.first_token), ("token gap", stats.token_gap)):
+        if times.count:
+            table.add_row(name, _latency(times))
     table.add_row(
         "conversations", f"{stats.conversations_cached:,} cached of {stats.conversations_stored:,}"
     )
@@ -91,6 +94,12 @@ def _add_service(table: Any, service: pb.Service) -> None:
         table.add_row("audit log", f"{service.audit_lines_lost:,} lines could not be written")
     for reason, count in sorted(service.refusals.items()):
         table.add_row("refused", f"{count:,} {reason}")
+
+
+def _latency(times: pb.Latency) -> str:
+    shares = {"p50": times.p50_seconds, "p95": times.p95_seconds, "p99": times.p99_seconds}
+    shown = ", ".join(f"{name} {_milliseconds(seconds)}" for name, seconds in shares.items())
+    return f"{shown} in the last 5 minutes"
 
 
 def _share(part: float, whole: float) -> str:

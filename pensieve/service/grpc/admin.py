@@ -26,6 +26,7 @@ from pensieve.errors import (
 from pensieve.service.daemon import Daemon
 from pensieve.service.figures import Quantiles, num_connections
 from pensieve.service.grpc.server_info import server_info
+from pensieve.service.latencies import Spread
 from pensieve.service.limits import NO_LIMITS, Allowance
 from pensieve.service.live_turn import cache_key, names_of
 from pensieve.v1 import admin_pb2 as pb
@@ -204,6 +205,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             draining=daemon.draining,
             server=server_info(daemon),
         )
+        if not daemon.loading:
+            latencies, now = daemon.conversations.latencies, asyncio.get_running_loop().time()
+            given.first_token.CopyFrom(_latency(latencies.first_token.spread(now)))
+            given.token_gap.CopyFrom(_latency(latencies.token_gap.spread(now)))
         given.more["erasure_pending"] = daemon.store.erasure.pending
         await self._add_service(given.service)
         given.more.update(daemon.backing_up.figures())
@@ -253,6 +258,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if seconds <= 0 or iterations < 0:  # another engine
             return figures["iterations_per_second"]
         return iterations / seconds
+
+
+def _latency(found: Spread) -> pb.Latency:
+    return pb.Latency(
+        count=found.count, p50_seconds=found.p50, p95_seconds=found.p95, p99_seconds=found.p99
+    )
 
 
 def _fill(given: pb.Stats, figures: Mapping[str, float]) -> None:
