@@ -230,15 +230,15 @@ class Conversations:
             return None
         return replayed(known.turn, known.reply) if known.reply is not None else self.attach(ask)
 
-    async def _begin(self, ask: Ask, asked_at: float) -> LiveTurn:
+    async def _begin(self, ask: Ask, arrived_at: float) -> LiveTurn:
         try:
-            live = await self._begun_or_known(ask, asked_at)
+            live = await self._begun_or_known(ask, arrived_at)
         finally:
             self.arriving.remove(ask)
         self.readers.start_grace(live)  # until its first reader comes
         return live
 
-    async def _begun_or_known(self, ask: Ask, asked_at: float) -> LiveTurn:
+    async def _begun_or_known(self, ask: Ask, arrived_at: float) -> LiveTurn:
         num_drafts = 0
         while True:
             try:
@@ -248,7 +248,7 @@ class Conversations:
                     raise
                 continue  # another turn or rewind came between; look again
             if isinstance(found, Begun):
-                return await self._submit(found, asked_at)
+                return await self._submit(found, arrived_at)
             if found.reply is not None:
                 return replayed(found.turn, found.reply)
             live = self.turns.of_turn(found.turn.turn_id)
@@ -288,10 +288,10 @@ class Conversations:
         tokens = await self._threads.in_text_pool(tenant, outdated.tokens)
         await self._threads.in_store(tenant, self._history.renew, outdated, tokens)
 
-    async def _submit(self, begun: Begun, asked_at: float) -> LiveTurn:
+    async def _submit(self, begun: Begun, arrived_at: float) -> LiveTurn:
         weight = self._weight_of(begun.turn.tenant)
         live, submit = self.turns.begin(begun, self._threads.loop.time(), weight)
-        live.asked_at = asked_at
+        live.arrived_at = arrived_at
         try:
             self._put(submit)
         except PensieveError as error:

@@ -37,7 +37,7 @@ class Spread:
 
 
 class Slice(NamedTuple):
-    number: int  # of the minute
+    ends_at: float
     counts: list[int]
 
 
@@ -46,14 +46,13 @@ class RecentTimes:
         self.slices: deque[Slice] = deque()
 
     def add(self, seconds: float, now: float, count: int = 1) -> None:
-        number = int(now // SLICE_SECONDS)
-        if not self.slices or self.slices[-1].number != number:
-            self._forget(number)
-            self.slices.append(Slice(number, [0] * BUCKETS))
+        if not self.slices or now >= self.slices[-1].ends_at:
+            self._forget(now)
+            self.slices.append(Slice(now + SLICE_SECONDS, [0] * BUCKETS))
         self.slices[-1].counts[_bucket(seconds)] += count
 
     def spread(self, now: float) -> Spread:
-        self._forget(int(now // SLICE_SECONDS))
+        self._forget(now)
         counts = [sum(each.counts[bucket] for each in self.slices) for bucket in range(BUCKETS)]
         total = sum(counts)
         if not total:
@@ -65,8 +64,8 @@ class RecentTimes:
             *(_middle(next(i for i, num in enumerate(up_to) if num >= rank)) for rank in ranks),
         )
 
-    def _forget(self, number: int) -> None:
-        while self.slices and self.slices[0].number <= number - SLICES:
+    def _forget(self, now: float) -> None:
+        while self.slices and self.slices[0].ends_at <= now - (SLICES - 1) * SLICE_SECONDS:
             self.slices.popleft()
 
 
@@ -95,7 +94,7 @@ class Latencies:
         if live.num_timed:
             self.token_gap.add(now - live.token_at, now)
         else:
-            self.first_token.add(now - live.asked_at, now)
+            self.first_token.add(now - live.arrived_at, now)
         if num_new > 1:  # they came together
             self.token_gap.add(0.0, now, num_new - 1)
         live.num_timed, live.token_at = live.num_tokens, now

@@ -106,7 +106,7 @@ class LiveTurn:
     parts: list[Part] = field(default_factory=list)  # that each token belongs to
     logprobs: dict[int, Row] | PackedLogprobs = field(default_factory=dict)
     ask: Ask | None = None  # that began it here; None of one that was completed before
-    asked_at: float = 0.0  # when its request came, by the loop's clock
+    arrived_at: float = 0.0  # when its request came, by the loop's clock
     begun_at: float = 0.0  # when the store had it
     admitted: bool = False  # the engine has room for it; before that it waits
     phase: Phase = Phase.RUNNING

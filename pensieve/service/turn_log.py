@@ -20,7 +20,10 @@ def turn_ended(live: LiveTurn, now: float) -> None:
     """Of one that the engine has not ended, what is known: the tokens of its reply, and its time."""
     if not log.isEnabledFor(logging.INFO):
         return
-    known = live.figures or {"output_tokens": live.num_tokens, "total_seconds": now - live.asked_at}
+    known = live.figures or {
+        "output_tokens": live.num_tokens,
+        "total_seconds": now - live.arrived_at,
+    }
     figures: dict[str, str | float] = {"finish": live.finish.value if live.finish else ""}
     if live.failure is not None:
         figures["reason"] = live.failure.reason
