@@ -167,14 +167,16 @@ def info(admin: Admin, arguments: argparse.Namespace) -> int:
         "model": found.model,
         "fingerprint": found.fingerprint,
         "state": f"{found.state.replace('_', ' ')}, up {seconds_text(found.uptime_seconds)}",
-        "computes": ", ".join(filter(None, (found.dtype, found.weights, found.device))),
+        "computes": f"{found.dtype}, {found.weights} weights, on {found.device}",
         "context": f"{found.context_max_tokens:,} tokens at most",
         "pensieve": found.version,
         "torch": found.torch_version,
         "transformers": found.transformers_version,
     }
-    if not found.context_max_tokens:  # no model was loaded yet
-        del rows["computes"], rows["context"]
+    if not found.device:  # no model was loaded yet, or none computes
+        del rows["computes"]
+    if not found.context_max_tokens:
+        del rows["context"]
     for name, text in rows.items():
         print(f"{name:<13} {text}")
     return 0
@@ -332,6 +334,13 @@ def _print(what: RenderableType) -> None:
     Console().print(what)
 
 
+def _word(enum: Any, number: int) -> str:
+    """A value of an enum without what all its values begin with: SERVER_STATE_LOADING is loading."""
+    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    known = enum.values_by_number.get(number)
+    return known.name.removeprefix(prefix).lower() if known is not None else "unknown"
+
+
 def _plain(message: Any) -> dict[str, Any]:
     """With every field, and numbers as numbers."""
     values: dict[str, Any] = {}
@@ -344,7 +353,7 @@ def _plain(message: Any) -> dict[str, Any]:
         elif field.message_type is not None:
             values[field.name] = _plain(value)
         elif field.enum_type is not None:
-            values[field.name] = field.enum_type.values_by_number[value].name
+            values[field.name] = _word(field.enum_type, value)
         else:
             values[field.name] = value
     return values

@@ -15,10 +15,13 @@ MIB = 2**20
 def stats_table(stats: pb.Stats) -> RenderableType:
     from rich.table import Table
 
+    from pensieve.client.values import STATES
+
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column()
     state = "draining" if stats.draining else "serving" if stats.serving else "not serving"
+    state = STATES.get(stats.server.state, state).replace("_", " ")
     table.add_row(
         "daemon",
         f"{state}, up {seconds_text(stats.daemon_seconds)}, {stats.engine_restarts} engine restarts",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,9 +105,16 @@ def test_the_operator_is_told_which_model_is_served(
     assert run("admin", "stats", *where, "--json") == 0
     server = json.loads(capsys.readouterr().out)["server"]
     assert (server["model"], server["fingerprint"]) == ("built-in", info["fingerprint"])
+    assert server["state"] == "serving"
     log = process.log.read_text()
     assert f"fingerprint {info['fingerprint']}" in log
-    common = ("chat", "--address", address, *where, "--max-tokens", "4")
-    assert run(*common, "-q", "hello") == 0
-    capsys.readouterr()
+    chat = subprocess.run(
+        [sys.executable, "-m", "pensieve", "chat", "--address", address, *where],
+        input="/bye\n",
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert f"ready: built-in at {address} (" in chat.stdout
     assert process.stop() == 0
