@@ -40,9 +40,7 @@ ROOMS = {
         "torch transformers tokenizers safetensors huggingface_hub",
         never="sqlite3",
     ),
-    "service": room(
-        "core engine store text config gc_pause v1", "grpc google grpc_reflection", never="sqlite3"
-    ),
+    "service": room("core engine store text config gc_pause v1", "grpc google", never="sqlite3"),
     "client": room("v1", "grpc google"),
     "v1": room(packages="grpc google"),
     "builtin": room(),

@@ -10,8 +10,10 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from pensieve.cli.admin_stats import MIB, seconds_text, stats_table
 from pensieve.cli.flags import add_settings, with_settings
 from pensieve.config import DATA, REACHING, Resolved
 from pensieve.config.parsing import number, parse_tier_size, whole
@@ -22,9 +24,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from pensieve.client.admin import Admin
-    from pensieve.v1 import admin_pb2 as pb
-
-MIB = 2**20
 
 
 def _bytes(text: str) -> int:
@@ -72,6 +71,7 @@ def add_parser(commands: Any) -> None:
         )
         return sub
 
+    command("info", info, "which model the daemon serves, and how")
     command("stats", print_stats, "figures of the daemon, once")
     watching = command("watch", watch, "figures of the daemon, again and again")
     watching.add_argument(
@@ -96,7 +96,12 @@ def add_parser(commands: Any) -> None:
     ):
         one = command(name, act, text)
         one.add_argument("conversation", metavar="ID", help="id of the conversation")
-        one.add_argument("--tenant", default="", metavar="NAME", help="the tenant that owns it")
+        one.add_argument(
+            "--tenant",
+            default="",
+            metavar="NAME",
+            help="the tenant that owns it, where several have one with this ID",
+        )
         if name == "evict":
             one.add_argument(
                 "--to-host", action="store_true", help="move them to the host tier instead"
@@ -132,19 +137,49 @@ def _run(
 ) -> int:
     from pensieve.client import Retry
     from pensieve.client.admin import Admin
-    from pensieve.service.admin_socket import socket_address, socket_path
+    from pensieve.service.admin_socket import is_listened_to, socket_address, socket_path
 
     address, data = resolved.values["daemon"], resolved.values["data"]
     if address is None:
         path = socket_path(data)
-        if not path.exists():
+        if not is_listened_to(path):
+            why = (
+                f"nobody listens on {path}, which one that was killed has left"
+                if path.exists()
+                else f"{path} is missing"
+            )
             raise ConfigError(
-                f"no daemon runs on {data} ({path} is missing); see --address and --data"
+                f"no daemon runs on {data} ({why}); `pensieve serve` starts one, --data and --address "
+                "name another"
             )
         address = socket_address(path)
     token, tls = resolved.values["token"], resolved.values["tls_ca"] or False
     with Admin(address, token=token, tls=tls, timeout=30.0, retry=Retry(retries=0)) as admin:
         return act(admin, arguments)
+
+
+def info(admin: Admin, arguments: argparse.Namespace) -> int:
+    found = admin.server_info()
+    if arguments.json:
+        print(json.dumps(asdict(found)))
+        return 0
+    rows = {
+        "model": found.model,
+        "fingerprint": found.fingerprint,
+        "state": f"{found.state.replace('_', ' ')}, up {seconds_text(found.uptime_seconds)}",
+        "computes": f"{found.dtype}, {found.weights} weights, on {found.device}",
+        "context": f"{found.context_max_tokens:,} tokens at most",
+        "pensieve": found.version,
+        "torch": found.torch_version,
+        "transformers": found.transformers_version,
+    }
+    if not found.device:  # no model was loaded yet, or none computes
+        del rows["computes"]
+    if not found.context_max_tokens:
+        del rows["context"]
+    for name, text in rows.items():
+        print(f"{name:<13} {text}")
+    return 0
 
 
 def print_stats(admin: Admin, arguments: argparse.Namespace) -> int:
@@ -169,85 +204,6 @@ def watch(admin: Admin, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def stats_table(stats: pb.Stats) -> RenderableType:
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold")
-    table.add_column()
-    state = "draining" if stats.draining else "serving" if stats.serving else "not serving"
-    table.add_row(
-        "daemon",
-        f"{state}, up {_seconds(stats.daemon_seconds)}, {stats.engine_restarts} engine restarts",
-    )
-    for name, tier in (("device", stats.device), ("host", stats.host)):
-        size, share = tier.chunk_tokens, tier.pages_used / max(tier.pages, 1)
-        table.add_row(
-            f"{name} tier",
-            f"{share:4.0%} of {tier.pages * size:,} tokens used, "
-            f"{tier.pages_clean * size:,} clean, {tier.pages_free * size:,} free",
-        )
-    table.add_row(
-        "turns",
-        f"{stats.turns_running} running, {stats.turns_queued} queued, {stats.turns_suspended} suspended",
-    )
-    table.add_row(
-        "conversations", f"{stats.conversations_cached:,} cached of {stats.conversations_stored:,}"
-    )
-    if stats.more.get("erasure_pending"):
-        table.add_row("", "the files still hold text that was deleted")
-    _add_service(table, stats.service)
-    if stats.more.get("history_problems"):
-        table.add_row("", "the history is damaged and takes no changes")
-    if stats.more.get("backup_failing"):
-        age = _seconds(stats.more["backup_age_seconds"])
-        table.add_row("", f"the backup lacks what came in the last {age}")
-    history = stats.device_tokens + stats.host_tokens + stats.recomputed_tokens
-    table.add_row(
-        "history from",
-        f"device {_share(stats.device_tokens, history)}, host {_share(stats.host_tokens, history)}, "
-        f"recomputed {_share(stats.recomputed_tokens, history)} of {history:,} tokens",
-    )
-    table.add_row("new and output", f"{stats.new_tokens:,} and {stats.output_tokens:,} tokens")
-    table.add_row(
-        "swapped",
-        f"{stats.bytes_swapped_out / MIB:,.1f} MiB out, {stats.bytes_swapped_in / MIB:,.1f} MiB in",
-    )
-    table.add_row(
-        "iterations",
-        f"{stats.iterations:,}, {stats.iterations_per_second:,.1f}/s, "
-        f"{stats.tokens_per_iteration:.1f} tokens each, {stats.idle_tokens:,} tokens discarded",
-    )
-    return table
-
-
-def _add_service(table: Any, service: pb.Service) -> None:
-    known = f"{service.connections:,} of {service.connections_max:,} connections, "
-    heard = f"{_seconds(service.heartbeat_age_seconds)} ago"
-    table.add_row(
-        "service",
-        f"{known if service.HasField('connections') else ''}{service.calls:,} calls; engine heard of "
-        f"{heard if service.HasField('heartbeat_age_seconds') else 'never'}",
-    )
-    table.add_row(
-        "loop",
-        f"late by at most {_milliseconds(service.loop_lag_max_seconds)} in the last minute, "
-        f"p99 {_milliseconds(service.loop_lag_p99_seconds)}",
-    )
-    table.add_row(
-        "store",
-        f"{service.store_jobs:,} jobs, the oldest {_milliseconds(service.store_oldest_seconds)}; "
-        f"commits p50 {_milliseconds(service.commit_p50_seconds)}, "
-        f"p99 {_milliseconds(service.commit_p99_seconds)}, "
-        f"max {_milliseconds(service.commit_max_seconds)}; "
-        f"write-ahead log {service.journal_bytes / MIB:,.1f} MiB",
-    )
-    if service.audit_lines_lost:
-        table.add_row("audit log", f"{service.audit_lines_lost:,} lines could not be written")
-    for reason, count in sorted(service.refusals.items()):
-        table.add_row("refused", f"{count:,} {reason}")
-
-
 def conversations(admin: Admin, arguments: argparse.Namespace) -> int:
     found = admin.cached(arguments.least_valuable, arguments.limit)
     if arguments.json:
@@ -266,7 +222,7 @@ def conversations(admin: Admin, arguments: argparse.Namespace) -> int:
                 f"{tokens:,}"
                 for tokens in (each.device_tokens, each.host_tokens, each.dropped_tokens)
             ),
-            "running" if each.running else _seconds(each.idle_seconds),
+            "running" if each.running else seconds_text(each.idle_seconds),
             "" if each.running else f"{each.retention_value:.3g}",
         )
     _print(table)
@@ -278,6 +234,8 @@ def explain(admin: Admin, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_plain(answer)))
         return 0
+    if answer.tenant:
+        print(f"conversation {arguments.conversation} of tenant {answer.tenant}")
     if not answer.runs:
         print("nothing of it is cached; its next turn recomputes the whole history")
     for run in answer.runs:
@@ -285,7 +243,7 @@ def explain(admin: Admin, arguments: argparse.Namespace) -> int:
         held = f", held by {run.num_holders} conversations" if run.num_holders > 1 else ""
         print(f"chunks {run.first_chunk:5} to {last:5}: {run.place}{held}")
     for event in answer.events:
-        print(f"{_seconds(event.seconds_ago)} ago: {event.text}")
+        print(f"{seconds_text(event.seconds_ago)} ago: {event.text}")
     return 0
 
 
@@ -376,6 +334,13 @@ def _print(what: RenderableType) -> None:
     Console().print(what)
 
 
+def _word(enum: Any, number: int) -> str:
+    """A value of an enum without what all its values begin with: SERVER_STATE_LOADING is loading."""
+    prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    known = enum.values_by_number.get(number)
+    return known.name.removeprefix(prefix).lower() if known is not None else "unknown"
+
+
 def _plain(message: Any) -> dict[str, Any]:
     """With every field, and numbers as numbers."""
     values: dict[str, Any] = {}
@@ -387,21 +352,8 @@ def _plain(message: Any) -> dict[str, Any]:
             values[field.name] = [_plain(each) for each in value]
         elif field.message_type is not None:
             values[field.name] = _plain(value)
+        elif field.enum_type is not None:
+            values[field.name] = _word(field.enum_type, value)
         else:
             values[field.name] = value
     return values
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}" if whole else "0%"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:,.1f} ms"
-
-
-def _seconds(seconds: float) -> str:
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"

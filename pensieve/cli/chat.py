@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pensieve.config import Resolved
-from pensieve.errors import Unavailable
+from pensieve.errors import ServerFault, Unavailable
 
 if TYPE_CHECKING:
     from pensieve.cli.chat_terminal import Chat
@@ -88,7 +88,10 @@ def _with_daemon_at(
         local = socket_address(path) if path.exists() else address
         return Admin(local, retry=Retry(retries=0), **options)
 
-    return _chat(resolved, client, admin, lambda: False), address
+    name = address
+    with contextlib.suppress(ServerFault):  # a daemon of an earlier version cannot say
+        name = f"{client.server_info().model} at {address}"
+    return _chat(resolved, client, admin, lambda: False), name
 
 
 def _chat(

@@ -22,8 +22,8 @@ log = logging.getLogger("pensieve")
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     from pensieve.launch.log_lines import log_to_stderr
 
-    log_to_stderr(resolved.serving.log_format)
-    return asyncio.run(_serve(resolved))
+    with log_to_stderr(resolved.serving.log_format, turns=resolved.serving.log_turns):
+        return asyncio.run(_serve(resolved))
 
 
 async def _serve(resolved: Resolved) -> int:

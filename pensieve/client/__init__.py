@@ -61,6 +61,7 @@ from pensieve.client.values import (
     Message,
     Reply,
     Restarted,
+    ServerInfo,
     TokenLogprob,
     Usage,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "Retry",
     "SamplingOptions",
     "SendOptions",
+    "ServerInfo",
     "TokenLogprob",
     "Turn",
     "Usage",

@@ -36,6 +36,8 @@ from pensieve.client.values import (
     ConversationState,
     Message,
     Reply,
+    ServerInfo,
+    info_of,
     message_of,
     state_of,
 )
@@ -134,6 +136,11 @@ class AsyncClient:
         except (Unavailable, DeadlineExceeded):
             return False
         return answer.status == status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING
+
+    async def server_info(self, timeout: float | None = None) -> ServerInfo:
+        """Which model the daemon serves, and how; it answers also while the model is loading."""
+        method, request = self._connection.stub.GetServerInfo, pb.GetServerInfoRequest()
+        return info_of((await self.call(method, request, timeout, repeat=True)).server)
 
     async def call(
         self,

@@ -37,6 +37,13 @@ RECOMPUTE_REASONS: dict[int, str] = {
     pb.RECOMPUTE_REASON_ENGINE_RESTARTED: "engine_restarted",
     pb.RECOMPUTE_REASON_FINGERPRINT_CHANGED: "fingerprint_changed",
 }
+STATES: dict[int, str] = {
+    pb.SERVER_STATE_LOADING: "loading",
+    pb.SERVER_STATE_SERVING: "serving",
+    pb.SERVER_STATE_RESTARTING: "restarting",
+    pb.SERVER_STATE_DRAINING: "draining",
+    pb.SERVER_STATE_READ_ONLY: "read_only",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +156,23 @@ class ConversationState:
     updated_at: datetime
 
 
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """Which model a daemon serves, and how."""
+
+    model: str  # a hub's id, the name of a folder, or "built-in"
+    fingerprint: str  # of model, tokenizer and chat template
+    state: str  # loading, serving, restarting, draining or read_only; "unknown" if a newer server says so
+    dtype: str  # of its KV, such as bfloat16; empty until the model was loaded, as the next two are
+    weights: str  # native or int8
+    device: str  # cpu, or cuda:0
+    context_max_tokens: int  # the most that a conversation may have; 0 until the model was loaded
+    version: str  # of pensieve
+    torch_version: str
+    transformers_version: str
+    uptime_seconds: float  # since the daemon started
+
+
 def plain(struct: Any) -> dict[str, Any]:
     """A JSON object of the wire as a dict."""
     value: dict[str, Any] = json.loads(json_format.MessageToJson(struct))
@@ -170,6 +194,23 @@ def state_of(given: pb.Conversation) -> ConversationState:
         given.running_turn_id,
         given.create_time.ToDatetime(UTC),
         given.update_time.ToDatetime(UTC),
+    )
+
+
+def info_of(given: pb.ServerInfo) -> ServerInfo:
+    """From a daemon's description of the wire."""
+    return ServerInfo(
+        given.model,
+        given.fingerprint,
+        STATES.get(given.state, "unknown"),
+        given.dtype,
+        given.weights,
+        given.device,
+        given.context_max_tokens,
+        given.version,
+        given.torch_version,
+        given.transformers_version,
+        given.uptime_seconds,
     )
 
 

@@ -66,6 +66,7 @@ class Serving:
     engine: str
     echo_seconds: float
     log_format: str
+    log_turns: bool
 
 
 @dataclass(frozen=True)

@@ -294,6 +294,13 @@ SERVING: Table = (
         "auto: text on a terminal",
         "auto|text|json",
     ),
+    Setting(
+        "log_turns",
+        switch,
+        "on",
+        "a line of the log for each turn that has ended: ids, tokens by source, times, never text",
+        "on|off",
+    ),
 )
 REACHING: Table = (
     Setting("daemon", str, "", "a daemon's HOST:PORT or unix:PATH", "A", "daemon", "--address"),

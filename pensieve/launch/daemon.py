@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from pensieve.config import Resolved, Serving
 from pensieve.errors import ConfigError, ServerFault, whole_line
 from pensieve.launch import programs
-from pensieve.launch.model_folder import Report, load_texts, resolve_model
+from pensieve.launch.model_folder import Report, load_texts, model_name, resolve_model
 from pensieve.service.admin_socket import socket_path
 from pensieve.service.daemon import Daemon
 from pensieve.service.daemon_config import DAY_SECONDS, BackupConfig, DaemonConfig
 from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening, Server, check_exposure
+from pensieve.service.grpc.server_info import in_words, server_info
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.time_limit import STATEMENT_SECONDS
 
@@ -123,7 +124,10 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
             )
         texts = load_texts(folder, report)
         written = {**setup.resolved.written, "model": str(folder), "data": str(settings.data)}
-        program = EngineProgram(setup.engine_program, written, folder)
+        name = model_name(settings.model)
+        if setup.engine_program[: len(programs.ECHO_ENGINE)] == programs.ECHO_ENGINE:
+            name = "echo (arithmetic instead of a model)"
+        program = EngineProgram(setup.engine_program, written, folder, name)
         daemon = Daemon(store, texts, program, setup.config, report)
         return Server(daemon, setup.listening)
     except BaseException:
@@ -144,6 +148,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
         if starting.done():
             starting.result()
             drain_seconds = setup.drain_seconds
+            hooks.report(in_words(server_info(daemon)))
             hooks.ready(address)
             if daemon.store.integrity_check_due:
                 daemon.check_history(hooks.report)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
 
@@ -61,6 +62,7 @@ class BuiltEngine:
     pages: TierPages
     page_bytes: int
     journal: TextIO | None = None
+    computes: Mapping[str, str] = field(default_factory=dict)  # dtype, weights and device
 
     @property
     def context_max(self) -> int:
@@ -138,6 +140,11 @@ def build_engine(
         tiers.pages,
         tiers.page_bytes,
         journal.file if journal is not None else None,
+        {
+            "dtype": str(shape.dtype).removeprefix("torch."),
+            "weights": settings.weights,
+            "device": str(ranks.model.flat.module.device),
+        },
     )
 
 

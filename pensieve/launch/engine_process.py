@@ -102,6 +102,7 @@ def _start(
         "host_pages": built.pages.host,
         "page_bytes": built.page_bytes,
         "chunk_tokens": settings.chunk_tokens,
+        **built.computes,
     }
     gc_pause.freeze()
     sock.sendall(pack(["ready", ready]))

@@ -1,28 +1,86 @@
-"""Writes a daemon's log to standard error, as lines of text or of JSON."""
+"""Writes a daemon's log to standard error, as lines of text or of JSON.
+
+A thread writes them: whoever should read standard error and does not (a terminal that was paused, a pipe that
+is full) holds up no turn.  Up to LINES_MAX lines wait; more are left out, and the next one says how many.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import queue
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 SUBJECTS = ("turn_id", "conversation_id", "tenant")  # what a line may be about
+FIGURES = "figures"  # of a record: more to say of it, by name
+LINES_MAX = 10_000
+END_SECONDS = 2.0  # for the lines that wait when the daemon has stopped
 
 
-def log_to_stderr(form: str) -> None:
-    """`form` is text, json, or auto."""
-    handler = logging.StreamHandler(sys.stderr)
+@contextlib.contextmanager
+def log_to_stderr(form: str, *, turns: bool) -> Iterator[None]:
+    """`form` is text, json, or auto; `turns`: a line for each turn, too."""
     plain = form == "text" or (form == "auto" and sys.stderr.isatty())
+    handler = _Beside(sys.stderr.fileno())
     handler.setFormatter(_TextLines() if plain else _JsonLines())
     root = logging.getLogger("pensieve")
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     root.propagate = False
+    logging.getLogger("pensieve.turns").setLevel(logging.INFO if turns else logging.WARNING)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
 
 
-def _subjects(record: logging.LogRecord) -> dict[str, str]:
-    return {name: getattr(record, name) for name in SUBJECTS if hasattr(record, name)}
+class _Beside(logging.Handler):
+    """Any thread may log; one writes, past the lock of sys.stderr, which the program's end would wait for."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._num_lost = 0
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._lines.qsize() >= LINES_MAX:
+            self._num_lost += 1
+            return
+        if self._num_lost:
+            lost, self._num_lost = self._num_lost, 0
+            text = f"{lost} lines of the log are missing: nobody read them"
+            self._lines.put(self.format(_warning(text)))
+        self._lines.put(self.format(record))
+
+    def close(self) -> None:
+        self._lines.put(None)
+        self._thread.join(END_SECONDS)
+        super().close()
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            left = memoryview((line + "\n").encode(errors="backslashreplace"))
+            with contextlib.suppress(OSError):  # it was closed
+                while left:
+                    left = left[os.write(self._descriptor, left) :]
+
+
+def _warning(text: str) -> logging.LogRecord:
+    return logging.LogRecord("pensieve", logging.WARNING, __file__, 0, text, (), None)
+
+
+def _details(record: logging.LogRecord) -> dict[str, Any]:
+    subjects = {name: getattr(record, name) for name in SUBJECTS if hasattr(record, name)}
+    return subjects | getattr(record, FIGURES, {})
 
 
 class _TextLines(logging.Formatter):
@@ -30,7 +88,7 @@ class _TextLines(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        about = "".join(f" {name}={value}" for name, value in _subjects(record).items())
+        about = "".join(f" {name}={value}" for name, value in _details(record).items())
         return super().formatMessage(record) + about
 
 
@@ -42,7 +100,7 @@ class _JsonLines(logging.Formatter):
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
             "message": record.getMessage(),
-            **_subjects(record),
+            **_details(record),
         }
         if record.exc_info:
             entry["trace"] = self.formatException(record.exc_info)

@@ -46,6 +46,14 @@ def resolve_model(name: str) -> Path:
         ) from error
 
 
+def model_name(name: str) -> str:
+    """What clients may know of it: a hub id, or a folder's own name without the path to it."""
+    if not name:
+        return "built-in"
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_dir() else name
+
+
 @dataclass(frozen=True)
 class LoadedTexts:
     """The chat template with its tokenizer, a fingerprint of what its token ids belong to, and defaults."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from pathlib import Path
 from urllib.parse import quote
 
@@ -27,6 +28,18 @@ def socket_path(data: Path) -> Path:
 def socket_address(path: Path) -> str:
     """What gRPC listens on, and what its clients connect to: a URI, so most of a path is encoded."""
     return f"unix:{quote(os.fsencode(path.absolute()))}"
+
+
+def is_listened_to(path: Path) -> bool:
+    """Whether a daemon has this socket open; one that was killed leaves its file behind."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as ours:
+            ours.connect(os.fspath(path))
+    except (FileNotFoundError, ConnectionRefusedError):
+        return False
+    except OSError:  # it may not be ours to open: whoever connects to it hears why
+        pass
+    return True
 
 
 def _problem(path: Path) -> str | None:

@@ -59,6 +59,7 @@ from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import Ask, ConversationSettings, Draft, Outdated
 from pensieve.service.erasing import erased
 from pensieve.service.history import History
+from pensieve.service.latencies import Latencies
 from pensieve.service.live_turn import (
     Begun,
     Known,
@@ -71,6 +72,7 @@ from pensieve.service.live_turn import (
 )
 from pensieve.service.readers import ReaderLimits, Readers, Write, ids_of
 from pensieve.service.threads import Threads
+from pensieve.service.turn_log import turn_ended
 from pensieve.service.turns import Ending, Turns, failure_of
 from pensieve.store import records
 
@@ -96,6 +98,7 @@ class Conversations:
     ) -> None:
         """`put` takes messages for the engine; `charge` gets tenants, and the tokens that they have used."""
         self.turns = turns
+        self.latencies = Latencies()
         self.arriving = Arriving()
         self.readers = Readers(
             threads.loop,
@@ -203,7 +206,7 @@ class Conversations:
     async def begin(self, ask: Ask) -> LiveTurn:
         """A turn of a conversation, begun now or known by its request_id."""
         self.arriving.add(ask)
-        return await self._threads.whole(self._begin(ask))
+        return await self._threads.whole(self._begin(ask, self._threads.loop.time()))
 
     def attach(self, ask: Ask) -> LiveTurn | None:
         """The live turn of this very request; it has a reader in a moment."""
@@ -227,15 +230,15 @@ class Conversations:
             return None
         return replayed(known.turn, known.reply) if known.reply is not None else self.attach(ask)
 
-    async def _begin(self, ask: Ask) -> LiveTurn:
+    async def _begin(self, ask: Ask, arrived_at: float) -> LiveTurn:
         try:
-            live = await self._begun_or_known(ask)
+            live = await self._begun_or_known(ask, arrived_at)
         finally:
             self.arriving.remove(ask)
         self.readers.start_grace(live)  # until its first reader comes
         return live
 
-    async def _begun_or_known(self, ask: Ask) -> LiveTurn:
+    async def _begun_or_known(self, ask: Ask, arrived_at: float) -> LiveTurn:
         num_drafts = 0
         while True:
             try:
@@ -245,7 +248,7 @@ class Conversations:
                     raise
                 continue  # another turn or rewind came between; look again
             if isinstance(found, Begun):
-                return await self._submit(found)
+                return await self._submit(found, arrived_at)
             if found.reply is not None:
                 return replayed(found.turn, found.reply)
             live = self.turns.of_turn(found.turn.turn_id)
@@ -285,9 +288,10 @@ class Conversations:
         tokens = await self._threads.in_text_pool(tenant, outdated.tokens)
         await self._threads.in_store(tenant, self._history.renew, outdated, tokens)
 
-    async def _submit(self, begun: Begun) -> LiveTurn:
+    async def _submit(self, begun: Begun, arrived_at: float) -> LiveTurn:
         weight = self._weight_of(begun.turn.tenant)
         live, submit = self.turns.begin(begun, self._threads.loop.time(), weight)
+        live.arrived_at = arrived_at
         try:
             self._put(submit)
         except PensieveError as error:
@@ -313,11 +317,11 @@ class Conversations:
 
     def take(self, events: list[SampledToken | TurnAdmitted | TurnEnded | LogNeeded]) -> None:
         """What the engine says of turns, in its order."""
-        numbers = set()
+        longer: dict[int, LiveTurn] = {}
         for event in events:
             if isinstance(event, SampledToken):
-                if self.turns.take(event) is not None:
-                    numbers.add(event.turn_id)
+                if (live := self.turns.take(event)) is not None:
+                    longer[event.turn_id] = live
             elif isinstance(event, TurnEnded):
                 if (ending := self.turns.end(event)) is not None:
                     self._threads.spawn(self._commit(ending))
@@ -329,7 +333,9 @@ class Conversations:
                     self._on_admitted(live)
             else:
                 self._threads.spawn(self._provide_log(event))
-        for number in numbers:
+        now = self._threads.loop.time()
+        for number, live in longer.items():
+            self.latencies.came(live, now)
             self.readers.wake(number)
 
     async def _provide_log(self, needed: LogNeeded) -> None:
@@ -364,7 +370,7 @@ class Conversations:
                     reply = replace(reply, logprobs=packed)
                 committed = await self._threads.in_store(live.tenant, self._history.finish, reply)
                 self.turns.finish(live, reply, committed)
-                self.readers.wake(live.number)
+                self._ended(live)
         except NotFound:  # its conversation was deleted meanwhile
             self._fail(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
         except PensieveError as error:
@@ -413,7 +419,11 @@ class Conversations:
         finish: FinishReason = FinishReason.FAILED,
     ) -> None:
         self.turns.fail(live, failure, finish)
+        self._ended(live)
+
+    def _ended(self, live: LiveTurn) -> None:
         self.readers.wake(live.number)
+        turn_ended(live, self._threads.loop.time())
 
     async def _give_up(self, live: LiveTurn) -> None:
         if self.readers.has_reader(live):

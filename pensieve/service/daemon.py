@@ -196,6 +196,16 @@ class Daemon:
         return self._texts.defaults
 
     @property
+    def fingerprint(self) -> str:
+        """Of model, tokenizer and template."""
+        return self._texts.fingerprint
+
+    @property
+    def loading(self) -> bool:
+        """Whether there was no engine yet that could take turns."""
+        return self._conversations is None
+
+    @property
     def serving(self) -> bool:
         """Whether new turns are taken."""
         ready = self.engine.serving and self._conversations is not None

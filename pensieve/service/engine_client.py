@@ -63,6 +63,9 @@ class Ready:
     host_pages: int
     page_bytes: int
     chunk_tokens: int
+    dtype: str = ""  # in which it computes and keeps KV; "" where no model computes
+    weights: str = ""
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class EngineProgram:
     command: tuple[str, ...]
     settings: Mapping[str, str]
     model_folder: Path
+    model_name: str = ""  # for people
 
 
 class EngineClient:
@@ -89,6 +93,7 @@ class EngineClient:
         self.ready: Ready | None = None
         self.num_restarts = 0
         self.pid: int | None = None
+        self.model_name = program.model_name
         self._hello = channel.pack(["settings", dict(program.settings), str(program.model_folder)])
         self._on_events = on_events
         self._on_down = on_down
@@ -208,6 +213,7 @@ class EngineClient:
         while True:
             self._useful = False
             reason = await self._listen()
+            down_since = self._loop.time()
             self._close_pipe()
             if self._stopping:
                 return
@@ -231,6 +237,8 @@ class EngineClient:
                     log.exception("the engine did not start")
                     continue
                 self.num_restarts += 1
+                seconds = self._loop.time() - down_since
+                self._report(f"the engine is ready again (it was gone for {seconds:.1f} s)")
                 self._on_up()
 
     async def _listen(self) -> str:

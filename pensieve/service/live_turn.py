@@ -106,7 +106,8 @@ class LiveTurn:
     parts: list[Part] = field(default_factory=list)  # that each token belongs to
     logprobs: dict[int, Row] | PackedLogprobs = field(default_factory=dict)
     ask: Ask | None = None  # that began it here; None of one that was completed before
-    begun_at: float = 0.0  # by the loop's clock
+    arrived_at: float = 0.0  # when its request came, by the loop's clock
+    begun_at: float = 0.0  # when the store had it
     admitted: bool = False  # the engine has room for it; before that it waits
     phase: Phase = Phase.RUNNING
     finish: FinishReason | None = None
@@ -125,6 +126,8 @@ class LiveTurn:
     figures: dict[str, Any] = field(default_factory=dict)  # usage, as it is stored
     marker: PartMarker | None = None
     tail: str = ""  # text after the last token: what a cancelled turn had withheld
+    token_at: float = 0.0  # when its latest tokens came, by the loop's clock
+    num_timed: int = 0  # of its tokens, in the latencies
 
     @property
     def text(self) -> str:

@@ -44,6 +44,10 @@ class Reads:
         """By tenant."""
         return await self._threads.in_reader("", self._reader.stored_bytes)
 
+    async def tenants_of(self, conversation_id: str) -> list[str]:
+        """Those that have a conversation with this id; for the operator."""
+        return await self._threads.in_reader("", self._reader.tenants_of, conversation_id)
+
     async def messages(
         self,
         conversation_id: str,

@@ -7,6 +7,7 @@ lookup uses a primary key or an index, so only counting conversations takes long
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import NotFound
@@ -83,6 +84,13 @@ def require_conversation(
     if found is None:
         raise NotFound(f"there is no conversation {conversation_id!r}")
     return found
+
+
+def tenants_of(conn: Connection, conversation_id: str, tenants: Iterable[str]) -> list[str]:
+    """Those of these tenants that have a conversation with this id."""
+    found = "SELECT 1 FROM conversations WHERE key = ?"
+    keys = ((tenant, conversation_key(conversation_id, tenant)) for tenant in tenants)
+    return [tenant for tenant, key in keys if conn.execute(found, (key,)).fetchone()]
 
 
 def conversation_numbered(conn: Connection, number: int) -> Conversation:

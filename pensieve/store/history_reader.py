@@ -85,6 +85,12 @@ class HistoryReader:
         with self._snapshot() as conn:
             return stored_bytes.of_all(conn)
 
+    def tenants_of(self, conversation_id: str) -> list[str]:
+        """Those that have a conversation with this id, by name."""
+        with self._snapshot() as conn:
+            tenants = sorted(stored_bytes.of_all(conn))
+            return conversation_rows.tenants_of(conn, conversation_id, tenants)
+
     def list_conversations(
         self, page_size: int = 100, page_token: str = "", *, tenant: str = ""
     ) -> Page:

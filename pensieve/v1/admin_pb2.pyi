@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import pensieve.v1.conversation_pb2
 import sys
 import typing
 
@@ -178,6 +179,9 @@ class Stats(google.protobuf.message.Message):
     DRAINING_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
     SERVICE_FIELD_NUMBER: builtins.int
+    SERVER_FIELD_NUMBER: builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: builtins.int
+    TOKEN_GAP_FIELD_NUMBER: builtins.int
     turns_queued: builtins.int
     """Turns that wait for their first iteration."""
     turns_running: builtins.int
@@ -236,6 +240,18 @@ class Stats(google.protobuf.message.Message):
     def service(self) -> Global___Service:
         """The process that has the sockets and the history."""
 
+    @property
+    def server(self) -> pensieve.v1.conversation_pb2.ServerInfo:
+        """Which model it serves, and how."""
+
+    @property
+    def first_token(self) -> Global___Latency:
+        """From a request's arrival to the first token of its reply."""
+
+    @property
+    def token_gap(self) -> Global___Latency:
+        """From a token of a reply to the next one.  Tokens that reach the service together have no time between them."""
+
     def __init__(
         self,
         *,
@@ -264,11 +280,44 @@ class Stats(google.protobuf.message.Message):
         draining: builtins.bool = ...,
         more: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         service: Global___Service | None = ...,
+        server: pensieve.v1.conversation_pb2.ServerInfo | None = ...,
+        first_token: Global___Latency | None = ...,
+        token_gap: Global___Latency | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["device", b"device", "host", b"host", "service", b"service"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes_swapped_in", b"bytes_swapped_in", "bytes_swapped_out", b"bytes_swapped_out", "conversations_cached", b"conversations_cached", "conversations_stored", b"conversations_stored", "daemon_seconds", b"daemon_seconds", "device", b"device", "device_tokens", b"device_tokens", "draining", b"draining", "engine_restarts", b"engine_restarts", "engine_seconds", b"engine_seconds", "host", b"host", "host_tokens", b"host_tokens", "idle_tokens", b"idle_tokens", "iterations", b"iterations", "iterations_per_second", b"iterations_per_second", "more", b"more", "new_tokens", b"new_tokens", "output_tokens", b"output_tokens", "recomputed_tokens", b"recomputed_tokens", "service", b"service", "serving", b"serving", "tokens_per_iteration", b"tokens_per_iteration", "turns_queued", b"turns_queued", "turns_running", b"turns_running", "turns_suspended", b"turns_suspended"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["device", b"device", "first_token", b"first_token", "host", b"host", "server", b"server", "service", b"service", "token_gap", b"token_gap"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes_swapped_in", b"bytes_swapped_in", "bytes_swapped_out", b"bytes_swapped_out", "conversations_cached", b"conversations_cached", "conversations_stored", b"conversations_stored", "daemon_seconds", b"daemon_seconds", "device", b"device", "device_tokens", b"device_tokens", "draining", b"draining", "engine_restarts", b"engine_restarts", "engine_seconds", b"engine_seconds", "first_token", b"first_token", "host", b"host", "host_tokens", b"host_tokens", "idle_tokens", b"idle_tokens", "iterations", b"iterations", "iterations_per_second", b"iterations_per_second", "more", b"more", "new_tokens", b"new_tokens", "output_tokens", b"output_tokens", "recomputed_tokens", b"recomputed_tokens", "server", b"server", "service", b"service", "serving", b"serving", "token_gap", b"token_gap", "tokens_per_iteration", b"tokens_per_iteration", "turns_queued", b"turns_queued", "turns_running", b"turns_running", "turns_suspended", b"turns_suspended"]) -> None: ...
 
 Global___Stats: typing_extensions.TypeAlias = Stats
+
+@typing.final
+class Latency(google.protobuf.message.Message):
+    """How long something took in the latest five minutes, in seconds, to within 5 %; zeros while there is nothing."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: builtins.int
+    P50_SECONDS_FIELD_NUMBER: builtins.int
+    P95_SECONDS_FIELD_NUMBER: builtins.int
+    P99_SECONDS_FIELD_NUMBER: builtins.int
+    count: builtins.int
+    """How often it happened."""
+    p50_seconds: builtins.float
+    """Half of them took no longer than this,"""
+    p95_seconds: builtins.float
+    """all but the worst twentieth no longer than this,"""
+    p99_seconds: builtins.float
+    """and all but the worst hundredth no longer than this."""
+    def __init__(
+        self,
+        *,
+        count: builtins.int = ...,
+        p50_seconds: builtins.float = ...,
+        p95_seconds: builtins.float = ...,
+        p99_seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "p50_seconds", b"p50_seconds", "p95_seconds", b"p95_seconds", "p99_seconds", b"p99_seconds"]) -> None: ...
+
+Global___Latency: typing_extensions.TypeAlias = Latency
 
 @typing.final
 class Service(google.protobuf.message.Message):
@@ -527,7 +576,7 @@ class ExplainConversationRequest(google.protobuf.message.Message):
     conversation_id: builtins.str
     """Its id."""
     tenant: builtins.str
-    """Whose it is."""
+    """Whose it is.  Empty: no tenant's or, where there is no such conversation, that of the only tenant that has one."""
     def __init__(
         self,
         *,
@@ -546,6 +595,9 @@ class ExplainConversationResponse(google.protobuf.message.Message):
 
     RUNS_FIELD_NUMBER: builtins.int
     EVENTS_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Whose conversation it is; empty: no tenant's."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChunkRun]:
         """In order."""
@@ -559,8 +611,9 @@ class ExplainConversationResponse(google.protobuf.message.Message):
         *,
         runs: collections.abc.Iterable[Global___ChunkRun] | None = ...,
         events: collections.abc.Iterable[Global___ChunkEvent] | None = ...,
+        tenant: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["events", b"events", "runs", b"runs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["events", b"events", "runs", b"runs", "tenant", b"tenant"]) -> None: ...
 
 Global___ExplainConversationResponse: typing_extensions.TypeAlias = ExplainConversationResponse
 
@@ -651,7 +704,7 @@ class EvictConversationRequest(google.protobuf.message.Message):
     conversation_id: builtins.str
     """Its id."""
     tenant: builtins.str
-    """Whose it is."""
+    """Whose it is; as in ExplainConversationRequest."""
     destination: Global___EvictConversationRequest.Destination.ValueType
     """Where its KV-tokens go; unspecified drops them."""
     def __init__(

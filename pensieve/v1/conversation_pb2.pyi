@@ -137,6 +137,42 @@ RECOMPUTE_REASON_FINGERPRINT_CHANGED: RecomputeReason.ValueType  # 3
 """The model, tokenizer or chat template is another than at the conversation's last turn."""
 Global___RecomputeReason: typing_extensions.TypeAlias = RecomputeReason
 
+class _ServerState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ServerStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ServerState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SERVER_STATE_UNSPECIFIED: _ServerState.ValueType  # 0
+    """Never sent."""
+    SERVER_STATE_LOADING: _ServerState.ValueType  # 1
+    """The model is loading for the first time; turns are refused until it has."""
+    SERVER_STATE_SERVING: _ServerState.ValueType  # 2
+    """It takes turns."""
+    SERVER_STATE_RESTARTING: _ServerState.ValueType  # 3
+    """The engine has stopped and is starting again; turns are refused until it has."""
+    SERVER_STATE_DRAINING: _ServerState.ValueType  # 4
+    """It stops when the running turns have ended, and takes no new one."""
+    SERVER_STATE_READ_ONLY: _ServerState.ValueType  # 5
+    """The history is damaged: it can be read, and takes no turns."""
+
+class ServerState(_ServerState, metaclass=_ServerStateEnumTypeWrapper):
+    """Whether a daemon takes turns."""
+
+SERVER_STATE_UNSPECIFIED: ServerState.ValueType  # 0
+"""Never sent."""
+SERVER_STATE_LOADING: ServerState.ValueType  # 1
+"""The model is loading for the first time; turns are refused until it has."""
+SERVER_STATE_SERVING: ServerState.ValueType  # 2
+"""It takes turns."""
+SERVER_STATE_RESTARTING: ServerState.ValueType  # 3
+"""The engine has stopped and is starting again; turns are refused until it has."""
+SERVER_STATE_DRAINING: ServerState.ValueType  # 4
+"""It stops when the running turns have ended, and takes no new one."""
+SERVER_STATE_READ_ONLY: ServerState.ValueType  # 5
+"""The history is damaged: it can be read, and takes no turns."""
+Global___ServerState: typing_extensions.TypeAlias = ServerState
+
 @typing.final
 class Conversation(google.protobuf.message.Message):
     """What is known of a conversation."""
@@ -1184,3 +1220,94 @@ class WarmConversationResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___WarmConversationResponse: typing_extensions.TypeAlias = WarmConversationResponse
+
+@typing.final
+class GetServerInfoRequest(google.protobuf.message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___GetServerInfoRequest: typing_extensions.TypeAlias = GetServerInfoRequest
+
+@typing.final
+class GetServerInfoResponse(google.protobuf.message.Message):
+    """The daemon."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SERVER_FIELD_NUMBER: builtins.int
+    @property
+    def server(self) -> Global___ServerInfo:
+        """As it is now."""
+
+    def __init__(
+        self,
+        *,
+        server: Global___ServerInfo | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["server", b"server"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["server", b"server"]) -> None: ...
+
+Global___GetServerInfoResponse: typing_extensions.TypeAlias = GetServerInfoResponse
+
+@typing.final
+class ServerInfo(google.protobuf.message.Message):
+    """Which model a daemon serves, and how."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    WEIGHTS_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
+    CONTEXT_MAX_TOKENS_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    TORCH_VERSION_FIELD_NUMBER: builtins.int
+    TRANSFORMERS_VERSION_FIELD_NUMBER: builtins.int
+    UPTIME_SECONDS_FIELD_NUMBER: builtins.int
+    model: builtins.str
+    """A hub's id, the name of a folder, or "built-in"."""
+    fingerprint: builtins.str
+    """Of model, tokenizer and chat template: two daemons with the same one make the same tokens of the same messages."""
+    state: Global___ServerState.ValueType
+    """Whether it takes turns."""
+    dtype: builtins.str
+    """Type in which it computes and keeps KV-tokens, such as bfloat16; empty until the model was loaded."""
+    weights: builtins.str
+    """native or int8; empty until the model was loaded."""
+    device: builtins.str
+    """Where it computes: cpu, or cuda:0; empty until the model was loaded."""
+    context_max_tokens: builtins.int
+    """The longest log of a conversation that can be served; 0 until the model was loaded."""
+    version: builtins.str
+    """Of pensieve."""
+    torch_version: builtins.str
+    """Of torch; empty where it is not installed."""
+    transformers_version: builtins.str
+    """Of transformers; empty where it is not installed."""
+    uptime_seconds: builtins.float
+    """Since the daemon started."""
+    def __init__(
+        self,
+        *,
+        model: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        state: Global___ServerState.ValueType = ...,
+        dtype: builtins.str = ...,
+        weights: builtins.str = ...,
+        device: builtins.str = ...,
+        context_max_tokens: builtins.int = ...,
+        version: builtins.str = ...,
+        torch_version: builtins.str = ...,
+        transformers_version: builtins.str = ...,
+        uptime_seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_max_tokens", b"context_max_tokens", "device", b"device", "dtype", b"dtype", "fingerprint", b"fingerprint", "model", b"model", "state", b"state", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "uptime_seconds", b"uptime_seconds", "version", b"version", "weights", b"weights"]) -> None: ...
+
+Global___ServerInfo: typing_extensions.TypeAlias = ServerInfo

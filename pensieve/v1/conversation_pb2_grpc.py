@@ -86,6 +86,11 @@ class ConversationServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_conversation__pb2.WarmConversationRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_conversation__pb2.WarmConversationResponse.FromString,
                 _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/pensieve.v1.ConversationService/GetServerInfo',
+                request_serializer=pensieve_dot_v1_dot_conversation__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_conversation__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
 
 
 class ConversationServiceServicer(object):
@@ -170,6 +175,13 @@ class ConversationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetServerInfo(self, request, context):
+        """Which model this daemon serves, and how.  It answers also while the model is loading.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ConversationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -222,6 +234,11 @@ def add_ConversationServiceServicer_to_server(servicer, server):
                     servicer.WarmConversation,
                     request_deserializer=pensieve_dot_v1_dot_conversation__pb2.WarmConversationRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_conversation__pb2.WarmConversationResponse.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=pensieve_dot_v1_dot_conversation__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_conversation__pb2.GetServerInfoResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -496,6 +513,33 @@ class ConversationService(object):
             '/pensieve.v1.ConversationService/WarmConversation',
             pensieve_dot_v1_dot_conversation__pb2.WarmConversationRequest.SerializeToString,
             pensieve_dot_v1_dot_conversation__pb2.WarmConversationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/GetServerInfo',
+            pensieve_dot_v1_dot_conversation__pb2.GetServerInfoRequest.SerializeToString,
+            pensieve_dot_v1_dot_conversation__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

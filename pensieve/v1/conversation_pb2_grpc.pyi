@@ -185,7 +185,23 @@ _ConversationServiceWarmConversationType = typing_extensions.TypeVar(
     ],
 )
 
-class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversationType, _ConversationServiceGetConversationType, _ConversationServiceListConversationsType, _ConversationServiceDeleteConversationType, _ConversationServiceSendMessageType, _ConversationServiceCancelTurnType, _ConversationServiceListMessagesType, _ConversationServiceForkConversationType, _ConversationServiceRewindConversationType, _ConversationServiceWarmConversationType]):
+_ConversationServiceGetServerInfoType = typing_extensions.TypeVar(
+    '_ConversationServiceGetServerInfoType',
+    grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.GetServerInfoRequest,
+        pensieve.v1.conversation_pb2.GetServerInfoResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.GetServerInfoRequest,
+        pensieve.v1.conversation_pb2.GetServerInfoResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.GetServerInfoRequest,
+        pensieve.v1.conversation_pb2.GetServerInfoResponse,
+    ],
+)
+
+class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversationType, _ConversationServiceGetConversationType, _ConversationServiceListConversationsType, _ConversationServiceDeleteConversationType, _ConversationServiceSendMessageType, _ConversationServiceCancelTurnType, _ConversationServiceListMessagesType, _ConversationServiceForkConversationType, _ConversationServiceRewindConversationType, _ConversationServiceWarmConversationType, _ConversationServiceGetServerInfoType]):
     """Ids match [A-Za-z0-9._~-]{1,128}.  Errors carry google.rpc details (see status.proto): ErrorInfo with a
     reason and the domain "pensieve" always, BadRequest for a wrong field, RetryInfo where trying again helps.
     """
@@ -232,6 +248,10 @@ class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversat
             pensieve.v1.conversation_pb2.WarmConversationRequest,
             pensieve.v1.conversation_pb2.WarmConversationResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            pensieve.v1.conversation_pb2.GetServerInfoRequest,
+            pensieve.v1.conversation_pb2.GetServerInfoResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -276,6 +296,10 @@ class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversat
             pensieve.v1.conversation_pb2.WarmConversationRequest,
             pensieve.v1.conversation_pb2.WarmConversationResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            pensieve.v1.conversation_pb2.GetServerInfoRequest,
+            pensieve.v1.conversation_pb2.GetServerInfoResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     CreateConversation: _ConversationServiceCreateConversationType
@@ -318,6 +342,9 @@ class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversat
     effort: it returns at once and takes no page that a running turn could want.
     """
 
+    GetServerInfo: _ConversationServiceGetServerInfoType
+    """Which model this daemon serves, and how.  It answers also while the model is loading."""
+
 ConversationServiceAsyncStub: typing_extensions.TypeAlias = ConversationServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         pensieve.v1.conversation_pb2.CreateConversationRequest,
@@ -358,6 +385,10 @@ ConversationServiceAsyncStub: typing_extensions.TypeAlias = ConversationServiceS
     grpc.aio.UnaryUnaryMultiCallable[
         pensieve.v1.conversation_pb2.WarmConversationRequest,
         pensieve.v1.conversation_pb2.WarmConversationResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.GetServerInfoRequest,
+        pensieve.v1.conversation_pb2.GetServerInfoResponse,
     ],
 ]
 
@@ -455,5 +486,13 @@ class ConversationServiceServicer(metaclass=abc.ABCMeta):
         """Brings the conversation's KV-tokens to the device now, because its next message is about to come.  Best
         effort: it returns at once and takes no page that a running turn could want.
         """
+
+    @abc.abstractmethod
+    def GetServerInfo(
+        self,
+        request: pensieve.v1.conversation_pb2.GetServerInfoRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pensieve.v1.conversation_pb2.GetServerInfoResponse, collections.abc.Awaitable[pensieve.v1.conversation_pb2.GetServerInfoResponse]]:
+        """Which model this daemon serves, and how.  It answers also while the model is loading."""
 
 def add_ConversationServiceServicer_to_server(servicer: ConversationServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pensieve/v1/status.proto\x12\x0bpensieve.v1\x1a\x19google/protobuf/any.proto\x1a\x1egoogle/protobuf/duration.proto\"N\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any\"\x94\x01\n\tErrorInfo\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64omain\x18\x02 \x01(\t\x12\x36\n\x08metadata\x18\x03 \x03(\x0b\x32$.pensieve.v1.ErrorInfo.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\";\n\tRetryInfo\x12.\n\x0bretry_delay\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x84\x01\n\nBadRequest\x12@\n\x10\x66ield_violations\x18\x01 \x03(\x0b\x32&.pensieve.v1.BadRequest.FieldViolation\x1a\x34\n\x0e\x46ieldViolation\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"%\n\x12HealthCheckRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\"\xe7\x01\n\x13HealthCheckResponse\x12>\n\x06status\x18\x01 \x01(\x0e\x32..pensieve.v1.HealthCheckResponse.ServingStatus\"\x8f\x01\n\rServingStatus\x12\x1e\n\x1aSERVING_STATUS_UNSPECIFIED\x10\x00\x12\x1a\n\x16SERVING_STATUS_SERVING\x10\x01\x12\x1e\n\x1aSERVING_STATUS_NOT_SERVING\x10\x02\x12\"\n\x1eSERVING_STATUS_SERVICE_UNKNOWN\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18pensieve/v1/status.proto\x12\x0bpensieve.v1\x1a\x19google/protobuf/any.proto\x1a\x1egoogle/protobuf/duration.proto\"N\n\x06Status\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any\"\x94\x01\n\tErrorInfo\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06\x64omain\x18\x02 \x01(\t\x12\x36\n\x08metadata\x18\x03 \x03(\x0b\x32$.pensieve.v1.ErrorInfo.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\";\n\tRetryInfo\x12.\n\x0bretry_delay\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x84\x01\n\nBadRequest\x12@\n\x10\x66ield_violations\x18\x01 \x03(\x0b\x32&.pensieve.v1.BadRequest.FieldViolation\x1a\x34\n\x0e\x46ieldViolation\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\"%\n\x12HealthCheckRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\"\xe7\x01\n\x13HealthCheckResponse\x12>\n\x06status\x18\x01 \x01(\x0e\x32..pensieve.v1.HealthCheckResponse.ServingStatus\"\x8f\x01\n\rServingStatus\x12\x1e\n\x1aSERVING_STATUS_UNSPECIFIED\x10\x00\x12\x1a\n\x16SERVING_STATUS_SERVING\x10\x01\x12\x1e\n\x1aSERVING_STATUS_NOT_SERVING\x10\x02\x12\"\n\x1eSERVING_STATUS_SERVICE_UNKNOWN\x10\x03\"\xfe\x01\n\x17ServerReflectionRequest\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x1a\n\x10\x66ile_by_filename\x18\x03 \x01(\tH\x00\x12 \n\x16\x66ile_containing_symbol\x18\x04 \x01(\tH\x00\x12\x42\n\x19\x66ile_containing_extension\x18\x05 \x01(\x0b\x32\x1d.pensieve.v1.ExtensionRequestH\x00\x12\'\n\x1d\x61ll_extension_numbers_of_type\x18\x06 \x01(\tH\x00\x12\x17\n\rlist_services\x18\x07 \x01(\tH\x00\x42\x11\n\x0fmessage_request\"E\n\x10\x45xtensionRequest\x12\x17\n\x0f\x63ontaining_type\x18\x01 \x01(\t\x12\x18\n\x10\x65xtension_number\x18\x02 \x01(\x05\"\x95\x03\n\x18ServerReflectionResponse\x12\x12\n\nvalid_host\x18\x01 \x01(\t\x12>\n\x10original_request\x18\x02 \x01(\x0b\x32$.pensieve.v1.ServerReflectionRequest\x12G\n\x18\x66ile_descriptor_response\x18\x04 \x01(\x0b\x32#.pensieve.v1.FileDescriptorResponseH\x00\x12N\n\x1e\x61ll_extension_numbers_response\x18\x05 \x01(\x0b\x32$.pensieve.v1.ExtensionNumberResponseH\x00\x12\x42\n\x16list_services_response\x18\x06 \x01(\x0b\x32 .pensieve.v1.ListServiceResponseH\x00\x12\x34\n\x0e\x65rror_response\x18\x07 \x01(\x0b\x32\x1a.pensieve.v1.ErrorResponseH\x00\x42\x12\n\x10message_response\"7\n\x16\x46ileDescriptorResponse\x12\x1d\n\x15\x66ile_descriptor_proto\x18\x01 \x03(\x0c\"K\n\x17\x45xtensionNumberResponse\x12\x16\n\x0e\x62\x61se_type_name\x18\x01 \x01(\t\x12\x18\n\x10\x65xtension_number\x18\x02 \x03(\x05\"D\n\x13ListServiceResponse\x12-\n\x07service\x18\x01 \x03(\x0b\x32\x1c.pensieve.v1.ServiceResponse\"\x1f\n\x0fServiceResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\":\n\rErrorResponse\x12\x12\n\nerror_code\x18\x01 \x01(\x05\x12\x15\n\rerror_message\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,4 +53,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEALTHCHECKRESPONSE']._serialized_end=798
   _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_start=655
   _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_end=798
+  _globals['_SERVERREFLECTIONREQUEST']._serialized_start=801
+  _globals['_SERVERREFLECTIONREQUEST']._serialized_end=1055
+  _globals['_EXTENSIONREQUEST']._serialized_start=1057
+  _globals['_EXTENSIONREQUEST']._serialized_end=1126
+  _globals['_SERVERREFLECTIONRESPONSE']._serialized_start=1129
+  _globals['_SERVERREFLECTIONRESPONSE']._serialized_end=1534
+  _globals['_FILEDESCRIPTORRESPONSE']._serialized_start=1536
+  _globals['_FILEDESCRIPTORRESPONSE']._serialized_end=1591
+  _globals['_EXTENSIONNUMBERRESPONSE']._serialized_start=1593
+  _globals['_EXTENSIONNUMBERRESPONSE']._serialized_end=1668
+  _globals['_LISTSERVICERESPONSE']._serialized_start=1670
+  _globals['_LISTSERVICERESPONSE']._serialized_end=1738
+  _globals['_SERVICERESPONSE']._serialized_start=1740
+  _globals['_SERVICERESPONSE']._serialized_end=1771
+  _globals['_ERRORRESPONSE']._serialized_start=1773
+  _globals['_ERRORRESPONSE']._serialized_end=1831
 # @@protoc_insertion_point(module_scope)

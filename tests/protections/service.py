@@ -534,6 +534,28 @@ PROTECTIONS = (
         "cli/test_serve.py::test_admin_without_a_daemon_says_so",
     ),
     protection(
+        "a socket that a killed daemon left is no daemon",
+        "service/admin_socket.py",
+        "    except (FileNotFoundError, ConnectionRefusedError):\n",
+        "    except FileNotFoundError:\n",
+        "cli/test_operator.py"
+        "::test_a_socket_that_a_killed_daemon_left_is_one_line_and_in_nobodys_way",
+    ),
+    protection(
+        "a thread writes the log",
+        "launch/log_lines.py",
+        "        self._lines.put(self.format(record))\n\n",
+        '        os.write(self._descriptor, (self.format(record) + "\\n").encode())\n\n',
+        "launch/test_log_lines.py::test_a_log_that_nobody_reads_holds_up_no_turn_and_no_end",
+    ),
+    protection(
+        "the lines of the log that wait are bounded",
+        "launch/log_lines.py",
+        "        if self._lines.qsize() >= LINES_MAX:\n",
+        "        if self._lines.qsize() < 0:\n",
+        "launch/test_log_lines.py::test_lines_that_were_left_out_are_counted",
+    ),
+    protection(
         "an end takes out its own turn's entry",
         "service/turns.py",
         "        if self._of_request.get(request) is live:",

@@ -16,6 +16,7 @@ from pensieve.engine.messages import EvictConversation, Explain, ListCached
 from pensieve.errors import (
     DeadlineExceeded,
     InvalidArgument,
+    NotFound,
     PermissionDenied,
     QueueFull,
     StoreError,
@@ -24,6 +25,8 @@ from pensieve.errors import (
 )
 from pensieve.service.daemon import Daemon
 from pensieve.service.figures import Quantiles, num_connections
+from pensieve.service.grpc.server_info import server_info
+from pensieve.service.latencies import Spread
 from pensieve.service.limits import NO_LIMITS, Allowance
 from pensieve.service.live_turn import cache_key, names_of
 from pensieve.v1 import admin_pb2 as pb
@@ -79,8 +82,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def EvictConversation(
         self, request: pb.EvictConversationRequest, context: Any
     ) -> pb.EvictConversationResponse:
-        await self.daemon.reads.conversation(request.conversation_id, request.tenant)
-        key = cache_key(request.tenant, request.conversation_id)
+        tenant = await self._owner(request.conversation_id, request.tenant)
+        key = cache_key(tenant, request.conversation_id)
         to_host = request.destination == pb.EvictConversationRequest.DESTINATION_HOST
         answer = await self.daemon.query(lambda number: EvictConversation(key, to_host, number))
         num_chunks = int(answer.figures["chunks"])
@@ -114,10 +117,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ExplainConversation(
         self, request: pb.ExplainConversationRequest, context: Any
     ) -> pb.ExplainConversationResponse:
-        await self.daemon.reads.conversation(request.conversation_id, request.tenant)
-        key = cache_key(request.tenant, request.conversation_id)
+        tenant = await self._owner(request.conversation_id, request.tenant)
+        key = cache_key(tenant, request.conversation_id)
         answer = await self.daemon.query(lambda number: Explain(number, key))
-        given = pb.ExplainConversationResponse()
+        given = pb.ExplainConversationResponse(tenant=tenant)
         for row in answer.rows:
             if len(row) == 4:
                 first, count, place, holders = row
@@ -175,6 +178,22 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise InvalidArgument("folder", str(error)) from error
         return pb.BackUpResponse(generation=chain.generation.number, time=chain.time)
 
+    async def _owner(self, conversation_id: str, tenant: str) -> str:
+        """Whose conversation the operator means; one who names no tenant may mean the only one's."""
+        tenants = await self.daemon.reads.tenants_of(conversation_id)
+        if tenant in tenants:
+            return tenant
+        if tenant or not tenants:
+            whose = f" of tenant {tenant!r}" if tenant else ""
+            raise NotFound(f"there is no conversation {conversation_id!r}{whose}")
+        if len(tenants) > 1:
+            raise InvalidArgument(
+                "tenant",
+                f"must be given (--tenant): these have a conversation {conversation_id!r}: "
+                f"{', '.join(tenants)}",
+            )
+        return tenants[0]
+
     async def _stats(self) -> pb.Stats:
         daemon = self.daemon
         stored = await daemon.reads.num_conversations()
@@ -184,7 +203,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             engine_restarts=daemon.engine.num_restarts,
             serving=daemon.serving,
             draining=daemon.draining,
+            server=server_info(daemon),
         )
+        if not daemon.loading:
+            latencies, now = daemon.conversations.latencies, asyncio.get_running_loop().time()
+            given.first_token.CopyFrom(_latency(latencies.first_token.spread(now)))
+            given.token_gap.CopyFrom(_latency(latencies.token_gap.spread(now)))
         given.more["erasure_pending"] = daemon.store.erasure.pending
         await self._add_service(given.service)
         given.more.update(daemon.backing_up.figures())
@@ -234,6 +258,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if seconds <= 0 or iterations < 0:  # another engine
             return figures["iterations_per_second"]
         return iterations / seconds
+
+
+def _latency(found: Spread) -> pb.Latency:
+    return pb.Latency(
+        count=found.count, p50_seconds=found.p50, p95_seconds=found.p95, p99_seconds=found.p99
+    )
 
 
 def _fill(given: pb.Stats, figures: Mapping[str, float]) -> None:

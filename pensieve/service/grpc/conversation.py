@@ -11,6 +11,7 @@ from pensieve.service.daemon import Daemon
 from pensieve.service.draft import ConversationSettings
 from pensieve.service.grpc import json_values, translate
 from pensieve.service.grpc.auth import caller
+from pensieve.service.grpc.server_info import server_info
 from pensieve.store import records
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
@@ -165,6 +166,13 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         _id(request.conversation_id)
         cancelled = await self.daemon.cancel_turn(translate.cancel(request, caller().tenant))
         return translate.cancelled(cancelled)
+
+    # -- the daemon --
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: Any
+    ) -> pb.GetServerInfoResponse:
+        return pb.GetServerInfoResponse(server=server_info(self.daemon))
 
     # -- inside --
 

@@ -34,6 +34,7 @@ from pensieve.service.grpc import auth, sizes
 from pensieve.service.grpc.admin import AdminService, ServerFacts
 from pensieve.service.grpc.audit import Audit
 from pensieve.service.grpc.conversation import ConversationService
+from pensieve.service.grpc.reflection import HEALTH, Reflection
 from pensieve.service.grpc.reload import Certificates, watch_tokens
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc
 from pensieve.v1 import status_pb2 as pb
@@ -145,7 +146,7 @@ class Health:
             )
 
         return grpc.method_handlers_generic_handler(
-            "grpc.health.v1.Health",
+            HEALTH,
             {
                 "Check": method(grpc.unary_unary_rpc_method_handler, self.check),
                 "Watch": method(grpc.unary_stream_rpc_method_handler, self.watch),
@@ -201,19 +202,7 @@ class Server:
         daemon.on_failure = self._fail
         wanted = listening.reflection
         if wanted or (wanted is None and not listening.tokens):
-            self._reflect(is_required=bool(wanted))
-
-    def _reflect(self, is_required: bool) -> None:
-        try:
-            from grpc_reflection.v1alpha import reflection
-        except ImportError:
-            if is_required:
-                raise ConfigError(
-                    "reflection needs the package grpcio-reflection (pensieve-serve[reflection])"
-                ) from None
-            return
-        names = (*SERVICES[1:], reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+            self._server.add_generic_rpc_handlers(Reflection().handlers())
 
     async def listen(self) -> str:
         """Bind and answer; turns are refused until the daemon serves.  The address, with its port."""

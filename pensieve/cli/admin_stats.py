@@ -1,0 +1,120 @@
+"""The figures of a daemon as a table for a terminal (`pensieve admin stats` and `watch`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from pensieve.v1 import admin_pb2 as pb
+
+MIB = 2**20
+
+
+def stats_table(stats: pb.Stats) -> RenderableType:
+    from rich.table import Table
+
+    from pensieve.client.values import STATES
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column()
+    state = "draining" if stats.draining else "serving" if stats.serving else "not serving"
+    state = STATES.get(stats.server.state, state).replace("_", " ")
+    table.add_row(
+        "daemon",
+        f"{state}, up {seconds_text(stats.daemon_seconds)}, {stats.engine_restarts} engine restarts",
+    )
+    server = stats.server
+    table.add_row("model", " ".join(filter(None, (server.model, server.dtype, server.device))))
+    for name, tier in (("device", stats.device), ("host", stats.host)):
+        size, share = tier.chunk_tokens, tier.pages_used / max(tier.pages, 1)
+        table.add_row(
+            f"{name} tier",
+            f"{share:4.0%} of {tier.pages * size:,} tokens used, "
+            f"{tier.pages_clean * size:,} clean, {tier.pages_free * size:,} free",
+        )
+    table.add_row(
+        "turns",
+        f"{stats.turns_running} running, {stats.turns_queued} queued, {stats.turns_suspended} suspended",
+    )
+    for name, times in (("first token", stats.first_token), ("token gap", stats.token_gap)):
+        if times.count:
+            table.add_row(name, _latency(times))
+    table.add_row(
+        "conversations", f"{stats.conversations_cached:,} cached of {stats.conversations_stored:,}"
+    )
+    if stats.more.get("erasure_pending"):
+        table.add_row("", "the files still hold text that was deleted")
+    _add_service(table, stats.service)
+    if stats.more.get("history_problems"):
+        table.add_row("", "the history is damaged and takes no changes")
+    if stats.more.get("backup_failing"):
+        age = seconds_text(stats.more["backup_age_seconds"])
+        table.add_row("", f"the backup lacks what came in the last {age}")
+    history = stats.device_tokens + stats.host_tokens + stats.recomputed_tokens
+    table.add_row(
+        "history from",
+        f"device {_share(stats.device_tokens, history)}, host {_share(stats.host_tokens, history)}, "
+        f"recomputed {_share(stats.recomputed_tokens, history)} of {history:,} tokens",
+    )
+    table.add_row("new and output", f"{stats.new_tokens:,} and {stats.output_tokens:,} tokens")
+    table.add_row(
+        "swapped",
+        f"{stats.bytes_swapped_out / MIB:,.1f} MiB out, {stats.bytes_swapped_in / MIB:,.1f} MiB in",
+    )
+    table.add_row(
+        "iterations",
+        f"{stats.iterations:,}, {stats.iterations_per_second:,.1f}/s, "
+        f"{stats.tokens_per_iteration:.1f} tokens each, {stats.idle_tokens:,} tokens discarded",
+    )
+    return table
+
+
+def _add_service(table: Any, service: pb.Service) -> None:
+    known = f"{service.connections:,} of {service.connections_max:,} connections, "
+    heard = f"{seconds_text(service.heartbeat_age_seconds)} ago"
+    table.add_row(
+        "service",
+        f"{known if service.HasField('connections') else ''}{service.calls:,} calls; engine heard of "
+        f"{heard if service.HasField('heartbeat_age_seconds') else 'never'}",
+    )
+    table.add_row(
+        "loop",
+        f"late by at most {_milliseconds(service.loop_lag_max_seconds)} in the last minute, "
+        f"p99 {_milliseconds(service.loop_lag_p99_seconds)}",
+    )
+    table.add_row(
+        "store",
+        f"{service.store_jobs:,} jobs, the oldest {_milliseconds(service.store_oldest_seconds)}; "
+        f"commits p50 {_milliseconds(service.commit_p50_seconds)}, "
+        f"p99 {_milliseconds(service.commit_p99_seconds)}, "
+        f"max {_milliseconds(service.commit_max_seconds)}; "
+        f"write-ahead log {service.journal_bytes / MIB:,.1f} MiB",
+    )
+    if service.audit_lines_lost:
+        table.add_row("audit log", f"{service.audit_lines_lost:,} lines could not be written")
+    for reason, count in sorted(service.refusals.items()):
+        table.add_row("refused", f"{count:,} {reason}")
+
+
+def _latency(times: pb.Latency) -> str:
+    shares = {"p50": times.p50_seconds, "p95": times.p95_seconds, "p99": times.p99_seconds}
+    shown = ", ".join(f"{name} {_milliseconds(seconds)}" for name, seconds in shares.items())
+    return f"{shown} in the last 5 minutes"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "0%"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms"
+
+
+def seconds_text(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"

@@ -1,0 +1,156 @@
+"""gRPC's server reflection: which services there are, and what their messages look like.
+
+Tools like grpcurl ask for it.  Its messages are in status.proto, as those of the health check are, so no
+package is needed.  Clients name the protocol `v1` or, older ones, `v1alpha`; the messages are the same.
+
+What is described is in a pool of its own: our files, and one each for health and reflection under the
+names that the world knows them by, which are made from the messages in status.proto.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import grpc
+from google.protobuf import descriptor_pb2
+from google.protobuf.descriptor import Descriptor, FileDescriptor
+from google.protobuf.descriptor_pool import DescriptorPool
+
+from pensieve.v1 import admin_pb2, conversation_pb2
+from pensieve.v1 import status_pb2 as pb
+
+HEALTH = "grpc.health.v1.Health"
+REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+SERVICES = (
+    "pensieve.v1.ConversationService",
+    "pensieve.v1.AdminService",
+    HEALTH,
+    *REFLECTION,
+)
+METHOD = "ServerReflectionInfo"
+OURS = pb.DESCRIPTOR.package
+
+
+class Method(NamedTuple):
+    request: Descriptor
+    response: Descriptor
+    takes_stream: bool = False
+    gives_stream: bool = False
+
+
+class Reflection:
+    """What it answers never changes."""
+
+    def __init__(self) -> None:
+        self._pool = DescriptorPool()
+        for file in (conversation_pb2, admin_pb2):
+            for each in _with_imports(file.DESCRIPTOR):
+                self._pool.AddSerializedFile(each.serialized_pb)
+        check = (pb.HealthCheckRequest.DESCRIPTOR, pb.HealthCheckResponse.DESCRIPTOR)
+        self._add(
+            "grpc/health/v1/health.proto",
+            HEALTH,
+            {"Check": Method(*check), "Watch": Method(*check, gives_stream=True)},
+        )
+        talk = (pb.ServerReflectionRequest.DESCRIPTOR, pb.ServerReflectionResponse.DESCRIPTOR)
+        for name in REFLECTION:
+            folder = name.rpartition(".")[0].replace(".", "/")
+            method = Method(*talk, takes_stream=True, gives_stream=True)
+            self._add(f"{folder}/reflection.proto", name, {METHOD: method})
+
+    def handlers(self) -> tuple[Any, ...]:
+        method = grpc.stream_stream_rpc_method_handler(
+            self._answers,
+            request_deserializer=pb.ServerReflectionRequest.FromString,
+            response_serializer=pb.ServerReflectionResponse.SerializeToString,
+        )
+        return tuple(
+            grpc.method_handlers_generic_handler(name, {METHOD: method}) for name in REFLECTION
+        )
+
+    async def _answers(
+        self, requests: AsyncIterator[pb.ServerReflectionRequest], context: Any
+    ) -> AsyncIterator[pb.ServerReflectionResponse]:
+        async for request in requests:
+            yield self.answer(request)
+
+    def answer(self, request: pb.ServerReflectionRequest) -> pb.ServerReflectionResponse:
+        given = pb.ServerReflectionResponse(valid_host=request.host, original_request=request)
+        kind = request.WhichOneof("message_request")
+        try:
+            if kind == "list_services":
+                for name in SERVICES:
+                    given.list_services_response.service.add(name=name)
+            elif kind == "file_by_filename":
+                _put(given, self._pool.FindFileByName(request.file_by_filename))
+            elif kind == "file_containing_symbol":
+                _put(given, self._file_of(request.file_containing_symbol))
+            elif kind == "all_extension_numbers_of_type":  # of our messages, none
+                found = self._pool.FindMessageTypeByName(request.all_extension_numbers_of_type)
+                given.all_extension_numbers_response.base_type_name = found.full_name
+            elif kind == "file_containing_extension":
+                raise KeyError
+            else:
+                _refuse(given, grpc.StatusCode.INVALID_ARGUMENT, "nothing is asked")
+        except KeyError:
+            _refuse(given, grpc.StatusCode.NOT_FOUND, "there is no such thing here")
+        return given
+
+    def _file_of(self, symbol: str) -> FileDescriptor:
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:  # it knows no methods
+            return self._pool.FindMethodByName(symbol).containing_service.file
+
+    def _add(self, file_name: str, service: str, methods: Mapping[str, Method]) -> None:
+        """A file of a service, whose messages are those of status.proto under another package."""
+        package, _, name = service.rpartition(".")
+        file = descriptor_pb2.FileDescriptorProto(name=file_name, package=package, syntax="proto3")
+        declared = file.service.add(name=name)
+        for method_name, method in methods.items():
+            declared.method.add(
+                name=method_name,
+                input_type=f".{package}.{method.request.name}",
+                output_type=f".{package}.{method.response.name}",
+                client_streaming=method.takes_stream,
+                server_streaming=method.gives_stream,
+            )
+        kinds = (kind for method in methods.values() for kind in (method.request, method.response))
+        for kind in _with_fields(kinds):
+            message = file.message_type.add()
+            kind.CopyToProto(message)
+            for field in (field for field in message.field if field.type_name):
+                field.type_name = field.type_name.replace(f".{OURS}.", f".{package}.")
+            for value in (value for enum in message.enum_type for value in enum.value):
+                value.name = value.name.removeprefix("SERVING_STATUS_")  # which is our linter's
+        self._pool.AddSerializedFile(file.SerializeToString())
+
+
+def _with_fields(kinds: Iterable[Descriptor]) -> list[Descriptor]:
+    """These messages and all that are in them, each once."""
+    found: dict[str, Descriptor] = {}
+    waiting = list(kinds)
+    while waiting:
+        kind = waiting.pop(0)
+        if kind.full_name not in found:
+            found[kind.full_name] = kind
+            waiting += [field.message_type for field in kind.fields if field.message_type]
+    return list(found.values())
+
+
+def _with_imports(file: FileDescriptor) -> Iterator[FileDescriptor]:
+    """What it imports comes first; a file may come more than once."""
+    for each in file.dependencies:
+        yield from _with_imports(each)
+    yield file
+
+
+def _put(given: pb.ServerReflectionResponse, file: FileDescriptor) -> None:
+    files = {each.name: each.serialized_pb for each in _with_imports(file)}
+    given.file_descriptor_response.file_descriptor_proto.extend(files.values())
+
+
+def _refuse(given: pb.ServerReflectionResponse, code: grpc.StatusCode, text: str) -> None:
+    given.error_response.error_code = code.value[0]
+    given.error_response.error_message = text

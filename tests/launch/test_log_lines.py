@@ -1,0 +1,93 @@
+"""The daemon's log on standard error: who does not read it holds up nobody."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pensieve.client import Client
+from pensieve.launch import log_lines
+from tests.service.rig_daemon import wait_for
+
+PIPE_BYTES = 4096
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> object:
+    """What the tests change of the loggers."""
+    root, turns = logging.getLogger("pensieve"), logging.getLogger("pensieve.turns")
+    before = root.level, root.propagate, turns.level
+    yield
+    root.level, root.propagate, turns.level = before
+
+
+def test_a_log_that_nobody_reads_holds_up_no_turn_and_no_end(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    theirs, ours = os.pipe()
+    fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    daemon = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "pensieve", "serve", "--data", str(tmp_path / "data")),
+            *("--address", "127.0.0.1:0", "--ready-file", str(ready), "--engine", "echo"),
+        ],
+        stderr=ours,
+    )
+    os.close(ours)
+    try:
+        wait_for(lambda: ready.exists() or daemon.poll() is not None)
+        with Client(ready.read_text().strip(), timeout=60) as client:
+            for number in range(40):  # lines of some 300 bytes
+                client.conversation(f"c{number}").ask("hello", max_tokens=1)
+        daemon.terminate()
+        assert daemon.wait(60) == 0
+    finally:
+        daemon.kill()
+        daemon.wait()
+        with open(theirs, "rb") as file:
+            written = file.read()
+    assert b"turn ended" in written
+    assert len(written) <= PIPE_BYTES
+
+
+def test_lines_that_were_left_out_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = os.pipe()
+    fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    os.write(ours, b"x" * PIPE_BYTES)
+    log = logging.getLogger("pensieve")
+    monkeypatch.setattr(log_lines, "LINES_MAX", 3)
+    with os.fdopen(ours, "w") as stderr, os.fdopen(theirs, "rb", buffering=0) as reader:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with log_lines.log_to_stderr("text", turns=True):
+            lines = log.handlers[-1]._lines
+            log.info("first")
+            wait_for(lambda: not lines.qsize())  # the thread has it, and is held up
+            for number in range(8):
+                log.info("line %d", number)
+            assert lines.qsize() == 3
+            written = reader.read(PIPE_BYTES)
+            wait_for(lambda: not lines.qsize())
+            log.info("last")
+        stderr.close()
+        while more := reader.read(PIPE_BYTES):
+            written += more
+    said = [line.split(" ", 3)[3] for line in written[PIPE_BYTES:].decode().splitlines()]
+    assert said == [
+        *("first", "line 0", "line 1", "line 2"),
+        *("5 lines of the log are missing: nobody read them", "last"),
+    ]
+
+
+def test_turns_can_be_left_out_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    for turns in (True, False):
+        with log_lines.log_to_stderr("json", turns=turns):
+            logging.getLogger("pensieve.turns").info("turn ended", extra={"figures": {"a": 1}})
+            logging.getLogger("pensieve").info("else")
+        err = capfd.readouterr().err
+        assert ('"message": "turn ended", "a": 1' in err) == turns
+        assert "else" in err
