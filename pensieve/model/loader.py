@@ -174,6 +174,7 @@ def _read_weights(
             dtype="auto" if dtype is None else dtype,
             use_safetensors=True,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # they are in the info, and named below
             output_loading_info=True,
             attn_implementation="eager",  # whatever its config names; the probe sets ours
             **(parts or {}),
@@ -184,11 +185,19 @@ def _read_weights(
         ("missing_keys", "lack"),
         ("mismatched_keys", "have the wrong shape for"),
     ):
-        keys = sorted(str(key) for key in loading[kind])
+        keys = sorted(_named(key) for key in loading[kind])
         if keys:
             others = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             raise ModelError(f"the weights of {name} {problem} {keys[0]}{others}")
     return module.eval().requires_grad_(False)
+
+
+def _named(key: Any) -> str:
+    """A weight that transformers names, or names with its shape in the file and the one it needs."""
+    if not isinstance(key, tuple):
+        return str(key)
+    name, there, needed = key
+    return f"{name}: {tuple(there)}, not {tuple(needed)}"
 
 
 def _eos_token_ids(module: Any) -> frozenset[int]:

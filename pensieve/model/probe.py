@@ -11,10 +11,11 @@ Nothing here knows the name of a model.  A model is served if
 3. all layers have one number of heads, and keys and values one size;
 4. two prompts in scattered pages, computed in uneven pieces in shared flat batches, give the logits
    of the model's own attention, each prompt by itself;
-5. nothing of a slice changes when its neighbor in the batch is at a far position (rotary types
+5. its logits are finite;
+6. nothing of a slice changes when its neighbor in the batch is at a far position (rotary types
    that depend on length read the largest position of the whole batch).
 
-1 to 3 are found by `observe`, 4 and 5 here.  The probe fails with UnsupportedModel, whose message is the
+1 to 3 are found by `observe`, 4 to 6 here.  The probe fails with UnsupportedModel, whose message is the
 reason.
 """
 
@@ -61,6 +62,7 @@ def probe(flat: FlatModel, *, fuse_layers: bool = True, int8: bool = False) -> M
         with torch.inference_mode():
             prompts = _prompts(module, context_max)
             plain = [_plain_logits(module, prompt) for prompt in prompts]
+            _check_finite(module, plain)
             tolerance = _tolerance(module, prompts, plain)
             _set_implementation(module, attention.PROBING)
             shape = observe(flat, prompts[0], context_max)
@@ -118,6 +120,17 @@ def _plain_logits(module: Any, prompt: Sequence[int]) -> torch.Tensor:
     ids = torch.tensor([prompt], device=module.device)
     logits: torch.Tensor = module(input_ids=ids, use_cache=False).logits[0]
     return logits.float()
+
+
+def _check_finite(module: Any, plain: Sequence[torch.Tensor]) -> None:
+    """NaN equals nothing, itself included, so every later comparison would blame something else."""
+    if all(bool(logits.isfinite().all()) for logits in plain):
+        return
+    for name, weights in module.named_parameters():
+        if not weights.isfinite().all():
+            raise UnsupportedModel(f"its weights hold NaN or infinity, first in {name}")
+    dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+    raise UnsupportedModel(f"its logits are not finite in {dtype}; another --dtype may do")
 
 
 def _set_implementation(module: Any, implementation: str) -> None:

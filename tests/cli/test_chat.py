@@ -287,10 +287,10 @@ def test_every_setting_says_where_it_comes_from(
     arguments = ["chat", str(model), "--chunk-tokens", "8", "--config", str(file), "--print-config"]
     assert main(arguments) == 0
     said = capsys.readouterr().out
-    assert "policy = lru  # " + str(file) in said
+    assert 'policy = "lru"  # ' + str(file) in said
     assert "token_budget = 128  # PENSIEVE_TOKEN_BUDGET" in said
     assert "chunk_tokens = 8  # flag" in said
-    assert "host_cache = auto  # default" in said
+    assert 'host_cache = "auto"  # default' in said
     file.write_text("colour = 1\n")
     assert main(arguments) == 3
     assert "there is no setting 'colour'" in capsys.readouterr().err

@@ -133,6 +133,41 @@ def test_modelling_code_that_answers_differently_is_caught_by_its_logits() -> No
         probe(FlatModel(model), fuse_layers=False)
 
 
+
+def test_a_weight_that_is_no_number_is_named(copied: Path) -> None:
+    path = copied / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    name = next(each for each in weights if "layers.1" in each and "q_proj" in each)
+    weights[name][3, 5] = float("nan")
+    safetensors.torch.save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ModelError, match=f"its weights hold NaN or infinity, first in {name}$"):
+        load(copied)
+
+
+def test_a_type_that_is_too_narrow_for_a_model_is_named(copied: Path) -> None:
+    path = copied / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    for name in weights:
+        if "embed_tokens" in name or "_proj" in name:
+            weights[name] *= 3e4  # each fits float16, their products do not
+    safetensors.torch.save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ModelError, match="its logits are not finite in float16; another --dtype"):
+        load(copied, dtype=torch.float16)
+
+
+def test_a_weight_of_another_shape_is_named(copied: Path) -> None:
+    path = copied / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    name = next(each for each in weights if "layers.1" in each and "q_proj" in each)
+    weights[name] = weights[name][:-1].contiguous()
+    safetensors.torch.save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ModelError) as refusal:
+        load(copied)
+    assert str(refusal.value).endswith(
+        f"have the wrong shape for {name}: (31, 32), not (32, 32)"
+    )
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [("./nowhere", "cannot load ./nowhere: no such folder"), ("/a/b/c", "no such folder")],
