@@ -371,9 +371,9 @@ def new_token(arguments: argparse.Namespace) -> int:
 
 
 def _print(what: RenderableType) -> None:
-    from rich.console import Console
+    from pensieve.bench.report import print_whole
 
-    Console().print(what)
+    print_whole(what)
 
 
 def _plain(message: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from pensieve import __version__
 from pensieve.cli import admin, backup, bench, chat, doctor, serve, simulate
@@ -15,8 +16,18 @@ from pensieve.errors import PensieveError
 from pensieve.launch.cpu_threads import prepare_threads
 
 
+class Command(argparse.ArgumentParser):
+    """A parser whose own usage is printed with its errors, and not that of the command above it."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Command(
         prog="pensieve",
         description="Stateful serving of chat with large language models.",
         epilog="`pensieve COMMAND --help` says more. Exit codes: 0, 2 usage, 3 configuration or "
@@ -53,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     # Threads come from this side; the library's own would warn of every child process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # What fails is one line of ours; gRPC would write others before it, with times and source files.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     prepare_threads()
     try:
         code: int = arguments.run(arguments)
