@@ -94,14 +94,22 @@ def caller() -> Caller:
 def read_tokens(path: Path) -> tuple[Token, ...]:
     """The token file: TOML, a `[[token]]` for each with sha256, tenant and admin."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
         mode = path.stat().st_mode
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number too long, too deep
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    tokens = tokens_of(path, text)
     if mode & 0o077:
         raise ConfigError(f"{path} can be read by others; chmod 600 it")
+    return tokens
+
+
+def tokens_of(path: Path, text: bytes) -> tuple[Token, ...]:
+    """What a token file with this text says; `path` is named where it is wrong."""
+    try:
+        table = tomllib.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number too long, too deep
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
     tokens = []
     entries = table.get("token", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
