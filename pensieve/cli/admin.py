@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from pensieve.cli.flags import add_settings, with_settings
+from pensieve.cli.flags import add_settings, tls_to, with_settings
 from pensieve.config import DATA, REACHING, Resolved
 from pensieve.errors import ConfigError
 
@@ -94,7 +94,7 @@ def _run(
                 f"no daemon runs on {data} ({path} is missing); see --address and --data"
             )
         address = socket_address(path)
-    token, tls = resolved.values["token"], resolved.values["tls_ca"] or False
+    token, tls = resolved.values["token"], tls_to(address, resolved)
     with Admin(address, token=token, tls=tls, timeout=30.0, retry=Retry(retries=0)) as admin:
         return act(admin, arguments)
 

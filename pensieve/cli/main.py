@@ -38,8 +38,9 @@ def parser() -> argparse.ArgumentParser:
     talk = commands.add_parser(
         "chat",
         help="talk to a model in this terminal",
-        description="Talk to a model: through the daemon at --address, else through one that is started "
-        "for this chat. Conversations stay in the data folder; one process at a time may use it.",
+        description="Talk to a model: through the daemon at --address, else through a `pensieve serve` "
+        "that has the data folder, else through one that is started for this chat. Conversations stay in "
+        "the data folder. Where lines are piped in, replies are all that is on standard output.",
     )
     chat.add_arguments(talk)
     add_settings(talk, REACHING, TALKING, SETTINGS)

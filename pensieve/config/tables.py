@@ -298,7 +298,21 @@ SERVING: Table = (
 REACHING: Table = (
     Setting("daemon", str, "", "a daemon's HOST:PORT or unix:PATH", "A", "daemon", "--address"),
     Setting("token", str, "", "token for that daemon", "TOKEN", "daemon", secret=True),
-    Setting("tls_ca", file, "", "authority of that daemon's certificate, PEM", "FILE", "daemon"),
+    Setting(
+        "tls",
+        switch,
+        "",
+        "connect with TLS, and trust the authorities that this system trusts",
+        group="daemon",
+    ),
+    Setting(
+        "tls_ca",
+        file,
+        "",
+        "connect with TLS, and trust this authority alone, PEM",
+        "FILE",
+        "daemon",
+    ),
 )
 TALKING: Table = (
     Setting("system", str, "", "system prompt of new conversations", "TEXT", "talking"),

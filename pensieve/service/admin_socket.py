@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from pathlib import Path
 from urllib.parse import quote
 
@@ -27,6 +28,16 @@ def socket_path(data: Path) -> Path:
 def socket_address(path: Path) -> str:
     """What gRPC listens on, and what its clients connect to: a URI, so most of a path is encoded."""
     return f"unix:{quote(os.fsencode(path.absolute()))}"
+
+
+def listens(path: Path) -> bool:
+    """Whether a daemon listens there; one that was killed leaves its socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trying:
+        try:
+            trying.connect(os.fspath(path))
+        except OSError:
+            return False
+    return True
 
 
 def _problem(path: Path) -> str | None:

@@ -31,9 +31,9 @@ def test_an_unknown_flag_prints_the_usage_of_its_own_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for command in (["serve"], ["admin", "stats"], ["bench", "planning"]):
-        with pytest.raises(SystemExit) as exit:
+        with pytest.raises(SystemExit) as ended:
             main([*command, "--prot", "50051"])
-        assert exit.value.code == 2
+        assert ended.value.code == 2
         told = capsys.readouterr().err
         assert told.startswith(f"usage: pensieve {' '.join(command)} ")
         assert "unrecognized arguments: --prot" in told

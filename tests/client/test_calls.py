@@ -68,10 +68,16 @@ def test_a_conversation_from_its_beginning_to_its_end(client: Client) -> None:
         branch.create()
 
 
-
 def test_whole_numbers_of_metadata_come_back_whole(server: ScriptedServer) -> None:
     """On the wire every number is a double."""
-    given = {"whole": 7, "deep": [{"n": -3}], "half": 0.5, "yes": True, "exact": 2**53 - 1, "huge": 1e300}
+    given = {
+        "whole": 7,
+        "deep": [{"n": -3}],
+        "half": 0.5,
+        "yes": True,
+        "exact": 2**53 - 1,
+        "huge": 1e300,
+    }
     with Client(server.address) as client:
         created = client.conversation("talk").create(metadata=given)
     assert created.metadata == given

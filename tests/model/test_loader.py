@@ -133,7 +133,6 @@ def test_modelling_code_that_answers_differently_is_caught_by_its_logits() -> No
         probe(FlatModel(model), fuse_layers=False)
 
 
-
 def test_a_weight_that_is_no_number_is_named(copied: Path) -> None:
     path = copied / "model.safetensors"
     weights = safetensors.torch.load_file(path)
@@ -163,9 +162,7 @@ def test_a_weight_of_another_shape_is_named(copied: Path) -> None:
     safetensors.torch.save_file(weights, path, {"format": "pt"})
     with pytest.raises(ModelError) as refusal:
         load(copied)
-    assert str(refusal.value).endswith(
-        f"have the wrong shape for {name}: (31, 32), not (32, 32)"
-    )
+    assert str(refusal.value).endswith(f"have the wrong shape for {name}: (31, 32), not (32, 32)")
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def authenticate(self, method: str, metadata: Iterable[tuple[str, Any]], peer: str) -> Caller:
         """Who may call this method; our error for everybody else."""
         local = _is_local(peer)
+        metadata = tuple(metadata)
         given = self._known(metadata)
         if method.startswith(HEALTH_PREFIX):
             known = given is not None or local or not self._tokens
@@ -184,10 +185,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         admin = local or (given is not None and given.admin)
         if method.startswith(ADMIN_PREFIX) and not admin:
             if given is None and self._tokens:
-                raise Unauthenticated("a token is needed")
+                raise _unauthenticated(metadata)
             raise PermissionDenied("an admin token is needed, or the socket in the data folder")
         if self._tokens and given is None and not local:
-            raise Unauthenticated("a token is needed")
+            raise _unauthenticated(metadata)
         if given is None:
             return Caller("", admin)
         return Caller(given.tenant, admin, priority_max=given.priority_max, token=given.shown)
@@ -317,6 +318,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
+
+
+def _unauthenticated(metadata: Iterable[tuple[str, Any]]) -> Unauthenticated:
+    """Of a call without a token that is known."""
+    if any(key == "authorization" for key, _ in metadata):
+        return Unauthenticated("the token is not known to this daemon")
+    return Unauthenticated("a token is needed")
 
 
 def _is_local(peer: str) -> bool:
