@@ -24,6 +24,8 @@ class Settings:
     model: str
     device: str
     dtype: str
+    context_max: int | None
+    chat_template: Path | None
     weights: str
     device_cache: TierSize
     host_cache: TierSize

@@ -56,6 +56,21 @@ SETTINGS: Table = (
         "TYPE",
     ),
     Setting(
+        "context_max",
+        whole(16, 1 << 31),
+        "",
+        "most tokens of a conversation (default: the model's own limit); a model with a sliding window is "
+        "served up to the window's length",
+        "N",
+    ),
+    Setting(
+        "chat_template",
+        file,
+        "",
+        "a Jinja file in the place of the model's chat template, or for a model without one",
+        "FILE",
+    ),
+    Setting(
         "weights",
         choice("native", "int8"),
         "native",

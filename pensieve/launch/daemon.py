@@ -126,7 +126,7 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
                 f"a turn of {turn.conversation_id} was interrupted; its history is unchanged "
                 f"(turn {turn.turn_id})"
             )
-        texts = load_texts(folder, report)
+        texts = load_texts(folder, report, settings.chat_template)
         written = {**setup.resolved.written, "model": str(folder), "data": str(settings.data)}
         program = EngineProgram(setup.engine_program, written, folder)
         daemon = Daemon(store, texts, program, setup.config, report)

@@ -43,12 +43,14 @@ def load(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     int8: bool = False,
+    context_max: int | None = None,
     rank: Rank | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
     """Load, check and probe a causal language model.
 
-    `dtype` None takes the checkpoint's own; `int8` rounds the weights inside of its layers.  With a
+    `dtype` None takes the checkpoint's own; `int8` rounds the weights inside of its layers; `context_max`
+    lowers the context that it is served with.  With a
     `rank` only this rank's part is loaded, and all ranks load at the same time; the layers are not
     replaced, since transformers' hooks in them combine the ranks' results.
     `report` receives one line per stage.
@@ -61,7 +63,7 @@ def load(
         flat = _read_model(name, config, dtype, device, rank)
         report("probing its attention")
         try:
-            shape = _probed(flat, rank is None, int8, report)
+            shape = _probed(flat, context_max, rank is None, int8, report)
             if shape is None:
                 # Nothing refers to the replaced layers by now, so one model is in memory at a time.
                 del flat
@@ -69,7 +71,7 @@ def load(
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
                 flat = _read_model(name, config, dtype, device, rank)
-                shape = probe(flat, fuse_layers=False)
+                shape = probe(flat, context_max=context_max, fuse_layers=False)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"cannot serve {name}: {error}") from error
     report(
@@ -88,11 +90,15 @@ def load(
 
 
 def _probed(
-    flat: FlatModel, fuse_layers: bool, int8: bool, report: Callable[[str], None]
+    flat: FlatModel,
+    context_max: int | None,
+    fuse_layers: bool,
+    int8: bool,
+    report: Callable[[str], None],
 ) -> ModelShape | None:
     """The model's shape; None if replacing its layers failed, after which it has to be loaded again."""
     try:
-        return probe(flat, fuse_layers=fuse_layers, int8=int8)
+        return probe(flat, context_max=context_max, fuse_layers=fuse_layers, int8=int8)
     except FusionFailed as error:
         if int8:
             raise UnsupportedModel(f"its weights cannot be int8: {error}") from error

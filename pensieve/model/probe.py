@@ -50,14 +50,26 @@ class FusionFailed(Exception):
     """The model with replaced layers fails or differs; its original weights are freed already."""
 
 
-def probe(flat: FlatModel, *, fuse_layers: bool = True, int8: bool = False) -> ModelShape:
+def probe(
+    flat: FlatModel,
+    *,
+    context_max: int | None = None,
+    fuse_layers: bool = True,
+    int8: bool = False,
+) -> ModelShape:
     """The shape of a model that can be served; afterwards it uses our attention, and its layers are fused.
 
-    With `int8` their weights are rounded, and the median over rows of logits has to be near.
+    A lower `context_max` than its own may make a model plain: no window or change of frequencies is
+    reached.  With `int8` their weights are rounded, and the median over rows of logits has to be near.
     """
     attention.register()
     module = flat.module
-    context_max = _context_max(module)
+    own_max = _context_max(module)
+    if context_max is not None and context_max > own_max:
+        raise UnsupportedModel(
+            f"it was made for {own_max} tokens; --context-max {context_max} is more"
+        )
+    context_max = context_max or own_max
     try:
         with torch.inference_mode():
             prompts = _prompts(module, context_max)
@@ -77,7 +89,7 @@ def probe(flat: FlatModel, *, fuse_layers: bool = True, int8: bool = False) -> M
                 if num_replaced or module.device.type != "cpu":
                     # The kernels take only pages of their own size; with others torch attends.
                     _compare(flat, shape, prompts, plain, tolerance, PAGE_SLOTS)
-                _check_far_neighbor(flat, shape, prompts[0])
+                _check_far_neighbor(flat, shape, prompts[0], own_max)
             except Exception as error:
                 if num_replaced:
                     raise FusionFailed(one_line(error)) from error
@@ -203,11 +215,17 @@ class _Recorder:
         """Nothing moves."""
 
 
-def _check_far_neighbor(flat: FlatModel, shape: ModelShape, prompt: list[int]) -> None:
-    """Run a prompt beside a token at position 0, then beside one past the length of the model's training."""
+def _check_far_neighbor(
+    flat: FlatModel, shape: ModelShape, prompt: list[int], own_max: int
+) -> None:
+    """Run a prompt beside a token at position 0, then beside one past the length of the model's training.
+
+    Where the operator has lowered the context, no token lies beyond it, and the last position is enough.
+    """
     embeddings = [each for each in flat.module.modules() if isinstance(each, torch.nn.Embedding)]
     # A second table is one of positions: it has no rotary frequencies, and nothing past its end.
-    far = shape.context_max - 1 if len(embeddings) > 1 else 4 * shape.context_max
+    is_last = len(embeddings) > 1 or shape.context_max < own_max
+    far = shape.context_max - 1 if is_last else 4 * shape.context_max
     recorders = []
     device = flat.module.device
     for neighbor in (0, far):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import select
@@ -235,6 +236,32 @@ def test_unusable_models_are_named_in_one_line(
     weights.write_bytes((model / "model.safetensors").read_bytes())
     (broken / "tokenizer.json").write_text("{")
     assert "holds no usable tokenizer" in error_of(broken)
+
+
+def test_a_model_without_a_chat_template_is_given_one(
+    chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    bare, config = tmp_path / "bare", "tokenizer_config.json"
+    bare.mkdir()
+    for file in model.iterdir():
+        (bare / file.name).write_bytes(file.read_bytes())
+    given = json.loads((bare / config).read_text())
+    template = tmp_path / "template.jinja"
+    template.write_text(given.pop("chat_template").replace("You are", "You were"))
+    (bare / config).write_text(json.dumps(given))
+    assert chat("-q", "Hello.", folder=bare) == 4
+    assert "has no chat template (chat_template.jinja); --chat-template" in capsys.readouterr().err
+    assert chat("-q", "Hello.", "--chat-template", str(tmp_path / "nowhere"), folder=bare) == 4
+    assert "has no nowhere" in capsys.readouterr().err
+    for folder in (bare, model):  # it also stands for one that is there
+        name = f"of-{folder.name}"
+        talk = ("--conversation", name, "-q", "Hello there.", "--chat-template", str(template))
+        assert chat(*talk, folder=folder) == 0
+    with ConversationStore.open(tmp_path / "data", "a test") as store:
+        logs = [list(store.log(f"of-{folder.name}")) for folder in (bare, model)]
+        assert logs[0] == logs[1]
+        prints = [store.get_conversation(f"of-{each.name}").fingerprint for each in (bare, model)]
+        assert prints[0] == prints[1]
 
 
 def test_a_history_of_a_newer_version_is_refused(

@@ -94,6 +94,28 @@ def test_a_window_longer_than_the_context_is_full_attention(tmp_path: Path) -> N
     assert load(save_tiny(config, tmp_path)).shape.context_max == 256
 
 
+@pytest.mark.parametrize(
+    ("family", "longest"),
+    [("mistral-window", 200), ("qwen2-half-sliding", 64), ("llama4-chunks", 32), ("longrope", 64)],
+)
+def test_what_is_plain_up_to_some_length_is_served_up_to_it(
+    family: str, longest: int, tmp_path: Path
+) -> None:
+    config, reason = REFUSED[family]
+    folder = save_tiny(config(), tmp_path)
+    assert load(folder, context_max=longest).shape.context_max == longest
+    with pytest.raises(UnsupportedModel) as refusal:
+        load(folder, context_max=longest + 1)
+    assert reason.partition(",")[0] in str(refusal.value)
+    if "sees at most" in reason:
+        assert f"--context-max {longest} serves it" in str(refusal.value)
+
+
+def test_a_context_beyond_the_models_own_is_refused(folder_of: FolderOf) -> None:
+    with pytest.raises(UnsupportedModel, match="made for 256 tokens; --context-max 257 is more"):
+        load(folder_of("llama-gqa"), context_max=257)
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_model_that_would_not_be_exact_is_refused(family: str, tmp_path: Path) -> None:
     config, reason = REFUSED[family]
