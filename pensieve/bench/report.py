@@ -27,7 +27,7 @@ class Report:
         from rich import box
         from rich.table import Table
 
-        table = Table(title=title, box=box.SIMPLE, pad_edge=False)
+        table = Table(title=title, box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
         for index, name in enumerate(columns):
             table.add_column(name, justify="right" if index else "left")
         for row in rows:

@@ -111,7 +111,7 @@ class Chat:
                 except PensieveError as error:
                     if isinstance(error, Unavailable) and self._ended():
                         raise
-                    print(f"! {error}")
+                    print(f"! {error}", file=sys.stdout if prompt else sys.stderr)
         finally:
             self._write_history(history)
 

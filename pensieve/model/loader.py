@@ -8,7 +8,9 @@ refuses it, with the reason, if it cannot be served exactly.  Each error is one 
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -173,20 +175,22 @@ def _on(device: torch.device, module: Any, name: str) -> Any:
 def _read_weights(
     name: str, config: Any, dtype: torch.dtype | None, parts: Mapping[str, Any] | None = None
 ) -> Any:
-    try:
-        module, loading = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype="auto" if dtype is None else dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # they are in the info, and named below
-            output_loading_info=True,
-            attn_implementation="eager",  # whatever its config names; the probe sets ours
-            **(parts or {}),
-        )
-    except Exception as error:
-        raise ModelError(f"cannot load the weights of {name}: {one_line(error)}") from error
+    with _logged_by_transformers() as logged:
+        try:
+            module, loading = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype="auto" if dtype is None else dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # they are in the info, and named below
+                output_loading_info=True,
+                attn_implementation="eager",  # whatever its config names; the probe sets ours
+                **(parts or {}),
+            )
+        except Exception as error:
+            reason = _reported("\n".join(logged)) or one_line(error)
+            raise ModelError(f"cannot load the weights of {name}: {reason}") from error
     for kind, problem in (
         ("missing_keys", "lack"),
         ("mismatched_keys", "have the wrong shape for"),
@@ -196,6 +200,13 @@ def _read_weights(
             others = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             raise ModelError(f"the weights of {name} {problem} {keys[0]}{others}")
     return module.eval().requires_grad_(False)
+
+
+def _reported(log: str) -> str:
+    """The first weight that could not be put together, and why; an error that refers to it says neither."""
+    weight = re.search(r"^(\S+) *\| CONVERSION", log, re.MULTILINE)
+    why = re.search(r"^\w+Error: (.+)", log, re.MULTILINE)
+    return f"{weight[1]}: {why[1]}" if weight and why else ""
 
 
 def _named(key: Any) -> str:
@@ -214,6 +225,24 @@ def _eos_token_ids(module: Any) -> frozenset[int]:
         if named is not None:
             ids.update([named] if isinstance(named, int) else named)
     return frozenset(each for each in ids if each >= 0)  # some configs say -1 for none
+
+
+@contextmanager
+def _logged_by_transformers() -> Iterator[list[str]]:
+    """Its warnings as a list, and nowhere else."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    before = transformers_logging.get_verbosity()
+    transformers_logging.disable_default_handler()
+    transformers_logging.add_handler(handler)
+    transformers_logging.set_verbosity(transformers_logging.WARNING)
+    try:
+        yield lines
+    finally:
+        transformers_logging.set_verbosity(before)
+        transformers_logging.remove_handler(handler)
+        transformers_logging.enable_default_handler()
 
 
 @contextmanager

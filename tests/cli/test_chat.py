@@ -73,7 +73,7 @@ def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path):
     assert "conversation b" in process.stdout
     assert "the last turn is taken back" in process.stdout
     assert "output tokens" in process.stdout
-    assert "! /nonsense: is no command; /help lists them" in process.stdout
+    assert "! /nonsense: is no command; /help lists them" in process.stderr
     listed = [
         line for line in process.stdout.splitlines() if "messages" in line and "tokens" in line
     ]

@@ -84,6 +84,7 @@ def test_a_table_is_not_cut_where_lines_are_short(
         lines = told.splitlines()
         assert any(all(name in line for name in columns) for line in lines)
         assert any(all(cell in line for cell in row) for line in lines)
+        assert max(map(len, lines)) <= 80
 
 
 def test_grpc_writes_no_line_of_its_own_before_ours(tmp_path: Path) -> None:

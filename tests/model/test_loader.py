@@ -176,6 +176,24 @@ def test_a_type_that_is_too_narrow_for_a_model_is_named(copied: Path) -> None:
         load(copied, dtype=torch.float16)
 
 
+def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
+    """Experts are stacked when they are loaded, and what went wrong is only in transformers' log."""
+    folder = save_tiny(SERVED["mixtral"](), tmp_path)
+    path = folder / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    name = next(each for each in weights if "layers.1" in each and "experts.1.w1" in each)
+    weights[name] = weights[name][:-1].contiguous()
+    safetensors.torch.save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ModelError) as refusal:
+        load(folder)
+    message = str(refusal.value)
+    assert (
+        "model.layers.1.mlp.experts.gate_up_proj: stack expects each tensor to be equal" in message
+    )
+    assert "report" not in message
+    assert "\n" not in message
+
+
 def test_a_weight_of_another_shape_is_named(copied: Path) -> None:
     path = copied / "model.safetensors"
     weights = safetensors.torch.load_file(path)
