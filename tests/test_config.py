@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from pensieve.cli.main import main
-from pensieve.config import REACHING, SERVING, SETTINGS, TABLES, TALKING, TierSize, resolve
+from pensieve.config import (
+    REACHING,
+    SERVING,
+    SETTINGS,
+    TABLES,
+    TALKING,
+    Setting,
+    TierSize,
+    print_settings,
+    resolve,
+)
 from pensieve.errors import ConfigError
 
 SERVE = (SERVING, SETTINGS)
@@ -86,15 +97,46 @@ def test_print_config_says_where_values_come_from_and_keeps_secrets(
     monkeypatch.setenv("PENSIEVE_TOKEN", "hush")
     assert main(["chat", "--config", str(file), "--seed", "5", "--print-config"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "token = (set)  # PENSIEVE_TOKEN" in lines
+    assert "# token is set and not shown  # PENSIEVE_TOKEN" in lines
     assert "seed = 5  # flag" in lines
-    assert f"daemon = unix:/run/p.sock  # {file}" in lines
+    assert f'daemon = "unix:/run/p.sock"  # {file}' in lines
+    assert "# temperature is not set  # default" not in lines
+    assert "# top_p is not set  # default" in lines
     assert main(["serve", "--config", str(file), "--insecure", "--print-config"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "insecure = True  # flag" in lines
+    assert "insecure = true  # flag" in lines
     assert f"grace = 0.5  # {file}" in lines
     assert main(["admin", "stats", "--config", str(file), "--print-config"]) == 0
-    assert "token = (set)  # PENSIEVE_TOKEN" in capsys.readouterr().out.splitlines()
+    assert "# token is set and not shown  # PENSIEVE_TOKEN" in capsys.readouterr().out.splitlines()
+
+
+ODD_TEXTS = (
+    *("", "auto", "true", "no", "0", "7", "64", "0.1", "1e3", "1", "95", "cpu", "cuda:1", "int8"),
+    *("6GiB", "6.7GB", "333t", "0.1%", "float32", "value", "native", "echo", "json"),
+    *("~/there", 'a "b" \\c\td\x7f', "Grüße\n日本 \U0001f600", str(2**64 - 1), "127.0.0.1:7"),
+)
+
+
+@pytest.mark.parametrize("setting", [each for table in TABLES for each in table if not each.secret])
+def test_what_print_config_prints_loads_as_the_same_settings(
+    setting: Setting, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each setting, with every text that it takes of a list."""
+    num_taken, path = 0, tmp_path / "printed.toml"
+    for text in ODD_TEXTS:
+        try:
+            given = resolve({setting.name: text}, {}, None, TABLES)
+        except ConfigError:
+            continue
+        num_taken += 1
+        print_settings(given)
+        printed = capsys.readouterr().out
+        tomllib.loads(printed)
+        path.write_text(printed, encoding="utf-8")
+        again = resolve({}, {}, path, TABLES)
+        assert again.values == given.values, text
+        assert again.written == given.written | again.written, text
+    assert num_taken >= 2
 
 
 def test_no_two_settings_share_a_name_or_a_flag_of_one_command() -> None:

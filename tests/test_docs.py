@@ -65,8 +65,8 @@ def test_every_command_has_a_heading_and_an_example():
 @pytest.mark.parametrize(("page", "line"), EXAMPLES, ids=lambda value: value)
 def test_the_parser_takes_every_command_line_of_the_docs(page: str, line: str) -> None:
     words = shlex.split(line, comments=True)
-    if ">>" in words:
-        words = words[: words.index(">>")]
+    redirections = [index for index, word in enumerate(words) if word in (">>", "<")]
+    words = words[: min(redirections, default=len(words))]
     if words[1:]:  # `scripts/run` alone is `pensieve chat`
         parser().parse_args(words[1:])
 

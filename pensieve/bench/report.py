@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 class Report:
@@ -20,19 +24,29 @@ class Report:
         """The first column is a name, the others are numbers; nothing where a script reads."""
         if self._as_json:
             return
-        from rich.console import Console
+        from rich import box
         from rich.table import Table
 
-        table = Table(title=title)
+        table = Table(title=title, box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
         for index, name in enumerate(columns):
             table.add_column(name, justify="right" if index else "left")
         for row in rows:
             table.add_row(*row)
-        Console().print(table)
+        print_whole(table)
 
     def finish(self, figures: Mapping[str, object]) -> None:
         if self._as_json:
             print(json.dumps(figures))
+
+
+def print_whole(what: RenderableType) -> None:
+    """Print a table with every word of it; where a line is too short, the terminal breaks it."""
+    from rich.console import Console
+
+    console = Console()
+    unbounded = console.options.update(width=1_000_000)
+    console.width = max(console.width, console.measure(what, options=unbounded).maximum)
+    console.print(what)
 
 
 def progress(text: str) -> None:

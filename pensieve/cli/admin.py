@@ -1,4 +1,4 @@
-"""`pensieve admin` shows what a running daemon holds and why; also `pensieve token`.
+"""`pensieve admin` shows what a running daemon holds and why.
 
 It talks to the socket in the data folder, which only its owner may open, or to --address with an admin
 token.  It never opens the history itself.
@@ -14,43 +14,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pensieve.cli.admin_stats import MIB, seconds_text, stats_table
-from pensieve.cli.flags import add_settings, with_settings
+from pensieve.cli.flags import add_settings, tls_to, with_settings
 from pensieve.config import DATA, REACHING, Resolved
-from pensieve.config.parsing import number, parse_tier_size, whole
-from pensieve.core.turn import PRIORITY_MAX, PRIORITY_MIN
-from pensieve.errors import ConfigError, NotFound
+from pensieve.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from pensieve.client.admin import Admin
-
-
-def _bytes(text: str) -> int:
-    size = parse_tier_size(text)
-    if size.unit != "bytes" or size.amount < 1:
-        raise ValueError
-    return int(size.amount)
-
-
-LIMIT_FLAGS: dict[str, tuple[Callable[[str], float], str, str]] = {
-    "--turns-max": (whole(1, 1 << 31), "N", "most turns that the tenant may run at once"),
-    "--tokens-per-second": (number(0.001, 1e12), "X", "most new and output tokens, on average"),
-    "--requests-per-second": (number(0.001, 1e12), "X", "most requests of any kind, on average"),
-    "--calls-max": (whole(1, 1 << 31), "N", "most calls at once, streams included"),
-    "--storage-bytes": (_bytes, "SIZE", "most that its conversations may take (10GiB)"),
-    "--unread-bytes": (_bytes, "SIZE", "most of answers that its clients do not take (64MiB)"),
-    "--weight": (
-        number(0.001, 1e6),
-        "X",
-        "its share where turns wait, beside others' (default: 1)",
-    ),
-    "--priority-max": (
-        whole(PRIORITY_MIN, PRIORITY_MAX),
-        "N",
-        "highest priority of this token's turns; a higher one is lowered to it",
-    ),
-}
 
 
 def add_parser(commands: Any) -> None:
@@ -110,25 +81,6 @@ def add_parser(commands: Any) -> None:
     command("tenants", tenants, "what each tenant has taken, and its limits")
     command("drain", drain, "take no new turn, finish what runs, and exit")
 
-    tokens = commands.add_parser(
-        "token",
-        help="make a token for a client",
-        description="Print a new token, once, and the entry for the file of --token-file.",
-    )
-    tokens.add_argument(
-        "--tenant",
-        default="",
-        metavar="NAME",
-        help="the tenant whose conversations the client may use",
-    )
-    tokens.add_argument(
-        "--name", default="", metavar="NAME", help="what the audit log calls the token"
-    )
-    tokens.add_argument("--admin", action="store_true", help="let the client use `pensieve admin`")
-    for flag, (parse, metavar, text) in LIMIT_FLAGS.items():
-        tokens.add_argument(flag, type=parse, metavar=metavar, help=text)
-    tokens.set_defaults(run=new_token)
-
 
 def _run(
     act: Callable[[Admin, argparse.Namespace], int],
@@ -153,7 +105,7 @@ def _run(
                 "name another"
             )
         address = socket_address(path)
-    token, tls = resolved.values["token"], resolved.values["tls_ca"] or False
+    token, tls = resolved.values["token"], tls_to(address, resolved)
     with Admin(address, token=token, tls=tls, timeout=30.0, retry=Retry(retries=0)) as admin:
         return act(admin, arguments)
 
@@ -313,25 +265,10 @@ def drain(admin: Admin, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def new_token(arguments: argparse.Namespace) -> int:
-    from pensieve.service.grpc.auth import new_token as draw_token
-    from pensieve.store.records import ID_PATTERN
-
-    for flag, word in (("--tenant", arguments.tenant), ("--name", arguments.name)):
-        if word and not ID_PATTERN.fullmatch(word):
-            raise NotFound(f"{flag} must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
-    names = [flag.removeprefix("--").replace("-", "_") for flag in LIMIT_FLAGS]
-    limits = {name: getattr(arguments, name) for name in names}
-    token, entry = draw_token(arguments.tenant, arguments.admin, arguments.name, **limits)
-    print(f"# for the client (shown once): {token}")
-    print(entry, end="")
-    return 0
-
-
 def _print(what: RenderableType) -> None:
-    from rich.console import Console
+    from pensieve.bench.report import print_whole
 
-    Console().print(what)
+    print_whole(what)
 
 
 def _word(enum: Any, number: int) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pensieve.bench import plots
 from pensieve.bench.report import Report
 from pensieve.bench.workload import SHAPES, Shape
 from pensieve.core.policies.registry import POLICIES
@@ -55,6 +58,23 @@ def add_parser(commands: Any) -> None:
         add(kinds)
     for each in kinds.choices.values():
         each.add_argument("--json", action="store_true", help="print figures as JSON")
+        each.set_defaults(run=partial(_run, each.get_default("run")))
+
+
+def _run(act: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    if getattr(arguments, "plot", None) is not None:
+        plots.matplotlib()  # before minutes are spent
+    return act(arguments)
+
+
+def _model(parser: argparse.ArgumentParser, size: str) -> None:
+    text = f"a folder or a hub id (default: random weights of {size})"
+    parser.add_argument("model", nargs="?", default="", help=text)
+
+
+def _plot(parser: argparse.ArgumentParser, what: str) -> None:
+    text = f"draw {what} (needs the extra `bench`)"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
 
 
 def _planning(kinds: Any) -> None:
@@ -183,12 +203,7 @@ def _chat(kinds: Any) -> None:
         description=CHAT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default="",
-        help="a folder or a hub id (default: random weights of 0.37 B)",
-    )
+    _model(parser, "0.37 B")
     parser.add_argument(
         "--address",
         default="",
@@ -244,9 +259,7 @@ def _chat(kinds: Any) -> None:
         metavar="TYPE",
         help="weights of the daemon that is started; see `pensieve serve`",
     )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the times (needs the extra `bench`)"
-    )
+    _plot(parser, "the times")
     parser.set_defaults(run=chat)
 
 
@@ -293,12 +306,7 @@ def _swap(kinds: Any) -> None:
         help="pages per second between the tiers, and the first token of a turn whose history is there",
         description=SWAP,
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default="",
-        help="a folder or a hub id (default: random weights of 0.37 B)",
-    )
+    _model(parser, "0.37 B")
     parser.add_argument(
         "--history", type=int, default=2000, metavar="N", help="tokens (default: 2000)"
     )
@@ -308,9 +316,7 @@ def _swap(kinds: Any) -> None:
     parser.add_argument(
         "--repeats", type=int, default=9, metavar="N", help="times for each median (default: 9)"
     )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the times (needs the extra `bench`)"
-    )
+    _plot(parser, "the times")
     parser.set_defaults(run=swap)
 
 
@@ -356,9 +362,7 @@ def _attention(kinds: Any) -> None:
     parser.add_argument(
         "--repeats", type=int, default=9, metavar="N", help="times for each median (default: 9)"
     )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the ratios (needs the extra `bench`)"
-    )
+    _plot(parser, "the ratios")
     parser.set_defaults(run=attention)
 
 
@@ -382,12 +386,7 @@ def _step(kinds: Any) -> None:
         "piece of a prompt, and divides by the time that reading the weights takes at the bandwidth "
         "measured in between. Before that several turns must get the same tokens in a batch as alone.",
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default="",
-        help="a folder or a hub id (default: random weights of the shape --shape)",
-    )
+    _model(parser, "the shape --shape")
     parser.add_argument(
         "--shape",
         default="0.37B",
@@ -416,9 +415,7 @@ def _step(kinds: Any) -> None:
     parser.add_argument(
         "--weights", choices=("native", "int8"), default="native", help="(default: native)"
     )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the ratios (needs the extra `bench`)"
-    )
+    _plot(parser, "the ratios")
     parser.set_defaults(run=step)
 
 

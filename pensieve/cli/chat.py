@@ -1,7 +1,8 @@
 """`pensieve chat` connects a terminal to a daemon, its own or one that runs elsewhere.
 
-Without an address it runs the same daemon as `pensieve serve` in this process, on a private socket in
-the data folder (launch/embedded_daemon.py).  Ctrl-C while the model loads ends the program.
+It talks to the daemon at --address, else to the `pensieve serve` that has the same data folder.  Without
+either it runs the same daemon in this process, on a private socket in the data folder
+(launch/embedded_daemon.py).  Ctrl-C while the model loads ends the program.
 """
 
 from __future__ import annotations
@@ -11,11 +12,20 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pensieve.config import Resolved
-from pensieve.errors import ServerFault, Unavailable
+from pensieve.cli.flags import tls_to
+from pensieve.config import SETTINGS, Resolved
+from pensieve.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    ServerFault,
+    Unavailable,
+)
 
 if TYPE_CHECKING:
     from pensieve.cli.chat_terminal import Chat
@@ -30,25 +40,84 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--conversation", metavar="ID", help="continue this conversation, or begin it"
     )
     parser.add_argument(
-        "-q", "--message", metavar="TEXT", help="send this, print the reply and exit"
+        "-q",
+        "--message",
+        action="append",
+        metavar="TEXT",
+        help="send this, print the reply and exit; several are sent one after the other; -: what standard "
+        "input holds",
     )
 
 
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
-    quiet, started = arguments.message is not None, time.monotonic()
+    messages, started = _messages(arguments.message or ()), time.monotonic()
+    quiet = bool(messages)
     with contextlib.ExitStack() as stack:
-        if resolved.values["daemon"] is None:
+        address = resolved.values["daemon"] or _daemon_of(resolved.settings.data)
+        if address is None:
             chat, name = _with_daemon_here(stack, resolved, quiet)
         else:
-            chat, name = _with_daemon_at(stack, resolved, resolved.values["daemon"])
+            _check_whose(resolved, address)
+            chat, name = _with_daemon_at(stack, resolved, address)
         if arguments.conversation is not None:
+            if resolved.sources["system"] == "flag":
+                chat.check_system(arguments.conversation)
             chat.open(arguments.conversation)
+        for message in messages:
+            chat.say(message)
         if quiet:
-            chat.say(arguments.message)
             return 0
-        print(f"ready: {name} ({time.monotonic() - started:.1f} s). /help for help.")
+        print(
+            f"ready: {name} ({time.monotonic() - started:.1f} s). /help for help.",
+            file=sys.stdout if sys.stdin.isatty() else sys.stderr,
+            flush=True,
+        )
         chat.loop(resolved.settings.data / "chat_history")
     return 0
+
+
+def _messages(given: Sequence[str]) -> list[str]:
+    """The messages of -q, with standard input in the place of -."""
+    if given.count("-") > 1:
+        raise InvalidArgument("--message", "standard input can be one message only")
+    return [_standard_input() if each == "-" else each for each in given]
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError:
+        raise InvalidArgument("--message", "what is on standard input is not UTF-8") from None
+
+
+def _daemon_of(data: Path) -> str | None:
+    """The socket of the `pensieve serve` that has the data folder now, if there is one."""
+    from pensieve.service.admin_socket import is_listened_to, socket_address, socket_path
+    from pensieve.store.folder import holder_of
+
+    holder = holder_of(data)
+    if not holder.startswith("pensieve serve"):
+        return None
+    try:
+        path = socket_path(data)
+    except ConfigError:
+        return None
+    if not is_listened_to(path):
+        return None
+    print(f"talking through {holder}, which has {data}", file=sys.stderr, flush=True)
+    return socket_address(path)
+
+
+def _check_whose(resolved: Resolved, address: str) -> None:
+    """Settings of a daemon that is not started here; those that all commands share do not count."""
+    given = [
+        "MODEL" if setting.name == "model" else setting.flag
+        for setting in SETTINGS
+        if setting.name != "data" and resolved.sources[setting.name] == "flag"
+    ]
+    if given:
+        what = "its own model and settings; leave out what is for another"
+        raise InvalidArgument(", ".join(given), f"the daemon at {address} has {what}")
 
 
 def _with_daemon_here(
@@ -76,22 +145,39 @@ def _with_daemon_at(
     from pensieve.client.admin import Admin
     from pensieve.service.admin_socket import socket_address, socket_path
 
-    token, tls = resolved.values["token"], resolved.values["tls_ca"] or False
-    options: dict[str, Any] = {"token": token, "tls": tls}
-    client = stack.enter_context(Client(address, retry=Retry(retries=12), **options))
-    if not client.healthy():
-        raise Unavailable(f"no daemon serves at {address}; `pensieve serve` starts one")
-    resolved.settings.data.mkdir(parents=True, exist_ok=True)
+    data, token = resolved.settings.data, resolved.values["token"]
+    tls = tls_to(address, resolved)
+    with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as first:
+        _check_reached(first)
+    client = stack.enter_context(Client(address, token=token, tls=tls, retry=Retry(retries=12)))
+    data.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def admin() -> Admin:
-        path = socket_path(resolved.settings.data)
-        local = socket_address(path) if path.exists() else address
-        return Admin(local, retry=Retry(retries=0), **options)
+        path = socket_path(data)
+        near = socket_address(path) if path.exists() else address
+        return Admin(near, token=token, tls=tls_to(near, resolved), retry=Retry(retries=0))
 
     name = address
     with contextlib.suppress(ServerFault):  # a daemon of an earlier version cannot say
         name = f"{client.server_info().model} at {address}"
     return _chat(resolved, client, admin, lambda: False), name
+
+
+def _check_reached(client: Client) -> None:
+    """Whatever is wrong with address, TLS or token is said before a person has written anything."""
+    try:
+        client.conversation().get()
+    except NotFound:
+        pass
+    except (Unavailable, DeadlineExceeded) as error:
+        hint = (
+            "; `pensieve serve` starts a daemon" if "nothing is_listened_to" in str(error) else ""
+        )
+        raise Unavailable(f"no daemon can be reached at {client.address}: {error}{hint}") from error
+    if not client.healthy():
+        raise Unavailable(
+            f"the daemon at {client.address} takes no turns now: it loads its model, or stops"
+        )
 
 
 def _chat(

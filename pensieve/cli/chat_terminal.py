@@ -73,17 +73,33 @@ class Chat:
         """Go on with a conversation; one that is new is created with its first message."""
         self.conversation_id = conversation_id
 
+    def check_system(self, conversation_id: str) -> None:
+        """Refuse a system prompt for a conversation that has begun without it."""
+        conversation = self._client.conversation(conversation_id)
+        try:
+            first = next(conversation.messages(), None)
+        except NotFound:
+            return
+        present = first.text if first is not None and first.role == "system" else ""
+        if self._manner.system != present:
+            what = "a system prompt of its own" if present else "no system prompt"
+            raise InvalidArgument(
+                "--system", f"the conversation {conversation_id} is there already, with {what}"
+            )
+
     def loop(self, history: Path) -> None:
         self._read_history(history)
+        prompt = "> " if sys.stdin.isatty() else ""  # replies alone, where a program reads them
         try:
             while True:
                 try:
-                    line = input("> ").strip()
+                    line = input(prompt).strip()
                 except KeyboardInterrupt:
                     print()
                     continue
                 except EOFError:
-                    print()
+                    if prompt:
+                        print()
                     return
                 if line == "/bye":
                     return
@@ -95,7 +111,7 @@ class Chat:
                 except PensieveError as error:
                     if isinstance(error, Unavailable) and self._ended():
                         raise
-                    print(f"! {error}")
+                    print(f"! {error}", file=sys.stdout if prompt else sys.stderr)
         finally:
             self._write_history(history)
 

@@ -6,8 +6,12 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pensieve.config import GROUPS, Resolved, Table, print_settings, resolve
+
+if TYPE_CHECKING:
+    from pensieve.client.channel import Tls
 
 
 def add_settings(command: argparse.ArgumentParser, *tables: Table) -> None:
@@ -35,6 +39,13 @@ def add_settings(command: argparse.ArgumentParser, *tables: Table) -> None:
         "--print-config", action="store_true", help="print each setting and where it comes from"
     )
     command.set_defaults(tables=tables)
+
+
+def tls_to(address: str, resolved: Resolved) -> Tls:
+    """How the daemon at this address is reached; a UNIX socket has no TLS, whatever the network has."""
+    if address.removeprefix("grpc://").startswith("unix:"):
+        return False
+    return resolved.values["tls_ca"] or bool(resolved.values["tls"])
 
 
 def with_settings(

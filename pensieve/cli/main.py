@@ -6,9 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from pensieve import __version__
-from pensieve.cli import admin, backup, bench, chat, doctor, serve, simulate
+from pensieve.cli import admin, backup, bench, chat, doctor, serve, simulate, token
 from pensieve.cli.flags import add_settings, with_settings
 from pensieve.config import REACHING, SERVING, SETTINGS, TALKING
 from pensieve.errors import PensieveError
@@ -16,8 +17,18 @@ from pensieve.extras import package_of
 from pensieve.launch.cpu_threads import prepare_threads
 
 
+class Command(argparse.ArgumentParser):
+    """A parser whose own usage is printed with its errors, and not that of the command above it."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Command(
         prog="pensieve",
         description="Stateful serving of chat with large language models.",
         epilog="`pensieve COMMAND --help` says more. Exit codes: 0, 2 usage, 3 configuration or "
@@ -28,8 +39,9 @@ def parser() -> argparse.ArgumentParser:
     talk = commands.add_parser(
         "chat",
         help="talk to a model in this terminal",
-        description="Talk to a model: through the daemon at --address, else through one that is started "
-        "for this chat. Conversations stay in the data folder; one process at a time may use it.",
+        description="Talk to a model: through the daemon at --address, else through a `pensieve serve` "
+        "that has the data folder, else through one that is started for this chat. Conversations stay in "
+        "the data folder. Where lines are piped in, replies are all that is on standard output.",
     )
     chat.add_arguments(talk)
     add_settings(talk, REACHING, TALKING, SETTINGS)
@@ -43,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add_settings(daemon, SERVING, SETTINGS)
     daemon.set_defaults(run=with_settings(serve.run))
     admin.add_parser(commands)
+    token.add_parser(commands)
     backup.add_parser(commands)
     doctor.add_parser(commands)
     bench.add_parser(commands)
@@ -54,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     # Threads come from this side; the library's own would warn of every child process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # What fails is one line of ours; gRPC would write others before it, with times and source files.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     prepare_threads()
     try:
         code: int = arguments.run(arguments)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve.cli import simulate_journal, simulate_options, simulate_plan
 from pensieve.cli.simulate_options import AUTO, policies_of
-from pensieve.errors import InvalidArgument
+from pensieve.errors import ConfigError, InvalidArgument
 from pensieve.sim.cost import CHUNK_TOKENS, HARDWARE, INSTANT, MODELS
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:
         problems = Problems()
         name = f"{number} of {len(found)}, {point.policy}"
         rows.append(_simulated(setting, point, problems, name, arguments.record))
+        _check_read(arguments, problems)
         print(f"{name}: {rows[-1]['turns']:,} turns", file=sys.stderr, flush=True)
     report.compared(rows)
     _report(problems)
@@ -134,6 +135,7 @@ def _plan(arguments: argparse.Namespace, found: list[Point]) -> int:
     cost = _cost(arguments)
     traced = arguments.workload is None
     arrivals = list(_source(arguments).arrivals(1.0, problems)) if traced else []
+    _check_read(arguments, problems)
     _report(problems)
     return simulate_plan.run(arguments, cost, point.policy, point.device_tokens, most, arrivals)
 
@@ -177,6 +179,17 @@ def _points(arguments: argparse.Namespace) -> list[Point]:
     hosts = [room.host_tokens if each == AUTO else each for each in arguments.host_tokens]
     room.check(devices, arguments.model, f"{arguments.devices} x {arguments.hardware}")
     return points(policies_of(arguments), arguments.rate, devices, hosts)
+
+
+def _check_read(arguments: argparse.Namespace, problems: Problems) -> None:
+    """A trace of which nothing can be read is no trace."""
+    if arguments.workload is not None or problems.num_read:
+        return
+    names = ", ".join(map(str, arguments.traces))
+    if not problems.lines:
+        raise ConfigError(f"{names} is empty: not a trace")
+    line, text = problems.lines[0]
+    raise ConfigError(f"nothing in {names} can be read: {problems.location(line)} ({text})")
 
 
 def _report(problems: Problems) -> None:

@@ -11,6 +11,7 @@ reset stream) carries no reason.  It becomes UNAVAILABLE: the same request may s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -113,7 +114,35 @@ def _of_code(
         return errors.InvalidArgument("request", f"is too large: {text}")
     if "RST_STREAM" in text and code is grpc.StatusCode.INTERNAL:
         return errors.Unavailable(text)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        text = _why_unreachable(text)
     return BY_CODE.get(code, errors.ServerFault)(text)
+
+
+def _why_unreachable(text: str) -> str:
+    """What gRPC's words about a connection mean; they stay where nothing is known about them."""
+    found = re.search(r"(?:ipv4|ipv6|unix):(\S+): ", text)
+    if found is None:
+        return text
+    peer = found[1]
+    if "Connection refused" in text or "No such file or directory" in text:
+        return f"nothing listens at {peer}"
+    if "WRONG_VERSION_NUMBER" in text:
+        return f"the daemon at {peer} does not speak TLS: connect without it"
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        why = text.partition("CERTIFICATE_VERIFY_FAILED")[2].strip(": ").partition(":")[0]
+        return (
+            f"{peer} speaks TLS, and its certificate is not trusted ({why}); "
+            "name the authority that signed it"
+        )
+    if "Hostname Verification Check failed" in text:
+        return f"{peer} speaks TLS, and its certificate is for another host name"
+    if "failed to connect" in text and re.search("Socket closed|Connection reset", text):
+        return (
+            f"{peer} closed the connection at once, as a daemon with TLS does to a client without it "
+            "or without the certificate it wants, and one that has all the connections it takes"
+        )
+    return text
 
 
 def _invalid(text: str, bad: status_pb2.BadRequest | None) -> errors.InvalidArgument:

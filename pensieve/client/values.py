@@ -31,6 +31,7 @@ KINDS: dict[int, str] = {
     pb.PART_KIND_THINKING: "thinking",
     pb.PART_KIND_TOOL_CALL: "tool_call",
 }
+WHOLE_MAX = 2.0**53  # a whole number from here on may have lost digits
 RECOMPUTE_REASONS: dict[int, str] = {
     pb.RECOMPUTE_REASON_UNSPECIFIED: "",
     pb.RECOMPUTE_REASON_DROPPED: "dropped",
@@ -174,9 +175,16 @@ class ServerInfo:
 
 
 def plain(struct: Any) -> dict[str, Any]:
-    """A JSON object of the wire as a dict."""
-    value: dict[str, Any] = json.loads(json_format.MessageToJson(struct))
+    """A JSON object of the wire as a dict; 7 comes back as 7 and not as 7.0, and so does 7.0."""
+    text = json_format.MessageToJson(struct)
+    value: dict[str, Any] = json.loads(text, parse_float=_number)
     return value
+
+
+def _number(text: str) -> float | int:
+    """Numbers of the wire are doubles; one that was whole when it was sent is whole again."""
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < WHOLE_MAX else number
 
 
 def state_of(given: pb.Conversation) -> ConversationState:

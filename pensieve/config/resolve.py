@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import json
+import re
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -22,6 +24,8 @@ class Settings:
     model: str
     device: str
     dtype: str
+    context_max: int | None
+    chat_template: Path | None
     weights: str
     device_cache: TierSize
     host_cache: TierSize
@@ -75,6 +79,7 @@ class Resolved:
     values: dict[str, Any]  # by name; None where there is none
     sources: dict[str, str]  # by name: "flag", "PENSIEVE_…", the file, or "default"
     written: dict[str, str]  # settings as they were written; what is not given is missing
+    texts: dict[str, str]  # of every table, as they were written; "" where nothing was
 
     @property
     def settings(self) -> Settings:
@@ -95,6 +100,7 @@ def resolve(
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     written: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for setting in (each for table in tables for each in table):
         if (text := flags.get(setting.name)) is not None:
             source = "flag"
@@ -103,27 +109,46 @@ def resolve(
         elif setting.name in in_file:
             text, source = in_file[setting.name], str(file)
         else:
+            text = ""
+        if not text:  # also one that is given and empty, such as a variable in a container
             text, source = setting.default, "default"
         named = setting.flag if source in ("flag", "default") else f"{setting.name} ({source})"
         try:
             values[setting.name] = setting.parse(text) if text else None
         except ValueError as error:
             raise ConfigError(f"{named} {error}, not {text!r}") from None
-        sources[setting.name] = source
+        sources[setting.name], texts[setting.name] = source, text
         if text and setting in SETTINGS:
             written[setting.name] = text
     for name, default in (("model", ""), ("data", default_data_folder(environ))):
         if name in values:
             values[name] = values[name] or default
-    return Resolved(tables, values, sources, written)
+    return Resolved(tables, values, sources, written, texts)
 
 
 def print_settings(resolved: Resolved) -> None:
-    """Print each setting, its value and where it comes from; of a secret, only whether it is set."""
+    """Print each setting and where it comes from, as TOML that --config reads; a secret is left out."""
     for setting in (each for table in resolved.tables for each in table):
-        value = resolved.values[setting.name]
-        shown = "" if value is None else "(set)" if setting.secret else value
-        print(f"{setting.name} = {shown}  # {resolved.sources[setting.name]}")
+        name, value = setting.name, resolved.values[setting.name]
+        if value is None or value == "":
+            line = f"# {name} is not set"
+        elif setting.secret:
+            line = f"# {name} is set and not shown"
+        elif isinstance(value, bool):
+            line = f"{name} = {str(value).lower()}"
+        else:
+            line = f"{name} = {_as_toml(resolved.texts[name] or str(value))}"
+        print(f"{line}  # {' '.join(resolved.sources[name].split())}")
+
+
+def _as_toml(text: str) -> str:
+    """A number where it reads back as the same text, else a string."""
+    if re.fullmatch(r"0|[1-9][0-9]{0,17}", text):
+        return text
+    if re.fullmatch(r"[0-9]+\.[0-9]+", text) and str(float(text)) == text:
+        return text
+    # TOML has JSON's escapes, and allows no bare DEL.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _read(file: Path) -> dict[str, str]:

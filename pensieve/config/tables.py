@@ -56,6 +56,21 @@ SETTINGS: Table = (
         "TYPE",
     ),
     Setting(
+        "context_max",
+        whole(16, 1 << 31),
+        "",
+        "most tokens of a conversation (default: the model's own limit); a model with a sliding window is "
+        "served up to the window's length",
+        "N",
+    ),
+    Setting(
+        "chat_template",
+        file,
+        "",
+        "a Jinja file in the place of the model's chat template, or for a model without one",
+        "FILE",
+    ),
+    Setting(
         "weights",
         choice("native", "int8"),
         "native",
@@ -305,7 +320,21 @@ SERVING: Table = (
 REACHING: Table = (
     Setting("daemon", str, "", "a daemon's HOST:PORT or unix:PATH", "A", "daemon", "--address"),
     Setting("token", str, "", "token for that daemon", "TOKEN", "daemon", secret=True),
-    Setting("tls_ca", file, "", "authority of that daemon's certificate, PEM", "FILE", "daemon"),
+    Setting(
+        "tls",
+        switch,
+        "",
+        "connect with TLS, and trust the authorities that this system trusts",
+        group="daemon",
+    ),
+    Setting(
+        "tls_ca",
+        file,
+        "",
+        "connect with TLS, and trust this authority alone, PEM",
+        "FILE",
+        "daemon",
+    ),
 )
 TALKING: Table = (
     Setting("system", str, "", "system prompt of new conversations", "TEXT", "talking"),

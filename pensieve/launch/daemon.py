@@ -117,12 +117,17 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
             report("checking the history after an unclean stop")
             if problems := store.integrity_check():
                 raise ConfigError(f"the history in {settings.data} is damaged: {problems[0]}")
+        if store.folder.is_open_to_others:
+            report(
+                f"other users may look into the data folder {settings.data}, which has other files too; "
+                "its history is readable by its owner alone; `chmod 700` closes the folder"
+            )
         for turn in store.interrupted_at_open:
             report(
                 f"a turn of {turn.conversation_id} was interrupted; its history is unchanged "
                 f"(turn {turn.turn_id})"
             )
-        texts = load_texts(folder, report)
+        texts = load_texts(folder, report, settings.chat_template)
         written = {**setup.resolved.written, "model": str(folder), "data": str(settings.data)}
         name = model_name(settings.model)
         if setup.engine_program[: len(programs.ECHO_ENGINE)] == programs.ECHO_ENGINE:

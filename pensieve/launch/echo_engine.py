@@ -106,7 +106,7 @@ class EchoExecutor:
 def build(
     seconds: float, settings: Settings, folder: Path, report: Report, mailbox: Mailbox, sink: Sink
 ) -> BuiltEngine:
-    texts = load_texts(folder, report)
+    texts = load_texts(folder, report, settings.chat_template)
     tokenizer = texts.template.tokenizer
     end_id = texts.template.end_id
     assert end_id is not None
@@ -116,7 +116,7 @@ def build(
     configs = EngineConfigs.fitted(
         CacheConfig(*pages, size),
         SchedulerConfig(settings.token_budget, settings.turns_max),
-        CONTEXT_MAX,
+        min(settings.context_max or CONTEXT_MAX, CONTEXT_MAX),
     )
     cost = CostProfile.analytic(1_000_000, 2, 4, 64, size)
     policy = policy_named(settings.policy, cost, size)

@@ -164,9 +164,8 @@ def _end(sock: socket.socket, error: BaseException) -> int:
 def build_with_model(
     settings: Settings, folder: Path, report: Report, mailbox: Mailbox, sink: Sink
 ) -> BuiltEngine:
-    texts = load_texts(
-        folder, lambda line: None
-    )  # the service has reported what is in the template
+    # The service has reported what is in the template.
+    texts = load_texts(folder, lambda line: None, settings.chat_template)
     return build_engine(settings, folder, texts, report, mailbox, sink)
 
 

@@ -63,11 +63,11 @@ class LoadedTexts:
     defaults: Sampling
 
 
-def load_texts(folder: Path, report: Report) -> LoadedTexts:
-    """Tokenizer and chat template, probed; needs no torch."""
+def load_texts(folder: Path, report: Report, chat_template: Path | None = None) -> LoadedTexts:
+    """Tokenizer and chat template (of that file, if one is given), probed; needs no torch."""
     from pensieve.text import ChatTemplate, Tokenizer, probe
 
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder, chat_template)
     template = ChatTemplate(tokenizer)
     found = probe(template)
     if found.lost_controls:

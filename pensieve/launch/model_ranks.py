@@ -31,12 +31,27 @@ def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack
     device = usable_device(settings, report)
     int8 = settings.weights == "int8"
     if settings.tensor_parallel == 1:
-        return ModelRanks(load(folder, dtype=dtype, device=device, int8=int8, report=report), None)
+        model = load(
+            folder,
+            dtype=dtype,
+            device=device,
+            int8=int8,
+            context_max=settings.context_max,
+            report=report,
+        )
+        return ModelRanks(model, None)
     if int8:
         raise ConfigError("--weights int8 is for one rank: --tensor-parallel 1")
     leader = _start_ranks(settings, folder, device, report, undo)
     try:
-        model = load(folder, dtype=dtype, device=device, rank=leader, report=report)
+        model = load(
+            folder,
+            dtype=dtype,
+            device=device,
+            context_max=settings.context_max,
+            rank=leader,
+            report=report,
+        )
     except (ModelError, RuntimeError) as error:  # perhaps only because another rank has ended
         leader.explain(error)
         raise
@@ -56,6 +71,7 @@ def _start_ranks(
     worker_settings = {
         "folder": str(folder),
         "dtype": None if settings.dtype == "auto" else settings.dtype,
+        "context_max": settings.context_max,
         "num_threads": num_threads,
         "check_kv": bool(settings.check_kv),
     }

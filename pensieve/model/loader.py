@@ -8,7 +8,9 @@ refuses it, with the reason, if it cannot be served exactly.  Each error is one 
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,12 +45,14 @@ def load(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     int8: bool = False,
+    context_max: int | None = None,
     rank: Rank | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
     """Load, check and probe a causal language model.
 
-    `dtype` None takes the checkpoint's own; `int8` rounds the weights inside of its layers.  With a
+    `dtype` None takes the checkpoint's own; `int8` rounds the weights inside of its layers; `context_max`
+    lowers the context that it is served with.  With a
     `rank` only this rank's part is loaded, and all ranks load at the same time; the layers are not
     replaced, since transformers' hooks in them combine the ranks' results.
     `report` receives one line per stage.
@@ -61,7 +65,7 @@ def load(
         flat = _read_model(name, config, dtype, device, rank)
         report("probing its attention")
         try:
-            shape = _probed(flat, rank is None, int8, report)
+            shape = _probed(flat, context_max, rank is None, int8, report)
             if shape is None:
                 # Nothing refers to the replaced layers by now, so one model is in memory at a time.
                 del flat
@@ -69,7 +73,7 @@ def load(
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
                 flat = _read_model(name, config, dtype, device, rank)
-                shape = probe(flat, fuse_layers=False)
+                shape = probe(flat, context_max=context_max, fuse_layers=False)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"cannot serve {name}: {error}") from error
     report(
@@ -88,11 +92,15 @@ def load(
 
 
 def _probed(
-    flat: FlatModel, fuse_layers: bool, int8: bool, report: Callable[[str], None]
+    flat: FlatModel,
+    context_max: int | None,
+    fuse_layers: bool,
+    int8: bool,
+    report: Callable[[str], None],
 ) -> ModelShape | None:
     """The model's shape; None if replacing its layers failed, after which it has to be loaded again."""
     try:
-        return probe(flat, fuse_layers=fuse_layers, int8=int8)
+        return probe(flat, context_max=context_max, fuse_layers=fuse_layers, int8=int8)
     except FusionFailed as error:
         if int8:
             raise UnsupportedModel(f"its weights cannot be int8: {error}") from error
@@ -167,28 +175,46 @@ def _on(device: torch.device, module: Any, name: str) -> Any:
 def _read_weights(
     name: str, config: Any, dtype: torch.dtype | None, parts: Mapping[str, Any] | None = None
 ) -> Any:
-    try:
-        module, loading = AutoModelForCausalLM.from_pretrained(
-            name,
-            config=config,
-            dtype="auto" if dtype is None else dtype,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            attn_implementation="eager",  # whatever its config names; the probe sets ours
-            **(parts or {}),
-        )
-    except Exception as error:
-        raise ModelError(f"cannot load the weights of {name}: {one_line(error)}") from error
+    with _logged_by_transformers() as logged:
+        try:
+            module, loading = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype="auto" if dtype is None else dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # they are in the info, and named below
+                output_loading_info=True,
+                attn_implementation="eager",  # whatever its config names; the probe sets ours
+                **(parts or {}),
+            )
+        except Exception as error:
+            reason = _reported("\n".join(logged)) or one_line(error)
+            raise ModelError(f"cannot load the weights of {name}: {reason}") from error
     for kind, problem in (
         ("missing_keys", "lack"),
         ("mismatched_keys", "have the wrong shape for"),
     ):
-        keys = sorted(str(key) for key in loading[kind])
+        keys = sorted(_named(key) for key in loading[kind])
         if keys:
             others = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
             raise ModelError(f"the weights of {name} {problem} {keys[0]}{others}")
     return module.eval().requires_grad_(False)
+
+
+def _reported(log: str) -> str:
+    """The first weight that could not be put together, and why; an error that refers to it says neither."""
+    weight = re.search(r"^(\S+) *\| CONVERSION", log, re.MULTILINE)
+    why = re.search(r"^\w+Error: (.+)", log, re.MULTILINE)
+    return f"{weight[1]}: {why[1]}" if weight and why else ""
+
+
+def _named(key: Any) -> str:
+    """A weight that transformers names, or names with its shape in the file and the one it needs."""
+    if not isinstance(key, tuple):
+        return str(key)
+    name, there, needed = key
+    return f"{name}: {tuple(there)}, not {tuple(needed)}"
 
 
 def _eos_token_ids(module: Any) -> frozenset[int]:
@@ -199,6 +225,24 @@ def _eos_token_ids(module: Any) -> frozenset[int]:
         if named is not None:
             ids.update([named] if isinstance(named, int) else named)
     return frozenset(each for each in ids if each >= 0)  # some configs say -1 for none
+
+
+@contextmanager
+def _logged_by_transformers() -> Iterator[list[str]]:
+    """Its warnings as a list, and nowhere else."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    before = transformers_logging.get_verbosity()
+    transformers_logging.disable_default_handler()
+    transformers_logging.add_handler(handler)
+    transformers_logging.set_verbosity(transformers_logging.WARNING)
+    try:
+        yield lines
+    finally:
+        transformers_logging.set_verbosity(before)
+        transformers_logging.remove_handler(handler)
+        transformers_logging.enable_default_handler()
 
 
 @contextmanager

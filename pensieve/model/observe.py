@@ -78,7 +78,7 @@ class Observer:
         if reach < self._context_max:
             raise UnsupportedModel(
                 f"layer {layer} sees at most {reach} positions (a sliding window or chunks), "
-                f"fewer than the context of {self._context_max}"
+                f"fewer than the context of {self._context_max}; --context-max {reach} serves it up to there"
             )
 
     def _check_arguments(self, layer: Any, module: torch.nn.Module, rest: dict[str, Any]) -> None:

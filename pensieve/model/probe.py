@@ -11,10 +11,11 @@ Nothing here knows the name of a model.  A model is served if
 3. all layers have one number of heads, and keys and values one size;
 4. two prompts in scattered pages, computed in uneven pieces in shared flat batches, give the logits
    of the model's own attention, each prompt by itself;
-5. nothing of a slice changes when its neighbor in the batch is at a far position (rotary types
+5. its logits are finite;
+6. nothing of a slice changes when its neighbor in the batch is at a far position (rotary types
    that depend on length read the largest position of the whole batch).
 
-1 to 3 are found by `observe`, 4 and 5 here.  The probe fails with UnsupportedModel, whose message is the
+1 to 3 are found by `observe`, 4 to 6 here.  The probe fails with UnsupportedModel, whose message is the
 reason.
 """
 
@@ -49,18 +50,31 @@ class FusionFailed(Exception):
     """The model with replaced layers fails or differs; its original weights are freed already."""
 
 
-def probe(flat: FlatModel, *, fuse_layers: bool = True, int8: bool = False) -> ModelShape:
+def probe(
+    flat: FlatModel,
+    *,
+    context_max: int | None = None,
+    fuse_layers: bool = True,
+    int8: bool = False,
+) -> ModelShape:
     """The shape of a model that can be served; afterwards it uses our attention, and its layers are fused.
 
-    With `int8` their weights are rounded, and the median over rows of logits has to be near.
+    A lower `context_max` than its own may make a model plain: no window or change of frequencies is
+    reached.  With `int8` their weights are rounded, and the median over rows of logits has to be near.
     """
     attention.register()
     module = flat.module
-    context_max = _context_max(module)
+    own_max = _context_max(module)
+    if context_max is not None and context_max > own_max:
+        raise UnsupportedModel(
+            f"it was made for {own_max} tokens; --context-max {context_max} is more"
+        )
+    context_max = context_max or own_max
     try:
         with torch.inference_mode():
             prompts = _prompts(module, context_max)
             plain = [_plain_logits(module, prompt) for prompt in prompts]
+            _check_finite(module, plain)
             tolerance = _tolerance(module, prompts, plain)
             _set_implementation(module, attention.PROBING)
             shape = observe(flat, prompts[0], context_max)
@@ -75,7 +89,7 @@ def probe(flat: FlatModel, *, fuse_layers: bool = True, int8: bool = False) -> M
                 if num_replaced or module.device.type != "cpu":
                     # The kernels take only pages of their own size; with others torch attends.
                     _compare(flat, shape, prompts, plain, tolerance, PAGE_SLOTS)
-                _check_far_neighbor(flat, shape, prompts[0])
+                _check_far_neighbor(flat, shape, prompts[0], own_max)
             except Exception as error:
                 if num_replaced:
                     raise FusionFailed(one_line(error)) from error
@@ -118,6 +132,17 @@ def _plain_logits(module: Any, prompt: Sequence[int]) -> torch.Tensor:
     ids = torch.tensor([prompt], device=module.device)
     logits: torch.Tensor = module(input_ids=ids, use_cache=False).logits[0]
     return logits.float()
+
+
+def _check_finite(module: Any, plain: Sequence[torch.Tensor]) -> None:
+    """NaN equals nothing, itself included, so every later comparison would blame something else."""
+    if all(bool(logits.isfinite().all()) for logits in plain):
+        return
+    for name, weights in module.named_parameters():
+        if not weights.isfinite().all():
+            raise UnsupportedModel(f"its weights hold NaN or infinity, first in {name}")
+    dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+    raise UnsupportedModel(f"its logits are not finite in {dtype}; another --dtype may do")
 
 
 def _set_implementation(module: Any, implementation: str) -> None:
@@ -190,11 +215,17 @@ class _Recorder:
         """Nothing moves."""
 
 
-def _check_far_neighbor(flat: FlatModel, shape: ModelShape, prompt: list[int]) -> None:
-    """Run a prompt beside a token at position 0, then beside one past the length of the model's training."""
+def _check_far_neighbor(
+    flat: FlatModel, shape: ModelShape, prompt: list[int], own_max: int
+) -> None:
+    """Run a prompt beside a token at position 0, then beside one past the length of the model's training.
+
+    Where the operator has lowered the context, no token lies beyond it, and the last position is enough.
+    """
     embeddings = [each for each in flat.module.modules() if isinstance(each, torch.nn.Embedding)]
     # A second table is one of positions: it has no rotary frequencies, and nothing past its end.
-    far = shape.context_max - 1 if len(embeddings) > 1 else 4 * shape.context_max
+    is_last = len(embeddings) > 1 or shape.context_max < own_max
+    far = shape.context_max - 1 if is_last else 4 * shape.context_max
     recorders = []
     device = flat.module.device
     for neighbor in (0, far):

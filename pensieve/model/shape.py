@@ -1,7 +1,8 @@
 """A model's shape as plain numbers (layers, heads, sizes), and the bytes that its KV takes.
 
 The load probe measures it on what the layers pass to the attention: the field names of configs differ from
-model to model.  Only `context_max` comes from the config, and the probe runs a token at its last position.
+model to model.  Only `context_max` comes from the config, or from the operator who lowers it, and the probe
+runs a token at its last position.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class ModelShape:
     num_kv_heads: int
     head_size: int
     vocab_size: int
-    context_max: int  # in tokens: the positions that the model was made for
+    context_max: int  # in tokens: the positions that the model was made for, or fewer
     dtype: torch.dtype
     num_parameters: int
     weight_bytes: int

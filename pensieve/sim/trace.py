@@ -40,10 +40,11 @@ class Arrival:
 
 @dataclass
 class Problems:
-    """Lines that could not be read."""
+    """Lines that could not be read, and how many could."""
 
     lines: list[tuple[int, str]] = field(default_factory=list)  # the first few
     count: int = 0
+    num_read: int = 0
     files: list[tuple[int, str]] = field(default_factory=list)  # and how many lines came before
 
     def add(self, line: int, problem: str) -> None:
@@ -70,11 +71,14 @@ def read(lines: Iterable[str], problems: Problems) -> Iterator[Arrival]:
             given = json.loads(line)
             if not isinstance(given, dict):
                 raise ValueError("is no object")
-            yield mooncake.arrival(given) if "hash_ids" in given else plain_arrival(given)
+            arrival = mooncake.arrival(given) if "hash_ids" in given else plain_arrival(given)
         except KeyError as error:
             problems.add(number, f"{error.args[0]} is missing")
         except (ValueError, TypeError) as error:
             problems.add(number, str(error))
+        else:
+            problems.num_read += 1
+            yield arrival
 
 
 def from_zero(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:

@@ -4,6 +4,9 @@ The file `lock` serves both.  It is locked with an advisory lock of the operatin
 the process, however that dies.  Its text names the holder ("123 pensieve chat"); it is written when the
 folder is opened and emptied when it is closed cleanly.  A process that takes the lock and finds text knows
 that the last holder did not close.
+
+The folder is its owner's alone.  One that was there and open to others (systemd makes it so) is closed to
+them, unless it holds anything that is not ours: then it may be a folder that others need.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ LOCK_NAME = "lock"
 IDENTITY_NAME = "history"
 DAMAGED_NAME = "damaged"
 HOLDER_BYTES_MAX = 256
+OUR_NAMES = (LOCK_NAME, IDENTITY_NAME, DAMAGED_NAME, "admin.sock", "chat_history", "lost+found")
 
 
 class DataFolder:
@@ -31,6 +35,7 @@ class DataFolder:
     def __init__(self, path: Path, lock: int, database: int, stopped_unclean: bool) -> None:
         self.path = path
         self.stopped_unclean = stopped_unclean  # the holder before us did not close
+        self.is_open_to_others = _is_open_to_others(path)
         self._lock: int | None = lock
         self._database = database
 
@@ -115,6 +120,32 @@ class DataFolder:
         os.close(self._lock)
         os.close(self._database)
         self._lock = None
+
+
+def holder_of(path: Path) -> str:
+    """Who holds the folder, or held it and did not close it; empty where nobody is named."""
+    try:
+        lock = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        return _holder(lock) if os.fstat(lock).st_size else ""
+    finally:
+        os.close(lock)
+
+
+def _is_open_to_others(path: Path) -> bool:
+    """Whether others may look into the folder after we have closed it to them where we may."""
+    try:
+        if not path.stat().st_mode & 0o077:
+            return False
+        names = {each.name for each in path.iterdir() if not each.name.startswith(DATABASE_NAME)}
+        if not names <= set(OUR_NAMES):
+            return True
+        path.chmod(0o700)
+    except OSError:  # somebody else's, whose permissions let us in
+        return True
+    return False
 
 
 def _take(lock: int, path: Path) -> None:

@@ -76,7 +76,9 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if not tokenizer.templates:
-            raise ModelError("the model has no chat template (chat_template.jinja)")
+            raise ModelError(
+                "the model has no chat template (chat_template.jinja); --chat-template FILE gives it one"
+            )
         self.tokenizer = tokenizer
         sandbox = Sandbox()
         self._templates: dict[str, jinja2.Template] = {}

@@ -108,8 +108,11 @@ class Tokenizer:
         )
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
-        """From tokenizer.json and the files beside it; raises ModelError if one is missing or wrong."""
+    def load(cls, folder: Path, chat_template: Path | None = None) -> Tokenizer:
+        """From tokenizer.json and the files beside it; raises ModelError if one is missing or wrong.
+
+        A `chat_template` stands for all templates of the folder.
+        """
         definition_json = _read_text(folder / "tokenizer.json")
         config = _read_json(folder / "tokenizer_config.json")
         special_strings = _special_strings(
@@ -120,7 +123,9 @@ class Tokenizer:
                 definition_json,
                 special_strings=special_strings,
                 eos_token_ids=_eos_token_ids(folder),
-                templates=_templates(folder, config),
+                templates=_templates(folder, config)
+                if chat_template is None
+                else {"default": _read_text(chat_template)},
             )
         except ModelError:
             raise

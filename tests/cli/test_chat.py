@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import select
@@ -72,7 +73,7 @@ def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path):
     assert "conversation b" in process.stdout
     assert "the last turn is taken back" in process.stdout
     assert "output tokens" in process.stdout
-    assert "! /nonsense: is no command; /help lists them" in process.stdout
+    assert "! /nonsense: is no command; /help lists them" in process.stderr
     listed = [
         line for line in process.stdout.splitlines() if "messages" in line and "tokens" in line
     ]
@@ -237,6 +238,32 @@ def test_unusable_models_are_named_in_one_line(
     assert "holds no usable tokenizer" in error_of(broken)
 
 
+def test_a_model_without_a_chat_template_is_given_one(
+    chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    bare, config = tmp_path / "bare", "tokenizer_config.json"
+    bare.mkdir()
+    for file in model.iterdir():
+        (bare / file.name).write_bytes(file.read_bytes())
+    given = json.loads((bare / config).read_text())
+    template = tmp_path / "template.jinja"
+    template.write_text(given.pop("chat_template").replace("You are", "You were"))
+    (bare / config).write_text(json.dumps(given))
+    assert chat("-q", "Hello.", folder=bare) == 4
+    assert "has no chat template (chat_template.jinja); --chat-template" in capsys.readouterr().err
+    assert chat("-q", "Hello.", "--chat-template", str(tmp_path / "nowhere"), folder=bare) == 4
+    assert "has no nowhere" in capsys.readouterr().err
+    for folder in (bare, model):  # it also stands for one that is there
+        name = f"of-{folder.name}"
+        talk = ("--conversation", name, "-q", "Hello there.", "--chat-template", str(template))
+        assert chat(*talk, folder=folder) == 0
+    with ConversationStore.open(tmp_path / "data", "a test") as store:
+        logs = [list(store.log(f"of-{folder.name}")) for folder in (bare, model)]
+        assert logs[0] == logs[1]
+        prints = [store.get_conversation(f"of-{each.name}").fingerprint for each in (bare, model)]
+        assert prints[0] == prints[1]
+
+
 def test_a_history_of_a_newer_version_is_refused(
     chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -287,10 +314,10 @@ def test_every_setting_says_where_it_comes_from(
     arguments = ["chat", str(model), "--chunk-tokens", "8", "--config", str(file), "--print-config"]
     assert main(arguments) == 0
     said = capsys.readouterr().out
-    assert "policy = lru  # " + str(file) in said
+    assert 'policy = "lru"  # ' + str(file) in said
     assert "token_budget = 128  # PENSIEVE_TOKEN_BUDGET" in said
     assert "chunk_tokens = 8  # flag" in said
-    assert "host_cache = auto  # default" in said
+    assert 'host_cache = "auto"  # default' in said
     file.write_text("colour = 1\n")
     assert main(arguments) == 3
     assert "there is no setting 'colour'" in capsys.readouterr().err

@@ -68,6 +68,26 @@ def test_a_conversation_from_its_beginning_to_its_end(client: Client) -> None:
         branch.create()
 
 
+def test_whole_numbers_of_metadata_come_back_whole(server: ScriptedServer) -> None:
+    """On the wire every number is a double."""
+    given = {
+        "whole": 7,
+        "deep": [{"n": -3}],
+        "half": 0.5,
+        "yes": True,
+        "exact": 2**53 - 1,
+        "huge": 1e300,
+    }
+    with Client(server.address) as client:
+        created = client.conversation("talk").create(metadata=given)
+    assert created.metadata == given
+    assert repr(created.metadata["whole"]) == "7"
+    assert repr(created.metadata["deep"][0]["n"]) == "-3"
+    assert repr(created.metadata["exact"]) == "9007199254740991"
+    assert repr(created.metadata["huge"]) == "1e+300"
+    assert created.metadata["yes"] is True
+
+
 def test_every_page_is_read(client: Client, server: ScriptedServer) -> None:
     for number in range(5):
         client.conversation(f"c{number}").ask("a b")

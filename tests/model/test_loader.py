@@ -94,6 +94,28 @@ def test_a_window_longer_than_the_context_is_full_attention(tmp_path: Path) -> N
     assert load(save_tiny(config, tmp_path)).shape.context_max == 256
 
 
+@pytest.mark.parametrize(
+    ("family", "longest"),
+    [("mistral-window", 200), ("qwen2-half-sliding", 64), ("llama4-chunks", 32), ("longrope", 64)],
+)
+def test_what_is_plain_up_to_some_length_is_served_up_to_it(
+    family: str, longest: int, tmp_path: Path
+) -> None:
+    config, reason = REFUSED[family]
+    folder = save_tiny(config(), tmp_path)
+    assert load(folder, context_max=longest).shape.context_max == longest
+    with pytest.raises(UnsupportedModel) as refusal:
+        load(folder, context_max=longest + 1)
+    assert reason.partition(",")[0] in str(refusal.value)
+    if "sees at most" in reason:
+        assert f"--context-max {longest} serves it" in str(refusal.value)
+
+
+def test_a_context_beyond_the_models_own_is_refused(folder_of: FolderOf) -> None:
+    with pytest.raises(UnsupportedModel, match="made for 256 tokens; --context-max 257 is more"):
+        load(folder_of("llama-gqa"), context_max=257)
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_model_that_would_not_be_exact_is_refused(family: str, tmp_path: Path) -> None:
     config, reason = REFUSED[family]
@@ -131,6 +153,56 @@ def test_modelling_code_that_answers_differently_is_caught_by_its_logits() -> No
     model.model.layers[0].mlp = Mixing()
     with pytest.raises(UnsupportedModel, match="its logits through our attention differ"):
         probe(FlatModel(model), fuse_layers=False)
+
+
+def test_a_weight_that_is_no_number_is_named(copied: Path) -> None:
+    path = copied / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    name = next(each for each in weights if "layers.1" in each and "q_proj" in each)
+    weights[name][3, 5] = float("nan")
+    safetensors.torch.save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ModelError, match=f"its weights hold NaN or infinity, first in {name}$"):
+        load(copied)
+
+
+def test_a_type_that_is_too_narrow_for_a_model_is_named(copied: Path) -> None:
+    path = copied / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    for name in weights:
+        if "embed_tokens" in name or "_proj" in name:
+            weights[name] *= 3e4  # each fits float16, their products do not
+    safetensors.torch.save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ModelError, match="its logits are not finite in float16; another --dtype"):
+        load(copied, dtype=torch.float16)
+
+
+def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
+    """Experts are stacked when they are loaded, and what went wrong is only in transformers' log."""
+    folder = save_tiny(SERVED["mixtral"](), tmp_path)
+    path = folder / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    name = next(each for each in weights if "layers.1" in each and "experts.1.w1" in each)
+    weights[name] = weights[name][:-1].contiguous()
+    safetensors.torch.save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ModelError) as refusal:
+        load(folder)
+    message = str(refusal.value)
+    assert (
+        "model.layers.1.mlp.experts.gate_up_proj: stack expects each tensor to be equal" in message
+    )
+    assert "report" not in message
+    assert "\n" not in message
+
+
+def test_a_weight_of_another_shape_is_named(copied: Path) -> None:
+    path = copied / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    name = next(each for each in weights if "layers.1" in each and "q_proj" in each)
+    weights[name] = weights[name][:-1].contiguous()
+    safetensors.torch.save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ModelError) as refusal:
+        load(copied)
+    assert str(refusal.value).endswith(f"have the wrong shape for {name}: (31, 32), not (32, 32)")
 
 
 @pytest.mark.parametrize(

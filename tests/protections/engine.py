@@ -4,6 +4,22 @@ from tests.protections import Change, Protection, protection
 
 PROTECTIONS = (
     protection(
+        "weights that are no numbers are named",
+        "model/probe.py",
+        "            _check_finite(module, plain)\n",
+        "",
+        "model/test_loader.py::test_a_weight_that_is_no_number_is_named",
+        "model/test_loader.py::test_a_type_that_is_too_narrow_for_a_model_is_named",
+    ),
+    protection(
+        "a window is refused unless it holds the context",
+        "model/observe.py",
+        "        if reach < self._context_max:\n",
+        "        if reach < 1:\n",
+        "model/test_loader.py::test_what_is_plain_up_to_some_length_is_served_up_to_it",
+        "service/test_context_max.py::test_a_windowed_model_is_exact_below_its_window",
+    ),
+    protection(
         "a journal that cannot be written is given up",
         "engine/journal.py",
         '        except OSError as error:\n            log.warning("the journal is given up',

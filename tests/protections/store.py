@@ -121,6 +121,20 @@ PROTECTIONS = (
         "service/test_crashes.py::test_no_acknowledged_turn_is_lost_and_none_is_half_written",
     ),
     protection(
+        "a folder that is open to others is closed to them",
+        "store/folder.py",
+        "        path.chmod(0o700)\n",
+        "",
+        "store/test_folder.py::test_a_folder_that_was_open_to_others_is_closed_to_them",
+    ),
+    protection(
+        "a folder with files of others keeps its mode",
+        "store/folder.py",
+        "        if not names <= set(OUR_NAMES):\n",
+        "        if not names:\n",
+        "store/test_folder.py::test_a_folder_with_other_peoples_files_is_left_as_it_is_and_known_to_be_open",
+    ),
+    protection(
         "one process at a time has the folder",
         "store/folder.py",
         "            _take(lock, path)\n",

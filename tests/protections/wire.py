@@ -4,6 +4,13 @@ from tests.protections import Change, Protection, protection
 
 PROTECTIONS = (
     protection(
+        "a token is appended to a file that can be used with it",
+        "cli/token.py",
+        "            limits_of(tokens_of(path, before + added))\n",
+        "",
+        "cli/test_token.py::test_a_file_that_the_daemon_would_refuse_is_left_as_it_is",
+    ),
+    protection(
         "bytes that are no message are an error of the client",
         "service/grpc/auth.py",
         "    except (DecodeError, UnicodeDecodeError, ValueError):\n        raise InvalidArgument(",

@@ -178,7 +178,7 @@ def start(settings: Settings, holder: str, report: Report) -> Runtime:
 
 def _start(settings: Settings, store: ConversationStore, report: Report) -> Runtime:
     folder = resolve_model(settings.model)
-    texts = load_texts(folder, report)
+    texts = load_texts(folder, report, settings.chat_template)
     mailbox, outbox = Mailbox(), Outbox()
     built = build_engine(settings, folder, texts, report, mailbox, outbox)
     history = History(

@@ -30,6 +30,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "check_kv": ("false", "true"),
     "policy": ("value", "lru", "return"),
     "chunk_tokens": ("8", "16", "32"),
+    "context_max": ("256", "128"),
     "token_budget": ("7", "48", "512"),
     "turns_max": ("1", "12"),
     "dtype": ("float32", "bfloat16"),

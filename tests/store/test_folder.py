@@ -101,6 +101,35 @@ def test_what_people_wrote_is_private_to_the_owner(store: ConversationStore) -> 
     )
 
 
+@pytest.mark.parametrize("has_history", [False, True])
+def test_a_folder_that_was_open_to_others_is_closed_to_them(
+    tmp_path: Path, has_history: bool
+) -> None:
+    """systemd and `docker volume` make it with 0755."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    if has_history:
+        ConversationStore.open(folder, "pensieve serve").close()
+        (folder / "chat_history").touch()
+    folder.chmod(0o755)
+    with ConversationStore.open(folder, "pensieve serve") as store:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert not store.folder.is_open_to_others
+
+
+def test_a_folder_with_other_peoples_files_is_left_as_it_is_and_known_to_be_open(
+    tmp_path: Path,
+) -> None:
+    """--data /tmp by the superuser must not take /tmp from everybody."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "notes.txt").touch()
+    folder.chmod(0o755)
+    with ConversationStore.open(folder, "pensieve serve") as store:
+        assert folder.stat().st_mode & 0o777 == 0o755
+        assert store.folder.is_open_to_others
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"file/data cannot be used: Not a directory"):

@@ -94,14 +94,22 @@ def caller() -> Caller:
 def read_tokens(path: Path) -> tuple[Token, ...]:
     """The token file: TOML, a `[[token]]` for each with sha256, tenant and admin."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
         mode = path.stat().st_mode
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number too long, too deep
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    tokens = tokens_of(path, text)
     if mode & 0o022:  # reading it helps nobody: tokens are random, and it holds their digests
         raise ConfigError(f"others can write to {path}; chmod 644 it")
+    return tokens
+
+
+def tokens_of(path: Path, text: bytes) -> tuple[Token, ...]:
+    """What a token file with this text says; `path` is named where it is wrong."""
+    try:
+        table = tomllib.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number too long, too deep
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
     tokens = []
     entries = table.get("token", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -169,6 +177,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def authenticate(self, method: str, metadata: Iterable[tuple[str, Any]], peer: str) -> Caller:
         """Who may call this method; our error for everybody else."""
         local = _is_local(peer)
+        metadata = tuple(metadata)
         given = self._known(metadata)
         if method.startswith(HEALTH_PREFIX):
             known = given is not None or local or not self._tokens
@@ -176,10 +185,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         admin = local or (given is not None and given.admin)
         if method.startswith(ADMIN_PREFIX) and not admin:
             if given is None and self._tokens:
-                raise Unauthenticated("a token is needed")
+                raise _unauthenticated(metadata)
             raise PermissionDenied("an admin token is needed, or the socket in the data folder")
         if self._tokens and given is None and not local:
-            raise Unauthenticated("a token is needed")
+            raise _unauthenticated(metadata)
         if given is None:
             return Caller("", admin)
         return Caller(given.tenant, admin, priority_max=given.priority_max, token=given.shown)
@@ -309,6 +318,13 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
+
+
+def _unauthenticated(metadata: Iterable[tuple[str, Any]]) -> Unauthenticated:
+    """Of a call without a token that is known."""
+    if any(key == "authorization" for key, _ in metadata):
+        return Unauthenticated("the token is not known to this daemon")
+    return Unauthenticated("a token is needed")
 
 
 def _is_local(peer: str) -> bool:

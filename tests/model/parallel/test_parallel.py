@@ -53,6 +53,7 @@ class ParallelWorld(World):
         worker_settings = {
             "folder": str(folder),
             "dtype": None,
+            "context_max": None,
             "num_threads": 1,
             "check_kv": False,
         }

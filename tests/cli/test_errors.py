@@ -1,0 +1,109 @@
+"""What is wrong is said in one clear line, before anything is computed in vain."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pensieve.cli.main import main
+
+CERTS = Path(__file__).parent.parent / "service" / "certs"
+
+
+def pensieve(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, with what libraries write to standard error themselves."""
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    return subprocess.run(
+        [sys.executable, "-m", "pensieve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment | variables,
+    )
+
+
+def test_an_unknown_flag_prints_the_usage_of_its_own_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in (["serve"], ["admin", "stats"], ["bench", "planning"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "--prot", "50051"])
+        assert ended.value.code == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"usage: pensieve {' '.join(command)} ")
+        assert "unrecognized arguments: --prot" in told
+
+
+def test_a_trace_of_which_nothing_can_be_read_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    for text, problem in (
+        ("garbage\n[1]\n", f"nothing in {trace} can be read: line 1 ("),
+        ("\n", f"{trace} is empty: not a trace"),
+    ):
+        trace.write_text(text)
+        for flags in ([], ["--json"], ["--plan", "--rate", "1"]):
+            assert main(["simulate", str(trace), *flags]) == 3
+            told = capsys.readouterr()
+            assert problem in told.err.splitlines()[-1]
+            assert told.out == ""
+    good = {"conversation": "a", "at": 0, "input_tokens": 9, "output_tokens": 3}
+    trace.write_text("garbage\n" + json.dumps(good) + "\n")
+    assert main(["simulate", str(trace), "--policy", "lru"]) == 0
+    assert "1 lines were not understood" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["chat", "swap", "attention", "step"])
+def test_a_bench_that_cannot_draw_says_so_before_it_measures(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    model = [] if kind == "attention" else ["/there/is/no/such/model"]  # would be the next error
+    assert main(["bench", kind, *model, "--plot", "drawn.png"]) == 3
+    assert "--plot needs matplotlib" in capsys.readouterr().err
+
+
+def test_a_table_is_not_cut_where_lines_are_short(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pensieve.bench.report import Report
+
+    columns = ("policy", "conversations", "chunks", "running", "p50", "p99", "max", "moved")
+    row = ("return", "100,000", "1,200,000", "256", "1.532", "1.801", "12.345", "12.3 + 14.5")
+    for width in ("80", "40"):
+        monkeypatch.setenv("COLUMNS", width)
+        Report(False).table("milliseconds", columns, [row])
+        told = capsys.readouterr().out
+        assert "…" not in told
+        lines = told.splitlines()
+        assert any(all(name in line for name in columns) for line in lines)
+        assert any(all(cell in line for cell in row) for line in lines)
+        assert max(map(len, lines)) <= 80
+
+
+def test_grpc_writes_no_line_of_its_own_before_ours(tmp_path: Path) -> None:
+    from tests.service.rig_daemon import ServeProcess
+
+    process = ServeProcess(tmp_path / "data")
+    port = process.start().rsplit(":", 1)[1]
+    asked = ("chat", "--address", f"localhost:{port}", "--tls-ca", str(CERTS / "ca.pem"), "-q", "a")
+    told = pensieve(*asked).stderr.splitlines()
+    assert [line.split(":")[0] for line in told] == ["pensieve"]
+    told = pensieve(*asked, GRPC_VERBOSITY="INFO").stderr.splitlines()
+    assert len(told) > 1  # who asks for gRPC's lines gets them
+    assert process.stop() == 0
+
+
+def test_more_memory_than_there_is_costs_one_line(
+    tmp_path: Path,
+) -> None:
+    told = pensieve("chat", "-q", "a", "--data", str(tmp_path), "--device-cache", "500TiB")
+    assert told.returncode == 3
+    assert told.stderr.count("\n") == 1
+    assert "lower --device-cache" in told.stderr

@@ -1,0 +1,232 @@
+"""What is given on the command line is done, or refused; nothing is taken and ignored."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.cli.main import main
+from pensieve.client import Client
+from tests.service.rig_daemon import ServeProcess
+
+CERTS = Path(__file__).parent.parent / "service" / "certs"
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeProcess]:
+    process = ServeProcess(tmp_path_factory.mktemp("serve") / "data")
+    process.start()
+    yield process
+    assert process.stop() == 0
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PENSIEVE_DATA", str(tmp_path / "own"))
+
+
+def asked(daemon: ServeProcess, conversation: str) -> list[str]:
+    with Client(daemon.address) as client:
+        messages = client.conversation(conversation).messages()
+        return [each.text for each in messages if each.role == "user"]
+
+
+# -- what a daemon that runs has decided already --
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["Qwen/Qwen3-0.6B"], "MODEL"),
+        (["--device-cache", "2GiB"], "--device-cache"),
+        (["some/model", "--dtype", "float32"], "MODEL, --dtype"),
+    ],
+)
+def test_a_model_for_a_daemon_that_has_one_is_refused(
+    daemon: ServeProcess, flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", "--address", daemon.address, *flags, "-q", "Hello."]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(f"pensieve: {named}: the daemon at {daemon.address} has its own")
+    assert told.out == ""
+
+
+def test_settings_of_the_environment_are_for_all_commands_and_not_refused(
+    daemon: ServeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSIEVE_MODEL", "some/model")
+    assert main(["chat", "--address", daemon.address, "-q", "Hello.", "--max-tokens", "3"]) == 0
+
+
+def test_chat_beside_a_daemon_on_the_same_folder_talks_through_it(
+    daemon: ServeProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["chat", "--data", str(daemon.data), "--conversation", "beside", "--max-tokens", "3"]
+    assert main([*common, "-q", "Hello there."]) == 0
+    said = f"talking through pensieve serve, pid {daemon.process.pid}, which has {daemon.data}"
+    assert said in capsys.readouterr().err
+    assert asked(daemon, "beside") == ["Hello there."]
+    assert main([*common, "some/model", "-q", "Hello."]) == 2
+    assert "MODEL: the daemon at unix:" in capsys.readouterr().err
+
+
+def test_the_socket_that_a_killed_daemon_left_is_no_daemon(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    process = ServeProcess(tmp_path / "data")
+    process.start()
+    process.kill()
+    assert (process.data / "admin.sock").exists()
+    flags = ["--device-cache", "2000t", "--host-cache", "0t", "--max-tokens", "3"]
+    assert main(["chat", "--data", str(process.data), *flags, "-q", "Hello."]) == 0
+    assert "talking through" not in capfd.readouterr().err
+
+
+# -- messages --
+
+
+def test_a_dash_is_the_message_on_standard_input(
+    daemon: ServeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ["chat", "--address", daemon.address, "--max-tokens", "3"]
+    text = "Two lines,\nGrüße.\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert main([*common, "--conversation", "piped", "-q", "-"]) == 0
+    assert asked(daemon, "piped") == ["Two lines,\nGrüße."]
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "problem"),
+    [
+        (b"\xff", ["-q", "-"], "standard input is not UTF-8"),
+        (b"x", ["-q", "-", "-q", "-"], "standard input can be one message only"),
+        (b"", ["-q", "-"], "must not be empty"),
+    ],
+)
+def test_standard_input_that_is_no_message_is_refused(
+    daemon: ServeProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: bytes,
+    flags: list[str],
+    problem: str,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+    assert main(["chat", "--address", daemon.address, *flags]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_several_messages_are_sent_in_their_order(
+    daemon: ServeProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["chat", "--address", daemon.address, "--max-tokens", "3"]
+    assert main([*common, "--conversation", "both", "-q", "First.", "-q", "Second."]) == 0
+    assert asked(daemon, "both") == ["First.", "Second."]
+    with Client(daemon.address) as client:
+        messages = client.conversation("both").messages()
+        replies = [each.text for each in messages if each.role == "assistant"]
+    assert capsys.readouterr().out == "".join(f"{reply}\n" for reply in replies)
+
+
+def test_piped_lines_are_answered_and_nothing_else_is_on_standard_output(
+    daemon: ServeProcess,
+) -> None:
+    talk = ["--address", daemon.address, "--conversation", "lines", "--max-tokens", "3"]
+    told = subprocess.run(
+        [sys.executable, "-m", "pensieve", "chat", *talk],
+        input="First.\nSecond.\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ},
+    )
+    with Client(daemon.address) as client:
+        messages = client.conversation("lines").messages()
+        replies = [each.text for each in messages if each.role == "assistant"]
+    assert len(replies) == 2
+    assert told.stdout == "".join(f"{reply}\n" for reply in replies)
+
+
+def test_a_system_prompt_is_for_new_conversations_and_for_others_refused(
+    daemon: ServeProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["chat", "--address", daemon.address, "--max-tokens", "3", "--conversation", "told"]
+    assert main([*common, "--system", "Be brief.", "-q", "Hello.", "-q", "Again."]) == 0
+    with Client(daemon.address) as client:
+        first, *_ = client.conversation("told").messages()
+    assert (first.role, first.text) == ("system", "Be brief.")
+    assert main([*common, "--system", "Be brief.", "-q", "More."]) == 0
+    capsys.readouterr()
+    assert main([*common, "--system", "Be long.", "-q", "Hello."]) == 2
+    told = capsys.readouterr().err
+    assert (
+        "--system: the conversation told is there already, with a system prompt of its own" in told
+    )
+    assert asked(daemon, "told") == ["Hello.", "Again.", "More."]
+
+
+# -- how a daemon is reached --
+
+
+def test_a_token_that_is_not_known_is_not_called_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tokens.toml"
+    assert main(["token", "--file", str(file)]) == 0
+    process = ServeProcess(tmp_path / "data", "--token-file", str(file))
+    common = ["chat", "--address", process.start(), "-q", "Hello."]
+    capsys.readouterr()
+    for flags, problem in (
+        (["--token", "guess"], "pensieve: the token is not known to this daemon\n"),
+        ([], "pensieve: a token is needed\n"),
+    ):
+        assert main([*common, *flags]) == 1
+        assert capsys.readouterr().err == problem
+    assert process.stop() == 0
+
+
+def test_tls_where_there_is_none_and_none_where_there_is_are_said_so(
+    daemon: ServeProcess, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pem, key = CERTS / "server.pem", CERTS / "server.key"
+    secure = ServeProcess(tmp_path / "data", "--tls-cert", str(pem), "--tls-key", str(key))
+    ports = {
+        "tls": secure.start().rsplit(":", 1)[1],
+        "plain": daemon.address.rsplit(":", 1)[1],
+    }
+    trusted = ["--tls-ca", str(CERTS / "ca.pem")]
+    for place, flags, problem in (
+        ("tls", [], "closed the connection at once, as a daemon with TLS does"),
+        ("plain", trusted, "does not speak TLS"),
+        ("plain", ["--tls"], "does not speak TLS"),
+        ("tls", ["--tls"], "its certificate is not trusted"),
+    ):
+        address = f"localhost:{ports[place]}"
+        assert main(["chat", "--address", address, *flags, "-q", "Hello."]) == 1
+        told = capfd.readouterr().err.splitlines()[-1]
+        assert told.startswith(f"pensieve: no daemon can be reached at {address}: ")
+        assert problem in told
+    address = f"localhost:{ports['tls']}"
+    assert main(["chat", "--address", address, *trusted, "-q", "Hello.", "--max-tokens", "3"]) == 0
+    assert secure.stop() == 0
+
+
+def test_nobody_at_an_address_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--address", "127.0.0.1:1", "-q", "Hello."]) == 1
+    told = capsys.readouterr().err
+    assert "nothing listens at 127.0.0.1:1" in told
+    assert "`pensieve serve` starts a daemon" in told
+
+
+def test_the_socket_of_the_folder_needs_no_tls_whatever_the_network_needs(
+    daemon: ServeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSIEVE_TLS_CA", str(CERTS / "ca.pem"))
+    assert main(["admin", "stats", "--data", str(daemon.data)]) == 0
