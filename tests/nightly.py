@@ -153,6 +153,7 @@ PARTS: Mapping[str, Part] = {
         *("sim/test_shifts.py", "service/test_chaos.py"),
         whole=20,
     ),
+    "ctrl-c": scaled("cli/test_ctrl_c.py", whole=1000, unit="double presses", per_scale=10),
     "options": scaled("service/test_option_pairs.py", whole=10),
     "timing": scaled("service/test_timing_probe.py", whole=2),
     "protections": protections,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,19 @@ def test_a_night_goes_on_where_the_one_before_has_ended(
 def test_what_is_no_part_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit):
         run(monkeypatch, str(tmp_path), "--only", "dreams")
+
+
+def test_a_part_that_is_scaled_says_how_much_it_has_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A share of a tenth: a hundred double presses of Ctrl-C, as ten times what the suite does."""
+    given: list[tuple[str, str]] = []
+
+    def ran(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> int:
+        given.append((command[-1], variables["PENSIEVE_TEST_SCALE"]))
+        return 0
+
+    monkeypatch.setattr(nightly, "run", ran)
+    assert run(monkeypatch, str(tmp_path), "--only", "ctrl-c", "--share", "0.1") == 0
+    assert given == [("tests/cli/test_ctrl_c.py", "10")]
+    assert kept(tmp_path)[0]["counts"]["double presses"] == 100

@@ -2,7 +2,8 @@
 
 It talks to the daemon at --address, else to the `pensieve serve` that has the same data folder.  Without
 either it runs the same daemon in this process, on a private socket in the data folder
-(launch/embedded_daemon.py).  Ctrl-C while the model loads ends the program.
+(launch/embedded_daemon.py).  Ctrl-C while the model loads ends the program,
+in order (ctrl_c.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pensieve.cli.ctrl_c import CtrlC
 from pensieve.cli.flags import tls_to
 from pensieve.config import SETTINGS, Resolved
 from pensieve.errors import (
@@ -28,11 +30,10 @@ from pensieve.errors import (
 )
 
 if TYPE_CHECKING:
+    from pensieve.cli.chat_screen import Screen
     from pensieve.cli.chat_terminal import Chat
     from pensieve.client import Client
     from pensieve.client.admin import Admin
-
-SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,18 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     messages, started = _messages(arguments.message or ()), time.monotonic()
     quiet = bool(messages)
-    with contextlib.ExitStack() as stack:
+    with CtrlC() as ctrl_c, contextlib.ExitStack() as stack:
         address = resolved.values["daemon"] or _daemon_of(resolved.settings.data)
         if address is None:
-            chat, name = _with_daemon_here(stack, resolved, quiet)
+            chat, name = _with_daemon_here(stack, resolved, quiet, ctrl_c)
         else:
             _check_whose(resolved, address)
-            chat, name = _with_daemon_at(stack, resolved, address)
+            chat, name = _with_daemon_at(stack, resolved, address, ctrl_c)
+        ctrl_c.check()
         if arguments.conversation is not None:
             if resolved.sources["system"] == "flag":
                 chat.check_system(arguments.conversation)
             chat.open(arguments.conversation)
         for message in messages:
+            ctrl_c.check()
             chat.say(message)
         if quiet:
             return 0
@@ -121,7 +124,7 @@ def _check_whose(resolved: Resolved, address: str) -> None:
 
 
 def _with_daemon_here(
-    stack: contextlib.ExitStack, resolved: Resolved, quiet: bool
+    stack: contextlib.ExitStack, resolved: Resolved, quiet: bool, ctrl_c: CtrlC
 ) -> tuple[Chat, str]:
     """A daemon is started in this process; the chat, and what it talks to."""
     _log_errors(stack)
@@ -129,18 +132,27 @@ def _with_daemon_here(
         report("opening the history")
         from pensieve.launch.embedded_daemon import EmbeddedDaemon
 
-        daemon = stack.enter_context(EmbeddedDaemon(resolved, "pensieve chat", report))
+        daemon = stack.enter_context(
+            EmbeddedDaemon(resolved, "pensieve chat", report, given_up=lambda: ctrl_c.pressed)
+        )
+    from pensieve.cli.chat_screen import Screen
+    from pensieve.cli.chat_terminal import Waiting
     from pensieve.client import Client
     from pensieve.client.admin import Admin
 
-    client = stack.enter_context(Client(daemon.address))
+    screen = Screen()
+    waiting = Waiting(ctrl_c, screen, "the engine")
+    client = stack.enter_context(Client(daemon.address, sleep=waiting))
     name = resolved.settings.model or "the built-in model (for trying the machinery)"
-    return _chat(resolved, client, lambda: Admin(daemon.address), lambda: daemon.ended), name
+    parts = (client, lambda: Admin(daemon.address), lambda: daemon.ended, ctrl_c, screen)
+    return _chat(resolved, *parts), name
 
 
 def _with_daemon_at(
-    stack: contextlib.ExitStack, resolved: Resolved, address: str
+    stack: contextlib.ExitStack, resolved: Resolved, address: str, ctrl_c: CtrlC
 ) -> tuple[Chat, str]:
+    from pensieve.cli.chat_screen import Screen
+    from pensieve.cli.chat_terminal import Waiting
     from pensieve.client import Client, Retry
     from pensieve.client.admin import Admin
     from pensieve.service.admin_socket import socket_address, socket_path
@@ -149,7 +161,11 @@ def _with_daemon_at(
     tls = tls_to(address, resolved)
     with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as first:
         _check_reached(first)
-    client = stack.enter_context(Client(address, token=token, tls=tls, retry=Retry(retries=12)))
+    screen = Screen()
+    waiting = Waiting(ctrl_c, screen, address)
+    client = stack.enter_context(
+        Client(address, token=token, tls=tls, retry=Retry(retries=12), sleep=waiting)
+    )
     data.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def admin() -> Admin:
@@ -160,7 +176,7 @@ def _with_daemon_at(
     name = address
     with contextlib.suppress(ServerFault):  # a daemon of an earlier version cannot say
         name = f"{client.server_info().model} at {address}"
-    return _chat(resolved, client, admin, lambda: False), name
+    return _chat(resolved, client, admin, lambda: False, ctrl_c, screen), name
 
 
 def _check_reached(client: Client) -> None:
@@ -170,9 +186,7 @@ def _check_reached(client: Client) -> None:
     except NotFound:
         pass
     except (Unavailable, DeadlineExceeded) as error:
-        hint = (
-            "; `pensieve serve` starts a daemon" if "nothing is_listened_to" in str(error) else ""
-        )
+        hint = "; `pensieve serve` starts a daemon" if "nothing listens" in str(error) else ""
         raise Unavailable(f"no daemon can be reached at {client.address}: {error}{hint}") from error
     if not client.healthy():
         raise Unavailable(
@@ -181,14 +195,19 @@ def _check_reached(client: Client) -> None:
 
 
 def _chat(
-    resolved: Resolved, client: Client, admin: Callable[[], Admin], ended: Callable[[], bool]
+    resolved: Resolved,
+    client: Client,
+    admin: Callable[[], Admin],
+    ended: Callable[[], bool],
+    ctrl_c: CtrlC,
+    screen: Screen,
 ) -> Chat:
+    from pensieve.cli.chat_sampling import ChatSampling
     from pensieve.cli.chat_terminal import Chat, Manner
 
     values = resolved.values
-    sampling = {name: values[name] for name in SAMPLING if values[name] is not None}
-    manner = Manner(sampling, values["system"] or "", bool(values["stats"]))
-    return Chat(client, admin, manner, ended)
+    manner = Manner(ChatSampling(resolved), values["system"] or "", bool(values["stats"]))
+    return Chat(client, admin, manner, ended, ctrl_c, screen)
 
 
 def _log_errors(stack: contextlib.ExitStack) -> None:

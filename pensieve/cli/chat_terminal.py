@@ -1,56 +1,86 @@
-"""A conversation in a terminal (lines in, replies streamed out, /commands).
+"""A conversation in a terminal (messages in, replies streamed out, /commands).
 
-Ctrl-C ends the turn and keeps the text of its reply so far; a second one ends the program.  At the
-prompt it clears the line.  Ctrl-D ends the program.
+Ctrl-C ends the turn and keeps the text of its reply so far, which is what the screen shows.  At the prompt
+it clears the line.  ctrl_c.py explains why it does nothing else.  Ctrl-D ends the program.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pensieve.client import (
-    Client,
-    Conversation,
-    ConversationState,
-    Message,
-    Restarted,
-    Turn,
-    Usage,
-)
+from pensieve.cli.chat_list import ChatList
+from pensieve.cli.chat_sampling import SETTINGS, ChatSampling
+from pensieve.cli.chat_screen import Screen
+from pensieve.cli.ctrl_c import CtrlC
+from pensieve.cli.line_editor import LineEditor
+from pensieve.cli.repetition import Repetition
+from pensieve.client import Client, Conversation, Message, Reply, Restarted, Turn, Usage
 from pensieve.client.admin import Admin
-from pensieve.errors import InvalidArgument, NotFound, PensieveError, Unavailable
+from pensieve.client.requests import MessageInput
+from pensieve.errors import (
+    InvalidArgument,
+    NotFound,
+    PensieveError,
+    TurnInterrupted,
+    Unavailable,
+)
 
 HELP = """\
-/new [ID]        begin another conversation
-/list            the latest conversations
-/resume ID       go on with one of them
-/messages        the messages of this one
-/fork [ID]       go on with a copy of this conversation
-/undo            take back the last turn
-/delete          forget this conversation, on disk as well
-/stats           what the engine has done
-/bye             leave (or Ctrl-D)
-Ctrl-C           stop the reply; its text so far stays"""
-LISTED_MAX = 20
+/new [ID]          begin another conversation
+/list [PAGE]       your conversations, the latest first
+/resume WHICH      go on with one: its number in the list, or how its id begins
+/messages          the messages of this one
+/retry             take back the last reply and have another one
+/undo              take back the last turn
+/fork [ID]         go on with a copy of this conversation
+/set [NAME VALUE]  temperature, top_p, top_k, max_tokens or seed, until you leave;
+                   alone: what is in force. The value `default` takes it back
+/delete            forget this conversation, on disk as well
+/stats             what the engine has done
+/bye               leave; also /quit, /exit or Ctrl-D
+Several lines      paste them; or Alt-Enter begins another line; or put \"\"\" before
+                   the first and after the last
+Ctrl-C             stop the reply; its text so far stays. At the prompt: clear the line
+Tab                completes commands, what can be set, and ids after /resume"""
+
+LEAVING = ("/bye", "/quit", "/exit")
 
 
 @dataclass(frozen=True)
 class Manner:
     """How a person wants to talk."""
 
-    sampling: Mapping[str, Any]
+    sampling: ChatSampling
     system: str  # prompt of new conversations
     stats: bool  # after each reply
+
+
+class Waiting:
+    """How the client waits between two tries: a line says so, and Ctrl-C gives up."""
+
+    def __init__(self, ctrl_c: CtrlC, screen: Screen, name: str) -> None:
+        self._ctrl_c = ctrl_c
+        self._screen = screen
+        self._name = name
+
+    def __call__(self, seconds: float) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(seconds)  # of a call that stops a reply
+            return
+        if not self._ctrl_c.at_prompt:  # there, it is for completion, which cannot wait
+            self._screen.passing(f"[{self._name} cannot answer yet; trying again, Ctrl-C gives up]")
+            if self._ctrl_c.sleep(seconds):
+                return
+        raise Unavailable(f"{self._name} cannot answer yet")
 
 
 class Chat:
@@ -62,12 +92,30 @@ class Chat:
         admin: Callable[[], Admin],
         manner: Manner,
         ended: Callable[[], bool],  # whether nothing will ever be answered again
+        ctrl_c: CtrlC,
+        screen: Screen,
     ) -> None:
         self.conversation_id = _new_id()
         self._client = client
         self._admin = admin
         self._manner = manner
         self._ended = ended
+        self._ctrl_c = ctrl_c
+        self._screen = screen
+        self._listed = ChatList(client)
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": self._help,
+            "/new": self._new,
+            "/list": self._list,
+            "/resume": self._resume,
+            "/messages": self._messages,
+            "/retry": self._retry,
+            "/undo": self._undo,
+            "/fork": self._fork,
+            "/set": self._set,
+            "/delete": self._delete,
+            "/stats": self._stats,
+        }
 
     def open(self, conversation_id: str) -> None:
         """Go on with a conversation; one that is new is created with its first message."""
@@ -88,97 +136,113 @@ class Chat:
             )
 
     def loop(self, history: Path) -> None:
-        self._read_history(history)
-        prompt = "> " if sys.stdin.isatty() else ""  # replies alone, where a program reads them
-        try:
-            while True:
-                try:
-                    line = input(prompt).strip()
-                except KeyboardInterrupt:
-                    print()
-                    continue
-                except EOFError:
-                    if prompt:
-                        print()
-                    return
-                if line == "/bye":
-                    return
-                try:
-                    if line.startswith("/"):
-                        self.command(line)
-                    elif line:
-                        self.say(line)
-                except PensieveError as error:
-                    if isinstance(error, Unavailable) and self._ended():
-                        raise
-                    print(f"! {error}", file=sys.stdout if prompt else sys.stderr)
-        finally:
-            self._write_history(history)
+        editor = LineEditor(self._ctrl_c, history, self._completions)
+        complain = self._screen.line if editor.is_terminal else self._screen.notice
+        presses = 0  # of Ctrl-C at the prompt, with nothing between them
+        while True:
+            try:
+                text = editor.message()
+            except UnicodeDecodeError:
+                complain("! what was typed is no UTF-8")
+                continue
+            except EOFError:
+                if editor.is_terminal:
+                    self._screen.line("")
+                return
+            if text is None:
+                presses += 1
+                self._screen.line("")
+                if presses > 1:
+                    self._screen.notice("[Ctrl-D or /bye leaves]")
+                continue
+            presses = 0
+            if text in LEAVING:
+                return
+            try:
+                if text.startswith("/") and "\n" not in text:
+                    self.command(text)
+                elif text:
+                    self.say(text)
+            except PensieveError as error:
+                if isinstance(error, Unavailable) and self._ended():
+                    raise
+                complain(f"! {error}")
 
     # -- a turn --
 
-    def say(self, text: str) -> None:
-        """Stream the reply to the terminal."""
+    def say(self, message: MessageInput, **options: Any) -> Reply:
+        """Stream the reply to the terminal; `options` outrank what is set."""
         conversation = self._conversation()
         if self._manner.system:
             try:
                 conversation.get()
             except NotFound:
                 conversation.create(system_prompt=self._manner.system)
-        turn = conversation.send(text, **self._manner.sampling)
-        with _cancelled_by_ctrl_c(turn):
-            for event in turn:
-                if isinstance(event, Restarted):
-                    print("\n[the engine was started again]")
-                else:
-                    sys.stdout.write(str(event))
-                    sys.stdout.flush()
-        print()
+        turn = conversation.send(message, **{**self._manner.sampling.options, **options})
+        with self._ctrl_c.stopping(partial(_cancel, turn), turn.close):
+            self._stream(turn)
+        self._screen.reply_ended()
+        try:
+            reply = turn.reply
+        except TurnInterrupted as error:  # it was given up
+            raise TurnInterrupted(f"{error}; /messages shows what is in the history") from None
         if self._manner.stats:
-            print(cost_line(turn.reply.usage), file=sys.stderr)
+            self._screen.notice(cost_line(reply.usage))
+        return reply
+
+    def _stream(self, turn: Turn) -> None:
+        repetition: Repetition | None = Repetition()  # until it is noticed
+        for event in turn:
+            if isinstance(event, Restarted):
+                self._screen.notice("[the engine was started again; so is the reply]")
+                repetition = repetition and Repetition()
+                continue
+            self._screen.reply(event.text)
+            if repetition is not None and repetition.push(event.token_ids):
+                repetition = None
+                advice = self._manner.sampling.advice
+                self._screen.notice(
+                    f"[the reply repeats itself: Ctrl-C stops it, {advice} makes that rarer]"
+                )
 
     # -- commands --
 
     def command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
-        argument = argument.strip()
-        commands = {
-            "/help": self._help,
-            "/new": self._new,
-            "/list": self._list,
-            "/resume": self._resume,
-            "/messages": self._messages,
-            "/fork": self._fork,
-            "/undo": self._undo,
-            "/delete": self._delete,
-            "/stats": self._stats,
-        }
-        if name not in commands:
+        if name not in self._commands:
             raise InvalidArgument(name, "is no command; /help lists them")
-        commands[name](argument)
+        self._commands[name](argument.strip())
+
+    def _completions(self, line: str) -> list[str]:
+        """Words that may stand where a line ends."""
+        name, space, _ = line.partition(" ")
+        if not space and line.startswith("/"):
+            return [*self._commands, *LEAVING]
+        if name == "/set":
+            return list(SETTINGS)
+        if name == "/resume":
+            with contextlib.suppress(PensieveError):
+                return self._listed.latest()
+        return []
 
     def _help(self, argument: str) -> None:
-        print(HELP)
+        self._screen.line(HELP)
 
     def _new(self, argument: str) -> None:
         self.open(argument or _new_id())
-        print(f"conversation {self.conversation_id}")
+        self._screen.line(f"conversation {self.conversation_id}")
 
     def _list(self, argument: str) -> None:
-        found: list[ConversationState] = list(islice(self._client.conversations(), LISTED_MAX))
-        for each in found:
-            mark = "*" if each.conversation_id == self.conversation_id else " "
-            print(
-                f"{mark} {each.conversation_id:<28} {each.updated_at.astimezone():%Y-%m-%d %H:%M}  "
-                f"{each.num_messages:>4} messages  {each.num_tokens:>7,} tokens"
-            )
-        if not found:
-            print("none yet")
+        if argument and not (argument.isdecimal() and int(argument)):
+            raise InvalidArgument("/list", f"takes the number of a page, not {argument!r}")
+        lines = self._listed.page(int(argument or "1"), self.conversation_id)
+        self._screen.line("\n".join(lines or ["none yet" if not argument else "no more"]))
 
     def _resume(self, argument: str) -> None:
-        name = argument or self.conversation_id
+        name = self._listed.find(argument) if argument else self.conversation_id
         messages = list(self._client.conversation(name).messages())
         self.open(name)
+        self._screen.line(f"conversation {name}")
         self._show(messages[-2:])
 
     def _messages(self, argument: str) -> None:
@@ -186,20 +250,54 @@ class Chat:
 
     def _show(self, messages: list[Message]) -> None:
         for message in messages:
-            print(f"{message.role}: {message.text}")
+            if self._ctrl_c.pressed:
+                return
+            self._screen.line(f"{message.role}: {message.text}")
 
     def _fork(self, argument: str) -> None:
         target = argument or _new_id()
         self._conversation().fork(conversation_id=target)
-        self.open(target)
-        print(f"conversation {self.conversation_id}")
+        self._new(target)
 
     def _undo(self, argument: str) -> None:
-        revisions = sorted({each.revision for each in self._messages_of()})
+        self._take_back("/undo")
+        self._screen.line("the last turn is taken back")
+
+    def _retry(self, argument: str) -> None:
+        taken = self._take_back("/retry")
+        before = "".join(each.text for each in taken if each.role == "assistant")
+        sent = [
+            {"role": each.role, "content": each.text, "tool_call_id": each.tool_call_id}
+            for each in taken
+            if each.role != "assistant"
+        ]
+        options: dict[str, Any] = {"metadata": taken[0].metadata} if taken[0].metadata else {}
+        if "seed" in self._manner.sampling.options:
+            options["seed"] = secrets.randbits(63)
+        try:
+            reply = self.say(sent, **options)
+        except PensieveError as error:
+            said = "\n".join(each["content"] for each in sent)
+            self._screen.line(f"! the last turn is taken back, and was not said again:\n{said}")
+            raise error
+        if reply.text == before:
+            self._screen.notice(f"[the same again: {self._manner.sampling.advice} varies it]")
+
+    def _take_back(self, command: str) -> list[Message]:
+        """Rewind the last turn; the messages that it had."""
+        messages = self._messages_of()
+        revisions = sorted({each.revision for each in messages})
         if not revisions or revisions[-1] == 0:
-            raise InvalidArgument("/undo", "there is no turn yet")
+            raise InvalidArgument(command, "there is no turn yet")
         self._conversation().rewind(revisions[-2] if len(revisions) > 1 else 0)
-        print("the last turn is taken back")
+        return [each for each in messages if each.revision == revisions[-1]]
+
+    def _set(self, argument: str) -> None:
+        sampling = self._manner.sampling
+        name, _, text = argument.replace("=", " ", 1).partition(" ")
+        if text.strip():
+            sampling.set(name, text.strip())
+        self._screen.line(sampling.line(name) if name else "\n".join(sampling.lines()))
 
     def _delete(self, argument: str) -> None:
         self._conversation().delete()
@@ -209,7 +307,7 @@ class Chat:
         with self._admin() as admin:
             figures = sorted(admin.stats().more.items())
         for name, value in figures:
-            print(f"{name.replace('_', ' '):<32} {value:>14,.6g}")
+            self._screen.line(f"{name.replace('_', ' '):<32} {value:>14,.6g}")
 
     def _conversation(self) -> Conversation:
         return self._client.conversation(self.conversation_id)
@@ -217,55 +315,17 @@ class Chat:
     def _messages_of(self) -> list[Message]:
         return list(self._conversation().messages())
 
-    # -- the line editor's history --
-
-    @staticmethod
-    def _read_history(path: Path) -> None:
-        try:
-            import readline
-        except ImportError:  # a Python without it still reads lines
-            return
-        readline.set_auto_history(True)
-        with contextlib.suppress(OSError):
-            readline.read_history_file(path)
-
-    @staticmethod
-    def _write_history(path: Path) -> None:
-        try:
-            import readline
-        except ImportError:
-            return
-        readline.set_history_length(1000)
-        with contextlib.suppress(OSError):
-            readline.write_history_file(path)
-            path.chmod(0o600)
-
 
 def _new_id() -> str:
     return f"chat-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-@contextlib.contextmanager
-def _cancelled_by_ctrl_c(turn: Turn) -> Iterator[None]:
-    """The first Ctrl-C ends the turn, a second one the program.
-
-    A KeyboardInterrupt within gRPC's own code could leave its locks held.  So the first one starts a
-    thread that cancels the turn, and the stream ends in order.
-    """
-    pressed = False
-
-    def interrupt(number: int, frame: object) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-        threading.Thread(target=turn.cancel, daemon=True).start()
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _cancel(turn: Turn) -> None:
+    """In a thread of its own.  Where it fails, the reply has ended, or another press gives up."""
+    with contextlib.suppress(
+        PensieveError, ValueError
+    ):  # gRPC's, for a client that is closed meanwhile
+        turn.cancel()
 
 
 def cost_line(usage: Usage) -> str:

@@ -173,8 +173,9 @@ class AsyncClient:
         method: grpc.aio.UnaryUnaryMultiCallable[PageRequest, Page],
         request: PageRequest,
         timeout: float | None,
+        page_size: int = PAGE_SIZE,
     ) -> AsyncIterator[Page]:
-        request.page_size = PAGE_SIZE
+        request.page_size = page_size
         while True:
             page = await self.call(method, request, timeout, repeat=True)
             yield page
@@ -296,18 +297,22 @@ class AsyncConversation:
         return await self.send(message, **options).reply()
 
     async def messages(
-        self, include_token_ids: bool = False, timeout: float | None = None
+        self,
+        include_token_ids: bool = False,
+        timeout: float | None = None,
+        *,
+        page_size: int = PAGE_SIZE,
     ) -> AsyncIterator[Message]:
         """Iterate over the messages of the conversation, the oldest first.
 
-        With `include_token_ids` each message carries its exact tokens.  `timeout` is for each page that
-        is fetched.
+        With `include_token_ids` each message carries its exact tokens.  `timeout` is for each page of
+        `page_size` messages; a page is fetched when the iteration comes to it.
         """
         request = pb.ListMessagesRequest(
             conversation_id=self.conversation_id, include_token_ids=include_token_ids
         )
         method = self.client._connection.stub.ListMessages
-        async for page in self.client._pages(method, request, timeout):
+        async for page in self.client._pages(method, request, timeout, page_size):
             for each in page.messages:
                 yield message_of(each)
 

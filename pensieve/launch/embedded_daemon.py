@@ -5,7 +5,8 @@ of its own.  Two things differ:
 
 * A thread's loop gets no signals.  SIGINT is blocked in it, and in the threads and the engine process
   that it starts, so that Ctrl-C reaches the main thread alone, however early it comes.
-* The main thread waits until it is ready; if it fails, the main thread raises its exception.
+* The main thread waits until it is ready; if it fails, the main thread raises its exception.  Nothing
+  interrupts that wait, nor the end: `given_up` says whether to turn back, and is asked a few times a second.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import signal
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -40,6 +42,7 @@ class EmbeddedDaemon:
         holder: str,
         report: Report,
         engine_program: tuple[str, ...] = programs.ENGINE,
+        given_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._cleanup = contextlib.ExitStack()
         path = self._socket(resolved.settings.data)
@@ -53,6 +56,7 @@ class EmbeddedDaemon:
             check_history_first=True,  # a person at a terminal waits, and sees what it finds
         )
         self._report = report
+        self._given_up = given_up
         self._started = threading.Event()  # it serves, or has failed
         self._failure: BaseException | None = None
         self._stop_wanted = False
@@ -68,7 +72,9 @@ class EmbeddedDaemon:
         self._thread.start()
         try:
             while not self._started.wait(WAKE_SECONDS):
-                pass  # a Ctrl-C that came just before a wait is seen after it
+                if self._given_up():
+                    self._report("stopping")
+                    raise KeyboardInterrupt
             if self._failure is not None:
                 raise self._failure
         except BaseException:

@@ -7,14 +7,16 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from pensieve.cli.main import main
 from pensieve.store import ConversationStore
@@ -31,14 +33,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def chat(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
+def chat(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Chat]:
     monkeypatch.setenv("PENSIEVE_DATA", str(tmp_path / "data"))
 
     def run(*arguments: str, folder: Path | str = model) -> int:
         flags = ["--device-cache", "2000t", "--host-cache", "2000t", "--max-tokens", "8"]
         return main(["chat", str(folder), *flags, *arguments])
 
-    return run
+    before = signal.getsignal(signal.SIGINT)  # which a chat ignores once it has ended
+    yield run
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_message_is_answered_and_the_conversation_goes_on(
@@ -74,12 +78,27 @@ def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path):
     assert "the last turn is taken back" in process.stdout
     assert "output tokens" in process.stdout
     assert "! /nonsense: is no command; /help lists them" in process.stderr
-    listed = [
-        line for line in process.stdout.splitlines() if "messages" in line and "tokens" in line
-    ]
-    names = [line.removeprefix("> ").split()[:2] for line in listed]
-    assert names[0] == ["*", "b"]  # the present one is marked; the newest comes first
-    assert names[1][0] == "a"
+    listed = [line for line in process.stdout.splitlines() if " messages  " in line]
+    marks = [(line.removeprefix("> ")[0], line.split()[-1]) for line in listed]
+    assert marks == [("*", "b"), (" ", "a")]  # the present one is marked; the newest comes first
+
+
+def test_a_reply_that_repeats_itself_is_noticed_once(
+    chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """In this model a token decides the next one, so that a greedy reply ends in a circle."""
+    circular = tmp_path / "circular"
+    shutil.copytree(model, circular)
+    weights = load_file(circular / "model.safetensors")
+    for name, tensor in weights.items():
+        if "o_proj" in name or "down_proj" in name:
+            tensor.zero_()
+    save_file(weights, circular / "model.safetensors", metadata={"format": "pt"})
+    assert chat("-q", "Hello there.", "--max-tokens", "150", folder=circular) == 0
+    captured = capsys.readouterr()
+    notice = "[the reply repeats itself: Ctrl-C stops it, /set temperature 0.7 makes that rarer]"
+    assert captured.err.count(notice) == 1
+    assert notice not in captured.out
 
 
 def test_ctrl_c_stops_the_reply_and_not_the_program(model: Path, tmp_path: Path):

@@ -121,3 +121,16 @@ def test_after_an_unclean_stop_the_history_is_checked_first(
     monkeypatch.setattr(ConversationStore, "integrity_check", lambda self: ["a page is torn"])
     with pytest.raises(ConfigError, match="is damaged: a page is torn"), embedded(tmp_path, []):
         raise AssertionError("it has started")
+
+
+def test_a_start_that_is_given_up_ends_the_daemon(tmp_path: Path) -> None:
+    lines: list[str] = []
+    stuck = (sys.executable, "-c", "import time; time.sleep(600)")
+    daemon = EmbeddedDaemon(
+        settings_in(tmp_path), "a test", lines.append, stuck, given_up=lambda: True
+    )
+    with pytest.raises(KeyboardInterrupt), daemon:
+        raise AssertionError("it has started")
+    assert daemon.ended
+    assert lines[-1] == "stopping"
+    ConversationStore.open(tmp_path, "another").close()

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from tests.protections import Protection, backup, engine, service, store, tenants, wire
+from tests.protections import Protection, backup, chat, engine, service, store, tenants, wire
 
 PROTECTIONS: tuple[Protection, ...] = (
     *wire.PROTECTIONS,
@@ -11,6 +11,7 @@ PROTECTIONS: tuple[Protection, ...] = (
     *store.PROTECTIONS,
     *backup.PROTECTIONS,
     *engine.PROTECTIONS,
+    *chat.PROTECTIONS,
 )
 
 # By one of the tests that the row names: why taking something out would mean nothing.

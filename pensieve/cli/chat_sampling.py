@@ -1,0 +1,67 @@
+"""`/set`: how replies are sampled, what is in force and where that comes from.
+
+What is set within a talk lasts until the program ends; flags, variables and the file of `--config` say what
+it begins with.  What nobody has set is decided where the model is: its own files say it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pensieve.config import TALKING, Resolved
+from pensieve.errors import InvalidArgument
+
+SETTINGS = {each.name: each for each in TALKING if each.group == "sampling"}
+UNSET = {
+    "max_tokens": "1024, the daemon's default",
+    "seed": "another one for each reply",
+}
+OF_THE_MODEL = "the model's own"
+TEMPERATURE, TEMPERATURE_STEP = 0.7, 0.3  # advice against a reply that repeats itself
+
+
+class ChatSampling:
+    """The sampling options of one talk."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        self._values = {name: resolved.values[name] for name in SETTINGS}
+        self._sources = {name: resolved.sources[name] for name in SETTINGS}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What is sent with a message."""
+        return {name: value for name, value in self._values.items() if value is not None}
+
+    def set(self, name: str, text: str) -> None:
+        """From `/set NAME TEXT`; the text `default` forgets what was set."""
+        self._check(name)
+        if text == "default":
+            self._values[name], self._sources[name] = None, "default"
+            return
+        try:
+            self._values[name] = SETTINGS[name].parse(text)
+        except ValueError as error:
+            raise InvalidArgument("/set", f"{name} {error}, not {text!r}") from None
+        self._sources[name] = "/set"
+
+    def line(self, name: str) -> str:
+        """One setting, its value, and where it comes from."""
+        self._check(name)
+        value, source = self._values[name], self._sources[name]
+        if value is None:
+            return f"{name:<12} {UNSET.get(name, OF_THE_MODEL)}"
+        return f"{name:<12} {value!s:<12} ({SETTINGS[name].flag if source == 'flag' else source})"
+
+    def lines(self) -> list[str]:
+        return [self.line(name) for name in SETTINGS]
+
+    def _check(self, name: str) -> None:
+        if name not in SETTINGS:
+            raise InvalidArgument("/set", f"knows {', '.join(SETTINGS)}, not {name!r}")
+
+    @property
+    def advice(self) -> str:
+        """The command that makes it rarer that a reply repeats itself."""
+        now = self._values["temperature"]
+        hotter = TEMPERATURE if now is None or now < TEMPERATURE else now + TEMPERATURE_STEP
+        return f"/set temperature {hotter:.3g}"

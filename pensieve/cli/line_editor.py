@@ -1,0 +1,120 @@
+'''Reads messages of one or several lines from a terminal, by the readline of the standard library.
+
+* A paste is one message: the terminal marks it ("bracketed paste"), and readline takes its lines into the
+  line that is edited.  Alt-Enter adds a line there, too.
+* A line that begins with """ opens a message that ends with the next """ at the end of a line, in any
+  terminal and without one.  What was pasted opens nothing.
+* The history of lines is a file of one entry a line, written as they come, so that a killed program loses
+  none; several programs may append to it.  It keeps the newest HISTORY_ENTRIES_MAX.
+
+Where Python has no readline, or libedit in its place, a paste of three lines is three messages.
+'''
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from pensieve.cli.ctrl_c import CtrlC
+
+HISTORY_ENTRIES_MAX = 1000
+QUOTES = '"""'
+Complete = Callable[[str], list[str]]  # from the line up to the cursor to words that may end it
+
+
+class LineEditor:
+    """Where a person types."""
+
+    def __init__(self, ctrl_c: CtrlC, history: Path, complete: Complete) -> None:
+        self._ctrl_c = ctrl_c
+        self._history = history
+        self._complete = complete
+        self._found: list[str] = []
+        self.is_terminal = (
+            sys.stdin.isatty()
+        )  # else replies stand alone, for the program that reads them
+        self._readline = _readline() if self.is_terminal and sys.stdout.isatty() else None
+        if self._readline is not None:
+            self._prepare(self._readline)
+
+    def message(self) -> str | None:
+        """What was typed; None if Ctrl-C was pressed instead.  EOFError at the end of input."""
+        text = self._ctrl_c.line("> " if self.is_terminal else "")
+        if text is not None and "\n" not in text and text.lstrip().startswith(QUOTES):
+            text = self._quoted(text.lstrip().removeprefix(QUOTES))
+        text = text if text is None else text.strip()
+        if text and self._readline is not None:
+            self._remember(self._readline, text)
+        return text
+
+    def _quoted(self, text: str) -> str | None:
+        while not text.rstrip().endswith(QUOTES):
+            try:
+                line = self._ctrl_c.line("... " if self.is_terminal else "")
+            except EOFError:
+                return text
+            if line is None:
+                return None
+            text = f"{text}\n{line}"
+        return text.rstrip().removesuffix(QUOTES)
+
+    # -- readline --
+
+    def _prepare(self, readline: ModuleType) -> None:
+        if "libedit" in (readline.__doc__ or ""):
+            readline.parse_and_bind("bind ^I rl_complete")
+        else:
+            readline.parse_and_bind("tab: complete")
+            readline.parse_and_bind("set enable-bracketed-paste on")
+            readline.parse_and_bind(r'"\e\C-m": "\C-v\C-j"')  # Alt-Enter
+        readline.set_completer_delims(" \n")
+        readline.set_completer(self._completion)
+        readline.set_auto_history(False)
+        readline.clear_history()
+        for entry in _read_history(self._history):
+            readline.add_history(entry)
+
+    def _completion(self, word: str, index: int) -> str | None:
+        if index == 0:
+            assert self._readline is not None
+            line = self._readline.get_line_buffer()[: self._readline.get_endidx()]
+            self._found = [each for each in self._complete(line) if each.startswith(word)]
+        return self._found[index] if index < len(self._found) else None
+
+    def _remember(self, readline: ModuleType, text: str) -> None:
+        readline.add_history(text)
+        line = text.replace("\\", "\\\\").replace("\n", "\\n") + "\n"
+        with contextlib.suppress(OSError):
+            to = os.open(self._history, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            with open(to, "a", encoding="utf-8", errors="surrogateescape") as file:
+                file.write(line)
+
+
+def _readline() -> ModuleType | None:
+    try:
+        import readline
+    except ImportError:  # a Python without it still reads lines
+        return None
+    return readline
+
+
+def _read_history(path: Path) -> list[str]:
+    """The newest entries; a file that has twice as many is cut."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        if len(lines) > 2 * HISTORY_ENTRIES_MAX:
+            kept = "\n".join(lines[-HISTORY_ENTRIES_MAX:]) + "\n"
+            path.write_text(kept, encoding="utf-8", errors="surrogateescape")
+        path.chmod(0o600)
+    except OSError:
+        return []
+    escapes = {r"\n": "\n", r"\\": "\\"}
+    return [
+        re.sub(r"\\[n\\]", lambda found: escapes[found[0]], line)
+        for line in lines[-HISTORY_ENTRIES_MAX:]
+    ]

@@ -1,0 +1,106 @@
+"""`pensieve chat` in a pseudo-terminal of its own, for tests that type, press Ctrl-C and look at the screen.
+
+Nothing is read from the screen but in `read_until`: like a terminal that is slow, it may hold kilobytes
+that it has not shown yet when a key is pressed.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+ROOT = Path(__file__).parent.parent.parent
+CTRL_C = "\x03"
+PROMPT, ENTERED = "\x1b[?2004h> ", "\x1b[?2004l"  # readline, as it begins and ends to edit a line
+IN_ITS_TERMINAL = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+COMMAND = "from pensieve.cli.main import main; sys.exit(main(sys.argv[1:]))"
+WITH_ECHO = (  # the daemon of `pensieve chat`, with arithmetic for a model: some 24 tokens for a reply
+    "from pensieve.launch import programs;"
+    "programs.ENGINE = (*programs.ECHO_ENGINE, '--seconds={seconds}');"
+)
+
+
+def text_of(screen: str) -> str:
+    """What a person reads: without the echo of Ctrl-C, colours, bells, and the way in which lines end."""
+    text = re.sub(r"\^C|\x07|\x1b\[[?0-9;]*[A-Za-z]", "", screen)
+    return re.sub(r"[\r\n]+", "\n", text).strip()
+
+
+class Terminal:
+    """A terminal in which one program runs; leaving it ends the program."""
+
+    def __init__(
+        self,
+        data: Path,
+        *arguments: str,  # of `pensieve`
+        echo_seconds: float | None = None,  # of an iteration; None: a model, or another daemon's
+        program: str = COMMAND,  # or another one, in Python
+    ) -> None:
+        lead = IN_ITS_TERMINAL
+        if echo_seconds is not None:
+            lead += WITH_ECHO.format(seconds=echo_seconds)
+        self._master, terminal = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", lead + program, *arguments],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            cwd=ROOT,
+            env={**os.environ, "PENSIEVE_DATA": str(data), "TERM": "xterm"},
+            start_new_session=True,
+        )
+        os.close(terminal)
+        self._unread = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+    def type(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def read_until(self, wanted: str, seconds: float = 60.0) -> str:
+        """What appears up to `wanted`; what follows stays to be read."""
+        end = time.monotonic() + seconds
+        while wanted.encode() not in self._unread and time.monotonic() < end:
+            if select.select([self._master], [], [], 0.2)[0]:
+                try:
+                    self._unread += os.read(self._master, 1 << 16)
+                except OSError:  # nobody has the terminal any longer
+                    break
+        before, found, after = self._unread.partition(wanted.encode())
+        assert found, f"{wanted!r} does not appear: {self._unread.decode(errors='replace')!r}"
+        self._unread = after
+        return before.decode(errors="replace")
+
+    def rest(self, seconds: float = 60.0) -> str:
+        """What appears until the program has ended."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                if select.select([self._master], [], [], 0.2)[0]:
+                    self._unread += os.read(self._master, 1 << 16)
+            except OSError:
+                break
+        left, self._unread = self._unread, b""
+        return left.decode(errors="replace")
+
+    def wait(self, seconds: float = 60.0) -> int:
+        return self.process.wait(seconds)

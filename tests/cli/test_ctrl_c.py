@@ -1,0 +1,243 @@
+"""Ctrl-C in `pensieve chat`: pressed once, twice, at any moment, it stops a reply and nothing else."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from pensieve.cli.ctrl_c import CtrlC
+from pensieve.store import ConversationStore
+from tests.cli.terminal import CTRL_C, ENTERED, PROMPT, Terminal, text_of
+from tests.scale import SCALE, SEED
+from tests.service.rig_daemon import ServeProcess
+
+DOUBLE_PRESSES = 10
+GAP_SECONDS_MAX = 0.3
+TYPING_SECONDS = 0.03  # between two keys of a quick person
+
+
+def replies_in(data: Path, conversation_id: str = "c") -> dict[str, str]:
+    """What the history has: replies by the message that they answer."""
+    with ConversationStore.open(data, "a test") as store:
+        assert store.verify() == []
+        texts = [each.content for each in store.messages(conversation_id)]
+    return dict(zip(texts[::2], texts[1::2], strict=True))
+
+
+def press_twice(terminal: Terminal, message: str, drawn: random.Random) -> None:
+    """Send a message, and press at two moments that may be before, within or after its reply."""
+    terminal.type(f"{message}\n")
+    terminal.read_until(ENTERED)
+    time.sleep(TYPING_SECONDS)  # a press that follows Enter within microseconds may clear the line
+    for _ in range(2):
+        time.sleep(drawn.random() * GAP_SECONDS_MAX)
+        terminal.type(CTRL_C)
+    time.sleep(TYPING_SECONDS)
+
+
+def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored(tmp_path: Path):
+    """A terminal that hangs, or ends, does not show the mark that is typed afterwards."""
+    number = DOUBLE_PRESSES * SCALE
+    print(f"{number} double presses, seed {SEED}")
+    drawn = random.Random(SEED)
+    shown: dict[str, str] = {}
+    with Terminal(tmp_path, "chat", "--conversation=c", echo_seconds=0.004) as terminal:
+        terminal.read_until("/help for help")
+        for index in range(number):
+            terminal.read_until(PROMPT)
+            press_twice(terminal, f"message {index}.", drawn)
+            terminal.type(f"/mark{index}\n")
+            screen = terminal.read_until(f"! /mark{index}: is no command")
+            assert "Traceback" not in screen
+            shown[f"message {index}."] = text_of(screen.partition(PROMPT)[0])
+        terminal.read_until(PROMPT)
+        terminal.type("/bye\n")
+        ended = terminal.rest()
+        assert terminal.wait() == 0, ended
+    stored = replies_in(tmp_path)
+    assert list(stored) == list(shown)
+    wrong = [each for each in shown if shown[each] != text_of(stored[each])]
+    assert not wrong, [(each, shown[each], stored[each]) for each in wrong]
+    assert len({*stored.values()}) > number // 4, "too many replies were stopped before they began"
+
+
+def test_presses_while_the_daemon_starts_end_the_program_in_order(tmp_path: Path):
+    """At moments from the first import to the first prompt; nothing is left in its process group."""
+    drawn = random.Random(SEED)
+    for _ in range(2 * SCALE):
+        with Terminal(tmp_path, "chat", echo_seconds=0.004) as terminal:
+            terminal.read_until("opening the history")
+            time.sleep(drawn.random() * 2)
+            for _ in range(3):
+                terminal.type(CTRL_C)
+                time.sleep(drawn.random() * GAP_SECONDS_MAX)
+            terminal.type("/bye\n")
+            said = terminal.rest()
+            assert terminal.wait() in (0, 130), said  # it may have come to the prompt
+            assert "Traceback" not in said
+            with pytest.raises(ProcessLookupError):
+                os.killpg(terminal.process.pid, 0)
+
+
+def test_presses_at_the_prompt_clear_the_line_and_say_how_to_leave(tmp_path: Path):
+    with Terminal(tmp_path, "chat", "--conversation=c", echo_seconds=0.004) as terminal:
+        terminal.read_until(PROMPT)
+        for _ in range(3):
+            terminal.type("half a line")
+            terminal.read_until("half a line")
+            terminal.type(CTRL_C)
+            terminal.read_until(PROMPT)
+        terminal.type("a whole line\n")
+        assert "leaves" not in terminal.read_until(ENTERED)
+        terminal.read_until(PROMPT)
+        terminal.type(CTRL_C)
+        terminal.read_until(PROMPT)
+        terminal.type(CTRL_C)
+        assert "[Ctrl-D or /bye leaves]" in terminal.read_until(PROMPT)
+        terminal.type("\x04")
+        assert terminal.wait() == 0
+    assert list(replies_in(tmp_path)) == ["a whole line"]
+
+
+def test_what_a_slow_terminal_has_not_shown_yet_is_not_thrown_away(tmp_path: Path):
+    """Unless told not to, the kernel drops output that waits for the terminal when Ctrl-C is pressed."""
+    with Terminal(tmp_path, "chat", "--conversation=c", echo_seconds=0.002) as terminal:
+        for index in range(5):
+            terminal.read_until(PROMPT)
+            terminal.type(f"message {index}.\n")
+            terminal.read_until(ENTERED)
+            time.sleep(1.0)  # nothing is read, and the reply has ended
+            terminal.type(CTRL_C)
+            time.sleep(TYPING_SECONDS)
+            terminal.type(f"/mark{index}\n")
+            shown = terminal.read_until(f"! /mark{index}: is no command").partition(PROMPT)[0]
+            terminal.type("/messages\n")
+            assert text_of(shown) in text_of(
+                terminal.read_until(PROMPT) + terminal.read_until(PROMPT)
+            )
+            terminal.type("/undo\n")
+            terminal.read_until("the last turn is taken back")
+
+
+def test_a_press_within_one_message_prints_what_came_and_ends(tmp_path: Path):
+    """`-q`: the second press comes while the program ends."""
+    arguments = ("chat", "--conversation=c", "-q", "message 0.")
+    with Terminal(tmp_path / "whole", *arguments, echo_seconds=0.0) as terminal:
+        assert terminal.wait() == 0
+    (whole,) = replies_in(tmp_path / "whole").values()
+    with Terminal(tmp_path / "part", *arguments, echo_seconds=0.2) as terminal:
+        terminal.read_until(whole[:8])
+        terminal.type(CTRL_C)
+        time.sleep(0.2)
+        terminal.type(CTRL_C)
+        rest = terminal.rest()
+        assert terminal.wait() == 0
+        assert "Traceback" not in rest
+    (part,) = replies_in(tmp_path / "part").values()
+    assert len(part) < len(whole)
+    assert text_of(whole[:8] + rest) == text_of(part)
+
+
+def test_a_daemon_that_does_not_stop_the_reply_is_given_up_by_a_later_press(tmp_path: Path):
+    daemon = ServeProcess(tmp_path / "data", "--echo-seconds", "0.02")
+    daemon.start()
+    arguments = ("chat", "--address", daemon.address, "--conversation=c", "--max-tokens=5000")
+    try:
+        with Terminal(tmp_path / "mine", *arguments) as terminal:
+            terminal.read_until(PROMPT)
+            os.kill(daemon.process.pid, signal.SIGSTOP)
+            terminal.type("Hello there.\n")
+            terminal.read_until(ENTERED)
+            time.sleep(TYPING_SECONDS)
+            terminal.type(CTRL_C)
+            time.sleep(3.5)
+            terminal.type(CTRL_C)
+            terminal.read_until("! ")
+            os.kill(daemon.process.pid, signal.SIGCONT)
+            terminal.read_until(PROMPT)
+            terminal.type("/bye\n")
+            assert terminal.wait() == 0
+    finally:
+        os.kill(daemon.process.pid, signal.SIGCONT)
+        daemon.stop()
+
+
+# -- the parts of it --
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[CtrlC]:
+    before = signal.getsignal(signal.SIGINT)
+    with CtrlC() as ctrl_c:
+        yield ctrl_c
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_press_before_the_request_stops_the_reply_at_its_beginning(ctrl_c: CtrlC):
+    stopped = threading.Event()
+    signal.raise_signal(signal.SIGINT)
+    assert ctrl_c.pressed
+    with ctrl_c.stopping(stopped.set, lambda: None):
+        assert stopped.wait(10)
+
+
+def test_presses_stop_a_reply_once_and_a_late_one_gives_it_up(
+    ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch
+):
+    calls: SimpleQueue[str] = SimpleQueue()
+    with ctrl_c.stopping(lambda: calls.put("stop"), lambda: calls.put("give up")):
+        signal.raise_signal(signal.SIGINT)
+        assert calls.get(timeout=10) == "stop"
+        for _ in range(100):
+            signal.raise_signal(signal.SIGINT)
+        monkeypatch.setattr("pensieve.cli.ctrl_c.PATIENCE_SECONDS", 0.0)
+        signal.raise_signal(signal.SIGINT)
+        assert calls.get(timeout=10) == "give up"
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c.check()
+
+
+def test_a_press_ends_a_pause_between_two_tries(ctrl_c: CtrlC):
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert not ctrl_c.sleep(250.0)
+
+
+def at_a_prompt(tmp_path: Path, before: str) -> Terminal:
+    """A program that asks for a line, and says what came, again and again."""
+    program = (
+        "import _thread, os, readline, signal, threading\n"
+        "from pensieve.cli.ctrl_c import CtrlC\n"
+        "readline.parse_and_bind('tab: complete')\n"
+        f"{before}\n"
+        "with CtrlC() as ctrl_c:\n"
+        "    while True:\n"
+        "        print('came:', ctrl_c.line('> '), ctrl_c.pressed, flush=True)\n"
+    )
+    return Terminal(tmp_path, program="\n" + program)
+
+
+def test_a_press_just_before_readline_waits_is_not_lost(tmp_path: Path):
+    """Of such a signal only Python's own mark is left: it has interrupted nothing."""
+    with at_a_prompt(tmp_path, "threading.Timer(0.5, _thread.interrupt_main).start()") as terminal:
+        terminal.read_until("came: None False", 20)
+
+
+def test_a_press_while_readline_completes_is_forgotten_and_the_next_one_is_not(tmp_path: Path):
+    presses = "readline.set_completer(lambda word, index: os.kill(os.getpid(), signal.SIGINT))"
+    with at_a_prompt(tmp_path, presses) as terminal:
+        terminal.read_until("> ")
+        terminal.type("a\tb\n")
+        terminal.read_until("came: ab False")
+        terminal.type("a\t")
+        terminal.read_until("a\x07")
+        terminal.type(CTRL_C)
+        terminal.read_until("came: None False")
