@@ -1,9 +1,8 @@
 """Turns that are about to begin: drafted, tokenized, or waiting for the store thread.
 
 They count like live ones, for the daemon's limit and for their tenant's, since nobody knows yet that they
-will be refused; so do the characters that they hold, for a tenant's own.  A live turn without a reader is not
-given up while a request for it is on the way, and a client that says the same again waits for its first call
-(`gone`).  All of it belongs to the loop.
+will be refused; so do the characters that they hold, for a tenant's own.  A client that says the same again
+waits for its first call (`gone`).  All of it belongs to the loop.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import asyncio
 
 from pensieve.service.counts import Counts
 from pensieve.service.draft import Ask
-from pensieve.service.live_turn import LiveTurn
 
 
 class Arriving:
@@ -52,10 +50,6 @@ class Arriving:
 
     def num_of_tenant(self, tenant: str) -> int:
         return self._of_tenant[tenant]
-
-    def expects(self, live: LiveTurn) -> bool:
-        """Whether a request for this turn is on the way."""
-        return self.has_request(live.tenant, live.conversation_id, live.request_id)
 
     def has_request(self, tenant: str, conversation_id: str, request_id: str) -> bool:
         return self._of_request[tenant, conversation_id, request_id] > 0

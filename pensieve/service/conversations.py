@@ -428,9 +428,6 @@ class Conversations:
     async def _give_up(self, live: LiveTurn) -> None:
         if self.readers.has_reader(live):
             return  # it came between the end of the grace and this task
-        if self.arriving.expects(live):
-            self.readers.start_grace(live)  # somebody is on the way, behind other jobs of the store
-            return
         await self.interrupt(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)
 
     def _charge(self, live: LiveTurn) -> None:

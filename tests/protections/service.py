@@ -46,13 +46,6 @@ PROTECTIONS = (
         "service/test_admission.py::test_attaching_does_not_wait_for_the_store",
     ),
     protection(
-        "a turn waits for a reader who is on the way",
-        "service/conversations.py",
-        "        if self.arriving.expects(live):\n",
-        "        if self.arriving.expects(live) and live.finish is not None:\n",
-        "service/test_admission.py::test_a_turn_waits_for_a_reader_whom_the_store_holds_up",
-    ),
-    protection(
         "turns that are about to begin count for their tenant",
         "service/daemon.py",
         "            turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),\n",
