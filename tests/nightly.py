@@ -22,6 +22,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,6 +137,18 @@ def protections(night: Night, log: Path, outcome: Outcome) -> None:
         outcome.failures.append("a test fails though nothing is taken out: see the log")
 
 
+def newcomer(night: Night, log: Path, outcome: Outcome) -> None:
+    """README and docs are walked in an empty folder."""
+    with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
+        words = () if night.share >= 1 else ("--quick",)
+        status = run([sys.executable, "tests/newcomer.py", folder, *words], log)
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    outcome.counts["steps"] = sum(line.startswith(("ok ", "BAD")) for line in lines)
+    outcome.failures += [line.strip() for line in lines if line.startswith("      ")]
+    if status and not outcome.failures:
+        outcome.failures.append(f"it ended with {status}: see the log")
+
+
 PARTS: Mapping[str, Part] = {
     "faults": faults,
     "bytes": scaled("service/test_fuzz.py", whole=1_000_000, unit="messages", per_scale=20_000),
@@ -156,6 +169,7 @@ PARTS: Mapping[str, Part] = {
     "ctrl-c": scaled("cli/test_ctrl_c.py", whole=1000, unit="double presses", per_scale=10),
     "options": scaled("service/test_option_pairs.py", whole=10),
     "timing": scaled("service/test_timing_probe.py", whole=2),
+    "newcomer": newcomer,
     "protections": protections,
 }
 
