@@ -474,7 +474,11 @@ def serve(found: Walk) -> None:
 def guarded(found: Walk) -> None:
     """A daemon that wants TLS and tokens: who has both is served, others hear what is missing."""
     certificates = found.repository / "tests" / "service" / "certs"
-    for name, place in (("server.pem", "chain.pem"), ("server.key", "key.pem"), ("ca.pem", "ca.pem")):
+    for name, place in (
+        ("server.pem", "chain.pem"),
+        ("server.key", "key.pem"),
+        ("ca.pem", "ca.pem"),
+    ):
         (found.folder / place).write_bytes((certificates / name).read_bytes())
     token = found.take(TOKEN).strip()
     found.take(GUARDED)

@@ -79,10 +79,10 @@ class ChatList:
         """The first words that a user said."""
         messages = self._client.conversation(state.conversation_id).messages(page_size=2)
         try:
-            said = [each.text for each in islice(messages, 2) if each.role == "user"]
+            texts = [each.text for each in islice(messages, 2) if each.role == "user"]
         except NotFound:  # deleted meanwhile
             return ""
-        return said[0] if said else ""
+        return texts[0] if texts else ""
 
 
 def shortened(text: str, width: int) -> str:

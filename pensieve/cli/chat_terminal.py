@@ -52,7 +52,7 @@ Several lines      paste them; or Alt-Enter begins another line; or put \"\"\" b
 Ctrl-C             stop the reply; its text so far stays. At the prompt: clear the line
 Tab                completes commands, what can be set, and ids after /resume"""
 
-LEAVING = ("/bye", "/quit", "/exit")
+GOODBYES = ("/bye", "/quit", "/exit")
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Chat:
                     self._screen.notice("[Ctrl-D or /bye leaves]")
                 continue
             presses = 0
-            if text in LEAVING:
+            if text in GOODBYES:
                 return
             try:
                 if text.startswith("/") and "\n" not in text:
@@ -217,7 +217,7 @@ class Chat:
         """Words that may stand where a line ends."""
         name, space, _ = line.partition(" ")
         if not space and line.startswith("/"):
-            return [*self._commands, *LEAVING]
+            return [*self._commands, *GOODBYES]
         if name == "/set":
             return list(SETTINGS)
         if name == "/resume":
