@@ -277,8 +277,8 @@ class Chat:
         try:
             reply = self.say(sent, **options)
         except PensieveError as error:
-            said = "\n".join(each["content"] for each in sent)
-            self._screen.line(f"! the last turn is taken back, and was not said again:\n{said}")
+            texts = "\n".join(each["content"] for each in sent)
+            self._screen.line(f"! the last turn is taken back, and was not said again:\n{texts}")
             raise error
         if reply.text == before:
             self._screen.notice(f"[the same again: {self._manner.sampling.advice} varies it]")
