@@ -15,7 +15,7 @@ BY_CALL = {  # the highest probability, each time that it could happen
     "an allocation fails": 0.03,
     "a launch fails half way": 0.03,
     "collecting fails": 0.03,
-    "the engine does not start": 0.5,
+    "the engine does not start": 0.3,
     "the mailbox is full": 0.1,
     "events overtake the store's thread": 0.05,
 }
@@ -102,7 +102,7 @@ def drawn_shape(choose: random.Random, seed: int) -> Shape:
         heartbeat_seconds=choose.choice((2.0, 2.0, 30.0)),
         iteration_seconds_max=choose.choice((2.0, 2.0, 30.0)),
         short_characters=choose.choice((0, 4096)),
-        num_moves=choose.choice((60, 100, 180)),
+        num_moves=choose.choice((60, 150, 400)),
     )
 
 

@@ -152,14 +152,14 @@ def test_a_token_file_that_vanishes_while_it_is_read_is_an_error_of_ours(
 ) -> None:
     path = tmp_path / "tokens.toml"
     path.write_text(auth.new_token("a", admin=False)[1])
-    read_text = Path.read_text
+    read_bytes = Path.read_bytes
 
-    def last_reading(path: Path, **options: str) -> str:
-        text = read_text(path, **options)
+    def last_reading(path: Path) -> bytes:
+        text = read_bytes(path)
         path.unlink()
         return text
 
-    monkeypatch.setattr(Path, "read_text", last_reading)
+    monkeypatch.setattr(Path, "read_bytes", last_reading)
     with pytest.raises(ConfigError, match="cannot read"):
         auth.read_tokens(path)
 
