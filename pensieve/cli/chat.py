@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING
 
 from pensieve.cli.ctrl_c import CtrlC
 from pensieve.cli.flags import tls_to
-from pensieve.config import SETTINGS, Resolved
+from pensieve.config import REACHING, SETTINGS, Resolved
 from pensieve.errors import (
     ConfigError,
     DeadlineExceeded,
     InvalidArgument,
-    NotFound,
     ServerFault,
     Unavailable,
 )
@@ -32,7 +31,7 @@ from pensieve.errors import (
 if TYPE_CHECKING:
     from pensieve.cli.chat_screen import Screen
     from pensieve.cli.chat_terminal import Chat
-    from pensieve.client import Client
+    from pensieve.client import Client, ServerInfo
     from pensieve.client.admin import Admin
 
 
@@ -54,11 +53,13 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
     messages, started = _messages(arguments.message or ()), time.monotonic()
     quiet = bool(messages)
     with CtrlC() as ctrl_c, contextlib.ExitStack() as stack:
-        address = resolved.values["daemon"] or _daemon_of(resolved.settings.data)
+        address = resolved.values["daemon"]
+        if address is None:
+            _check_reaching(resolved)
+            address = _daemon_of(resolved.settings.data)
         if address is None:
             chat, name = _with_daemon_here(stack, resolved, quiet, ctrl_c)
         else:
-            _check_whose(resolved, address)
             chat, name = _with_daemon_at(stack, resolved, address, ctrl_c)
         ctrl_c.check()
         if arguments.conversation is not None:
@@ -111,16 +112,26 @@ def _daemon_of(data: Path) -> str | None:
     return socket_address(path)
 
 
-def _check_whose(resolved: Resolved, address: str) -> None:
+def _check_whose(resolved: Resolved, address: str, info: ServerInfo | None) -> None:
     """Settings of a daemon that is not started here; those that all commands share do not count."""
     given = [
         "MODEL" if setting.name == "model" else setting.flag
         for setting in SETTINGS
         if setting.name != "data" and resolved.sources[setting.name] == "flag"
     ]
+    model = Path(resolved.settings.model or "").name
+    if "MODEL" in given and info is not None and model == Path(info.model).name:
+        given.remove("MODEL")
     if given:
         what = "its own model and settings; leave out what is for another"
         raise InvalidArgument(", ".join(given), f"the daemon at {address} has {what}")
+
+
+def _check_reaching(resolved: Resolved) -> None:
+    """The daemon of this data folder has neither TLS nor tokens for those who come through its socket."""
+    given = [each.flag for each in REACHING if resolved.sources[each.name] == "flag"]
+    if given:
+        raise InvalidArgument(", ".join(given), "is for a daemon at --address")
 
 
 def _with_daemon_here(
@@ -155,12 +166,12 @@ def _with_daemon_at(
     from pensieve.cli.chat_terminal import Waiting
     from pensieve.client import Client, Retry
     from pensieve.client.admin import Admin
-    from pensieve.service.admin_socket import socket_address, socket_path
 
     data, token = resolved.settings.data, resolved.values["token"]
     tls = tls_to(address, resolved)
     with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as first:
-        _check_reached(first)
+        info = _reached(first)
+    _check_whose(resolved, address, info)
     screen = Screen()
     waiting = Waiting(ctrl_c, screen, address)
     client = stack.enter_context(
@@ -169,29 +180,27 @@ def _with_daemon_at(
     data.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def admin() -> Admin:
-        path = socket_path(data)
-        near = socket_address(path) if path.exists() else address
-        return Admin(near, token=token, tls=tls_to(near, resolved), retry=Retry(retries=0))
+        return Admin(address, token=token, tls=tls, retry=Retry(retries=0))
 
-    name = address
-    with contextlib.suppress(ServerFault):  # a daemon of an earlier version cannot say
-        name = f"{client.server_info().model} at {address}"
+    name = address if info is None else f"{info.model} at {address}"
     return _chat(resolved, client, admin, lambda: False, ctrl_c, screen), name
 
 
-def _check_reached(client: Client) -> None:
-    """Whatever is wrong with address, TLS or token is said before a person has written anything."""
+def _reached(client: Client) -> ServerInfo | None:
+    """Whatever is wrong with address, TLS or token is said before a person has written anything.
+
+    One that loads its model, or starts its engine again, is waited for by whatever is sent first.
+    """
     try:
-        client.conversation().get()
-    except NotFound:
-        pass
+        info = client.server_info()
+    except ServerFault:  # a daemon of an earlier version cannot say
+        return None
     except (Unavailable, DeadlineExceeded) as error:
         hint = "; `pensieve serve` starts a daemon" if "nothing listens" in str(error) else ""
         raise Unavailable(f"no daemon can be reached at {client.address}: {error}{hint}") from error
-    if not client.healthy():
-        raise Unavailable(
-            f"the daemon at {client.address} takes no turns now: it loads its model, or stops"
-        )
+    if info.state == "draining":
+        raise Unavailable(f"the daemon at {client.address} is about to stop, and takes no turns")
+    return info
 
 
 def _chat(

@@ -60,6 +60,7 @@ class CtrlC:
     def __enter__(self) -> Self:
         self._thread.start()
         signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGALRM, _wake)  # for good: a late one must not end the program
         self._keep_output()
         return self
 
@@ -77,7 +78,6 @@ class CtrlC:
 
     def line(self, prompt: str) -> str | None:
         """A line that was typed; None if Ctrl-C was pressed instead.  EOFError at the end of input."""
-        before = signal.signal(signal.SIGALRM, lambda number, frame: None)
         signal.setitimer(signal.ITIMER_REAL, WAKE_SECONDS, WAKE_SECONDS)
         try:
             self.at_prompt = True
@@ -90,7 +90,6 @@ class CtrlC:
             return None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
 
     @contextlib.contextmanager
     def stopping(self, stop: Action, give_up: Action) -> Iterator[None]:
@@ -117,6 +116,8 @@ class CtrlC:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.at_prompt:
+            if frame is not None and frame.f_code is _wake.__code__:
+                frame = frame.f_back  # it interrupted that one
             if frame is None or frame.f_code is not CtrlC.line.__code__:
                 return  # readline has called back, and would swallow what is raised there
             self.at_prompt = False
@@ -137,6 +138,10 @@ class CtrlC:
             attributes[3] |= termios.NOFLSH
             termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, attributes)
             self._terminal = terminal
+
+
+def _wake(number: int, frame: FrameType | None) -> None:
+    """Nothing; that it was called lets other handlers run."""
 
 
 class _Stop:

@@ -98,13 +98,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _append(path: Path, entry: str) -> None:
     """In one write, since a daemon may read at any time; nothing if it would refuse the file then."""
-    from pensieve.service.grpc.auth import limits_of, tokens_of
+    from pensieve.service.grpc.auth import check_mode, limits_of, tokens_of
 
     try:
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with os.fdopen(file, "r+b", buffering=0) as opened:
-            if os.fstat(file).st_mode & 0o077:
-                raise ConfigError(f"{path} can be read by others; chmod 600 it")
+            check_mode(path, os.fstat(file).st_mode)
             before = opened.read()
             line_break = b"" if before.endswith(b"\n") or not before else b"\n"
             added = line_break + entry.encode()

@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from types import CodeType, SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pensieve.cli.ctrl_c import CtrlC
+from pensieve.cli.ctrl_c import CtrlC, _wake
 from pensieve.store import ConversationStore
 from tests.cli.terminal import CTRL_C, ENTERED, PROMPT, Terminal, text_of
 from tests.scale import SCALE, SEED
@@ -229,6 +231,18 @@ def test_a_press_just_before_readline_waits_is_not_lost(tmp_path: Path):
     """Of such a signal only Python's own mark is left: it has interrupted nothing."""
     with at_a_prompt(tmp_path, "threading.Timer(0.5, _thread.interrupt_main).start()") as terminal:
         terminal.read_until("came: None False", 20)
+
+
+def test_a_press_while_the_timers_handler_runs_counts_like_one_where_that_was_called(ctrl_c: CtrlC):
+    def within(code: CodeType) -> Any:
+        return SimpleNamespace(f_code=_wake.__code__, f_back=SimpleNamespace(f_code=code))
+
+    ctrl_c.at_prompt = True
+    ctrl_c._on_signal(signal.SIGINT, within(within.__code__))
+    assert ctrl_c.at_prompt
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c._on_signal(signal.SIGINT, within(CtrlC.line.__code__))
+    assert not ctrl_c.at_prompt
 
 
 def test_a_press_while_readline_completes_is_forgotten_and_the_next_one_is_not(tmp_path: Path):

@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pytest
 
 from pensieve.cli.main import main
 from pensieve.client import Client
-from tests.service.rig_daemon import ServeProcess
+from tests.client.test_loading import loading
+from tests.service.rig_daemon import ECHO, DaemonRig, ServeProcess
 
 CERTS = Path(__file__).parent.parent / "service" / "certs"
 
@@ -74,6 +76,51 @@ def test_chat_beside_a_daemon_on_the_same_folder_talks_through_it(
     assert asked(daemon, "beside") == ["Hello there."]
     assert main([*common, "some/model", "-q", "Hello."]) == 2
     assert "MODEL: the daemon at unix:" in capsys.readouterr().err
+
+
+def test_the_model_that_a_daemon_has_may_be_named_beside_it(
+    daemon: ServeProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["chat", "--data", str(daemon.data), "--conversation", "named", "--max-tokens", "3"]
+    with Client(daemon.address) as client:
+        model = client.server_info().model
+    assert main([*common, model, "-q", "Hello there."]) == 0
+    assert main([*common, model, "--policy", "lru", "-q", "Hello there."]) == 2
+    assert "--policy: the daemon at unix:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_daemon", [True, False])
+def test_tls_and_token_are_for_a_daemon_at_an_address(
+    daemon: ServeProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], has_daemon: bool
+) -> None:
+    data = daemon.data if has_daemon else tmp_path
+    assert main(["chat", "--data", str(data), "--tls", "--token", "x", "-q", "Hello."]) == 2
+    assert "--token, --tls: is for a daemon at --address" in capsys.readouterr().err
+
+
+def test_a_daemon_that_loads_its_model_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with loading(tmp_path / "data") as (rig, let_go):
+        threading.Timer(1.0, let_go).start()
+        common = ["chat", "--address", rig.server.address, "--max-tokens", "3"]
+        assert main([*common, "-q", "Hello."]) == 0
+    assert "cannot answer yet; trying again" in capsys.readouterr().err
+
+
+def test_stats_are_not_those_of_another_daemon(daemon: ServeProcess, tmp_path: Path) -> None:
+    """One whose socket lies in the data folder that is the default."""
+    with DaemonRig(tmp_path / "data", program=ECHO) as rig:
+        given = subprocess.run(
+            [sys.executable, "-m", "pensieve", "chat", "--address", rig.server.address],
+            input="/stats\n",
+            env={**os.environ, "PENSIEVE_DATA": str(daemon.data)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert "! an admin token is needed, or the socket in the data folder" in given.stderr
+    assert "output tokens" not in given.stdout
 
 
 def test_the_socket_that_a_killed_daemon_left_is_no_daemon(

@@ -71,7 +71,7 @@ def test_a_file_without_a_last_line_break_is_appended_to_whole(
 @pytest.mark.parametrize(
     ("text", "mode", "flags", "problem"),
     [
-        ("", 0o644, [], "chmod 600"),
+        ("", 0o666, [], "chmod 644"),
         ("token = ", 0o600, [], "not valid TOML"),
         (f'[[token]]\nsha256 = "{"0" * 64}"\n', 0o600, ["--turns-max", "3"], "different limits"),
     ],

@@ -99,9 +99,14 @@ def read_tokens(path: Path) -> tuple[Token, ...]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     tokens = tokens_of(path, text)
-    if mode & 0o022:  # reading it helps nobody: tokens are random, and it holds their digests
-        raise ConfigError(f"others can write to {path}; chmod 644 it")
+    check_mode(path, mode)
     return tokens
+
+
+def check_mode(path: Path, mode: int) -> None:
+    """Only its owner may write to it.  Reading it helps nobody: it holds digests of random tokens."""
+    if mode & 0o022:
+        raise ConfigError(f"others can write to {path}; chmod 644 it")
 
 
 def tokens_of(path: Path, text: bytes) -> tuple[Token, ...]:

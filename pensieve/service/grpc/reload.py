@@ -1,7 +1,7 @@
 """Tokens and certificates that are replaced while the daemon runs.
 
 Nothing needs to be told of it: the token file is looked at every second, the files of TLS at every handshake.
-What has changed and cannot be used (half written, the key of another certificate, readable by others) is
+What has changed and cannot be used (half written, the key of another certificate, writable for others) is
 reported in the log, and what was read before stays in force.  Tokens are tried again every second, whatever
 went wrong, since it may have been the machine: a token that was taken out must not stay known for want of a
 file descriptor.  Should the watching itself end, so does the daemon (server.py).
