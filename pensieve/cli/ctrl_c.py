@@ -88,6 +88,10 @@ class CtrlC:
                 self.at_prompt = False
         except KeyboardInterrupt:
             return None
+        except SystemError as error:  # Python's, if the press came just as readline had the line
+            if not isinstance(error.__cause__, KeyboardInterrupt):
+                raise
+            return None
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 

@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from types import CodeType, SimpleNamespace
@@ -231,6 +231,24 @@ def test_a_press_just_before_readline_waits_is_not_lost(tmp_path: Path):
     """Of such a signal only Python's own mark is left: it has interrupted nothing."""
     with at_a_prompt(tmp_path, "threading.Timer(0.5, _thread.interrupt_main).start()") as terminal:
         terminal.read_until("came: None False", 20)
+
+
+def test_a_press_as_readline_returns_is_one_like_others(
+    ctrl_c: CtrlC, monkeypatch: pytest.MonkeyPatch
+):
+    """Python says then that input() returned a result with an exception set."""
+
+    def input_that_returned(cause: BaseException) -> Callable[[str], str]:
+        def input_(prompt: str) -> str:
+            raise SystemError("returned a result with an exception set") from cause
+
+        return input_
+
+    monkeypatch.setattr("builtins.input", input_that_returned(KeyboardInterrupt()))
+    assert ctrl_c.line("> ") is None
+    monkeypatch.setattr("builtins.input", input_that_returned(ValueError()))
+    with pytest.raises(SystemError):
+        ctrl_c.line("> ")
 
 
 def test_a_press_while_the_timers_handler_runs_counts_like_one_where_that_was_called(ctrl_c: CtrlC):
