@@ -2,10 +2,10 @@
 
 import sys
 
-from pensieve.client import Client, Retry
+from pensieve.client import Client, Retry, SamplingOptions
 from pensieve.errors import DeadlineExceeded, Unavailable
 
-LONG = {"max_tokens": 3000, "ignore_eos": True}
+LONG: SamplingOptions = {"max_tokens": 3000, "ignore_eos": True}
 
 # For a server that is out of reach, 12 tries in 31 to 63 s; while it loads its model, half an hour.
 patient = Retry(retries=12, loading_seconds=1800)

@@ -70,6 +70,20 @@ def test_every_example_is_run_here_and_shown_in_the_docs() -> None:
     assert len(NAMES) >= 8
 
 
+def test_a_type_checker_takes_them(tmp_path: Path) -> None:
+    checked = subprocess.run(
+        [
+            *(sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"),
+            *("--cache-dir", tmp_path, *sorted(EXAMPLES.glob("*.py"))),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
 def test_hello(daemon: ServeProcess) -> None:
     assert run("hello.py", daemon.address).strip()
 
