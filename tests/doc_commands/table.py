@@ -94,7 +94,12 @@ ROWS = (
     Row("pensieve doctor", (r"python +3\.", r"cpu kernels")),
     # The journal and the simulator.
     Row("pensieve serve --journal run.jsonl", serves=True, alone=True, model=True, nightly=True),
-    Row("pensieve simulate --journal run.jsonl", (r"agree|same",), ("journal",), nightly=True),
+    Row(
+        "pensieve simulate --journal run.jsonl",
+        (r"all planned again as they were recorded",),
+        ("journal",),
+        nightly=True,
+    ),
     Row(FIT, (r"cost\.json",), ("journal",), nightly=True),
     Row(
         f"{SHAREGPT} --cost cost.json --device-tokens 60k --host-tokens 200k",
