@@ -57,7 +57,14 @@ def _unbroken(error: BaseException) -> str:
 
 
 class PensieveError(Exception):
-    """The root of the tree; only its subclasses are raised."""
+    """The root of the tree; only its subclasses are raised.
+
+    Attributes:
+        grpc_status: the gRPC status that it travels with.
+        exit_code: of a command that ends with it.
+        reason: one word for programs, the same in every version.
+        retry_after_seconds: after which a retry may succeed; None if the server has not said.
+    """
 
     grpc_status = "INTERNAL"
     exit_code = 1
@@ -66,6 +73,8 @@ class PensieveError(Exception):
 
 
 class InvalidArgument(PensieveError):
+    """Something that was sent, or was about to be, cannot be right: `field` names it, `problem` says why."""
+
     grpc_status = "INVALID_ARGUMENT"
     exit_code = 2
     reason = "INVALID_ARGUMENT"
@@ -77,21 +86,29 @@ class InvalidArgument(PensieveError):
 
 
 class NotFound(PensieveError):
+    """There is no such conversation, message or revision."""
+
     grpc_status = "NOT_FOUND"
     reason = "NOT_FOUND"
 
 
 class AlreadyExists(PensieveError):
+    """The id is taken."""
+
     grpc_status = "ALREADY_EXISTS"
     reason = "ALREADY_EXISTS"
 
 
 class PrefixTaken(AlreadyExists):
+    """The prefix_id stands for another system prompt or other tools already."""
+
     grpc_status = "FAILED_PRECONDITION"
     reason = "PREFIX_TAKEN"
 
 
 class TurnRunning(PensieveError):
+    """The conversation runs a turn, which `turn_id` names: wait for it, or cancel it."""
+
     grpc_status = "ABORTED"
     reason = "TURN_RUNNING"
 
@@ -102,6 +119,8 @@ class TurnRunning(PensieveError):
 
 
 class StaleRevision(PensieveError):
+    """The conversation is at revision `actual`, and not at the one that was expected: read it again."""
+
     grpc_status = "FAILED_PRECONDITION"
     reason = "STALE_REVISION"
 
@@ -112,6 +131,8 @@ class StaleRevision(PensieveError):
 
 
 class ContextFull(PensieveError):
+    """The turn needs `tokens` tokens, and `tokens_max` is the limit; nothing was changed."""
+
     grpc_status = "OUT_OF_RANGE"
     reason = "CONTEXT_FULL"
 
@@ -125,32 +146,44 @@ class ContextFull(PensieveError):
 
 
 class QueueFull(PensieveError):
+    """A bounded queue is full, or a tenant's `limit` is reached: try again later."""
+
     grpc_status = "RESOURCE_EXHAUSTED"
     reason = "QUEUE_FULL"
     limit = ""  # of the tenant, as the token file names it; empty: the daemon's own
 
 
 class StorageFull(PensieveError):
+    """The tenant's conversations take all the space they may: delete some."""
+
     grpc_status = "RESOURCE_EXHAUSTED"
     reason = "STORAGE_FULL"
 
 
 class DeadlineExceeded(PensieveError):
+    """The timeout has passed; of a turn, the message says what stays in the history."""
+
     grpc_status = "DEADLINE_EXCEEDED"
     reason = "DEADLINE_EXCEEDED"
 
 
 class Unauthenticated(PensieveError):
+    """The daemon asks for a token, and this is none, or one that it does not know."""
+
     grpc_status = "UNAUTHENTICATED"
     reason = "UNAUTHENTICATED"
 
 
 class PermissionDenied(PensieveError):
+    """The token does not allow this."""
+
     grpc_status = "PERMISSION_DENIED"
     reason = "PERMISSION_DENIED"
 
 
 class Unavailable(PensieveError):
+    """The daemon is draining or out of reach; the SDK has tried again, as its `Retry` says."""
+
     grpc_status = "UNAVAILABLE"
     reason = "UNAVAILABLE"
 
@@ -162,6 +195,8 @@ class Loading(Unavailable):
 
 
 class StoreUnavailable(Unavailable):
+    """The history cannot be written for now: the disk is full or fails, or another program holds it."""
+
     reason = "STORE_UNAVAILABLE"
 
 
@@ -172,11 +207,15 @@ class ErasurePending(StoreUnavailable):
 
 
 class TurnInterrupted(PensieveError):
+    """The turn was given up: its conversation was deleted, or nobody read it."""
+
     grpc_status = "ABORTED"
     reason = "TURN_INTERRUPTED"
 
 
 class TurnFailed(PensieveError):
+    """The engine could not finish the turn; `reason` says why in one word, such as NAN_LOGITS."""
+
     grpc_status = "INTERNAL"
 
     def __init__(self, reason: str, message: str) -> None:
@@ -185,50 +224,70 @@ class TurnFailed(PensieveError):
 
 
 class ConfigError(PensieveError):
+    """A flag, a variable or a file has a value that cannot be used."""
+
     grpc_status = "FAILED_PRECONDITION"
     exit_code = 3
     reason = "CONFIG"
 
 
 class AddressInUse(PensieveError):
+    """Another program listens on the address."""
+
     grpc_status = "FAILED_PRECONDITION"
     exit_code = 5
     reason = "ADDRESS_IN_USE"
 
 
 class ModelError(PensieveError):
+    """The model cannot be loaded, or cannot be served exactly."""
+
     grpc_status = "FAILED_PRECONDITION"
     exit_code = 4
     reason = "MODEL"
 
 
 class UnsupportedModel(ModelError):
+    """The model loads, but cannot be served exactly; the message says why."""
+
     reason = "MODEL_UNSUPPORTED"
 
 
 class StoreError(PensieveError):
+    """The history on the disk cannot be used as it is."""
+
     grpc_status = "FAILED_PRECONDITION"
     exit_code = 3
     reason = "STORE"
 
 
 class StoreTooNew(StoreError):
+    """A newer version has written the history."""
+
     reason = "STORE_TOO_NEW"
 
 
 class StoreCorrupt(StoreError):
+    """A page or a record of the history fails its check."""
+
     reason = "STORE_CORRUPT"
 
 
 class BackupDamaged(StoreCorrupt):
+    """A file of a backup fails its check; the message names it."""
+
     reason = "BACKUP_DAMAGED"
 
 
 class StoreLocked(StoreError):
+    """Another process has the data folder; the message names it."""
+
     reason = "STORE_LOCKED"
 
 
 class DeviceError(PensieveError):
+    """The device has failed, or lacks memory."""
+
     grpc_status = "UNAVAILABLE"
     exit_code = 6
     reason = "DEVICE"

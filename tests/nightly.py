@@ -167,6 +167,7 @@ PARTS: Mapping[str, Part] = {
         whole=20,
     ),
     "ctrl-c": scaled("cli/test_ctrl_c.py", whole=1000, unit="double presses", per_scale=10),
+    "commands": scaled("doc_commands", whole=1),
     "options": scaled("service/test_option_pairs.py", whole=10),
     "timing": scaled("service/test_timing_probe.py", whole=2),
     "newcomer": newcomer,

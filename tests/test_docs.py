@@ -1,11 +1,10 @@
-"""README, docs and help texts are true: commands, examples, paths, links, stubs."""
+"""README, docs and help texts are true: examples, paths, links, stubs.  Commands: tests/doc_commands."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -60,15 +59,6 @@ def test_every_command_has_a_heading_and_an_example():
         assert any(
             line == command.prog or line.startswith(f"{command.prog} ") for line in examples
         ), f"docs/commands.md has no example of {command.prog}"
-
-
-@pytest.mark.parametrize(("page", "line"), EXAMPLES, ids=lambda value: value)
-def test_the_parser_takes_every_command_line_of_the_docs(page: str, line: str) -> None:
-    words = shlex.split(line, comments=True)
-    redirections = [index for index, word in enumerate(words) if word in (">>", "<")]
-    words = words[: min(redirections, default=len(words))]
-    if words[1:]:  # `scripts/run` alone is `pensieve chat`
-        parser().parse_args(words[1:])
 
 
 def paths_in(text: str) -> Iterator[str]:

@@ -39,20 +39,23 @@ def measure(
 ) -> list[TurnCost]:
     with Client(daemon.address) as client:
         talks = [_filled(client, num_tokens) for num_tokens in histories]
-        lengths = [talk.get().num_tokens for talk in talks]
+        filled = [talk.get() for talk in talks]
         samples: list[list[tuple[float, float, float]]] = [[] for _ in talks]
         each = max(num_turns // ROUNDS, 1)
         for _ in range(ROUNDS):
-            for talk, found in zip(talks, samples, strict=True):
+            for talk, state, found in zip(talks, filled, samples, strict=True):
                 cpu, began = cpu_seconds(daemon.pid), time.perf_counter()
                 firsts = [_turn(talk) for _ in range(each)]
                 seconds = (time.perf_counter() - began) / each
                 cpu = (cpu_seconds(daemon.pid) - cpu) / each
                 found.append((cpu, statistics.median(firsts), seconds))
+                talk.rewind(
+                    state.revision
+                )  # so that turns neither lengthen it nor fill the context
     rows = []
-    for length, found in zip(lengths, samples, strict=True):
+    for state, found in zip(filled, samples, strict=True):
         cpu, first, seconds = (statistics.median(column) for column in zip(*found, strict=True))
-        row = TurnCost(length, each * ROUNDS, cpu, first, seconds)
+        row = TurnCost(state.num_tokens, each * ROUNDS, cpu, first, seconds)
         report.line(
             f"history of {row.history_tokens:7,} tokens: {row.service_cpu_seconds * 1e3:6.2f} ms of the "
             f"service's CPU a turn, first token after {row.first_token_seconds * 1e3:6.2f} ms"

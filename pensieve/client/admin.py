@@ -20,7 +20,10 @@ LOOK_SECONDS = 30.0  # the timeout of calls that walk the cache
 
 
 class Admin(Client):
-    """A connection to a daemon for its operator; takes the arguments of `Client`."""
+    """A connection to a daemon for its operator; takes the arguments of `Client`.
+
+    A `conversation_id` that several tenants have needs a `tenant`, too.
+    """
 
     @cached_property
     def _admin(self) -> admin_pb2_grpc.AdminServiceStub:
@@ -31,7 +34,7 @@ class Admin(Client):
         return self.call(self._admin.GetStats, pb.GetStatsRequest()).stats
 
     def watch(self, interval_seconds: float = 1.0) -> Iterator[pb.Stats]:
-        """The daemon's figures at each interval, until the daemon ends or the caller stops."""
+        """The daemon's figures every `interval_seconds`, until the daemon ends or the caller stops."""
         request = pb.WatchStatsRequest(interval_seconds=interval_seconds)
         stream = self._connection.stream(self._admin.WatchStats, request, Deadline(None))
         try:
@@ -41,7 +44,10 @@ class Admin(Client):
             stream.cancel()
 
     def cached(self, least_valuable: bool = False, limit: int = 20) -> list[pb.CachedConversation]:
-        """The conversations with KV in the cache: the largest, or those that would be evicted first."""
+        """The conversations with KV in the cache, `limit` of them at most.
+
+        The largest come first, or with `least_valuable` those that would be evicted first.
+        """
         kinds = pb.ListCachedConversationsRequest
         order = kinds.ORDER_LEAST_VALUABLE if least_valuable else kinds.ORDER_LARGEST
         request = kinds(order=order, limit=limit)
@@ -85,6 +91,9 @@ class Admin(Client):
         return self.call(self._admin.Drain, pb.DrainRequest()).turns_running
 
     def back_up(self, folder: str, timeout: float = BACK_UP_SECONDS) -> pb.BackUpResponse:
-        """Copy the whole history into a folder of the daemon's machine; only through its socket."""
+        """Copy the whole history into a folder of the daemon's machine; only through its socket.
+
+        After `timeout` seconds it is given up.
+        """
         request = pb.BackUpRequest(folder=check_text("folder", folder))
         return self.call(self._admin.BackUp, request, timeout)

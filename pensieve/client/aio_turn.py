@@ -50,6 +50,10 @@ class AsyncTurn:
         self._sleep = sleep
         self._cancel = cancel
 
+    def __repr__(self) -> str:
+        which = f"{type(self).__name__} {self.turn_id or self.request_id}"
+        return f"<{which} of {self.conversation_id!r}: {self._course.standing}>"
+
     def __aiter__(self) -> AsyncTurn:
         return self
 

@@ -53,8 +53,8 @@ Page = TypeVar("Page", bound=PagedResponse)
 class Client:
     """A connection to a Pensieve daemon.
 
-    Several threads may share one client.  Nothing is sent before the first call.  Use it in an `with`,
-    or `close` it, to free the connection.  Whatever fails raises a subclass of
+    Several threads may share one client.  Nothing is sent before the first call.  To free the connection, use
+    the client by `with`, or `close` it.  Whatever fails raises a subclass of
     `pensieve.errors.PensieveError`.
 
     Args:
@@ -85,6 +85,9 @@ class Client:
         self._sleep = sleep
         self._connection = Connection(address, token, tls)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.address}>"
+
     def __enter__(self) -> Self:
         return self
 
@@ -104,9 +107,9 @@ class Client:
         self._connection.close()
 
     def conversation(self, conversation_id: str | None = None) -> Conversation:
-        """The conversation with this id, whether it exists on the server yet or not; sends nothing.
+        """The conversation of this name, whether it exists on the server yet or not; sends nothing.
 
-        Without an id, a new random one is chosen.
+        Without a `conversation_id`, a new random one is chosen.
         """
         chosen = new_id() if conversation_id is None else check_id(conversation_id)
         return Conversation(self, chosen)
@@ -195,6 +198,9 @@ class Conversation:
         self.client = client
         self.conversation_id = conversation_id
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.conversation_id!r} at {self.client.address}>"
+
     def create(
         self,
         *,
@@ -268,7 +274,22 @@ class Conversation:
                 the message; False keeps nothing, as if the message had never been sent.  So that the
                 history is what the caller has seen, it is True here, and False for `ask`, whose
                 caller sees nothing before the end.
-            temperature, top_p, max_tokens, stop, ...: how the reply is sampled; see `SamplingOptions`.
+            temperature: 0 is greedy.  This and all that follow say how the reply is sampled; what is left out
+                or None is the model's default.
+            top_p: sample from the most probable tokens that have this probability together, in (0, 1].
+            top_k: sample from this many most probable tokens; 0 is no limit.
+            min_p: sample from tokens with at least this fraction of the best one's probability, in 0..1.
+            repetition_penalty: above 1, tokens of the whole context become less probable; in 0.01..100.
+            presence_penalty: is taken from the logit of each token that this reply has already; in -2..2.
+            frequency_penalty: the same, as often as the reply has the token.
+            seed: the same seed repeats the reply; 0 is a random one.
+            max_tokens: the reply ends after so many tokens.
+            min_tokens: the reply does not end before.
+            stop: the reply ends before this text, or before the first of several (at most 16).
+            stop_token_ids: the reply ends at the first of these tokens.
+            ignore_eos: go on to `max_tokens`, whatever the model samples.
+            logprobs: how many alternatives to return beside each token, at most 20.
+            logit_bias: {token id: what is added to its logit, in -100..100}.
 
         Raises:
             InvalidArgument: an argument cannot be right; nothing was sent.
@@ -286,8 +307,8 @@ class Conversation:
     def ask(self, message: MessageInput, **options: Unpack[SendOptions]) -> Reply:
         """Send a message and wait for the whole reply; takes the arguments of `send`.
 
-        If the reply does not come to its end, because the timeout has passed or the thread was cancelled, the
-        server ends the turn and nothing of it stays, unless `keep_partial` is given.  A reply that was
+        If the reply does not come to its end, because the timeout has passed or the caller is interrupted,
+        the server ends the turn and nothing of it stays, unless `keep_partial` is given.  A reply that was
         complete when the timeout passed is returned all the same, a moment late.
         """
         options.setdefault("keep_partial", False)
@@ -334,7 +355,7 @@ class Conversation:
         return Conversation(self.client, answer.conversation.conversation_id)
 
     def rewind(self, to_revision: int, timeout: float | None = None) -> ConversationState:
-        """Remove all messages after a revision; 0 is the beginning.  Returns the new state."""
+        """Remove all messages after `to_revision`; 0 is the beginning.  Returns the new state."""
         request = pb.RewindConversationRequest(
             conversation_id=self.conversation_id, to_revision=to_revision
         )

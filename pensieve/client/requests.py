@@ -37,27 +37,27 @@ class PagedResponse(Protocol):
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How the tokens of a reply are sampled; what is left out or None comes from the model's defaults."""
+    """How the tokens of a reply are sampled: the arguments from `temperature` on of `Conversation.send`."""
 
-    temperature: float | None  # 0 is greedy
-    top_p: float | None  # in (0, 1]
-    top_k: int | None  # 0 is no limit
-    min_p: float | None  # in 0..1
-    repetition_penalty: float | None  # over the whole context
-    presence_penalty: float | None  # over this reply
-    frequency_penalty: float | None  # over this reply
-    seed: int | None  # the same seed repeats the reply; 0 is a random one
-    max_tokens: int | None  # the reply ends after so many tokens
-    min_tokens: int | None  # the reply does not end before
-    stop: str | Sequence[str] | None  # the reply ends before the first of these strings
-    stop_token_ids: Sequence[int] | None  # the reply ends at the first of these tokens
-    ignore_eos: bool | None  # go on to max_tokens, whatever the model samples
-    logprobs: int | None  # how many alternatives to return beside each token
-    logit_bias: Mapping[int, float] | None  # added to the logits of these token ids
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    logprobs: int | None
+    logit_bias: Mapping[int, float] | None
 
 
 class SendOptions(SamplingOptions, total=False):
-    """The arguments of `Conversation.send` beside the message; its docstring explains them."""
+    """The arguments of `Conversation.send` beside the message; `send` explains each of them."""
 
     request_id: str | None
     expected_revision: int | None

@@ -64,7 +64,7 @@ class Retry:
     def loading_pause(
         self, error: PensieveError, waited: float, left: float | None
     ) -> float | None:
-        """The same for a server that loads its model and was `waited` for already."""
+        """The same for a server that loads its model and was `waited` for already; `left` is as above."""
         if not self.retries or waited >= self.loading_seconds:
             return None
         pause = (error.retry_after_seconds or LOADING_PAUSE_SECONDS) * (1 + self.drawn())

@@ -170,6 +170,17 @@ class TurnCourse:
         return not self._left
 
     @property
+    def standing(self) -> str:
+        """How far it is, for people."""
+        if self.progress.reply is not None:
+            return f"ended ({self.progress.reply.finish_reason})"
+        if self._failure is not None:
+            return f"failed ({type(self._failure).__name__})"
+        if self._left:
+            return "left"
+        return f"{self.progress.num_tokens} tokens so far" if self.was_sent else "not sent yet"
+
+    @property
     def reply(self) -> Reply:
         """The reply, once the turn has ended."""
         if self.progress.reply is None:

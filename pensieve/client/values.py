@@ -10,6 +10,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
+from pensieve.client.shown import shown
 from pensieve.v1 import conversation_pb2 as pb
 
 ROLES: dict[pb.Role.ValueType, str] = {
@@ -49,23 +50,34 @@ STATES: dict[int, str] = {
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log probability of one token of a reply, and the most probable tokens in its position."""
+    """The log probability of one token of a reply, and the most probable tokens in its position.
+
+    Attributes:
+        logprob: of the token that was sampled.
+        alternatives: (token id, log probability) of the most probable ones, as many as were asked for.
+    """
 
     logprob: float
-    alternatives: tuple[tuple[int, float], ...]  # (token id, log probability)
+    alternatives: tuple[tuple[int, float], ...]
+    __repr__ = shown
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     """A piece of a reply; `str(delta)` is its text.
 
-    `kind` is "text", "thinking" or "tool_call", or "unknown" for a kind that only a newer server has.
+    Attributes:
+        text: what is new.
+        token_ids: the tokens that the text was made from.
+        kind: "text", "thinking" or "tool_call", or "unknown" for a kind that only a newer server has.
+        logprobs: one for each token, if `logprobs` was given.
     """
 
     text: str
     token_ids: tuple[int, ...] = ()
     kind: str = "text"
-    logprobs: tuple[TokenLogprob, ...] = ()  # one for each token, if `logprobs` was given
+    logprobs: tuple[TokenLogprob, ...] = ()
+    __repr__ = shown
 
     def __str__(self) -> str:
         return self.text
@@ -73,9 +85,14 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The server begins the reply again: forget the deltas before.  `str(restarted)` is empty."""
+    """The server begins the reply again: forget the deltas before.  `str(restarted)` is empty.
 
-    attempt: int  # 2 for the first restart
+    Attributes:
+        attempt: 2 for the first restart.
+    """
+
+    attempt: int
+    __repr__ = shown
 
     @property
     def text(self) -> str:
@@ -90,34 +107,58 @@ class Restarted:
 class Usage:
     """How many tokens a turn read and wrote, where they came from, and how long it took.
 
-    prompt_tokens = new_tokens + device_tokens + host_tokens + recomputed_tokens.
+    Attributes:
+        prompt_tokens: all that the reply could see: new, device, host and recomputed tokens together.
+        new_tokens: of this turn's messages.
+        device_tokens: earlier ones, whose KV was on the device.
+        host_tokens: earlier ones, whose KV was swapped in from the host.
+        recomputed_tokens: earlier ones, whose KV had to be computed again.
+        recompute_reason: "dropped", "engine_restarted" or "fingerprint_changed"; empty if none was.
+        output_tokens: of the reply.
+        queue_seconds: that the turn waited before the first of its tokens was computed.
+        first_token_seconds: from the request's arrival to the first token of the reply.
+        total_seconds: from the request's arrival to the end of the reply.
+        suspensions: how often the turn had to give way to others that needed its memory.
     """
 
     prompt_tokens: int = 0
-    new_tokens: int = 0  # of this turn's messages
-    device_tokens: int = 0  # earlier ones, whose KV was on the device
-    host_tokens: int = 0  # earlier ones, whose KV was swapped in from the host
-    recomputed_tokens: int = 0  # earlier ones, whose KV had to be computed again
-    recompute_reason: str = ""  # dropped, engine_restarted or fingerprint_changed
+    new_tokens: int = 0
+    device_tokens: int = 0
+    host_tokens: int = 0
+    recomputed_tokens: int = 0
+    recompute_reason: str = ""
     output_tokens: int = 0
     queue_seconds: float = 0.0
     first_token_seconds: float = 0.0
     total_seconds: float = 0.0
     suspensions: int = 0
+    __repr__ = shown
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The whole reply of a turn that is in the history; `str(reply)` is its text."""
+    """The whole reply of a turn that is in the history; `str(reply)` is its text.
+
+    Attributes:
+        text: all of it.
+        token_ids: the tokens that the text was made from.
+        finish_reason: "stop" (the model or a stop string ended it), "length" or "cancelled".
+        usage: how many tokens were read and written, and how long it took.
+        revision: of the conversation, now that this turn is in it.
+        turn_id: the server's id of the turn.
+        request_id: the client's id of the message.
+        replayed: the turn had finished before this request; nothing was computed for it.
+    """
 
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: str  # stop, length or cancelled
+    finish_reason: str
     usage: Usage
     revision: int
     turn_id: str
     request_id: str
-    replayed: bool  # the turn had finished before this request; nothing was computed for it
+    replayed: bool
+    __repr__ = shown
 
     def __str__(self) -> str:
         return self.text
@@ -125,53 +166,99 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message of the history.  Its tokens are `num_tokens` of the conversation's, from `first_token`."""
+    """A message of the history.  Its tokens are `num_tokens` of the conversation's, from `first_token`.
 
-    index: int  # position in the history, from 0
-    role: str  # system, user, assistant or tool
+    Attributes:
+        index: position in the history, from 0.
+        role: "system", "user", "assistant" or "tool".
+        text: what was said.
+        tool_call_id: of a tool's result: the call that it answers.
+        revision: of the conversation, once this message was added.
+        first_token: position of its first token in the conversation.
+        num_tokens: how many tokens it has, those of the chat template included.
+        token_ids: the tokens themselves; empty without `include_token_ids`.
+        finish_reason: of a reply: "stop", "length" or "cancelled".
+        metadata: what was sent with its turn; empty for replies.
+    """
+
+    index: int
+    role: str
     text: str
-    tool_call_id: str  # of a tool's result: the call that it answers
-    revision: int  # of the conversation, once this message was added
+    tool_call_id: str
+    revision: int
     first_token: int
     num_tokens: int
-    token_ids: tuple[int, ...]  # empty without `include_token_ids`
-    finish_reason: str  # of a reply: stop, length or cancelled
-    metadata: Mapping[str, Any]  # what was sent with its turn; empty for replies
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    metadata: Mapping[str, Any]
+    __repr__ = shown
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationState:
-    """What the server knows of a conversation, without its messages."""
+    """What the server knows of a conversation, without its messages.
+
+    Attributes:
+        conversation_id: its name.
+        revision: grows with every turn and rewind.
+        num_messages: in its history.
+        num_tokens: in its history.
+        context_max_tokens: the most that the model can be served with.
+        metadata: as it was given to `create` or `fork`.
+        tools: as they were given to `create`.
+        template_options: as they were given to `create`.
+        prefix_id: as it was given to `create`.
+        running_turn_id: empty while no turn runs.
+        created_at: when, in UTC.
+        updated_at: when its history changed last, in UTC.
+    """
 
     conversation_id: str
-    revision: int  # grows with every turn and rewind
+    revision: int
     num_messages: int
     num_tokens: int
-    context_max_tokens: int  # the most that the model can be served with
+    context_max_tokens: int
     metadata: Mapping[str, Any]
     tools: tuple[Mapping[str, Any], ...]
     template_options: Mapping[str, Any]
     prefix_id: str
-    running_turn_id: str  # empty while no turn runs
+    running_turn_id: str
     created_at: datetime
     updated_at: datetime
+    __repr__ = shown
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """Which model a daemon serves, and how."""
+    """Which model a daemon serves, and how.
 
-    model: str  # a hub's id, the name of a folder, or "built-in"
-    fingerprint: str  # of model, tokenizer and chat template
-    state: str  # loading, serving, restarting, draining or read_only; "unknown" if a newer server says so
-    dtype: str  # of its KV, such as bfloat16; empty until the model was loaded, as the next two are
-    weights: str  # native or int8
-    device: str  # cpu, or cuda:0
-    context_max_tokens: int  # the most that a conversation may have; 0 until the model was loaded
-    version: str  # of pensieve
+    Attributes:
+        model: a hub's id, the name of a folder, or "built-in".
+        fingerprint: of model, tokenizer and chat template.
+        state: "loading", "serving", "restarting", "draining" or "read_only"; "unknown" if a newer server
+            says so.
+        dtype: of its KV, such as "bfloat16"; empty until the model was loaded, as the next two are.
+        weights: "native" or "int8".
+        device: "cpu", or "cuda:0".
+        context_max_tokens: the most that a conversation may have; 0 until the model was loaded.
+        version: of pensieve.
+        torch_version: of torch.
+        transformers_version: of transformers.
+        uptime_seconds: since the daemon started.
+    """
+
+    model: str
+    fingerprint: str
+    state: str
+    dtype: str
+    weights: str
+    device: str
+    context_max_tokens: int
+    version: str
     torch_version: str
     transformers_version: str
-    uptime_seconds: float  # since the daemon started
+    uptime_seconds: float
+    __repr__ = shown
 
 
 def plain(struct: Any) -> dict[str, Any]:

@@ -1,0 +1,19 @@
+"""What an operator sees, as values: which model, how busy, whose KV is where.
+
+Give it the socket in the data folder of a daemon (unix:DATA/admin.sock), or an address with an admin token.
+"""
+
+import sys
+
+from pensieve.client.admin import Admin
+
+with Admin(sys.argv[1]) as admin:
+    info = admin.server_info()
+    print(
+        f"{info.model} ({info.dtype} on {info.device}), {info.state} for {info.uptime_seconds:.0f} s"
+    )
+    stats = admin.stats()
+    print(f"{stats.turns_running} turns run, {stats.turns_queued} wait")
+    for each in admin.cached(limit=3):
+        print(f"{each.conversation_id}: {each.device_tokens} tokens on the device")
+    print(admin.check() or "every invariant holds")

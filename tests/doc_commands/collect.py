@@ -1,0 +1,113 @@
+"""The command lines that README, docs and help texts show, as a reader would copy them."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pensieve.cli.main import parser
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob(".github/**/*.md")])
+PROGRAMS = (
+    "pensieve|scripts/\\w+|.ci/run|python3?|pip|git|rm|cp|mv|docker|systemctl|buf|grpcurl|curl"
+)
+COMMAND = re.compile(rf"\s*(?:\$ )?((?:[A-Z_]+=\S+ +)*(?:{PROGRAMS})(?:\s.*)?)$")
+FILE_TREE = re.compile(r"<!-- file tree.*?<!-- end of the file tree -->", re.DOTALL)
+MODULES = (
+    "tests/nightly.py",
+    "tests/newcomer.py",
+    "tests/faults/__main__.py",
+    "tests/protections/__main__.py",
+)
+JOINTS = ("&&", "||", ";", "|")
+REDIRECTIONS = (">>", ">", "<")
+
+
+class Shown(NamedTuple):
+    """A command line, without its comment, and where it stands."""
+
+    line: str
+    place: str
+
+
+def shown() -> Iterator[Shown]:
+    """All of them; one that stands in several places comes as often."""
+    for page in PAGES:
+        text = FILE_TREE.sub("", page.read_text(encoding="utf-8"))
+        yield from lines_of(text, str(page.relative_to(ROOT)))
+    for module in help_texts():
+        text = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+        yield from lines_of(text, f"the help of {module.relative_to(ROOT)}")
+    for command in commands(parser()):
+        for text in (command.description, command.epilog):
+            yield from lines_of(text or "", f"{command.prog} --help")
+
+
+def help_texts() -> Iterator[Path]:
+    """The modules whose docstring is the help of a script."""
+    for script in sorted((ROOT / "scripts").iterdir()):
+        if script.is_file() and script.read_bytes().startswith(b"#!/usr/bin/env python"):
+            yield script
+    for module in map(ROOT.joinpath, MODULES):
+        if module.exists():
+            yield module
+
+
+def lines_of(text: str, place: str) -> Iterator[Shown]:
+    """What is indented by four or stands in a fence of a shell, and begins with a program."""
+    is_shell: bool | None = None  # outside of a fence
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            language = line.strip().removeprefix("```")
+            is_shell = (
+                language in ("", "sh", "bash", "shell", "console") if is_shell is None else None
+            )
+        elif (is_shell or (is_shell is None and line.startswith("    "))) and (
+            found := COMMAND.match(without_comment(line))
+        ):
+            yield Shown(" ".join(found[1].split()), place)
+
+
+def without_comment(line: str) -> str:
+    for found in re.finditer(r"\s+#(?=\s|$)", line):
+        if line[: found.start()].count('"') % 2 == 0:
+            return line[: found.start()]
+    return line
+
+
+def inline() -> Iterator[Shown]:
+    """Commands in the middle of a sentence, most of them not whole."""
+    for page in PAGES:
+        for quoted in re.findall(r"`((?:pensieve|scripts/run) [^`\n]+)`", page.read_text("utf-8")):
+            yield Shown(quoted, str(page.relative_to(ROOT)))
+
+
+def commands(of: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield of
+    for action in of._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from commands(command)
+
+
+def parts(line: str) -> Iterator[list[str]]:
+    """The words of each program of a line, without what goes into files."""
+    words: list[str] = []
+    left_out = False
+    for word in shlex.split(line):
+        if left_out:
+            left_out = False
+        elif word in REDIRECTIONS:
+            left_out = True
+        elif word in JOINTS:
+            yield words
+            words = []
+        elif words or not re.fullmatch(r"[A-Z_]+=.*", word):
+            words.append(word)
+    yield words

@@ -1,0 +1,157 @@
+"""How each command line of the docs is run; those that are not run have the reason beside them."""
+
+from __future__ import annotations
+
+from tests.doc_commands.world import DAEMONS, FIT, RESTORE, Row
+
+TALK = "Hello.\n/bye\n"
+DRILL = "pensieve chat --address 127.0.0.1:{} --conversation drill -q {}"
+SHAREGPT = "pensieve simulate --workload sharegpt"
+
+# In this order: a line may leave what a later one needs.
+ROWS = (
+    # The daemon of the docs, and what is done beside it.
+    Row(DAEMONS["shared"], starts="shared"),
+    Row('scripts/run chat -q "Hello there." --stats', (r"tokens",), ("shared",)),
+    Row("scripts/run", needs=("shared",), stdin=TALK),
+    Row("scripts/run chat", needs=("shared",), stdin=TALK),
+    Row("scripts/run chat --address 127.0.0.1:50051", needs=("shared",), stdin=TALK),
+    Row("pensieve chat --address 127.0.0.1:50051", needs=("shared",), stdin=TALK),
+    Row('pensieve chat -q "Summarise this:" -q - < notes.txt', needs=("shared",)),
+    Row('pensieve chat --system "Answer in one sentence."', needs=("shared",), stdin=TALK),
+    Row("python docs/examples/hello.py", needs=("shared",), more=("127.0.0.1:50051",)),
+    Row("python docs/examples/streaming.py 127.0.0.1:50051", (r"kept",), ("shared",)),
+    Row("pensieve admin info", (r"model +echo", r"serving"), ("shared",)),
+    Row("pensieve admin stats --json", (r'"turns_running": 0',), ("shared",)),
+    Row("pensieve admin watch", needs=("shared",), until="turns_running", code=130),
+    Row("pensieve admin conversations --least-valuable", (r"trip-42",), ("shared",)),
+    Row("pensieve admin explain trip-42", (r"device",), ("shared",)),
+    Row(DAEMONS["guarded"], starts="guarded"),
+    Row(
+        "pensieve admin explain trip-42 --tenant acme", (r"device",), ("guarded",), beside="guarded"
+    ),
+    Row("pensieve admin tenants", (r"acme",), ("guarded",), beside="guarded"),
+    Row("pensieve admin tenants --json", (r'"acme"',), ("guarded",), beside="guarded"),
+    Row("pensieve admin evict trip-42 --to-host", (r"chunk",), ("shared",)),
+    Row("pensieve admin check", needs=("shared",)),
+    Row("pensieve admin drain", needs=("shared",)),
+    # A history, its backups and what is restored of them.
+    Row(DAEMONS["drill"], starts="drill"),
+    Row(DRILL.format(50061, '"Remember this."'), (r"\w",), ("drill",)),
+    Row("pensieve backup /srv/copy --data /var/lib/pensieve", (r"checked",), ("drill",)),
+    Row("pensieve restore /srv/backup --list", (r"generation 1",), ("drill",)),
+    Row(RESTORE, (r"restored 1 conversations",), ("drill",)),
+    Row(
+        "pensieve restore /srv/backup --data /var/lib/restored --at 2026-11-22T03:18",
+        (r"restored 1 conversations",),
+        ("drill",),
+        {"2026-11-22T03:18": "2999-01-01T00:00"},
+    ),
+    Row(DAEMONS["restored"], starts="restored", nightly=True),
+    Row("pensieve admin check --data /var/drill", needs=("restored",), nightly=True),
+    Row(DRILL.format(50062, '"And this."'), (r"\w",), ("restored",), nightly=True),
+    # Daemons of other kinds.
+    Row("pensieve serve --config pensieve.toml --print-config", (r'policy = "lru"',)),
+    Row(
+        "pensieve serve --token-file tokens.toml --address 0.0.0.0:50051"
+        " --tls-cert chain.pem --tls-key key.pem",
+        needs=("tokens",),
+        serves=True,
+        alone=True,
+    ),
+    Row(
+        "pensieve serve Qwen/Qwen3-0.6B --data /var/lib/pensieve --device-cache 8GiB --host-cache 16GiB",
+        instead={"/var/lib/pensieve": "large"},
+        serves=True,
+        nightly=True,
+    ),
+    Row(
+        "pensieve serve [MODEL] --data /var/lib/pensieve --device-cache 8GiB --host-cache 16GiB",
+        instead={"/var/lib/pensieve": "large"},
+        serves=True,
+        nightly=True,
+    ),
+    Row(
+        "pensieve serve mistralai/Mistral-7B-v0.1 --context-max 4096 --chat-template mistral.jinja",
+        serves=True,
+        alone=True,
+        nightly=True,
+    ),
+    Row(
+        "pensieve serve --data /var/lib/pensieve --backup /srv/backup",
+        instead={"/var/lib/pensieve": "other", "/srv/backup": "other-backup"},
+        serves=True,
+        nightly=True,
+    ),
+    Row("pensieve serve MODEL", serves=True, alone=True, nightly=True),
+    # Tokens.
+    Row(
+        "pensieve token --file tokens.toml --tenant acme --turns-max 8 --storage-bytes 10GiB --weight 2",
+        instead={"tokens.toml": "limits.toml"},
+    ),
+    Row("pensieve token --tenant acme --file tokens.toml", instead={"tokens.toml": "one.toml"}),
+    Row("pensieve token --tenant acme >> tokens.toml", (r"token",)),
+    Row("pensieve doctor", (r"python +3\.", r"cpu kernels")),
+    # The journal and the simulator.
+    Row("pensieve serve --journal run.jsonl", serves=True, alone=True, model=True, nightly=True),
+    Row(
+        "pensieve simulate --journal run.jsonl",
+        (r"all planned again as they were recorded",),
+        ("journal",),
+        nightly=True,
+    ),
+    Row(FIT, (r"cost\.json",), ("journal",), nightly=True),
+    Row(
+        f"{SHAREGPT} --cost cost.json --device-tokens 60k --host-tokens 200k",
+        needs=("cost",),
+        nightly=True,
+    ),
+    Row(f"{SHAREGPT} --policy lru,value,return", (r"return",), nightly=True),
+    Row(f"{SHAREGPT} --rate 1,2,4 --plot figures", (r"figures",), nightly=True),
+    Row("pensieve simulate --plan --workload sharegpt --rate 50", (r"replica",), nightly=True),
+    Row(
+        "pensieve simulate --plan --workload sharegpt --rate 50 --model llama3-8b --hardware a100-80gb",
+        (r"replica",),
+        nightly=True,
+    ),
+    # In this process, with the model.
+    Row('pensieve chat -q "Hello there." --stats', (r"Hello", r"tokens"), alone=True),
+    Row("pensieve chat Qwen/Qwen3-0.6B --conversation trip", stdin=TALK, alone=True, nightly=True),
+    Row("scripts/run chat Qwen/Qwen3-0.6B", stdin=TALK, alone=True, nightly=True),
+    # Benches.
+    Row("pensieve bench planning --conversations 1000,100000", (r"p99",), nightly=True),
+    Row("pensieve bench service --streams 256", (r"tokens",), nightly=True),
+    Row("pensieve bench service --history 100,90000", (r"history of +9\d,",), nightly=True),
+    Row("pensieve bench isolation --rounds 5", nightly=True),
+    Row("pensieve bench chat --shape pressure", nightly=True),
+    Row("pensieve bench swap --history 2000", nightly=True),
+    Row("pensieve bench attention --context 512,4096 --dtype bfloat16", nightly=True),
+    Row("pensieve bench step --batch 1,16 --weights int8", nightly=True),
+    # For people who develop it.
+    Row("scripts/build_client dist", (r"pensieve_client-.*\.whl",)),
+    Row("scripts/build_docs dist/reference", (r"index\.html",), developing=True),
+    Row("python -m tests.faults 1573", developing=True),
+)
+
+NOT_RUN = {
+    "pensieve chat --address chat.example:50051 --tls": "needs a server with a certificate that the system"
+    " trusts; tests/cli/test_flags.py has one with an authority of its own",
+    "pensieve simulate --plan trace.jsonl --cost cost.json --device-tokens 60k --tbt-p99 0.2"
+    " --ttft-p50 2 --replicas 4,100,1000": "needs a trace of hours;"
+    " tests/cli/test_simulate_plan.py has small ones",
+    "rm -r /var/drill /srv/copy": "not ours",
+    "pip install torch && pip install .": "needs a package index",
+    "pip install '.[cuda13]'": "needs a package index and a GPU",
+    "pip wheel --no-deps --wheel-dir dist .": "needs a package index",
+    "scripts/build_client dist && pip install dist/pensieve_client-*.whl": "needs a package index;"
+    " tests/scripts/test_build_client.py installs it without",
+    "scripts/test": "runs this",
+    "scripts/test --quick": "runs this",
+    "scripts/test tests/core": "runs tests, as this does",
+    "scripts/check --fix": "writes into the tree; scripts/test runs it without --fix",
+    "scripts/nightly FOLDER": "runs this",
+    "scripts/nightly FOLDER --only faults,bytes": "hours; tests/test_nightly.py has small parts",
+    "scripts/nightly FOLDER --share 0.01": "runs this",
+    "scripts/nightly FOLDER --resume": "runs this",
+    "python -m tests.faults --seeds 1000..20000": "hours: the part `faults` of the night",
+}

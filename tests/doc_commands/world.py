@@ -1,0 +1,301 @@
+"""Runs command lines of the docs as a reader does who has what `scripts/run` installs, in an empty home.
+
+`scripts/run` and `pensieve` are the same here: `python -m pensieve` in that environment (plain.py); that the
+script makes it is not tried.  What else differs from the line: folders below the root lie in a folder of the
+test, ports are free ones, a model that is named is the built-in one, and daemons compute with the echo engine
+unless the row says otherwise.  Daemons that several lines need are started once, by the line of the docs that
+starts them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pensieve.builtin import MODEL_PATH
+from pensieve.client import Client
+from tests.doc_commands.collect import REDIRECTIONS, ROOT
+from tests.doc_commands.plain import plain_environment
+from tests.service.rig_daemon import wait_for
+
+CERTS = ROOT / "tests" / "service" / "certs"
+READY = "ready grpc://"
+SECONDS = 120.0
+NIGHTLY_SECONDS = 3600.0
+PLACES = ("/var/lib", "/var/log", "/var/drill", "/srv")
+MODELS = ("Qwen/Qwen3-0.6B", "mistralai/Mistral-7B-v0.1", "[MODEL]", "MODEL")
+# Daemons that several lines need, with the line that starts each.
+DAEMONS = {
+    "shared": "scripts/run serve",
+    "drill": "pensieve serve --data /var/lib/pensieve --backup /srv/backup --address 127.0.0.1:50061",
+    "guarded": "pensieve serve --token-file tokens.toml --audit-log /var/log/pensieve/audit.jsonl",
+    "restored": "pensieve serve --data /var/drill --address 127.0.0.1:50062",
+}
+RESTORE = "pensieve restore /srv/backup --data /var/drill"
+FIT = "pensieve simulate --journal run.jsonl --fit cost.json"
+# Of a chat template: what the built-in model has.
+TEMPLATE = """{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a line is run, and what is to come of it."""
+
+    line: str
+    expects: tuple[str, ...] = ()  # patterns in what it writes
+    needs: tuple[str, ...] = ()  # what must be there before: methods of World
+    instead: Mapping[str, str] = field(default_factory=dict)  # for words of the line
+    more: tuple[str, ...] = ()  # words behind it
+    stdin: str = ""
+    code: int = 0
+    until: str = ""  # it does not end by itself: Ctrl-C once this was written
+    serves: bool = False  # a daemon: SIGTERM once it is ready
+    starts: str = ""  # the daemon of this name, which stays
+    alone: bool = False  # in a home where no daemon runs
+    beside: str = "home"  # in the home of this daemon
+    model: bool = False  # with the built-in model, and not with the echo engine
+    developing: bool = False  # needs the environment of development
+    nightly: bool = False  # takes long
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._plain = plain_environment(folder / "plain")
+        self._ports: dict[str, int] = {}
+        self._done: set[str] = set()
+        self._num_homes = 0
+        self._daemons: dict[str, tuple[subprocess.Popen[str], Path]] = {}
+        for place in ("var/lib", "var/log/pensieve", "srv"):
+            (folder / place).mkdir(parents=True)
+        self.desk = folder / "desk"  # where the reader is, with files of his own
+        self.desk.mkdir()
+        (self.desk / "notes.txt").write_text("The lighthouse stands on a rock.\n")
+        (self.desk / "pensieve.toml").write_text('policy = "lru"\n')
+        (self.desk / "mistral.jinja").write_text(TEMPLATE)
+        shutil.copy(CERTS / "server.pem", self.desk / "chain.pem")
+        shutil.copy(CERTS / "server.key", self.desk / "key.pem")
+
+    # -- what lines need --
+
+    def need(self, name: str) -> None:
+        if name not in self._done:
+            make: Callable[[], None] = getattr(self, name)
+            make()
+            self._done.add(name)
+
+    def shared(self) -> None:
+        """A daemon in the usual folder, with a conversation."""
+        self._start("shared")
+        with Client(self._address("50051")) as client:
+            client.conversation("trip-42").ask("Hello.", max_tokens=20)
+
+    def drill(self) -> None:
+        """A daemon whose backup has what was written to it."""
+        self._start("drill", PENSIEVE_BACKUP_SECONDS="1")
+        with Client(self._address("50061")) as client:
+            client.conversation("drill").ask("Remember this.", max_tokens=20)
+        probe = Row(
+            RESTORE, instead={"/var/drill": str(self.folder / "probe")}, more=("--replace",)
+        )
+        wait_for(lambda: "1 conversations" in self.run(probe).out)
+
+    def restored(self) -> None:
+        """A daemon with what was restored."""
+        self.need("drill")
+        if not self._moved("/var/drill").exists():
+            assert self.run(Row(RESTORE)).code == 0
+        self._start("restored")
+
+    def tokens(self) -> None:
+        """A token, and a file that knows it."""
+        made = self.run(Row("pensieve token --tenant acme --file tokens.toml"))
+        assert made.code == 0, made.err
+        self._token = made.out.strip()
+
+    def guarded(self) -> None:
+        """A daemon that asks for tokens, with a conversation of a tenant."""
+        self.need("tokens")
+        address = self._start("guarded", home="guarded")
+        with Client(address, token=self._token) as client:
+            client.conversation("trip-42").ask("Hello.", max_tokens=20)
+
+    def journal(self) -> None:
+        """What a daemon recorded while it served some turns."""
+        row = Row("pensieve serve --journal run.jsonl", alone=True, model=True)
+        daemon, log, address = self._serve(row)
+        with Client(address) as client:
+            talks = [client.conversation(f"talk-{number}") for number in range(4)]
+            for turn in range(3):
+                for talk in talks:
+                    talk.ask("Where shall we go? " * (10 + 60 * turn), max_tokens=30)
+        self._stop(daemon, log)
+
+    def cost(self) -> None:
+        """What the iterations of that journal cost."""
+        self.need("journal")
+        if not (self.desk / "cost.json").exists():
+            fitted = self.run(Row(FIT))
+            assert fitted.code == 0, fitted.err
+
+    # -- lines --
+
+    def run(self, row: Row) -> Ended:
+        """Run it to its end."""
+        words, source, target = self._words(row)
+        process = self._popen(words, row)
+        if row.until:
+            return self._until(process, row.until)
+        given = (self.desk / source).read_text() if source else row.stdin
+        try:
+            out, err = process.communicate(given, NIGHTLY_SECONDS if row.nightly else SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise
+        if target:
+            with (self.desk / target).open("a") as file:
+                file.write(out)
+        return Ended(process.returncode, out, err)
+
+    def serve(self, row: Row) -> Ended:
+        """Start a daemon, and stop it when it is ready."""
+        daemon, log, address = self._serve(row)
+        assert address
+        return self._stop(daemon, log)
+
+    def close(self) -> list[Ended]:
+        """Stop what still runs."""
+        return [self._stop(daemon, log) for daemon, log in self._daemons.values()]
+
+    def _words(self, row: Row) -> tuple[list[str], str, str]:
+        """The words of a line on this machine, and where its input comes from and its output goes."""
+        words, files = [], {"<": "", ">": "", ">>": ""}
+        given = iter(shlex.split(row.line))
+        for word in given:
+            if word in REDIRECTIONS:
+                files[word] = next(given)
+            else:
+                words.append(row.instead.get(word) or self._moved_word(word))
+        if words[0] in ("pensieve", "scripts/run"):
+            words = [sys.executable, "-m", "pensieve", *(words[1:] or ["chat"])]
+        elif words[0] == "python":
+            words[0] = sys.executable
+        elif words[0].startswith("scripts/"):
+            words[0] = str(ROOT / words[0])
+        words = [str(ROOT / word) if word.startswith("docs/examples/") else word for word in words]
+        words += [self._moved_word(word) for word in row.more]
+        return words, files["<"], files[">>"] or files[">"]
+
+    def _moved_word(self, word: str) -> str:
+        if word in MODELS:
+            return str(MODEL_PATH)
+        if found := re.fullmatch(r"127\.0\.0\.1:(\d+)", word):
+            return self._address(found[1])
+        if word.startswith("0.0.0.0:"):
+            return f"127.0.0.1:{free_port()}"
+        return str(self._moved(word)) if word.startswith(PLACES) else word
+
+    def _moved(self, place: str) -> Path:
+        return self.folder / place.lstrip("/")
+
+    def _address(self, port: str) -> str:
+        return f"127.0.0.1:{self._ports.setdefault(port, free_port())}"
+
+    def _environment(self, row: Row, given: Mapping[str, str]) -> dict[str, str]:
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PENSIEVE_", "PYTEST_", "GRPC_", "XDG_"))
+        }
+        home = self.folder / row.beside
+        if row.alone:
+            self._num_homes += 1
+            home = self.folder / f"home-{self._num_homes}"
+        changed = {
+            "HF_HUB_OFFLINE": "1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PENSIEVE_ENGINE": "model" if row.model else "echo",
+            "XDG_DATA_HOME": str(home),
+            "XDG_RUNTIME_DIR": str(self.folder / "plain"),
+        }
+        there = {"PYTHONPATH": str(ROOT)} if row.developing else self._plain
+        return {**kept, **changed, **there, **given}
+
+    def _popen(
+        self, words: list[str], row: Row, log: Path | None = None, **given: str
+    ) -> subprocess.Popen[str]:
+        written = log.open("w") if log else subprocess.PIPE
+        try:
+            return subprocess.Popen(
+                words,
+                cwd=ROOT if row.developing and "-m" in words else self.desk,
+                env=self._environment(row, given),
+                stdin=subprocess.DEVNULL if log else subprocess.PIPE,
+                stdout=written,
+                stderr=written,
+                text=True,
+            )
+        finally:
+            if log:
+                written.close()  # type: ignore[union-attr]
+
+    def _until(self, process: subprocess.Popen[str], text: str) -> Ended:
+        out = ""
+        assert process.stdout is not None
+        while text not in out and (read := os.read(process.stdout.fileno(), 65536)):
+            out += read.decode(errors="replace")
+        assert text in out, f"{text!r} did not come: {out!r}"
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=SECONDS)
+        return Ended(process.returncode, out + rest, err)
+
+    # -- daemons --
+
+    def _start(self, name: str, home: str = "home", **given: str) -> str:
+        if name == "shared":
+            given["PENSIEVE_ADDRESS"] = self._address("50051")
+        daemon, log, address = self._serve(Row(DAEMONS[name], beside=home), **given)
+        self._daemons[name] = daemon, log
+        return address
+
+    def _serve(self, row: Row, **given: str) -> tuple[subprocess.Popen[str], Path, str]:
+        """A daemon that is ready, its log, and its address."""
+        given.setdefault("PENSIEVE_ADDRESS", f"127.0.0.1:{free_port()}")
+        log = self.folder / f"serve-{free_port()}.log"
+        daemon = self._popen(self._words(row)[0], row, log, **given)
+        wait_for(lambda: READY in log.read_text() or daemon.poll() is not None)
+        found = re.search(READY + r"([\w.:]+)", log.read_text())
+        assert found is not None, log.read_text()
+        return daemon, log, found[1]
+
+    def _stop(self, daemon: subprocess.Popen[str], log: Path) -> Ended:
+        if daemon.poll() is None:
+            daemon.send_signal(signal.SIGTERM)
+        return Ended(daemon.wait(SECONDS), "", log.read_text())
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
