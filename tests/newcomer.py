@@ -1,7 +1,7 @@
 """Walks README and docs as somebody does who has never seen them, and says what was not as expected.
 
-    scripts/newcomer FOLDER           from a clone in an empty folder; needs git, Python and a package index
-    scripts/newcomer FOLDER --quick   in the environment that is there, without what takes long
+    scripts/newcomer FOLDER           # from a clone in an empty folder; needs git, Python and a package index
+    scripts/newcomer FOLDER --quick   # in the environment that is there, without what takes long
 
 Each command is a line of the docs; only folders, ports and sizes are others (`Walk.words`).  It runs on a
 terminal of its own, writes what its step expects, and to its error output nothing but lines that a newcomer

@@ -145,6 +145,8 @@ NOT_RUN = {
     "pip wheel --no-deps --wheel-dir dist .": "needs a package index",
     "scripts/build_client dist && pip install dist/pensieve_client-*.whl": "needs a package index;"
     " tests/scripts/test_build_client.py installs it without",
+    "scripts/newcomer FOLDER": "the night does it (tests/nightly.py)",
+    "scripts/newcomer FOLDER --quick": "tests/test_newcomer.py does it",
     "scripts/test": "runs this",
     "scripts/test --quick": "runs this",
     "scripts/test tests/core": "runs tests, as this does",

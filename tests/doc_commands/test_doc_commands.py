@@ -74,6 +74,8 @@ def check_script(words: list[str]) -> None:
     source = script.read_text(encoding="utf-8")
     for module in re.findall(r"-m (tests[.\w]*)", source):
         source += (ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+    for file in re.findall(r"tests/[\w/]*\.py", source):
+        source += (ROOT / file).read_text(encoding="utf-8")
     for flag in words[1:]:
         if flag.startswith("-"):
             assert re.search(rf"(?<![\w-]){flag}(?![\w-])", source), f"{words[0]} has no {flag}"
