@@ -13,7 +13,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
             chat, name = _with_daemon_here(stack, resolved, quiet, ctrl_c)
         else:
             _check_whose(resolved, address)
-            chat, name = _with_daemon_at(stack, resolved, address, ctrl_c)
+            chat, name = _with_daemon_at(stack, resolved, address, quiet, ctrl_c)
         ctrl_c.check()
         if arguments.conversation is not None:
             if resolved.sources["system"] == "flag":
@@ -146,7 +146,7 @@ def _with_daemon_here(
     client = stack.enter_context(Client(daemon.address, sleep=waiting))
     name = resolved.settings.model or "the built-in model (for trying the machinery)"
     parts = (client, lambda: Admin(daemon.address), lambda: daemon.ended, ctrl_c, screen)
-    return _chat(resolved, *parts), name
+    return _chat(resolved, quiet, *parts), name
 
 
 def _make_model(model: str, ctrl_c: CtrlC) -> None:
@@ -162,7 +162,7 @@ def _make_model(model: str, ctrl_c: CtrlC) -> None:
 
 
 def _with_daemon_at(
-    stack: contextlib.ExitStack, resolved: Resolved, address: str, ctrl_c: CtrlC
+    stack: contextlib.ExitStack, resolved: Resolved, address: str, quiet: bool, ctrl_c: CtrlC
 ) -> tuple[Chat, str]:
     from pensieve.cli.chat_screen import Screen
     from pensieve.cli.chat_terminal import Waiting
@@ -189,7 +189,7 @@ def _with_daemon_at(
     name = address
     with contextlib.suppress(ServerFault):  # a daemon of an earlier version cannot say
         name = f"{client.server_info().model} at {address}"
-    return _chat(resolved, client, admin, lambda: False, ctrl_c, screen), name
+    return _chat(resolved, quiet, client, admin, lambda: False, ctrl_c, screen), name
 
 
 def _check_reached(client: Client) -> None:
@@ -209,6 +209,7 @@ def _check_reached(client: Client) -> None:
 
 def _chat(
     resolved: Resolved,
+    quiet: bool,
     client: Client,
     admin: Callable[[], Admin],
     ended: Callable[[], bool],
@@ -219,7 +220,11 @@ def _chat(
     from pensieve.cli.chat_terminal import Chat, Manner
 
     values = resolved.values
-    manner = Manner(ChatSampling(resolved), values["system"] or "", bool(values["stats"]))
+    of_the_model: Mapping[str, float] | None = None
+    with contextlib.suppress(ServerFault):  # a daemon of an earlier version cannot say
+        of_the_model = client.server_info().sampling
+    sampling = ChatSampling(resolved, of_the_model, is_talk=not quiet)
+    manner = Manner(sampling, values["system"] or "", bool(values["stats"]))
     return Chat(client, admin, manner, ended, ctrl_c, screen)
 
 

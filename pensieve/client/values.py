@@ -172,6 +172,9 @@ class ServerInfo:
     torch_version: str
     transformers_version: str
     uptime_seconds: float  # since the daemon started
+    # What the model's files recommend, by field, and what a message gets that does not say.  Empty: nothing,
+    # and such replies are greedy; None: a daemon of an earlier version.
+    sampling: Mapping[str, float] | None = None
 
 
 def plain(struct: Any) -> dict[str, Any]:
@@ -219,7 +222,13 @@ def info_of(given: pb.ServerInfo) -> ServerInfo:
         given.torch_version,
         given.transformers_version,
         given.uptime_seconds,
+        _named(given.recommended_sampling) if given.HasField("recommended_sampling") else None,
     )
+
+
+def _named(given: pb.Sampling) -> dict[str, float]:
+    """Whole numbers stay whole, and what is not set is left out."""
+    return {each.name: value for each, value in given.ListFields()}
 
 
 def message_of(given: pb.Message) -> Message:

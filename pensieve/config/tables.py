@@ -351,6 +351,14 @@ TALKING: Table = (
         "top_p", number(0, 1), "", "keep the likeliest tokens up to this share", "P", "sampling"
     ),
     Setting(
+        "min_p",
+        number(0, 1),
+        "",
+        "leave out tokens less likely than this share of the likeliest",
+        "P",
+        "sampling",
+    ),
+    Setting(
         "top_k",
         whole(0, 1 << 31),
         "",
@@ -372,5 +380,6 @@ TABLES = (SETTINGS, SERVING, REACHING, TALKING)
 GROUPS = {
     "settings": "each flag also as PENSIEVE_<NAME> and in the TOML file of --config",
     "daemon": "--address also as PENSIEVE_DAEMON, and as `daemon` in the file",
-    "sampling": "defaults come from the model's own files",
+    "sampling": "defaults come from the model's own files; where they name none, a talk has chat's and -q is "
+    "greedy (docs/operating.md, Sampling)",
 }

@@ -61,15 +61,15 @@ class Conversion:
         }
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-        said = 0
+        reported = 0
 
         def progress(written: int) -> None:
-            nonlocal said
+            nonlocal reported
             check()
             percent = 100 * written // self.num_bytes
-            if percent >= said + STEP_PERCENT:
-                said = percent - percent % STEP_PERCENT
-                report(f"converting {self.name}: {said} %")
+            if percent >= reported + STEP_PERCENT:
+                reported = percent - percent % STEP_PERCENT
+                report(f"converting {self.name}: {reported} %")
 
         write_weights(self._weights, folder / "model.safetensors", progress)
 

@@ -88,16 +88,16 @@ def _errors_of(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _locked(path: Path, report: Report, check: Check) -> Iterator[None]:
     """The file stays: one that was removed could be locked twice, by name and by those who have it open."""
-    is_said = False
+    is_reported = False
     with path.open("a") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not is_said:
+                if not is_reported:
                     report("waiting for another process, which prepares the same model")
-                is_said = True
+                is_reported = True
                 check()
                 time.sleep(WAIT_SECONDS)
         yield

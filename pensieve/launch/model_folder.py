@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,6 +123,7 @@ class LoadedTexts:
     template: ChatTemplate
     fingerprint: str
     defaults: Sampling
+    recommended: Mapping[str, float] = field(default_factory=dict)  # which of them the model names
 
 
 def load_texts(folder: Path, report: Report, chat_template: Path | None = None) -> LoadedTexts:
@@ -143,15 +144,19 @@ def load_texts(folder: Path, report: Report, chat_template: Path | None = None) 
         fingerprint = fingerprint_of(folder, tokenizer.fingerprint())
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} cannot be read: {error}") from error
-    defaults = replace(generation_defaults(folder), max_tokens=MAX_TOKENS)
-    return LoadedTexts(template, fingerprint, defaults)
+    named, is_named = _generation_config(folder)
+    defaults = replace(Sampling(**named), max_tokens=MAX_TOKENS)  # type: ignore[arg-type]
+    return LoadedTexts(template, fingerprint, defaults, named if is_named else {})
 
 
-def generation_defaults(folder: Path) -> Sampling:
-    """What the model's authors recommend in generation_config.json."""
+def _generation_config(folder: Path) -> tuple[dict[str, float], bool]:
+    """The sampling of generation_config.json as transformers understands it, and whether it is named there.
+
+    Without `do_sample` transformers is greedy, and the file has said nothing about it.
+    """
     path = folder / "generation_config.json"
     if not path.is_file():
-        return Sampling()
+        return {}, False
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -163,7 +168,7 @@ def generation_defaults(folder: Path) -> Sampling:
         values["temperature"] = 0.0
     else:
         values.setdefault("temperature", 1.0)
-    return Sampling(**values)  # type: ignore[arg-type]
+    return values, given.get("do_sample") is not None
 
 
 def fingerprint_of(folder: Path, tokenizer_fingerprint: str) -> str:

