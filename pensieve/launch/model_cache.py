@@ -4,7 +4,7 @@ It is `models` in $XDG_CACHE_HOME/pensieve (~/.cache/pensieve), and has a folder
 needs one that is missing
 
 1. waits for its lock, which ends with the process that holds it, and looks again;
-2. removes what another left half made, and fills KEY.partial;
+2. removes what another left half made, and fills a folder KEY.partial-*;
 3. has everything reach the disk, and gives it its name.
 
 So a folder with its name is whole, whenever the process or the machine stopped; whatever else is there is
@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,9 +51,9 @@ def made_once(key: str, make: Callable[[Path], None], report: Report, check: Che
         with _locked(folder / f"{key}.lock", report, check):
             if (there := kept(key)) is not None:
                 return there
-            partial = folder / f"{key}.partial"
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(mode=0o700)
+            for left in folder.glob(f"{key}.partial-*"):
+                shutil.rmtree(left, ignore_errors=True)
+            partial = Path(tempfile.mkdtemp(prefix=f"{key}.partial-", dir=folder))
             try:
                 make(partial)
                 _reach_the_disk(partial)

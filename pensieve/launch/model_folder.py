@@ -14,7 +14,7 @@ from pensieve.core.sampling import Sampling
 from pensieve.errors import ConfigError, ModelError, UnsupportedModel
 from pensieve.gguf.header import is_gguf
 from pensieve.launch import smollm2
-from pensieve.launch.model_cache import Check, check_room, kept, made_once
+from pensieve.launch.model_cache import Check, check_room, kept, made_once, models_folder
 
 if TYPE_CHECKING:
     from pensieve.text import ChatTemplate
@@ -93,7 +93,7 @@ def _converted(path: Path, report: Report, check: Check) -> Path:
         report(conversion.sizes())
         check_room(conversion.num_bytes, path.name)
         conversion.write(folder, report, check)
-        report(f"kept for the next time: {folder.with_suffix('')}")
+        report(f"kept for the next time: {models_folder() / _key(path)}")
 
     return made_once(_key(path), make, report, check)
 
