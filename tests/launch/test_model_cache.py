@@ -42,7 +42,10 @@ def half_making() -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
-        yield process
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def whole(folder: Path) -> None:
@@ -79,9 +82,8 @@ def test_what_fails_leaves_nothing_and_can_be_tried_again(cache: Path) -> None:
 
 
 def test_what_a_killed_process_has_half_made_is_never_used(cache: Path) -> None:
-    with half_making() as process:
+    with half_making():
         assert kept("m") is None
-        process.kill()
     assert list(cache.glob("m.partial-*/model.safetensors"))
     folder = made_once("m", whole, nothing, nothing)
     assert [each.name for each in folder.iterdir()] == ["config.json"]
@@ -105,7 +107,7 @@ def test_of_two_at_once_one_makes_it_and_the_other_waits(cache: Path) -> None:
     first.start()
     assert begun.wait(30)
     second.start()
-    while not lines:
+    while not lines and second.is_alive():
         time.sleep(0.01)
     may_end.set()
     first.join(30)
@@ -119,10 +121,8 @@ def test_who_waits_can_give_up(cache: Path) -> None:
     def check() -> None:
         raise KeyboardInterrupt
 
-    with half_making() as process:
-        with pytest.raises(KeyboardInterrupt):
-            made_once("m", refuse, nothing, check)
-        process.kill()
+    with half_making(), pytest.raises(KeyboardInterrupt):
+        made_once("m", refuse, nothing, check)
 
 
 def test_a_cache_that_cannot_be_written_is_an_error_of_one_line(
