@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from pensieve.errors import ModelError, UnsupportedModel, one_line
@@ -10,6 +11,11 @@ from pensieve.extras import need
 from pensieve.gguf import MAGIC
 
 BRIEF = 100  # characters of a value that are quoted
+
+
+def library(purpose: str = "a GGUF file") -> ModuleType:
+    """llama.cpp's own package, which reads the format and unpacks its blocks."""
+    return need("gguf", "gguf", purpose)
 
 
 class Tensor(NamedTuple):
@@ -31,9 +37,8 @@ class Header:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        library = need("gguf", "gguf", "a GGUF file")
         try:
-            reader = library.GGUFReader(path)
+            reader = library().GGUFReader(path)
             self._fields = reader.fields
             self.tensors = {
                 each.name: Tensor(

@@ -7,7 +7,9 @@ and some would not, silently; so a file with a rule that is not listed is refuse
 
     gpt2     byte-level BPE: vocabulary and merges are in the file
     llama    SentencePiece's BPE: the file has a score for each token; two parts merge if what they make is
-             a token, the best score first
+             a token, the best score first.  Most of these put a space before a text; Llama 2's does so
+             after each control token, Mistral's newer one at the very beginning alone, and the file does not
+             say which.  So only one that puts none there is served.
 """
 
 from __future__ import annotations
@@ -152,7 +154,12 @@ def _byte_level(header: Header, tokens: list[str]) -> Tokenizer:
 def _sentence_piece(header: Header, tokens: list[str]) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    has_prefix = bool(header.get("tokenizer.ggml.add_space_prefix", True))
+    if header.get("tokenizer.ggml.add_space_prefix", True):
+        raise UnsupportedModel(
+            f"{header.path.name} cannot be served exactly: a GGUF file does not say whether its tokenizer "
+            "(SentencePiece's) puts a space before every text that follows a control token, or before the "
+            "first alone; the same model as a folder with tokenizer.json says it"
+        )
     vocabulary = {token: number for number, token in enumerate(tokens)}
     scores = _array(header, "scores")
     unknown = header.get("tokenizer.ggml.unknown_token_id")
@@ -166,12 +173,11 @@ def _sentence_piece(header: Header, tokens: list[str]) -> Tokenizer:
         )
     )
     made.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme="first" if has_prefix else "never", split=False
+        replacement="▁", prepend_scheme="never", split=False
     )
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if has_prefix:
-        steps.append(decoders.Strip(content=" ", left=1))
-    made.decoder = decoders.Sequence(steps)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return made
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.errors import UnsupportedModel
-from pensieve.extras import need
 from pensieve.gguf.architectures import Weight
+from pensieve.gguf.header import library
 
 BLOCK_ELEMENTS = 1 << 22
 PLAIN = {"F32", "F16", "BF16"}
@@ -89,8 +89,8 @@ def _order(weight: Weight) -> Any:
 
 def _unpacked(rows: Any, kind: str) -> Any:
     """As float32."""
-    library = need("gguf", "gguf", "a GGUF file")
-    return library.dequantize(rows, library.GGMLQuantizationType[kind])
+    package = library()
+    return package.dequantize(rows, package.GGMLQuantizationType[kind])
 
 
 def _as_kind(values: Any, kind: str) -> bytes:

