@@ -113,11 +113,12 @@ def _wait(pip: subprocess.Popen[bytes], folder: Path, report: Report, check: Che
 
 
 def _largest(folder: Path) -> int:
-    """Bytes of the largest file so far; pip moves what it writes, meanwhile."""
+    """Bytes of the largest file so far; pip moves and removes what it writes, meanwhile."""
     largest = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            largest = max(largest, path.stat().st_size)
+    for inside, _, names in os.walk(folder):  # which passes over folders that are gone
+        for name in names:
+            with contextlib.suppress(OSError):
+                largest = max(largest, os.stat(os.path.join(inside, name)).st_size)
     return largest
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -212,3 +214,21 @@ def test_a_gguf_file_without_a_template_is_served_with_one_that_is_given(
     (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     answered = talk(str(tmp_path / "bare.gguf"), "--chat-template", str(tmp_path / "own.jinja"))
     assert (answered.returncode, answered.stderr) == (0, "")
+
+
+def test_folders_that_pip_removes_meanwhile_are_no_error(tmp_path: Path) -> None:
+    (tmp_path / "whole").write_bytes(b"12345")
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            (tmp_path / "pip-unpack" / "a" / "b").mkdir(parents=True)
+            shutil.rmtree(tmp_path / "pip-unpack")
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        assert {smollm2._largest(tmp_path) for _ in range(500)} == {5}
+    finally:
+        ended.set()
+        thread.join()
