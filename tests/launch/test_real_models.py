@@ -217,18 +217,20 @@ def test_a_gguf_file_without_a_template_is_served_with_one_that_is_given(
 
 
 def test_folders_that_pip_removes_meanwhile_are_no_error(tmp_path: Path) -> None:
-    (tmp_path / "whole").write_bytes(b"12345")
+    folder = tmp_path / "fetched"
+    folder.mkdir()
+    (folder / "whole").write_bytes(b"12345")
     ended = threading.Event()
 
     def come_and_go() -> None:
         while not ended.is_set():
-            (tmp_path / "pip-unpack" / "a" / "b").mkdir(parents=True)
-            shutil.rmtree(tmp_path / "pip-unpack")
+            (folder / "pip-unpack" / "a" / "b").mkdir(parents=True)
+            shutil.rmtree(folder / "pip-unpack")
 
     thread = threading.Thread(target=come_and_go)
     thread.start()
     try:
-        assert {smollm2._largest(tmp_path) for _ in range(500)} == {5}
+        assert {smollm2._largest(folder) for _ in range(500)} == {5}
     finally:
         ended.set()
         thread.join()
