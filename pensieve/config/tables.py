@@ -380,6 +380,6 @@ TABLES = (SETTINGS, SERVING, REACHING, TALKING)
 GROUPS = {
     "settings": "each flag also as PENSIEVE_<NAME> and in the TOML file of --config",
     "daemon": "--address also as PENSIEVE_DAEMON, and as `daemon` in the file",
-    "sampling": "defaults come from the model's own files; where they name none, a talk has values of its own "
-    "and -q is greedy (docs/operating.md, Sampling)",
+    "sampling": "defaults come from the model's own files; where they name none, a talk has values of its "
+    "own and -q is greedy (docs/operating.md, Sampling)",
 }
