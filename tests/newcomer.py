@@ -294,6 +294,11 @@ class Walk:
 
 TALK = (
     Step('scripts/run chat -q "Hello there." --stats', (r"\w+", r"tokens")),
+    Step(
+        'scripts/run chat smollm2 -q "What is the capital of France?" --stats',
+        (r"Paris", r"tokens"),
+        quick=False,
+    ),
     Step("scripts/run", (r"Hello",), types=("Hello.\n", "/help\n", "/bye\n")),
     Step("scripts/run chat", types=("/bye\n",), quick=False),
     Step('pensieve chat -q "Hello there." --stats', (r"\w+", r"tokens"), quick=False),

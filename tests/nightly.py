@@ -149,6 +149,21 @@ def newcomer(night: Night, log: Path, outcome: Outcome) -> None:
         outcome.failures.append(f"it ended with {status}: see the log")
 
 
+def real_model(night: Night, log: Path, outcome: Outcome) -> None:
+    """Exactness with smollm2, which the package index has."""
+    results = log.with_suffix(".json")
+    turns = str(night.amount(12))
+    status = run(
+        [sys.executable, "-m", "tests.real_model", "--turns", turns, "--results", str(results)], log
+    )
+    with contextlib.suppress(FileNotFoundError):
+        found = json.loads(results.read_text(encoding="utf-8"))
+        outcome.counts |= found["counts"]
+        outcome.failures += found["failures"]
+    if status and not outcome.failures:
+        outcome.failures.append(f"it ended with {status}: see the log")
+
+
 PARTS: Mapping[str, Part] = {
     "faults": faults,
     "bytes": scaled("service/test_fuzz.py", whole=1_000_000, unit="messages", per_scale=20_000),
@@ -171,6 +186,7 @@ PARTS: Mapping[str, Part] = {
     "options": scaled("service/test_option_pairs.py", whole=10),
     "timing": scaled("service/test_timing_probe.py", whole=2),
     "newcomer": newcomer,
+    "real-model": real_model,
     "protections": protections,
 }
 

@@ -29,6 +29,7 @@ def room(rooms: str = "", packages: str = "", never: str = "") -> Room:
 
 
 ROOMS = {
+    "gguf": room("extras", "gguf numpy tokenizers"),
     "core": room(never="time threading logging random sqlite3 asyncio datetime secrets os"),
     "engine": room("core gc_pause", never="sqlite3 asyncio"),
     "sim": room("core engine", never="sqlite3"),
@@ -45,7 +46,7 @@ ROOMS = {
     "v1": room(packages="grpc google"),
     "builtin": room(),
     "launch": room(
-        "core engine text store kernels model service client config gc_pause builtin sim",
+        "core engine text store kernels model service client config gc_pause builtin sim gguf",
         "torch huggingface_hub",
         never="sqlite3",
     ),

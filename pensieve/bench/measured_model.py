@@ -17,7 +17,7 @@ from pensieve.launch.model_folder import resolve_model
 def measured_model(name: str, shape: str) -> Iterator[Path]:
     """The folder of the model named, or of one with random weights that is gone afterwards."""
     if name:
-        yield resolve_model(name)
+        yield resolve_model(name, progress)
         return
     if shape not in SHAPES:
         raise InvalidArgument("shape", f"is one of {', '.join(SHAPES)}")

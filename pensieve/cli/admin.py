@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +121,7 @@ def info(admin: Admin, arguments: argparse.Namespace) -> int:
         "state": f"{found.state.replace('_', ' ')}, up {seconds_text(found.uptime_seconds)}",
         "computes": f"{found.dtype}, {found.weights} weights, on {found.device}",
         "context": f"{found.context_max_tokens:,} tokens at most",
+        "sampling": _sampling_text(found.sampling),
         "pensieve": found.version,
         "torch": found.torch_version,
         "transformers": found.transformers_version,
@@ -129,9 +130,17 @@ def info(admin: Admin, arguments: argparse.Namespace) -> int:
         del rows["computes"]
     if not found.context_max_tokens:
         del rows["context"]
+    if found.sampling is None:
+        del rows["sampling"]
     for name, text in rows.items():
         print(f"{name:<13} {text}")
     return 0
+
+
+def _sampling_text(named: Mapping[str, float] | None) -> str:
+    if not named:
+        return "the model names none: greedy, where a message does not say"
+    return ", ".join(f"{name} {value:g}" for name, value in named.items()) + " (the model's own)"
 
 
 def print_stats(admin: Admin, arguments: argparse.Namespace) -> int:

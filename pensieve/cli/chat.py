@@ -13,7 +13,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         if address is None:
             chat, name = _with_daemon_here(stack, resolved, quiet, ctrl_c)
         else:
-            chat, name = _with_daemon_at(stack, resolved, address, ctrl_c)
+            chat, name = _with_daemon_at(stack, resolved, address, quiet, ctrl_c)
         ctrl_c.check()
         if arguments.conversation is not None:
             if resolved.sources["system"] == "flag":
@@ -139,6 +139,7 @@ def _with_daemon_here(
 ) -> tuple[Chat, str]:
     """A daemon is started in this process; the chat, and what it talks to."""
     _log_errors(stack)
+    _make_model(resolved.settings.model, ctrl_c)
     with _status(quiet) as report:
         report("opening the history")
         from pensieve.launch.embedded_daemon import EmbeddedDaemon
@@ -156,11 +157,23 @@ def _with_daemon_here(
     client = stack.enter_context(Client(daemon.address, sleep=waiting))
     name = resolved.settings.model or "the built-in model (for trying the machinery)"
     parts = (client, lambda: Admin(daemon.address), lambda: daemon.ended, ctrl_c, screen)
-    return _chat(resolved, *parts), name
+    return _chat(resolved, quiet, *parts), name
+
+
+def _make_model(model: str, ctrl_c: CtrlC) -> None:
+    """What is done for a model at its first time, said in lines that stay."""
+    from pensieve.launch.model_folder import needs_making, resolve_model
+
+    def check() -> None:
+        if ctrl_c.pressed:
+            raise KeyboardInterrupt
+
+    if needs_making(model):
+        resolve_model(model, lambda line: print(line, file=sys.stderr, flush=True), check)
 
 
 def _with_daemon_at(
-    stack: contextlib.ExitStack, resolved: Resolved, address: str, ctrl_c: CtrlC
+    stack: contextlib.ExitStack, resolved: Resolved, address: str, quiet: bool, ctrl_c: CtrlC
 ) -> tuple[Chat, str]:
     from pensieve.cli.chat_screen import Screen
     from pensieve.cli.chat_terminal import Waiting
@@ -183,7 +196,7 @@ def _with_daemon_at(
         return Admin(address, token=token, tls=tls, retry=Retry(retries=0))
 
     name = address if info is None else f"{info.model} at {address}"
-    return _chat(resolved, client, admin, lambda: False, ctrl_c, screen), name
+    return _chat(resolved, quiet, client, admin, lambda: False, ctrl_c, screen), name
 
 
 def _reached(client: Client) -> ServerInfo | None:
@@ -205,6 +218,7 @@ def _reached(client: Client) -> ServerInfo | None:
 
 def _chat(
     resolved: Resolved,
+    quiet: bool,
     client: Client,
     admin: Callable[[], Admin],
     ended: Callable[[], bool],
@@ -215,7 +229,11 @@ def _chat(
     from pensieve.cli.chat_terminal import Chat, Manner
 
     values = resolved.values
-    manner = Manner(ChatSampling(resolved), values["system"] or "", bool(values["stats"]))
+    of_the_model: Mapping[str, float] | None = None
+    with contextlib.suppress(ServerFault):  # a daemon of an earlier version cannot say
+        of_the_model = client.server_info().sampling
+    sampling = ChatSampling(resolved, of_the_model, is_talk=not quiet)
+    manner = Manner(sampling, values["system"] or "", bool(values["stats"]))
     return Chat(client, admin, manner, ended, ctrl_c, screen)
 
 

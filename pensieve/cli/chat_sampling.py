@@ -1,11 +1,15 @@
 """`/set`: how replies are sampled, what is in force and where that comes from.
 
 What is set within a talk lasts until the program ends; flags, variables and the file of `--config` say what
-it begins with.  What nobody has set is decided where the model is: its own files say it.
+it begins with.  What nobody has set is the model's own: its files say it, and the daemon tells.  Many
+models name nothing.  The daemon then answers greedily, so that the same message has the same reply, and so
+does `chat -q`; but a small model that talks greedily soon says the same over and over.  So a talk has
+values of its own for such a model, those of llama.cpp's server (docs/operating.md compares them).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pensieve.config import TALKING, Resolved
@@ -17,20 +21,30 @@ UNSET = {
     "seed": "another one for each reply",
 }
 OF_THE_MODEL = "the model's own"
+OF_CHAT = "chat's, as the model names none"
+FOR_A_TALK: Mapping[str, float] = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05, "top_k": 40}
 TEMPERATURE, TEMPERATURE_STEP = 0.7, 0.3  # advice against a reply that repeats itself
 
 
 class ChatSampling:
     """The sampling options of one talk."""
 
-    def __init__(self, resolved: Resolved) -> None:
+    def __init__(
+        self,
+        resolved: Resolved,
+        of_the_model: Mapping[str, float] | None = None,  # None: not known
+        is_talk: bool = True,
+    ) -> None:
+        self._of_the_model = of_the_model or {}
+        self._of_chat = FOR_A_TALK if is_talk and of_the_model == {} else {}
         self._values = {name: resolved.values[name] for name in SETTINGS}
         self._sources = {name: resolved.sources[name] for name in SETTINGS}
 
     @property
     def options(self) -> dict[str, Any]:
         """What is sent with a message."""
-        return {name: value for name, value in self._values.items() if value is not None}
+        given = {name: value for name, value in self._values.items() if value is not None}
+        return {**self._of_chat, **given}
 
     def set(self, name: str, text: str) -> None:
         """From `/set NAME TEXT`; the text `default` forgets what was set."""
@@ -49,6 +63,12 @@ class ChatSampling:
         self._check(name)
         value, source = self._values[name], self._sources[name]
         if value is None:
+            for value, source in (
+                (self._of_chat.get(name), OF_CHAT),
+                (self._of_the_model.get(name), OF_THE_MODEL),
+            ):
+                if value is not None:
+                    return f"{name:<12} {value!s:<12} ({source})"
             return f"{name:<12} {UNSET.get(name, OF_THE_MODEL)}"
         return f"{name:<12} {value!s:<12} ({SETTINGS[name].flag if source == 'flag' else source})"
 
@@ -62,6 +82,6 @@ class ChatSampling:
     @property
     def advice(self) -> str:
         """The command that makes it rarer that a reply repeats itself."""
-        now = self._values["temperature"]
+        now = self.options.get("temperature", self._of_the_model.get("temperature"))
         hotter = TEMPERATURE if now is None or now < TEMPERATURE else now + TEMPERATURE_STEP
         return f"/set temperature {hotter:.3g}"

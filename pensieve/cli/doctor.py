@@ -20,7 +20,7 @@ from pensieve.config.machine import available_memory_bytes, cpu_quota, num_cores
 from pensieve.extras import PACKAGES
 
 UNKNOWN = "unknown: "
-OPTIONAL = ("cupy-cuda13x", "cupy-cuda12x", "accelerate")
+OPTIONAL = ("cupy-cuda13x", "cupy-cuda12x", "accelerate", "gguf")
 
 
 def add_parser(commands: Any) -> None:

@@ -245,6 +245,8 @@ class ServerInfo:
         torch_version: of torch.
         transformers_version: of transformers.
         uptime_seconds: since the daemon started.
+        sampling: what the model's files recommend, by field, and what a message gets that does not say.
+            Empty: nothing, and such replies are greedy; None: a daemon of an earlier version.
     """
 
     model: str
@@ -258,6 +260,7 @@ class ServerInfo:
     torch_version: str
     transformers_version: str
     uptime_seconds: float
+    sampling: Mapping[str, float] | None = None
     __repr__ = shown
 
 
@@ -306,7 +309,13 @@ def info_of(given: pb.ServerInfo) -> ServerInfo:
         given.torch_version,
         given.transformers_version,
         given.uptime_seconds,
+        _named(given.recommended_sampling) if given.HasField("recommended_sampling") else None,
     )
+
+
+def _named(given: pb.Sampling) -> dict[str, float]:
+    """Whole numbers stay whole, and what is not set is left out."""
+    return {each.name: value for each, value in given.ListFields()}
 
 
 def message_of(given: pb.Message) -> Message:

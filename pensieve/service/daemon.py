@@ -196,6 +196,11 @@ class Daemon:
         return self._texts.defaults
 
     @property
+    def recommended(self) -> Mapping[str, float]:
+        """Those of the defaults that the model's own files name."""
+        return self._texts.recommended
+
+    @property
     def fingerprint(self) -> str:
         """Of model, tokenizer and template."""
         return self._texts.fingerprint

@@ -1271,6 +1271,7 @@ class ServerInfo(google.protobuf.message.Message):
     TORCH_VERSION_FIELD_NUMBER: builtins.int
     TRANSFORMERS_VERSION_FIELD_NUMBER: builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: builtins.int
+    RECOMMENDED_SAMPLING_FIELD_NUMBER: builtins.int
     model: builtins.str
     """A hub's id, the name of a folder, or "built-in"."""
     fingerprint: builtins.str
@@ -1293,6 +1294,12 @@ class ServerInfo(google.protobuf.message.Message):
     """Of transformers; empty where it is not installed."""
     uptime_seconds: builtins.float
     """Since the daemon started."""
+    @property
+    def recommended_sampling(self) -> Global___Sampling:
+        """What the model's files recommend, and what a message gets that does not say: temperature, top_p, top_k, min_p and
+        repetition_penalty, each if it is named.  Empty if nothing is: such replies are greedy.
+        """
+
     def __init__(
         self,
         *,
@@ -1307,7 +1314,9 @@ class ServerInfo(google.protobuf.message.Message):
         torch_version: builtins.str = ...,
         transformers_version: builtins.str = ...,
         uptime_seconds: builtins.float = ...,
+        recommended_sampling: Global___Sampling | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["context_max_tokens", b"context_max_tokens", "device", b"device", "dtype", b"dtype", "fingerprint", b"fingerprint", "model", b"model", "state", b"state", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "uptime_seconds", b"uptime_seconds", "version", b"version", "weights", b"weights"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["recommended_sampling", b"recommended_sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["context_max_tokens", b"context_max_tokens", "device", b"device", "dtype", b"dtype", "fingerprint", b"fingerprint", "model", b"model", "recommended_sampling", b"recommended_sampling", "state", b"state", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "uptime_seconds", b"uptime_seconds", "version", b"version", "weights", b"weights"]) -> None: ...
 
 Global___ServerInfo: typing_extensions.TypeAlias = ServerInfo

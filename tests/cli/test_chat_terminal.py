@@ -153,11 +153,12 @@ def test_a_retry_has_another_seed_than_the_one_that_is_set(terminal: Terminal, t
 
 def test_set_says_what_is_in_force_and_where_it_comes_from(terminal: Terminal):
     lines = said(terminal, "/set").splitlines()
-    assert lines[0] == "temperature  the model's own"
-    assert lines[3] == "max_tokens   8            (--max-tokens)"
+    assert lines[0] == "temperature  0.0          (the model's own)"
+    assert lines[1] == "top_p        the model's own"
+    assert lines[4] == "max_tokens   8            (--max-tokens)"
     assert said(terminal, "/set temperature 0.7") == "temperature  0.7          (/set)"
     assert said(terminal, "/set temperature") == "temperature  0.7          (/set)"
-    assert said(terminal, "/set temperature default") == "temperature  the model's own"
+    assert said(terminal, "/set temperature default") == lines[0]
     assert "! /set: top_p is a number in 0..1, not '7'" in said(terminal, "/set top_p 7")
     assert "! /set: knows temperature, top_p" in said(terminal, "/set colour 7")
     said(terminal, "/set max_tokens 3")

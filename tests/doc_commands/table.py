@@ -145,6 +145,24 @@ NOT_RUN = {
     "pip wheel --no-deps --wheel-dir dist .": "needs a package index",
     "scripts/build_client dist && pip install dist/pensieve_client-*.whl": "needs a package index;"
     " tests/scripts/test_build_client.py installs it without",
+    **dict.fromkeys(
+        (
+            "scripts/run chat smollm2",
+            'scripts/run chat smollm2 -q "What is the capital of France?" --stats',
+            "scripts/run serve smollm2",
+            "pensieve chat smollm2",
+            "pensieve chat smollm2 --temperature 0.2 --top-p 0.9",
+            "pensieve serve smollm2",
+        ),
+        "needs a package index; tests/launch/test_real_models.py has one of its own",
+    ),
+    **dict.fromkeys(
+        (
+            "scripts/run chat ./Llama-3.2-1B-Q4_K_M.gguf",
+            "pensieve chat ./Llama-3.2-1B-Q4_K_M.gguf",
+        ),
+        "needs a large file; tests/gguf makes small ones",
+    ),
     "scripts/newcomer FOLDER": "the night does it (tests/nightly.py)",
     "scripts/newcomer FOLDER --quick": "tests/test_newcomer.py does it",
     "scripts/test": "runs this",

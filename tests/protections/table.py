@@ -2,7 +2,17 @@
 
 from collections.abc import Mapping
 
-from tests.protections import Protection, backup, chat, engine, service, store, tenants, wire
+from tests.protections import (
+    Protection,
+    backup,
+    chat,
+    engine,
+    models,
+    service,
+    store,
+    tenants,
+    wire,
+)
 
 PROTECTIONS: tuple[Protection, ...] = (
     *wire.PROTECTIONS,
@@ -11,6 +21,7 @@ PROTECTIONS: tuple[Protection, ...] = (
     *store.PROTECTIONS,
     *backup.PROTECTIONS,
     *engine.PROTECTIONS,
+    *models.PROTECTIONS,
     *chat.PROTECTIONS,
 )
 

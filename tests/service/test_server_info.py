@@ -50,6 +50,7 @@ def test_a_daemon_says_which_model_it_serves_before_during_and_after(tmp_path: P
             assert serving.uptime_seconds >= loading.uptime_seconds > 0
             assert serving.version == __version__
             assert serving.torch_version
+            assert serving.sampling == {"temperature": 0.0}  # its files say that it is greedy
             assert serving.transformers_version.split(".")[0].isdigit()
             gate.unlink()
             os.kill(rig.daemon.engine.pid or 0, signal.SIGKILL)

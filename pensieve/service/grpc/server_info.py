@@ -25,6 +25,9 @@ def server_info(daemon: Daemon) -> pb.ServerInfo:
         transformers_version=version_of("transformers"),
         uptime_seconds=asyncio.get_running_loop().time() - daemon.started_at,
     )
+    given.recommended_sampling.SetInParent()
+    for name, value in daemon.recommended.items():
+        setattr(given.recommended_sampling, name, value)
     if (ready := daemon.engine.ready) is not None:
         given.dtype, given.weights, given.device = ready.dtype, ready.weights, ready.device
         given.context_max_tokens = ready.context_max

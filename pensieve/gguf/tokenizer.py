@@ -1,0 +1,206 @@
+"""A tokenizer.json from the vocabulary, merges and rules that a GGUF file names.
+
+The file names the rule by which text is cut into words before merges apply (`tokenizer.ggml.pre`), and
+llama.cpp knows what the name means.  `RULES` has those whose meaning is known for certain, from the
+tokenizer.json that their models came with.  With another rule most text would still become the same tokens,
+and some would not, silently; so a file with a rule that is not listed is refused.
+
+    gpt2     byte-level BPE: vocabulary and merges are in the file
+    llama    SentencePiece's BPE: the file has a score for each token; two parts merge if what they make is
+             a token, the best score first.  Most of these put a space before a text; Llama 2's does so
+             after each control token, Mistral's newer one at the very beginning alone, and the file does not
+             say which.  So only one that puts none there is served.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pensieve.errors import ModelError, UnsupportedModel, one_line
+from pensieve.gguf.header import Header, brief
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CONTROL, USER_DEFINED = 3, 4  # llama.cpp's kinds of tokens that are added to a vocabulary
+# The expressions of the tokenizers themselves, as regular expressions of Oniguruma.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace("{1,3}", "")  # each digit alone
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class Rule(NamedTuple):
+    """How text is cut into words; without an expression it is GPT-2's way."""
+
+    expression: str = ""
+    digits_alone: bool = False  # each is a word of its own
+    whole_words: bool = False  # a word that is a token is not put together by merges
+    composed: bool = False  # to Unicode's form NFC first
+
+
+RULES = {
+    "gpt-2": Rule(),
+    "smollm": Rule(digits_alone=True),
+    "starcoder": Rule(digits_alone=True),
+    "llama-bpe": Rule(_LLAMA3, whole_words=True),
+    "qwen2": Rule(_QWEN2, composed=True),
+    "tekken": Rule(_TEKKEN, whole_words=True),
+}
+SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+END_OF_TURN = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def write_tokenizer(header: Header) -> dict[str, str]:
+    """The text of each file that a tokenizer is made of; of chat_template.jinja, if the file has one."""
+    texts = {
+        "tokenizer.json": tokenizer_of(header).to_str(),
+        "tokenizer_config.json": _json(
+            {"tokenizer_class": "PreTrainedTokenizerFast", **special_strings(header)}
+        ),
+    }
+    template = header.get("tokenizer.chat_template")
+    if template:
+        texts["chat_template.jinja"] = template
+    return texts
+
+
+def end_of_turn_ids(header: Header) -> list[int]:
+    """All that the file names: a model may end its turn with another token than a document."""
+    named = (header.get(f"tokenizer.ggml.{key}") for key in END_OF_TURN)
+    return list(dict.fromkeys(int(each) for each in named if each is not None))
+
+
+def special_strings(header: Header) -> dict[str, str]:
+    tokens = _array(header, "tokens")
+    found = {}
+    for name, key in SPECIAL.items():
+        number = header.get(f"tokenizer.ggml.{key}")
+        if number is not None and not 0 <= number < len(tokens):
+            raise ModelError(f"{header.path.name}: tokenizer.ggml.{key} is {number}, no token")
+        if number is not None:
+            found[name] = tokens[number]
+    return found
+
+
+def tokenizer_of(header: Header) -> Tokenizer:
+    kind = header.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise UnsupportedModel(
+            f"{header.path.name} cannot be served exactly: its tokenizer is of the kind {brief(kind)}, "
+            "and gpt2 and llama are known"
+        )
+    from tokenizers import AddedToken
+
+    tokens = _array(header, "tokens")
+    try:
+        made = _byte_level(header, tokens) if kind == "gpt2" else _sentence_piece(header, tokens)
+    except Exception as error:  # the library raises nothing narrower
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(
+            f"{header.path.name}: its tokenizer is unusable: {one_line(error)}"
+        ) from error
+    kinds = _array(header, "token_type")
+    for added, number in (("special", CONTROL), ("others", USER_DEFINED)):
+        found = [
+            AddedToken(token, normalized=False, special=added == "special")
+            for token, kind_of in zip(tokens, kinds, strict=False)
+            if kind_of == number
+        ]
+        made.add_tokens(found) if added == "others" else made.add_special_tokens(found)
+    return made
+
+
+def _byte_level(header: Header, tokens: list[str]) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = header.get("tokenizer.ggml.pre")
+    rule = RULES.get(name)
+    if rule is None:
+        named = f"the rule {brief(name)}" if name else "a rule that it does not name"
+        raise UnsupportedModel(
+            f"{header.path.name} cannot be served exactly: its tokenizer cuts text by {named}; known are "
+            f"{', '.join(RULES)}"
+        )
+    merges = [tuple(each.split(" ", 1)) for each in _array(header, "merges")]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=rule.whole_words))
+    steps: list[Any] = []
+    if rule.digits_alone:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if rule.expression:
+        steps.append(pre_tokenizers.Split(Regex(rule.expression), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rule.expression))
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    made.decoder = decoders.ByteLevel()
+    if rule.composed:
+        made.normalizer = normalizers.NFC()
+    return made
+
+
+def _sentence_piece(header: Header, tokens: list[str]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    if header.get("tokenizer.ggml.add_space_prefix", True):
+        raise UnsupportedModel(
+            f"{header.path.name} cannot be served exactly: a GGUF file does not say whether its tokenizer "
+            "(SentencePiece's) puts a space before every text that follows a control token, or before the "
+            "first alone; the same model as a folder with tokenizer.json says it"
+        )
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    scores = _array(header, "scores")
+    unknown = header.get("tokenizer.ggml.unknown_token_id")
+    made = Tokenizer(
+        models.BPE(
+            vocabulary,
+            _merges(vocabulary, scores),
+            unk_token=None if unknown is None else tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    made.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement="▁", prepend_scheme="never", split=False
+    )
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return made
+
+
+def _merges(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Every way to put a token together of two, those of the best token first."""
+    found = []
+    for token, number in vocabulary.items():
+        halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        ways = [
+            (left, right) for left, right in halves if left in vocabulary and right in vocabulary
+        ]
+        ways.sort(key=lambda way: (vocabulary[way[0]], vocabulary[way[1]]))
+        found += [(scores[number], left, right) for left, right in ways]
+    found.sort(key=lambda each: (each[0], len(each[1]), len(each[2])), reverse=True)
+    return [(left, right) for _, left, right in found]
+
+
+def _array(header: Header, name: str) -> list[Any]:
+    found = header.get(f"tokenizer.ggml.{name}")
+    if not isinstance(found, list):
+        raise ModelError(f"{header.path.name} lacks tokenizer.ggml.{name}")
+    return found
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

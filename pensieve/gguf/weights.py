@@ -1,0 +1,106 @@
+"""The weights of a GGUF file, unpacked into one file of safetensors, block by block.
+
+A file's types decide that of the result: of quantised weights, and of bfloat16, bfloat16; float16 and
+float32 stay.  Rows are unpacked BLOCK_ELEMENTS at a time and written at once, so a model of any size takes
+the same memory here.  The format is simple enough to be written as it goes: 8 bytes with the length of the
+header, a header in JSON with the place of each tensor, the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pensieve.errors import UnsupportedModel
+from pensieve.gguf.architectures import Weight
+from pensieve.gguf.header import library
+
+BLOCK_ELEMENTS = 1 << 22
+PLAIN = {"F32", "F16", "BF16"}
+NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # torch's, by that of safetensors
+SIZES = {"BF16": 2, "F16": 2, "F32": 4}
+
+
+def kind_of(weights: Sequence[Weight]) -> str:
+    """The type of all weights, once they are unpacked."""
+    kinds = {each.tensor.kind for each in weights}
+    if kinds - PLAIN or "BF16" in kinds:
+        return "BF16"
+    return "F16" if "F16" in kinds else "F32"
+
+
+def num_bytes(weights: Sequence[Weight]) -> int:
+    return sum(each.tensor.num_elements for each in weights) * SIZES[kind_of(weights)]
+
+
+def check_kinds(weights: Sequence[Weight], name: str) -> None:
+    """Refuse a type of quantisation that cannot be unpacked, before anything is written."""
+    samples = {each.tensor.kind: each.tensor for each in weights}
+    for kind, tensor in samples.items():
+        try:
+            _unpacked(tensor.data[:1], kind)
+        except NotImplementedError:
+            raise UnsupportedModel(
+                f"{name} has weights of the type {kind}, which the package gguf cannot unpack"
+            ) from None
+
+
+def write_weights(weights: Sequence[Weight], path: Path, progress: Callable[[int], None]) -> None:
+    """`progress` is told how many bytes are written, after every block."""
+    kind = kind_of(weights)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for weight in weights:
+        begin, end = end, end + weight.tensor.num_elements * SIZES[kind]
+        shape = list(weight.tensor.shape)
+        header[weight.name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    written = 0
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for weight in weights:
+            for block in _blocks(weight):
+                written += file.write(_as_kind(_unpacked(block, weight.tensor.kind), kind))
+                progress(written)
+
+
+def _blocks(weight: Weight) -> Iterator[Any]:
+    """Rows of a tensor as they are in the file, in the order that they are written in."""
+    data = weight.tensor.data
+    if len(weight.tensor.shape) == 1:
+        yield data
+        return
+    step = max(BLOCK_ELEMENTS // weight.tensor.shape[-1], 1)
+    rows = _order(weight) if weight.num_heads else None
+    for start in range(0, len(data), step):
+        yield data[start : start + step] if rows is None else data[rows[start : start + step]]
+
+
+def _order(weight: Weight) -> Any:
+    """llama.cpp puts row i + half of each head behind row i; this puts them back."""
+    import numpy as np
+
+    rows = np.arange(len(weight.tensor.data))
+    return rows.reshape(weight.num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _unpacked(rows: Any, kind: str) -> Any:
+    """As float32."""
+    package = library()
+    return package.dequantize(rows, package.GGMLQuantizationType[kind])
+
+
+def _as_kind(values: Any, kind: str) -> bytes:
+    import numpy as np
+
+    if kind == "F32":
+        return bytes(values.astype("<f4", copy=False).tobytes())
+    if kind == "F16":
+        return bytes(values.astype("<f2").tobytes())
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16  # to the nearest, ties to even
+    halves = np.where(np.isnan(values), 0x7FC0, rounded).astype("<u2")
+    return bytes(halves.tobytes())

@@ -1,0 +1,140 @@
+"""A converted model is kept whole or not at all, however its making ends, and is made once."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.errors import ModelError
+from pensieve.launch import model_cache
+from pensieve.launch.model_cache import kept, made_once, models_folder
+
+HALF_MADE = """
+import os, sys, time
+from pensieve.launch.model_cache import made_once
+
+def make(folder):
+    (folder / "model.safetensors").write_bytes(b"half")
+    print("begun", flush=True)
+    time.sleep(60)
+
+made_once("m", make, print, lambda: None)
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "pensieve" / "models"
+
+
+@contextlib.contextmanager
+def half_making() -> Iterator[subprocess.Popen[str]]:
+    """A process that has made half of a model."""
+    command = [sys.executable, "-c", HALF_MADE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def whole(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+def nothing(line: str = "") -> None:
+    pass
+
+
+def refuse(folder: Path) -> None:
+    raise AssertionError("it is there already")
+
+
+def test_a_model_is_made_once_in_a_folder_of_its_user_alone(cache: Path) -> None:
+    assert kept("m") is None
+    folder = made_once("m", whole, nothing, nothing)
+    assert folder == kept("m") == cache / "m" == models_folder() / "m"
+    assert [each.name for each in folder.iterdir()] == ["config.json"]
+    assert cache.stat().st_mode & 0o077 == 0
+    assert made_once("m", refuse, nothing, nothing) == folder
+
+
+def test_what_fails_leaves_nothing_and_can_be_tried_again(cache: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "config.json").write_text("{")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        made_once("m", fail, nothing, nothing)
+    assert kept("m") is None
+    assert [each.name for each in cache.iterdir()] == ["m.lock"]
+    assert (made_once("m", whole, nothing, nothing) / "config.json").read_text() == "{}"
+
+
+def test_what_a_killed_process_has_half_made_is_never_used(cache: Path) -> None:
+    with half_making():
+        assert kept("m") is None
+    assert list(cache.glob("m.partial-*/model.safetensors"))
+    folder = made_once("m", whole, nothing, nothing)
+    assert [each.name for each in folder.iterdir()] == ["config.json"]
+    assert sorted(each.name for each in cache.iterdir()) == ["m", "m.lock"]
+
+
+def test_of_two_at_once_one_makes_it_and_the_other_waits(cache: Path) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    lines: list[str] = []
+    others: list[Path] = []
+
+    def slow(folder: Path) -> None:
+        begun.set()
+        assert may_end.wait(30)
+        whole(folder)
+
+    first = threading.Thread(target=made_once, args=("m", slow, nothing, nothing))
+    second = threading.Thread(
+        target=lambda: others.append(made_once("m", refuse, lines.append, nothing))
+    )
+    first.start()
+    assert begun.wait(30)
+    second.start()
+    while not lines and second.is_alive():
+        time.sleep(0.01)
+    may_end.set()
+    first.join(30)
+    second.join(30)
+    assert others == [cache / "m"]
+    assert lines == ["waiting for another process, which prepares the same model"]
+
+
+def test_who_waits_can_give_up(cache: Path) -> None:
+
+    def check() -> None:
+        raise KeyboardInterrupt
+
+    with half_making(), pytest.raises(KeyboardInterrupt):
+        made_once("m", refuse, nothing, check)
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"cannot be kept in .*; XDG_CACHE_HOME names another"):
+        made_once("m", whole, nothing, nothing)
+
+
+def test_too_little_room_is_said_before_anything_is_written(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"it needs 1000000000.0 GB in .*, and .* GB are free"):
+        model_cache.check_room(10**18, "it")
