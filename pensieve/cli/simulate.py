@@ -56,7 +56,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:
-    from pensieve.bench import plots
+    from pensieve.bench import plots, simulate_sheet
     from pensieve.core.scheduler_config import SchedulerConfig
     from pensieve.sim import report
     from pensieve.sim.cost import instant
@@ -90,6 +90,8 @@ def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:
     for number, point in enumerate(found, 1):
         problems = Problems()
         name = f"{number} of {len(found)}, {point.policy}"
+        if len(arguments.seed) > 1:
+            name += f", seed {point.seed}"
         rows.append(_simulated(setting, point, problems, name, arguments.record))
         _check_read(arguments, problems)
         print(f"{name}: {rows[-1]['turns']:,} turns", file=sys.stderr, flush=True)
@@ -98,9 +100,12 @@ def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:
     refused = max(row["refused"] for row in rows)
     if refused:
         print(f"{refused} turns were larger than the device tier", file=sys.stderr)
+    if idle := report.why_equal(rows):
+        print(idle, file=sys.stderr)
     if arguments.plot is not None:
-        for path in plots.simulated(rows, arguments.plot):
-            print(f"drawn: {path}", file=sys.stderr)
+        facts = _facts(arguments, cost)
+        path = simulate_sheet.draw(rows, facts, arguments.plot)
+        print(f"drawn: {path}", file=sys.stderr)
     if arguments.json:
         print(json.dumps({"assumed": cost.source, "problems": problems.count, "rows": rows}))
     else:
@@ -117,8 +122,26 @@ def _simulated(
     simulator = setting.simulator(point)
     recording = nullcontext() if record is None else recorded(record, simulator, setting, point)
     with recording:
-        counts = simulator.run(setting.source.arrivals(point.rate, problems), _progress(name))
+        arrivals = setting.source.arrivals(point.rate, problems, point.seed)
+        counts = simulator.run(arrivals, _progress(name))
     return setting.row(point, simulator, counts)
+
+
+def _facts(arguments: argparse.Namespace, cost: CostModel) -> list[str]:
+    """What a figure says of all that is in it: model and machine, load, seeds."""
+    facts = [f"simulated: {cost.source}"]
+    if arguments.workload is not None:
+        reaction = f", reactions {arguments.reaction:g} s" if arguments.reaction else ""
+        facts.append(f"{arguments.workload} conversations for {arguments.seconds:g} s{reaction}")
+        seeds = ", ".join(map(str, arguments.seed))
+        facts.append(f"seeds {seeds}" if len(arguments.seed) > 1 else f"seed {seeds}")
+    else:
+        facts.append(", ".join(path.name for path in arguments.traces))
+    if arguments.count_from:
+        facts.append(f"counted from {arguments.count_from:g} s")
+    if arguments.stateless:
+        facts.append("stateless")
+    return facts
 
 
 def _plan(arguments: argparse.Namespace, found: list[Point]) -> int:
@@ -147,7 +170,6 @@ def _source(arguments: argparse.Namespace) -> Source:
         tuple(arguments.traces),
         arguments.workload,
         arguments.seconds,
-        arguments.seed,
         arguments.reaction,
     )
 
@@ -178,7 +200,7 @@ def _points(arguments: argparse.Namespace) -> list[Point]:
     devices = [room.device_tokens if each == AUTO else each for each in arguments.device_tokens]
     hosts = [room.host_tokens if each == AUTO else each for each in arguments.host_tokens]
     room.check(devices, arguments.model, f"{arguments.devices} x {arguments.hardware}")
-    return points(policies_of(arguments), arguments.rate, devices, hosts)
+    return points(policies_of(arguments), arguments.rate, devices, hosts, arguments.seed)
 
 
 def _check_read(arguments: argparse.Namespace, problems: Problems) -> None:
