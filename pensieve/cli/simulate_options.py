@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from pensieve.core.policies.registry import POLICIES
+from pensieve.core.policies.registry import DEFAULT, POLICIES
 from pensieve.errors import InvalidArgument
 from pensieve.sim.cost import HARDWARE, INSTANT, MODELS
 from pensieve.sim.executor import PHASES
@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,…",
         help=f"policies to compare: {', '.join(POLICIES)}, and clairvoyant, which knows the trace and can "
         "hardly be beaten "
-        f"(default: {','.join(COMPARED)}; with --stateless it does not matter)",
+        f"(default: {','.join(COMPARED)}; {DEFAULT}, a daemon's, with --plan; with --stateless it does not "
+        "matter)",
     )
     parser.add_argument(
         "--model",

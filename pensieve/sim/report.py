@@ -74,8 +74,7 @@ def why_equal(rows: Sequence[dict[str, Any]]) -> str:
         return ""
     return (
         "the policies are equal because nothing was evicted: all of this load fits into the tiers. "
-        "Smaller tiers show a difference (--device-tokens 100k --host-tokens 0), and so do longer or "
-        "denser loads (--seconds, --rate)"
+        "Smaller tiers (like --device-tokens 100k --host-tokens 0) or a higher --rate show a difference"
     )
 
 
