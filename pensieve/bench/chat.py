@@ -26,7 +26,7 @@ from pathlib import Path
 
 from pensieve.bench.bench_daemon import serving
 from pensieve.bench.machine import machine
-from pensieve.bench.measured_model import measured_model, model_said
+from pensieve.bench.measured_model import measured_model, model_in_words
 from pensieve.bench.plot_scale import plain, time_unit
 from pensieve.bench.plots import Sheet
 from pensieve.bench.report import Report, percentile
@@ -128,7 +128,7 @@ async def about(options: Options, address: str) -> list[str]:
     if options.address:
         model, where = info.model, f"daemon at {options.address}"
     else:
-        model, where = model_said(options.model, DEFAULT_MODEL), machine(info.device)
+        model, where = model_in_words(options.model, DEFAULT_MODEL), machine(info.device)
     weights = "int8 weights" if info.weights == "int8" else ""
     shape = options.shape
     load = (

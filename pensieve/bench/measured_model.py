@@ -13,7 +13,7 @@ from pensieve.errors import InvalidArgument
 from pensieve.launch.model_folder import resolve_model
 
 
-def model_said(name: str, shape: str) -> str:
+def model_in_words(name: str, shape: str) -> str:
     """The model in words."""
     return name or f"random weights {shape}"
 

@@ -219,8 +219,8 @@ class Panel:
         axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
 
     def _label(self, put: Any, text: str, scale: Scale, width: float) -> None:
-        said = f"{text}, logarithmic" if scale.logarithmic else text
-        put("\n".join(wrapped(said, TEXT_SIZE, width)), fontsize=TEXT_SIZE, color=INK)
+        label = f"{text}, logarithmic" if scale.logarithmic else text
+        put("\n".join(wrapped(label, TEXT_SIZE, width)), fontsize=TEXT_SIZE, color=INK)
 
     def _write_names(self, x: Scale, y: Scale, width: float) -> None:
         ends = [y.share(name.y) * self.height for name in self.names]

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.bench.machine import machine
-from pensieve.bench.measured_model import measured_model, model_said
+from pensieve.bench.measured_model import measured_model, model_in_words
 from pensieve.bench.plots import Sheet
 from pensieve.bench.report import Report, percentile, progress
 from pensieve.core.iteration import Iteration, Slice, TurnStart
@@ -80,7 +80,7 @@ def run(options: Options, report: Report) -> list[Row]:
         exact = Logits.of(load(folder)) if options.int8 else None
         model = load(folder, int8=options.int8, report=progress)
         tokenizer = Tokenizer.load(folder)
-    named = model_said(options.model, options.shape)
+    named = model_in_words(options.model, options.shape)
     report.about(
         f"{named}, {'int8 weights' if options.int8 else str(model.flat.module.dtype).split('.')[-1]}",
         f"{machine()}, {torch.get_num_threads()} threads",

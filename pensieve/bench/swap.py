@@ -20,7 +20,7 @@ import torch
 
 from pensieve.bench.bench_daemon import BenchDaemon, serving
 from pensieve.bench.machine import machine
-from pensieve.bench.measured_model import measured_model, model_said
+from pensieve.bench.measured_model import measured_model, model_in_words
 from pensieve.bench.plot_scale import time_unit
 from pensieve.bench.plots import Sheet
 from pensieve.bench.report import Report, percentile
@@ -60,7 +60,7 @@ def run(model: str, history: int, message: int, repeats: int, report: Report) ->
     if min(history, message, repeats) < 1:
         raise InvalidArgument("history, message, repeats", "are at least 1")
     report.about(
-        model_said(model, DEFAULT_MODEL),
+        model_in_words(model, DEFAULT_MODEL),
         machine(),
         f"history of {history:,} tokens, message of {message:,}, {repeats} repeats",
     )

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from pensieve.cli import simulate_journal, simulate_options, simulate_plan
@@ -33,25 +32,28 @@ examples:
       the same on a trace of your own, for two sizes, drawn as one sheet.
   pensieve simulate --workload sharegpt --rate 1,2,4 --policy return --seed 0,1,2
       what llama3-8b on an H200 delivers under three loads; medians over three seeds."""
-HELP_COLUMNS = 100
 REPORT_SECONDS = 10.0  # how often a long run reports its progress
+
+
+class _Help(argparse.HelpFormatter):
+    """Breaks no line of the examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text == EXAMPLES else super()._fill_text(text, width, indent)
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "simulate",
         help="play a trace to the scheduler and the cache on a virtual clock",
-        description=fill(
-            "Compares retention policies, or tells what a model on a machine would deliver. A "
-            "trace is a file of JSON lines, Mooncake's (timestamp, input_length, output_length, hash_ids) or "
-            "plain (conversation, at or after, input_tokens, output_tokens). Lines that cannot be read are "
-            "counted and named. Iterations and copies take what the model's shape and the machine's data "
-            "sheet say; with --hardware instant they take no time, and only the policy is seen. Options that "
-            "take several values (N,…) are swept: every combination is a row.",
-            HELP_COLUMNS,
-        ),
+        description="Compares retention policies, or tells what a model on a machine would deliver. A "
+        "trace is a file of JSON lines, Mooncake's (timestamp, input_length, output_length, hash_ids) or "
+        "plain (conversation, at or after, input_tokens, output_tokens). Lines that cannot be read are "
+        "counted and named. Iterations and copies take what the model's shape and the machine's data "
+        "sheet say; with --hardware instant they take no time, and only the policy is seen. Options that "
+        "take several values (N,…) are swept: every combination is a row.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     simulate_options.add_arguments(parser)
     simulate_journal.add_arguments(parser)
