@@ -270,7 +270,7 @@ def plot(turns: Sequence[Turn], path: Path, facts: Sequence[str]) -> None:
     for name, values in kinds.items():
         if not values:
             continue
-        factor, unit = time_unit(values)
+        factor, unit = time_unit([percentile(values, 0.99)])
         ordered = [value * factor for value in sorted(values)]
         shares = [100 * (i + 1) / len(ordered) for i in range(len(ordered))]
         p50, p99 = percentile(ordered, 0.5), percentile(ordered, 0.99)
