@@ -293,7 +293,6 @@ class Walk:
 # -- the story --
 
 TALK = (
-    Step('scripts/run chat -q "Hello there." --stats', (r"\w+", r"tokens")),
     Step(
         'scripts/run chat smollm2 -q "What is the capital of France?" --stats',
         (r"Paris", r"tokens"),
@@ -301,7 +300,7 @@ TALK = (
     ),
     Step("scripts/run", (r"Hello",), types=("Hello.\n", "/help\n", "/bye\n")),
     Step("scripts/run chat", types=("/bye\n",), quick=False),
-    Step('pensieve chat -q "Hello there." --stats', (r"\w+", r"tokens"), quick=False),
+    Step('pensieve chat -q "Hello there." --stats', (r"\w+", r"tokens")),
     Step("pensieve doctor", (r"python +3\.", r"cpu kernels")),
 )
 SERVE = Step("scripts/run serve", serves="ready grpc://")
@@ -355,13 +354,15 @@ FITTED = (
 )
 SIMULATE = (
     Step(
-        "pensieve simulate --workload sharegpt --rate 1,2,4 --plot figures",
-        (r"drawn",),
-        {"1,2,4": "1"},
+        "pensieve simulate --workload sharegpt --rate 1,2,4 --policy return --seed 0,1,2 --plot figures",
+        (r"figures",),
+        {"1,2,4": "1", "0,1,2": "0"},
         quick=False,
     ),
     Step(
-        "pensieve simulate --workload sharegpt --policy lru,value,return", (r"return",), quick=False
+        "pensieve simulate --workload assistant --hardware instant --device-tokens 500k --host-tokens 0",
+        (r"return",),
+        quick=False,
     ),
     Step("pensieve simulate --plan --workload sharegpt --rate 50", quick=False),
     Step(

@@ -19,6 +19,7 @@ from pensieve.config import (
     print_settings,
     resolve,
 )
+from pensieve.core.policies.registry import DEFAULT, POLICIES
 from pensieve.errors import ConfigError
 
 SERVE = (SERVING, SETTINGS)
@@ -108,6 +109,12 @@ def test_print_config_says_where_values_come_from_and_keeps_secrets(
     assert f"grace = 0.5  # {file}" in lines
     assert main(["admin", "stats", "--config", str(file), "--print-config"]) == 0
     assert "# token is set and not shown  # PENSIEVE_TOKEN" in capsys.readouterr().out.splitlines()
+
+
+def test_a_daemon_and_a_plan_have_the_same_policy_by_default() -> None:
+    (setting,) = (each for table in TABLES for each in table if each.name == "policy")
+    assert setting.default == DEFAULT
+    assert set(POLICIES) == {"lru", "value", "return"}
 
 
 ODD_TEXTS = (

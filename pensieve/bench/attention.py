@@ -26,8 +26,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from pensieve.bench import plots
 from pensieve.bench.checks import check_close
+from pensieve.bench.machine import machine
+from pensieve.bench.plots import Sheet
 from pensieve.bench.report import Report, progress
 from pensieve.errors import InvalidArgument
 from pensieve.kernels import cpu_library, multi_token_attention
@@ -85,8 +86,13 @@ def run(options: Options, report: Report) -> list[Row]:
     if min(options.contexts) < options.queries:
         raise InvalidArgument("context", "is at least as long as the queries")
     bandwidth = read_bytes_per_second()
-    about = {**machine(), "read_bytes_per_second": bandwidth}
+    about = {**build(), "read_bytes_per_second": bandwidth}
     progress(", ".join(f"{name} {value}" for name, value in about.items()))
+    report.about(
+        machine(),
+        f"{torch.get_num_threads()} threads",
+        f"slices of {options.queries} queries, batches of {', '.join(map(str, options.batches))}",
+    )
     rows = []
     for shape in shapes(options.contexts, options.batches, options.queries):
         if options.dtype not in (None, shape.dtype):
@@ -292,7 +298,7 @@ def geometric_means(rows: Sequence[Row]) -> dict[str, float]:
     return {name: statistics.geometric_mean(each) for name, each in groups.items()}
 
 
-def machine() -> dict[str, str | int | None]:
+def build() -> dict[str, str | int | None]:
     return {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -301,17 +307,25 @@ def machine() -> dict[str, str | int | None]:
     }
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[Row], path: Path, facts: Sequence[str]) -> None:
     """The ratio over the context, a line for each type and heads, batches and head sizes averaged."""
-    figure, axes = plots.axes()
+    means = "geometric means of batches and head sizes; bands: least to most of them"
+    sheet = Sheet(
+        "Attention over scattered pages, over torch's on contiguous keys", [*facts, means], 4.6
+    )
+    contexts = sorted({row.context for row in rows})
+    panel = sheet.panel(
+        "", "context (tokens)", "time / time of contiguous attention", swept=contexts
+    )
+    panel.level("contiguous (torch)", 1.0)
     for dtype, kv_heads in sorted({(row.dtype, row.kv_heads) for row in rows}):
-        ratios: dict[int, list[float]] = {}
-        for row in rows:
-            if (row.dtype, row.kv_heads) == (dtype, kv_heads):
-                ratios.setdefault(row.context, []).append(row.ratio)
-        heights = [statistics.geometric_mean(each) for each in ratios.values()]
-        axes.plot(list(ratios), heights, marker="o", label=f"{dtype}, {rows[0].heads}/{kv_heads}")
-    axes.axhline(1.0, color="gray", linewidth=1, label="contiguous (torch)")
-    axes.set(xlabel="context (tokens)", ylabel="time / contiguous", xscale="log", ylim=(0, None))
-    axes.legend()
-    plots.save(figure, path)
+        some = [row for row in rows if (row.dtype, row.kv_heads) == (dtype, kv_heads)]
+        ratios = [[row.ratio for row in some if row.context == context] for context in contexts]
+        panel.line(
+            f"{dtype}, {some[0].heads}/{kv_heads} heads",
+            contexts,
+            [statistics.geometric_mean(each) for each in ratios],
+            [min(each) for each in ratios],
+            [max(each) for each in ratios],
+        )
+    sheet.save(path)

@@ -24,14 +24,18 @@ from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 
-from pensieve.bench import plots
 from pensieve.bench.bench_daemon import serving
-from pensieve.bench.measured_model import measured_model
+from pensieve.bench.machine import machine
+from pensieve.bench.measured_model import measured_model, model_in_words
+from pensieve.bench.plot_scale import plain, time_unit
+from pensieve.bench.plots import Sheet
 from pensieve.bench.report import Report, percentile
 from pensieve.bench.workload import Script, Shape, scripts_of
 from pensieve.client.admin import Admin
 from pensieve.client.aio import AsyncClient
 from pensieve.errors import PensieveError
+
+DEFAULT_MODEL = "0.37B"  # random weights of that shape
 
 
 @dataclass(frozen=True)
@@ -102,9 +106,10 @@ def run(options: Options, report: Report) -> list[Turn]:
     with contextlib.ExitStack() as stack:
         address, admin_address = options.address, ""
         if not address:
-            folder = stack.enter_context(measured_model(options.model, "0.37B"))
+            folder = stack.enter_context(measured_model(options.model, DEFAULT_MODEL))
             daemon = stack.enter_context(serving([str(folder), *options.flags()]))
             address, admin_address = daemon.address, daemon.admin_address
+        report.about(*asyncio.run(about(options, address)))
         asyncio.run(check(address, admin_address, options.seed))
         began = time.perf_counter()
         turns = asyncio.run(replay(address, scripts, shape.output_tokens))
@@ -114,6 +119,32 @@ def run(options: Options, report: Report) -> list[Turn]:
         report.line(line)
     report.finish({"shape": asdict(shape), "seed": options.seed, **asdict(figures)})
     return turns
+
+
+async def about(options: Options, address: str) -> list[str]:
+    """Model, machine, load and seed, in words."""
+    async with AsyncClient(address) as client:
+        info = await client.server_info()
+    if options.address:
+        model, where = info.model, f"daemon at {options.address}"
+    else:
+        model, where = model_in_words(options.model, DEFAULT_MODEL), machine(info.device)
+    weights = "int8 weights" if info.weights == "int8" else ""
+    shape = options.shape
+    load = (
+        f"{shape.conversations} conversations x {shape.turns} turns x {shape.input_tokens} in / "
+        f"{shape.output_tokens} out"
+    )
+    if shape.rate:
+        load += f", {shape.rate:g} conversations/s"
+    if shape.think_seconds:
+        load += f", {shape.think_seconds:g} s between turns"
+    return [
+        " ".join(filter(None, (model, info.dtype, weights))),
+        where,
+        load,
+        f"seed {options.seed}",
+    ]
 
 
 async def check(address: str, admin_address: str, seed: int) -> None:
@@ -228,19 +259,30 @@ def lines_of(figures: Figures) -> list[str]:
     ]
 
 
-def plot(turns: Sequence[Turn], path: Path) -> None:
-    """Distributions of the time to first token and of the gaps."""
-    figure, axes = plots.axes()
-    lines = {
-        "first token, first turn": [t.first_token_seconds for t in turns if t.number == 0],
-        "first token, later turns": [t.first_token_seconds for t in turns if t.number > 0],
-        "gap": [gap for t in turns for gap in t.gaps],
+def plot(turns: Sequence[Turn], path: Path, facts: Sequence[str]) -> None:
+    """Distributions of the time to first token and of the gaps, one below the other."""
+    kinds = {
+        "First token, first turns": [t.first_token_seconds for t in turns if t.number == 0],
+        "First token, later turns": [t.first_token_seconds for t in turns if t.number > 0],
+        "Gap between messages of a stream": [gap for t in turns for gap in t.gaps],
     }
-    for name, values in lines.items():
-        if values:
-            ordered = sorted(values)
-            heights = [(i + 1) / len(ordered) for i in range(len(ordered))]
-            axes.step([value * 1e3 for value in ordered], heights, where="post", label=name)
-    axes.set(xlabel="milliseconds", ylabel="share of turns or gaps", xscale="log", ylim=(0, 1))
-    axes.legend()
-    plots.save(figure, path)
+    sheet = Sheet("Times that clients of a daemon see", facts, width=5.0)
+    for name, values in kinds.items():
+        if not values:
+            continue
+        factor, unit = time_unit([percentile(values, 0.99)])
+        ordered = [value * factor for value in sorted(values)]
+        shares = [100 * (i + 1) / len(ordered) for i in range(len(ordered))]
+        p50, p99 = percentile(ordered, 0.5), percentile(ordered, 0.99)
+        sheet.row()
+        panel = sheet.panel(
+            f"{name}: P50 {plain(p50)} {unit}, P99 {plain(p99)} {unit}, n = {len(ordered):,}",
+            f"{unit}; dotted: P50 and P99",
+            "% not longer",
+            most=100.0,
+            height=1.4,
+        )
+        panel.line("", [ordered[0], *ordered], [0.0, *shares], marked=False, step=True)
+        for moment in (p50, p99):
+            panel.moment(moment)
+    sheet.save(path)

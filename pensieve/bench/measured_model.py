@@ -13,6 +13,11 @@ from pensieve.errors import InvalidArgument
 from pensieve.launch.model_folder import resolve_model
 
 
+def model_in_words(name: str, shape: str) -> str:
+    """The model in words."""
+    return name or f"random weights {shape}"
+
+
 @contextmanager
 def measured_model(name: str, shape: str) -> Iterator[Path]:
     """The folder of the model named, or of one with random weights that is gone afterwards."""

@@ -1,158 +1,149 @@
-"""Draws figures of benches and of the simulator with matplotlib, if it is installed."""
+"""Draws a study as one sheet of panels with matplotlib, if it is installed.
+
+A `Sheet` has a title, the facts without which a figure says nothing (model, machine, load, seeds), and
+panels in rows (plot_panel.py).  Everything is laid out in inches before it is drawn: a text's width comes
+from its font.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pensieve.bench.plot_panel import (
+    EDGE,
+    FAINT,
+    INK,
+    LINE_INCHES,
+    PALETTE,
+    TEXT_SIZE,
+    Panel,
+)
+from pensieve.bench.plot_scale import wrapped
 from pensieve.errors import ConfigError
 from pensieve.extras import need
 
-SECONDS_PER_HOUR = 3600
+DOTS_PER_INCH = 150
+TITLE_SIZE = 12.0  # points
+TITLE_INCHES = 0.23  # of a line of the title
+BELOW = 0.62  # inches, for ticks and label of x
+WIDTH_MIN = 6.4
 
 
 def matplotlib() -> None:
     """Make sure of it."""
-    need("bench", "matplotlib", "--plot").use("Agg")
+    need("bench", "matplotlib", "--plot")
 
 
-def axes(width: float = 7.0, height: float = 4.5) -> tuple[Any, Any]:
-    """A figure to save, and its axes."""
-    matplotlib()
-    from matplotlib import pyplot
+class Sheet:
+    """All panels of a study, to be saved as one file."""
 
-    figure, drawn = pyplot.subplots(figsize=(width, height), layout="constrained")
-    return figure, drawn
+    def __init__(self, title: str, facts: Iterable[str], width: float = 3.6) -> None:
+        matplotlib()
+        from matplotlib.figure import Figure
 
+        self.title = title
+        self.facts = [fact for fact in facts if fact]
+        self.figure = Figure(dpi=DOTS_PER_INCH, facecolor="white")
+        self._width = width  # of each panel's axes, inches
+        self._rows: list[tuple[str, list[Panel]]] = []
 
-def save(figure: Any, path: Path) -> Path:
-    from matplotlib import pyplot
+    def row(self, heading: str = "") -> None:
+        """What follows begins a new row."""
+        self._rows.append((heading, []))
 
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    except OSError as error:
-        raise ConfigError(f"cannot draw {path}: {error.strerror or error}") from error
-    finally:
-        pyplot.close(figure)
-    return path
+    def panel(self, title: str, x: str, y: str = "", **options: Any) -> Panel:
+        if not self._rows:
+            self.row()
+        panel = Panel(self.figure.add_axes((0, 0, 1, 1)), title, x, y, **options)
+        self._rows[-1][1].append(panel)
+        return panel
 
+    @property
+    def panels(self) -> list[Panel]:
+        return [panel for _, panels in self._rows for panel in panels]
 
-# -- what `pensieve simulate` draws --
+    def lay_out(self) -> None:
+        """Gives every text and every panel its place."""
+        for alike in {panel.alike for panel in self.panels if panel.alike}:
+            same = [panel for panel in self.panels if panel.alike == alike]
+            values = [value for panel in same for value in panel.ys]
+            for panel in same:
+                panel.ys = values
+        columns = max(len(panels) for _, panels in self._rows)
+        by_column = [
+            [panels[index] for _, panels in self._rows if index < len(panels)]
+            for index in range(columns)
+        ]
+        lefts = [max(panel.left for panel in panels) for panels in by_column]
+        rights = [max(panel.right for panel in panels) for panels in by_column]
+        around = sum(lefts) + sum(rights) + 2 * EDGE
+        width = max(self._width, (WIDTH_MIN - around) / columns)
+        total = around + columns * width
+        title = wrapped(self.title, TITLE_SIZE, total - 2 * EDGE, bold=True)
+        facts = wrapped(" · ".join(self.facts), TEXT_SIZE, total - 2 * EDGE)
+        head = TITLE_INCHES * len(title) + LINE_INCHES * len(facts) + 0.25
+        plans = []
+        for heading, panels in self._rows:
+            titles = [
+                wrapped(panel.title, TEXT_SIZE, width + rights[index], bold=True)
+                for index, panel in enumerate(panels)
+            ]
+            above = LINE_INCHES * max(map(len, titles)) + 0.14 + (0.3 if heading else 0.0)
+            plans.append((above, max(panel.height for panel in panels), titles))
+        height = head + sum(above + tall + BELOW for above, tall, _ in plans) + EDGE / 2
+        self.figure.set_size_inches(total, height)
+        top = height - EDGE
+        for lines, size, weight, colour, step in (
+            (title, TITLE_SIZE, "bold", INK, TITLE_INCHES),
+            (facts, TEXT_SIZE, "normal", FAINT, LINE_INCHES),
+        ):
+            for line in lines:
+                self.figure.text(
+                    *(EDGE / total, top / height, line),
+                    fontsize=size,
+                    weight=weight,
+                    color=colour,
+                    va="top",
+                )
+                top -= step
+        top = height - head
+        for (heading, panels), (above, tall, titles) in zip(self._rows, plans, strict=True):
+            if heading:
+                self.figure.text(
+                    *(EDGE / total, (top - 0.04) / height, heading),
+                    fontsize=TEXT_SIZE + 1,
+                    weight="bold",
+                    color=PALETTE[0],
+                    va="top",
+                )
+            left = EDGE
+            for index, panel in enumerate(panels):
+                left += lefts[index]
+                bottom = top - above - panel.height
+                panel.axes.set_position(
+                    (left / total, bottom / height, width / total, panel.height / height)
+                )
+                panel.axes.set_title(
+                    "\n".join(titles[index]),
+                    loc="left",
+                    fontsize=TEXT_SIZE,
+                    weight="bold",
+                    color=INK,
+                    pad=6,
+                )
+                panel.finish(width)
+                left += width + rights[index]
+            top -= above + tall + BELOW
 
-
-def simulated(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Two plots over time of each row that has a series, and one of each thing that was swept."""
-    paths = []
-    for number, row in enumerate(rows, 1):
-        if "series" in row:
-            name = f"{number:02d}-{row['policy']}" if len(rows) > 1 else row["policy"]
-            paths.append(_tiers(row, folder / f"tiers-{name}.png"))
-            paths.append(_iterations(row, folder / f"iterations-{name}.png"))
-    if len({row["rate"] for row in rows}) > 1:
-        paths.append(_latency(rows, folder / "latency.png"))
-    for key, title in (("device_size", "device"), ("host_size", "host")):
-        if len({row[key] for row in rows}) > 1:
-            paths.append(_hits(rows, key, title, folder / f"hits-{title}.png"))
-    return paths
-
-
-def _times(series: dict[str, Any]) -> tuple[list[float], str]:
-    seconds = series["seconds"]
-    if seconds and seconds[-1] > 2 * SECONDS_PER_HOUR:
-        return [each / SECONDS_PER_HOUR for each in seconds], "hours"
-    return seconds, "seconds"
-
-
-def _numbers(values: Sequence[float | None]) -> list[float]:
-    """A gap is drawn where nothing happened."""
-    return [float("nan") if each is None else each for each in values]
-
-
-def _tiers(row: dict[str, Any], path: Path) -> Path:
-    series = row["series"]
-    times, unit = _times(series)
-    figure, drawn = axes()
-    device, clean = _numbers(series["device"]), _numbers(series["clean"])
-    both = [a + b for a, b in zip(device, clean, strict=True)]
-    drawn.fill_between(times, 0, device, label="device: in use, or nowhere else")
-    drawn.fill_between(
-        times, device, both, alpha=0.5, label="device: may be taken, the host has it"
-    )
-    drawn.plot(times, _numbers(series["host"]), color="black", label="host")
-    drawn.set(xlabel=unit, ylabel="share of the tier", ylim=(0, 1.02), title=_title(row))
-    drawn.legend(loc="lower right")
-    return save(figure, path)
-
-
-def _iterations(row: dict[str, Any], path: Path) -> Path:
-    series = row["series"]
-    times, unit = _times(series)
-    figure, drawn = axes()
-    drawn.plot(times, _numbers(series["tokens"]), label="tokens per iteration")
-    drawn.plot(times, _numbers(series["running"]), label="turns running")
-    drawn.plot(times, _numbers(series["queued"]), label="turns waiting")
-    drawn.set(xlabel=unit, ylabel="mean", title=_title(row))
-    drawn.set_ylim(bottom=0)
-    drawn.legend()
-    return save(figure, path)
-
-
-def _latency(rows: Sequence[dict[str, Any]], path: Path) -> Path:
-    figure, drawn = axes()
-    for label, line in _lines(rows, ("policy", "device_size", "host_size")).items():
-        line = [row for row in line if row["normalized_p90"] is not None]
-        drawn.plot(
-            [row["tokens_per_second"] for row in line],
-            [row["normalized_p90"] for row in line],
-            marker="o",
-            label=label,
-        )
-    drawn.set(
-        xlabel="throughput (output tokens per second)",
-        ylabel="P90 normalized latency (ms per token)",
-        yscale="log",
-    )
-    drawn.legend()
-    return save(figure, path)
-
-
-def _hits(rows: Sequence[dict[str, Any]], key: str, title: str, path: Path) -> Path:
-    figure, drawn = axes()
-    others = [each for each in ("policy", "rate", "device_size", "host_size") if each != key]
-    for label, line in _lines(rows, others).items():
-        line = sorted(line, key=lambda row: row[key])
-        drawn.plot(
-            [row[key] for row in line],
-            [100 * (row["hit_rate"] or 0.0) for row in line],
-            marker="o",
-            label=label,
-        )
-    drawn.set(xlabel=f"{title} tier (tokens)", ylabel="history found (%)")
-    drawn.set_ylim(bottom=0)
-    drawn.legend()
-    return save(figure, path)
-
-
-def _lines(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """Rows that differ in one thing only, by what they have in common."""
-    varying = [key for key in keys if key == "policy" or len({row[key] for row in rows}) > 1]
-    lines: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        label = ", ".join(_named(key, row[key]) for key in varying)
-        lines.setdefault(label, []).append(row)
-    return lines
-
-
-def _named(key: str, value: Any) -> str:
-    if key == "policy":
-        return str(value)
-    return f"{key.removesuffix('_size')} {value:,}"
-
-
-def _title(row: dict[str, Any]) -> str:
-    parts = [row["policy"]]
-    if row.get("rate") is not None:
-        parts.append(f"{row['rate']:g} conversations a second")
-    return ", ".join(parts)
+    def save(self, path: Path) -> Path:
+        self.lay_out()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.figure.savefig(path, dpi=DOTS_PER_INCH)
+        except OSError as error:
+            raise ConfigError(f"cannot draw {path}: {error.strerror or error}") from error
+        except ValueError as error:  # an ending that is no format
+            raise ConfigError(f"cannot draw {path}: {error}") from error
+        return path

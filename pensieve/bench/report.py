@@ -16,6 +16,13 @@ class Report:
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
+        self.facts: list[str] = []
+
+    def about(self, *facts: str) -> None:
+        """Model, machine, load: what the figures are of, printed and kept for the title of a plot."""
+        known = [fact for fact in facts if fact]
+        self.facts += known
+        self.line(", ".join(known))
 
     def line(self, text: str) -> None:
         print(text, file=sys.stderr if self._as_json else sys.stdout, flush=True)

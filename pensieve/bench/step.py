@@ -26,8 +26,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pensieve.bench import plots
-from pensieve.bench.measured_model import measured_model
+from pensieve.bench.machine import machine
+from pensieve.bench.measured_model import measured_model, model_in_words
+from pensieve.bench.plots import Sheet
 from pensieve.bench.report import Report, percentile, progress
 from pensieve.core.iteration import Iteration, Slice, TurnStart
 from pensieve.core.sampling import Sampling
@@ -79,6 +80,12 @@ def run(options: Options, report: Report) -> list[Row]:
         exact = Logits.of(load(folder)) if options.int8 else None
         model = load(folder, int8=options.int8, report=progress)
         tokenizer = Tokenizer.load(folder)
+    named = model_in_words(options.model, options.shape)
+    report.about(
+        f"{named}, {'int8 weights' if options.int8 else str(model.flat.module.dtype).split('.')[-1]}",
+        f"{machine()}, {torch.get_num_threads()} threads",
+        f"contexts of {options.context}, pieces of {options.prompt_tokens} prompt tokens",
+    )
     if exact is not None:
         about["accuracy"] = accuracy = Logits.of(model).against(exact)
         report.line(
@@ -310,13 +317,20 @@ def weight_bytes_read(model: LoadedModel) -> int:
     return model.shape.weight_bytes - (0 if tied else table.nbytes)
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
+def plot(rows: Sequence[Row], path: Path, facts: Sequence[str]) -> None:
     """The ratio over the batch, a line for each kind."""
-    figure, axes = plots.axes()
-    for kind in ("decode", "mixed"):
+    sheet = Sheet(
+        "An iteration over the time to read the weights",
+        [*facts, "medians; bands: to the P90"],
+        4.6,
+    )
+    batches = sorted({row.batch for row in rows})
+    panel = sheet.panel("", "turns generating", "time / time to read the weights", swept=batches)
+    panel.level("reading the weights", 1.0)
+    for kind, name in (("decode", "generating"), ("mixed", "beside a piece of a prompt")):
         some = [row for row in rows if row.kind == kind]
-        axes.plot([row.batch for row in some], [row.ratio for row in some], marker="o", label=kind)
-    axes.axhline(1.0, color="gray", linewidth=1, label="reading the weights")
-    axes.set(xlabel="turns generating", ylabel="time / floor", xscale="log", ylim=(0, None))
-    axes.legend()
-    plots.save(figure, path)
+        if some:
+            ratios = [row.ratio for row in some]
+            p90s = [row.p90_seconds / row.floor_seconds for row in some]
+            panel.line(name, [row.batch for row in some], ratios, ratios, p90s)
+    sheet.save(path)

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from pensieve.bench import plots
 from pensieve.bench.bench_daemon import BenchDaemon, serving
-from pensieve.bench.measured_model import measured_model
+from pensieve.bench.machine import machine
+from pensieve.bench.measured_model import measured_model, model_in_words
+from pensieve.bench.plot_scale import time_unit
+from pensieve.bench.plots import Sheet
 from pensieve.bench.report import Report, percentile
 from pensieve.bench.workload import Shape, scripts_of
 from pensieve.client.admin import Admin
@@ -29,6 +31,7 @@ from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.loader import load
 
+DEFAULT_MODEL = "0.37B"  # random weights of that shape
 TIERS = ("device", "host", "dropped")  # where the history's KV is; the last is none
 EVICT_SECONDS = 10.0  # for a history to leave the device
 REPLY_TOKENS = 4
@@ -56,7 +59,12 @@ class TurnRow:
 def run(model: str, history: int, message: int, repeats: int, report: Report) -> list[TurnRow]:
     if min(history, message, repeats) < 1:
         raise InvalidArgument("history, message, repeats", "are at least 1")
-    with measured_model(model, "0.37B") as folder:
+    report.about(
+        model_in_words(model, DEFAULT_MODEL),
+        machine(),
+        f"history of {history:,} tokens, message of {message:,}, {repeats} repeats",
+    )
+    with measured_model(model, DEFAULT_MODEL) as folder:
         copies = measure_copies(folder, history)
         for copy in copies:
             report.line(
@@ -191,9 +199,14 @@ def _wait(true: Callable[[], bool], otherwise: str) -> None:
         time.sleep(0.02)
 
 
-def plot(rows: list[TurnRow], path: Path) -> None:
+def plot(rows: Sequence[TurnRow], path: Path, facts: Sequence[str]) -> None:
     """The time to the first token for each tier that held the history."""
-    figure, axes = plots.axes(6, 4)
-    axes.bar([row.place for row in rows], [row.ttft_seconds * 1e3 for row in rows])
-    axes.set(ylabel="time to first token (ms)", xlabel="where the history was")
-    plots.save(figure, path)
+    factor, unit = time_unit([row.ttft_p90_seconds for row in rows])
+    sheet = Sheet(
+        "First token, by where the history was", [*facts, "medians; whiskers: to the P90"], 4.6
+    )
+    medians = [row.ttft_seconds * factor for row in rows]
+    p90s = [row.ttft_p90_seconds * factor for row in rows]
+    panel = sheet.panel("", f"time to first token ({unit})")
+    panel.bars([row.place for row in rows], medians, medians, p90s)
+    sheet.save(path)

@@ -276,9 +276,10 @@ def chat(arguments: argparse.Namespace) -> int:
         arguments.host_cache,
         arguments.weights,
     )
-    turns = bench.run(options, Report(arguments.json))
+    report = Report(arguments.json)
+    turns = bench.run(options, report)
     if arguments.plot is not None:
-        bench.plot(turns, arguments.plot)
+        bench.plot(turns, arguments.plot, report.facts)
     return 0
 
 
@@ -324,9 +325,10 @@ def swap(arguments: argparse.Namespace) -> int:
     from pensieve.bench import swap as bench
 
     history, message, repeats = arguments.history, arguments.message, arguments.repeats
-    turns = bench.run(arguments.model, history, message, repeats, Report(arguments.json))
+    report = Report(arguments.json)
+    turns = bench.run(arguments.model, history, message, repeats, report)
     if arguments.plot is not None:
-        bench.plot(turns, arguments.plot)
+        bench.plot(turns, arguments.plot, report.facts)
     return 0
 
 
@@ -372,9 +374,10 @@ def attention(arguments: argparse.Namespace) -> int:
     options = bench.Options(
         arguments.context, arguments.batch, arguments.queries, arguments.dtype, arguments.repeats
     )
-    rows = bench.run(options, Report(arguments.json))
+    report = Report(arguments.json)
+    rows = bench.run(options, report)
     if arguments.plot is not None:
-        bench.plot(rows, arguments.plot)
+        bench.plot(rows, arguments.plot, report.facts)
     return 0
 
 
@@ -431,9 +434,10 @@ def step(arguments: argparse.Namespace) -> int:
         arguments.repeats,
         int8=arguments.weights == "int8",
     )
-    rows = bench.run(options, Report(arguments.json))
+    report = Report(arguments.json)
+    rows = bench.run(options, report)
     if arguments.plot is not None:
-        bench.plot(rows, arguments.plot)
+        bench.plot(rows, arguments.plot, report.facts)
     return 0
 
 

@@ -114,13 +114,14 @@ def _daemon_of(data: Path) -> str | None:
 
 def _check_whose(resolved: Resolved, address: str, info: ServerInfo | None) -> None:
     """Settings of a daemon that is not started here; those that all commands share do not count."""
+    from pensieve.launch.model_folder import model_name
+
     given = [
         "MODEL" if setting.name == "model" else setting.flag
         for setting in SETTINGS
         if setting.name != "data" and resolved.sources[setting.name] == "flag"
     ]
-    model = Path(resolved.settings.model or "").name
-    if "MODEL" in given and info is not None and model == Path(info.model).name:
+    if "MODEL" in given and info is not None and model_name(resolved.settings.model) == info.model:
         given.remove("MODEL")
     if given:
         what = "its own model and settings; leave out what is for another"

@@ -23,7 +23,23 @@ if TYPE_CHECKING:
     from pensieve.sim.sweep import Point, Setting, Source
     from pensieve.sim.trace import Problems
 
+EXAMPLES = """\
+examples:
+  pensieve simulate --workload assistant --hardware instant --device-tokens 500k --host-tokens 0
+      compares the policies in a cache that holds half a minute of the load: they differ by a tenth.
+      Where everything fits (`--workload sharegpt` with the tiers of an H200), they are equal.
+  pensieve simulate TRACE --hardware instant --device-tokens 1M,3M --host-tokens 0 --plot figures
+      the same on a trace of your own, for two sizes, drawn as one sheet.
+  pensieve simulate --workload sharegpt --rate 1,2,4 --policy return --seed 0,1,2
+      what llama3-8b on an H200 delivers under three loads; medians over three seeds."""
 REPORT_SECONDS = 10.0  # how often a long run reports its progress
+
+
+class _Help(argparse.HelpFormatter):
+    """Breaks no line of the examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text == EXAMPLES else super()._fill_text(text, width, indent)
 
 
 def add_parser(commands: Any) -> None:
@@ -33,9 +49,11 @@ def add_parser(commands: Any) -> None:
         description="Compares retention policies, or tells what a model on a machine would deliver. A "
         "trace is a file of JSON lines, Mooncake's (timestamp, input_length, output_length, hash_ids) or "
         "plain (conversation, at or after, input_tokens, output_tokens). Lines that cannot be read are "
-        "counted and named. Iterations and copies take what the model's shape and the machine's data sheet "
-        "say; with --hardware instant they take no time, and only the policy is seen. Options that take "
-        "several values (N,…) are swept: every combination is a row.",
+        "counted and named. Iterations and copies take what the model's shape and the machine's data "
+        "sheet say; with --hardware instant they take no time, and only the policy is seen. Options that "
+        "take several values (N,…) are swept: every combination is a row.",
+        epilog=EXAMPLES,
+        formatter_class=_Help,
     )
     simulate_options.add_arguments(parser)
     simulate_journal.add_arguments(parser)
@@ -56,7 +74,7 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:
-    from pensieve.bench import plots
+    from pensieve.bench import plots, simulate_sheet
     from pensieve.core.scheduler_config import SchedulerConfig
     from pensieve.sim import report
     from pensieve.sim.cost import instant
@@ -90,6 +108,8 @@ def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:
     for number, point in enumerate(found, 1):
         problems = Problems()
         name = f"{number} of {len(found)}, {point.policy}"
+        if len(arguments.seed) > 1:
+            name += f", seed {point.seed}"
         rows.append(_simulated(setting, point, problems, name, arguments.record))
         _check_read(arguments, problems)
         print(f"{name}: {rows[-1]['turns']:,} turns", file=sys.stderr, flush=True)
@@ -98,9 +118,12 @@ def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:
     refused = max(row["refused"] for row in rows)
     if refused:
         print(f"{refused} turns were larger than the device tier", file=sys.stderr)
+    if idle := report.why_equal(rows):
+        print(idle, file=sys.stderr)
     if arguments.plot is not None:
-        for path in plots.simulated(rows, arguments.plot):
-            print(f"drawn: {path}", file=sys.stderr)
+        facts = _facts(arguments, cost)
+        path = simulate_sheet.draw(rows, facts, arguments.plot)
+        print(f"drawn: {path}", file=sys.stderr)
     if arguments.json:
         print(json.dumps({"assumed": cost.source, "problems": problems.count, "rows": rows}))
     else:
@@ -117,16 +140,35 @@ def _simulated(
     simulator = setting.simulator(point)
     recording = nullcontext() if record is None else recorded(record, simulator, setting, point)
     with recording:
-        counts = simulator.run(setting.source.arrivals(point.rate, problems), _progress(name))
+        arrivals = setting.source.arrivals(point.rate, problems, point.seed)
+        counts = simulator.run(arrivals, _progress(name))
     return setting.row(point, simulator, counts)
 
 
+def _facts(arguments: argparse.Namespace, cost: CostModel) -> list[str]:
+    """What a figure says of all that is in it: model and machine, load, seeds."""
+    facts = [f"simulated: {cost.source}"]
+    if arguments.workload is not None:
+        reaction = f", reactions {arguments.reaction:g} s" if arguments.reaction else ""
+        facts.append(f"{arguments.workload} conversations for {arguments.seconds:g} s{reaction}")
+        seeds = ", ".join(map(str, arguments.seed))
+        facts.append(f"seeds {seeds}" if len(arguments.seed) > 1 else f"seed {seeds}")
+    else:
+        facts.append(", ".join(path.name for path in arguments.traces))
+    if arguments.count_from:
+        facts.append(f"counted from {arguments.count_from:g} s")
+    if arguments.stateless:
+        facts.append("stateless")
+    return facts
+
+
 def _plan(arguments: argparse.Namespace, found: list[Point]) -> int:
+    from pensieve.core.policies.registry import DEFAULT
     from pensieve.sim.trace import Problems
 
     point, problems = found[0], Problems()
     if arguments.policy is None:
-        point = point._replace(policy="value")
+        point = point._replace(policy=DEFAULT)
     elif len({each.policy for each in found}) > 1:
         raise InvalidArgument("policy", "one is planned with")
     if len({each.device_tokens for each in found}) > 1:
@@ -147,7 +189,6 @@ def _source(arguments: argparse.Namespace) -> Source:
         tuple(arguments.traces),
         arguments.workload,
         arguments.seconds,
-        arguments.seed,
         arguments.reaction,
     )
 
@@ -178,7 +219,7 @@ def _points(arguments: argparse.Namespace) -> list[Point]:
     devices = [room.device_tokens if each == AUTO else each for each in arguments.device_tokens]
     hosts = [room.host_tokens if each == AUTO else each for each in arguments.host_tokens]
     room.check(devices, arguments.model, f"{arguments.devices} x {arguments.hardware}")
-    return points(policies_of(arguments), arguments.rate, devices, hosts)
+    return points(policies_of(arguments), arguments.rate, devices, hosts, arguments.seed)
 
 
 def _check_read(arguments: argparse.Namespace, problems: Problems) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from pensieve.core.policies.registry import POLICIES
+from pensieve.core.policies.registry import DEFAULT, POLICIES
 from pensieve.errors import InvalidArgument
 from pensieve.sim.cost import HARDWARE, INSTANT, MODELS
 from pensieve.sim.executor import PHASES
@@ -51,13 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="mean time from a reply to the next message (default: the --workload's)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of what is drawn")
+    parser.add_argument(
+        "--seed",
+        type=_several(int),
+        default=[0],
+        metavar="N,…",
+        help="seeds of what is drawn: with several, figures are medians over them (default: 0)",
+    )
     parser.add_argument(
         "--policy",
         metavar="NAME,…",
         help=f"policies to compare: {', '.join(POLICIES)}, and clairvoyant, which knows the trace and can "
         "hardly be beaten "
-        f"(default: {','.join(COMPARED)}; with --stateless it does not matter)",
+        f"(default: {','.join(COMPARED)}; {DEFAULT}, a daemon's, with --plan; with --stateless it does not "
+        "matter)",
     )
     parser.add_argument(
         "--model",
@@ -134,8 +141,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plot",
         type=Path,
         metavar="FOLDER",
-        help="draw into this folder: tiers and tokens per iteration over time, and what was swept "
-        "(needs the extra bench)",
+        help="draw simulate.png into this folder: one sheet of what was compared or swept, and of tiers and "
+        "turns over time (needs the extra bench)",
     )
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
@@ -162,6 +169,8 @@ def check(arguments: argparse.Namespace) -> None:
         raise InvalidArgument("TRACE", "name files, or draw a --workload; not both")
     if arguments.workload is None and len(arguments.rate) > 1:
         raise InvalidArgument("rate", "a recorded trace has its own; several are for a --workload")
+    if arguments.workload is None and len(arguments.seed) > 1:
+        raise InvalidArgument("seed", "nothing of a recorded trace is drawn; for a --workload")
     if min(*arguments.rate, arguments.seconds) <= 0 or (arguments.reaction or 1) <= 0:
         raise InvalidArgument("rate, seconds, reaction", "are above 0")
     if arguments.until is not None and arguments.until <= arguments.count_from:

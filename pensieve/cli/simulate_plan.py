@@ -81,7 +81,10 @@ def run(
     if arguments.workload is not None:
         wanted = arguments.rate[0]
         load = Drawn(
-            HABITS[arguments.workload], arguments.reaction, arguments.plan_seconds, arguments.seed
+            HABITS[arguments.workload],
+            arguments.reaction,
+            arguments.plan_seconds,
+            arguments.seed[0],
         )
     else:
         try:
@@ -129,6 +132,8 @@ def _check(arguments: argparse.Namespace, policy: str) -> None:
         raise InvalidArgument("seconds", "of each simulation of a plan are --plan-seconds")
     if len(arguments.rate) > 1:
         raise InvalidArgument("rate", "one is planned for")
+    if len(arguments.seed) > 1:
+        raise InvalidArgument("seed", "one is planned with")
     if arguments.hardware == "instant" and arguments.cost is None:
         raise InvalidArgument(
             "hardware", "with `instant` nothing takes time: there is nothing to plan"

@@ -104,10 +104,10 @@ SETTINGS: Table = (
     ),
     Setting(
         "policy",
-        choice("value", "lru", "return"),
-        "value",
-        "what is evicted first (return: learns which conversations return)",
-        "value|lru|return",
+        choice("return", "value", "lru"),
+        "return",
+        "what is evicted first (return: learns which conversations come back; `pensieve simulate` compares)",
+        "return|value|lru",
     ),
     Setting(
         "cost",

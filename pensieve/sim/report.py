@@ -1,7 +1,12 @@
-"""The figures of a simulation, as a row of plain values and as a table of text."""
+"""The figures of a simulation, as a row of plain values and as a table of text.
+
+Rows that differ in their seed alone are repeats: the table has their medians in one line, and of what a
+policy saves the least and the most, too.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +15,13 @@ from pensieve.sim.simulator import Counts
 COLUMNS = (
     ("policy", "policy", "{}"),
     ("rate", "rate", "{:g}"),
-    ("device_size", "device size", "{:,}"),
-    ("host_size", "host size", "{:,}"),
-    ("turns", "turns", "{:,}"),
-    ("history_tokens", "history tokens", "{:,}"),
-    ("recomputed_tokens", "recomputed", "{:,}"),
+    ("device_size", "device size", "{:,.0f}"),
+    ("host_size", "host size", "{:,.0f}"),
+    ("turns", "turns", "{:,.0f}"),
+    ("history_tokens", "history tokens", "{:,.0f}"),
+    ("recomputed_tokens", "recomputed", "{:,.0f}"),
     ("recompute_cost", "cost", "{:,.0f}"),
-    ("saved", "against lru", "{:+.1%}"),
+    ("saved_shown", "against lru", "{}"),
     ("hit_rate", "found", "{:.1%}"),
     ("first_token_p50", "first token P50 s", "{:.3f}"),
     ("normalized_p90", "P90 ms/token", "{:.1f}"),
@@ -24,6 +29,7 @@ COLUMNS = (
     ("tokens_per_second", "tokens/s", "{:,.0f}"),
 )
 SWEPT = ("rate", "device_size", "host_size")  # shown where they differ
+SAVED = "{:+.1%}"
 
 
 def figures(policy: str, counts: Counts) -> dict[str, Any]:
@@ -62,12 +68,47 @@ def compared(rows: Sequence[dict[str, Any]]) -> None:
         row["saved"] = (row["recompute_cost"] / base - 1) if base else None
 
 
+def why_equal(rows: Sequence[dict[str, Any]]) -> str:
+    """In words, if policies were compared where they had nothing to decide."""
+    if len({row["policy"] for row in rows}) == 1 or any(row["recomputed_tokens"] for row in rows):
+        return ""
+    return (
+        "the policies are equal because nothing was evicted: all of this load fits into the tiers. "
+        "Smaller tiers (like --device-tokens 100k --host-tokens 0) or a higher --rate show a difference"
+    )
+
+
 def _setting(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(key) for key in SWEPT)
+    return tuple(row.get(key) for key in (*SWEPT, "seed"))
+
+
+def over_seeds(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The repeats of each point, in the order of their points."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        point = tuple(row.get(key) for key in ("policy", *SWEPT, "stateless", "phases"))
+        groups.setdefault(point, []).append(row)
+    return list(groups.values())
+
+
+def _median(repeats: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of them all; of policies what they saved, in words."""
+    row = dict(repeats[0])
+    for key in row:
+        values = [each[key] for each in repeats]
+        if all(isinstance(each, int | float) for each in values):
+            row[key] = statistics.median(values)
+    saved = [each["saved"] for each in repeats if each.get("saved") is not None]
+    if saved:
+        row["saved_shown"] = SAVED.format(statistics.median(saved))
+        if len(saved) > 1:
+            row["saved_shown"] += f" ({SAVED.format(min(saved))} to {SAVED.format(max(saved))})"
+    return row
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Columns with a value in some row; of what may be swept, only what differs."""
+    rows = [_median(repeats) for repeats in over_seeds(rows)]
     shown = [
         each
         for each in COLUMNS

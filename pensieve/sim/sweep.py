@@ -45,13 +45,18 @@ class Point(NamedTuple):
     rate: float
     device_tokens: int
     host_tokens: int
+    seed: int = 0  # of what is drawn
 
 
 def points(
-    policies: Iterable[str], rates: Iterable[float], devices: Iterable[int], hosts: Iterable[int]
+    policies: Iterable[str],
+    rates: Iterable[float],
+    devices: Iterable[int],
+    hosts: Iterable[int],
+    seeds: Iterable[int] = (0,),
 ) -> list[Point]:
     """Every combination."""
-    return [Point(*each) for each in product(policies, rates, devices, hosts)]
+    return [Point(*each) for each in product(policies, rates, devices, hosts, seeds)]
 
 
 @dataclass(frozen=True)
@@ -97,17 +102,16 @@ class Source:
     traces: tuple[Path, ...] = ()
     workload: str | None = None
     seconds: float = 600.0  # drawn for so long
-    seed: int = 0
     reaction_seconds: float | None = None
 
-    def arrivals(self, rate: float, problems: Problems) -> Iterator[Arrival]:
+    def arrivals(self, rate: float, problems: Problems, seed: int = 0) -> Iterator[Arrival]:
         if self.workload is None:
             return from_zero(read(lines_of(self.traces, problems), problems))
         return drawn(
             HABITS[self.workload],
             rate,
             self.seconds,
-            self.seed,
+            seed,
             reaction_seconds=self.reaction_seconds,
         )
 
@@ -144,7 +148,7 @@ class Setting:
     def _policy(self, point: Point) -> RetentionPolicy:
         if point.policy != CLAIRVOYANT:
             return policy_named(point.policy, self.recompute, CHUNK_TOKENS)
-        return ClairvoyantPolicy(self.source.arrivals(point.rate, Problems()))
+        return ClairvoyantPolicy(self.source.arrivals(point.rate, Problems(), point.seed))
 
     def row(self, point: Point, simulator: Simulator, counts: Counts) -> dict[str, Any]:
         """The figures of a point, with its point of the sweep."""
@@ -153,6 +157,7 @@ class Setting:
             "rate": point.rate if self.source.workload is not None else None,
             "device_size": point.device_tokens,
             "host_size": point.host_tokens,
+            "seed": point.seed if self.source.workload is not None else None,
             "stateless": self.stateless,
             "phases": self.phases,
         }

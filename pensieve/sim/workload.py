@@ -1,6 +1,6 @@
 """Draws conversations like those of published data sets.
 
-`sharegpt` and `agents` are conversations; `requests` and `documents` are single turns.
+`sharegpt`, `assistant` and `agents` are conversations; `requests` and `documents` are single turns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class Habits:
     """How a kind of conversation goes.
 
     A length is drawn from an exponential distribution around its mean, or, with a spread, from a log-normal
-    one around its median.  Turns are geometric, or log-normal as well, around their mean in either case.
+    one around its median.  Turns are geometric, or log-normal as well, around their mean in either case; or
+    `returns` says how likely there is another turn after the first, the second, and so on.
     """
 
     turns_mean: float
@@ -29,6 +30,9 @@ class Habits:
     turns_spread: float = 0.0
     input_spread: float = 0.0
     output_spread: float = 0.0
+    first_input_tokens: float = 0.0  # of the first message, if it is of another length
+    reaction_spread: float = 0.0  # reactions are log-normal around the same mean, not exponential
+    returns: tuple[float, ...] = ()  # the last one is that of all later turns
 
     def turns_from(self, least: int) -> float:
         """The mean of the turns of conversations that have so many or more."""
@@ -42,10 +46,23 @@ class Habits:
 # The spreads are those with which the published figures come out.  ShareGPT: 36 % of the conversations have
 # five turns or more, and 0.57 % are longer than the context (here 0.2 %; geometric turns would make it 45 %
 # and none).  openchat_sharegpt4, one request with its history as prompt: 1,730 tokens median, 5,696 P90,
-# output 415 and 834.  arXiv summaries: 7,059 median, 12,985 P90, output 208 and 371.
+# output 415 and 834.  arXiv summaries: 7,059 median, 12,985 P90, output 208 and 371.  `assistant` is like
+# Mooncake's published trace: a quarter of first turns are followed by a second, more of later ones; reactions
+# of 42 s, 126 s and 480 s (P10, P50, P90); first messages of 7,000 tokens (median; 12,700 mean).
 HABITS = {
     "sharegpt": Habits(5.56, 37.8, 204.6, 60.0, 16_384, turns_spread=1.13),
     "requests": Habits(1.0, 2000.0, 415.0, 60.0, 8_192, 0.0, 1.2, 0.545),
+    "assistant": Habits(
+        turns_mean=1.46,
+        input_tokens=900.0,
+        output_tokens=343.0,
+        reaction_seconds=215.0,
+        context_max=131_072,
+        input_spread=1.1,
+        first_input_tokens=7000.0,
+        reaction_spread=1.03,
+        returns=(0.25, 0.39, 0.49, 0.55, 0.61),
+    ),
     "agents": Habits(33.0, 2242.0, 17.0, 5.2, 100_000),
     "documents": Habits(1.0, 7400.0, 208.0, 60.0, 16_384, 0.0, 0.55, 0.45),
 }
@@ -71,22 +88,36 @@ def drawn(
             continue
         length = 0
         for turn in range(turns):
-            inputs = _length(draw, habits.input_tokens, habits.input_spread)
+            around = habits.input_tokens
+            if turn == 0 and habits.first_input_tokens:
+                around = habits.first_input_tokens
+            inputs = _length(draw, around, habits.input_spread)
             outputs = _length(draw, habits.output_tokens, habits.output_spread)
             length += inputs + outputs
             if length >= habits.context_max:
                 break
-            wait = draw.expovariate(1 / reaction)
+            wait = _reaction(draw, reaction, habits.reaction_spread)
             yield Arrival(f"d{number}", now if turn == 0 else None, inputs, outputs, wait)
 
 
 def _turns(draw: random.Random, habits: Habits) -> int:
+    if habits.returns:
+        turns = 1
+        while draw.random() < habits.returns[min(turns, len(habits.returns)) - 1]:
+            turns += 1
+        return turns
     if habits.turns_mean <= 1:
         return 1
     if not habits.turns_spread:
         return 1 + int(draw.expovariate(math.log1p(1 / (habits.turns_mean - 1))))
     spread = habits.turns_spread  # rounding up adds a half
     return math.ceil(draw.lognormvariate(math.log(habits.turns_mean - 0.5) - spread**2 / 2, spread))
+
+
+def _reaction(draw: random.Random, mean: float, spread: float) -> float:
+    if spread:
+        return draw.lognormvariate(math.log(mean) - spread**2 / 2, spread)
+    return draw.expovariate(1 / mean)
 
 
 def _length(draw: random.Random, around: float, spread: float) -> int:

@@ -1,6 +1,6 @@
 """The command behind scripts/reproduce_figures: published figures by simulation, beside what was published.
 
-Into a folder go a plot of each figure, and all of it as a table: `figures.md` for people, `figures.json` with
+Into a folder go all figures as one sheet, and as a table: `figures.md` for people, `figures.json` with
 the curves.  Nothing here is measured on a GPU: the scheduler and the cache are the daemon's, and time is what
 pensieve/sim/cost.py says.
 """
@@ -15,11 +15,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from pensieve.bench import plots
+from pensieve.bench.plots import Sheet
 from pensieve.errors import ConfigError, PensieveError
 from scripts.paper_figures import pensieve_paper, sarathi_paper, tables
-from scripts.paper_figures.study import ASSUMED, QUICK, Extent, Line, Panel, Study
+from scripts.paper_figures.study import (
+    ASSUMED,
+    GPU,
+    HOST_BYTES,
+    KV_BYTES,
+    QUICK,
+    Extent,
+    Line,
+    Study,
+)
 
 FOLDER = Path("build/figures")
+COLUMNS = 3  # of the sheet
 FIGURES = {**pensieve_paper.FIGURES, "table-4": sarathi_paper.table_4}
 
 
@@ -57,7 +68,9 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="seconds: every row, of one seed and from too short a time to mean anything",
     )
-    command.add_argument("--svg", action="store_true", help="draw SVG (default: PNG)")
+    command.add_argument(
+        "--svg", action="store_true", help="draw figures.svg (default: figures.png)"
+    )
     command.add_argument("--json", action="store_true", help="print figures.json")
     return command
 
@@ -94,9 +107,8 @@ def _write(arguments: argparse.Namespace, lines: list[Line], study: Study) -> No
         (folder / "figures.md").write_text(table + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write to {folder}: {error.strerror}") from error
-    suffix = ".svg" if arguments.svg else ".png"
-    for panel in study.panels:
-        _draw(panel, folder / f"{panel.name}{suffix}")
+    if study.panels:
+        sheet(study, quick).save(folder / ("figures.svg" if arguments.svg else "figures.png"))
 
 
 def _extent(arguments: argparse.Namespace) -> Extent:
@@ -113,20 +125,28 @@ def _extent(arguments: argparse.Namespace) -> Extent:
     return extent
 
 
-def _draw(panel: Panel, path: Path) -> None:
-    figure, drawn = plots.axes()
-    for index, (label, points) in enumerate(panel.lines.items()):
-        marker = "osD^v"[index % 5]
-        drawn.plot(*zip(*points, strict=True) if points else ((), ()), marker=marker, label=label)
-    if panel.limit is not None:
-        drawn.axhline(
-            panel.limit, color="grey", linestyle=":", label=f"{panel.limit:g} ms per token"
-        )
-    drawn.set(xlabel=panel.x, ylabel=panel.y, title=f"{panel.title} (simulated)")
-    if panel.logarithmic:
-        drawn.set_yscale("log")
-    drawn.legend()
-    plots.save(figure, path)
+def sheet(study: Study, quick: bool) -> Sheet:
+    """Every figure, as a panel."""
+    seeds = study.extent.seeds
+    lines = "first seed" if seeds == 1 else f"first of {seeds} seeds, the others thin"
+    facts = [
+        f"simulated, {GPU}: {KV_BYTES / 1e9:.0f} GB of KV and {HOST_BYTES / 1e9:.0f} GB of host memory each",
+        "conversations like ShareGPT's",
+        lines,
+    ]
+    too_short = "Too short to mean anything: figures" if quick else "Figures"
+    made = Sheet(f"{too_short} of the Pensieve paper by simulation", facts, width=3.4)
+    for number, panel in enumerate(study.panels):
+        if number % COLUMNS == 0:
+            made.row()
+        drawn = made.panel(panel.title, panel.x, panel.y, most=panel.most)
+        if panel.limit is not None:
+            drawn.level(f"{panel.limit:g} ms", panel.limit)
+        for label, points in panel.lines.items():
+            drawn.line(label, [x for x, _ in points], [y for _, y in points])
+            others = panel.repeats.get(label, [])
+            drawn.traces(label, [([x for x, _ in each], [y for _, y in each]) for each in others])
+    return made
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -81,15 +81,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """What is drawn of a figure: lines by name, each of (x, y)."""
+    """What is drawn of a figure: lines by name, each of (x, y), of the first seed, and of the others."""
 
     name: str
     title: str
     x: str
     y: str
     lines: dict[str, list[tuple[float, float]]]
-    logarithmic: bool = False
+    repeats: dict[str, list[list[tuple[float, float]]]] = field(default_factory=dict)
     limit: float | None = None
+    most: float | None = None  # where y ends: 100 of a percentage
 
 
 @dataclass(frozen=True)
@@ -227,9 +228,14 @@ class Study:
                 )
 
     def draw(self, name: str, title: str, scenarios: dict[str, Scenario]) -> None:
-        """The curves of all that was simulated, of the first seed."""
-        lines = {label: self._curve(each) for label, each in scenarios.items()}
-        self.panels.append(Panel(name, title, THROUGHPUT, P90, lines, True, LIMIT_MS))
+        """The curves of all that was simulated."""
+        curves = {
+            label: [self._curve(seeded) for seeded in self.seeded(each)]
+            for label, each in scenarios.items()
+        }
+        lines = {label: found[0] for label, found in curves.items()}
+        repeats = {label: found[1:] for label, found in curves.items()}
+        self.panels.append(Panel(name, title, THROUGHPUT, P90, lines, repeats, LIMIT_MS))
 
     def _curve(self, scenario: Scenario) -> list[tuple[float, float]]:
         rates = sorted(rate for simulated, rate in self._rows if simulated == scenario)

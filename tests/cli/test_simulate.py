@@ -10,6 +10,7 @@ import pytest
 
 from pensieve.cli.main import main
 from pensieve.extras import ADD
+from pensieve.sim import report
 
 # -- the command --
 
@@ -67,10 +68,9 @@ def test_sweeps_and_their_plots(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(row["device_size"] == 10_000 and row["seconds"] <= 40.1 for row in rows)
     assert rows[0]["series"]["tokens"]
     assert "4 of 4, value" in err
-    names = {path.name for path in folder.iterdir()}
-    assert {"latency.png", "hits-host.png", "tiers-01-value.png"} <= names
-    assert len(names) == 2 * 4 + 2
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
+    (sheet,) = folder.iterdir()  # one for the whole study
+    assert sheet.name == "simulate.png"
+    assert sheet.read_bytes().startswith(b"\x89PNG")
     assert main(["simulate", *given, *swept]) == 0
     assert "host size" in capsys.readouterr().out
 
@@ -101,6 +101,40 @@ def test_what_cannot_be_simulated_is_explained(
 ) -> None:
     assert main(["simulate", "--workload", "sharegpt", *wrong.split()]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_equal_rows_are_explained_where_nothing_was_evicted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["simulate", "--workload", "sharegpt", "--seconds", "20", "--hardware", "instant"]
+    assert main(given) == 0
+    assert "equal because nothing was evicted" in capsys.readouterr().err
+    tight = [*given, "--device-tokens", "4k", "--host-tokens", "0", "--reaction", "5"]
+    assert main(tight) == 0
+    assert "equal because" not in capsys.readouterr().err
+    assert main([*given, "--policy", "lru"]) == 0
+    assert "equal because" not in capsys.readouterr().err, "nothing was compared"
+
+
+def test_several_seeds_are_one_row_of_medians_with_the_spread(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drawn_ones = ["--workload", "sharegpt", "--seconds", "40", "--reaction", "5", "--rate", "2"]
+    given = ["simulate", *drawn_ones, "--hardware", "instant", "--device-tokens", "5k"]
+    assert main([*given, "--host-tokens", "0", "--seed", "0,1,2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["policy"], row["seed"]) for row in rows] == [
+        (policy, seed) for policy in ("lru", "value", "return") for seed in range(3)
+    ]
+    assert all(row["saved"] == 0 for row in rows if row["policy"] == "lru"), (
+        "each seed with its own"
+    )
+    lines = report.table(rows).splitlines()
+    assert len(lines) == 1 + 3
+    saved = [f"{row['saved']:+.1%}" for row in rows if row["policy"] == "return"]
+    assert any(f"({low} to {high})" in lines[3] for low in saved for high in saved)
+    assert main(["simulate", "--plan", "--workload", "sharegpt", "--seed", "0,1"]) == 2
+    assert "one is planned with" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_extra_is_named(

@@ -31,7 +31,7 @@ def test_the_command_plans(costs: str, capsys: pytest.CaptureFixture[str]) -> No
     assert main([*PLAN, *limits, "--cost", costs, "--replicas", "64", "--json"]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
-    assert "costs: made up; 6,000 tokens of KV on the device; policy value" in err
+    assert "costs: made up; 6,000 tokens of KV on the device; policy return" in err
     assert "a second: carried" in err
     assert result["slo"] == {
         "tbt_p99_seconds": 0.4,

@@ -12,7 +12,6 @@ SHAREGPT = "pensieve simulate --workload sharegpt"
 ROWS = (
     # The daemon of the docs, and what is done beside it.
     Row(DAEMONS["shared"], starts="shared"),
-    Row('scripts/run chat -q "Hello there." --stats', (r"tokens",), ("shared",)),
     Row("scripts/run", needs=("shared",), stdin=TALK),
     Row("scripts/run chat", needs=("shared",), stdin=TALK),
     Row("scripts/run chat --address 127.0.0.1:50051", needs=("shared",), stdin=TALK),
@@ -106,8 +105,31 @@ ROWS = (
         needs=("cost",),
         nightly=True,
     ),
-    Row(f"{SHAREGPT} --policy lru,value,return", (r"return",), nightly=True),
-    Row(f"{SHAREGPT} --rate 1,2,4 --plot figures", (r"figures",), nightly=True),
+    Row(
+        "pensieve simulate --workload assistant --hardware instant --device-tokens 500k --host-tokens 0",
+        (r"return",),
+        nightly=True,
+    ),
+    Row(
+        f"{SHAREGPT} --rate 1,2,4 --policy return --seed 0,1,2 --plot figures",
+        (r"figures",),
+        nightly=True,
+    ),
+    Row(
+        f"{SHAREGPT} --seconds 1200 --count-from 400 --seed 0,1,2 --hardware instant "
+        "--device-tokens 100k,300k --host-tokens 0",
+        nightly=True,
+    ),
+    Row(
+        "pensieve simulate --workload assistant --seconds 900 --seed 0,1,2 --hardware instant "
+        "--device-tokens 500k,1M --host-tokens 0 --token-budget 8192",
+        nightly=True,
+    ),
+    Row(
+        "pensieve simulate --workload agents --rate 0.1 --seconds 900 --count-from 300 --seed 0,1,2 "
+        "--hardware instant --device-tokens 500k --host-tokens 0 --token-budget 8192",
+        nightly=True,
+    ),
     Row("pensieve simulate --plan --workload sharegpt --rate 50", (r"replica",), nightly=True),
     Row(
         "pensieve simulate --plan --workload sharegpt --rate 50 --model llama3-8b --hardware a100-80gb",
@@ -139,6 +161,15 @@ NOT_RUN = {
     "pensieve simulate --plan trace.jsonl --cost cost.json --device-tokens 60k --tbt-p99 0.2"
     " --ttft-p50 2 --replicas 4,100,1000": "needs a trace of hours;"
     " tests/cli/test_simulate_plan.py has small ones",
+    **dict.fromkeys(
+        (
+            "pensieve simulate TRACE --hardware instant --device-tokens 500k --host-tokens 2M "
+            "--policy lru,value,return --plot figures",
+            "pensieve simulate TRACE --hardware instant --device-tokens 1M,3M,8M --host-tokens 0 "
+            "--token-budget 8192 --count-from 900",
+        ),
+        "needs a trace of one's own; tests/cli/test_simulate.py has small ones",
+    ),
     "rm -r /var/drill /srv/copy": "not ours",
     "pip install torch && pip install .": "needs a package index",
     "pip install '.[cuda13]'": "needs a package index and a GPU",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from scripts.paper_figures import __main__ as command
 from scripts.paper_figures.equal_latency import GRID_RATIO, first_crossing
 from scripts.paper_figures.sarathi_paper import PREFILL_FIRST, SCHEDULERS, TABLE_4, simulate
 from scripts.paper_figures.scenario import Scenario
-from scripts.paper_figures.study import QUICK, Spread, Study, ratio
+from scripts.paper_figures.study import QUICK, Panel, Spread, Study, ratio
 
 ROWS = {
     "3.12a": 5,
@@ -53,9 +54,9 @@ def test_every_row_and_every_plot(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert papers["llama2-13b-gqa: throughput over vLLM-like"] == "1.52 x"
     assert papers["yi-34b, documents, combined: between tokens P99"] == "0.35 s"
     assert (folder / "figures.md").read_text() == out
-    drawn = {path.stem for path in folder.glob("*.svg")}
-    assert drawn == {curve["name"] for curve in result["curves"]}
-    assert len(drawn) == 10
+    (sheet,) = folder.glob("*.svg")  # one for all figures
+    assert sheet.name == "figures.svg"
+    assert len(result["curves"]) == 10
 
 
 def test_a_single_figure_over_several_seeds(
@@ -226,3 +227,19 @@ def test_pieces_of_prompts_keep_whoever_generates_going() -> None:
     assert ours.first_token.median < cut_apart.first_token.median
     assert hybrid.gap.median > 3 * ours.gap.median
     assert set(TABLE_4["documents"]) == set(SCHEDULERS)
+
+
+def test_the_sheet_has_a_panel_for_each_figure_with_every_seed() -> None:
+    pytest.importorskip("matplotlib")
+    study = Study(replace(QUICK, seeds=3))
+    rising = [(100.0, 30.0), (200.0, 250.0)]
+    lines, repeats = {"ours": rising, "theirs": rising}, {"ours": [rising, rising], "theirs": []}
+    study.panels.append(Panel("figure-1", "1: opt-13b, 1 GPU", "x", "y", lines, repeats, 200.0))
+    sheet = command.sheet(study, quick=True)
+    sheet.lay_out()
+    assert "Too short to mean anything" in sheet.title
+    said = " ".join(sheet.facts)
+    assert "a100-80gb" in said
+    assert "first of 3 seeds" in said
+    (panel,) = sheet.panels
+    assert len(panel.axes.lines) == 2 + 2 + 1, "two lines, the other seeds of one, the limit"

@@ -14,13 +14,13 @@ import pytest
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration
-from pensieve.core.policies.registry import policy_named
+from pensieve.core.policies.registry import DEFAULT, policy_named
 from pensieve.core.policies.return_policy import ReturnPolicy
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.sim.cost import instant
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.trace import Arrival
-from pensieve.sim.workload import Habits, drawn
+from pensieve.sim.workload import HABITS, Habits, drawn
 from tests.scale import SCALE
 
 CHAT = Habits(5.56, 400, 4, 60.0, 16_384)
@@ -111,3 +111,15 @@ def test_it_gains_where_some_return_and_others_do_not() -> None:
         if isinstance(minutes.policy, ReturnPolicy):
             assert minutes.policy.trial.trusted
     assert found["return"] < 0.9 * found["lru"], found
+
+
+def test_the_default_policy_costs_less_than_lru_for_people_who_seldom_return() -> None:
+    people = replace(
+        HABITS["assistant"], first_input_tokens=700.0, input_tokens=90.0, output_tokens=4.0
+    )
+    found = {}
+    for policy in ("lru", DEFAULT):
+        minutes = Minutes(policy, 50_000, 30)
+        minutes.run(drawn(people, 1.0, 1800.0))
+        found[policy] = minutes.counts.recompute_cost
+    assert found[DEFAULT] < 0.95 * found["lru"], found

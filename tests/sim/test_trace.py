@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 
 import pytest
 
@@ -104,6 +105,22 @@ def test_drawn_conversations_are_as_long_as_published() -> None:
     assert [v.at for v in first] == sorted(v.at for v in first if v.at is not None)
     assert found == list(drawn(HABITS["sharegpt"], 2.0, 3000.0, seed=1))
     assert max(v.after for v in found) > 120
+
+
+def test_drawn_assistants_return_as_published() -> None:
+    found = list(drawn(HABITS["assistant"], 2.0, 6000.0, seed=1))
+    turns = Counter(arrival.conversation for arrival in found)
+    num = [sum(count >= least for count in turns.values()) for least in (1, 2, 3)]
+    assert len(found) / len(turns) == pytest.approx(HABITS["assistant"].turns_mean, rel=0.05)
+    assert num[1] / num[0] == pytest.approx(0.25, rel=0.05)
+    assert num[2] / num[1] == pytest.approx(0.39, rel=0.05)
+    gaps = sorted(arrival.after for arrival in found if arrival.at is None)
+    assert statistics.median(gaps) == pytest.approx(126, rel=0.05)
+    assert gaps[int(0.9 * len(gaps))] == pytest.approx(480, rel=0.1)
+    first = [arrival.input_tokens for arrival in found if arrival.at is not None]
+    later = [arrival.input_tokens for arrival in found if arrival.at is None]
+    assert statistics.median(first) == pytest.approx(7000, rel=0.05)
+    assert statistics.mean(later) == pytest.approx(1650, rel=0.1)
 
 
 def test_a_line_is_named_in_its_file() -> None:

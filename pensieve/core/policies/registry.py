@@ -16,6 +16,7 @@ POLICIES: dict[str, Callable[[CostProfile, int], RetentionPolicy]] = {
     ValuePolicy.name: ValuePolicy,
     ReturnPolicy.name: ReturnPolicy,
 }
+DEFAULT = ReturnPolicy.name  # of the setting `policy`, and of plans; docs/performance.md says why
 
 
 def policy_named(name: str, cost: CostProfile, chunk_tokens: int) -> RetentionPolicy:

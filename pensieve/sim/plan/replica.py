@@ -21,7 +21,7 @@ from typing import Any
 
 from pensieve.core.cache import CacheConfig
 from pensieve.core.iteration import Iteration, Outcome
-from pensieve.core.policies.registry import policy_named
+from pensieve.core.policies.registry import DEFAULT, policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Usage
 from pensieve.engine.messages import Event, Message, TurnEnded
@@ -72,7 +72,7 @@ class Replica:
     cost: CostModel
     device_tokens: int
     host_tokens: int
-    policy: str = "value"
+    policy: str = DEFAULT
     token_budget: int = 2048
     turns_max: int = 256
 

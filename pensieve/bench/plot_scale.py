@@ -1,0 +1,149 @@
+"""Scales, ticks and places of text for figures, in plain numbers.
+
+An axis begins at zero.  Values that differ `LOGARITHMIC_FROM` times or more are on a logarithmic one, with
+ticks at 1, 2, 5 and 10 times a power of ten.  Ticks are written as people write numbers, never as powers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+LOGARITHMIC_FROM = 20.0
+SWEPT_LOGARITHMIC_FROM = 8.0  # of values that were tried: people double them
+TICKS_MAX = 7
+TICKS_APART = 0.11  # of the axis
+
+Numbers = Sequence[float]
+
+
+def plain(value: float) -> str:
+    """A number as people write it: 0.05, 20, 1.5k, 2,048, 3M."""
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else str(value)
+    rounded = float(f"{value:.3g}")
+    if 1e3 <= abs(value) < 1e5 and value == round(value) != rounded:
+        return f"{value:,.0f}"
+    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit * 0.9995:
+            return f"{value / unit:.3g}{suffix}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def time_unit(seconds: Numbers) -> tuple[float, str]:
+    """By what to multiply seconds, and the unit that this makes: milliseconds for short times."""
+    return (1.0, "s") if max(seconds, default=0.0) >= 1 else (1e3, "ms")
+
+
+def spread(wanted: Numbers, apart: float, most: float) -> list[float]:
+    """Places so far apart, between 0 and `most`, as near as can be to those wanted, in the same order.
+
+    Of two that want the same place, the first is above.
+    """
+    order = sorted(range(len(wanted)), key=lambda index: (wanted[index], -index))
+    groups: list[tuple[list[int], float]] = []  # indices that touch, and where their middle is
+    for index in order:
+        members, middle = [index], min(max(wanted[index], 0.0), most)
+        while groups:
+            before, before_middle = groups[-1]
+            if middle - before_middle >= apart * (len(members) + len(before)) / 2:
+                break
+            total = before_middle * len(before) + middle * len(members)
+            members = before + members
+            half = apart * (len(members) - 1) / 2
+            middle = min(max(total / len(members), half), max(most - half, half))
+            groups.pop()
+        groups.append((members, middle))
+    found = [0.0] * len(wanted)
+    for members, middle in groups:
+        for place, index in enumerate(members):
+            found[index] = middle + apart * (place - (len(members) - 1) / 2)
+    return found
+
+
+@cache
+def inches(text: str, size: float, bold: bool = False) -> float:
+    """How wide a line of text is."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    if not text.strip():
+        return 0.0
+    font = FontProperties(weight="bold" if bold else "normal")
+    return float(TextPath((0, 0), text, size=size, prop=font).get_extents().x1) / 72
+
+
+def wrapped(text: str, size: float, width: float, bold: bool = False) -> list[str]:
+    """Lines of whole words that are not wider than so many inches."""
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and inches(longer, size, bold) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
+
+
+@dataclass
+class Scale:
+    """Where an axis begins and ends, and its ticks."""
+
+    least: float
+    most: float
+    logarithmic: bool
+    ticks: list[float] | None  # None: matplotlib's choice, which is round on a linear axis
+
+    def share(self, value: float) -> float:
+        """How far along the axis it is."""
+        if self.logarithmic:
+            return math.log(value / self.least) / math.log(self.most / self.least)
+        return (value - self.least) / (self.most - self.least)
+
+
+def scale_of(values: Iterable[float], at: Numbers = (), most: float | None = None) -> Scale:
+    """From zero, or logarithmic where values differ so much.
+
+    `at` are the values that were tried: the ticks.  An axis with a `most`, like 100 %, is never logarithmic.
+    """
+    known = [value for value in (*values, *at) if math.isfinite(value)] or [0.0, 1.0]
+    least, largest = min(known), max(known)
+    wide = SWEPT_LOGARITHMIC_FROM if at else LOGARITHMIC_FROM
+    if most is None and least > 0 and largest / least >= wide:
+        steps = _steps(least, largest)
+        low, high = steps[0] * 0.9, steps[-1] * 1.1
+        return Scale(low, high, True, _apart(at or steps, low, high, logarithmic=True))
+    room = 0.06 * (largest - min(least, 0.0)) or 1.0
+    end = largest + room if most is None else most + 0.02 * most
+    begin = least - room if least < 0 else 0.0
+    return Scale(begin, end, False, _apart(at, begin, end) if at else None)
+
+
+def _steps(least: float, most: float) -> list[float]:
+    """1, 2, 5, 10, … around these values; only 1, 10, 100, … where there would be many."""
+    first, last = math.floor(math.log10(least)), math.ceil(math.log10(most))
+    for factors in ((1, 2, 5), (1,)):
+        found = [
+            factor * 10.0**exponent for exponent in range(first, last + 1) for factor in factors
+        ]
+        below = max((i for i, each in enumerate(found) if each <= least * 1.0001), default=0)
+        above = min(
+            (i for i, each in enumerate(found) if each >= most * 0.9999), default=len(found) - 1
+        )
+        found = found[below : above + 1]
+        if len(found) <= TICKS_MAX:
+            break
+    return found
+
+
+def _apart(values: Numbers, least: float, most: float, *, logarithmic: bool = False) -> list[float]:
+    """Those that can be read beside each other."""
+    scale, kept = Scale(least, most, logarithmic, None), list[float]()
+    for value in sorted(set(values)):
+        if not kept or scale.share(value) - scale.share(kept[-1]) >= TICKS_APART:
+            kept.append(value)
+    return kept

@@ -1,0 +1,201 @@
+"""Draws what `pensieve simulate` found: one sheet for a whole sweep.
+
+First what was compared, over the thing of which most values were tried (a rate, the size of a tier), a line
+for each policy; of the others each combination has a row of its own.  Then how full the tiers were and how
+many turns ran and waited, over time, a panel for each simulation of the first seed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pensieve.bench.plot_scale import plain
+from pensieve.bench.plots import Sheet
+from pensieve.sim.report import over_seeds
+
+Row = dict[str, Any]
+SECONDS_PER_HOUR = 3600
+SWEPT = {
+    "rate": "conversations per second",
+    "device_size": "device tier (tokens)",
+    "host_size": "host tier (tokens)",
+}
+SHORT = {"rate": "{}/s", "device_size": "device {}", "host_size": "host {}"}
+FILE = "simulate.png"
+TIMED_MAX = 4  # settings whose course is drawn
+WIDTH = 3.0  # inches, of each panel
+SHARE_MOST = 100.0  # percent
+
+
+class _Measure:
+    """One figure of a row; None where it has none."""
+
+    def __init__(
+        self, title: str, of: Callable[[Row], float | None], most: float | None = None
+    ) -> None:
+        self.title, self.of, self.most = title, of, most
+
+    def spread(self, repeats: Sequence[Row]) -> tuple[float, float, float]:
+        """Median, least and most over the seeds."""
+        values = [value for row in repeats if (value := self.of(row)) is not None]
+        if not values:
+            return (float("nan"),) * 3
+        return statistics.median(values), min(values), max(values)
+
+
+def draw(rows: Sequence[Row], facts: Iterable[str], folder: Path) -> Path:
+    return sheet(rows, facts).save(folder / FILE)
+
+
+def sheet(rows: Sequence[Row], facts: Iterable[str]) -> Sheet:
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    tried = {key: sorted({row[key] for row in rows if row[key] is not None}) for key in SWEPT}
+    swept = max(tried, key=lambda key: len(tried[key]))
+    several = [key for key in SWEPT if len(tried[key]) > 1]
+    fixed = [_named(key, values[0]) for key, values in tried.items() if len(values) == 1]
+    compared = (
+        f"Retention policies {', '.join(policies)}"
+        if len(policies) > 1
+        else f"Policy {policies[0]}"
+    )
+    over = f" by {' and '.join(SWEPT[key].split(' (')[0] for key in several)}" if several else ""
+    made = Sheet(f"{compared}{over}", [*facts, *fixed, *_repeats(rows)], WIDTH)
+    measures = _measures(rows)
+    if several:
+        _draw_sweep(made, rows, policies, swept, [key for key in several if key != swept], measures)
+    elif len(policies) > 1 or len(rows) > 1:
+        _draw_bars(made, rows, measures)
+    _draw_courses(made, rows, policies, several)
+    return made
+
+
+def _repeats(rows: Sequence[Row]) -> list[str]:
+    if len({row["seed"] for row in rows}) == 1:
+        return []
+    return ["medians; bands and whiskers: least to most of the seeds"]
+
+
+def _measures(rows: Sequence[Row]) -> list[_Measure]:
+    def again(row: Row) -> float | None:
+        return None if row["hit_rate"] is None else 100 * (1 - row["hit_rate"])
+
+    found = [_Measure("History computed again (%)", again, SHARE_MOST)]
+    if any(row.get("saved") is not None for row in rows) and len({r["policy"] for r in rows}) > 1:
+        found.append(
+            _Measure(
+                "Cost of recomputing / that of lru",
+                lambda row: None if row.get("saved") is None else 1 + row["saved"],
+            )
+        )
+    timed = any(row["normalized_p90"] for row in rows)
+    if timed:
+        found += [
+            _Measure("Output tokens per second", lambda row: row["tokens_per_second"]),
+            _Measure("P90 of a turn's time per token (ms)", lambda row: row["normalized_p90"]),
+        ]
+    return found
+
+
+def _draw_sweep(
+    made: Sheet,
+    rows: Sequence[Row],
+    policies: Sequence[str],
+    swept: str,
+    others: Sequence[str],
+    measures: Sequence[_Measure],
+) -> None:
+    tried = sorted({row[swept] for row in rows})
+    for values in product(*(sorted({row[key] for row in rows}) for key in others)):
+        here = [
+            row for row in rows if all(row[k] == v for k, v in zip(others, values, strict=True))
+        ]
+        made.row(", ".join(map(_named, others, values)))
+        for measure in measures:
+            panel = made.panel(
+                measure.title, SWEPT[swept], swept=tried, most=measure.most, alike=measure.title
+            )
+            for policy in policies:
+                groups = [each for each in over_seeds(here) if each[0]["policy"] == policy]
+                groups.sort(key=lambda repeats: float(repeats[0][swept]))
+                middle, least, most = zip(*map(measure.spread, groups), strict=True)
+                panel.line(policy, [each[0][swept] for each in groups], middle, least, most)
+
+
+def _draw_bars(made: Sheet, rows: Sequence[Row], measures: Sequence[_Measure]) -> None:
+    groups = over_seeds(rows)
+    for number, measure in enumerate(measures):
+        if number % 2 == 0:
+            made.row()
+        middle, least, most = zip(*map(measure.spread, groups), strict=True)
+        panel = made.panel(measure.title, "")
+        panel.bars([each[0]["policy"] for each in groups], middle, least, most)
+
+
+def _draw_courses(
+    made: Sheet, rows: Sequence[Row], policies: Sequence[str], several: Sequence[str]
+) -> None:
+    """A column for each policy, and two rows for each setting."""
+    drawn = [repeats[0] for repeats in over_seeds(rows) if "series" in repeats[0]]
+    settings = list(dict.fromkeys(tuple(row[key] for key in several) for row in drawn))
+    shown = settings if len(settings) <= TIMED_MAX else _evenly(settings, TIMED_MAX)
+    for number, setting in enumerate(shown):
+        here = [row for row in drawn if tuple(row[key] for key in several) == setting]
+        left_out = f" ({len(shown)} of {len(settings)} settings)" * (len(settings) > len(shown))
+        heading = ", ".join(map(_named, several, setting)) or "Over time"
+        if several and not number:
+            heading = f"Over time{left_out}: {heading}"
+        if here[0]["seed"] is not None:
+            heading += f" (seed {here[0]['seed']})"
+        made.row(heading)
+        for row in here:
+            _draw_tiers(made, row, policies)
+        made.row()
+        for row in here:
+            _draw_turns(made, row, policies)
+
+
+def _evenly(values: Sequence[Any], count: int) -> list[Any]:
+    """The first, the last, and some between them."""
+    return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
+
+
+def _times(series: dict[str, Any]) -> tuple[list[float], str]:
+    seconds = series["seconds"]
+    if seconds and seconds[-1] > 2 * SECONDS_PER_HOUR:
+        return [each / SECONDS_PER_HOUR for each in seconds], "hours"
+    return seconds, "seconds"
+
+
+def _numbers(values: Sequence[float | None], scale: float = 1.0) -> list[float]:
+    """A gap is drawn where nothing happened."""
+    return [float("nan") if each is None else each * scale for each in values]
+
+
+def _draw_tiers(made: Sheet, row: Row, policies: Sequence[str]) -> None:
+    series = row["series"]
+    times, unit = _times(series)
+    title = f"{row['policy']}: fill of the tiers" if len(policies) > 1 else "Fill of the tiers"
+    panel = made.panel(title, unit, "% of the tier", most=SHARE_MOST, height=1.2)
+    only, clean = _numbers(series["device"], 100), _numbers(series["clean"], 100)
+    both = [a + b for a, b in zip(only, clean, strict=True)]
+    panel.area("device: held", times, [0.0] * len(times), only)
+    panel.area("device: may be taken", times, only, both)
+    if row["host_size"]:
+        panel.line("host", times, _numbers(series["host"], 100), marked=False)
+
+
+def _draw_turns(made: Sheet, row: Row, policies: Sequence[str]) -> None:
+    series = row["series"]
+    times, unit = _times(series)
+    title = f"{row['policy']}: turns" if len(policies) > 1 else "Turns"
+    panel = made.panel(title, unit, "turns, mean", height=1.2, alike="turns")
+    panel.line("running", times, _numbers(series["running"]), marked=False)
+    panel.line("waiting", times, _numbers(series["queued"]), marked=False)
+
+
+def _named(key: str, value: float) -> str:
+    return SHORT[key].format(plain(value))
