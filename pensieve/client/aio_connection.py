@@ -1,10 +1,11 @@
 """One gRPC channel to a daemon, used by the tasks of one event loop: `connection.py` for asyncio.
 
-It differs in four ways.  The channel is opened by the first call, because gRPC binds it to the running
+It differs in five ways.  The channel is opened by the first call, because gRPC binds it to the running
 loop.  When the client is closed, gRPC ends a call by raising CancelledError in a task that was not
 cancelled; the task gets a PensieveError instead.  A stream that is dropped must be cancelled by hand,
 because gRPC's own task keeps it alive.  A turn that was left is ended in a task, which the loop is asked for:
-a finalizer may do that, in whichever thread it runs.
+a finalizer may do that, in whichever thread it runs.  Once the loop has ended nothing can be sent, so only
+`close` leaves the turns of a program that ends.
 """
 
 from __future__ import annotations

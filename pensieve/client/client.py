@@ -54,8 +54,8 @@ class Client:
     """A connection to a Pensieve daemon.
 
     Several threads may share one client.  Nothing is sent before the first call.  Use it in an `with`,
-    or `close` it, to free the connection.  Whatever fails raises a subclass of
-    `pensieve.errors.PensieveError`.
+    or `close` it: that leaves the turns that are being read, and frees the connection.  Whatever fails
+    raises a subclass of `pensieve.errors.PensieveError`.
 
     Args:
         address: HOST:PORT or unix:PATH, with or without grpc:// before it.

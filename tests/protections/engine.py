@@ -188,6 +188,13 @@ PROTECTIONS = (
         "client/test_leaving.py::test_the_same_for_tasks",
     ),
     protection(
+        "the end of a program leaves its turns",
+        "client/connection.py",
+        "atexit.register(Connection._leave_all)\n",
+        "",
+        "client/test_end_of_programs.py::test_a_program_that_ends_within_a_turn_has_ended_it",
+    ),
+    protection(
         "a reply that is complete is no reply too late",
         "client/turn_progress.py",
         "        if self._fate == ALL_STAYS and not self._is_late:\n",
