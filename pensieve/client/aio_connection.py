@@ -204,6 +204,7 @@ class AsyncStream(Generic[Response]):
         self._responses = responses
         self._deadline = deadline
         self._check_cancelled = check_cancelled
+        self._cancelled = False
 
     async def read(self) -> Response | None:
         """The next response; None at the end of the stream."""
@@ -213,11 +214,15 @@ class AsyncStream(Generic[Response]):
             raise error_of_call(failure, self._deadline) from None
         except asyncio.CancelledError:
             self._check_cancelled()
+            task = asyncio.current_task()
+            if self._cancelled and not (task is not None and task.cancelling()):
+                return None  # another task has left the turn; this one was not cancelled
             raise
         return None if response is grpc.aio.EOF else cast("Response", response)
 
     def cancel(self) -> None:
         """Stop reading: the server sees that this reader has left."""
+        self._cancelled = True
         self._responses.cancel()
 
     def __del__(self) -> None:
