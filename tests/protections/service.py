@@ -537,8 +537,8 @@ PROTECTIONS = (
     protection(
         "a thread writes the log",
         "launch/log_lines.py",
-        "        self._lines.put(self.format(record))\n\n",
-        '        os.write(self._descriptor, (self.format(record) + "\\n").encode())\n\n',
+        "        self._lines.put(line)\n\n",
+        '        os.write(self._descriptor, (line + "\\n").encode())\n\n',
         "launch/test_log_lines.py::test_a_log_that_nobody_reads_holds_up_no_turn_and_no_end",
     ),
     protection(
@@ -547,6 +547,20 @@ PROTECTIONS = (
         "        if self._lines.qsize() >= LINES_MAX:\n",
         "        if self._lines.qsize() < 0:\n",
         "launch/test_log_lines.py::test_lines_that_were_left_out_are_counted",
+    ),
+    protection(
+        "a line of the log that cannot be formatted raises nothing",
+        "launch/log_lines.py",
+        "        except Exception as error:  # not handleError",
+        "        except OSError as error:  # not handleError",
+        "launch/test_log_lines.py::test_a_line_that_cannot_be_written_harms_nobody_and_is_not_silent",
+    ),
+    protection(
+        "a log that does not block is waited for",
+        "launch/log_lines.py",
+        "        except BlockingIOError:",
+        "        except InterruptedError:",
+        "launch/test_log_lines.py::test_a_pipe_that_does_not_block_loses_no_line",
     ),
     protection(
         "an end takes out its own turn's entry",
