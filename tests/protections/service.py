@@ -563,6 +563,13 @@ PROTECTIONS = (
         "launch/test_log_lines.py::test_a_pipe_that_does_not_block_loses_no_line",
     ),
     protection(
+        "tokens that were cut off are paid for",
+        "service/live_turn.py",
+        "            return self.usage.new_tokens + self.usage.output_tokens\n",
+        "            return self.usage.new_tokens + self.num_tokens\n",
+        "service/test_cancelling.py::test_the_usage_of_a_turn_that_was_cut_is_that_of_its_reply",
+    ),
+    protection(
         "an end takes out its own turn's entry",
         "service/turns.py",
         "        if self._of_request.get(request) is live:",
