@@ -29,11 +29,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 60.0  # seconds, of a step
-FIRST_SECONDS = 60.0  # from the clone to the first word, with packages at hand
 # What a newcomer may be shown on the error output.
 QUIET = [
-    r"pensieve: (making|[123] of 3|installing|compiling) .*",
-    r"pensieve: --plot needs 'matplotlib.*', which is installed once",
+    r"pensieve: (making|[123] of 3).*",
+    r"pensieve: (--plot needs 'matplotlib|smollm2 needs 'gguf).*', which is installed once",
+    r"smollm2: (fetching|fetched|llama,) .*",
+    r"converting smollm2: \d+ %",
     r"pensieve: waiting for .*",
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ INFO .*",  # the daemon's log
     r"(Looking in|Processing|Collecting|Using cached|Downloading|Requirement already|Obtaining) .*",
@@ -64,6 +65,7 @@ class Step:
     types: tuple[str, ...] = ()  # on the terminal, each once the prompt is there
     serves: str = ""  # it stays until this text is written, and then until the walk ends it
     quick: bool = True
+    minutes: float = 1.0  # at most
 
 
 PROMPT = "> "
@@ -218,7 +220,7 @@ class Walk:
             if step.serves:
                 terminal.until(step.serves)
                 self.daemons.append((terminal, step))
-            elif (code := terminal.end()) != step.code:
+            elif (code := terminal.end(60 * step.minutes)) != step.code:
                 self.problem(
                     step, f"exit code {code} instead of {step.code}: {terminal.err[-300:]!r}"
                 )
@@ -297,6 +299,7 @@ TALK = (
         'scripts/run chat smollm2 -q "What is the capital of France?" --stats',
         (r"Paris", r"tokens"),
         quick=False,
+        minutes=5,
     ),
     Step("scripts/run", (r"Hello",), types=("Hello.\n", "/help\n", "/bye\n")),
     Step("scripts/run chat", types=("/bye\n",), quick=False),
@@ -364,10 +367,11 @@ SIMULATE = (
         (r"return",),
         quick=False,
     ),
-    Step("pensieve simulate --plan --workload sharegpt --rate 50", quick=False),
+    Step("pensieve simulate --plan --workload sharegpt --rate 50", quick=False, minutes=15),
     Step(
         "pensieve simulate --plan --workload sharegpt --rate 50 --model llama3-8b --hardware a100-80gb",
         quick=False,
+        minutes=15,
     ),
 )
 BENCH = (
@@ -376,16 +380,24 @@ BENCH = (
         (r"p99",),
         {"1000,100000": "1000"},
         quick=False,
+        minutes=10,
     ),
-    Step("pensieve bench service --streams 256", (r"tokens/s",), quick=False),
-    Step("pensieve bench service --history 100,90000", (), {"100,90000": "100,2000"}, quick=False),
+    Step("pensieve bench service --streams 256", (r"tokens/s",), quick=False, minutes=10),
+    Step(
+        "pensieve bench service --history 100,90000",
+        (),
+        {"100,90000": "100,2000"},
+        quick=False,
+        minutes=10,
+    ),
     Step(
         "pensieve bench attention --context 512,4096 --dtype bfloat16",
         (),
         {"512,4096": "512"},
         quick=False,
+        minutes=10,
     ),
-    Step("pensieve bench step --batch 1,16 --weights int8", quick=False),
+    Step("pensieve bench step --batch 1,16 --weights int8", quick=False, minutes=10),
 )
 TOKEN = Step("pensieve token --tenant acme --file tokens.toml", (r"^\S{32,}$",))
 GUARDED = Step(

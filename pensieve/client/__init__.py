@@ -24,9 +24,11 @@ loading its model is waited for, up to ten minutes.  A `timeout` ends both.
     Client("127.0.0.1:50051", timeout=120, retry=Retry(retries=12))  # out of reach: tried for 31 to 63 s
 
 **Ending a turn early.**  Who leaves a turn on purpose ends it, at once: by a `timeout`, `close`, the end of
-its `with`, a `break`, an exception in the loop, a cancelled task, Ctrl-C, or the end of the client.  The next
-message may follow directly.  The history then is what the caller has seen: of `send`, the pieces that were
-given out; of `ask`, nothing, so that the same may be asked again.  `keep_partial` says otherwise.
+its `with`, a `break`, an exception in the loop, a cancelled task, Ctrl-C, or the end of the client or of the
+program.  The next message may follow directly.  The history then is what the caller has seen: of `send`, the
+pieces that were given out; of `ask`, nothing, so that the same may be asked again.  `keep_partial` says
+otherwise.  An `AsyncClient` must be closed (`async with`) before its event loop ends, for nobody could tell
+the server afterwards; what was left without that ends by the server's grace.
 
     try:
         reply = trip.ask("Tell me everything.", timeout=10)

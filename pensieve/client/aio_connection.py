@@ -1,10 +1,11 @@
 """One gRPC channel to a daemon, used by the tasks of one event loop: `connection.py` for asyncio.
 
-It differs in four ways.  The channel is opened by the first call, because gRPC binds it to the running
+It differs in five ways.  The channel is opened by the first call, because gRPC binds it to the running
 loop.  When the client is closed, gRPC ends a call by raising CancelledError in a task that was not
 cancelled; the task gets a PensieveError instead.  A stream that is dropped must be cancelled by hand,
 because gRPC's own task keeps it alive.  A turn that was left is ended in a task, which the loop is asked for:
-a finalizer may do that, in whichever thread it runs.
+a finalizer may do that, in whichever thread it runs.  Once the loop has ended nothing can be sent, so only
+`close` leaves the turns of a program that ends.
 """
 
 from __future__ import annotations
@@ -203,6 +204,7 @@ class AsyncStream(Generic[Response]):
         self._responses = responses
         self._deadline = deadline
         self._check_cancelled = check_cancelled
+        self._cancelled = False
 
     async def read(self) -> Response | None:
         """The next response; None at the end of the stream."""
@@ -212,11 +214,15 @@ class AsyncStream(Generic[Response]):
             raise error_of_call(failure, self._deadline) from None
         except asyncio.CancelledError:
             self._check_cancelled()
+            task = asyncio.current_task()
+            if self._cancelled and not (task is not None and task.cancelling()):
+                return None  # another task has left the turn; this one was not cancelled
             raise
         return None if response is grpc.aio.EOF else cast("Response", response)
 
     def cancel(self) -> None:
         """Stop reading: the server sees that this reader has left."""
+        self._cancelled = True
         self._responses.cancel()
 
     def __del__(self) -> None:

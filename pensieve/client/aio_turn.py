@@ -75,7 +75,8 @@ class AsyncTurn:
         while course.under_way:
             error: PensieveError | None = None
             try:
-                response = await (await self._attached()).read()
+                stream = await self._attached()
+                response = await stream.read() if stream is not None else None
             except PensieveError as failure:
                 error, response = failure, None
             if response is not None:
@@ -104,6 +105,8 @@ class AsyncTurn:
         """
         async for _ in self:
             pass
+        if (request := self._course.question()) is not None:
+            self._course.was_ended(await self._connection.end_turn(request))
         return self._course.reply
 
     async def cancel(self) -> bool:
@@ -137,14 +140,19 @@ class AsyncTurn:
         if (request := self._course.leave()) is not None:
             self._connection.begin_ending(request)
 
-    async def _attached(self) -> AsyncStream[pb.SendMessageResponse]:
+    async def _attached(self) -> AsyncStream[pb.SendMessageResponse] | None:
+        """None if another task has closed the turn, which may have been before the request was sent."""
         if self._stream is None:
             course, connection = self._course, self._connection
             request, deadline = course.request, course.deadline
             await connection.wait_for_endings(request.conversation_id, deadline)
-            self._stream = connection.stream(connection.stub.SendMessage, request, deadline)
+            method = connection.stub.SendMessage
+            course.was_sent = True  # before it is: an interrupt may come in between
+            self._stream = connection.stream(method, request, deadline)
             connection.reading[course] = self._stream
-            course.was_sent = True
+            if course.was_left and (end_request := course.end_request()) is not None:
+                self._detach()
+                course.was_ended(await connection.end_turn(end_request))
         return self._stream
 
     async def _take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:

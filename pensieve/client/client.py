@@ -53,9 +53,9 @@ Page = TypeVar("Page", bound=PagedResponse)
 class Client:
     """A connection to a Pensieve daemon.
 
-    Several threads may share one client.  Nothing is sent before the first call.  To free the connection, use
-    the client by `with`, or `close` it.  Whatever fails raises a subclass of
-    `pensieve.errors.PensieveError`.
+    Several threads may share one client.  Nothing is sent before the first call.  Use the client by
+    `with`, or `close` it: that leaves the turns that are being read, and frees the connection.
+    Whatever fails raises a subclass of `pensieve.errors.PensieveError`.
 
     Args:
         address: HOST:PORT or unix:PATH, with or without grpc:// before it.

@@ -8,14 +8,24 @@ nothing is sent once `close` was called, but for the ends of turns.
 call waits for that, END_SECONDS at most; so does the next call of this client in the same conversation, where
 a turn was dropped and nobody could wait.  A thread because Ctrl-C may have struck within gRPC and left one of
 its locks held: then only that thread waits for ever.
+
+**The end of the program.**  A client that was not closed leaves its turns when the program ends, after all
+threads that the program waits for; the program then waits for their ends.  No thread may be started by then
+(Python 3.12), so one stands by for that.
 """
 
 from __future__ import annotations
 
 import _thread
+import atexit
+import contextlib
+import os
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, TypeVar
 
 import grpc
@@ -42,6 +52,33 @@ class Ending:
         self.answer: pb.CancelTurnResponse | None = None  # None: the server has not said
 
 
+class Standby:
+    """A thread that acts at the end of the program, when no other one can be started."""
+
+    def __init__(self) -> None:
+        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._process = 0  # that the thread runs in; a fork has none
+
+    def start(self) -> None:
+        """Before it is needed."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            with contextlib.suppress(RuntimeError):  # the program ends already
+                _thread.start_new_thread(self._run, ())
+
+    def act(self, action: Callable[[], None]) -> None:
+        """Any thread may ask for it, and a finalizer: this waits for nothing."""
+        self._actions.put(action)
+
+    def _run(self) -> None:
+        while True:
+            self._actions.get()()
+
+
+_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+_standby = Standby()
+
+
 class Connection:
     """A channel, its stub and the caller's token.  Any number of threads may use it."""
 
@@ -56,6 +93,8 @@ class Connection:
         else:
             self.channel = grpc.secure_channel(target, credentials, options=OPTIONS)
         self.stub = conversation_pb2_grpc.ConversationServiceStub(self.channel)
+        _standby.start()
+        _open.add(self)
 
     def unary(
         self,
@@ -93,12 +132,12 @@ class Connection:
         """The same without waiting.  A finalizer may call it, so nothing in here may wait for a lock."""
         ending = Ending(request.conversation_id)
         self._endings.add(ending)
+        _open.add(self)  # again: where it is collected with its turn, it was forgotten before
         try:
             # Not threading.Thread, which waits for locks until the thread runs.
             _thread.start_new_thread(self._end, (ending, request))
-        except RuntimeError:  # the program ends, and the connection with it
-            self._endings.discard(ending)
-            ending.over.set()
+        except RuntimeError:  # the program ends
+            _standby.act(partial(self._end, ending, request))
         return ending
 
     def wait_for_endings(self, conversation_id: str, deadline: Deadline) -> None:
@@ -147,16 +186,30 @@ class Connection:
     def close(self) -> None:
         """Leave the turns that are being read, wait for their ends, and end every call that is under way."""
         self._closed = True
+        self._wait(self._leave(), Deadline(None))
+        self.channel.close()
+
+    def _leave(self) -> list[Ending]:
+        """Begin to end the turns that are being read; these ends and those that are under way."""
         for course, stream in self.reading.copy().items():
-            stream.cancel()
+            if self._closed:
+                stream.cancel()
             if (request := course.end_request()) is not None:
                 self.begin_ending(request)
-        self._wait(list(self._endings.copy()), Deadline(None))
-        self.channel.close()
+        return list(self._endings.copy())
+
+    @staticmethod
+    def _leave_all() -> None:
+        """At the end of the program; gRPC is not touched by this thread, for its locks may be held."""
+        endings = [ending for connection in list(_open) for ending in connection._leave()]
+        Connection._wait(endings, Deadline(None))
 
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidArgument("client", "is closed")
+
+
+atexit.register(Connection._leave_all)
 
 
 class Stream(Generic[Response]):

@@ -40,6 +40,7 @@ from pensieve.errors import (
 )
 from pensieve.v1 import conversation_pb2 as pb
 
+NOT_SENT = "it was not sent"
 NO_ANSWER = f"the server has not said within {END_SECONDS:g} s what stays of it"
 WHAT_STAYS = {
     pb.FINISH_REASON_UNSPECIFIED: "nothing of it is in the history",
@@ -154,13 +155,15 @@ class TurnCourse:
         self.deadline = Deadline(timeout)
         self.progress = TurnProgress()
         self.cancelling = False
-        self.was_sent = False
+        self.was_sent = (
+            False  # or is about to be; to end what the server does not know does no harm
+        )
         self._keep_partial = keep_partial
         self._tries = Tries(retry, self.deadline)
         self._failure: PensieveError | None = None
         self._left = False
         self._is_late = False  # its time is over, and its reply complete
-        self._fate = NO_ANSWER  # of a turn that was left
+        self._fate = ""  # of a turn that was left, once the server has said it
 
     @property
     def under_way(self) -> bool:
@@ -184,7 +187,8 @@ class TurnCourse:
     def reply(self) -> Reply:
         """The reply, once the turn has ended."""
         if self.progress.reply is None:
-            raise TurnInterrupted(f"the turn was left before its end; {self._fate}")
+            fate = self._what_stays if self.was_sent else NOT_SENT
+            raise TurnInterrupted(f"the turn was left before its end; {fate}")
         return self.progress.reply
 
     def take(self, response: pb.SendMessageResponse) -> Delta | Restarted | None:
@@ -218,6 +222,11 @@ class TurnCourse:
 
     # -- leaving --
 
+    @property
+    def was_left(self) -> bool:
+        """Whether nobody reads it any further; another thread may have closed it."""
+        return self._left
+
     def leave(self) -> pb.CancelTurnRequest | None:
         """Read no further; the request that ends the turn at the server, unless there is nothing to end."""
         if self._left or self._failure is not None:
@@ -237,6 +246,13 @@ class TurnCourse:
             request.attempt = self.progress.attempt
         return request
 
+    def question(self) -> pb.CancelTurnRequest | None:
+        """The same again for a turn that was left, unless the server has said what stays of it.
+
+        Another thread may be about to leave it; whoever wants the reply meanwhile hears of its end, too.
+        """
+        return self.end_request() if self._left and not self._fate else None
+
     def was_ended(self, answer: pb.CancelTurnResponse | None) -> None:
         """The server has ended the turn that was left; None if it has not answered."""
         if answer is not None:
@@ -255,5 +271,9 @@ class TurnCourse:
             self._is_late = True
             self.deadline = Deadline(END_SECONDS)
             return
-        self._failure = DeadlineExceeded(f"{error}; {self._fate}")
+        self._failure = DeadlineExceeded(f"{error}; {self._what_stays}")
         raise self._failure
+
+    @property
+    def _what_stays(self) -> str:
+        return self._fate or NO_ANSWER

@@ -2,6 +2,7 @@
 
 A thread writes them: whoever should read standard error and does not (a terminal that was paused, a pipe that
 is full) holds up no turn.  Up to LINES_MAX lines wait; more are left out, and the next one says how many.
+Logging raises nothing: where a line cannot be formatted, one that says so takes its place.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import logging
 import os
 import queue
+import select
 import sys
 import threading
 from collections.abc import Iterator
@@ -59,7 +61,12 @@ class _Beside(logging.Handler):
             lost, self._num_lost = self._num_lost, 0
             text = f"{lost} lines of the log are missing: nobody read them"
             self._lines.put(self.format(_warning(text)))
-        self._lines.put(self.format(record))
+        try:
+            line = self.format(record)
+        except Exception as error:  # not handleError, which would wait for standard error
+            place = f"{record.pathname}:{record.lineno}"
+            line = self.format(_warning(f"a line of the log from {place} is missing: {error}"))
+        self._lines.put(line)
 
     def close(self) -> None:
         self._lines.put(None)
@@ -71,7 +78,14 @@ class _Beside(logging.Handler):
             left = memoryview((line + "\n").encode(errors="backslashreplace"))
             with contextlib.suppress(OSError):  # it was closed
                 while left:
-                    left = left[os.write(self._descriptor, left) :]
+                    left = left[self._write_some(left) :]
+
+    def _write_some(self, line: memoryview) -> int:
+        try:
+            return os.write(self._descriptor, line)
+        except BlockingIOError:  # another process has set it so; it is waited for all the same
+            select.select([], [self._descriptor], [])
+            return 0
 
 
 def _warning(text: str) -> logging.LogRecord:

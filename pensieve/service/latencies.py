@@ -83,7 +83,7 @@ class Latencies:
     """Of the turns of all clients."""
 
     def __init__(self) -> None:
-        self.first_token = RecentTimes()  # from a request's arrival
+        self.first_token = RecentTimes()  # since a request was admitted
         self.token_gap = RecentTimes()
 
     def came(self, live: LiveTurn, now: float) -> None:

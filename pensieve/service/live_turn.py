@@ -106,7 +106,7 @@ class LiveTurn:
     parts: list[Part] = field(default_factory=list)  # that each token belongs to
     logprobs: dict[int, Row] | PackedLogprobs = field(default_factory=dict)
     ask: Ask | None = None  # that began it here; None of one that was completed before
-    arrived_at: float = 0.0  # when its request came, by the loop's clock
+    arrived_at: float = 0.0  # when its request was admitted, by the loop's clock
     begun_at: float = 0.0  # when the store had it
     admitted: bool = False  # the engine has room for it; before that it waits
     phase: Phase = Phase.RUNNING
@@ -141,8 +141,8 @@ class LiveTurn:
     @property
     def num_charged_tokens(self) -> int:
         """That its tenant has used: those it brought, once they were computed, and those of its reply."""
-        if self.figures:
-            return int(self.figures["new_tokens"] + self.figures["output_tokens"])
+        if self.figures and self.usage is not None:  # all that were sampled, also those cut off
+            return self.usage.new_tokens + self.usage.output_tokens
         return self.num_tokens + (self.prompt_tokens if self.admitted else 0)
 
     def move_to(self, phase: Phase) -> None:

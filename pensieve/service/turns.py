@@ -210,7 +210,7 @@ class Turns:
             return Ending(live, None, ended.failure or "FAILED")
         if ended.usage.recomputed_tokens:
             live.figures["recompute_reason"] = live.recompute_reason
-        live.figures.update(usage_figures(ended.usage))
+        live.figures |= usage_figures(ended.usage) | {"output_tokens": live.num_tokens}
         has_all = live.num_tokens == ended.usage.output_tokens  # else it does not end as it stopped
         reply = Reply(
             live.turn_id,

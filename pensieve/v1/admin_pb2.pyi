@@ -246,7 +246,7 @@ class Stats(google.protobuf.message.Message):
 
     @property
     def first_token(self) -> Global___Latency:
-        """From a request's arrival to the first token of its reply."""
+        """From when a request was received, parsed and admitted to the first token of its reply."""
 
     @property
     def token_gap(self) -> Global___Latency:

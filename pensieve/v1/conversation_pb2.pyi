@@ -946,7 +946,9 @@ class Usage(google.protobuf.message.Message):
     recompute_reason: Global___RecomputeReason.ValueType
     """Why it was lost; empty when nothing was."""
     output_tokens: builtins.int
-    """Tokens of the reply."""
+    """Tokens of the reply, as it is in the history.  A turn that was ended early may have computed more, which count for
+    its tenant's limits and not here.
+    """
     queue_seconds: builtins.float
     """From submission to the first iteration."""
     first_token_seconds: builtins.float

@@ -174,6 +174,10 @@ def test_a_task_that_is_cancelled_has_ended_its_turn(server: ScriptedServer) -> 
         turn = client.conversation("c").send("a b c", request_id="r")
         task = asyncio.create_task(turn.reply())
         assert await asyncio.to_thread(stalled.wait, SAFETY_SECONDS)
+        while (
+            not turn._course.progress.num_tokens
+        ):  # the server has sent it, the task not taken it yet
+            await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -405,3 +405,114 @@ def test_a_task_that_is_cancelled_while_it_asks_leaves_nothing(rig: DaemonRig) -
             assert len([message async for message in talk.messages()]) == 2
 
     asyncio.run(talk())
+
+
+# -- between two steps of a turn that begins --
+
+
+Open = Callable[..., object]
+
+
+def test_an_interrupt_just_after_the_request_was_sent_ends_the_turn(
+    rig: DaemonRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(rig.server.address) as client:
+        talk, opened = client.conversation(), []
+        open_stream: Open = client._connection.stream
+
+        def interrupted(*arguments: object) -> None:
+            opened.append(open_stream(*arguments))
+            wait_for(lambda: rig.num_live)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(client._connection, "stream", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(endless(talk))
+        assert talk.ask("again", max_tokens=3).revision == 1
+
+
+@pytest.mark.parametrize("step", ["wait_for_endings", "stream"])
+def test_a_turn_that_is_closed_just_before_its_request_is_sent_is_ended(
+    rig: DaemonRig, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    with Client(rig.server.address) as client:
+        talk = client.conversation()
+        turn, take_step = endless(talk), getattr(client._connection, step)
+
+        def closed(*arguments: object) -> object:
+            turn.close()  # as another thread may
+            return take_step(*arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(client._connection, step, closed)
+            assert list(turn) == []
+        with pytest.raises(errors.TurnInterrupted, match="nothing of it is in the history"):
+            _ = turn.reply
+        assert talk.ask("again", max_tokens=3).revision == 1
+
+
+@pytest.mark.parametrize("step", ["wait_for_endings", "stream"])
+def test_the_same_for_a_task(rig: DaemonRig, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    async def talk() -> None:
+        async with AsyncClient(rig.server.address) as client:
+            talk = client.conversation()
+            turn, take_step = endless_async(talk), getattr(client._connection, step)
+            closing: list[asyncio.Task[None]] = []
+
+            async def closed_before(*arguments: object) -> None:
+                await turn.close()
+                await take_step(*arguments)
+
+            def closed(*arguments: object) -> object:
+                closing.append(asyncio.create_task(turn.close()))
+                return take_step(*arguments)
+
+            with monkeypatch.context() as patched:
+                patched.setattr(
+                    client._connection, step, closed if step == "stream" else closed_before
+                )
+                pieces: list[Piece] = []
+                await read(turn, pieces)
+                assert pieces == []
+            assert (await talk.ask("again", max_tokens=3)).revision == 1
+
+    asyncio.run(talk())
+
+
+# -- what is said of a turn that was left --
+
+
+def test_of_a_turn_that_was_never_sent_nothing_else_is_said(rig: DaemonRig) -> None:
+    with Client(rig.server.address) as client:
+        turn = endless(client.conversation())
+        turn.close()
+        with pytest.raises(errors.TurnInterrupted, match=r"left before its end; it was not sent$"):
+            _ = turn.reply
+
+
+def test_a_reader_whose_turn_another_thread_closes_is_told_what_stays(
+    rig: DaemonRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(rig.server.address) as client:
+        turn = endless(client.conversation())
+        next(turn)
+        end_turn, asked, told = client._connection.end_turn, threading.Event(), threading.Event()
+
+        def slowly(request: object) -> object:  # the server's answer takes until the reader has one
+            answer = end_turn(request)  # type: ignore[arg-type]
+            if threading.current_thread() is closing:
+                asked.set()
+                told.wait(10)
+            return answer
+
+        monkeypatch.setattr(client._connection, "end_turn", slowly)
+        closing = threading.Thread(target=turn.close)
+        closing.start()
+        asked.wait(10)
+        try:
+            with pytest.raises(errors.TurnInterrupted, match="what was delivered of it is in the"):
+                _ = turn.reply
+        finally:
+            told.set()
+            closing.join()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,3 +93,39 @@ def test_turns_can_be_left_out_alone(capfd: pytest.CaptureFixture[str]) -> None:
         err = capfd.readouterr().err
         assert ('"message": "turn ended", "a": 1' in err) == turns
         assert "else" in err
+
+
+def test_a_line_that_cannot_be_written_harms_nobody_and_is_not_silent(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    log = logging.getLogger("pensieve")
+    with log_lines.log_to_stderr("json", turns=True):
+        log.info("%d turns", "no number")
+        log.info("turn ended", extra={"figures": {"a": object()}})
+        log.info("next")
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [line["level"] for line in lines] == ["warning", "warning", "info"]
+    assert all("test_log_lines.py" in line["message"] for line in lines[:2])
+    assert lines[2]["message"] == "next"
+
+
+def test_a_pipe_that_does_not_block_loses_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, ours = os.pipe()
+    fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    os.set_blocking(ours, False)  # as another process that has it may leave it
+    os.write(ours, b"x" * PIPE_BYTES)
+    log, num_lines, written = logging.getLogger("pensieve"), 500, b""
+    with os.fdopen(ours, "w") as stderr, os.fdopen(theirs, "rb", buffering=0) as reader:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with log_lines.log_to_stderr("text", turns=True):
+            lines = log.handlers[-1]._lines
+            for number in range(num_lines):
+                log.info("line %d", number)
+            time.sleep(0.2)  # the thread meets the full pipe
+            while lines.qsize():
+                written += reader.read(PIPE_BYTES)
+        stderr.close()
+        while more := reader.read(PIPE_BYTES):
+            written += more
+    said = [line.split(" ", 3)[3] for line in written[PIPE_BYTES:].decode().splitlines()]
+    assert said == [f"line {number}" for number in range(num_lines)]

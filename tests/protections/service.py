@@ -537,8 +537,8 @@ PROTECTIONS = (
     protection(
         "a thread writes the log",
         "launch/log_lines.py",
-        "        self._lines.put(self.format(record))\n\n",
-        '        os.write(self._descriptor, (self.format(record) + "\\n").encode())\n\n',
+        "        self._lines.put(line)\n\n",
+        '        os.write(self._descriptor, (line + "\\n").encode())\n\n',
         "launch/test_log_lines.py::test_a_log_that_nobody_reads_holds_up_no_turn_and_no_end",
     ),
     protection(
@@ -547,6 +547,27 @@ PROTECTIONS = (
         "        if self._lines.qsize() >= LINES_MAX:\n",
         "        if self._lines.qsize() < 0:\n",
         "launch/test_log_lines.py::test_lines_that_were_left_out_are_counted",
+    ),
+    protection(
+        "a line of the log that cannot be formatted raises nothing",
+        "launch/log_lines.py",
+        "        except Exception as error:  # not handleError",
+        "        except OSError as error:  # not handleError",
+        "launch/test_log_lines.py::test_a_line_that_cannot_be_written_harms_nobody_and_is_not_silent",
+    ),
+    protection(
+        "a log that does not block is waited for",
+        "launch/log_lines.py",
+        "        except BlockingIOError:",
+        "        except InterruptedError:",
+        "launch/test_log_lines.py::test_a_pipe_that_does_not_block_loses_no_line",
+    ),
+    protection(
+        "tokens that were cut off are paid for",
+        "service/live_turn.py",
+        "            return self.usage.new_tokens + self.usage.output_tokens\n",
+        "            return self.usage.new_tokens + self.num_tokens\n",
+        "service/test_cancelling.py::test_the_usage_of_a_turn_that_was_cut_is_that_of_its_reply",
     ),
     protection(
         "an end takes out its own turn's entry",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -58,6 +59,22 @@ def test_so_many_tokens_stay_as_the_client_has_taken(rig: DaemonRig) -> None:
     assert (len(reply.token_ids), reply.finish_reason) == (3, pb.FINISH_REASON_CANCELLED)
     assert rig.ask("c", "go on", sampling=SHORT).completed.revision == 2
     assert wrong_tokens(rig, "c") == 0
+
+
+def test_the_usage_of_a_turn_that_was_cut_is_that_of_its_reply(rig: DaemonRig) -> None:
+    stream = begin(rig, "c", 10)
+
+    async def look() -> Any:
+        return rig.daemon.conversations.turns.of_conversation("c")
+
+    live = rig.call(look())
+    cancel(rig, "c", request_id="r", keep_tokens=3)
+    with contextlib.suppress(grpc.RpcError):  # it was sent more
+        list(stream)
+    again = rig.ask("c", "hello", request_id="r", sampling=LONG)
+    assert (len(again.token_ids), again.completed.usage.output_tokens) == (3, 3)
+    assert live.figures["output_tokens"] == 3
+    assert live.num_charged_tokens >= live.prompt_tokens + 10, "what was computed is paid for"
 
 
 def test_more_than_there_are_is_all_there_is(rig: DaemonRig) -> None:

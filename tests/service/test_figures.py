@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc._cython import cygrpc
 
 from pensieve.cli.main import main
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.figures import LoopLag, Quantiles
+from pensieve.service.grpc.calls import Call
 from pensieve.service.grpc.server import Listening
 from pensieve.service.limits import Limits
 from pensieve.store import connection
@@ -171,3 +174,23 @@ def test_what_the_operator_must_look_at_is_among_the_figures(
         "lines could",
     ):
         assert words in shown, shown
+
+
+def test_a_client_that_leaves_while_it_is_written_to_is_no_failure_of_ours(
+    rig: DaemonRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write = Call.write
+
+    async def fails(
+        call: Call, message: object
+    ) -> None:  # as gRPC lets it, about once in a thousand
+        await write(call, message)
+        raise cygrpc.ExecuteBatchError("Failed 'send_message'")
+
+    monkeypatch.setattr(Call, "write", fails)
+    before = dict(service(rig).refusals)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(rig.send("left", "hello"))
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert dict(service(rig).refusals) == before

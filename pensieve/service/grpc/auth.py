@@ -9,12 +9,14 @@ The body of a request is received once its caller is known (incoming.py), and pa
 known to be small enough (sizes.py).
 
 A call fails with our errors' codes and details; a request that cannot be parsed, with INVALID_ARGUMENT;
-anything else, with INTERNAL and an id that the log explains.
+anything else, with INTERNAL and an id that the log explains.  A client that leaves while something is sent to
+it is no failure, although gRPC lets that fail at times instead of cancelling the call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -268,6 +270,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 return answer
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
+            except grpc.aio.InternalError:  # of gRPC: the client left while it was written to
+                await _abort(context, grpc.StatusCode.CANCELLED, "the client has left")
             except PensieveError as error:
                 outcome = error.reason
                 limit = error.limit if isinstance(error, QueueFull) else ""
@@ -282,7 +286,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 self._refusals[outcome] += 1
                 incident = secrets.token_hex(8)
                 log.exception("incident %s in %s", incident, details.method)
-                await context.abort(grpc.StatusCode.INTERNAL, f"internal error {incident}")
+                await _abort(context, grpc.StatusCode.INTERNAL, f"internal error {incident}")
             finally:
                 if held is not None:
                     held.release()
@@ -352,8 +356,13 @@ async def abort_with(context: Any, error: PensieveError) -> NoReturn:
     context.set_trailing_metadata(
         ((translate.DETAILS_KEY, translate.status(error).SerializeToString()),)
     )
-    await context.abort(translate.status_code(error), translate.text_of(error))
-    raise AssertionError("abort does not return")
+    await _abort(context, translate.status_code(error), translate.text_of(error))
+
+
+async def _abort(context: Any, code: grpc.StatusCode, text: str) -> NoReturn:
+    with contextlib.suppress(grpc.aio.InternalError):  # the client has left
+        await context.abort(code, text)
+    raise asyncio.CancelledError
 
 
 def new_token(tenant: str, admin: bool, name: str = "", **limits: float | None) -> tuple[str, str]:
