@@ -48,6 +48,7 @@ QUIET = [
     r"restoring generation \d+, \d+ segments",
     r"checking it",
     r"assumed: .*",
+    r"\w+: building [\d,]+ conversations …",
     r"drawn: .*",
     r"\d+ of \d+.*",
 ]
