@@ -42,8 +42,8 @@ HELP = """\
 /retry             take back the last reply and have another one
 /undo              take back the last turn
 /fork [ID]         go on with a copy of this conversation
-/set [NAME VALUE]  temperature, top_p, top_k, max_tokens or seed, until you leave;
-                   alone: what is in force. The value `default` takes it back
+/set [NAME VALUE]  temperature, top_p, min_p, top_k, max_tokens or seed, until you
+                   leave; alone: what is in force. The value `default` takes it back
 /delete            forget this conversation, on disk as well
 /stats             what the engine has done
 /bye               leave; also /quit, /exit or Ctrl-D
@@ -246,7 +246,10 @@ class Chat:
         self._show(messages[-2:])
 
     def _messages(self, argument: str) -> None:
-        self._show(self._messages_of())
+        messages = self._messages_of()
+        if not messages:
+            self._screen.line("none yet")
+        self._show(messages)
 
     def _show(self, messages: list[Message]) -> None:
         for message in messages:
