@@ -9,8 +9,6 @@ PROTECTIONS = (
         "        self.pressed = True\n        if self._stop",
         "        if self.pressed:\n            raise KeyboardInterrupt\n"
         "        self.pressed = True\n        if self._stop",
-        "cli/test_ctrl_c.py"
-        "::test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored",
         "cli/test_ctrl_c.py::test_presses_stop_a_reply_once_and_a_late_one_gives_it_up",
     ),
     protection(

@@ -237,7 +237,6 @@ PROTECTIONS = (
         "        except NotFound:\n            self.erasure.finish()\n            raise\n",
         "        except NotFound:\n            raise\n",
         "store/test_deletion.py::test_a_reader_that_holds_the_journal_is_reported_and_a_retry_erases",
-        "service/test_erasing.py::test_a_client_that_deletes_again_has_it_erased",
     ),
     protection(
         "reads make way for an erasure",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -579,28 +578,31 @@ def test_two_that_ship_at_once_append_one_after_the_other(
         append = Chain.append
         inside: list[int] = []
         most: list[int] = []
+        entered, go_on = threading.Event(), threading.Event()
 
         def slow(chain: Chain, changes: Changes) -> None:
             inside.append(1)
             most.append(len(inside))
-            time.sleep(0.02)
+            entered.set()
+            go_on.wait(10)
             append(chain, changes)
             inside.pop()
 
         monkeypatch.setattr(Chain, "append", slow)
         feed = shipping.feed
         assert feed is not None
-        for number in range(6):
-            create(store, f"c{number}", user("head", 1))
+        threads = [threading.Thread(target=shipping.chain.ship, args=(feed,)) for _ in range(2)]
+        for name, thread in zip("cd", threads, strict=True):
+            create(store, name, user("head", 1))
             shipping.source.collect()
-            threads = [threading.Thread(target=shipping.chain.ship, args=(feed,)) for _ in range(2)]
-            for thread in threads:
-                thread.start()
-            create(store, f"d{number}", user("head", 1))
-            shipping.source.collect()
-            for thread in threads:
-                thread.join()
-        assert max(most) == 1
+            thread.start()
+            assert entered.wait(10)
+        threads[1].join(0.3)
+        assert most == [1]
+        go_on.set()
+        for thread in threads:
+            thread.join()
+        assert most == [1, 1]
         shipping.ship()
     with restored(backup, driver) as again:
-        assert len(again.list_conversations(100).conversations) == 12
+        assert len(again.list_conversations(100).conversations) == 2
