@@ -21,6 +21,7 @@ that interrupts anything, itself included.
 leaves `pressed` set, and `stopping` looks there after it has said what to stop: whichever of handler and
 main thread comes second sees what the first has done.  At the prompt, a signal that comes just before
 readline begins to wait wakes nobody; a timer ends that wait a few times a second, and pending handlers run.
+(A line that is typed, or pasted, and entered in between is cleared with it.)
 
 *Why no word is lost.*  On Ctrl-C a terminal throws away what was written and not shown yet, unless NOFLSH
 is set, and so it is.

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pensieve.cli.ctrl_c import CtrlC, _wake
+from pensieve.cli.ctrl_c import WAKE_SECONDS, CtrlC, _wake
 from pensieve.store import ConversationStore
 from tests.cli.terminal import CTRL_C, ENTERED, PROMPT, Terminal, text_of
 from tests.scale import SCALE, SEED
@@ -42,7 +42,7 @@ def press_twice(terminal: Terminal, message: str, drawn: random.Random) -> None:
     for _ in range(2):
         time.sleep(drawn.random() * GAP_SECONDS_MAX)
         terminal.type(CTRL_C)
-    time.sleep(TYPING_SECONDS)
+    time.sleep(WAKE_SECONDS + TYPING_SECONDS)  # what is typed sooner may be cleared with it
 
 
 def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored(tmp_path: Path):
