@@ -96,9 +96,10 @@ def test_turns_can_be_left_out_alone(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_line_that_cannot_be_written_harms_nobody_and_is_not_silent(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = logging.getLogger("pensieve")
+    monkeypatch.setattr(log, "handlers", [])  # pytest's own, which another test may leave, raise
     with log_lines.log_to_stderr("json", turns=True):
         log.info("%d turns", "no number")
         log.info("turn ended", extra={"figures": {"a": object()}})
