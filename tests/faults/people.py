@@ -415,7 +415,7 @@ class People:
 
     def _answered(self, request: Request, live: LiveTurn, told: list[int]) -> None:
         assert live.finish is not None
-        assert told == live.token_ids, "a reader was told less than all"
+        assert told == live.token_ids[: live.num_tokens], "a reader was told less than all"
         sooner = len(told) < len(request.told[live.attempt])
         assert not sooner or request.is_cut, "the end came sooner than before"
         text = live.text + live.tail
