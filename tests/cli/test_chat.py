@@ -149,6 +149,10 @@ def test_ctrl_c_stops_the_reply_and_not_the_program(model: Path, tmp_path: Path)
         assert store.verify() == []
 
 
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def _children_of(pid: int) -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -170,7 +174,9 @@ def test_ctrl_c_while_the_model_loads_ends_the_program(tmp_path: Path):
         env={**os.environ, "PENSIEVE_DATA": str(tmp_path)},
         start_new_session=True,
     )
-    while not (engines := _children_of(process.pid)):
+    # A child that is forked and has not begun yet would, if it was stopped, stop who waits for that.
+    not_begun = (b"", _command(process.pid))
+    while not (engines := _children_of(process.pid)) or _command(engines[0]) in not_begun:
         assert process.poll() is None
     os.kill(engines[0], signal.SIGSTOP)  # so that it loads for as long as this test likes
     os.killpg(process.pid, signal.SIGINT)
