@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
+
+from pensieve.config.machine import num_cores
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -15,7 +16,7 @@ def machine(device: str = "cpu") -> str:
         import torch
 
         return str(torch.cuda.get_device_name(device))
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    count = num_cores()
     return f"{_processor()}, {count} CPU{'s' * (count != 1)}"
 
 

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -157,8 +157,9 @@ def _with_daemon_here(
     waiting = Waiting(ctrl_c, screen, "the engine")
     client = stack.enter_context(Client(daemon.address, sleep=waiting))
     name = resolved.settings.model or "the built-in model (for trying the machinery)"
+    info = client.server_info()
     parts = (client, lambda: Admin(daemon.address), lambda: daemon.ended, ctrl_c, screen)
-    return _chat(resolved, quiet, *parts), name
+    return _chat(resolved, quiet, info, *parts), name
 
 
 def _make_model(model: str, ctrl_c: CtrlC) -> None:
@@ -197,7 +198,7 @@ def _with_daemon_at(
         return Admin(address, token=token, tls=tls, retry=Retry(retries=0))
 
     name = address if info is None else f"{info.model} at {address}"
-    return _chat(resolved, quiet, client, admin, lambda: False, ctrl_c, screen), name
+    return _chat(resolved, quiet, info, client, admin, lambda: False, ctrl_c, screen), name
 
 
 def _reached(client: Client) -> ServerInfo | None:
@@ -220,6 +221,7 @@ def _reached(client: Client) -> ServerInfo | None:
 def _chat(
     resolved: Resolved,
     quiet: bool,
+    info: ServerInfo | None,  # None: of a daemon of an earlier version
     client: Client,
     admin: Callable[[], Admin],
     ended: Callable[[], bool],
@@ -230,9 +232,7 @@ def _chat(
     from pensieve.cli.chat_terminal import Chat, Manner
 
     values = resolved.values
-    of_the_model: Mapping[str, float] | None = None
-    with contextlib.suppress(ServerFault):  # a daemon of an earlier version cannot say
-        of_the_model = client.server_info().sampling
+    of_the_model = info.sampling if info is not None else None
     sampling = ChatSampling(resolved, of_the_model, is_talk=not quiet)
     manner = Manner(sampling, values["system"] or "", bool(values["stats"]))
     return Chat(client, admin, manner, ended, ctrl_c, screen)

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pensieve.errors import ModelError
+from pensieve.store.durable import sync
 
 WAIT_SECONDS = 0.2  # between two tries to get the lock
 Report = Callable[[str], None]
@@ -58,7 +59,7 @@ def made_once(key: str, make: Callable[[Path], None], report: Report, check: Che
                 make(partial)
                 _reach_the_disk(partial)
                 partial.rename(folder / key)
-                _sync(folder)
+                sync(folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return folder / key
@@ -106,13 +107,5 @@ def _locked(path: Path, report: Report, check: Check) -> Iterator[None]:
 
 def _reach_the_disk(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)
+    sync(folder)

@@ -20,15 +20,15 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-        sync_folder(path.parent)
+        sync(path.parent)
     except BaseException:
         with suppress(OSError):
             partial.unlink()
         raise
 
 
-def sync_folder(path: Path) -> None:
-    """So that the names in it are on the disk."""
+def sync(path: Path) -> None:
+    """So that a file's bytes, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -34,7 +34,7 @@ from pensieve.store.backup.files import (
 )
 from pensieve.store.backup.writing import explained, generations_in, write_pages
 from pensieve.store.connection import preferred_driver, read_only
-from pensieve.store.durable import sync_folder
+from pensieve.store.durable import sync
 from pensieve.store.folder import RESTORING_NAME, DataFolder
 from pensieve.store.migrations import STEPS, remove_copies
 
@@ -258,7 +258,7 @@ def _put_in_place(partial: Path, target: DataFolder, driver: Any) -> None:
             with suppress(FileNotFoundError):
                 database.with_name(database.name + side).unlink()
         partial.replace(database)
-        sync_folder(database.parent)
+        sync(database.parent)
 
 
 def _empty_log(database: Path, driver: Any) -> None:

@@ -37,7 +37,7 @@ from pensieve.store.backup.files import (
     write_segment,
 )
 from pensieve.store.backup.source import BackupSource
-from pensieve.store.durable import new_file, sync_folder
+from pensieve.store.durable import new_file, sync
 
 IDENTITY_NAME = "history"
 LOCK_NAME = "lock"
@@ -193,7 +193,7 @@ class BaseCopy:
             )
             write_base_description(self._partial, described)
             self._partial.replace(self._generation.path)
-            sync_folder(folder.path)
+            sync(folder.path)
         done = Generation(self._generation.number, self._generation.path, described.time)
         folder.generations.append(done)
         return Chain(done, described)
