@@ -6,7 +6,6 @@ import contextlib
 import random
 import re
 import shlex
-import shutil
 import subprocess
 import threading
 import time
@@ -256,8 +255,8 @@ def test_a_folder_that_was_cleared_gets_another_generation(rig: DaemonRig, tmp_p
     """It was never used again: each try failed, and a small history never has too much to write."""
     rig.ask("c", "hello")
     wait_for(lambda: points(tmp_path / "backup"))
-    shutil.rmtree(tmp_path / "backup")
-    (tmp_path / "backup").mkdir(mode=0o700)
+    (tmp_path / "backup").rename(tmp_path / "cleared")  # at once: it is being written to
+    (tmp_path / "backup").mkdir(mode=0o700, exist_ok=True)
     rig.ask("c", "and now?")
     wait_for(lambda: (tmp_path / "backup" / "history").exists() and points(tmp_path / "backup"))
     wait_for(lambda: not failing(rig))
