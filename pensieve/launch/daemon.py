@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pensieve.config import Resolved, Serving
-from pensieve.errors import ConfigError, ServerFault, whole_line
+from pensieve.errors import ConfigError, InvalidArgument, ServerFault, whole_line
 from pensieve.launch import programs
 from pensieve.launch.model_folder import Report, load_texts, model_name, resolve_model
 from pensieve.service.admin_socket import socket_path
@@ -61,6 +61,10 @@ class Hooks:
 
 def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
     """From the settings of `pensieve serve`; ConfigError if it would be open to others by accident."""
+    if serving.engine == "echo" and resolved.settings.journal is not None:
+        raise InvalidArgument(
+            "journal", "the echo engine keeps none: it records what a model's took"
+        )
     listening = Listening(
         address=serving.address,
         socket=socket_path(resolved.settings.data),

@@ -135,6 +135,16 @@ def test_the_socket_that_a_killed_daemon_left_is_no_daemon(
     assert "talking through" not in capfd.readouterr().err
 
 
+def test_an_engine_that_keeps_no_journal_is_not_asked_for_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    journal = tmp_path / "journal"
+    data = ["--data", str(tmp_path / "data"), "--address", "127.0.0.1:0"]
+    assert main(["serve", *data, "--engine", "echo", "--journal", str(journal)]) == 2
+    assert "journal: the echo engine keeps none" in capfd.readouterr().err
+    assert not journal.exists()
+
+
 # -- messages --
 
 
