@@ -77,6 +77,7 @@ class Row:
 class Options:
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
+    head_sizes: tuple[int, ...]
     queries: int
     dtype: str | None  # only this one
     repeats: int
@@ -94,9 +95,9 @@ def run(options: Options, report: Report) -> list[Row]:
         f"slices of {options.queries} queries, batches of {', '.join(map(str, options.batches))}",
     )
     rows = []
-    for shape in shapes(options.contexts, options.batches, options.queries):
-        if options.dtype not in (None, shape.dtype):
-            continue
+    measured = list(shapes(options))
+    for done, shape in enumerate(measured):
+        progress(f"{done + 1} of {len(measured)}: {words(shape)}")
         row = measure(shape, options.repeats, bandwidth)
         rows.append(row)
         report.line(line_of(row))
@@ -107,25 +108,31 @@ def run(options: Options, report: Report) -> list[Row]:
     return rows
 
 
+def words(shape: Shape | Row) -> str:
+    return (
+        f"{shape.dtype:8} {shape.heads}/{shape.kv_heads:<2} of {shape.head_size:3}, "
+        f"batch {shape.batch:2}, context {shape.context:5}"
+    )
+
+
 def line_of(row: Row) -> str:
     return (
-        f"{row.dtype:8} {row.heads}/{row.kv_heads:<2} of {row.head_size:3}, batch {row.batch:2}, "
-        f"context {row.context:5}: {row.seconds * 1e3:7.2f} ms, contiguous "
+        f"{words(row)}: {row.seconds * 1e3:7.2f} ms, contiguous "
         f"{row.contiguous_seconds * 1e3:7.2f} ({row.ratio:.2f} x), copy-out "
         f"{row.copy_out_seconds * 1e3:7.2f}, token by token "
         f"{row.token_by_token_seconds * 1e3:7.2f}; {row.bandwidth_share:4.0%} of the bandwidth"
     )
 
 
-def shapes(
-    contexts: Sequence[int], batches: Sequence[int] = (32, 8), queries: int = 8
-) -> Iterator[Shape]:
+def shapes(options: Options) -> Iterator[Shape]:
     for dtype in ("bfloat16", "float32"):
+        if options.dtype not in (None, dtype):
+            continue
         for kv_heads in (16, 4):
-            for head_size in (64, 128):
-                for batch in batches:
-                    for context in contexts:
-                        yield Shape(batch, queries, context, 16, kv_heads, head_size, dtype)
+            for head_size in options.head_sizes:
+                for batch in options.batches:
+                    for context in options.contexts:
+                        yield Shape(batch, options.queries, context, 16, kv_heads, head_size, dtype)
 
 
 class Inputs:

@@ -16,6 +16,12 @@ from pensieve.bench.workload import SHAPES, Shape
 from pensieve.core.policies.registry import POLICIES
 from pensieve.errors import InvalidArgument
 
+# Of `bench attention`, by option: the defaults, and with --full those of docs/performance.md.
+ATTENTION = {
+    "context": ((256, 1024, 4096), (128, 256, 512, 1024, 2048, 4096), "tokens of each turn"),
+    "batch": ((8,), (32, 8), "numbers of turns"),
+    "head-size": ((128,), (64, 128), "sizes of a head"),
+}
 CONVERSATIONS = (1_000, 10_000, 100_000)
 PLANNING = """\
 `planning` measures what a decision costs: `plan` and `commit` of the real scheduler and cache, with
@@ -339,22 +345,19 @@ def _attention(kinds: Any) -> None:
         description="Times multi_token_attention over pages in random order against torch's fused "
         "attention on contiguous keys and values (the best of padded batch and loop, with grouped "
         "heads as they are and folded into rows), against gathering the pages first, and against one "
-        "query at a time. Every answer is checked before it is timed.",
+        "query at a time. Every answer is checked before it is timed. The default is a dozen shapes.",
     )
     parser.add_argument(
-        "--context",
-        type=_counts,
-        default=(128, 256, 512, 1024, 2048, 4096),
-        metavar="N,N,…",
-        help="tokens of each turn (default: 128,256,512,1024,2048,4096)",
+        "--full", action="store_true", help="the 96 shapes of docs/performance.md: ten minutes"
     )
-    parser.add_argument(
-        "--batch",
-        type=_counts,
-        default=(32, 8),
-        metavar="N,N,…",
-        help="numbers of turns (default: 32,8)",
-    )
+    for name, (quick, whole, what) in ATTENTION.items():
+        few, many = (",".join(map(str, counts)) for counts in (quick, whole))
+        parser.add_argument(
+            f"--{name}",
+            type=_counts,
+            metavar="N,N,…",
+            help=f"{what} (default: {few}; with --full: {many})",
+        )
     parser.add_argument(
         "--queries", type=int, default=8, metavar="N", help="tokens of each slice (default: 8)"
     )
@@ -371,8 +374,13 @@ def _attention(kinds: Any) -> None:
 def attention(arguments: argparse.Namespace) -> int:
     from pensieve.bench import attention as bench
 
+    chosen = (arguments.context, arguments.batch, arguments.head_size)
+    contexts, batches, head_sizes = (
+        counts or (whole if arguments.full else quick)
+        for counts, (quick, whole, _) in zip(chosen, ATTENTION.values(), strict=True)
+    )
     options = bench.Options(
-        arguments.context, arguments.batch, arguments.queries, arguments.dtype, arguments.repeats
+        contexts, batches, head_sizes, arguments.queries, arguments.dtype, arguments.repeats
     )
     report = Report(arguments.json)
     rows = bench.run(options, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -11,17 +12,18 @@ from pensieve.bench import attention as bench_attention
 from pensieve.cli.main import main
 from pensieve.errors import PensieveError
 
-KEYS = {
-    *("batch", "queries", "context", "heads", "kv_heads", "head_size", "dtype", "seconds", "ratio"),
-    *("contiguous_seconds", "copy_out_seconds", "token_by_token_seconds"),
-}
+TIMES = ("seconds", "contiguous_seconds", "copy_out_seconds", "token_by_token_seconds", "ratio")
+TIMES += ("bandwidth_share",)
+KEYS = {"batch", "queries", "context", "heads", "kv_heads", "head_size", "dtype", *TIMES}
 
 
 def test_attention_prints_a_row_for_each_shape(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--context", "40,96", "--batch", "2", "--repeats", "2", "--dtype", "float32", "--json"]
     assert main(["bench", "attention", *small]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert len(figures["rows"]) == 2 * 2 * 2
+    assert [(row["context"], row["kv_heads"]) for row in figures["rows"]] == [
+        *((40, 16), (96, 16), (40, 4), (96, 4))
+    ]
     for row in figures["rows"]:
         assert set(row) >= KEYS
         assert row["ratio"] == pytest.approx(row["seconds"] / row["contiguous_seconds"])
@@ -54,3 +56,17 @@ def test_all_contenders_of_a_shape_agree() -> None:
 def test_queries_longer_than_the_context_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "attention", "--context", "4", "--queries", "8"]) == 2
     assert "at least as long" in capsys.readouterr().err
+
+
+def test_the_default_is_a_dozen_shapes_and_full_the_table_of_the_docs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def timed(shape: bench_attention.Shape, repeats: int, bandwidth: float) -> bench_attention.Row:
+        return bench_attention.Row(**asdict(shape), **dict.fromkeys(TIMES, 1.0))
+
+    monkeypatch.setattr(bench_attention, "measure", timed)
+    for arguments, number in (([], 12), (["--full"], 96), (["--full", "--head-size=96"], 48)):
+        assert main(["bench", "attention", "--json", *arguments]) == 0
+        found = capsys.readouterr()
+        assert len(json.loads(found.out)["rows"]) == number
+        assert f"{number} of {number}: float32" in found.err
