@@ -48,7 +48,8 @@ QUIET = [
     r"for the client \(shown once\):",
     r"restoring generation \d+, \d+ segments",
     r"checking it",
-    r"assumed: .*",
+    r"(assumed|costs|limits|load): .*",
+    r"\d+ s  .* (a second|a second each)(: .*)?",  # what a plan has tried
     r"\w+: building [\d,]+ conversations …",
     r"drawn: .*",
     r"\d+ of \d+.*",

@@ -55,7 +55,7 @@ class Slo:
             ("queue_p50", self.queue_p50_seconds, "median in the queue"),
         )
         return [
-            f"{name} {row[key] * 1000:.4g} ms"
+            f"{name} {row[key]:.3g} s"
             for key, limit, name in limits
             if row[key] is not None and row[key] > limit
         ]
@@ -102,8 +102,8 @@ class Replica:
             left -= self.token_budget
         if alone > slo.ttft_p50_seconds:
             raise Impossible(
-                f"the first token after {round(input_tokens):,} new ones takes {alone * 1000:.4g} ms even "
-                f"without other turns, more than {slo.ttft_p50_seconds * 1000:g} ms: no load is low enough"
+                f"the first token after {round(input_tokens):,} new ones takes {alone:.3g} s even "
+                f"without other turns, more than {slo.ttft_p50_seconds:g} s: no load is low enough"
             )
 
     def check_served(self, row: Row) -> None:
