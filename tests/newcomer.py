@@ -50,6 +50,7 @@ QUIET = [
     r"checking it",
     r"(assumed|costs|limits|load): .*",
     r"\d+ s  .* (a second|a second each)(: .*)?",  # what a plan has tried
+    r"an iteration has \d+ tokens, not \d+: .*",
     r"\w+: building [\d,]+ conversations …",
     r"drawn: .*",
     r"\d+ of \d+.*",
