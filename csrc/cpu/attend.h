@@ -15,10 +15,6 @@
 #include "attention.h"
 #include "vector.h"
 
-#if BFLOAT16_DOT
-#include <immintrin.h>
-#endif
-
 namespace {
 
 using pensieve::kHeadMax;
@@ -59,11 +55,6 @@ template <typename Element>
 constexpr bool kDot = BFLOAT16_DOT && sizeof(Element) == 2;
 
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return sum + a * b; }
-#if BFLOAT16_DOT
-inline Floats dot_add(Floats sum, Words a, Words b) {
-  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-}
-#endif
 
 void turn_keys(const float* keys, int head_size, uint32_t* turned, Ahead& ahead) {
   const uint32_t* words = reinterpret_cast<const uint32_t*>(keys);
@@ -138,30 +129,34 @@ inline Floats product_add(Floats sum, uint32_t word, Words vector) {
 
 template <typename Element, int Rows>
 void score(Scratch& scratch, int row, int head_size, float factor) {
-  Floats sums[Rows][kVectors];
-#pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = Floats{};
+  constexpr int kAcross = LANES == 4 ? 2 : kVectors;  // vectors of slots at once: of four floats more are too many
   const int depth = kDot<Element> ? head_size / 2 : head_size;
-  const uint32_t* query = reinterpret_cast<const uint32_t*>(scratch.query) + row * depth;
-  const uint32_t* turned = scratch.keys;
-  for (int at = 0; at < depth; ++at, query += Rows, turned += kSlots) {
-    scratch.keys_ahead.step();
-    Words keys[kVectors];
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) keys[v] = load<Words>(turned + v * LANES);
+  float* scores = scratch.scores + row * kSlots;
+  for (int slot = 0; slot < kSlots; slot += kAcross * LANES) {
+    Floats sums[Rows][kAcross];
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v)
-        sums[r][v] = product_add<Element>(sums[r][v], query[r], keys[v]);
+      for (int v = 0; v < kAcross; ++v) sums[r][v] = Floats{};
+    const uint32_t* query = reinterpret_cast<const uint32_t*>(scratch.query) + row * depth;
+    const uint32_t* turned = scratch.keys + slot;
+    for (int at = 0; at < depth; ++at, query += Rows, turned += kSlots) {
+      scratch.keys_ahead.step();
+      Words keys[kAcross];
+#pragma GCC unroll 8
+      for (int v = 0; v < kAcross; ++v) keys[v] = load<Words>(turned + v * LANES);
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < kAcross; ++v)
+          sums[r][v] = product_add<Element>(sums[r][v], query[r], keys[v]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kAcross; ++v)
+        store(scores + r * kSlots + slot + v * LANES, sums[r][v] * factor);
   }
-  float* scores = scratch.scores + row * kSlots;
-#pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) store(scores + r * kSlots + v * LANES, sums[r][v] * factor);
 }
 
 // Turns scores into weights, and updates the row's largest score, its sum, and the factor of older sums.
@@ -232,6 +227,13 @@ void add_values(Scratch& scratch, const float* values, int num_slots, int row, i
 
 #if BFLOAT16_DOT
 // Weights become pairs of bfloat16, in place: row r moves to half its offset, so rows go front to back.
+#ifdef __aarch64__
+inline void pair_weights(float* scores, int num_rows) {
+  uint16_t* halves = reinterpret_cast<uint16_t*>(scores);
+  for (int i = 0; i < num_rows * kSlots; i += LANES)
+    store(halves + i, rounded(load<Floats>(scores + i)));
+}
+#else
 inline void pair_weights(float* scores, int num_rows) {
   uint32_t* pairs = reinterpret_cast<uint32_t*>(scores);
   for (int r = 0; r < num_rows; ++r) {
@@ -240,6 +242,7 @@ inline void pair_weights(float* scores, int num_rows) {
     _mm512_store_si512(pairs + r * kSlots / 2, (__m512i)_mm512_cvtne2ps_pbh(high, low));
   }
 }
+#endif
 #endif
 
 template <template <typename, int> class Act, typename Element, typename... Arguments>

@@ -9,10 +9,6 @@
 #include "layer.h"
 #include "vector.h"
 
-#if BFLOAT16_DOT
-#include <immintrin.h>
-#endif
-
 namespace {
 
 using pensieve::Joint;
@@ -21,7 +17,13 @@ using pensieve::Product;
 using pensieve::Turning;
 
 constexpr int kPanel = 2 * LANES;
-constexpr int kRows = LANES == 16 ? 12 : 4;  // two sums of a row each take a register
+constexpr int kRows = kRegisters == 32 ? 12 : 4;  // two sums of a row each take a register
+
+#if SIGNED_DOT
+constexpr int kMiddle = 0;  // the byte of a quantised row that stands for 0
+#else
+constexpr int kMiddle = pensieve::kZero;
+#endif
 
 // -- a product --
 
@@ -33,7 +35,7 @@ inline Floats add_step(Floats sum, Words weights, uint32_t input) {
     return sum + splat(value) * (Floats)weights;
   } else {
 #if BFLOAT16_DOT
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(Words{} + input), (__m512bh)weights);
+    return dot_add(sum, Words{} + input, weights);
 #else
     Words pair = Words{} + input;
     sum += even_half(pair) * even_half(weights);
@@ -42,17 +44,10 @@ inline Floats add_step(Floats sum, Words weights, uint32_t input) {
   }
 }
 
-// Four inputs, unsigned bytes, times four signed weights; the sums are whole numbers.
+// Four inputs, bytes, times four signed weights; the sums are whole numbers.
 template <>
 inline Floats add_step<uint8_t>(Floats sum, Words weights, uint32_t input) {
-#if BFLOAT16_DOT
-  return (Floats)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)(Words{} + input), (__m512i)weights);
-#else
-  Ints whole = (Ints)sum;
-  for (int byte = 0; byte < 4; ++byte)
-    whole += ((Ints)(weights << (24 - 8 * byte)) >> 24) * int32_t(input >> 8 * byte & 255);
-  return (Floats)whole;
-#endif
+  return (Floats)dot_add_bytes((Ints)sum, Words{} + input, weights);
 }
 
 template <typename Element, int Rows>
@@ -101,7 +96,7 @@ inline Floats activated(Floats x, int32_t activation) {
 }
 
 inline Floats worth(Floats sums, const pensieve::Linear& linear, int column, float row_scale) {
-  const Ints whole = (Ints)sums - load<Ints>(linear.offsets + column);
+  const Ints whole = kMiddle ? (Ints)sums - load<Ints>(linear.offsets + column) : (Ints)sums;
   return __builtin_convertvector(whole, Floats) * load<Floats>(linear.scales + column) * row_scale;
 }
 
@@ -285,11 +280,11 @@ float quantise(const void* memory, int32_t width, int32_t padded, uint8_t* out) 
     spoilt += x - x;
   }
   if (spoilt != 0.0f) {  // NaN is unequal, too; a row that is not finite must give products that are not
-    memset(out, pensieve::kZero, padded);
+    memset(out, kMiddle, padded);
     return __builtin_nanf("");
   }
   const float factor = largest > 0.0f ? 127.0f / largest : 0.0f;
-  const Floats magic = splat(12582912.0f + pensieve::kZero);  // 1.5 * 2^23: adding it rounds
+  const Floats magic = splat(12582912.0f + kMiddle);  // 1.5 * 2^23: adding it rounds
   for (i = 0; i + LANES <= width; i += LANES) {
     const Floats shifted = read(row + i) * factor + magic;
     for (int lane = 0; lane < LANES; ++lane) out[i + lane] = uint8_t(((Words)shifted)[lane]);
@@ -300,7 +295,7 @@ float quantise(const void* memory, int32_t width, int32_t padded, uint8_t* out) 
     memcpy(&bits, &shifted, sizeof bits);
     out[i] = uint8_t(bits);
   }
-  memset(out + width, pensieve::kZero, padded - width);
+  memset(out + width, kMiddle, padded - width);
   return largest / 127.0f;
 }
 

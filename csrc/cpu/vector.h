@@ -1,15 +1,30 @@
-// Vectors in GCC's vector extensions, so that one source serves all instruction sets.
+// Vectors in the vector extensions of GCC and clang, so that one source serves all instruction sets.
 //
 // A file that includes this defines LANES (16, 8 or 4) and is compiled for an instruction set that has
-// vectors of so many floats. Everything is in an anonymous namespace: each instruction set has its own
-// functions of these names, and the linker must not merge them.
+// vectors of so many floats. It says what else there is, 1 or 0:
+//   BFLOAT16_DOT  a product of pairs of bfloat16, and one of four unsigned bytes and four signed ones
+//   SIGNED_DOT    (0 if it is not defined) without them, one of four signed bytes and four signed ones
+// Everything is in an anonymous namespace: each instruction set has its own functions of these names, and
+// the linker must not merge them.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <utility>
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#elif BFLOAT16_DOT
+#include <immintrin.h>
+#endif
+
 namespace {
+
+#if LANES == 16 || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
+#endif
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -31,10 +46,20 @@ inline void store(Element* to, Vector vector) {
 inline Floats splat(float value) { return Floats{} + value; }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
+// Lanes I of a, where I < LANES, or I - LANES of b.
+template <int... I, typename Vector>
+inline Vector picked(Vector a, Vector b) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, I...);
+#else
+  return __builtin_shuffle(a, b, Words{I...});
+#endif
+}
+
 // The other half of each block of 2 * Distance lanes.
 template <int Distance, int... I>
 inline Floats swapped(Floats v, std::integer_sequence<int, I...>) {
-  return __builtin_shuffle(v, Ints{(I ^ Distance)...});
+  return picked<(I ^ Distance)...>(v, v);
 }
 
 template <int Distance = LANES / 2>
@@ -55,6 +80,32 @@ inline float sum_of(Floats v) {
 inline Floats widen(Halves halves) { return (Floats)(__builtin_convertvector(halves, Words) << 16); }
 inline Floats even_half(Words pairs) { return (Floats)(pairs << 16); }
 inline Floats odd_half(Words pairs) { return (Floats)(pairs & 0xffff0000u); }
+
+#if BFLOAT16_DOT
+// In each lane sum + a0 * b0 + a1 * b1, of pairs of bfloat16.
+inline Floats dot_add(Floats sum, Words a, Words b) {
+#ifdef __aarch64__
+  return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#else
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#endif
+}
+#endif
+
+// In each lane sum + the four products of a byte of a row (with SIGNED_DOT signed) and one of weights.
+inline Ints dot_add_bytes(Ints sum, Words row, Words weights) {
+#if BFLOAT16_DOT && defined(__aarch64__)
+  return (Ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)row, (int8x16_t)weights);
+#elif BFLOAT16_DOT
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)row, (__m512i)weights);
+#elif SIGNED_DOT
+  return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)row, (int8x16_t)weights);
+#else
+  for (int byte = 0; byte < 4; ++byte)
+    sum += ((Ints)(weights << (24 - 8 * byte)) >> 24) * (Ints)(row >> 8 * byte & 255);
+  return sum;
+#endif
+}
 
 inline uint16_t rounded(float value) {  // to the nearest, ties to even; NaN stays NaN
   uint32_t bits;
@@ -129,10 +180,8 @@ inline Floats exp2_nonpositive(Floats x) {
 // Eklundh: in log2(LANES) stages, each swaps the off-diagonal blocks of pairs of rows.
 template <int Stage, int... I>
 inline void swap_blocks(Words& a, Words& b, std::integer_sequence<int, I...>) {
-  const Words upper = {((I & Stage) ? LANES + I - Stage : I)...};
-  const Words lower = {((I & Stage) ? LANES + I : I + Stage)...};
-  Words first = __builtin_shuffle(a, b, upper);
-  b = __builtin_shuffle(a, b, lower);
+  Words first = picked<((I & Stage) ? LANES + I - Stage : I)...>(a, b);
+  b = picked<((I & Stage) ? LANES + I : I + Stage)...>(a, b);
   a = first;
 }
 
