@@ -18,19 +18,31 @@
 
 namespace {
 
-constexpr int kTileInputs = 32;  // of bfloat16
 static_assert(kPanel == kTilePanel);
 
+template <typename Input>
+constexpr int kTileInputs = kTileBytes / sizeof(Input);
+
+template <typename Input>
+void sums_of_rows(const TileProduct& tiles, int num_rows) {
+  if (num_rows > kTileRows)
+    tile_sums<Input, true, true>(tiles);
+  else
+    tile_sums<Input, false, true>(tiles);
+}
+
+// Input is the type of the rows' values: Element, or uint8_t for quantised rows.
+template <typename Element, typename Input>
 void multiply_tiles(const Product& product, int32_t panel, int32_t first, int32_t end,
                     const char* ahead) {
   const pensieve::Linear& linear = *product.linear;
-  if (linear.inputs % kTileInputs) return multiply<uint16_t>(product, panel, first, end, ahead);
-  const int64_t row_bytes = product.row_stride * 2;
+  if (linear.inputs % kTileInputs<Input>) return multiply<Element, Input>(product, panel, first, end, ahead);
+  const int64_t row_bytes = product.row_stride * sizeof(Input);
   alignas(64) float sums[2 * kTileRows * kPanel];
   TileProduct tiles{};
   tiles.row_bytes = row_bytes;
   tiles.panel = static_cast<const char*>(linear.panels) + panel * linear.panel_bytes;
-  tiles.steps = linear.inputs / kTileInputs;
+  tiles.steps = linear.inputs / kTileInputs<Input>;
   tiles.sums = sums;
   tiles.sums_bytes = kPanelLine;
   tiles.ahead = ahead;
@@ -43,19 +55,29 @@ void multiply_tiles(const Product& product, int32_t panel, int32_t first, int32_
       shaped = num_rows;
     }
     tiles.rows = static_cast<const char*>(product.rows) + from * row_bytes;
-    (num_rows > kTileRows ? tile_sums<uint16_t, true, true> : tile_sums<uint16_t, false, true>)(tiles);
+    sums_of_rows<Input>(tiles, num_rows);
     tiles.ahead = nullptr;
     if (product.out_float)
-      finish<uint16_t, float>(product, panel, from, num_rows, sums);
+      finish<Element, float>(product, panel, from, num_rows, sums);
     else
-      finish<uint16_t, uint16_t>(product, panel, from, num_rows, sums);
+      finish<Element, Element>(product, panel, from, num_rows, sums);
   }
   TILE_RELEASE();
 }
 
-constexpr pensieve::Dense tiled = {
-    LANES, 2 * kTileRows, multiply_tiles, multiply<uint16_t, uint8_t>, quantise<uint16_t>,
-    join<uint16_t>, turn<uint16_t>, largest};
+// Everything as without tiles but the products.
+constexpr pensieve::Dense with_tiles(pensieve::Dense dense, pensieve::Multiply multiply,
+                                     pensieve::Multiply multiply_bytes) {
+  dense.rows_max = 2 * kTileRows;
+  dense.multiply = multiply;
+  dense.multiply_bytes = multiply_bytes;
+  return dense;
+}
+
+constexpr pensieve::Dense tiled_float =
+    with_tiles(dense_for<float>, multiply<float>, multiply_tiles<float, uint8_t>);
+constexpr pensieve::Dense tiled_bfloat16 =
+    with_tiles(dense_for<uint16_t>, multiply_tiles<uint16_t, uint16_t>, multiply_tiles<uint16_t, uint8_t>);
 
 // -- whether all this is right here --
 
@@ -67,20 +89,28 @@ struct Drawn {  // bfloat16 in -1 .. 1
   }
 };
 
-// Whether products are those without tiles, up to rounding, for each way to cut rows.
+// Whether products are those without tiles, for each way to cut rows: up to rounding, and of bytes exactly.
+template <typename Input>
 bool products_agree() {
-  constexpr int kInputs = 96, kMost = 49;
-  alignas(64) static uint16_t panel[kInputs * kPanel], rows[kMost * kInputs];
-  static float with[kMost * kPanel], without[kMost * kPanel];
+  constexpr int kInputs = 192, kMost = 49;
+  alignas(64) static Input panel[kInputs * kPanel], rows[kMost * kInputs];
+  static float with[kMost * kPanel], without[kMost * kPanel], scales[kPanel], row_scales[kMost];
+  static int32_t offsets[kPanel];
   Drawn drawn;
-  for (uint16_t& each : panel) each = drawn();
-  for (uint16_t& each : rows) each = drawn();
-  const pensieve::Linear linear{panel, nullptr, nullptr, nullptr, sizeof panel, kInputs, kInputs, kPanel, 0};
+  for (Input& each : panel) each = Input(drawn());
+  for (Input& each : rows) each = Input(drawn());
+  for (float& each : scales) each = widened(drawn());
+  for (float& each : row_scales) each = widened(drawn());
+  constexpr bool kBytes = sizeof(Input) == 1;
+  const pensieve::Linear linear{panel, nullptr, kBytes ? scales : nullptr, offsets, sizeof panel,
+                                kInputs, kInputs, kPanel, 0};
   for (int num_rows : {1, 16, 17, 32, 33, kMost}) {
-    multiply_tiles({&linear, rows, kInputs, num_rows, with, kPanel, 1}, 0, 0, num_rows, nullptr);
-    multiply<uint16_t>({&linear, rows, kInputs, num_rows, without, kPanel, 1}, 0, 0, num_rows, nullptr);
+    Product product{&linear, rows, kInputs, num_rows, with, kPanel, 1, row_scales};
+    multiply_tiles<uint16_t, Input>(product, 0, 0, num_rows, nullptr);
+    product.out = without;
+    multiply<uint16_t, Input>(product, 0, 0, num_rows, nullptr);
     for (int i = 0; i < num_rows * kPanel; ++i)
-      if (!(std::fabs(with[i] - without[i]) <= 1e-4f)) return false;
+      if (!(std::fabs(with[i] - without[i]) <= (kBytes ? 0.0f : 1e-4f))) return false;
   }
   return true;
 }
@@ -129,11 +159,12 @@ bool attention_agrees() {
 }  // namespace
 
 bool pensieve::amx_works() {
-  static const bool works = may_use_tiles() && products_agree() && attention_agrees();
+  static const bool works = may_use_tiles() && products_agree<uint16_t>() &&
+                            products_agree<uint8_t>() && attention_agrees();
   return works;
 }
 
 const pensieve::Kernel pensieve::kAmx = {
     "amx", 32,
     attend<float>, attend_in_tiles, write_out<float>, write_out<uint16_t>,
-    dense_for<float>, tiled};
+    tiled_float, tiled_bfloat16};

@@ -69,7 +69,8 @@ void a_row_of_attention_is_the_same_in_any_company() {
 }  // namespace
 
 int main() {
-  must(products_agree(), "products differ from those without tiles");
+  must(products_agree<uint16_t>(), "products differ from those without tiles");
+  must(products_agree<uint8_t>(), "products of bytes differ from those without tiles");
   must(released(), "tiles stay configured after a product");
   must(attention_agrees(), "attention differs from that without tiles");
   a_row_of_attention_is_the_same_in_any_company();

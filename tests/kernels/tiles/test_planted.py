@@ -15,6 +15,12 @@ MISTAKES = {
     "a stride of rows that is too short": Mistake(
         SUMS, "rows + kTileRows * p.row_bytes", "rows + (kTileRows - 1) * p.row_bytes"
     ),
+    "a product of bytes of the wrong tiles": Mistake(
+        SUMS, "TILE_DOT_BYTES(2, 5, 6)", "TILE_DOT_BYTES(2, 5, 7)"
+    ),
+    "bytes as if they were bfloat16": Mistake(
+        SUMS, "std::is_same_v<Input, uint8_t>", "std::is_same_v<Input, char>"
+    ),
     "a step of inputs left out": Mistake(SUMS, "step < p.steps", "step < p.steps - 1"),
     "a shape that does not fit": Mistake(SUMS, "num_rows - top;", "0;"),
     "sums that are not continued": Mistake(ATTEND, "sums.more = true;", "sums.more = false;"),
