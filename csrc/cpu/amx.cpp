@@ -1,119 +1,157 @@
-// Products for AMX with BF16, 32 rows by 32 columns in four tiles of sums.
+// Products and attention for AMX with BF16 and INT8, 32 rows by 32 columns in four tiles of sums.
 //
 // Panels are those of the other instruction sets, and everything else is AVX-512 with BF16, which each
 // processor with AMX has.
 //
-// With few rows it is bound by the speed at which weights arrive, as everywhere; with many rows by the
+// With few rows a product is bound by the speed at which weights arrive, as everywhere; with many rows by the
 // second-level cache, from which a panel and the rows are read once for each 32 rows (4 KiB for 64 clock
 // cycles of arithmetic). It was developed without such a machine, on the emulation of tiles.h, so it is
-// used only if its products agree with those of the AVX-512 kernel (amx_works).
+// used only if its products and its attention agree with those of the AVX-512 kernels (amx_works).
 #define LANES 16
 #define BFLOAT16_DOT 1
 #include <cmath>
 
+#include "amx_attend.h"
 #include "attend.h"
 #include "dense.h"
-#include "tiles.h"
+#include "tile_sums.h"
 
 namespace {
 
-constexpr int kTileRows = 16;
-constexpr int kTileInputs = 32;  // of bfloat16
-constexpr int kTileBytes = 64;   // of a row of a tile
+static_assert(kPanel == kTilePanel);
 
-// Sums are in tiles 0 and 1, with Two also in 2 and 3 (rows from 16 on); rows in 4 and 5, weights in 6 and 7.
-template <bool Two>
-void tile_sums(const char* panel, const char* rows, int64_t row_bytes, int64_t blocks,
-               const char* ahead, float* sums) {
-  constexpr int64_t kLine = kPanel * 4, kBlock = kTileInputs / 2 * kLine;
-  TILE_ZERO(0);
-  TILE_ZERO(1);
-  if (Two) {
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-  }
-  for (int64_t block = 0; block < blocks; ++block) {
-    TILE_LOAD(6, panel + block * kBlock, kLine);
-    TILE_LOAD(7, panel + block * kBlock + kTileBytes, kLine);
-    if (ahead)
-      for (int64_t at = block * kBlock; at < (block + 1) * kBlock; at += 64)
-        __builtin_prefetch(ahead + at, 0, 3);
-    TILE_LOAD(4, rows + block * kTileBytes, row_bytes);
-    TILE_DOT(0, 4, 6);
-    TILE_DOT(1, 4, 7);
-    if (Two) {
-      TILE_LOAD(5, rows + kTileRows * row_bytes + block * kTileBytes, row_bytes);
-      TILE_DOT(2, 5, 6);
-      TILE_DOT(3, 5, 7);
-    }
-  }
-  TILE_STORE(0, sums, kLine);
-  TILE_STORE(1, sums + LANES, kLine);
-  if (Two) {
-    TILE_STORE(2, sums + kTileRows * kPanel, kLine);
-    TILE_STORE(3, sums + kTileRows * kPanel + LANES, kLine);
-  }
+template <typename Input>
+constexpr int kTileInputs = kTileBytes / sizeof(Input);
+
+template <typename Input>
+void sums_of_rows(const TileProduct& tiles, int num_rows) {
+  if (num_rows > kTileRows)
+    tile_sums<Input, true, true>(tiles);
+  else
+    tile_sums<Input, false, true>(tiles);
 }
 
-TileShapes shapes_for(int num_rows) {
-  const int top = num_rows < kTileRows ? num_rows : kTileRows, bottom = num_rows - top;
-  const int rows[8] = {top, top, bottom, bottom, top, bottom, kTileInputs / 2, kTileInputs / 2};
-  TileShapes shapes;
-  for (int tile = 0; tile < 8; ++tile) {
-    shapes.rows[tile] = uint8_t(rows[tile]);
-    shapes.row_bytes[tile] = rows[tile] ? kTileBytes : 0;
-  }
-  return shapes;
-}
-
+// Input is the type of the rows' values: Element, or uint8_t for quantised rows.
+template <typename Element, typename Input>
 void multiply_tiles(const Product& product, int32_t panel, int32_t first, int32_t end,
                     const char* ahead) {
   const pensieve::Linear& linear = *product.linear;
-  if (linear.inputs % kTileInputs) return multiply<uint16_t>(product, panel, first, end, ahead);
-  const char* weights = static_cast<const char*>(linear.panels) + panel * linear.panel_bytes;
-  const int64_t row_bytes = product.row_stride * 2;
+  if (linear.inputs % kTileInputs<Input>) return multiply<Element, Input>(product, panel, first, end, ahead);
+  const int64_t row_bytes = product.row_stride * sizeof(Input);
   alignas(64) float sums[2 * kTileRows * kPanel];
+  TileProduct tiles{};
+  tiles.row_bytes = row_bytes;
+  tiles.panel = static_cast<const char*>(linear.panels) + panel * linear.panel_bytes;
+  tiles.steps = linear.inputs / kTileInputs<Input>;
+  tiles.sums = sums;
+  tiles.sums_bytes = kPanelLine;
+  tiles.ahead = ahead;
   int shaped = 0;
   for (int from = first; from < end; from += 2 * kTileRows) {
     const int num_rows = end - from < 2 * kTileRows ? end - from : 2 * kTileRows;
-    const char* rows = static_cast<const char*>(product.rows) + from * row_bytes;
     if (num_rows != shaped) {
-      const TileShapes shapes = shapes_for(num_rows);
+      const TileShapes shapes = tile_shapes(num_rows);
       TILE_SHAPES(shapes);
       shaped = num_rows;
     }
-    const auto sums_of_tiles = num_rows > kTileRows ? tile_sums<true> : tile_sums<false>;
-    sums_of_tiles(weights, rows, row_bytes, linear.inputs / kTileInputs, from == first ? ahead : nullptr, sums);
+    tiles.rows = static_cast<const char*>(product.rows) + from * row_bytes;
+    sums_of_rows<Input>(tiles, num_rows);
+    tiles.ahead = nullptr;
     if (product.out_float)
-      finish<uint16_t, float>(product, panel, from, num_rows, sums);
+      finish<Element, float>(product, panel, from, num_rows, sums);
     else
-      finish<uint16_t, uint16_t>(product, panel, from, num_rows, sums);
+      finish<Element, Element>(product, panel, from, num_rows, sums);
   }
   TILE_RELEASE();
 }
 
-constexpr pensieve::Dense tiled = {
-    LANES, 2 * kTileRows, multiply_tiles, multiply<uint16_t, uint8_t>, quantise<uint16_t>,
-    join<uint16_t>, turn<uint16_t>, largest};
+// Everything as without tiles but the products.
+constexpr pensieve::Dense with_tiles(pensieve::Dense dense, pensieve::Multiply multiply,
+                                     pensieve::Multiply multiply_bytes) {
+  dense.rows_max = 2 * kTileRows;
+  dense.multiply = multiply;
+  dense.multiply_bytes = multiply_bytes;
+  return dense;
+}
 
-// Whether products are those without tiles, up to rounding, for each way to cut rows.
-bool agrees() {
-  constexpr int kInputs = 96, kMost = 49;
-  alignas(64) static uint16_t panel[kInputs * kPanel], rows[kMost * kInputs];
-  static float with[kMost * kPanel], without[kMost * kPanel];
+constexpr pensieve::Dense tiled_float =
+    with_tiles(dense_for<float>, multiply<float>, multiply_tiles<float, uint8_t>);
+constexpr pensieve::Dense tiled_bfloat16 =
+    with_tiles(dense_for<uint16_t>, multiply_tiles<uint16_t, uint16_t>, multiply_tiles<uint16_t, uint8_t>);
+
+// -- whether all this is right here --
+
+struct Drawn {  // bfloat16 in -1 .. 1
   uint32_t state = 1;
-  auto drawn = [&state] {
+  uint16_t operator()() {
     state = state * 1664525u + 1013904223u;
     return rounded(float(int32_t(state >> 8) - (1 << 23)) / (1 << 23));
-  };
-  for (uint16_t& each : panel) each = drawn();
-  for (uint16_t& each : rows) each = drawn();
-  const pensieve::Linear linear{panel, nullptr, nullptr, nullptr, sizeof panel, kInputs, kInputs, kPanel, 0};
+  }
+};
+
+// Whether products are those without tiles, for each way to cut rows: up to rounding, and of bytes exactly.
+template <typename Input>
+bool products_agree() {
+  constexpr int kInputs = 192, kMost = 49;
+  alignas(64) static Input panel[kInputs * kPanel], rows[kMost * kInputs];
+  static float with[kMost * kPanel], without[kMost * kPanel], scales[kPanel], row_scales[kMost];
+  static int32_t offsets[kPanel];
+  Drawn drawn;
+  for (Input& each : panel) each = Input(drawn());
+  for (Input& each : rows) each = Input(drawn());
+  for (float& each : scales) each = widened(drawn());
+  for (float& each : row_scales) each = widened(drawn());
+  constexpr bool kBytes = sizeof(Input) == 1;
+  const pensieve::Linear linear{panel, nullptr, kBytes ? scales : nullptr, offsets, sizeof panel,
+                                kInputs, kInputs, kPanel, 0};
   for (int num_rows : {1, 16, 17, 32, 33, kMost}) {
-    multiply_tiles({&linear, rows, kInputs, num_rows, with, kPanel, 1}, 0, 0, num_rows, nullptr);
-    multiply<uint16_t>({&linear, rows, kInputs, num_rows, without, kPanel, 1}, 0, 0, num_rows, nullptr);
+    Product product{&linear, rows, kInputs, num_rows, with, kPanel, 1, row_scales};
+    multiply_tiles<uint16_t, Input>(product, 0, 0, num_rows, nullptr);
+    product.out = without;
+    multiply<uint16_t, Input>(product, 0, 0, num_rows, nullptr);
     for (int i = 0; i < num_rows * kPanel; ++i)
-      if (!(std::fabs(with[i] - without[i]) <= 1e-4f)) return false;
+      if (!(std::fabs(with[i] - without[i]) <= (kBytes ? 0.0f : 1e-4f))) return false;
+  }
+  return true;
+}
+
+// Whether attention is that without tiles, up to the rounding of weights, for each number of tiles: over six pages
+// in any order (a block of one, one of four, and one that is partly written), with NaN where nothing was written.
+bool attention_agrees() {
+  constexpr int kPages = 6, kMost = 64, kHead = 96, kWritten = 5 * kSlots + 7, kTile = kSlots * kHead;
+  static uint16_t arena[kPages][2][kTile], query[kMost * kHead];
+  alignas(64) static char scratch[pensieve::kScratchBytes];
+  alignas(64) static float weighted[2][kMost * kHead];
+  static float largest[2][kMost], sum[2][kMost];
+  const int32_t pages[kPages] = {4, 0, 5, 2, 1, 3};
+  Drawn drawn;
+  for (uint16_t& each : query) each = drawn();
+  for (int at = 0; at < kPages; ++at)
+    for (auto& tile : arena[pages[at]])
+      for (int i = 0; i < kTile; ++i) tile[i] = at * kSlots + i / kHead < kWritten ? drawn() : 0x7fc0;
+  for (int num_rows : {1, 16, 17, 33, kMost}) {
+    Part part{};
+    part.query = query;
+    part.group = num_rows % 4 ? 1 : 4;
+    part.num_tokens = num_rows / part.group;
+    part.head_size = kHead;
+    part.token_stride = part.group * kHead;
+    part.head_stride = kHead;
+    part.keys = arena[0][0];
+    part.values = arena[0][1];
+    part.page_stride = 2 * kTile;
+    part.pages = pages;
+    part.end_page = kPages;
+    part.position = kWritten - part.num_tokens;
+    part.scaling = 1.0f;
+    Partial with{largest[0], sum[0], weighted[0]}, without{largest[1], sum[1], weighted[1]};
+    attend_in_tiles(part, with, scratch);
+    attend<uint16_t>(part, without, scratch);
+    for (int i = 0; i < num_rows * kHead; ++i) {
+      const int row = i / kHead;
+      if (!(std::fabs(largest[0][row] - largest[1][row]) <= 1e-3f)) return false;
+      if (!(std::fabs(weighted[0][i] / sum[0][row] - weighted[1][i] / sum[1][row]) <= 1e-2f)) return false;
+    }
   }
   return true;
 }
@@ -121,11 +159,12 @@ bool agrees() {
 }  // namespace
 
 bool pensieve::amx_works() {
-  static const bool works = may_use_tiles() && agrees();
+  static const bool works = may_use_tiles() && products_agree<uint16_t>() &&
+                            products_agree<uint8_t>() && attention_agrees();
   return works;
 }
 
 const pensieve::Kernel pensieve::kAmx = {
     "amx", 32,
-    attend<float>, attend<uint16_t>, write_out<float>, write_out<uint16_t>,
-    dense_for<float>, tiled};
+    attend<float>, attend_in_tiles, write_out<float>, write_out<uint16_t>,
+    tiled_float, tiled_bfloat16};

@@ -24,7 +24,7 @@ X86 = {
     "avx2": ("-mavx2", "-mfma"),
     "avx512": WIDE,
     "avx512bf16": BFLOAT16,
-    "amx": (*BFLOAT16, "-mamx-tile", "-mamx-bf16"),
+    "amx": (*BFLOAT16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
 ANYWHERE = ("kernels", "layer", "plain", "threads")
 

@@ -98,12 +98,15 @@ def test_scores_far_from_zero_and_far_apart() -> None:
 
 
 @pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_value_that_is_no_number_reaches_its_turn_and_no_other(poison: float) -> None:
-    arena = arena_of(4, 1, 64, torch.float32)
-    arena[:3] = torch.randn(3, 2, 1, 32, 64)
+def test_a_value_that_is_no_number_reaches_its_turn_and_no_other(
+    poison: float, dtype: torch.dtype
+) -> None:
+    arena = arena_of(4, 1, 64, dtype)
+    arena[:3] = torch.randn(3, 2, 1, 32, 64).to(dtype)
     arena[1, 0, 0, 5] = poison  # a key of the second turn
-    query = torch.randn(2, 2, 64)
+    query = torch.randn(2, 2, 64).to(dtype)
     out = torch.empty_like(query)
     index = torch.tensor([[0], [1]], dtype=torch.int32)
     offsets, turns = torch.tensor([0, 1, 2]).int(), torch.tensor([0, 1]).int()
@@ -197,11 +200,16 @@ def test_a_write_through_the_public_function_uses_it() -> None:
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(4, 2, 32), (2, 2, 64), (9, 3, 96)])
 def test_a_row_is_the_same_in_any_batch_slice_and_number_of_threads(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Contexts that are cut, and such that are cut for some rows of a slice only."""
-    heads, kv_heads, head_size, pages = 4, 2, 32, 150
+    pages = 150
     draw = torch.Generator().manual_seed(5)
     arena = torch.randn((pages, 2, kv_heads, 32, head_size), generator=draw).to(dtype)
     table = torch.randperm(pages, generator=draw).int()[None]

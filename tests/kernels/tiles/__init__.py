@@ -1,0 +1,47 @@
+"""Compiles csrc/cpu/amx.cpp with its tiles emulated, as it is or with a mistake planted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from pensieve.kernels import cpu_library
+
+ROOT = Path(__file__).parents[3]
+FLAGS = (
+    *("-std=c++17", "-fno-math-errno", "-DEMULATED_TILES=1"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni"),
+    "-mfma",
+)
+
+
+class Mistake(NamedTuple):
+    file: str  # of csrc/cpu
+    old: str
+    new: str
+
+
+def program(folder: Path, source: str, *mistakes: Mistake, flags: tuple[str, ...] = ()) -> Path:
+    """The program of `source`, a file beside this one, from a copy of csrc/cpu with these mistakes."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    sets = ("avx512_bf16", "amx")
+    if not compiler or cpu_library.instruction_set(torch.float32, 64) not in sets:
+        pytest.skip("it takes a compiler and AVX-512 with BF16")
+    copy = folder / "csrc"
+    shutil.copytree(ROOT / "csrc" / "cpu", copy)
+    for mistake in mistakes:
+        text = (copy / mistake.file).read_text()
+        assert text.count(mistake.old) == 1, f"{mistake.file}: {mistake.old}"
+        (copy / mistake.file).write_text(text.replace(mistake.old, mistake.new))
+    built = folder / "program"
+    subprocess.run(
+        [compiler, *FLAGS, *flags, f"-I{copy}", str(Path(__file__).parent / source), "-o", built],
+        check=True,
+    )
+    return built

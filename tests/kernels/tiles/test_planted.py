@@ -1,0 +1,70 @@
+"""Checks of the kernels for AMX on emulated tiles find every mistake that is planted in the kernels."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.tiles import Mistake, program
+
+SUMS, ATTEND, AMX = "tile_sums.h", "amx_attend.h", "amx.cpp"
+MISTAKES = {
+    "a product of the wrong tiles": Mistake(SUMS, "TILE_DOT(3, 5, 7)", "TILE_DOT(3, 4, 7)"),
+    "a stride of rows that is too short": Mistake(
+        SUMS, "rows + kTileRows * p.row_bytes", "rows + (kTileRows - 1) * p.row_bytes"
+    ),
+    "a product of bytes of the wrong tiles": Mistake(
+        SUMS, "TILE_DOT_BYTES(2, 5, 6)", "TILE_DOT_BYTES(2, 5, 7)"
+    ),
+    "bytes as if they were bfloat16": Mistake(
+        SUMS, "std::is_same_v<Input, uint8_t>", "std::is_same_v<Input, char>"
+    ),
+    "a step of inputs left out": Mistake(SUMS, "step < p.steps", "step < p.steps - 1"),
+    "a shape that does not fit": Mistake(SUMS, "num_rows - top;", "0;"),
+    "sums that are not continued": Mistake(ATTEND, "sums.more = true;", "sums.more = false;"),
+    "sums that are not rescaled": Mistake(
+        ATTEND, "if (rescale == 1.0f) continue;", "if (rescale <= 1.0f) continue;"
+    ),
+    "a row that does not see itself": Mistake(ATTEND, "<= last ? score", "< last ? score"),
+    "a row that sees what follows": Mistake(
+        ATTEND, "part.position + r / part.group;", "part.position + r / part.group + 1;"
+    ),
+    "heads of a group at different positions": Mistake(
+        ATTEND, "part.position + r / part.group;", "part.position + r;"
+    ),
+    "queries of one head": Mistake(ATTEND, "(row + r) % part.group * part.head_stride", "0"),
+    "values that were never written": Mistake(
+        ATTEND, "if (slot + 1 < num_slots) second", "if (slot < num_slots) second"
+    ),
+    "pairs of slots that are turned round": Mistake(
+        ATTEND, "epi16(first, high, second)", "epi16(second, high, first)"
+    ),
+    "weights of the wrong slots": Mistake(
+        ATTEND, "(__m512)second, (__m512)first", "(__m512)first, (__m512)second"
+    ),
+    "a weight that is not in the sum": Mistake(ATTEND, "(total[0] + total[1])", "total[0]"),
+    "the rows of the second panel left out": Mistake(
+        ATTEND, "row < num_rows; row += kTilePanel", "row < 1; row += kTilePanel"
+    ),
+    "blocks that depend on how many rows there are": Mistake(
+        ATTEND,
+        "from == part.first_page ? from + 1",
+        "from == part.first_page ? from + 1 + part.num_tokens % 2",
+    ),
+    "tiles that stay configured": Mistake(ATTEND, "  TILE_RELEASE();\n", ""),
+}
+
+
+def test_the_checks_hold(tmp_path: Path) -> None:
+    ran = subprocess.run([program(tmp_path, "checks.cpp")], capture_output=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, b"")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_is_found(name: str, tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [program(tmp_path, "checks.cpp", MISTAKES[name])], capture_output=True, check=False
+    )
+    assert ran.returncode != 0
