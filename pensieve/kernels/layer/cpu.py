@@ -61,6 +61,15 @@ class CpuLayerKernels:
     def available(self, dtype: torch.dtype) -> bool:
         return available(dtype)
 
+    def lack(self, dtype: torch.dtype) -> str:
+        if compiled_library() is None:
+            return "pensieve was installed without its compiled kernels"
+        names = " and ".join(str(each).removeprefix("torch.") for each in TYPES)
+        return f"the compiled kernels are for {names}, not {str(dtype).removeprefix('torch.')}"
+
+    def form(self, dtype: torch.dtype) -> str:
+        return f"C++ ({cpu_library.instruction_set(dtype, 0)})"
+
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> Layer:
         return Layer(weights, self._workspace, int8=int8)
 

@@ -43,6 +43,12 @@ class CudaLayerKernels:
     def available(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.bfloat16, torch.float16)
 
+    def lack(self, dtype: torch.dtype) -> str:
+        return f"there are no kernels for {str(dtype).removeprefix('torch.')} on a GPU"
+
+    def form(self, dtype: torch.dtype) -> str:
+        return "CUDA kernels and torch's products"
+
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> Layer:
         return Layer(weights, int8=int8)
 

@@ -152,6 +152,12 @@ class LayerKernels(Protocol):
     def available(self, dtype: torch.dtype) -> bool:
         """Whether they can be had for weights of this type."""
 
+    def lack(self, dtype: torch.dtype) -> str:
+        """Why they cannot be had for weights of this type."""
+
+    def form(self, dtype: torch.dtype) -> str:
+        """What layers of this type run in, for people."""
+
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> DenseLayer: ...
 
     def pack(self, product: ProductWeights, *, int8: bool = False) -> PackedWeights: ...

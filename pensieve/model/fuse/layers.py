@@ -13,7 +13,7 @@ import torch
 
 from pensieve.kernels.layer.protocol import DenseLayer, LayerKernels
 from pensieve.model.attention import ForwardPass
-from pensieve.model.fuse.match import match_layer
+from pensieve.model.fuse.match import NoMatch, match_layer
 from pensieve.model.fuse.record import AttentionCall, CausalPass, LayerRecord, attention_of
 
 # How far a layer may be off, as a share of the largest change that it makes to the residual.
@@ -78,20 +78,19 @@ class FusedLayer(torch.nn.Module):
 
 def fused_layer(
     layer: torch.nn.Module, record: LayerRecord, kernels: LayerKernels, *, int8: bool = False
-) -> FusedLayer | None:
-    """What can replace a layer; None if the kernels do not give its answer."""
+) -> FusedLayer:
+    """What can replace a layer; NoMatch if the kernels do not give its answer."""
     given, rotation = record.given, record.arguments.get("position_embeddings")
     in_tuple = isinstance(record.answer, tuple)
     if in_tuple and len(record.answer) != 1:
-        return None
+        raise NoMatch("it answers more than a residual")
     answer = record.answer[0] if in_tuple else record.answer
-    if given is None or not isinstance(answer, torch.Tensor) or not is_rotation(rotation, given):
-        return None
+    if given is None or not isinstance(answer, torch.Tensor):
+        raise NoMatch("it is not given one residual, or answers none")
+    if not is_rotation(rotation, given):
+        raise NoMatch("it is given no rotary embedding")
     layer_index: int = attention_of(layer).layer_idx  # type: ignore[union-attr, assignment]
-    matched = match_layer(record.calls, given, layer_index, kernels)
-    if matched is None:
-        return None
-    attention, weights = matched
+    attention, weights = match_layer(record.calls, given, layer_index, kernels)
     attributes = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
     dense = kernels.layer(weights)
     fused = FusedLayer(dense, layer_index, attention, in_tuple, attributes)
@@ -102,7 +101,7 @@ def fused_layer(
         if _agree(got[0] if in_tuple else got, answer, given):
             break
     else:
-        return None
+        raise NoMatch("rebuilt from its weights, it answers something else")
     if int8:
         fused.dense = kernels.layer(weights, int8=True)
         fused.dense.factor = dense.factor

@@ -29,6 +29,10 @@ from pensieve.model.fuse.record import AttentionCall, Call, ModuleCall, is_produ
 NORM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
+class NoMatch(Exception):
+    """A layer that the kernels cannot compute; the message says why."""
+
+
 @dataclass
 class _Parts:
     """What was found so far."""
@@ -43,29 +47,29 @@ class _Parts:
 
 def match_layer(
     calls: Sequence[Call], given: torch.Tensor, layer_index: int, kernels: LayerKernels
-) -> tuple[AttentionCall, LayerWeights] | None:
-    """The layer's attention and its weights; None if its calls have another form."""
+) -> tuple[AttentionCall, LayerWeights]:
+    """The layer's attention and its weights; NoMatch if its calls have another form."""
     attentions = [index for index, call in enumerate(calls) if isinstance(call, AttentionCall)]
     if len(attentions) != 1:
-        return None
+        raise NoMatch(f"it attends {len(attentions)} times")
     middle = attentions[0]
     attention = cast(AttentionCall, calls[middle])
     before, after = (
         cast(Sequence[ModuleCall], part) for part in (calls[:middle], calls[middle + 1 :])
     )
     parts = _Parts()
-    if not _match_before_attention(parts, before, given, kernels):
-        return None
-    if not _match_after_attention(parts, after, kernels):
-        return None
+    _match_before_attention(parts, before, given, kernels)
+    _match_after_attention(parts, after, kernels)
     activation = parts.activation
     if activation is None or not parts.mlp_out:
-        return None
+        raise NoMatch("its MLP is not two products around an activation")
     if len(parts.mlp_in) == 2 and parts.mlp_in[0].answer is not activation.given:
         parts.mlp_in.reverse()  # the gate comes first
     name = activation_of(activation.module)
-    if name is None or not _sizes_fit(parts, attention):
-        return None
+    if name is None:
+        raise NoMatch(f"the kernels do not know its activation, {_kind(activation)}")
+    if not _sizes_fit(parts, attention):
+        raise NoMatch("its sizes are not those of the form")
     weights = LayerWeights(
         layer_index=layer_index,
         heads=attention.heads,
@@ -81,18 +85,16 @@ def match_layer(
 
 def _match_before_attention(
     parts: _Parts, calls: Sequence[ModuleCall], given: torch.Tensor, kernels: LayerKernels
-) -> bool:
-    """Whether they are: [norm] → products of one input → [norms of queries and keys]."""
+) -> None:
+    """Take [norm] → products of one input → [norms of queries and keys]."""
     normed = given
     for call in calls:
         if is_product(call, kernels):
             if call.given is not normed:
-                return False
+                raise NoMatch("queries, keys and values are products of different inputs")
             parts.attention_in.append(call)
             continue
-        norm = match_norm(call)
-        if norm is None:
-            return False
+        norm = _norm_of(call)
         if call.given is given and not parts.attention_in:
             parts.norms["attention_before"], normed = norm, call.answer
         elif "query_norm" not in parts.norms:
@@ -100,53 +102,59 @@ def _match_before_attention(
         elif "key_norm" not in parts.norms:
             parts.norms["key_norm"] = norm
         else:
-            return False
-    return True
+            raise NoMatch("it has more norms before its attention than the form")
 
 
 def _match_after_attention(
     parts: _Parts, calls: Sequence[ModuleCall], kernels: LayerKernels
-) -> bool:
-    """Whether they are: a product → [norms] → products of one input → activation → a product → [norm]."""
+) -> None:
+    """Take a product → [norms] → products of one input → activation → a product → [norm]."""
     loose: list[tuple[NormWeights, ModuleCall]] = []  # norms since the last product
     for call in calls:
         if is_product(call, kernels):
             if not parts.attention_out:
                 parts.attention_out.append(call)
             elif not parts.mlp_in:
-                if not _name_middle_norms(parts, loose, call):
-                    return False
+                _name_middle_norms(parts, loose, call)
                 parts.mlp_in.append(call)
             elif call.given is parts.mlp_in[0].given:
                 parts.mlp_in.append(call)
             elif not parts.mlp_out:
                 parts.mlp_out.append(call)
             else:
-                return False
+                raise NoMatch("it has more products after its attention than the form")
             loose = []
         elif not list(call.module.parameters()) and parts.activation is None and parts.mlp_in:
             parts.activation = call
         else:
-            norm = match_norm(call)
-            if norm is None:
-                return False
-            loose.append((norm, call))
+            loose.append((_norm_of(call), call))
     if len(loose) > 1:
-        return False
+        raise NoMatch("it has more norms after its MLP than the form")
     if loose:
         parts.norms["mlp_after"] = loose[0][0]
-    return True
 
 
 def _name_middle_norms(
     parts: _Parts, loose: list[tuple[NormWeights, ModuleCall]], product: ModuleCall
-) -> bool:
+) -> None:
     """Name the norms between the attention's product and the MLP's first one: before or after the sum."""
     if loose and product.given is loose[-1][1].answer:
         parts.norms["mlp_before"] = loose.pop()[0]
     if loose:
         parts.norms["attention_after"] = loose.pop()[0]
-    return not loose
+    if loose:
+        raise NoMatch("it has more norms between attention and MLP than the form")
+
+
+def _norm_of(call: ModuleCall) -> NormWeights:
+    norm = match_norm(call)
+    if norm is None:
+        raise NoMatch(f"the kernels do not know its {_kind(call)}")
+    return norm
+
+
+def _kind(call: ModuleCall) -> str:
+    return type(call.module).__name__
 
 
 def _sizes_fit(parts: _Parts, attention: AttentionCall) -> bool:
