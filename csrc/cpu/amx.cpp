@@ -94,7 +94,7 @@ void multiply_tiles(const Product& product, int32_t panel, int32_t first, int32_
 
 constexpr pensieve::Dense tiled = {
     LANES, 2 * kTileRows, multiply_tiles, multiply<uint16_t, uint8_t>, quantise<uint16_t>,
-    join<uint16_t>, turn<uint16_t>, largest};
+    join<uint16_t>, turn<uint16_t>, largest, choose<uint16_t>};
 
 // Whether products are those without tiles, up to rounding, for each way to cut rows.
 bool agrees() {

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from pensieve.kernels.layer.protocol import DenseLayer, LayerKernels
+from pensieve.kernels.layer.protocol import DenseLayer, ExpertWeights, LayerKernels
 from pensieve.model.attention import ForwardPass
 from pensieve.model.fuse.match import NoMatch, match_layer
 from pensieve.model.fuse.record import AttentionCall, CausalPass, LayerRecord, attention_of
@@ -98,7 +98,9 @@ def fused_layer(
         dense.factor = factor
         with torch.inference_mode():
             got = fused(given, position_embeddings=rotation, pensieve_pass=CausalPass())
-        if _agree(got[0] if in_tuple else got, answer, given):
+        if _agree(
+            got[0] if in_tuple else got, answer, given, isinstance(weights.mlp, ExpertWeights)
+        ):
             break
     else:
         raise NoMatch("rebuilt from its weights, it answers something else")
@@ -108,10 +110,19 @@ def fused_layer(
     return fused
 
 
-def _agree(got: torch.Tensor, answer: torch.Tensor, given: torch.Tensor) -> bool:
+def _agree(got: torch.Tensor, answer: torch.Tensor, given: torch.Tensor, has_experts: bool) -> bool:
+    """Whether the answer is the same but for rounding.
+
+    Rounding in low precision may send a row to another expert, so with experts the median row counts: weights
+    in a wrong place, or a wrong choice, change nearly all rows.
+    """
     change, size = (answer - given).abs().max(), answer.abs().max()
     rounding = torch.finfo(given.dtype).eps * size
-    return float((got - answer).abs().max()) <= float(TOLERANCE[given.dtype] * change + rounding)
+    by_row = (got - answer).abs().amax(-1).flatten()
+    if not by_row.isfinite().all():
+        return False
+    worst = by_row.median() if has_experts and given.dtype != torch.float32 else by_row.max()
+    return float(worst) <= float(TOLERANCE[given.dtype] * change + rounding)
 
 
 def is_rotation(rotation: Any, given: torch.Tensor) -> TypeGuard[tuple[torch.Tensor, torch.Tensor]]:

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from pensieve.core.turn import Turn
 from pensieve.errors import UnsupportedModel
 from pensieve.kernels.layer import cpu
-from pensieve.kernels.layer.protocol import LayerWeights, PagedRows
+from pensieve.kernels.layer.protocol import LayerWeights, MlpWeights, PagedRows
 from pensieve.model import loader
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
@@ -31,7 +31,10 @@ from pensieve.model.shape import ModelShape
 from tests.model.world import GAP_MAX, World, largest_gap, plain_model, slice_of
 from tests.models import SERVED, tiny_model
 
-WHOLE = {"llama-mha", "llama-gqa", "mistral", "qwen2", "qwen3", "phi3", "granite", "gemma", "olmo2"}
+WHOLE = {
+    *("llama-mha", "llama-gqa", "mistral", "qwen2", "qwen3", "phi3", "granite", "gemma", "olmo2"),
+    *("qwen3-moe", "mixtral"),
+}
 ROOT = Path(__file__).parents[3]
 PROMPT = [5, 9, 3, 77, 12, 40, 8, 9, 21]
 
@@ -92,6 +95,7 @@ PARTS = {  # norms beside those of the residual, and products with biases
     "llama-mha": ("", ""),
     "qwen2": ("", "attention_in"),
     "qwen3": ("query_norm key_norm", ""),
+    "qwen3-moe": ("query_norm key_norm", ""),
     "olmo2": ("query_norm key_norm attention_after mlp_after", ""),
 }
 
@@ -114,11 +118,11 @@ def test_norms_and_biases_of_a_family_are_in_its_compiled_layers(
     assert len(seen) == 2
     for weights in seen:
         assert set(weights.norms) - {"attention_before", "mlp_before"} == norms
-        products = ("attention_in", "attention_out", "mlp_in", "mlp_out")
+        products = {name: getattr(weights, name) for name in ("attention_in", "attention_out")}
+        if isinstance(weights.mlp, MlpWeights):
+            products |= {"mlp_in": weights.mlp.into, "mlp_out": weights.mlp.out}
         assert {
-            name
-            for name in products
-            if any(each is not None for each in getattr(weights, name).biases)
+            name for name, each in products.items() if any(bias is not None for bias in each.biases)
         } == biased
 
 
@@ -311,7 +315,7 @@ def test_half_precision_of_ten_bits_is_left_to_torch() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama-gqa", "gemma", "opt", "gpt2"])
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma", "qwen3-moe", "opt", "gpt2"])
 def test_weights_made_int8(family: str, dtype: torch.dtype) -> None:
     plain = tiny_model(SERVED[family]()).to(dtype)
     ids, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
