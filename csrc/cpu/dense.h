@@ -6,6 +6,7 @@
 // rows 930 GFLOP/s. oneDNN on the same weights: 20 GB/s and 880 GFLOP/s.
 #pragma once
 
+#include "choose.h"
 #include "layer.h"
 #include "vector.h"
 
@@ -323,6 +324,6 @@ inline int32_t largest(const float* row, int32_t width) {
 template <typename Element>
 constexpr pensieve::Dense dense_for = {
     LANES, kRows, multiply<Element>, multiply<Element, uint8_t>, quantise<Element>,
-    join<Element>, turn<Element>, largest};
+    join<Element>, turn<Element>, largest, choose<Element>};
 
 }  // namespace

@@ -7,13 +7,14 @@
 #include <cstring>
 #include <vector>
 
+#include "experts.h"
+#include "rows.h"
 #include "threads.h"
 
 namespace pensieve {
 namespace {
 
-constexpr int kRowsAtOnce = 192;      // of one piece of work: they fit into the cache beside a panel
-constexpr int kRowsWorthThreads = 8;  // with fewer, the work on rows is shorter than waking a thread
+constexpr int kRowsAtOnce = 192;  // of one piece of work: they fit into the cache beside a panel
 
 struct Worker {
   const Dense& dense;
@@ -76,13 +77,7 @@ struct Worker {
 
   template <typename Act>
   void each_row(int num_rows, Act act) const {
-    std::atomic<int> next{0};
-    const int step = num_rows / (4 * num_threads) + 1;
-    auto work = [&] {
-      for (int first; (first = next.fetch_add(step)) < num_rows;)
-        for (int row = first; row < first + step && row < num_rows; ++row) act(row);
-    };
-    on_threads(num_rows >= kRowsWorthThreads ? num_threads : 1, work);
+    pensieve::each_row(num_threads, num_rows, act);
   }
 };
 
@@ -97,6 +92,7 @@ struct Layer {
   float factor;  // of what is added to the residual
   float scaling;
   const Linear* then;  // the product that is computed after this layer; null: not known
+  const Experts* experts;  // in the place of mlp_in and mlp_out; null: there are none
 };
 
 struct Buffers {
@@ -106,6 +102,7 @@ struct Buffers {
   float* added;   // (rows, hidden)
   float* sum;     // (rows, hidden)
   void* attended; // (rows, heads * head_size) Element
+  ExpertBuffers experts;
 };
 
 // Of one iteration: positions, and where keys and values of all layers lie.
@@ -167,14 +164,21 @@ void pensieve_after_attention(const char* only, const Layer* layer, const Buffer
   const int32_t hidden = layer->hidden, wide = layer->mlp_in.outputs;
   worker.multiply({&layer->attention_out, attended, layer->attention_out.width, num_rows,
                    buffers->added, hidden, 1},
-                  &layer->mlp_in);
+                  layer->experts ? &layer->experts->router : &layer->mlp_in);
   const Joint middle{residual, layer->type == 0, buffers->added, layer->attention_after,
                      layer->mlp_before, layer->factor, buffers->sum, buffers->normed, hidden};
   worker.each_row(num_rows, [&](int row) { dense.join(middle, row); });
-  worker.multiply({&layer->mlp_in, buffers->normed, hidden, num_rows, buffers->gated, wide, 0},
-                  &layer->mlp_out);
-  worker.multiply({&layer->mlp_out, buffers->gated, wide, num_rows, buffers->added, hidden, 1},
-                  layer->then);
+  if (layer->experts) {
+    run_experts(dense,
+                {layer->experts, &buffers->experts, buffers->normed, num_rows, worker.element_bytes,
+                 buffers->added, layer->then},
+                num_threads);
+  } else {
+    worker.multiply({&layer->mlp_in, buffers->normed, hidden, num_rows, buffers->gated, wide, 0},
+                    &layer->mlp_out);
+    worker.multiply({&layer->mlp_out, buffers->gated, wide, num_rows, buffers->added, hidden, 1},
+                    layer->then);
+  }
   const Joint last{buffers->sum, 1, buffers->added, layer->mlp_after, {}, layer->factor, buffers->sum, out, hidden};
   worker.each_row(num_rows, [&](int row) { dense.join(last, row); });
 }

@@ -83,6 +83,16 @@ using Quantise = float (*)(const void* row, int32_t width, int32_t padded, uint8
 // The column of the largest value, the first of equals; -1 if any value is not finite.
 using Largest = int32_t (*)(const float* row, int32_t width);
 
+// Of each row the `num_chosen` largest logits, largest first, and their shares of the softmax over all.
+struct Choosing {
+  const void* logits;  // (rows, num_experts) Element
+  int32_t num_experts, num_chosen;
+  int32_t normalised, rounded;  // as in Experts
+  int32_t* experts;             // (rows, num_chosen)
+  float* shares;                // (rows, num_chosen)
+};
+using Choose = void (*)(const Choosing&, int32_t row);
+
 struct Dense {
   int32_t lanes;
   int32_t rows_max;  // of one pass over a panel
@@ -91,6 +101,7 @@ struct Dense {
   Join join;
   Turn turn;
   Largest largest;
+  Choose choose;
 };
 
 // Of the best instruction set here, or of the one named `only`.

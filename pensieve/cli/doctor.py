@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from pensieve import __version__
-from pensieve.config import default_data_folder
+from pensieve.config import SETTINGS, default_data_folder, resolve
 from pensieve.config.machine import available_memory_bytes, cpu_quota, num_cores
+from pensieve.errors import PensieveError, one_line
 from pensieve.extras import PACKAGES
 
 UNKNOWN = "unknown: "
+REFUSED = "cannot be loaded: "
+# The settings that decide how layers run.
+LOADING = [s for s in SETTINGS if s.name in ("device", "dtype", "context_max", "weights")]
 OPTIONAL = ("cupy-cuda13x", "cupy-cuda12x", "accelerate", "gguf")
 
 
@@ -29,12 +33,21 @@ def add_parser(commands: Any) -> None:
         help="what this machine has, and what is missing",
         description="Print what a report of a problem should contain. Exit code 1 if something is wrong.",
     )
+    parser.add_argument(
+        "model", nargs="?", help="also load this model, and say how its layers would run here"
+    )
+    for setting in LOADING:
+        parser.add_argument(
+            setting.flag, dest=setting.name, metavar=setting.metavar, help=setting.help
+        )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     found = dict(findings())
+    if arguments.model:
+        found["model"] = _model(arguments)
     problems = list(wrong(found))
     if arguments.json:
         print(json.dumps({"findings": found, "problems": problems}))
@@ -139,6 +152,28 @@ def _gpu_kernels() -> str:
         return f"missing: {text}" if has_gpu else f"none: {text}"
 
 
+def _model(arguments: argparse.Namespace) -> str:
+    """Load it as `serve` would, with the same settings of the environment."""
+    try:
+        from pensieve.launch.model_folder import resolve_model
+        from pensieve.launch.model_ranks import load_model
+    except ImportError as error:
+        return f"{UNKNOWN}{error.name} is missing"
+    names = ("model", *(setting.name for setting in LOADING))
+    flags = {name: getattr(arguments, name) for name in names}
+    try:
+        settings = resolve(flags, os.environ).settings
+        with contextlib.ExitStack() as undo:
+            loaded = load_model(settings, resolve_model(settings.model), _ignored, undo).model
+    except PensieveError as error:
+        return f"{REFUSED}{one_line(error)}"
+    return f"{settings.model}, {loaded.flat.form}"
+
+
+def _ignored(line: str) -> None:
+    """What a start would report."""
+
+
 def _state(data: Path) -> str:
     if not data.exists():
         return "will be made"
@@ -160,6 +195,8 @@ def wrong(found: dict[str, str]) -> Iterator[str]:
         )
     if "missing:" in found["gpu kernels"]:
         yield f"the GPU cannot be used: {found['gpu kernels']}"
+    if (model := found.get("model", "")).startswith(REFUSED):
+        yield f"the model {model}"
     if "cannot be written" in found["data folder"]:
         yield f"the data folder cannot be written: {found['data folder']}"
 

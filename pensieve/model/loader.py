@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from pensieve.errors import DeviceError, ModelError, UnsupportedModel, one_line
 from pensieve.model.attention import FlatModel
+from pensieve.model.fuse import in_torch
 from pensieve.model.parallel.ranks import ParallelModel, Rank
 from pensieve.model.probe import FusionFailed, probe
 from pensieve.model.shape import ModelShape
@@ -65,8 +66,8 @@ def load(
         flat = _read_model(name, config, dtype, device, rank)
         report("probing its attention")
         try:
-            shape = _probed(flat, context_max, rank is None, int8, report)
-            if shape is None:
+            found = _probed(flat, context_max, rank is None, int8)
+            if isinstance(found, str):
                 # Nothing refers to the replaced layers by now, so one model is in memory at a time.
                 del flat
                 gc.collect()
@@ -74,6 +75,9 @@ def load(
                     torch.cuda.empty_cache()
                 flat = _read_model(name, config, dtype, device, rank)
                 shape = probe(flat, context_max=context_max, fuse_layers=False)
+                flat.form = in_torch(found)
+            else:
+                shape = found
         except UnsupportedModel as error:
             raise UnsupportedModel(f"cannot serve {name}: {error}") from error
     report(
@@ -81,6 +85,9 @@ def load(
         f"{shape.num_layers} layers, {shape.kv_bytes_per_token} bytes of KV per token"
         f"{f' on each of {rank.num_ranks} ranks' if rank else ''}, context {shape.context_max}"
     )
+    if rank is not None:
+        flat.form = in_torch("several ranks compute each of them together")
+    report(flat.form)
     num_heads = shape.num_heads
     if rank is not None:
         num_heads = int(config.get_text_config().num_attention_heads)
@@ -96,16 +103,14 @@ def _probed(
     context_max: int | None,
     fuse_layers: bool,
     int8: bool,
-    report: Callable[[str], None],
-) -> ModelShape | None:
-    """The model's shape; None if replacing its layers failed, after which it has to be loaded again."""
+) -> ModelShape | str:
+    """The model's shape, or why replacing its layers failed, after which it has to be loaded again."""
     try:
         return probe(flat, context_max=context_max, fuse_layers=fuse_layers, int8=int8)
     except FusionFailed as error:
         if int8:
             raise UnsupportedModel(f"its weights cannot be int8: {error}") from error
-        report(f"its layers stay as they are: {error}")
-    return None
+        return str(error)
 
 
 def _read_config(name: str) -> Any:

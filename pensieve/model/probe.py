@@ -106,9 +106,11 @@ def probe(
 def _fused(flat: FlatModel, prompt: list[int], int8: bool) -> int:
     """How many layers and products were replaced."""
     try:
-        return sum(fuse(flat, prompt, int8=int8))
+        fused = fuse(flat, prompt, int8=int8)
     except Exception as error:
         raise FusionFailed(one_line(error)) from error
+    flat.form = fused.form
+    return fused.num_layers + fused.num_products
 
 
 def _context_max(module: Any) -> int:

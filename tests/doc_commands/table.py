@@ -91,6 +91,7 @@ ROWS = (
     Row("pensieve token --tenant acme --file tokens.toml", instead={"tokens.toml": "one.toml"}),
     Row("pensieve token --tenant acme >> tokens.toml", (r"token",)),
     Row("pensieve doctor", (r"python +3\.", r"cpu kernels")),
+    Row("pensieve doctor MODEL", (r"layers in (C\+\+|torch)",), nightly=True),
     # The journal and the simulator.
     Row("pensieve serve --journal run.jsonl", serves=True, alone=True, model=True, nightly=True),
     Row(

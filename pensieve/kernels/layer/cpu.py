@@ -13,6 +13,7 @@ import torch
 
 from pensieve.kernels import cpu_library
 from pensieve.kernels.cpu_library import TYPES, compiled_library, succeeded, takes_pages
+from pensieve.kernels.layer.cpu_experts import PackedExperts
 from pensieve.kernels.layer.cpu_rows import CpuPagedRows, Widths, Workspace
 from pensieve.kernels.layer.cpu_weights import (
     LinearStruct,
@@ -24,6 +25,7 @@ from pensieve.kernels.layer.cpu_weights import (
 )
 from pensieve.kernels.layer.protocol import (
     DenseLayer,
+    ExpertWeights,
     LayerWeights,
     NormWeights,
     PackedWeights,
@@ -61,6 +63,18 @@ class CpuLayerKernels:
     def available(self, dtype: torch.dtype) -> bool:
         return available(dtype)
 
+    def lack(self, dtype: torch.dtype) -> str:
+        if compiled_library() is None:
+            return "pensieve was installed without its compiled kernels"
+        names = " and ".join(str(each).removeprefix("torch.") for each in TYPES)
+        return f"the compiled kernels are for {names}, not {str(dtype).removeprefix('torch.')}"
+
+    def form(self, dtype: torch.dtype) -> str:
+        return f"C++ ({cpu_library.instruction_set(dtype, 0)})"
+
+    def lacks_form(self, weights: LayerWeights) -> str:
+        return ""
+
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> Layer:
         return Layer(weights, self._workspace, int8=int8)
 
@@ -81,6 +95,7 @@ class LayerStruct(ctypes.Structure):
         ("factor", ctypes.c_float),
         ("scaling", ctypes.c_float),
         ("then", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
     ]
 
 
@@ -88,28 +103,20 @@ class Layer:
     """One decoder layer: its packed weights, and the structure that points to them."""
 
     def __init__(self, weights: LayerWeights, workspace: Workspace, *, int8: bool) -> None:
+        def packed(each: ProductWeights) -> Packed:
+            return Packed(each.weights, each.biases, each.activation, int8=int8)
+
         self._heads = weights.heads
         self._workspace = workspace
-        self._products = [
-            Packed(each.weights, each.biases, each.activation, int8=int8)
-            for each in (
-                weights.attention_in,
-                weights.attention_out,
-                weights.mlp_in,
-                weights.mlp_out,
-            )
-        ]
         self._norms = weights.norms  # kept alive
-        attention_in, attention_out, mlp_in, mlp_out = self._products
         num_heads, num_kv_heads, head_size = weights.heads
+        self._attention = [packed(weights.attention_in), packed(weights.attention_out)]
+        attention_in, attention_out = self._attention
+        assert attention_in.outputs == (num_heads + 2 * num_kv_heads) * head_size
         self._dtype = attention_in.dtype
         self._widths = Widths(
-            attention_in.inputs,
-            attention_in.outputs,
-            mlp_in.outputs,
-            num_heads * head_size,
+            attention_in.inputs, attention_in.outputs, heads_out=num_heads * head_size
         )
-        assert attention_in.outputs == (num_heads + 2 * num_kv_heads) * head_size
         self._struct = LayerStruct(
             type=TYPES[attention_in.dtype],
             index=weights.layer_index,
@@ -119,12 +126,22 @@ class Layer:
             head_size=head_size,
             attention_in=attention_in.struct,
             attention_out=attention_out.struct,
-            mlp_in=mlp_in.struct,
-            mlp_out=mlp_out.struct,
             factor=1.0,
             scaling=weights.scaling,
             **{name: norm_struct(norm) for name, norm in weights.norms.items()},
         )
+        self._mlp: list[Packed] = []
+        self._experts: PackedExperts | None = None
+        if isinstance(weights.mlp, ExpertWeights):
+            self._experts = experts = PackedExperts(weights.mlp, int8=int8)
+            self._widths = self._widths._replace(
+                experts=experts.num_experts, chosen=experts.num_chosen, expert_mlp=experts.width
+            )
+            self._struct.experts = ctypes.addressof(experts.struct)
+        else:
+            self._mlp = [packed(weights.mlp.into), packed(weights.mlp.out)]
+            self._struct.mlp_in, self._struct.mlp_out = (each.struct for each in self._mlp)
+            self._widths = self._widths._replace(mlp=self._mlp[0].outputs)
 
     @property
     def factor(self) -> float:
@@ -136,10 +153,15 @@ class Layer:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(each.num_bytes for each in self._products)
+        products = [
+            *self._attention,
+            *(() if self._experts is None else (self._experts,)),
+            *self._mlp,
+        ]
+        return sum(each.num_bytes for each in products)
 
     def followed_by(self, then: DenseLayer | PackedWeights) -> None:
-        first = then._products[0] if isinstance(then, Layer) else then
+        first = then._attention[0] if isinstance(then, Layer) else then
         assert isinstance(first, Packed)
         self._then = first  # kept alive
         self._struct.then = ctypes.addressof(first.struct)
@@ -191,12 +213,13 @@ class Layer:
             torch.get_num_threads(),
         )
         num_heads, num_kv_heads, head_size = self._heads
-        rotated = self._workspace.rotated[:num_rows].view(num_rows, -1, head_size)
+        rotated = self._workspace.rotated(num_rows, self._widths).view(num_rows, -1, head_size)
         sizes = [num_heads, num_kv_heads, num_kv_heads]
         query, key, value = torch.split(rotated, sizes, dim=1)
         return query, key, value
 
     def after_attention(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        self._workspace.reserve(len(residual), self._widths, self._dtype)
         out = torch.empty_like(residual)
         library().pensieve_after_attention(
             cpu_library.only_instruction_set,

@@ -13,6 +13,8 @@ import torch
 from pensieve.kernels.layer.protocol import PageIndex
 from pensieve.kernels.shapes import Shapes
 
+EXPERT_ROWS_MAX = 512  # at once: each expert has enough of them to be worth reading its weights
+
 
 class PagesStruct(ctypes.Structure):
     _fields_: ClassVar = [
@@ -28,10 +30,20 @@ class PagesStruct(ctypes.Structure):
     ]
 
 
+class ExpertBuffersStruct(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("rows_max", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("logits", "rows", "gated", "answers")),
+    ]
+
+
 class BuffersStruct(ctypes.Structure):
     _fields_: ClassVar = [
-        (name, ctypes.c_void_p)
-        for name in ("normed", "turned", "gated", "added", "sum", "attended")
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("normed", "turned", "gated", "added", "sum", "attended")
+        ),
+        ("experts", ExpertBuffersStruct),
     ]
 
 
@@ -86,32 +98,46 @@ class Widths(NamedTuple):
 
     hidden: int
     heads_in: int  # queries, keys and values
-    mlp: int
-    heads_out: int
+    mlp: int = 0
+    heads_out: int = 0
+    experts: int = 0
+    chosen: int = 0  # of the experts, by a row
+    expert_mlp: int = 0
 
 
 class Workspace:
-    """The buffers that all layers of a model share, for as many rows as a call has ever had."""
+    """The buffers that all layers of a model share: for the most rows and the widest layer there were."""
 
     def __init__(self) -> None:
         self._num_rows = 0
-        self._made_for: tuple[object, ...] = ()
+        self._widths = Widths(0, 0)
+        self._dtype: torch.dtype | None = None
         self._tensors: list[torch.Tensor] = []
         self.struct = BuffersStruct()
 
     def reserve(self, num_rows: int, widths: Widths, dtype: torch.dtype) -> None:
-        if num_rows <= self._num_rows and (*widths, dtype) == self._made_for:
+        widest = Widths(*map(max, widths, self._widths))
+        if num_rows <= self._num_rows and widest == self._widths and dtype == self._dtype:
             return
-        self._num_rows, self._made_for = max(num_rows, self._num_rows), (*widths, dtype)
-        rows, (hidden, heads_in, mlp, heads_out) = self._num_rows, widths
+        self._num_rows, self._widths, self._dtype = max(num_rows, self._num_rows), widest, dtype
+        rows, expert_rows = self._num_rows, min(self._num_rows, EXPERT_ROWS_MAX)
+        pairs = expert_rows * widest.chosen
+        plain = [rows * each for each in (widest.hidden, widest.heads_in, widest.mlp)]
         self._tensors = [
-            *(torch.empty((rows, width), dtype=dtype) for width in (hidden, heads_in, mlp)),
-            *(torch.empty((rows, hidden), dtype=torch.float32) for _ in range(2)),
-            torch.empty((rows, heads_out), dtype=dtype),
+            *(torch.empty(size, dtype=dtype) for size in plain),
+            *(torch.empty(rows * widest.hidden, dtype=torch.float32) for _ in range(2)),
+            torch.empty(rows * widest.heads_out, dtype=dtype),
+            torch.empty(expert_rows * widest.experts, dtype=dtype),
+            *(
+                torch.empty(pairs * each, dtype=dtype)
+                for each in (widest.hidden, widest.expert_mlp)
+            ),
+            torch.empty(pairs * widest.hidden, dtype=torch.float32),
         ]
-        self.struct = BuffersStruct(*(each.data_ptr() for each in self._tensors))
+        addresses = [each.data_ptr() for each in self._tensors]
+        experts = ExpertBuffersStruct(expert_rows, *addresses[6:])
+        self.struct = BuffersStruct(*addresses[:6], experts)
 
-    @property
-    def rotated(self) -> torch.Tensor:
-        """Queries, keys and values of each row, after `before_attention`."""
-        return self._tensors[1]
+    def rotated(self, num_rows: int, widths: Widths) -> torch.Tensor:
+        """Queries, keys and values of each row, after `before_attention` of a layer of these widths."""
+        return self._tensors[1][: num_rows * widths.heads_in].view(num_rows, widths.heads_in)

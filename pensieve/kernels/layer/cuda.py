@@ -23,6 +23,7 @@ from pensieve.kernels.layer.protocol import (
     Activation,
     DenseLayer,
     LayerWeights,
+    MlpWeights,
     NormName,
     NormWeights,
     PackedWeights,
@@ -42,6 +43,17 @@ class CudaLayerKernels:
 
     def available(self, dtype: torch.dtype) -> bool:
         return dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+    def lack(self, dtype: torch.dtype) -> str:
+        return f"there are no kernels for {str(dtype).removeprefix('torch.')} on a GPU"
+
+    def form(self, dtype: torch.dtype) -> str:
+        return "CUDA kernels and torch's products"
+
+    def lacks_form(self, weights: LayerWeights) -> str:
+        return (
+            "" if isinstance(weights.mlp, MlpWeights) else "experts are for the CPU's kernels only"
+        )
 
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> Layer:
         return Layer(weights, int8=int8)
@@ -143,13 +155,14 @@ class Layer:
 
     def __init__(self, weights: LayerWeights, *, int8: bool = False) -> None:
         self._heads = weights.heads
+        assert isinstance(weights.mlp, MlpWeights)
         self._products = [
             Packed(each.weights, each.biases, each.activation, int8=int8)
             for each in (
                 weights.attention_in,
                 weights.attention_out,
-                weights.mlp_in,
-                weights.mlp_out,
+                weights.mlp.into,
+                weights.mlp.out,
             )
         ]
         self._norms = {name: Norm(each.weight, each.eps) for name, each in weights.norms.items()}

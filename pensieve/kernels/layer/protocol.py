@@ -17,6 +17,9 @@ A layer computes, in this order, where norms in brackets may be missing:
     → attention → product → [attention_after] · factor + residual
     → [mlp_before] → gate and up → activation(gate) · up → product → [mlp_after] · factor + residual
 
+Instead of one gated MLP there may be experts (`ExpertWeights`): a router gives each row a logit for each of
+them, the few with the largest are applied to the row, and their answers are summed up by their shares.
+
 `forward` does all of it, attention over pages included.  Where something else attends (the load probe, which
 runs without pages), `before_attention` and `after_attention` are the two halves around it.
 """
@@ -62,6 +65,23 @@ class ProductWeights:
 
 
 @dataclass(frozen=True)
+class MlpWeights:
+    into: ProductWeights  # gate and up
+    out: ProductWeights
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Experts, of which each row uses `num_chosen`; their shares are those of the softmax over all."""
+
+    router: torch.Tensor  # (experts, inputs)
+    experts: Sequence[MlpWeights]
+    num_chosen: int
+    normalized: bool  # the shares of the chosen ones are divided by their sum
+    rounded: bool  # shares are rounded to the weights' type
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """What makes one decoder layer."""
 
@@ -70,8 +90,7 @@ class LayerWeights:
     scaling: float  # of the attention's scores
     attention_in: ProductWeights  # queries, keys and values
     attention_out: ProductWeights
-    mlp_in: ProductWeights  # gate and up
-    mlp_out: ProductWeights
+    mlp: MlpWeights | ExpertWeights
     norms: Mapping[NormName, NormWeights]  # those that there are
 
 
@@ -151,6 +170,15 @@ class LayerKernels(Protocol):
 
     def available(self, dtype: torch.dtype) -> bool:
         """Whether they can be had for weights of this type."""
+
+    def lack(self, dtype: torch.dtype) -> str:
+        """Why they cannot be had for weights of this type."""
+
+    def form(self, dtype: torch.dtype) -> str:
+        """What layers of this type run in, for people."""
+
+    def lacks_form(self, weights: LayerWeights) -> str:
+        """Why they cannot compute a layer of this form; empty if they can."""
 
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> DenseLayer: ...
 

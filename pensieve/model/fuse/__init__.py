@@ -30,19 +30,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from pensieve.kernels.layer import layer_kernels
+from pensieve.kernels.layer.protocol import LayerKernels
 from pensieve.model.attention import FlatModel
 from pensieve.model.fuse.layers import FusedLayer, fused_layer
+from pensieve.model.fuse.match import NoMatch
 from pensieve.model.fuse.products import pack_products
 from pensieve.model.fuse.record import decoder_layers, product_calls, record_forward
 from pensieve.model.fuse.whole_model import FusedModel, match_surroundings
 
-__all__ = ["Fused", "fuse"]
+__all__ = ["Fused", "fuse", "in_torch"]
 
 
 class Fused(NamedTuple):
     num_layers: int  # replaced as a whole
     num_products: int  # packed one by one
+    form: str  # in which the layers run, as a sentence for people
 
 
 def fuse(flat: FlatModel, prompt: Sequence[int], *, int8: bool = False) -> Fused:
@@ -54,7 +59,7 @@ def fuse(flat: FlatModel, prompt: Sequence[int], *, int8: bool = False) -> Fused
     first = next(module.parameters())
     kernels = layer_kernels(first.device)
     if not kernels.available(first.dtype):
-        return Fused(0, 0)
+        return Fused(0, 0, in_torch(kernels.lack(first.dtype)))
     layers = decoder_layers(module)
     num_layers = len(layers)
     record = record_forward(flat, prompt, [layer for _, _, layer in layers])
@@ -62,18 +67,37 @@ def fuse(flat: FlatModel, prompt: Sequence[int], *, int8: bool = False) -> Fused
     records = record.layers
     num_products = pack_products(module, product_calls(record.outside, kernels), kernels)
     fused: list[FusedLayer] = []
+    reason = "it has no list of decoder layers"
     del record
     while layers:  # the originals of each are freed before the next is packed
         parent, name, layer = layers.pop()
         of_layer = records.pop()
-        found = fused_layer(layer, of_layer, kernels, int8=int8)
-        if found is not None:
-            setattr(parent, name, found)
-            fused.append(found)
-        else:
+        try:
+            found = fused_layer(layer, of_layer, kernels, int8=int8)
+        except NoMatch as error:
+            reason = f"layer {name}: {error}"
             num_products += pack_products(
                 layer, product_calls(of_layer.calls, kernels), kernels, int8=int8
             )
+        else:
+            setattr(parent, name, found)
+            fused.append(found)
     if surroundings is not None and len(fused) == num_layers:
         flat.whole = FusedModel(surroundings, fused[::-1], kernels)
-    return Fused(len(fused), num_products)
+    return Fused(len(fused), num_products, _form(len(fused), num_layers, kernels, first, reason))
+
+
+def in_torch(reason: str) -> str:
+    """The form of a model none of whose layers were replaced."""
+    return f"layers in torch: {reason}"
+
+
+def _form(
+    num_fused: int, num_layers: int, kernels: LayerKernels, weight: torch.Tensor, reason: str
+) -> str:
+    if not num_fused:
+        return in_torch(reason)
+    form = f"in {kernels.form(weight.dtype)}"
+    if num_fused == num_layers:
+        return f"layers {form}"
+    return f"{num_fused} of {num_layers} layers {form}, the others in torch: {reason}"

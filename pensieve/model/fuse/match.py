@@ -17,16 +17,23 @@ from transformers.pytorch_utils import Conv1D
 
 from pensieve.kernels.layer.protocol import (
     Activation,
+    ExpertWeights,
     LayerKernels,
     LayerWeights,
+    MlpWeights,
     NormName,
     NormWeights,
     ProductWeights,
 )
+from pensieve.model.fuse.experts import Router, expert_weights, is_same_memory, match_router
 from pensieve.model.fuse.record import AttentionCall, Call, ModuleCall, is_product
 
 # How far a norm may be off, as a share of its largest value.
 NORM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+
+class NoMatch(Exception):
+    """A layer that the kernels cannot compute; the message says why."""
 
 
 @dataclass
@@ -39,60 +46,72 @@ class _Parts:
     mlp_in: list[ModuleCall] = field(default_factory=list)
     mlp_out: list[ModuleCall] = field(default_factory=list)
     activation: ModuleCall | None = None
+    router: Router | None = None
+    experts: ModuleCall | None = None
 
 
 def match_layer(
     calls: Sequence[Call], given: torch.Tensor, layer_index: int, kernels: LayerKernels
-) -> tuple[AttentionCall, LayerWeights] | None:
-    """The layer's attention and its weights; None if its calls have another form."""
+) -> tuple[AttentionCall, LayerWeights]:
+    """The layer's attention and its weights; NoMatch if its calls have another form."""
     attentions = [index for index, call in enumerate(calls) if isinstance(call, AttentionCall)]
     if len(attentions) != 1:
-        return None
+        raise NoMatch(f"it attends {len(attentions)} times")
     middle = attentions[0]
     attention = cast(AttentionCall, calls[middle])
     before, after = (
         cast(Sequence[ModuleCall], part) for part in (calls[:middle], calls[middle + 1 :])
     )
     parts = _Parts()
-    if not _match_before_attention(parts, before, given, kernels):
-        return None
-    if not _match_after_attention(parts, after, kernels):
-        return None
-    activation = parts.activation
-    if activation is None or not parts.mlp_out:
-        return None
-    if len(parts.mlp_in) == 2 and parts.mlp_in[0].answer is not activation.given:
-        parts.mlp_in.reverse()  # the gate comes first
-    name = activation_of(activation.module)
-    if name is None or not _sizes_fit(parts, attention):
-        return None
+    _match_before_attention(parts, before, given, kernels)
+    _match_after_attention(parts, after, kernels)
+    mlp = _mlp_of(parts)
+    if not _attention_fits(parts, attention) or not _mlp_fits(parts):
+        raise NoMatch("its sizes are not those of the form")
     weights = LayerWeights(
         layer_index=layer_index,
         heads=attention.heads,
         scaling=attention.scaling,
         attention_in=product_weights(parts.attention_in),
         attention_out=product_weights(parts.attention_out),
-        mlp_in=product_weights(parts.mlp_in, name),
-        mlp_out=product_weights(parts.mlp_out),
+        mlp=mlp,
         norms=parts.norms,
     )
+    if reason := kernels.lacks_form(weights):
+        raise NoMatch(reason)
     return attention, weights
+
+
+def _mlp_of(parts: _Parts) -> MlpWeights | ExpertWeights:
+    activation = parts.activation
+    if activation is None or not (parts.mlp_out or parts.experts):
+        raise NoMatch("its MLP is not two products around an activation")
+    name = activation_of(activation.module)
+    if name is None:
+        raise NoMatch(f"the kernels do not know its activation, {_kind(activation)}")
+    if parts.experts is not None:
+        assert parts.router is not None
+        found = expert_weights(parts.router, parts.experts, name)
+        if found is None:
+            raise NoMatch("its experts are not a router's choice of gated MLPs")
+        return found
+    if len(parts.mlp_in) == 2 and parts.mlp_in[0].answer is not activation.given:
+        parts.mlp_in.reverse()  # the gate comes first
+    return MlpWeights(product_weights(parts.mlp_in, name), product_weights(parts.mlp_out))
 
 
 def _match_before_attention(
     parts: _Parts, calls: Sequence[ModuleCall], given: torch.Tensor, kernels: LayerKernels
-) -> bool:
-    """Whether they are: [norm] → products of one input → [norms of queries and keys]."""
+) -> None:
+    """Take [norm] → products of one input → [norms of queries and keys]."""
     normed = given
     for call in calls:
         if is_product(call, kernels):
             if call.given is not normed:
-                return False
+                raise NoMatch("queries, keys and values are products of different inputs")
             parts.attention_in.append(call)
             continue
-        norm = match_norm(call)
-        if norm is None:
-            return False
+        norm = _norm_of(call)
         if call.given is given and not parts.attention_in:
             parts.norms["attention_before"], normed = norm, call.answer
         elif "query_norm" not in parts.norms:
@@ -100,70 +119,101 @@ def _match_before_attention(
         elif "key_norm" not in parts.norms:
             parts.norms["key_norm"] = norm
         else:
-            return False
-    return True
+            raise NoMatch("it has more norms before its attention than the form")
 
 
 def _match_after_attention(
     parts: _Parts, calls: Sequence[ModuleCall], kernels: LayerKernels
-) -> bool:
-    """Whether they are: a product → [norms] → products of one input → activation → a product → [norm]."""
+) -> None:
+    """Take a product → [norms] → products of one input → activation → a product → [norm].
+
+    Or, after the norms: a router → activation → experts → [norm].
+    """
     loose: list[tuple[NormWeights, ModuleCall]] = []  # norms since the last product
     for call in calls:
         if is_product(call, kernels):
             if not parts.attention_out:
                 parts.attention_out.append(call)
             elif not parts.mlp_in:
-                if not _name_middle_norms(parts, loose, call):
-                    return False
+                _name_middle_norms(parts, loose, call)
                 parts.mlp_in.append(call)
             elif call.given is parts.mlp_in[0].given:
                 parts.mlp_in.append(call)
             elif not parts.mlp_out:
                 parts.mlp_out.append(call)
             else:
-                return False
+                raise NoMatch("it has more products after its attention than the form")
             loose = []
-        elif not list(call.module.parameters()) and parts.activation is None and parts.mlp_in:
+        elif parts.attention_out and not parts.mlp_in and (router := match_router(call)):
+            if parts.router is not None:
+                raise NoMatch("it has more than one router")
+            _name_middle_norms(parts, loose, call)
+            parts.router, loose = router, []
+        elif (
+            parts.activation is None
+            and not list(call.module.parameters())
+            and (parts.mlp_in or parts.router)
+        ):
             parts.activation = call
+        elif parts.router is not None and parts.experts is None:
+            parts.experts = call
         else:
-            norm = match_norm(call)
-            if norm is None:
-                return False
-            loose.append((norm, call))
+            loose.append((_norm_of(call), call))
     if len(loose) > 1:
-        return False
+        raise NoMatch("it has more norms after its MLP than the form")
     if loose:
         parts.norms["mlp_after"] = loose[0][0]
-    return True
 
 
 def _name_middle_norms(
     parts: _Parts, loose: list[tuple[NormWeights, ModuleCall]], product: ModuleCall
-) -> bool:
+) -> None:
     """Name the norms between the attention's product and the MLP's first one: before or after the sum."""
-    if loose and product.given is loose[-1][1].answer:
+    if loose and is_same_memory(product.given, loose[-1][1].answer):
         parts.norms["mlp_before"] = loose.pop()[0]
     if loose:
         parts.norms["attention_after"] = loose.pop()[0]
-    return not loose
+    if loose:
+        raise NoMatch("it has more norms between attention and MLP than the form")
 
 
-def _sizes_fit(parts: _Parts, attention: AttentionCall) -> bool:
-    """Whether all widths are those of the form, and even: the kernels take pairs of bfloat16."""
-    num_heads, num_kv_heads, head_size = attention.heads
-    norms, gates = parts.norms, parts.mlp_in
-    width = sum(call.answer.shape[-1] for call in gates)
-    inputs = sum(call.answer.shape[-1] for call in parts.attention_in)
-    hidden = parts.attention_in[0].given.shape[-1] if parts.attention_in else 0
-    to_residual = (*parts.attention_out, *parts.mlp_out)
-    fits = (
-        len(gates) <= 2
-        and width % 2 == 0
+def _norm_of(call: ModuleCall) -> NormWeights:
+    norm = match_norm(call)
+    if norm is None:
+        raise NoMatch(f"the kernels do not know its {_kind(call)}")
+    return norm
+
+
+def _kind(call: ModuleCall) -> str:
+    return type(call.module).__name__
+
+
+def _hidden(parts: _Parts) -> int:
+    return int(parts.attention_in[0].given.shape[-1]) if parts.attention_in else 0
+
+
+def _mlp_fits(parts: _Parts) -> bool:
+    """Whether its widths are those of the form, and even: the kernels take pairs of bfloat16."""
+    if parts.experts is not None:
+        return bool(parts.experts.given.shape[-1] == _hidden(parts) and not parts.mlp_in)
+    width = sum(call.answer.shape[-1] for call in parts.mlp_in)
+    return bool(
+        len(parts.mlp_in) <= 2
+        and width % 4 == 0
         and parts.mlp_out[0].given.shape[-1] == width // 2
-        and inputs == (num_heads + 2 * num_kv_heads) * head_size
+        and parts.mlp_out[0].answer.shape[-1] == _hidden(parts)
+    )
+
+
+def _attention_fits(parts: _Parts, attention: AttentionCall) -> bool:
+    """Whether its widths, and those of all norms, are those of the form, and even."""
+    num_heads, num_kv_heads, head_size = attention.heads
+    norms, hidden = parts.norms, _hidden(parts)
+    inputs = sum(call.answer.shape[-1] for call in parts.attention_in)
+    fits = (
+        inputs == (num_heads + 2 * num_kv_heads) * head_size
         and parts.attention_out[0].given.shape[-1] == num_heads * head_size
-        and all(call.answer.shape[-1] == hidden for call in to_residual)
+        and parts.attention_out[0].answer.shape[-1] == hidden
         and ("query_norm" in norms) == ("key_norm" in norms)
         and all(
             len(norm.weight) == hidden
@@ -178,7 +228,7 @@ def _sizes_fit(parts: _Parts, attention: AttentionCall) -> bool:
         and len(norms["key_norm"].weight) in (head_size, num_kv_heads * head_size)
     ):
         return False
-    return all(size % 2 == 0 for size in (hidden, num_heads * head_size, width // 2))
+    return hidden % 2 == 0 and num_heads * head_size % 2 == 0
 
 
 def product_weights(
@@ -201,7 +251,11 @@ def _weight(module: torch.nn.Module) -> torch.Tensor:
 def match_norm(call: ModuleCall) -> NormWeights | None:
     """The weights with which this call was x / rms(x) · weight; None if it was something else."""
     parameters = list(call.module.parameters())
-    if len(parameters) != 1 or parameters[0].dim() != 1:
+    if (
+        len(parameters) != 1
+        or parameters[0].dim() != 1
+        or not isinstance(call.answer, torch.Tensor)
+    ):
         return None
     width = len(parameters[0])
     if call.given.shape[-1] % width or call.given.shape != call.answer.shape:

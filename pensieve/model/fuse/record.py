@@ -1,4 +1,4 @@
-"""Records what one forward calls, layer by layer (every leaf module, and the attention).
+"""Records what one forward calls, layer by layer (modules that hold weights or are leaves, and attention).
 
 The record holds the very tensors that were given and answered, so `is` tells whether one call got what
 another answered.  These tensors stay alive as long as the record does.
@@ -19,7 +19,7 @@ from pensieve.model.attention import FlatModel
 
 
 class ModuleCall(NamedTuple):
-    """One call of a leaf module."""
+    """One call of a module that holds weights of its own, or has no modules inside."""
 
     module: torch.nn.Module
     given: torch.Tensor  # the first argument
@@ -138,10 +138,10 @@ def record_forward(
         if not args or isinstance(module, torch.nn.Dropout | torch.nn.Identity):
             return
         call = ModuleCall(module, args[0], answer, (args[1:], kwargs))
-        if not inside:
-            outside.append(call)
-        elif len(args) == 1 and not kwargs and isinstance(answer, torch.Tensor):
+        if inside:
             inside[-1].calls.append(call)
+        else:
+            outside.append(call)
 
     def attended(call: AttentionCall) -> None:
         if inside:
@@ -152,7 +152,7 @@ def record_forward(
         handles.append(layer.register_forward_pre_hook(enter(record), with_kwargs=True))
         handles.append(layer.register_forward_hook(leave))
     for each in flat.module.modules():
-        if not list(each.children()):
+        if not list(each.children()) or list(each.parameters(recurse=False)):
             handles.append(each.register_forward_hook(leaf, with_kwargs=True))
     try:
         logits = causal_logits(flat, prompt, attended)
@@ -177,6 +177,7 @@ def is_product(call: Call, kernels: LayerKernels) -> bool:
     """Whether it is a product with weights of its input's type, which the kernels can pack."""
     return (
         isinstance(call, ModuleCall)
+        and not any(call.others)
         and type(call.module) in (torch.nn.Linear, Conv1D)
         and call.module.weight.dtype == call.given.dtype
         and kernels.available(call.given.dtype)

@@ -14,7 +14,7 @@ import torch
 from pensieve.kernels import cpu_library
 
 ROOT = Path(__file__).parents[3]
-SOURCES = ("kernels", "layer", "amx", "avx512bf16", "avx512", "plain", "threads")
+SOURCES = ("kernels", "experts", "layer", "amx", "avx512bf16", "avx512", "plain", "threads")
 FLAGS = (
     *(
         "-std=c++17",
@@ -49,6 +49,7 @@ def test_products_with_emulated_tiles(tmp_path: Path) -> None:
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "amx"),
             *("tests/kernels/layer/test_cpu.py", "tests/kernels/attention/test_cpu.py"),
+            "tests/kernels/layer/test_experts.py",
         ],
         cwd=ROOT,
         env={**os.environ, "PENSIEVE_CPU_LIBRARY": str(tmp_path)},

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from pensieve.core.turn import Turn
 from pensieve.errors import UnsupportedModel
 from pensieve.kernels.layer import cpu
-from pensieve.kernels.layer.protocol import PagedRows
+from pensieve.kernels.layer.protocol import LayerWeights, MlpWeights, PagedRows
 from pensieve.model import loader
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
@@ -31,7 +31,11 @@ from pensieve.model.shape import ModelShape
 from tests.model.world import GAP_MAX, World, largest_gap, plain_model, slice_of
 from tests.models import SERVED, tiny_model
 
-WHOLE = {"llama-mha", "llama-gqa", "mistral", "qwen2", "qwen3", "phi3", "granite", "gemma", "olmo2"}
+WHOLE = {
+    *("llama-mha", "llama-gqa", "mistral", "qwen2", "qwen3", "phi3", "granite", "gemma", "olmo2"),
+    *("qwen3-moe", "mixtral"),
+}
+ROOT = Path(__file__).parents[3]
 PROMPT = [5, 9, 3, 77, 12, 40, 8, 9, 21]
 
 
@@ -71,6 +75,55 @@ def test_what_has_the_pattern_is_replaced(family: str, dtype: torch.dtype) -> No
             id(each.shared) for each in flat.module.modules() if isinstance(each, PackedProduct)
         }
         assert (len(together) < products) == (family not in ("gpt2", "gpt-neox"))  # q, k, v as one
+
+
+def test_the_table_of_the_docs_says_which_families_run_in_compiled_layers() -> None:
+    text = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    table = text.split("<!-- families", 1)[1].split("<!-- end of the families", 1)[0]
+    rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in table.splitlines()[3:]]
+    told = {family: form for families, form in rows for family in families.split(", ")}
+    assert told == {
+        family.split("-m")[0] if family == "llama-mha" else family: (
+            "C++" if family in WHOLE else "torch"
+        )
+        for family in SERVED
+        if family != "llama-gqa"
+    }
+
+
+PARTS = {  # norms beside those of the residual, and products with biases
+    "llama-mha": ("", ""),
+    "qwen2": ("", "attention_in"),
+    "qwen3": ("query_norm key_norm", ""),
+    "qwen3-moe": ("query_norm key_norm", ""),
+    "olmo2": ("query_norm key_norm attention_after mlp_after", ""),
+}
+
+
+@pytest.mark.parametrize("family", PARTS)
+def test_norms_and_biases_of_a_family_are_in_its_compiled_layers(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That they are computed rightly is what the comparisons with plain transformers say."""
+    seen: list[LayerWeights] = []
+    layer = cpu.CpuLayerKernels.layer
+
+    def noted(self: cpu.CpuLayerKernels, weights: LayerWeights, **options: bool) -> cpu.Layer:
+        seen.append(weights)
+        return layer(self, weights, **options)
+
+    monkeypatch.setattr(cpu.CpuLayerKernels, "layer", noted)
+    flat_model(family)
+    norms, biased = (set(text.split()) for text in PARTS[family])
+    assert len(seen) == 2
+    for weights in seen:
+        assert set(weights.norms) - {"attention_before", "mlp_before"} == norms
+        products = {name: getattr(weights, name) for name in ("attention_in", "attention_out")}
+        if isinstance(weights.mlp, MlpWeights):
+            products |= {"mlp_in": weights.mlp.into, "mlp_out": weights.mlp.out}
+        assert {
+            name for name, each in products.items() if any(bias is not None for bias in each.biases)
+        } == biased
 
 
 class Together:
@@ -234,7 +287,7 @@ def test_a_fusion_that_does_not_agree_is_undone(
     monkeypatch.setattr(layers, "TOLERANCE", {torch.float32: 1e9})
     lines: list[str] = []
     model = loader.load(folder_of("llama-gqa"), report=lines.append)
-    assert any("its layers stay as they are: its logits" in line for line in lines)
+    assert any(line.startswith("layers in torch: its logits") for line in lines)
     assert counts(model.flat.module) == (0, 0)
     assert model.flat.whole is None
     world = World(model)
@@ -252,7 +305,8 @@ def test_without_the_library_the_model_stays_as_it_is(
     monkeypatch.setattr(cpu, "available", lambda dtype: False)
     model = load(folder_of("llama-gqa"))
     assert counts(model.flat.module) == (0, 0)
-    assert fuse(model.flat, PROMPT) == (0, 0)
+    assert fuse(model.flat, PROMPT)[:2] == (0, 0)
+    assert model.flat.form.startswith("layers in torch: ")
 
 
 def test_half_precision_of_ten_bits_is_left_to_torch() -> None:
@@ -261,7 +315,7 @@ def test_half_precision_of_ten_bits_is_left_to_torch() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama-gqa", "gemma", "opt", "gpt2"])
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma", "qwen3-moe", "opt", "gpt2"])
 def test_weights_made_int8(family: str, dtype: torch.dtype) -> None:
     plain = tiny_model(SERVED[family]()).to(dtype)
     ids, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
@@ -347,7 +401,7 @@ def test_a_fusion_that_breaks_down_leaves_the_model_as_it_is(
     monkeypatch.setattr(layers, "match_layer", broken)
     lines: list[str] = []
     model = load(folder_of("llama-gqa"), report=lines.append)
-    assert any("stay as they are: odd weights" in line for line in lines)
+    assert "layers in torch: odd weights" in lines
     assert counts(model.flat.module) == (0, 0)
 
 

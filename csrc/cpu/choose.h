@@ -1,0 +1,71 @@
+// A router's choice of experts for one row, in vectors of LANES floats; included once per instruction set.
+//
+// Shares are the softmax over all experts. The order is that of the logits, and of equal ones the lower number
+// comes first, so the choice does not depend on how a sort breaks ties.
+#pragma once
+
+#include "layer.h"
+#include "vector.h"
+
+namespace {
+
+// The largest logit behind `value`, `at` in the order (larger first, then lower number).
+template <typename Element>
+inline int next_largest(const Element* logits, int count, float value, int at) {
+  int best = -1;
+  float most = 0.0f;
+  for (int i = 0; i < count; ++i) {
+    const float x = read_one(logits + i);
+    if ((x < value || (x == value && i > at)) && (best < 0 || x > most)) {
+      best = i;
+      most = x;
+    }
+  }
+  return best;
+}
+
+template <typename Element>
+void choose(const pensieve::Choosing& choosing, int32_t row) {
+  const int count = choosing.num_experts, chosen = choosing.num_chosen;
+  const Element* logits = static_cast<const Element*>(choosing.logits) + int64_t(row) * count;
+  int32_t* experts = choosing.experts + int64_t(row) * chosen;
+  float* shares = choosing.shares + int64_t(row) * chosen;
+  float most = -INFINITY, spread = 0.0f;
+  for (int i = 0; i < count; ++i) {
+    const float x = read_one(logits + i);
+    most = x > most ? x : most;
+    spread += x - x;  // becomes NaN if a logit is not finite
+  }
+  if (spread != 0.0f) {  // NaN is unequal, too: whatever is chosen, the row must not be finite
+    for (int i = 0; i < chosen; ++i) {
+      experts[i] = i;
+      shares[i] = __builtin_nanf("");
+    }
+    return;
+  }
+  const float scale = 1.44269504088896f;
+  float sum = 0.0f;
+  int i = 0;
+  for (; i + LANES <= count; i += LANES)
+    sum += sum_of(exp2_nonpositive((read(logits + i) - most) * scale));
+  for (; i < count; ++i) sum += exp2_nonpositive(splat((read_one(logits + i) - most) * scale))[0];
+  float value = INFINITY, all = 0.0f;
+  int at = -1;
+  for (i = 0; i < chosen; ++i) {
+    at = next_largest(logits, count, value, at);
+    value = read_one(logits + at);
+    experts[i] = at;
+    shares[i] = exp2_nonpositive(splat((value - most) * scale))[0] / sum;
+    all += shares[i];
+  }
+  for (i = 0; i < chosen; ++i) {
+    if (choosing.normalised) shares[i] /= all;
+    if (choosing.rounded) {
+      Element whole;
+      write_one(&whole, shares[i]);
+      shares[i] = read_one(&whole);
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,212 @@
+// How rows go to their experts and come back.
+//
+//   router  logits (as Elements) of all rows; of each row the num_chosen largest, and their shares
+//   sort    a *pair* is a row and one of its experts; pairs are counted by expert, so that an expert's
+//           rows lie one behind the other in the buffers
+//   in      every expert that has rows: gate and up, of its rows
+//   out     the same, to the hidden width, as floats
+//   sum     of each row: the answers of its experts times their shares, the largest share first
+//
+// A decode batch of 16 rows meets most of 128 experts with one or two rows each, so neither the rows of one
+// expert nor a split by experts keeps threads busy: they claim panels over all experts from one counter, as
+// in any product, and fetch the first bytes of the panel they claim next while they work on this one. Each
+// expert's weights are read once for all of its rows.
+//
+// A row's result depends on that row alone: its logits do, its experts are chosen by them (the lower number
+// first where two are equal), products are the same in any company, and the order of the sum is that of the
+// row's own shares.
+#include "experts.h"
+
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "rows.h"
+#include "threads.h"
+
+namespace pensieve {
+namespace {
+
+constexpr int kRowsAtOnce = 192;  // of one piece of work, as in a product of one matrix
+
+// The rows first..end of the buffers, and what they are multiplied with.
+struct Group {
+  int expert, first, end;
+  const Linear* linear = nullptr;
+  int stretches = 0, first_piece = 0;
+};
+
+// `product` has everything but the weights. All groups' weights have the same sizes.
+void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const Product& product,
+                     const Linear* then, int num_threads) {
+  if (groups.empty()) return;
+  const Linear& any = *groups[0].linear;
+  const int width = any.activation ? lanes : 2 * lanes;
+  const int panels = (any.outputs + width - 1) / width;
+  int pieces = 0;
+  for (Group& group : groups) {
+    group.stretches = (group.end - group.first + kRowsAtOnce - 1) / kRowsAtOnce;
+    group.first_piece = pieces;
+    pieces += panels * group.stretches;
+  }
+  auto panel_at = [](const Linear& linear, int panel) {
+    return static_cast<const char*>(linear.panels) + panel * linear.panel_bytes;
+  };
+  std::atomic<int> next{0};
+  auto work = [&] {
+    size_t at = 0, at_next = 0;  // groups of the two pieces; what a thread claims only grows
+    int piece = next.fetch_add(1);
+    while (piece < pieces) {
+      const int following = next.fetch_add(1);
+      for (at = at_next; at + 1 < groups.size() && groups[at + 1].first_piece <= piece;) ++at;
+      for (at_next = at; at_next + 1 < groups.size() && groups[at_next + 1].first_piece <= following;)
+        ++at_next;
+      const Group& group = groups[at];
+      const int panel = (piece - group.first_piece) / group.stretches;
+      const char* ahead = nullptr;
+      if (following >= pieces) {
+        ahead = then ? panel_at(*then, following - pieces) : nullptr;
+      } else {
+        const Group& after = groups[at_next];
+        const int panel_after = (following - after.first_piece) / after.stretches;
+        if (at_next != at || panel_after != panel) ahead = panel_at(*after.linear, panel_after);
+      }
+      Product own = product;
+      own.linear = group.linear;
+      const int stretch = (piece - group.first_piece) % group.stretches, rows = group.end - group.first;
+      act(own, panel, group.first + int(int64_t(rows) * stretch / group.stretches),
+          group.first + int(int64_t(rows) * (stretch + 1) / group.stretches), ahead);
+      piece = following;
+    }
+  };
+  on_threads(pieces > 1 ? num_threads : 1, work);
+}
+
+// Rows of bytes and the step of each, where weights are int8.
+struct Bytes {
+  std::vector<uint8_t> rows;
+  std::vector<float> steps;
+};
+
+// What one part of the rows needs; kept by the thread that computes.
+struct Pairs {
+  std::vector<int32_t> experts;  // (rows * chosen), by row
+  std::vector<float> shares;     // (rows * chosen)
+  std::vector<int32_t> places;   // (rows * chosen): where in the buffers that pair lies
+  std::vector<int32_t> sources;  // by place: the row that it is a copy of
+  std::vector<int32_t> counts;   // by expert
+  std::vector<Group> groups;
+  Bytes given, gated;
+};
+
+void sort_pairs(Pairs& pairs, int num_experts, int num_chosen) {
+  const int count = int(pairs.experts.size());
+  pairs.counts.assign(num_experts, 0);
+  for (int expert : pairs.experts) ++pairs.counts[expert];
+  pairs.groups.clear();
+  int first = 0;
+  for (int expert = 0; expert < num_experts; ++expert) {
+    const int rows = pairs.counts[expert];
+    if (rows) pairs.groups.push_back({expert, first, first + rows});
+    pairs.counts[expert] = first;  // from now on, the next place of this expert
+    first += rows;
+  }
+  pairs.places.resize(count);
+  pairs.sources.resize(count);
+  for (int pair = 0; pair < count; ++pair) {
+    const int place = pairs.counts[pairs.experts[pair]]++;
+    pairs.places[pair] = place;
+    pairs.sources[place] = pair / num_chosen;
+  }
+}
+
+// Multiplies all pairs with their experts' weights, of which `linears` has one for each expert. A pair's row
+// lies at `row_of(place)`; rows that do not lie side by side are copied to `gathered`.
+template <typename RowOf>
+void multiply_pairs(const Dense& dense, Pairs& pairs, const Linear* linears, Bytes& bytes, Product product,
+                    RowOf row_of, void* gathered, int64_t row_bytes, const Linear* then, int num_threads) {
+  for (Group& group : pairs.groups) group.linear = linears + group.expert;
+  const Linear& any = *linears;
+  const int count = product.num_rows;
+  if (any.scales) {
+    bytes.rows.resize(int64_t(count) * any.inputs);
+    bytes.steps.resize(count);
+    uint8_t* const to = bytes.rows.data();
+    float* const steps = bytes.steps.data();
+    each_row(num_threads, count, [&](int place) {
+      steps[place] = dense.quantise(row_of(place), any.width, any.inputs, to + int64_t(place) * any.inputs);
+    });
+    product.rows = to;
+    product.row_stride = any.inputs;
+    product.row_scales = steps;
+    multiply_groups(dense.multiply_bytes, dense.lanes, pairs.groups, product, then, num_threads);
+    return;
+  }
+  if (gathered) {
+    char* const to = static_cast<char*>(gathered);
+    each_row(num_threads, count,
+             [&](int place) { std::memcpy(to + place * row_bytes, row_of(place), row_bytes); });
+    product.rows = gathered;
+  }
+  multiply_groups(dense.multiply, dense.lanes, pairs.groups, product, then, num_threads);
+}
+
+void run_part(const Dense& dense, const ExpertCall& call, Pairs& pairs, int num_threads) {
+  const Experts& experts = *call.experts;
+  const ExpertBuffers& buffers = *call.buffers;
+  const int rows = call.num_rows, chosen = experts.num_chosen, count = rows * chosen;
+  const int hidden = experts.out[0].outputs, wide = experts.in[0].outputs;
+  const int64_t row_bytes = hidden * call.element_bytes, wide_bytes = wide * call.element_bytes;
+
+  pairs.groups.assign(1, {0, 0, rows, &experts.router});
+  multiply_groups(dense.multiply, dense.lanes, pairs.groups,
+                  {nullptr, call.rows, hidden, rows, buffers.logits, experts.num_experts, 0}, nullptr,
+                  num_threads);
+  pairs.experts.resize(count);
+  pairs.shares.resize(count);
+  const Choosing choosing{buffers.logits, experts.num_experts, chosen, experts.normalised,
+                          experts.rounded, pairs.experts.data(), pairs.shares.data()};
+  each_row(num_threads, rows, [&](int row) { dense.choose(choosing, row); });
+  sort_pairs(pairs, experts.num_experts, chosen);
+
+  const char* const given = static_cast<const char*>(call.rows);
+  multiply_pairs(
+      dense, pairs, experts.in, pairs.given, {nullptr, nullptr, hidden, count, buffers.gated, wide, 0},
+      [&](int place) { return given + pairs.sources[place] * row_bytes; }, buffers.rows, row_bytes,
+      nullptr, num_threads);
+  const char* const gated = static_cast<const char*>(buffers.gated);
+  multiply_pairs(
+      dense, pairs, experts.out, pairs.gated, {nullptr, gated, wide, count, buffers.answers, hidden, 1},
+      [&](int place) { return gated + place * wide_bytes; }, nullptr, wide_bytes, call.then,
+      num_threads);
+
+  each_row(num_threads, rows, [&](int row) {
+    float* const sum = call.out + int64_t(row) * hidden;
+    for (int i = 0; i < chosen; ++i) {
+      const float share = pairs.shares[row * chosen + i];
+      const float* answer = buffers.answers + int64_t(pairs.places[row * chosen + i]) * hidden;
+      if (i)
+        for (int column = 0; column < hidden; ++column) sum[column] += share * answer[column];
+      else
+        for (int column = 0; column < hidden; ++column) sum[column] = share * answer[column];
+    }
+  });
+}
+
+}  // namespace
+
+void run_experts(const Dense& dense, const ExpertCall& call, int num_threads) {
+  static thread_local Pairs pairs;
+  const int hidden = call.experts->out[0].outputs;
+  for (int first = 0; first < call.num_rows; first += call.buffers->rows_max) {
+    ExpertCall part = call;
+    const int left = call.num_rows - first;
+    part.num_rows = left < call.buffers->rows_max ? left : call.buffers->rows_max;
+    part.rows = static_cast<const char*>(call.rows) + first * hidden * call.element_bytes;
+    part.out = call.out + int64_t(first) * hidden;
+    if (part.num_rows < left) part.then = nullptr;
+    run_part(dense, part, pairs, num_threads);
+  }
+}
+
+}  // namespace pensieve

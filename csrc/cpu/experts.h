@@ -1,0 +1,36 @@
+// The MLP of a layer that has experts, of which a router chooses a few for each row.
+#pragma once
+
+#include "layer.h"
+
+namespace pensieve {
+
+struct Experts {
+  Linear router;           // its outputs are a logit for each expert
+  const Linear *in, *out;  // of each expert; all have the same sizes
+  int32_t num_experts, num_chosen;
+  int32_t normalised;  // the shares of the chosen experts are divided by their sum
+  int32_t rounded;     // and rounded to Elements
+};
+
+// For so many rows at once; more are computed one part after the other.
+struct ExpertBuffers {
+  int32_t rows_max;
+  void* logits;    // (rows, experts) Element
+  void* rows;      // (rows * chosen, hidden) Element
+  void* gated;     // (rows * chosen, mlp) Element
+  float* answers;  // (rows * chosen, hidden)
+};
+
+struct ExpertCall {
+  const Experts* experts;
+  const ExpertBuffers* buffers;
+  const void* rows;  // (rows, hidden) Element, without gaps
+  int32_t num_rows;
+  int64_t element_bytes;
+  float* out;          // (rows, hidden)
+  const Linear* then;  // the product that is computed afterwards; null: not known
+};
+void run_experts(const Dense& dense, const ExpertCall& call, int num_threads);
+
+}  // namespace pensieve

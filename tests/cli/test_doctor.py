@@ -1,0 +1,63 @@
+"""`pensieve doctor MODEL` and the log of `pensieve serve` say in which form a model's layers run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pensieve.builtin import MODEL_PATH
+from pensieve.cli.main import main
+from pensieve.kernels.cpu_library import compiled_library
+from tests.cli.test_errors import pensieve
+from tests.models import SERVED, save_tiny
+from tests.service.rig_daemon import ServeProcess
+
+COMPILED = r"layers in C\+\+ \((amx|avx\w+|plain)\)"
+NO_LIBRARY = "layers in torch: pensieve was installed without its compiled kernels"
+
+
+def test_the_start_of_a_daemon_says_in_which_form_layers_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(name: str) -> list[str]:
+        process = ServeProcess(tmp_path / name, engine="model")
+        process.start()
+        assert process.stop() == 0
+        logged = (line for line in process.log.read_text().splitlines() if line[0] == "{")
+        messages = [json.loads(line)["message"] for line in logged]
+        return [message for message in messages if "layers in" in message]
+
+    if compiled_library() is not None:
+        (line,) = said("compiled")
+        assert re.fullmatch(COMPILED, line)
+    monkeypatch.setenv("PENSIEVE_CPU_LIBRARY", str(tmp_path))
+    (line,) = said("torch")
+    assert line == NO_LIBRARY
+
+
+def test_the_doctor_says_in_which_form_a_models_layers_would_run(tmp_path: Path) -> None:
+    if compiled_library() is not None:
+        told = pensieve("doctor", str(MODEL_PATH), "--weights", "int8", "--dtype", "bfloat16")
+        (line,) = (line for line in told.stdout.splitlines() if line.startswith("model "))
+        assert re.fullmatch(rf"model +{re.escape(str(MODEL_PATH))}, {COMPILED}", line)
+    told = pensieve(
+        "doctor", str(MODEL_PATH), "--device", "cpu", "--json", PENSIEVE_CPU_LIBRARY=str(tmp_path)
+    )
+    assert json.loads(told.stdout)["findings"]["model"] == f"{MODEL_PATH}, {NO_LIBRARY}"
+
+
+def test_a_model_that_cannot_be_loaded_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_tiny(SERVED["mistral"](), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"sliding_window": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["doctor", str(folder)]) == 1
+    told = capsys.readouterr().out
+    assert "! the model cannot be loaded: cannot serve" in told
+    assert "sees at most 64 positions" in told
+    assert main(["doctor", str(folder), "--context-max", "60"]) == 0
+    assert f"{folder}, layers in " in capsys.readouterr().out
