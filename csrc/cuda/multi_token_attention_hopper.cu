@@ -1,7 +1,9 @@
 // multi_token_attention of wide items on Hopper (sm_90a), with warpgroup products.
 //
-// A block of three warpgroups stays on its multiprocessor and does every gridDim-th item, longest first.
-// One warpgroup fetches, two compute, 64 of the item's 128 rows each:
+// A block of three warpgroups stays on its multiprocessor and does one item of each run of gridDim items, the
+// longest first.  The runs are gone through there and back (`item_of`): whoever had the longest item of one run gets
+// the shortest of the next, so the blocks end at about the same time.  One warpgroup fetches, two compute, 64 of
+// the item's 128 rows each:
 //
 //   producer    one thread; page by page, boxes of 64 elements x 32 keys by the tensor memory accelerator, which
 //               permutes eight rows of 128 bytes as the products read them.  It runs ahead by as many stages
@@ -61,6 +63,11 @@ constexpr int COLUMNS = HEAD / 8;        // of the values
 constexpr int CONSUMERS_MEET = 1;        // a named barrier
 constexpr int EIGHT_ROWS = 8 * ROW_BYTES;
 constexpr int UNUSED = 1000;             // an offset behind the barriers
+#ifdef STRIDED
+constexpr bool SNAKE = false;
+#else
+constexpr bool SNAKE = true;
+#endif
 
 // Where everything lies in shared memory.
 struct Stages {
@@ -86,6 +93,12 @@ __device__ __forceinline__ int stages_of(const WorkItem& item) {
   return (item.key_end - item.key_begin + KEYS - 1) / KEYS;
 }
 
+// The item, times KV head, that this block does in its n-th turn; from the first one that is not there, none is.
+__device__ __forceinline__ int item_of(int turn) {
+  const bool back = SNAKE && turn % 2 != 0;
+  return turn * int(gridDim.x) + int(back ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
+
 // -- the producer --
 
 // Starts copying one stage of keys (or values), after it announced the number of bytes.
@@ -102,7 +115,7 @@ __device__ __forceinline__ void fetch(uint32 target, uint32 barrier, const void*
 __device__ __forceinline__ void produce(const Arguments<Element>& arguments, int num_items, const void* key_map,
                                         const void* value_map, const Stages& stages) {
   Turn turn;
-  for (int index = blockIdx.x; index < num_items; index += gridDim.x) {
+  for (int index, nth = 0; (index = item_of(nth)) < num_items; ++nth) {
     const WorkItem item = arguments.items[index / arguments.kv_heads];
     const int head = index % arguments.kv_heads;
     if (item.num_rows <= 0) continue;
@@ -323,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     hopper::registers_up_to<240>();
     Consumer consumer(stages);
-    for (int index = blockIdx.x; index < num_items; index += gridDim.x) {
+    for (int index, nth = 0; (index = item_of(nth)) < num_items; ++nth) {
       const WorkItem& item = items[index / kv_heads];
       if (item.num_rows > 0) consumer.consume(arguments, item, index % kv_heads);
     }

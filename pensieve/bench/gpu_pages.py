@@ -61,8 +61,7 @@ class Paged:
             plan = cuda.plan(
                 lengths, starts, heads, kv_heads, head_size, cuda.blocks_at_once(device, head_size)
             )
-            above = cuda.wide_above(head_size, device)
-            work = Work.of(plan, kv_heads, head_size, device, above)
+            work = Work.of(plan, kv_heads, head_size, device)
         return cls(
             query,
             arena,

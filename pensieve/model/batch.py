@@ -12,6 +12,8 @@ with absolute positions, a start, and the page table of the turn that it attends
     logit_turn_ids, logit_positions      each such row's turn, and the position of the token to be sampled
     lengths, starts                      of the slices, as numbers on the host
 
+On the host these are arrays of numbers, and one copy takes them all to the device.
+
 The last token of a slice may be one that the iteration before samples and that only the device
 knows (`SampledIds`).  It is copied into the batch there.  Where that row failed, token 0 takes its place,
 and the slice's result is thrown away.
@@ -27,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from pensieve.core.iteration import Slice
-from pensieve.model.transfer import indices, upload
+from pensieve.model.transfer import upload
 
 
 class SampledIds(NamedTuple):
@@ -62,29 +64,31 @@ class Batch:
     ) -> Batch:
         """The tensors of an iteration's slices; there must be at least one."""
         device = torch.device(device)
-        token_ids = array("I")
-        awaited: list[tuple[int, int]] = []  # entry of token_ids, row of sampled
-        positions: list[int] = []
-        slots: list[int] = []
-        offsets = [0]
+        token_ids, positions, slots, logit_rows = (array("q") for _ in range(4))
+        entries, sampled_rows = array("q"), array("q")  # of token_ids, and of `sampled`
+        offsets, slice_turns = array("i", [0]), array("i")
+        starts = array("i", [piece.start for piece in slices])
         tables: list[array[int]] = []  # of the turns: the longest that a slice of it brings
         turn_rows: dict[int, int] = {}  # turn_id -> row of the page table
-        slice_turns: list[int] = []
-        logit_rows: list[int] = []
         logit_turn_ids: list[int] = []
         logit_positions: list[int] = []
         for piece in slices:
             turn_id, start, stop, pages = piece.turn_id, piece.start, piece.stop, piece.page_table
-            token_ids.extend(piece.token_ids)
+            token_ids.extend(
+                iter(piece.token_ids)
+            )  # an array extends only by arrays of its own kind
             positions.extend(range(start, stop))
             if piece.awaits_token:
                 assert sampled is not None, "a slice awaits a token that no iteration samples"
-                awaited.append((len(token_ids), sampled.rows[turn_id]))
+                entries.append(len(token_ids))
+                sampled_rows.append(sampled.rows[turn_id])
                 token_ids.append(0)
-            slots.extend(
-                pages[position // chunk_tokens] * chunk_tokens + position % chunk_tokens
-                for position in range(start, stop)
-            )
+            while start < stop:  # page by page
+                chunk, slot = divmod(start, chunk_tokens)
+                count = min(stop - start, chunk_tokens - slot)
+                first = pages[chunk] * chunk_tokens + slot
+                slots.extend(range(first, first + count))
+                start += count
             offsets.append(len(positions))
             row = turn_rows.setdefault(turn_id, len(tables))
             if row == len(tables):
@@ -97,27 +101,40 @@ class Batch:
                 logit_turn_ids.append(turn_id)
                 logit_positions.append(stop)
         assert len(token_ids) == len(positions), "a slice lacks token ids"
-        table = torch.zeros(len(tables), max(map(len, tables)), dtype=torch.int32)
-        for row, pages in enumerate(tables):
-            table[row, : len(pages)] = torch.frombuffer(pages, dtype=torch.int32)
-        starts = [piece.start for piece in slices]
-        input_ids = upload(torch.frombuffer(token_ids, dtype=torch.int32).to(torch.int64), device)
-        if awaited:
+        pages_max = max(map(len, tables))
+        page_table = array("i")
+        for pages in tables:
+            page_table.extend(pages)
+            page_table.frombytes(bytes(4 * (pages_max - len(pages))))
+        rows = (token_ids, positions, slots, logit_rows, entries, sampled_rows)
+        there = staged((*rows, offsets, slice_turns, starts, page_table), device)
+        input_ids = there[0]
+        if entries:
             assert sampled is not None
-            entries, rows = zip(*awaited, strict=True)
-            known = sampled.ids.index_select(0, indices(rows, device)).clamp_(min=0)
-            input_ids.index_copy_(0, indices(entries, device), known)
+            known = sampled.ids.index_select(0, there[5]).clamp_(min=0)
+            input_ids.index_copy_(0, there[4], known)
         return cls(
             input_ids=input_ids,
-            positions=indices(positions, device),
-            slot_mapping=indices(slots, device),
-            page_table=upload(table, device),
-            slice_offsets=upload(torch.tensor(offsets, dtype=torch.int32), device),
-            slice_turns=upload(torch.tensor(slice_turns, dtype=torch.int32), device),
-            slice_starts=upload(torch.tensor(starts, dtype=torch.int32), device),
-            logit_rows=indices(logit_rows, device),
+            positions=there[1],
+            slot_mapping=there[2],
+            page_table=there[9].view(len(tables), pages_max),
+            slice_offsets=there[6],
+            slice_turns=there[7],
+            slice_starts=there[8],
+            logit_rows=there[3],
             logit_turn_ids=tuple(logit_turn_ids),
             logit_positions=tuple(logit_positions),
             lengths=[piece.stop - piece.start for piece in slices],
-            starts=starts,
+            starts=starts.tolist(),
         )
+
+
+def staged(columns: Sequence[array[int]], device: torch.device) -> list[torch.Tensor]:
+    """Every column as a tensor on the device, by one copy for all; those of larger numbers come first."""
+    whole = bytearray().join(column.tobytes() for column in columns)
+    there = upload(torch.frombuffer(whole, dtype=torch.uint8), device)
+    pieces = torch.split(there, [len(column) * column.itemsize for column in columns])
+    return [
+        piece.view(torch.int64 if column.itemsize == 8 else torch.int32)
+        for piece, column in zip(pieces, columns, strict=True)
+    ]

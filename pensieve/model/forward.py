@@ -116,11 +116,8 @@ class Forward:
         else:
             shape = self._memory.shape
             work: Work | None = None
-            if (planned := plan_of(batch, self._memory)) is not None:
-                plan, wide_above = planned
-                work = Work.of(
-                    plan, shape.num_kv_heads, shape.head_size, self._device, wide_above, upload
-                )
+            if (plan := plan_of(batch, self._memory)) is not None:
+                work = Work.of(plan, shape.num_kv_heads, shape.head_size, self._device, upload)
             forward_pass = PagedPass(batch, self._memory, self._copier.wait_layer, copies, work)
             logits = self._flat.logits(
                 batch.input_ids, batch.positions, batch.logit_rows, forward_pass

@@ -21,14 +21,16 @@ runs without graphs; the reason is reported.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from pensieve.errors import one_line
 from pensieve.kernels.attention import cuda
-from pensieve.kernels.attention.plan import Plan, Work
+from pensieve.kernels.attention.plan import ITEM, MERGE, Plan, Work
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
 from pensieve.model.kv.memory import KVMemory
@@ -47,14 +49,12 @@ def buckets(turns_max: int) -> list[int]:
     return sorted(size for size in steps if size <= largest)
 
 
-def plan_of(
-    batch: Batch, memory: KVMemory, waves_more: int | None = None
-) -> tuple[Plan, int | None] | None:
-    """The attention's plan for a batch, and `wide_above` of `Work.of`; None where torch attends."""
+def plan_of(batch: Batch, memory: KVMemory, waves_more: int | None = None) -> Plan | None:
+    """The attention's plan for a batch; None where torch attends."""
     shape, device = memory.shape, memory.device_arena.device
     if device.type != "cuda" or not cuda.takes(shape.dtype, memory.chunk_tokens, shape.head_size):
         return None
-    plan = cuda.plan(
+    return cuda.plan(
         batch.lengths,
         batch.starts,
         shape.num_heads,
@@ -63,7 +63,6 @@ def plan_of(
         cuda.blocks_at_once(device, shape.head_size),
         waves_more,
     )
-    return plan, cuda.wide_above(shape.head_size, device)
 
 
 class _Bucket(NamedTuple):
@@ -107,17 +106,20 @@ class DecodeGraphs:
         self._work: Work | None = None
         if device.type == "cuda" and cuda.takes(shape.dtype, memory.chunk_tokens, shape.head_size):
             self._extra_items = (
-                cuda.blocks_at_once(device, shape.head_size) // shape.num_kv_heads + 1
+                cuda.blocks_at_once(device, shape.head_size).narrow // shape.num_kv_heads + 1
             )
             items = rows + self._extra_items
-            part_rows = items * (shape.num_heads // shape.num_kv_heads)
-            heads = shape.num_kv_heads
+            group, heads = shape.num_heads // shape.num_kv_heads, shape.num_kv_heads
+            # Merges first, so that what a graph reads is the beginning, whatever its number of rows.
+            self._num_merge_numbers = self._extra_items * MERGE
+            self._lists = zeros(self._num_merge_numbers + items * ITEM, dtype=torch.int32)
             self._work = Work(
-                zeros(items, 6, dtype=torch.int32),
-                zeros(0, 6, dtype=torch.int32),
-                zeros(self._extra_items, 5, dtype=torch.int32),
-                torch.empty(part_rows, heads, shape.head_size, device=device),
-                torch.empty(part_rows, heads, device=device),
+                self._lists[self._num_merge_numbers :].view(-1, ITEM),
+                zeros(0, ITEM, dtype=torch.int32),
+                self._lists[: self._num_merge_numbers].view(-1, MERGE),
+                group,
+                torch.empty(items * group, heads, shape.head_size, device=device),
+                torch.empty(items * group, heads, device=device),
             )
 
     def capture(self) -> None:
@@ -171,7 +173,7 @@ class DecodeGraphs:
         if self._work is not None:
             planned = plan_of(batch, self._memory, waves_more=0)
             assert planned is not None
-            self._write_plan(planned[0], size)
+            self._write_plan(planned, size)
         self._graphs[size].replay()
         return self._logits[:rows]
 
@@ -205,16 +207,16 @@ class DecodeGraphs:
         return self._work._replace(items=self._work.items[: size + self._extra_items])
 
     def _write_plan(self, plan: Plan, size: int) -> None:
-        assert self._work is not None
-        for rows, table, limit in (
-            (plan.items, self._work.items, size + self._extra_items),
-            (plan.merges, self._work.merges, self._extra_items),
-        ):
-            assert len(rows) <= limit, (len(rows), limit)
-            padded = torch.zeros(limit, table.shape[1], dtype=torch.int32)
-            if rows:
-                padded[: len(rows)] = torch.tensor(rows, dtype=torch.int32)
-            table[:limit].copy_(upload(padded, table.device))
+        """Put both lists in their places, filled up with records of nothing, by one copy."""
+        assert len(plan.items) <= size + self._extra_items, (len(plan.items), size)
+        assert len(plan.merges) <= self._extra_items, (len(plan.merges), self._extra_items)
+        numbers = array("i", chain.from_iterable(plan.merges))
+        numbers.frombytes(bytes(4 * (self._num_merge_numbers - len(numbers))))
+        numbers.extend(chain.from_iterable(plan.items))
+        count = self._num_merge_numbers + (size + self._extra_items) * ITEM
+        numbers.frombytes(bytes(4 * (count - len(numbers))))
+        made = torch.frombuffer(numbers, dtype=torch.int32)
+        self._lists[:count].copy_(upload(made, self._lists.device))
 
 
 def capture_cuda(device: torch.device) -> Capture:

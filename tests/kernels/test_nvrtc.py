@@ -104,6 +104,13 @@ def test_hoppers_products_overlap(head_size: int) -> None:
     assert told[under_way + 1 : done] == ["MUFU.EX2"] * 66, "64 powers and two corrections"
 
 
+def test_parts_are_merged_sixteen_bytes_at_a_time() -> None:
+    sass = dump(nvrtc.cubin(kernel_of("merge_parts.cu"), "sm_90a"), "-sass")
+    loops = re.findall(r"LDG\.E\.128", sass)
+    assert len(loops) >= 4, "the loads of four parts are under way together"
+    assert "STG.E.64" in sass
+
+
 def test_pages_are_copied_sixteen_bytes_at_a_time() -> None:
     sass = dump(nvrtc.cubin(kernel_of("copy_pages.cu"), "sm_80"), "-sass")
     assert "LDG.E.128" in sass

@@ -17,7 +17,7 @@ import torch
 
 from pensieve.core.iteration import PageCopy, Slice, SwapIn, SwapOut
 from pensieve.errors import DeviceError
-from pensieve.kernels.attention.plan import Tiling, plan_work
+from pensieve.kernels.attention.plan import BlocksAtOnce, Tiling, plan_work
 from pensieve.model.forward import halves, is_out_of_memory
 from pensieve.model.graphs import DecodeGraphs, buckets
 from pensieve.model.kv.memory import KVMemory, PageMoves
@@ -304,7 +304,8 @@ def test_a_work_list_of_the_fewest_waves_fits_into_a_graph(seed: int) -> None:
     kv_heads, slots = draw.choice((1, 2, 8)), draw.choice((8, 132, 264))
     rows = draw.randint(1, 64)
     starts = [int(40_000 * draw.random() ** draw.choice((1, 6))) for _ in range(rows)]
-    plan = plan_work([1] * rows, starts, 4, kv_heads, Tiling(32, 128), slots, waves_more=0)
+    blocks = BlocksAtOnce(slots, 132)
+    plan = plan_work([1] * rows, starts, 4, kv_heads, Tiling(32, 128), blocks, waves_more=0)
     assert len(plan.items) <= rows + slots // kv_heads + 1
     assert len(plan.merges) <= slots // kv_heads + 1
     assert plan.num_part_rows <= 4 * (rows + slots // kv_heads + 1)

@@ -24,6 +24,7 @@ from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn, TurnOptions
 from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cuda, tensor_map
+from pensieve.kernels.attention.plan import BlocksAtOnce
 from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.layer.cuda import CudaLayerKernels
 from pensieve.model import attention, fuse, transfer
@@ -106,7 +107,9 @@ class Pretended:
         monkeypatch.setattr(cuda, "pointers", self.pointers)
         monkeypatch.setattr(FakeTensor, "data_ptr", lambda tensor: id(tensor) * 16, raising=False)
         monkeypatch.setattr(tensor_map, "map_of", lambda pages: 16)
-        monkeypatch.setattr(cuda, "blocks_at_once", lambda device, head_size: 264)
+        monkeypatch.setattr(
+            cuda, "blocks_at_once", lambda device, head_size: BlocksAtOnce(264, 132)
+        )
         monkeypatch.setattr(cuda_launch, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(cuda_launch, "architecture", lambda index=0: "sm_90a")
         monkeypatch.setattr(
@@ -290,7 +293,7 @@ def test_launching_asks_the_device_for_nothing(gpu: Pretended) -> None:
         slice_of(third, 0, 5, True, 32),
     )
     executor.launch(Iteration(0, slices, started=starts(first, second, third)))
-    narrow_and_wide = ("write_kv", "multi_token_attention", "multi_token_attention", "merge_parts")
+    narrow_and_wide = ("write_kv", "multi_token_attention", "multi_token_attention")
     assert gpu.take() == layers(*narrow_and_wide)
     ahead = (slice_of(first, 40, 41, True, 32), slice_of(third, 5, 6, True, 32))
     executor.launch(Iteration(1, ahead))

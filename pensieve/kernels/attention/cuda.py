@@ -12,9 +12,10 @@ from functools import cache
 
 import torch
 
-from pensieve.kernels import cuda_launch
+from pensieve.kernels import choices, cuda_launch
 from pensieve.kernels.attention import tensor_map
-from pensieve.kernels.attention.plan import Plan, Tiling, Work, plan_work
+from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Tiling, Work, plan_work
+from pensieve.kernels.choices import Choices
 from pensieve.kernels.cuda_launch import Argument, Launch, pointers
 from pensieve.kernels.nvrtc import Kernel
 from pensieve.kernels.shapes import PAGE_SLOTS
@@ -35,6 +36,7 @@ MULTIPROCESSOR_KIB = {
     (11, 0): 228,
 }
 BLOCKS_MAX = 2  # of a multiprocessor: its registers hold no more
+ROWS_OF_A_MERGE = 4  # that one block of merge_parts does
 COPY_BLOCKS = 32  # saturate the bus, and leave most of the device to the computation
 
 
@@ -63,13 +65,11 @@ def plan(
     num_heads: int,
     num_kv_heads: int,
     head_size: int,
-    blocks_at_once: int,
+    blocks: BlocksAtOnce,
     waves_more: int | None = None,
 ) -> Plan:
     group = num_heads // num_kv_heads
-    return plan_work(
-        lengths, starts, group, num_kv_heads, tiling(head_size), blocks_at_once, waves_more
-    )
+    return plan_work(lengths, starts, group, num_kv_heads, tiling(head_size), blocks, waves_more)
 
 
 def work_of(
@@ -90,22 +90,22 @@ def work_of(
         head_size,
         blocks_at_once(query.device, head_size),
     )
-    return Work.of(made, num_kv_heads, head_size, query.device, wide_above(head_size, query.device))
+    return Work.of(made, num_kv_heads, head_size, query.device)
 
 
-def wide_above(head_size: int, device: torch.device) -> int | None:
-    """Items with more rows than this are for Hopper's own kernel; None where it is not used."""
-    if device.type != "cuda" or cuda_launch.architecture(device.index or 0) != "sm_90a":
-        return None
-    return tiling(head_size).narrow_max if head_size in HOPPER_HEAD_SIZES else None
+def blocks_at_once(device: torch.device, head_size: int) -> BlocksAtOnce:
+    """How many blocks of multi_token_attention the device runs at once, and of Hopper's own kernel."""
+    return _blocks_at_once(device, head_size, choices.chosen)
 
 
 @cache
-def blocks_at_once(device: torch.device, head_size: int) -> int:
-    """How many blocks of multi_token_attention the device runs at once."""
+def _blocks_at_once(device: torch.device, head_size: int, chosen: Choices) -> BlocksAtOnce:
     room = MULTIPROCESSOR_KIB.get(torch.cuda.get_device_capability(device), 100)
-    blocks = min(BLOCKS_MAX, room // (BLOCK_KIB[head_size] + 1))
-    return blocks * cuda_launch.multiprocessors(device)
+    count = cuda_launch.multiprocessors(device)
+    blocks = min(BLOCKS_MAX, room // (BLOCK_KIB[head_size] + 1)) * count
+    has_hoppers = cuda_launch.architecture(device.index or 0) == "sm_90a"
+    wide = count * chosen.wide_blocks
+    return BlocksAtOnce(blocks, wide if has_hoppers and head_size in HOPPER_HEAD_SIZES else None)
 
 
 # -- launches --
@@ -158,9 +158,10 @@ def attention_launches(
     if len(work.wide_items):
         num_items = len(work.wide_items) * num_kv_heads
         map_of = map_of or tensor_map.map_of
+        order = () if choices.chosen.snake else ("STRIDED",)
         launches.append(
             Launch(
-                Kernel("multi_token_attention_hopper.cu", "multi_token_attention", defines),
+                Kernel("multi_token_attention_hopper.cu", "multi_token_attention", defines + order),
                 min(num_items, cuda_launch.multiprocessors(query.device)),
                 384,
                 (
@@ -194,13 +195,15 @@ def attention_launches(
             )
         )
     if len(work.merges):
+        row_runs = -(-work.merge_rows // ROWS_OF_A_MERGE)
         launches.append(
             Launch(
                 Kernel("merge_parts.cu", "merge_parts", defines),
-                len(work.merges) * num_kv_heads,
+                len(work.merges) * num_kv_heads * row_runs,
                 128,
                 (
                     *pointers(work.part_values, work.part_sums, slice_offsets, work.merges),
+                    ("i", row_runs),
                     ("i", num_kv_heads),
                     ("i", num_heads // num_kv_heads),
                     ("l", out.stride(0)),

@@ -7,15 +7,15 @@ import random
 import pytest
 import torch
 
+from pensieve.kernels import choices
 from pensieve.kernels.attention import cuda, reference
-from pensieve.kernels.attention.plan import Tiling, Work, plan_work
+from pensieve.kernels.attention.plan import BlocksAtOnce, Tiling, Work, plan_work
 from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.nvrtc import Kernel
 from tests.kernels.emulated import map_of, needs_x86, run, shared_bytes
 
 pytestmark = needs_x86
 Slice = tuple[int, int, int]  # turn, start, length
-NARROW = 32
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -60,8 +60,9 @@ def attend(
         torch.tensor(starts, dtype=torch.int32),
     )
     scaling = head_size**-0.5
-    plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, blocks_at_once)
-    work = Work.of(plan, kv_heads, head_size, "cpu", NARROW if hopper else None)
+    blocks = BlocksAtOnce(blocks_at_once, blocks_at_once if hopper else None)
+    plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, blocks)
+    work = Work.of(plan, kv_heads, head_size, "cpu")
     assert bool(len(work.wide_items)) == hopper
     work.part_values.fill_(float("nan"))
     work.part_sums.fill_(float("nan"))
@@ -114,6 +115,21 @@ def test_hopper_in_half_precision_backwards_and_cut() -> None:
     attend(slices, 2, 1, 128, torch.float16, hopper=True)
     attend(slices, 2, 1, 64, blocks_at_once=2, backwards=True, hopper=True)
     assert attend([(0, 900, 40)], 2, 1, 64, blocks_at_once=8, hopper=True) == 1
+
+
+@pytest.mark.parametrize("snake", [0, 1])
+def test_each_of_hoppers_items_is_done_once_in_either_order(
+    snake: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four blocks and eighteen items: three whole turns, there, back and there, and a part of a fourth."""
+    monkeypatch.setattr(choices, "chosen", choices.Choices(snake=snake))
+    attend([(0, 10, 144), (1, 40, 144), (2, 0, 144)], 4, 2, 64, hopper=True)
+
+
+@pytest.mark.parametrize("heads", [2, 8, 14])
+def test_merges_of_few_and_of_many_rows_share_a_list(heads: int) -> None:
+    """A decode of one to seven rows beside a wide tile: rows that a merge lacks are nobody's."""
+    assert attend([(0, 1500, 1), (1, 900, 64)], heads, 2, 64, blocks_at_once=24) >= 2
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -175,7 +191,7 @@ def test_a_value_that_is_no_number_reaches_its_turn_and_no_other(poison: float) 
     table = torch.tensor([[0], [1]], dtype=torch.int32)
     offsets, turns = torch.tensor([0, 1, 2]).int(), torch.tensor([0, 1]).int()
     starts = torch.tensor([20, 20]).int()
-    plan = plan_work([1, 1], [20, 20], 2, 1, Tiling(32, 128), 4)
+    plan = plan_work([1, 1], [20, 20], 2, 1, Tiling(32, 128), BlocksAtOnce(4))
     work = Work.of(plan, 1, 64, "cpu")
     tensors = (query, arena[:, 0], arena[:, 1], table, offsets, turns, starts)
     for launch in cuda.attention_launches(*tensors, 0.125, out, work):

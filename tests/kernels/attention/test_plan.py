@@ -12,6 +12,8 @@ from pensieve.kernels import PAGE_SLOTS
 from pensieve.kernels.attention.plan import (
     PART_PAGES_MIN,
     WAVE_COST,
+    BlocksAtOnce,
+    Item,
     Plan,
     Tiling,
     part_limit,
@@ -19,6 +21,8 @@ from pensieve.kernels.attention.plan import (
 )
 
 NARROW = 32
+TILING = Tiling(NARROW, 128)
+HOPPER = BlocksAtOnce(264, 132)
 
 
 def cost_of(key_begin: int, key_end: int, num_rows: int) -> int:
@@ -30,7 +34,7 @@ def check(plan: Plan, lengths: list[int], starts: list[int], group: int, tiling:
     merged = {merge[:3]: merge for merge in plan.merges}
     assert len(merged) == len(plan.merges)
     parts: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
-    for item in plan.items:
+    for item in plan.items + plan.wide_items:
         parts.setdefault(item[:3], []).append(item[3:])
     covered: dict[int, list[tuple[int, int]]] = {}
     taken: list[tuple[int, int]] = []
@@ -64,8 +68,11 @@ def check(plan: Plan, lengths: list[int], starts: list[int], group: int, tiling:
             assert begin == position
             position += num_rows
         assert position == length * group
-    costs = [cost_of(item.key_begin, item.key_end, item.num_rows) for item in plan.items]
-    assert costs == sorted(costs, reverse=True), "not longest first"
+    for costs in (
+        [cost_of(item.key_begin, item.key_end, item.num_rows) for item in plan.items],
+        [wide_cost(item) for item in plan.wide_items],
+    ):
+        assert costs == sorted(costs, reverse=True), "not longest first"
 
 
 def makespan(plan: Plan, kv_heads: int, blocks_at_once: int) -> int:
@@ -85,15 +92,14 @@ def test_every_small_batch_is_covered_exactly(group: int) -> None:
     pairs = list(itertools.product(sizes, contexts))
     for first, second in itertools.product(pairs, pairs):
         lengths, starts = [first[0], second[0]], [first[1], second[1]]
-        for blocks_at_once in (1, 7, 64):
-            tiling = Tiling(NARROW, 128)
-            check(
-                plan_work(lengths, starts, group, 2, tiling, blocks_at_once),
-                lengths,
-                starts,
-                group,
-                tiling,
-            )
+        for blocks in (BlocksAtOnce(1), BlocksAtOnce(7), BlocksAtOnce(64), BlocksAtOnce(9, 13)):
+            plan = plan_work(lengths, starts, group, 2, TILING, blocks)
+            check(plan, lengths, starts, group, TILING)
+            if blocks.wide is None:
+                assert not plan.wide_items
+            else:
+                assert all(item.num_rows <= NARROW for item in plan.items)
+                assert all(item.num_rows > NARROW for item in plan.wide_items)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -105,9 +111,8 @@ def test_random_batches_are_exact_and_balanced(seed: int) -> None:
     num_slices = draw.choice((1, 2, 8, 60, 256))
     lengths = [draw.choice((1, 1, 1, 4, 20, 300)) for _ in range(num_slices)]
     starts = [int(context_max * draw.random() ** 3) for _ in range(num_slices)]
-    tiling = Tiling(NARROW, 128)
-    plan = plan_work(lengths, starts, group, kv_heads, tiling, blocks_at_once)
-    check(plan, lengths, starts, group, tiling)
+    plan = plan_work(lengths, starts, group, kv_heads, TILING, BlocksAtOnce(blocks_at_once))
+    check(plan, lengths, starts, group, TILING)
     total = sum(cost_of(item.key_begin, item.key_end, item.num_rows) for item in plan.items)
     mean = total * kv_heads / blocks_at_once
     # Longest first is at most the mean and one item; no part is shorter than the shortest allowed.
@@ -118,30 +123,119 @@ def test_random_batches_are_exact_and_balanced(seed: int) -> None:
 
 
 def test_one_long_context_fills_the_machine() -> None:
-    plan = plan_work([1], [65_535], 4, 8, Tiling(NARROW, 128), 264)
+    plan = plan_work([1], [65_535], 4, 8, TILING, BlocksAtOnce(264))
     assert 0.9 * 264 <= len(plan.items) * 8 <= 264
     assert len(plan.merges) == 1
 
 
 def test_a_last_wave_that_would_be_almost_empty_is_avoided() -> None:
     """300 equal blocks on 264 blocks at once would take the time of two waves for 1.14 waves of work."""
-    tiling = Tiling(NARROW, 128)
     whole = 300 * (3200 // PAGE_SLOTS) / 264
-    plan = plan_work([1] * 300, [3199] * 300, 1, 1, tiling, 264)
+    plan = plan_work([1] * 300, [3199] * 300, 1, 1, TILING, BlocksAtOnce(264))
     assert makespan(plan, 1, 264) < 1.3 * whole
 
 
 def test_many_equal_contexts_are_not_cut() -> None:
-    plan = plan_work([1] * 200, [4000] * 200, 4, 8, Tiling(NARROW, 128), 264)
+    plan = plan_work([1] * 200, [4000] * 200, 4, 8, TILING, BlocksAtOnce(264))
     assert not plan.merges
     assert len(plan.items) == 200
 
 
 def test_nothing_to_do() -> None:
-    assert plan_work([], [], 4, 8, Tiling(NARROW, 128), 264) == Plan([], [], 0)
-    assert plan_work([0, 0], [5, 9], 4, 8, Tiling(NARROW, 128), 264) == Plan([], [], 0)
+    assert plan_work([], [], 4, 8, TILING, BlocksAtOnce(264)) == Plan([], [], [], 0)
+    assert plan_work([0, 0], [5, 9], 4, 8, TILING, BlocksAtOnce(264)) == Plan([], [], [], 0)
 
 
 def test_the_limit_of_parts_is_never_below_the_least() -> None:
     for count, cost, blocks_at_once in itertools.product((1, 3, 50), (1, 2, 4, 100), (1, 8, 500)):
-        assert part_limit([cost] * count, 2, blocks_at_once) >= PART_PAGES_MIN
+        assert part_limit([cost] * count, [4] * count, 2, blocks_at_once) >= PART_PAGES_MIN
+
+
+# -- Hopper: the kernel of wide tiles has blocks of its own, which stay --
+
+PAGES_OF_A_STAGE = 4
+
+
+def wide_cost(item: Item) -> int:
+    """In pages: the kernel takes whole stages."""
+    pages = -(-(item.key_end - item.key_begin) // PAGE_SLOTS)
+    return -(-pages // PAGES_OF_A_STAGE) * PAGES_OF_A_STAGE + WAVE_COST
+
+
+def snake_time(plan: Plan, kv_heads: int, snake: bool = True) -> int:
+    """The time of the block that is last, which takes items in turns there and back."""
+    costs = [wide_cost(item) for item in plan.wide_items for _ in range(kv_heads)]
+    taken = [0] * 132
+    for index, cost in enumerate(costs):
+        turn, place = divmod(index, 132)
+        taken[131 - place if snake and turn % 2 else place] += cost
+    return max(taken)
+
+
+def over_ideal(plan: Plan, kv_heads: int, snake: bool = True) -> float:
+    """That, over the mean of what the pages alone would take."""
+    whole = sum(-(-(i.key_end - i.key_begin) // PAGE_SLOTS) for i in plan.wide_items)
+    return snake_time(plan, kv_heads, snake) / (whole * kv_heads / 132)
+
+
+@pytest.mark.parametrize(
+    ("length", "start", "limit"),
+    [(512, 15_872, 1.08), (4096, 0, 1.09), (2048, 0, 1.15), (1024, 3000, 1.09), (512, 4000, 1.15)],
+)
+def test_wide_work_is_planned_for_the_blocks_that_hoppers_kernel_runs(
+    length: int, start: int, limit: float
+) -> None:
+    """Llama 3 8B's heads on 132 multiprocessors."""
+    plan = plan_work([length], [start], 4, 8, TILING, HOPPER)
+    check(plan, [length], [start], 4, TILING)
+    assert over_ideal(plan, 8) <= limit
+    assert over_ideal(plan, 8) <= over_ideal(plan, 8, snake=False)
+
+
+def test_for_twice_as_many_blocks_a_prompt_would_be_cut_and_merged() -> None:
+    """What was planned before (the choice `wide_blocks=2`): 17 MB of partial results in every layer."""
+    before = plan_work([512], [15_872], 4, 8, TILING, BlocksAtOnce(264, 264))
+    now = plan_work([512], [15_872], 4, 8, TILING, HOPPER)
+    assert len(now.wide_items) * 8 == 128
+    assert not now.merges
+    assert len(before.merges) == 16
+    assert before.num_part_rows * 8 * 129 * 4 > 16e6
+
+
+def test_a_prompt_beside_decodes_is_neither_cut_nor_merged() -> None:
+    """512 tokens over 4,000 beside 64 decodes over 1,000: each kind of work fills its own kernel."""
+    lengths, starts = [512] + [1] * 64, [4000] + [1000] * 64
+    plan = plan_work(lengths, starts, 4, 8, TILING, HOPPER)
+    check(plan, lengths, starts, 4, TILING)
+    assert len(plan.wide_items) * 8 == 128
+    assert len(plan.items) == 64
+    assert plan.num_part_rows == 0
+
+
+def test_what_a_merge_would_cost_more_than_it_gains_is_left_whole() -> None:
+    """A part of 128 rows moves as many bytes as eight pages: short wide tiles stay in one piece."""
+    plan = plan_work([512], [0], 4, 8, TILING, HOPPER)
+    assert not plan.merges
+    one = plan_work([32], [60_000], 4, 8, TILING, HOPPER)
+    assert len(one.merges) == 1, (
+        "a single wide tile over a long context is cut for the whole machine"
+    )
+    assert 0.8 * 132 <= len(one.wide_items) * 8 <= 132
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_batches_on_hopper_are_exact_and_balanced(seed: int) -> None:
+    draw = random.Random(seed)
+    kv_heads, group = draw.choice((1, 2, 4, 8)), draw.choice((1, 2, 4, 7))
+    context_max = draw.choice((200, 4_000, 60_000))
+    num_slices = draw.choice((1, 2, 8, 60))
+    lengths = [draw.choice((1, 1, 20, 300, 2000)) for _ in range(num_slices)]
+    starts = [int(context_max * draw.random() ** 3) for _ in range(num_slices)]
+    plan = plan_work(lengths, starts, group, kv_heads, TILING, HOPPER)
+    check(plan, lengths, starts, group, TILING)
+    for item in plan.wide_items:
+        assert item.key_begin % (PAGES_OF_A_STAGE * PAGE_SLOTS) == 0
+    if plan.wide_items:
+        costs = [wide_cost(item) * kv_heads for item in plan.wide_items]
+        longest = max(costs) // kv_heads
+        assert snake_time(plan, kv_heads) <= 1.1 * sum(costs) / 132 + longest

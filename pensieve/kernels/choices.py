@@ -1,0 +1,39 @@
+"""What the CUDA kernels leave to a measurement: every choice has a default and can be switched.
+
+Defaults are what can be shown without a GPU (by a plan, or by compiled code) to do less; a gain that is
+only supposed is off.  `PENSIEVE_GPU_CHOICES=wide_blocks=2,snake=0` sets choices for a process and for those
+that it starts; `scripts/bench_gpu` measures them side by side.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from pensieve.errors import InvalidArgument
+
+VARIABLE = "PENSIEVE_GPU_CHOICES"
+
+
+class Choices(NamedTuple):
+    wide_blocks: int = (
+        1  # of a multiprocessor, for which wide work is planned; Hopper's kernel runs 1
+    )
+    snake: int = (
+        1  # Hopper's blocks turn round after each pass over the items; 0: always the same way
+    )
+
+
+def of_text(text: str) -> Choices:
+    """`name=number,…`; what is not named keeps its default."""
+    given: dict[str, int] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        name, _, number = part.partition("=")
+        if name not in Choices._fields or not number.isdecimal():
+            known = ", ".join(f"{each}=NUMBER" for each in Choices._fields)
+            raise InvalidArgument(VARIABLE, f"has {part!r}; it takes {known}")
+        given[name] = int(number)
+    return Choices(**given)
+
+
+chosen = of_text(os.environ.get(VARIABLE, ""))
