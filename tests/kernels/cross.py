@@ -26,7 +26,7 @@ X86 = {
     "avx512bf16": BFLOAT16,
     "amx": (*BFLOAT16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
-ANYWHERE = ("kernels", "layer", "plain", "threads")
+ANYWHERE = ("experts", "kernels", "layer", "plain", "threads")
 
 needs_clang = pytest.mark.skipif(
     importlib.util.find_spec("ziglang") is None, reason="the package ziglang is not installed"

@@ -87,7 +87,7 @@ def test_no_rate_at_all_is_reported() -> None:
 def test_a_lone_turn_that_is_too_slow_is_refused_before_anything_is_simulated() -> None:
     with pytest.raises(Impossible, match=r"a token takes 10.5 ms even without other turns"):
         SMALL.check(Slo(0.01, 1.0), 40)
-    with pytest.raises(Impossible, match="first token after 4,000 new ones takes 0.8"):
+    with pytest.raises(Impossible, match=r"first token after 4,000 new ones takes 0\.8"):
         SMALL.check(Slo(0.1, 0.3), 4000)
     SMALL.check(SLO, 40)
 
