@@ -50,6 +50,10 @@ QUIET = [
     r"checking it",
     r"(assumed|costs|limits|load): .*",
     r"\d+ s  .* (a second|a second each)(: .*)?",  # what a plan has tried
+    r"making random weights, .*",  # for a bench
+    r"(loading /tmp/.*|probing its attention)",
+    r"\w+: [\d.]+ M parameters, .*",
+    r"torch \S+, threads \d+, .*",
     r"an iteration has \d+ tokens, not \d+: .*",
     r"\w+: building [\d,]+ conversations …",
     r"drawn: .*",

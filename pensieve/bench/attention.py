@@ -88,7 +88,8 @@ def run(options: Options, report: Report) -> list[Row]:
         raise InvalidArgument("context", "is at least as long as the queries")
     bandwidth = read_bytes_per_second()
     about = {**build(), "read_bytes_per_second": bandwidth}
-    progress(", ".join(f"{name} {value}" for name, value in about.items()))
+    built = ", ".join(f"{name} {value}" for name, value in build().items())
+    progress(f"{built}, reading {bandwidth / 1e9:.1f} GB/s")
     report.about(
         machine(),
         f"{torch.get_num_threads()} threads",
