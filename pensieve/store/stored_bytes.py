@@ -37,6 +37,16 @@ def of_all(conn: Connection) -> dict[str, int]:
     return {tenant: int(stored_bytes) for tenant, stored_bytes in rows}
 
 
+def miscounted(conn: Connection) -> dict[str, int]:
+    """The tenants whose number is wrong, with what their conversations really take."""
+    counted, added = of_all(conn), dict(conn.execute(ADDED_UP))
+    return {
+        tenant: added.get(tenant, 0)
+        for tenant in sorted({*counted, *added})
+        if counted.get(tenant, 0) != added.get(tenant, 0)
+    }
+
+
 # (tenant, bytes) added up from the records themselves.  A message belongs to whoever's turn made it, or, when
 # that turn is gone, to whoever's history holds it: forks are of the same tenant.
 ADDED_UP_BEFORE_LOGPROBS = f"""

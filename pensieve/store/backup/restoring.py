@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pensieve.errors import BackupDamaged, NotFound, StoreError, StoreTooNew
-from pensieve.store import verify
+from pensieve.store import stored_bytes, verify
 from pensieve.store.backup.files import (
     BASE_NAME,
     HASH_BYTES,
@@ -200,10 +200,12 @@ def _write(
         database.flush()
         os.fsync(database.fileno())
     wanted.report("checking it")
-    if base.schema < len(STEPS):  # what its records should be, only its own version knows
-        problems = verify.integrity_check(partial, wanted.driver, immutable=True)
-    else:
-        problems = check_database(partial, wanted.driver)
+    problems = verify.integrity_check(partial, wanted.driver, immutable=True)
+    if not problems and base.schema == len(
+        STEPS
+    ):  # what others should be, only their version knows
+        _count_anew(partial, wanted)
+        problems = verify.verify(partial, wanted.driver, None, "", immutable=True)
     if problems:
         raise BackupDamaged(
             f"{path} holds, up to segment {last}, a history that is damaged itself: {problems[0]}"
@@ -212,6 +214,24 @@ def _write(
         (conversations,) = conn.execute("SELECT count(*) FROM conversations").fetchone()
         (messages,) = conn.execute("SELECT count(*) FROM messages").fetchone()
     return Restored(base.generation, last, time, conversations, messages, damage)
+
+
+def _count_anew(partial: Path, wanted: _Wanted) -> None:
+    """How much a tenant has is derived from what is there: a wrong number is no reason to lose that."""
+    with read_only(partial, wanted.driver, immutable=True) as conn:
+        right = stored_bytes.miscounted(conn)
+    if not right:
+        return
+    wanted.report(f"the bytes of {len(right)} tenants were miscounted, and are counted anew")
+    _remove_log(partial)  # of a restore that was killed here
+    conn = wanted.driver.connect(str(partial))
+    try:
+        with conn:
+            conn.executemany(
+                "INSERT OR REPLACE INTO tenants (tenant, stored_bytes) VALUES (?, ?)", right.items()
+            )
+    finally:
+        conn.close()  # its log goes into the database
 
 
 def _copy_base(source: Path, base: Base, partial: Path) -> None:
@@ -254,11 +274,15 @@ def _put_in_place(partial: Path, target: DataFolder, driver: Any) -> None:
         remove_copies(database)
         with suppress(driver.Error):  # of a damaged one, what can be had
             _empty_log(database, driver)
-        for side in ("-wal", "-shm"):  # of the old history: they must not meet the new one
-            with suppress(FileNotFoundError):
-                database.with_name(database.name + side).unlink()
+        _remove_log(database)  # of the old history: it must not meet the new one
         partial.replace(database)
         sync(database.parent)
+
+
+def _remove_log(database: Path) -> None:
+    for side in ("-wal", "-shm"):
+        with suppress(FileNotFoundError):
+            database.with_name(database.name + side).unlink()
 
 
 def _empty_log(database: Path, driver: Any) -> None:

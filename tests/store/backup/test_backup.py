@@ -23,7 +23,7 @@ from pensieve.errors import (
 from pensieve.store import ConversationStore
 from pensieve.store.backup import capture, files, writing
 from pensieve.store.backup.capture import Changes, Feed
-from pensieve.store.backup.restoring import points, restore
+from pensieve.store.backup.restoring import check_database, points, restore
 from pensieve.store.backup.source import BackupSource
 from pensieve.store.backup.writing import BackupFolder, Chain, write_copy
 from tests.store.faulty import database_of, history, world, writer_of
@@ -556,6 +556,21 @@ def test_a_damaged_history_is_not_restored_as_if_it_were_sound(
     write_copy(store.backup_source, other)
     with pytest.raises(BackupDamaged, match="a record fails its checksum"):
         restore(other, backup.with_name("restored"), driver=driver)
+
+
+def test_a_wrong_number_of_bytes_is_no_reason_to_lose_a_history(
+    shipped: list[float], store: ConversationStore, driver: Any, backup: Path
+) -> None:
+    with writer_of(store).writing() as conn:
+        conn.execute("UPDATE tenants SET stored_bytes = stored_bytes + 7")
+        conn.execute("INSERT INTO tenants VALUES ('nobody', 5)")
+    assert len(store.verify()) == 2
+    other, data, said = backup.with_name("other"), backup.with_name("restored"), list[str]()
+    write_copy(store.backup_source, other)
+    restored = restore(other, data, driver=driver, report=said.append)
+    assert restored.messages > 0
+    assert "the bytes of 2 tenants were miscounted, and are counted anew" in said
+    assert check_database(data / store.folder.database_path.name, driver) == []
 
 
 def test_a_folder_without_room_for_the_base_is_left_as_it_was(
