@@ -93,6 +93,7 @@ struct Layer {
   float scaling;
   const Linear* then;  // the product that is computed after this layer; null: not known
   const Experts* experts;  // in the place of mlp_in and mlp_out; null: there are none
+  int32_t parallel;  // the MLP is beside the attention: mlp_before is the norm of the layer's own residual
 };
 
 struct Buffers {
@@ -131,7 +132,7 @@ void pensieve_multiply(const char* only, int32_t type, const Product* product, i
   Worker(only, type, num_threads).multiply(*product, nullptr);
 }
 
-// From the residual to queries, keys and values, the first two rotated by their positions.
+// From the residual to queries, keys and values, the first two rotated by their positions if `rotary` is not 0.
 void pensieve_before_attention(const char* only, const Layer* layer, const Buffers* buffers,
                                const void* residual, const void* cosines, const void* sines,
                                int32_t rotation_float, int32_t rotary, int32_t num_rows,
@@ -152,7 +153,8 @@ void pensieve_before_attention(const char* only, const Layer* layer, const Buffe
                         sines, rotation_float, layer->query_norm,
                         layer->key_norm, layer->num_heads, layer->num_kv_heads,
                         layer->head_size, rotary};
-  worker.each_row(num_rows, [&](int row) { dense.turn(turning, row); });
+  if (rotary || layer->query_norm.weight)
+    worker.each_row(num_rows, [&](int row) { dense.turn(turning, row); });
 }
 
 // From the attention's result, (rows, heads * head_size), to the next layer's residual.
@@ -165,9 +167,20 @@ void pensieve_after_attention(const char* only, const Layer* layer, const Buffer
   worker.multiply({&layer->attention_out, attended, layer->attention_out.width, num_rows,
                    buffers->added, hidden, 1},
                   layer->experts ? &layer->experts->router : &layer->mlp_in);
-  const Joint middle{residual, layer->type == 0, buffers->added, layer->attention_after,
-                     layer->mlp_before, layer->factor, buffers->sum, buffers->normed, hidden};
-  worker.each_row(num_rows, [&](int row) { dense.join(middle, row); });
+  Joint middle{residual, layer->type == 0, buffers->added, layer->attention_after,
+               layer->mlp_before, layer->factor, buffers->sum, buffers->normed, hidden};
+  if (layer->parallel) {
+    // A row's sum comes before its norm: `residual` may be `normed`, where rows that are kept were gathered.
+    middle.before = {};
+    middle.out = nullptr;
+    const Joint beside{residual, layer->type == 0, nullptr, {}, layer->mlp_before, 1.0f, nullptr, buffers->normed, hidden};
+    worker.each_row(num_rows, [&](int row) {
+      dense.join(middle, row);
+      dense.join(beside, row);
+    });
+  } else {
+    worker.each_row(num_rows, [&](int row) { dense.join(middle, row); });
+  }
   if (layer->experts) {
     run_experts(dense,
                 {layer->experts, &buffers->experts, buffers->normed, num_rows, worker.element_bytes,

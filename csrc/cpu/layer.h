@@ -22,19 +22,25 @@ struct Linear {
   int32_t width;       // of a row: `inputs` without the padding of the last step
   int32_t outputs;     // columns of the result
   int32_t activation;  // 0: none; else of a panel's first vector, which then multiplies the second
+  int32_t pointwise = 0;  // 0: none; else an activation of every output
 };
 constexpr int kZero = 128;  // the unsigned byte that stands for 0 in a quantised row
 enum Activation : int32_t {
   kNone = 0,
   kSilu = 1,
   kGeluTanh = 2,
+  kRelu = 3,
+  kGelu = 4,  // by the error function
 };
 
-// Root mean square over `width` (a divisor of the row) and weights; null: none.
+// Root mean square over `width` (a divisor of the row) and weights; null: none. With `centred` the mean is
+// taken from each value first (LayerNorm).
 struct Norm {
   const float* weight;
   int32_t width;
   float eps;
+  const float* bias = nullptr;  // null: none
+  int32_t centred = 0;
 };
 
 struct Product {
@@ -52,8 +58,8 @@ struct Product {
 using Multiply = void (*)(const Product&, int32_t panel, int32_t first, int32_t end,
                           const char* ahead);
 
-// sum = base + factor * after(added); out = before(sum), where `after` and `before` are norms. `base` is
-// Element or float; whatever is null is left out.
+// sum = base + factor * after(added); out = before(sum), where `after` and `before` are norms, and `after` is
+// not centred. `base` is Element or float; whatever is null is left out.
 struct Joint {
   const void* base;
   int32_t base_float;

@@ -22,6 +22,7 @@ from pensieve.kernels.layer.cpu_weights import (
     Packed,
     library,
     norm_struct,
+    packed,
 )
 from pensieve.kernels.layer.protocol import (
     DenseLayer,
@@ -79,10 +80,10 @@ class CpuLayerKernels:
         return Layer(weights, self._workspace, int8=int8)
 
     def pack(self, product: ProductWeights, *, int8: bool = False) -> Packed:
-        return Packed(product.weights, product.biases, product.activation, int8=int8)
+        return packed(product, int8=int8)
 
     def norm(self, weights: NormWeights) -> Norm:
-        return Norm(weights.weight, weights.eps)
+        return Norm(weights)
 
 
 class LayerStruct(ctypes.Structure):
@@ -96,6 +97,7 @@ class LayerStruct(ctypes.Structure):
         ("scaling", ctypes.c_float),
         ("then", ctypes.c_void_p),
         ("experts", ctypes.c_void_p),
+        ("parallel", ctypes.c_int32),
     ]
 
 
@@ -103,14 +105,13 @@ class Layer:
     """One decoder layer: its packed weights, and the structure that points to them."""
 
     def __init__(self, weights: LayerWeights, workspace: Workspace, *, int8: bool) -> None:
-        def packed(each: ProductWeights) -> Packed:
-            return Packed(each.weights, each.biases, each.activation, int8=int8)
-
         self._heads = weights.heads
         self._workspace = workspace
         self._norms = weights.norms  # kept alive
         num_heads, num_kv_heads, head_size = weights.heads
-        self._attention = [packed(weights.attention_in), packed(weights.attention_out)]
+        self._attention = [
+            packed(each, int8=int8) for each in (weights.attention_in, weights.attention_out)
+        ]
         attention_in, attention_out = self._attention
         assert attention_in.outputs == (num_heads + 2 * num_kv_heads) * head_size
         self._dtype = attention_in.dtype
@@ -128,6 +129,7 @@ class Layer:
             attention_out=attention_out.struct,
             factor=1.0,
             scaling=weights.scaling,
+            parallel=weights.parallel,
             **{name: norm_struct(norm) for name, norm in weights.norms.items()},
         )
         self._mlp: list[Packed] = []
@@ -139,7 +141,7 @@ class Layer:
             )
             self._struct.experts = ctypes.addressof(experts.struct)
         else:
-            self._mlp = [packed(weights.mlp.into), packed(weights.mlp.out)]
+            self._mlp = [packed(each, int8=int8) for each in (weights.mlp.into, weights.mlp.out)]
             self._struct.mlp_in, self._struct.mlp_out = (each.struct for each in self._mlp)
             self._widths = self._widths._replace(mlp=self._mlp[0].outputs)
 
@@ -196,7 +198,7 @@ class Layer:
         return out
 
     def before_attention(
-        self, residual: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+        self, residual: torch.Tensor, cosines: torch.Tensor | None, sines: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_rows = len(residual)
         self._workspace.reserve(num_rows, self._widths, self._dtype)
@@ -205,10 +207,10 @@ class Layer:
             ctypes.byref(self._struct),
             ctypes.byref(self._workspace.struct),
             residual.data_ptr(),
-            cosines.data_ptr(),
-            sines.data_ptr(),
-            cosines.dtype != residual.dtype,
-            cosines.shape[1],
+            None if cosines is None else cosines.data_ptr(),
+            None if sines is None else sines.data_ptr(),
+            cosines is not None and cosines.dtype != residual.dtype,
+            0 if cosines is None else cosines.shape[1],
             num_rows,
             torch.get_num_threads(),
         )

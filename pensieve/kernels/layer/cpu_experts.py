@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import ClassVar
 
-from pensieve.kernels.layer.cpu_weights import LinearStruct, Packed
+from pensieve.kernels.layer.cpu_weights import LinearStruct, Packed, packed
 from pensieve.kernels.layer.protocol import ExpertWeights
 
 
@@ -27,7 +27,7 @@ class PackedExperts:
     def __init__(self, weights: ExpertWeights, *, int8: bool) -> None:
         self._router = Packed([weights.router])
         self._into, self._out = (
-            [Packed(each.weights, each.biases, each.activation, int8=int8) for each in products]
+            [packed(each, int8=int8) for each in products]
             for products in (
                 [expert.into for expert in weights.experts],
                 [expert.out for expert in weights.experts],

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 
 from pensieve.kernels import cpu_library
 from pensieve.kernels.cpu_library import TYPES, compiled_library
-from pensieve.kernels.layer.protocol import Activation, NormWeights
+from pensieve.kernels.layer.protocol import Activation, NormWeights, ProductWeights
 from pensieve.kernels.shapes import Shapes
 
 ZERO = 128  # the unsigned byte that stands for 0 in a quantized row
-ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2}
+ACTIVATIONS: dict[Activation, int] = {"silu": 1, "gelu_tanh": 2, "relu": 3, "gelu": 4}
 MADV_HUGEPAGE = 14
 
 
@@ -35,6 +35,7 @@ class LinearStruct(ctypes.Structure):
         ("width", ctypes.c_int32),
         ("outputs", ctypes.c_int32),
         ("activation", ctypes.c_int32),
+        ("pointwise", ctypes.c_int32),
     ]
 
 
@@ -56,6 +57,8 @@ class NormStruct(ctypes.Structure):
         ("weight", ctypes.c_void_p),
         ("width", ctypes.c_int32),
         ("eps", ctypes.c_float),
+        ("bias", ctypes.c_void_p),
+        ("centred", ctypes.c_int32),
     ]
 
 
@@ -81,13 +84,15 @@ class Packed:
         activation: Activation | None = None,
         *,
         int8: bool = False,
+        gated: bool = True,
     ) -> None:
         weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         bias = _concatenated(weights, biases) if biases is not None else None
         self.dtype = weight.dtype
         self.inputs = weight.shape[1]
         lanes = library().pensieve_lanes(cpu_library.only_instruction_set)
-        if activation is None:
+        gated = gated and activation is not None
+        if not gated:
             self.outputs = weight.shape[0]
             order = torch.arange(self.outputs)
             order = F.pad(order, (0, -self.outputs % (2 * lanes)), value=-1)
@@ -114,7 +119,8 @@ class Packed:
             self.panels.shape[1] * self._step,
             self.inputs,
             self.outputs,
-            ACTIVATIONS[activation] if activation else 0,
+            ACTIVATIONS[activation] if activation and gated else 0,
+            ACTIVATIONS[activation] if activation and not gated else 0,
         )
 
     @property
@@ -153,16 +159,22 @@ class Packed:
         )
 
 
-class Norm:
-    """x / rms(x) · weight, of rows as wide as the weights."""
+def packed(product: ProductWeights, *, int8: bool) -> Packed:
+    return Packed(
+        product.weights, product.biases, product.activation, int8=int8, gated=product.gated
+    )
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self.weight = weight  # float32
-        self.struct = norm_struct(NormWeights(weight, eps))
+
+class Norm:
+    """Norms of rows as wide as the weights."""
+
+    def __init__(self, weights: NormWeights) -> None:
+        self.weights = weights  # kept alive
+        self.struct = norm_struct(weights)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         assert rows.is_contiguous()
-        assert rows.shape[1] == len(self.weight)
+        assert rows.shape[1] == len(self.weights.weight)
         out = torch.empty_like(rows)
         library().pensieve_normalise(
             cpu_library.only_instruction_set,
@@ -177,8 +189,14 @@ class Norm:
 
 
 def norm_struct(norm: NormWeights) -> NormStruct:
-    """The structure holds the address of the weights, which its owner has to keep alive."""
-    return NormStruct(norm.weight.data_ptr(), len(norm.weight), norm.eps)
+    """The structure holds the addresses of the weights, which its owner has to keep alive."""
+    return NormStruct(
+        norm.weight.data_ptr(),
+        len(norm.weight),
+        norm.eps,
+        None if norm.bias is None else norm.bias.data_ptr(),
+        norm.centred,
+    )
 
 
 def _concatenated(

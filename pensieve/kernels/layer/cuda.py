@@ -34,6 +34,8 @@ from pensieve.kernels.layer.protocol import (
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
     "gelu_tanh": lambda rows: F.gelu(rows, approximate="tanh"),
 }
 
@@ -51,9 +53,13 @@ class CudaLayerKernels:
         return "CUDA kernels and torch's products"
 
     def lacks_form(self, weights: LayerWeights) -> str:
-        return (
-            "" if isinstance(weights.mlp, MlpWeights) else "experts are for the CPU's kernels only"
-        )
+        if not isinstance(weights.mlp, MlpWeights):
+            return "a GPU's layers have no experts"
+        if weights.parallel or not weights.rotates or not weights.mlp.into.gated:
+            return "a GPU's layers have a rotation and a gated MLP after the attention"
+        if any(norm.centred for norm in weights.norms.values()):
+            return "a GPU's layers have no LayerNorm"
+        return ""
 
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> Layer:
         return Layer(weights, int8=int8)
@@ -62,7 +68,7 @@ class CudaLayerKernels:
         return Packed(product.weights, product.biases, product.activation, int8=int8)
 
     def norm(self, weights: NormWeights) -> Norm:
-        return Norm(weights.weight, weights.eps)
+        return Norm(weights)
 
 
 class Packed:
@@ -108,16 +114,20 @@ class Packed:
 
 
 class Norm:
-    """x / rms(x) · weight, of the last dimension or of each part of it that is as wide as the weights."""
+    """A norm of the last dimension, or of each part of it that is as wide as the weights."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self.weight = weight  # float32
-        self.eps = eps
+    def __init__(self, weights: NormWeights) -> None:
+        self.weight = weights.weight  # float32
+        self.eps = weights.eps
+        self._bias, self._centred = weights.bias, weights.centred
         self._in_type: dict[torch.dtype, torch.Tensor | None] = {}
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         width = len(self.weight)
         parts = rows.view(*rows.shape[:-1], rows.shape[-1] // width, width)
+        if self._centred:
+            wide = F.layer_norm(parts.float(), (width,), self.weight, self._bias, self.eps)
+            return wide.to(rows.dtype).view(rows.shape)
         weight = self._exact_in(rows.dtype)
         if weight is not None:
             return F.rms_norm(parts, (width,), weight, self.eps).view(rows.shape)
@@ -165,7 +175,7 @@ class Layer:
                 weights.mlp.out,
             )
         ]
-        self._norms = {name: Norm(each.weight, each.eps) for name, each in weights.norms.items()}
+        self._norms = {name: Norm(each) for name, each in weights.norms.items()}
         self._layer_index = weights.layer_index
         self._scaling = weights.scaling
         self.factor = 1.0
@@ -210,9 +220,11 @@ class Layer:
         return self.after_attention(residual, attended)
 
     def before_attention(
-        self, residual: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+        self, residual: torch.Tensor, cosines: torch.Tensor | None, sines: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         query, key, value = self._before_rotation(residual)
+        assert cosines is not None
+        assert sines is not None
         return _rotated(query, cosines, sines), _rotated(key, cosines, sines), value
 
     def after_attention(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

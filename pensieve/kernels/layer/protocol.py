@@ -17,7 +17,11 @@ A layer computes, in this order, where norms in brackets may be missing:
     → attention → product → [attention_after] · factor + residual
     → [mlp_before] → gate and up → activation(gate) · up → product → [mlp_after] · factor + residual
 
-Instead of one gated MLP there may be experts (`ExpertWeights`): a router gives each row a logit for each of
+A norm divides by the root mean square, or is a LayerNorm.  There may be no rotation (learned positions were
+added before the first layer), an MLP without a gate (product → activation → product), and an MLP beside the
+attention (`parallel`), whose norm is that of the layer's own residual.
+
+Instead of one MLP there may be experts (`ExpertWeights`): a router gives each row a logit for each of
 them, the few with the largest are applied to the row, and their answers are summed up by their shares.
 
 `forward` does all of it, attention over pages included.  Where something else attends (the load probe, which
@@ -32,7 +36,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu", "gelu"]
 NormName = Literal[
     "attention_before", "query_norm", "key_norm", "attention_after", "mlp_before", "mlp_after"
 ]
@@ -46,27 +50,34 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class NormWeights:
-    """x / rms(x) · weight, over each `len(weight)` values of a row."""
+    """x / rms(x) · weight + bias, over each `len(weight)` values of a row.
+
+    With `centred` x is without its mean (LayerNorm).
+    """
 
     weight: torch.Tensor  # float32
     eps: float
+    bias: torch.Tensor | None = None  # float32
+    centred: bool = False
 
 
 @dataclass(frozen=True)
 class ProductWeights:
     """Weights of one product, or of several with the same input, whose outputs lie side by side.
 
-    With an activation the first half of the outputs goes through it and multiplies the second half.
+    With an activation the first half of the outputs goes through it and multiplies the second half; if it is
+    not gated, every output goes through it.
     """
 
     weights: Sequence[torch.Tensor]  # each (outputs, inputs)
     biases: Sequence[torch.Tensor | None]  # each (outputs)
     activation: Activation | None = None
+    gated: bool = True
 
 
 @dataclass(frozen=True)
 class MlpWeights:
-    into: ProductWeights  # gate and up
+    into: ProductWeights  # gate and up, or one product that is not gated
     out: ProductWeights
 
 
@@ -92,6 +103,10 @@ class LayerWeights:
     attention_out: ProductWeights
     mlp: MlpWeights | ExpertWeights
     norms: Mapping[NormName, NormWeights]  # those that there are
+    rotates: bool = True  # queries and keys by their positions
+    parallel: bool = (
+        False  # the MLP takes the layer's own residual, and not the sum after the attention
+    )
 
 
 @dataclass(frozen=True)
@@ -156,8 +171,9 @@ class DenseLayer(Protocol):
     def before_attention(
         self,
         residual: torch.Tensor,  # (tokens, hidden), contiguous
-        cosines: torch.Tensor,  # (tokens, rotary), contiguous, of the residual's type or float32
-        sines: torch.Tensor,
+        cosines: torch.Tensor
+        | None,  # (tokens, rotary), contiguous, of the residual's type or float32
+        sines: torch.Tensor | None,  # None: a layer that does not rotate
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each (tokens, its heads, head_size), valid until the next call."""
 

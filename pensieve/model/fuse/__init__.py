@@ -6,16 +6,21 @@ What a model does is measured, not concluded from its name.  One forward over a 
 **A decoder layer** is replaced as a whole (`layers`) if its recorded calls have this form, in this order
 (`match`):
 
-    [norm] → products of one input: queries, keys, values → [norms of queries and keys] → rotation of
-    halves → attention → a product → [norm] → + → [norm] → products of one input: gate and up →
-    act(gate) · up → a product → [norm] → +
+    [norm] → products of one input: queries, keys, values → [norms of queries and keys] → [rotation of
+    halves] → attention → a product → [norm] → + → [norm] → MLP → [norm] → +
 
-where a norm is the root-mean-square kind, brackets mean "may be missing", and what is added to the
-residual may be multiplied by a number that the layer holds.  That is Llama and nearly everything after it.
+    MLP: products of one input: gate and up → act(gate) · up → a product, or
+         a product → act → a product, or
+         a router → experts, each of which is a gated MLP (`experts`)
+
+where a norm is the root-mean-square kind or, in front of attention and MLP, a LayerNorm; brackets mean "may be
+missing", and what is added to the residual may be multiplied by a number that the layer holds.  The MLP may
+take the layer's own residual, so that it stands beside the attention.  That is GPT-2 and nearly everything
+after it.
 
 **The whole model** is replaced (`whole_model`) if every layer was, and what surrounds the layers is a table
-of embeddings (times a number), one pair of rotations for all layers, a norm and an output product (times a
-number).  Then an iteration is a loop over such layers and nothing else.
+of embeddings (times a number) with a table of positions or one pair of rotations for all layers, a norm and
+an output product (times a number).  Then an iteration is a loop over such layers and nothing else.
 
 **Any other product** (torch's Linear, GPT-2's Conv1D) stays in the module's own code with packed weights
 (`products`); products that one parent calls with the same input become one.

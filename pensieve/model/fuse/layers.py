@@ -14,7 +14,7 @@ import torch
 from pensieve.kernels.layer.protocol import DenseLayer, ExpertWeights, LayerKernels
 from pensieve.model.attention import ForwardPass
 from pensieve.model.fuse.match import NoMatch, match_layer
-from pensieve.model.fuse.record import AttentionCall, CausalPass, LayerRecord, attention_of
+from pensieve.model.fuse.record import CausalPass, LayerRecord, attention_of
 
 # How far a layer may be off, as a share of the largest change that it makes to the residual.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -27,7 +27,8 @@ class FusedLayer(torch.nn.Module):
         self,
         dense: DenseLayer,
         layer_index: int,
-        attention: AttentionCall,
+        scaling: float,
+        rest: dict[str, Any],
         in_tuple: bool,
         attributes: dict[str, Any],
     ) -> None:
@@ -36,15 +37,15 @@ class FusedLayer(torch.nn.Module):
             setattr(self, name, value)
         self.layer_idx = layer_index  # which the attention interface calls so
         self.dense = dense
-        self._scaling = attention.scaling
-        self._rest = attention.rest
+        self._scaling = scaling
+        self._rest = rest
         self._in_tuple = in_tuple
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         *_: Any,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         pensieve_pass: ForwardPass,
         **__: Any,
     ) -> Any:
@@ -58,7 +59,8 @@ class FusedLayer(torch.nn.Module):
     def run(
         self,
         residual: torch.Tensor,  # (tokens, hidden), contiguous
-        rotation: tuple[torch.Tensor, torch.Tensor],  # cosines and sines, (1, tokens, rotary)
+        rotation: tuple[torch.Tensor, torch.Tensor]
+        | None,  # cosines and sines, (1, tokens, rotary)
         forward_pass: ForwardPass,
         kept: torch.Tensor | None = None,  # int64, contiguous: rows whose result is wanted
     ) -> torch.Tensor:
@@ -66,9 +68,12 @@ class FusedLayer(torch.nn.Module):
         paged_rows = forward_pass.paged_rows
         if paged_rows is not None and self.dense.takes(paged_rows):
             forward_pass.arrive(self.layer_idx)
-            paged_rows.rotate_by(rotation)
+            if rotation is not None:
+                paged_rows.rotate_by(rotation)
             return self.dense.forward(residual, paged_rows, kept)
-        cosines, sines = (each[0].contiguous() for each in rotation)
+        cosines = sines = None
+        if rotation is not None:
+            cosines, sines = (each[0].contiguous() for each in rotation)
         query, key, value = self.dense.before_attention(residual, cosines, sines)
         attended = forward_pass.attend(self, query, key, value, None, self._scaling, self._rest)
         if kept is not None:
@@ -87,13 +92,15 @@ def fused_layer(
     answer = record.answer[0] if in_tuple else record.answer
     if given is None or not isinstance(answer, torch.Tensor):
         raise NoMatch("it is not given one residual, or answers none")
-    if not is_rotation(rotation, given):
-        raise NoMatch("it is given no rotary embedding")
+    if rotation is not None and not is_rotation(rotation, given):
+        raise NoMatch("its rotary embedding is no pair of cosines and sines for each row")
     layer_index: int = attention_of(layer).layer_idx  # type: ignore[union-attr, assignment]
-    attention, weights = match_layer(record.calls, given, layer_index, kernels)
+    attention, weights = match_layer(
+        record.calls, given, layer_index, kernels, rotates=rotation is not None
+    )
     attributes = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
     dense = kernels.layer(weights)
-    fused = FusedLayer(dense, layer_index, attention, in_tuple, attributes)
+    fused = FusedLayer(dense, layer_index, weights.scaling, attention.rest, in_tuple, attributes)
     for factor in (1.0, *{v for v in attributes.values() if isinstance(v, float) and v != 1.0}):
         dense.factor = factor
         with torch.inference_mode():

@@ -29,6 +29,10 @@ from pensieve.model.fuse.experts import Router, expert_weights, is_same_memory, 
 from pensieve.model.fuse.record import AttentionCall, Call, ModuleCall, is_product
 
 # How far a norm may be off, as a share of its largest value.
+AFTER: tuple[NormName, ...] = (
+    "attention_after",
+    "mlp_after",
+)  # which are no LayerNorm in the kernels
 NORM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
@@ -48,10 +52,16 @@ class _Parts:
     activation: ModuleCall | None = None
     router: Router | None = None
     experts: ModuleCall | None = None
+    is_parallel: bool = False
 
 
 def match_layer(
-    calls: Sequence[Call], given: torch.Tensor, layer_index: int, kernels: LayerKernels
+    calls: Sequence[Call],
+    given: torch.Tensor,
+    layer_index: int,
+    kernels: LayerKernels,
+    *,
+    rotates: bool = True,
 ) -> tuple[AttentionCall, LayerWeights]:
     """The layer's attention and its weights; NoMatch if its calls have another form."""
     attentions = [index for index, call in enumerate(calls) if isinstance(call, AttentionCall)]
@@ -64,18 +74,20 @@ def match_layer(
     )
     parts = _Parts()
     _match_before_attention(parts, before, given, kernels)
-    _match_after_attention(parts, after, kernels)
+    _match_after_attention(parts, after, given, kernels)
     mlp = _mlp_of(parts)
     if not _attention_fits(parts, attention) or not _mlp_fits(parts):
         raise NoMatch("its sizes are not those of the form")
     weights = LayerWeights(
         layer_index=layer_index,
         heads=attention.heads,
-        scaling=attention.scaling,
-        attention_in=product_weights(parts.attention_in),
+        scaling=attention.scaling * (1.0 if rotates else _query_factor(parts, attention)),
+        attention_in=_attention_in(parts, attention),
         attention_out=product_weights(parts.attention_out),
         mlp=mlp,
         norms=parts.norms,
+        rotates=rotates,
+        parallel=parts.is_parallel,
     )
     if reason := kernels.lacks_form(weights):
         raise NoMatch(reason)
@@ -97,7 +109,47 @@ def _mlp_of(parts: _Parts) -> MlpWeights | ExpertWeights:
         return found
     if len(parts.mlp_in) == 2 and parts.mlp_in[0].answer is not activation.given:
         parts.mlp_in.reverse()  # the gate comes first
-    return MlpWeights(product_weights(parts.mlp_in, name), product_weights(parts.mlp_out))
+    into = product_weights(parts.mlp_in, name, gated=_is_gated(parts))
+    return MlpWeights(into, product_weights(parts.mlp_out))
+
+
+def _is_gated(parts: _Parts) -> bool:
+    """Whether the activation is applied to a part of what was multiplied, and not to all of it."""
+    assert parts.activation is not None
+    return len(parts.mlp_in) != 1 or not is_same_memory(
+        parts.activation.given, parts.mlp_in[0].answer
+    )
+
+
+def _query_factor(parts: _Parts, attention: AttentionCall) -> float:
+    """What the layer multiplies its queries by: some do that, and not the scores."""
+    if "query_norm" in parts.norms:
+        return 1.0
+    rows = torch.cat([call.answer.flatten(0, -2) for call in parts.attention_in], dim=-1)
+    query = attention.query.flatten(1)
+    factor = factor_between(rows[:, : query.shape[1]], query)
+    if factor is None:
+        raise NoMatch("its queries are not the product's")
+    return factor
+
+
+def _attention_in(parts: _Parts, attention: AttentionCall) -> ProductWeights:
+    """The weights of queries, keys and values, in this order."""
+    whole = product_weights(parts.attention_in)
+    num_heads, num_kv_heads, head_size = attention.heads
+    if len(parts.attention_in) > 1 or num_heads != num_kv_heads:
+        return whole
+    rows = parts.attention_in[0].answer.flatten(0, -2)
+    if torch.equal(rows[:, 2 * num_heads * head_size :], attention.value.flatten(1)):
+        return whole
+    by_head = rows.view(len(rows), num_heads, 3, head_size)
+    if not torch.equal(by_head[:, :, 2], attention.value):
+        raise NoMatch("its queries, keys and values lie in another order")
+    weight, bias = whole.weights[0], whole.biases[0]
+    return ProductWeights(
+        [weight.reshape(num_heads, 3, head_size, -1).transpose(0, 1).flatten(0, 2)],
+        [None if bias is None else bias.view(num_heads, 3, head_size).transpose(0, 1).flatten()],
+    )
 
 
 def _match_before_attention(
@@ -123,7 +175,7 @@ def _match_before_attention(
 
 
 def _match_after_attention(
-    parts: _Parts, calls: Sequence[ModuleCall], kernels: LayerKernels
+    parts: _Parts, calls: Sequence[ModuleCall], given: torch.Tensor, kernels: LayerKernels
 ) -> None:
     """Take a product → [norms] → products of one input → activation → a product → [norm].
 
@@ -135,7 +187,7 @@ def _match_after_attention(
             if not parts.attention_out:
                 parts.attention_out.append(call)
             elif not parts.mlp_in:
-                _name_middle_norms(parts, loose, call)
+                _name_middle_norms(parts, loose, call, given)
                 parts.mlp_in.append(call)
             elif call.given is parts.mlp_in[0].given:
                 parts.mlp_in.append(call)
@@ -147,7 +199,7 @@ def _match_after_attention(
         elif parts.attention_out and not parts.mlp_in and (router := match_router(call)):
             if parts.router is not None:
                 raise NoMatch("it has more than one router")
-            _name_middle_norms(parts, loose, call)
+            _name_middle_norms(parts, loose, call, given)
             parts.router, loose = router, []
         elif (
             parts.activation is None
@@ -166,11 +218,21 @@ def _match_after_attention(
 
 
 def _name_middle_norms(
-    parts: _Parts, loose: list[tuple[NormWeights, ModuleCall]], product: ModuleCall
+    parts: _Parts,
+    loose: list[tuple[NormWeights, ModuleCall]],
+    product: ModuleCall,
+    given: torch.Tensor,
 ) -> None:
-    """Name the norms between the attention's product and the MLP's first one: before or after the sum."""
+    """Name the norms between the attention's product and the MLP's first one: before or after the sum.
+
+    A norm of what the layer was given, or the one before the attention again, is that of an MLP beside it.
+    """
+    before = parts.attention_in[0].given if parts.attention_in else None
+    if product.given is before and "attention_before" in parts.norms:
+        parts.norms["mlp_before"], parts.is_parallel = parts.norms["attention_before"], True
     if loose and is_same_memory(product.given, loose[-1][1].answer):
-        parts.norms["mlp_before"] = loose.pop()[0]
+        norm, call = loose.pop()
+        parts.norms["mlp_before"], parts.is_parallel = norm, call.given is given
     if loose:
         parts.norms["attention_after"] = loose.pop()[0]
     if loose:
@@ -196,11 +258,11 @@ def _mlp_fits(parts: _Parts) -> bool:
     """Whether its widths are those of the form, and even: the kernels take pairs of bfloat16."""
     if parts.experts is not None:
         return bool(parts.experts.given.shape[-1] == _hidden(parts) and not parts.mlp_in)
-    width = sum(call.answer.shape[-1] for call in parts.mlp_in)
+    width = sum(call.answer.shape[-1] for call in parts.mlp_in) // (2 if _is_gated(parts) else 1)
     return bool(
         len(parts.mlp_in) <= 2
-        and width % 4 == 0
-        and parts.mlp_out[0].given.shape[-1] == width // 2
+        and width % 2 == 0
+        and parts.mlp_out[0].given.shape[-1] == width
         and parts.mlp_out[0].answer.shape[-1] == _hidden(parts)
     )
 
@@ -215,6 +277,7 @@ def _attention_fits(parts: _Parts, attention: AttentionCall) -> bool:
         and parts.attention_out[0].given.shape[-1] == num_heads * head_size
         and parts.attention_out[0].answer.shape[-1] == hidden
         and ("query_norm" in norms) == ("key_norm" in norms)
+        and not any(norms[name].centred for name in AFTER if name in norms)
         and all(
             len(norm.weight) == hidden
             for name, norm in norms.items()
@@ -232,13 +295,14 @@ def _attention_fits(parts: _Parts, attention: AttentionCall) -> bool:
 
 
 def product_weights(
-    calls: Sequence[ModuleCall], activation: Activation | None = None
+    calls: Sequence[ModuleCall], activation: Activation | None = None, *, gated: bool = True
 ) -> ProductWeights:
     """The weights of products with one input, as one product's."""
     return ProductWeights(
         [_weight(call.module) for call in calls],
         [cast(torch.Tensor | None, call.module.bias) for call in calls],
         activation,
+        gated,
     )
 
 
@@ -249,13 +313,11 @@ def _weight(module: torch.nn.Module) -> torch.Tensor:
 
 
 def match_norm(call: ModuleCall) -> NormWeights | None:
-    """The weights with which this call was x / rms(x) · weight; None if it was something else."""
+    """The weights with which this call was one of the norms that the kernels know; None if it was none."""
     parameters = list(call.module.parameters())
-    if (
-        len(parameters) != 1
-        or parameters[0].dim() != 1
-        or not isinstance(call.answer, torch.Tensor)
-    ):
+    if len(parameters) not in (1, 2) or any(each.dim() != 1 for each in parameters):
+        return None
+    if not isinstance(call.answer, torch.Tensor) or len(parameters[0]) != len(parameters[-1]):
         return None
     width = len(parameters[0])
     if call.given.shape[-1] % width or call.given.shape != call.answer.shape:
@@ -264,9 +326,14 @@ def match_norm(call: ModuleCall) -> NormWeights | None:
     small = call.given * 1e-3  # where eps makes a difference
     pairs = [(call.given, call.answer), (small, call.module(small))]
     best: tuple[float, NormWeights] | None = None
+    weight = parameters[0].float().contiguous()
+    bias = parameters[1].float().contiguous() if len(parameters) == 2 else None
     for eps in numbers:
-        for weight in (parameters[0].float(), 1 + parameters[0].float()):
-            norm = NormWeights(weight.contiguous(), eps)
+        for norm in (
+            NormWeights(weight, eps, bias),
+            NormWeights(1 + weight, eps, bias),
+            NormWeights(weight, eps, bias, centred=True),
+        ):
             errors = [_error(norm, given, answer) for given, answer in pairs]
             fits = all(worst <= NORM_TOLERANCE[call.given.dtype] for worst, _ in errors)
             mean = sum(mean for _, mean in errors)
@@ -279,7 +346,11 @@ def _error(norm: NormWeights, given: torch.Tensor, answer: torch.Tensor) -> tupl
     """The norm's largest and mean difference from the answer, as shares of its largest value."""
     width = len(norm.weight)
     rows = given.float().view(*given.shape[:-1], -1, width)
+    if norm.centred:
+        rows = rows - rows.mean(-1, keepdim=True)
     got = rows / (rows.pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
+    if norm.bias is not None:
+        got = got + norm.bias
     right = answer.float()
     difference = (got.flatten(-2) - right).abs() / right.abs().max().clamp_min(1e-12)
     return float(difference.max()), float(difference.mean())
@@ -293,8 +364,22 @@ def activation_of(module: torch.nn.Module) -> Activation | None:
     right: dict[Activation, torch.Tensor] = {
         "silu": F.silu(x),
         "gelu_tanh": F.gelu(x, approximate="tanh"),
+        "relu": F.relu(x),
+        "gelu": F.gelu(x),
     }
     for name, expected in right.items():
         if torch.allclose(y, expected, atol=1e-6):
             return name
     return None
+
+
+def factor_between(before: torch.Tensor, after: torch.Tensor) -> float | None:
+    """The number that one was multiplied by to become the other; None if there is no such number."""
+    if before.shape != after.shape:
+        return None
+    wide, right = before.double(), after.double()
+    factor = float((wide * right).sum() / (wide * wide).sum())
+    worst = float((wide * factor - right).abs().max() / right.abs().max())
+    if not worst <= torch.finfo(after.dtype).eps:  # also where it is NaN
+        return None
+    return 1.0 if torch.equal(before, after) else factor

@@ -33,6 +33,8 @@ class AttentionCall:
     scaling: float
     rest: dict[str, Any]  # what else the layer passed
     answer: torch.Tensor
+    query: torch.Tensor  # (tokens, heads, head_size)
+    value: torch.Tensor  # (tokens, kv_heads, head_size)
 
 
 Call = ModuleCall | AttentionCall
@@ -91,7 +93,7 @@ class CausalPass:
         )
         answer = attended.transpose(0, 1).contiguous()
         heads = Heads(query.shape[1], key.shape[1], query.shape[2])
-        self._report(AttentionCall(heads, scaling, rest, answer))
+        self._report(AttentionCall(heads, scaling, rest, answer, query, value))
         return answer
 
     def arrive(self, layer: int) -> None:

@@ -1,7 +1,8 @@
 """The whole forward of a model all of whose layers are fused: a loop over them, without the model's own code.
 
-The loop knows a table of embeddings times a number, one pair of rotations for all layers, a norm, and an
-output product times a number.  Each is found in the recorded forward and compared with what was answered.
+The loop knows a table of embeddings times a number, a table of positions that is added to it or one pair of
+rotations for all layers, a norm, and an output product times a number.  Each is found in the recorded forward
+and compared with what was answered.
 A second forward, with an output product 64 times as large, shows a cap on logits.
 """
 
@@ -14,11 +15,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from pensieve.kernels.layer.protocol import LayerKernels, NormWeights
 from pensieve.model.attention import FlatModel, ForwardPass
 from pensieve.model.fuse.layers import FusedLayer, is_rotation
-from pensieve.model.fuse.match import match_norm
+from pensieve.model.fuse.match import factor_between, match_norm
 from pensieve.model.fuse.products import PackedProduct, children_of
 from pensieve.model.fuse.record import ForwardRecord, ModuleCall, causal_logits, is_product
 
@@ -31,7 +33,12 @@ class Surroundings:
 
     table: torch.nn.Embedding
     table_factor: float
-    rotation: Callable[[torch.Tensor, torch.Tensor], Rotation]  # of (1, tokens, …), (1, tokens)
+    positions: (
+        torch.Tensor | None
+    )  # a row for each position; None: nothing is added to the embeddings
+    rotation: (
+        Callable[[torch.Tensor, torch.Tensor], Rotation] | None
+    )  # of (1, tokens, …), (1, tokens)
     norm: NormWeights
     find_head: Callable[[], torch.nn.Module]  # what the output product was replaced by
     head_factor: float
@@ -65,7 +72,11 @@ class FusedModel:
         hidden: torch.Tensor = around.table(input_ids)
         if around.table_factor != 1:
             hidden = hidden * around.table_factor
-        rotation = around.rotation(hidden[None], positions[None])
+        if around.positions is not None:
+            hidden = hidden + F.embedding(positions, around.positions)
+        rotation = None
+        if around.rotation is not None:
+            rotation = around.rotation(hidden[None], positions[None])
         for layer in self._layers[:-1]:
             hidden = layer.run(hidden, rotation, forward_pass)
         hidden = self._layers[-1].run(hidden, rotation, forward_pass, rows)
@@ -85,42 +96,67 @@ def match_surroundings(
         return None
     first, last = layers[0].given, _hidden(layers[-1].answer)
     rotation = layers[0].arguments.get("position_embeddings")
-    if first is None or not is_rotation(rotation, first):
+    if first is None or not (rotation is None or is_rotation(rotation, first)):
         return None
     if any(layer.arguments.get("position_embeddings") is not rotation for layer in layers):
         return None
     tables = [call for call in outside if isinstance(call.module, torch.nn.Embedding)]
-    rotations = [call for call in outside if call.answer is rotation]
+    rotations = [call for call in outside if rotation is not None and call.answer is rotation]
     norms = [call for call in outside if call.given is last]
     heads = [call for call in outside if is_product(call, kernels)]
-    if not len(tables) == len(rotations) == len(norms) == len(heads) == 1:
+    if not len(norms) == len(heads) == 1 or len(rotations) != (rotation is not None):
         return None
     chained = all(after.given is _hidden(layer.answer) for layer, after in pairwise(layers))
-    table, head = tables[0], heads[0]
+    embeddings = _match_embeddings(tables, first, record.prompt)
+    head = heads[0]
     norm = match_norm(norms[0])
-    table_factor = _factor(table.answer, first)
-    head_factor = _factor(head.answer[0], record.logits)
-    rotate = _with_other_positions(rotations[0])
-    again = rotate(first, torch.arange(len(record.prompt), device=first.device)[None])
+    head_factor = factor_between(head.answer[0], record.logits)
     if (
         norm is None
         or not chained
-        or table_factor is None
+        or embeddings is None
         or head_factor is None
         or not torch.equal(head.given, norms[0].answer)
-        or _factor(64 * head.answer[0], _with_larger_logits(flat, record, head.module, 64)) is None
-        or not all(torch.equal(one, other) for one, other in zip(again, rotation, strict=True))
+        or factor_between(64 * head.answer[0], _with_larger_logits(flat, record, head.module, 64))
+        is None
     ):
         return None
+    rotate = _with_other_positions(rotations[0]) if rotations else None
+    if rotate is not None and rotation is not None:
+        again = rotate(first, torch.arange(len(record.prompt), device=first.device)[None])
+        if not all(map(torch.equal, again, rotation)):
+            return None
+    table, table_factor, positions = embeddings
     parent, name, _ = children_of(flat.module)[id(head.module)]
     return Surroundings(
-        table=table.module,  # type: ignore[arg-type]
+        table=table,
         table_factor=table_factor,
+        positions=positions,
         rotation=rotate,
         norm=norm,
         find_head=partial(getattr, parent, name),
         head_factor=head_factor,
     )
+
+
+def _match_embeddings(
+    calls: Sequence[ModuleCall], first: torch.Tensor, prompt: Sequence[int]
+) -> tuple[torch.nn.Embedding, float, torch.Tensor | None] | None:
+    """The table of embeddings, what it is multiplied by, and a row for each position that is added."""
+    if not calls or calls[0].given.flatten().tolist() != list(prompt):
+        return None
+    table: Any = calls[0].module
+    factor = factor_between(calls[0].answer, first)
+    if len(calls) == 1:
+        return None if factor is None else (table, factor, None)
+    if len(calls) > 2 or not torch.equal(calls[0].answer + calls[1].answer, first):
+        return None
+    rows: torch.Tensor = calls[1].module.weight  # type: ignore[assignment]
+    answer = calls[1].answer.view(-1, rows.shape[1])
+    for begin in (rows == answer[0]).all(1).nonzero().flatten().tolist():
+        if torch.equal(rows[begin : begin + len(answer)], answer):  # OPT's begin at row 2
+            return table, 1.0, rows[begin:]
+    return None
 
 
 def _hidden(answer: Any) -> Any:
@@ -152,15 +188,3 @@ def _with_larger_logits(
         return causal_logits(flat, record.prompt)
     finally:
         hook.remove()
-
-
-def _factor(before: torch.Tensor, after: torch.Tensor) -> float | None:
-    """The number that one was multiplied by to become the other; None if there is no such number."""
-    if before.shape != after.shape:
-        return None
-    wide, right = before.double(), after.double()
-    factor = float((wide * right).sum() / (wide * wide).sum())
-    worst = float((wide * factor - right).abs().max() / right.abs().max())
-    if not worst <= torch.finfo(after.dtype).eps:  # also where it is NaN
-        return None
-    return 1.0 if torch.equal(before, after) else factor

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from pensieve.kernels.layer import cpu
+from pensieve.kernels.layer.protocol import Activation, NormWeights
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 TYPES = [torch.float32, torch.bfloat16]
@@ -74,6 +77,35 @@ def test_gated_products(
     assert close(out, act * right, dtype)
 
 
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda rows: F.gelu(rows, approximate="tanh"),
+    "relu": F.relu,
+    "gelu": F.gelu,
+}
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs", "rows"), [(64, 5, 1), (34, 129, 30)])
+def test_products_whose_outputs_all_go_through_an_activation(
+    dtype: torch.dtype, activation: Activation, int8: bool, inputs: int, outputs: int, rows: int
+) -> None:
+    weight = drawn(outputs, inputs, dtype=dtype, seed=1)
+    bias = drawn(outputs, dtype=dtype, seed=3)
+    given = drawn(rows, inputs, dtype=dtype, seed=4) * inputs**0.5 * 3
+    packed = cpu.Packed([weight], [bias], activation, int8=int8, gated=False)
+    out, before = torch.empty(rows, outputs), torch.empty(rows, outputs)
+    packed.multiply(given, out)
+    cpu.Packed([weight], [bias], int8=int8).multiply(given, before)
+    assert close(out, ACTIVATIONS[activation](before.double()), torch.float32)
+    again = torch.empty(1, outputs)
+    packed.multiply(given[-1:], again)
+    assert torch.equal(again, out[-1:])
+
+
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
@@ -88,8 +120,8 @@ def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_activations_far_from_zero(activation: str) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_far_from_zero(activation: Activation) -> None:
     """Beyond where exponentials overflow, and at what is not a number."""
     values = torch.tensor([0.0, -0.0, 1e-30, 3.0, -3.0, 88.0, -88.0, 200.0, -200.0, 1e18, -1e18])
     count = len(values)
@@ -97,7 +129,7 @@ def test_activations_far_from_zero(activation: str) -> None:
     packed = cpu.Packed([gate, up], [None, torch.ones(count)], activation)
     out = torch.empty(1, count)
     packed.multiply(torch.ones(1, count), out)
-    right = F.silu(values) if activation == "silu" else F.gelu(values, approximate="tanh")
+    right = ACTIVATIONS[activation](values.double()).float()
     assert torch.allclose(out[0], right, rtol=2e-6, atol=1e-6)
     packed.multiply(torch.full((1, count), float("nan")), out)
     assert bool(out.isnan().all())
@@ -107,12 +139,33 @@ def test_activations_far_from_zero(activation: str) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", [8, 48, 100, 1024])
 def test_norms(dtype: torch.dtype, width: int) -> None:
-    norm = cpu.Norm(drawn(width, dtype=torch.float32, seed=1) + 1, 1e-5)
+    weight = drawn(width, dtype=torch.float32, seed=1) + 1
+    norm = cpu.Norm(NormWeights(weight, 1e-5))
     for rows in (1, 30):
         given = (drawn(rows, width, dtype=torch.float32, seed=2) * 50).to(dtype)
         wide = given.double()
-        right = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+        right = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
         assert close(norm(given), right, dtype)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [8, 48, 100, 1024])
+def test_layer_norms(dtype: torch.dtype, width: int) -> None:
+    weight, bias = (drawn(width, dtype=torch.float32, seed=seed) + 1 for seed in (1, 3))
+    for each in (bias, None):
+        norm = cpu.Norm(NormWeights(weight, 1e-5, each, centred=True))
+        # Values that are large beside their differences: their squares' mean would lose these.
+        given = (drawn(30, width, dtype=torch.float32, seed=2) * 50 + 300).to(dtype)
+        given[3] = 7.0
+        wide = given.double()
+        right = F.layer_norm(
+            wide, (width,), weight.double(), None if each is None else each.double(), 1e-5
+        )
+        whole = norm(given)
+        assert close(whole, right, dtype)
+        for row in (0, 3, 29):
+            assert torch.equal(norm(given[row : row + 1]), whole[row : row + 1])
 
 
 @pytest.mark.usefixtures("kernel")

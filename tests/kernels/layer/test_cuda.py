@@ -5,16 +5,24 @@ from __future__ import annotations
 import torch
 
 from pensieve.kernels.layer import cuda
+from pensieve.kernels.layer.protocol import NormWeights
 
 
 def test_norms_of_parts_and_of_weights_that_round() -> None:
     rows = torch.randn(5, 12).to(torch.bfloat16)
     for width in (12, 4):
         for weight in (torch.ones(width) * 0.5, torch.rand(width) + 1):
-            norm = cuda.Norm(weight, 1e-6)
+            norm = cuda.Norm(NormWeights(weight, 1e-6))
             wide = rows.float().view(5, -1, width)
             right = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
             torch.testing.assert_close(norm(rows).float(), right.view(5, 12), rtol=1e-2, atol=1e-2)
+
+
+def test_a_layer_norm() -> None:
+    rows, weight, bias = torch.randn(5, 12).to(torch.bfloat16), torch.rand(12), torch.randn(12)
+    norm = cuda.Norm(NormWeights(weight, 1e-6, bias, centred=True))
+    right = torch.nn.functional.layer_norm(rows.float(), (12,), weight, bias, 1e-6)
+    torch.testing.assert_close(norm(rows).float(), right, rtol=1e-2, atol=1e-2)
 
 
 def test_a_gate_multiplies_what_it_lets_through() -> None:

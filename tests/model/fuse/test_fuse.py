@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -27,14 +28,9 @@ from pensieve.model.fuse.record import CausalPass, ModuleCall
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import load
 from pensieve.model.probe import FusionFailed, probe
-from pensieve.model.shape import ModelShape
 from tests.model.world import GAP_MAX, World, largest_gap, plain_model, slice_of
 from tests.models import SERVED, tiny_model
 
-WHOLE = {
-    *("llama-mha", "llama-gqa", "mistral", "qwen2", "qwen3", "phi3", "granite", "gemma", "olmo2"),
-    *("qwen3-moe", "mixtral"),
-}
 ROOT = Path(__file__).parents[3]
 PROMPT = [5, 9, 3, 77, 12, 40, 8, 9, 21]
 
@@ -58,23 +54,85 @@ def counts(module: torch.nn.Module) -> tuple[int, int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", SERVED)
-def test_what_has_the_pattern_is_replaced(family: str, dtype: torch.dtype) -> None:
+def test_what_has_the_form_is_replaced(family: str, dtype: torch.dtype) -> None:
     flat = flat_model(family, dtype)
-    num_layers = flat.module.config.num_hidden_layers
-    layers, products = counts(flat.module)
-    assert (layers == num_layers) == (family in WHOLE)
-    assert (flat.whole is not None) == (family in WHOLE)
+    assert counts(flat.module) == (flat.module.config.num_hidden_layers, 1)  # and the output matrix
+    assert flat.whole is not None
+    assert re.fullmatch(r"layers in C\+\+ \(\w+\)", flat.form)
     linears = [each for each in flat.module.modules() if type(each) is torch.nn.Linear]
     assert not linears, "a product kept its own weights"
-    if family in WHOLE:
-        assert products == 1  # the output matrix
-    else:
-        assert layers == 0
-        assert products > 4 * num_layers - 2
-        together = {
-            id(each.shared) for each in flat.module.modules() if isinstance(each, PackedProduct)
-        }
-        assert (len(together) < products) == (family not in ("gpt2", "gpt-neox"))  # q, k, v as one
+
+
+def config(kind: str, **changes: Any) -> Any:
+    common = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1)
+    return getattr(transformers, kind)(
+        **{**common, **ids, "max_position_embeddings": 64, "intermediate_size": 48, **changes}
+    )
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+IN_COMPILED_LAYERS = {
+    "one after the other, without biases": config(
+        "GPTNeoXConfig", use_parallel_residual=False, attention_bias=False, hidden_act="relu"
+    ),
+    "side by side, of one norm": config(
+        "PhiConfig", intermediate_size=48, partial_rotary_factor=0.5
+    ),
+    "a scale of queries that rounds": config(
+        "OPTConfig", hidden_size=40, ffn_dim=48, word_embed_proj_dim=40, activation_function="gelu"
+    ),
+    "layers with experts and without": config(
+        "Qwen3MoeConfig",
+        intermediate_size=80,
+        moe_intermediate_size=24,
+        mlp_only_layers=[0],
+        head_dim=8,
+        **EXPERTS,
+    ),
+    "shares that do not add up to 1": config(
+        "OlmoeConfig", intermediate_size=24, norm_topk_prob=False, **EXPERTS
+    ),
+    "LayerNorm and groups of heads": config(
+        "Starcoder2Config", num_key_value_heads=2, sliding_window=None
+    ),
+}
+IN_TORCH = {
+    "the kernels do not know its Qwen2MoeTopKRouter": config(
+        "Qwen2MoeConfig",
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+        **EXPERTS,
+    ),
+    "its sizes are not those of the form": config(
+        "OPTConfig", ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=False
+    ),
+    "rebuilt from its weights, it answers something else": config("CohereConfig"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", IN_COMPILED_LAYERS)
+def test_variants_of_the_form_are_replaced(kind: str, dtype: torch.dtype) -> None:
+    flat = FlatModel(tiny_model(copy.deepcopy(IN_COMPILED_LAYERS[kind])).to(dtype))
+    probe(flat)  # compares with the plain model
+    assert flat.form.startswith("layers in C++")
+    assert flat.whole is not None
+
+
+@pytest.mark.parametrize("reason", IN_TORCH)
+def test_what_has_another_form_stays_and_the_reason_is_said(reason: str) -> None:
+    flat = FlatModel(tiny_model(copy.deepcopy(IN_TORCH[reason])))
+    probe(flat)
+    assert flat.form == f"layers in torch: layer 0: {reason}"
+    assert counts(flat.module)[0] == 0
+    shared = [each.shared for each in flat.module.modules() if isinstance(each, PackedProduct)]
+    assert len(set(map(id, shared))) < len(shared)  # queries, keys and values as one
 
 
 def test_the_table_of_the_docs_says_which_families_run_in_compiled_layers() -> None:
@@ -82,13 +140,8 @@ def test_the_table_of_the_docs_says_which_families_run_in_compiled_layers() -> N
     table = text.split("<!-- families", 1)[1].split("<!-- end of the families", 1)[0]
     rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in table.splitlines()[3:]]
     told = {family: form for families, form in rows for family in families.split(", ")}
-    assert told == {
-        family.split("-m")[0] if family == "llama-mha" else family: (
-            "C++" if family in WHOLE else "torch"
-        )
-        for family in SERVED
-        if family != "llama-gqa"
-    }
+    families = {"llama" if family.startswith("llama") else family for family in SERVED}
+    assert told == dict.fromkeys(families, "C++")
 
 
 PARTS = {  # norms beside those of the residual, and products with biases
@@ -97,6 +150,9 @@ PARTS = {  # norms beside those of the residual, and products with biases
     "qwen3": ("query_norm key_norm", ""),
     "qwen3-moe": ("query_norm key_norm", ""),
     "olmo2": ("query_norm key_norm attention_after mlp_after", ""),
+    "opt": ("", "attention_in attention_out mlp_in mlp_out"),
+    "gpt2": ("", "attention_in attention_out mlp_in mlp_out"),
+    "gpt-neox": ("", "attention_in attention_out mlp_in mlp_out"),
 }
 
 
@@ -153,7 +209,7 @@ class Together:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", sorted(WHOLE))
+@pytest.mark.parametrize("family", sorted(SERVED))
 def test_who_shares_the_batch_changes_no_bit(family: str, dtype: torch.dtype) -> None:
     flat = flat_model(family, dtype)
     lengths = [len(PROMPT), 1, 30, 3]
@@ -173,16 +229,12 @@ def test_who_shares_the_batch_changes_no_bit(family: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("slots", [32, 8])
-@pytest.mark.parametrize("family", ["llama-gqa", "olmo2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama-gqa", "olmo2", "qwen3", "qwen3-moe", "opt", "gpt-neox"])
 def test_rows_that_need_no_logits_change_no_bit(
     family: str, slots: int, dtype: torch.dtype
 ) -> None:
-    flat = flat_model(family, dtype)
-    heads = flat.module.config.num_key_value_heads, flat.module.config.num_attention_heads
-    size = (
-        getattr(flat.module.config, "head_dim", None) or flat.module.config.hidden_size // heads[1]
-    )
-    shape = ModelShape(2, heads[1], heads[0], size, 128, 64, dtype, 0, 0)
+    flat = FlatModel(tiny_model(SERVED[family]()).to(dtype))
+    shape = probe(flat)
     ids = torch.arange(3, 43)
     turn = Turn(0, "", array("I", ids.tolist()), 0, 40, 41)
     answers = []
@@ -315,7 +367,7 @@ def test_half_precision_of_ten_bits_is_left_to_torch() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama-gqa", "gemma", "qwen3-moe", "opt", "gpt2"])
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma", "qwen3-moe", "opt", "gpt2", "gpt-neox"])
 def test_weights_made_int8(family: str, dtype: torch.dtype) -> None:
     plain = tiny_model(SERVED[family]()).to(dtype)
     ids, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
