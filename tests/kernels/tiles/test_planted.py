@@ -23,6 +23,19 @@ MISTAKES = {
     ),
     "a step of inputs left out": Mistake(SUMS, "step < p.steps", "step < p.steps - 1"),
     "a shape that does not fit": Mistake(SUMS, "num_rows - top;", "0;"),
+    "a stretch that begins anew": Mistake(AMX, "tiles.more = first_step > 0;", ""),
+    "inputs of the first stretch": Mistake(
+        AMX, "row_bytes_ + first_step * kTileBytes", "row_bytes_"
+    ),
+    "weights of the first stretch": Mistake(
+        AMX, "panel_bytes + first_step * kStepBytes", "panel_bytes"
+    ),
+    "sums of another panel": Mistake(AMX, "sums[at - panel] +", "sums[0] +"),
+    "sums of other rows": Mistake(AMX, "(from - first) * kPanel", "0"),
+    "a shape that stays": Mistake(AMX, "if (num_rows != shaped_)", "if (!shaped_)"),
+    "tiles that stay configured by a product": Mistake(
+        AMX, "~RowsInTiles() { TILE_RELEASE(); }", "~RowsInTiles() {}"
+    ),
     "sums that are not continued": Mistake(ATTEND, "sums.more = true;", "sums.more = false;"),
     "sums that are not rescaled": Mistake(
         ATTEND, "if (rescale == 1.0f) continue;", "if (rescale <= 1.0f) continue;"
@@ -53,7 +66,7 @@ MISTAKES = {
         "from == part.first_page ? from + 1",
         "from == part.first_page ? from + 1 + part.num_tokens % 2",
     ),
-    "tiles that stay configured": Mistake(ATTEND, "  TILE_RELEASE();\n", ""),
+    "tiles that stay configured by attention": Mistake(ATTEND, "  TILE_RELEASE();\n", ""),
 }
 
 
