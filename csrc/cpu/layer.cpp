@@ -3,6 +3,7 @@
 // It has the whole layer, and its dense parts (products, norms, rotation) for when something else attends.
 #include "layer.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <vector>
@@ -14,7 +15,14 @@
 namespace pensieve {
 namespace {
 
-constexpr int kRowsAtOnce = 192;  // of one piece of work: they fit into the cache beside a panel
+constexpr int kRowsAtOnce = 192;      // of one piece of work: they fit into the cache beside a panel
+constexpr int kRowsOfDecodes = 64;    // up to so many, weights are what is waited for: no blocks
+constexpr int kRowBytes = 512 << 10;  // of all rows: up to so many they stay in the cache from panel to panel
+constexpr int kPiecesOfThread = 4;    // blocks, at least, so that a late one costs little
+
+// Bytes between rows that are `row_bytes` apart by nature. Rows at a distance of 4 KiB or a multiple would share few
+// sets of the cache, and push one another out.
+int64_t apart(int64_t row_bytes) { return row_bytes % 4096 ? row_bytes : row_bytes + 64; }
 
 struct Worker {
   const Dense& dense;
@@ -29,28 +37,31 @@ struct Worker {
   // Rows are quantised to bytes first where the weights are int8.
   void multiply(const Product& product, const Linear* then) const {
     const Linear& linear = *product.linear;
-    if (!linear.scales) return multiply_by(dense.multiply, product, then);
+    if (!linear.scales) return multiply_by(dense.multiply, dense.multiply_block, product, then);
     static thread_local std::vector<uint8_t> bytes;
     static thread_local std::vector<float> scales;
-    const int64_t padded = linear.inputs;
-    bytes.resize(padded * product.num_rows);
+    const int64_t padded = linear.inputs, stride = apart(padded);
+    bytes.resize(stride * product.num_rows);
     scales.resize(product.num_rows);
     uint8_t* const to = bytes.data();
     float* const worth = scales.data();
     each_row(product.num_rows, [&](int row) {
       const char* from = static_cast<const char*>(product.rows) + row * product.row_stride * element_bytes;
-      worth[row] = dense.quantise(from, linear.width, int32_t(padded), to + row * padded);
+      worth[row] = dense.quantise(from, linear.width, int32_t(padded), to + row * stride);
     });
     Product quantised = product;
     quantised.rows = to;
-    quantised.row_stride = padded;
+    quantised.row_stride = stride;
     quantised.row_scales = worth;
-    multiply_by(dense.multiply_bytes, quantised, then);
+    multiply_by(dense.multiply_bytes, dense.multiply_block_bytes, quantised, then);
   }
 
   // A thread that finds no more panels prefetches the first panels of `then`, the next product.
-  void multiply_by(Multiply act, const Product& product, const Linear* then) const {
+  void multiply_by(Multiply act, MultiplyBlock block, const Product& product, const Linear* then) const {
     const Linear& linear = *product.linear;
+    const int64_t row_bytes = linear.inputs * (linear.scales ? 1 : element_bytes);
+    if (block && product.num_rows > kRowsOfDecodes && product.num_rows * row_bytes > kRowBytes)
+      return multiply_in_blocks(block, product, then);
     const char* panels = static_cast<const char*>(linear.panels);
     const int width = linear.activation ? dense.lanes : 2 * dense.lanes;
     const int stretches = (product.num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
@@ -69,6 +80,44 @@ struct Worker {
         const int stretch = piece % stretches;
         act(product, panel, int(int64_t(product.num_rows) * stretch / stretches),
             int(int64_t(product.num_rows) * (stretch + 1) / stretches), ahead);
+        piece = following;
+      }
+    };
+    on_threads(pieces > 1 ? num_threads : 1, work);
+  }
+
+  // For rows that do not stay in the cache from one panel to the next: a piece is some rows and several panels.
+  void multiply_in_blocks(MultiplyBlock act, Product product, const Linear* then) const {
+    const Linear& linear = *product.linear;
+    static thread_local std::vector<char> copied;
+    if (!linear.scales && apart(product.row_stride * element_bytes) != product.row_stride * element_bytes) {
+      const int64_t from_bytes = product.row_stride * element_bytes, to_bytes = apart(from_bytes);
+      const char* const from = static_cast<const char*>(product.rows);
+      copied.resize(to_bytes * product.num_rows);
+      char* const to = copied.data();
+      each_row(product.num_rows, [&](int row) {
+        std::memcpy(to + row * to_bytes, from + row * from_bytes, linear.inputs * element_bytes);
+      });
+      product.rows = to;
+      product.row_stride = to_bytes / element_bytes;
+    }
+    const int width = linear.activation ? dense.lanes : 2 * dense.lanes;
+    const int num_panels = (linear.outputs + width - 1) / width;
+    const int stretches = (product.num_rows + kBlockRows - 1) / kBlockRows;
+    const int each = (product.num_rows + 32 * stretches - 1) / (32 * stretches) * 32;  // whole tiles
+    const int most = std::max(1, num_panels * stretches / (kPiecesOfThread * num_threads));
+    const int group = std::min(most, kBlockPanels);
+    const int pieces = (num_panels + group - 1) / group * stretches;
+    std::atomic<int> next{0};
+    auto work = [&] {
+      int piece = next.fetch_add(1);
+      while (piece < pieces) {
+        const int following = next.fetch_add(1), first = piece % stretches * each;
+        const Linear* after = following < pieces ? &linear : then;
+        const int64_t panel_after = following < pieces ? following / stretches * group : following - pieces;
+        const char* ahead = after ? static_cast<const char*>(after->panels) + panel_after * after->panel_bytes : nullptr;
+        const int panel = piece / stretches * group;
+        act(product, panel, std::min(panel + group, num_panels), first, std::min(first + each, product.num_rows), ahead);
         piece = following;
       }
     };

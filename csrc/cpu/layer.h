@@ -58,6 +58,12 @@ struct Product {
 using Multiply = void (*)(const Product&, int32_t panel, int32_t first, int32_t end,
                           const char* ahead);
 
+// Panels `panel` to `end_panel` for rows first..end, at most kBlockPanels and kBlockRows, in stretches of inputs
+// whose rows and weights stay in the second-level cache; meanwhile prefetches the beginning of `ahead`.
+using MultiplyBlock = void (*)(const Product&, int32_t panel, int32_t end_panel, int32_t first,
+                               int32_t end, const char* ahead);
+constexpr int kBlockRows = 256, kBlockPanels = 8;
+
 // sum = base + factor * after(added); out = before(sum), where `after` and `before` are norms, and `after` is
 // not centred. `base` is Element or float; whatever is null is left out.
 struct Joint {
@@ -108,6 +114,7 @@ struct Dense {
   Turn turn;
   Largest largest;
   Choose choose;
+  MultiplyBlock multiply_block = nullptr, multiply_block_bytes = nullptr;  // null: panel by panel
 };
 
 // Of the best instruction set here, or of the one named `only`.

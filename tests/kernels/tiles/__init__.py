@@ -1,4 +1,8 @@
-"""Compiles csrc/cpu/amx.cpp with its tiles emulated, as it is or with a mistake planted."""
+"""Compiles csrc/cpu/amx.cpp for a machine without AMX, as it is or with a mistake planted.
+
+Its tiles are either plain C++ (`EMULATED`), or the real instructions, which a handler of signals carries
+out where the processor refuses them (`COMPILED`, see trapped.h).
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,14 @@ from pensieve.kernels import cpu_library
 
 ROOT = Path(__file__).parents[3]
 FLAGS = (
-    *("-std=c++17", "-fno-math-errno", "-DEMULATED_TILES=1"),
+    *("-std=c++17", "-fno-math-errno"),
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni"),
     "-mfma",
+)
+EMULATED = ("-DEMULATED_TILES=1",)
+COMPILED = (
+    *("-O3", "-ffp-contract=fast", "-mprefer-vector-width=512"),
+    *("-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 )
 
 
@@ -27,7 +36,9 @@ class Mistake(NamedTuple):
     new: str
 
 
-def program(folder: Path, source: str, *mistakes: Mistake, flags: tuple[str, ...] = ()) -> Path:
+def program(
+    folder: Path, source: str, *mistakes: Mistake, flags: tuple[str, ...] = EMULATED
+) -> Path:
     """The program of `source`, a file beside this one, from a copy of csrc/cpu with these mistakes."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     sets = ("avx512_bf16", "amx")

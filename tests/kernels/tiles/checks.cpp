@@ -1,8 +1,14 @@
-// Checks of csrc/cpu/amx.cpp on emulated tiles: exits with 0 if everything holds, and says what does not.
+// Checks of csrc/cpu/amx.cpp: exits with 0 if everything holds, and says what does not.
+//
+// With EMULATED_TILES on tiles in plain C++, else on the processor's, or on those of trapped.h where it has none.
 #include "amx.cpp"
 
 #include <cstdio>
 #include <vector>
+
+#if !EMULATED_TILES
+#include "trapped.h"
+#endif
 
 namespace {
 
@@ -13,8 +19,14 @@ void must(bool holds, const char* what) {
 }
 
 bool released() {
+#if EMULATED_TILES
+  const TileShapes shapes = emulated_shapes;
+#else
+  TileShapes shapes;
+  __asm__ volatile("sttilecfg %0" : "=m"(shapes));
+#endif
   int left = 0;
-  for (int tile = 0; tile < 8; ++tile) left += emulated_shapes.rows[tile];
+  for (int tile = 0; tile < 8; ++tile) left += shapes.rows[tile];
   return left == 0;
 }
 
@@ -69,10 +81,17 @@ void a_row_of_attention_is_the_same_in_any_company() {
 }  // namespace
 
 int main() {
+#if !EMULATED_TILES
+  const bool traps = !may_use_tiles();
+  if (traps) trapped::begin();
+#endif
   must(products_agree<uint16_t>(), "products differ from those without tiles");
   must(products_agree<uint8_t>(), "products of bytes differ from those without tiles");
   must(released(), "tiles stay configured after a product");
   must(attention_agrees(), "attention differs from that without tiles");
   a_row_of_attention_is_the_same_in_any_company();
+#if !EMULATED_TILES
+  must(!traps || trapped::count > 10000, "nothing was trapped");
+#endif
   return failed;
 }

@@ -1,0 +1,81 @@
+"""What large products in tiles bring into the second-level cache, by a model of it.
+
+No machine with AMX could be timed, so this is what is known: each number is of the library's own loads and
+stores, in the order in which it makes them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from math import ceil
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.tiles import EMULATED, Mistake, program
+
+ROWS, COLUMNS = 256, 256  # of a block
+SHAPES = [(512, 4096, 1024), (256, 4096, 1024), (512, 11008, 512)]
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return program(tmp_path_factory.mktemp("traffic"), "traffic.cpp", flags=(*EMULATED, "-O1"))
+
+
+def counted(program: Path, shape: tuple[int, int, int], kilobytes: int) -> tuple[int, int, int]:
+    """Bytes loaded and stored; of these from behind the cache; and panel by panel."""
+    arguments = [str(each) for each in (*shape, kilobytes)]
+    ran = subprocess.run([program, *arguments], capture_output=True, check=True, text=True)
+    touched, missed, by_panel = map(int, ran.stdout.split())
+    return touched, missed, by_panel
+
+
+def floor(rows: int, inputs: int, outputs: int) -> int:
+    """Each block's rows and weights once."""
+    return 2 * inputs * (rows * ceil(outputs / COLUMNS) + outputs * ceil(rows / ROWS))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_block_reads_its_rows_and_weights_once(
+    counting: Path, shape: tuple[int, int, int]
+) -> None:
+    touched, missed, by_panel = counted(counting, shape, 2048)
+    assert missed <= 1.05 * floor(*shape)
+    assert by_panel >= 3.5 * missed
+    # Sums that are stored and loaded again are little beside what a step loads.
+    rows, inputs, outputs = shape
+    assert touched <= 1.15 * (rows // 32 * inputs // 32 * outputs // 32 * 4096)
+    # A cache that two threads share.
+    _, missed, by_panel = counted(counting, shape, 1024)
+    assert missed <= 1.3 * floor(*shape)
+    assert by_panel >= 3 * missed
+
+
+def test_rows_that_stay_in_the_cache_are_not_cut_into_blocks(counting: Path) -> None:
+    rows, inputs, outputs = shape = (256, 1024, 512)
+    _, missed, by_panel = counted(counting, shape, 1024)
+    assert missed == by_panel <= 1.05 * 2 * inputs * (rows + outputs)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "shape"),
+    [
+        (Mistake("amx.cpp", "kStretchSteps = 16;", "kStretchSteps = 256;"), SHAPES[0]),
+        (Mistake("amx.cpp", "kStretchSteps = 16;", "kStretchSteps = 2;"), SHAPES[0]),
+        (Mistake("layer.cpp", "row_bytes % 4096 ?", "row_bytes ?"), SHAPES[0]),
+        (Mistake("layer.h", "kBlockPanels = 8", "kBlockPanels = 2"), SHAPES[0]),
+    ],
+    ids=[
+        "stretches that are too long",
+        "too short",
+        "rows 8 KiB apart",
+        "blocks that are too narrow",
+    ],
+)
+def test_blocks_that_do_not_suit_the_cache_are_found(
+    mistake: Mistake, shape: tuple[int, int, int], tmp_path: Path
+) -> None:
+    built = program(tmp_path, "traffic.cpp", mistake, flags=(*EMULATED, "-O1"))
+    with pytest.raises(AssertionError):
+        test_a_block_reads_its_rows_and_weights_once(built, shape)

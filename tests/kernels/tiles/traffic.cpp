@@ -1,0 +1,84 @@
+// Counts what products in tiles bring into a second-level cache, by a model of one, without their arithmetic.
+//
+// Arguments: rows, inputs, outputs, KiB of the cache. Prints three numbers, in bytes: what one thread's tiles load and
+// store, and what of it comes from behind the cache, as the library cuts the product; and the latter panel by panel.
+//
+// The cache has lines of 64 bytes, 16 of them in a set, and gives up the one that was not used for longest. The rows'
+// results are not counted, nor is what a prefetch brings too early.
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+class Cache {
+ public:
+  explicit Cache(int64_t num_bytes) : lines_(num_bytes / 64) {}
+
+  void touch(const void* at) {
+    ++touched;
+    const uint64_t line = reinterpret_cast<uintptr_t>(at) / 64 + 1;
+    uint64_t* set = &lines_[line % (lines_.size() / kWays) * kWays];  // the latest use comes first
+    int way = 0;
+    while (way < kWays - 1 && set[way] != line) ++way;
+    missed += set[way] != line;
+    for (; way > 0; --way) set[way] = set[way - 1];
+    set[0] = line;
+  }
+
+  int64_t touched = 0, missed = 0;
+
+ private:
+  static constexpr int kWays = 16;
+  std::vector<uint64_t> lines_;
+};
+
+Cache* cache;
+
+}  // namespace
+
+#define TILE_TOUCHED(from, num_bytes) cache->touch(from)
+#define TILE_COUNTS_ONLY 1
+#include "amx.cpp"
+#include "layer.cpp"
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace pensieve {
+
+static Dense used = tiled_bfloat16;
+const Dense& dense_of(const char*, Type) { return used; }
+void run_on_threads(int, Act act, void* work) { act(work); }
+
+}  // namespace pensieve
+
+extern "C" {
+int32_t pensieve_multi_token_attention(const char*, int32_t, const void*, int64_t, int64_t, const void*, const void*,
+                                       int64_t, int64_t, int64_t, const int32_t*, int64_t, const int32_t*,
+                                       const int32_t*, const int32_t*, int32_t, int32_t, int32_t, int32_t, int32_t,
+                                       float, void*, int64_t, int64_t, int32_t) { abort(); }
+int32_t pensieve_write_kv(const char*, int64_t, int64_t, const char*, int64_t, int64_t, const int64_t*, int64_t,
+                          int32_t, int32_t, int64_t, char*, char*, int64_t, int64_t, int64_t) { abort(); }
+}
+
+int main(int, char** arguments) {
+  const int num_rows = atoi(arguments[1]), inputs = atoi(arguments[2]), outputs = atoi(arguments[3]);
+  const int64_t num_bytes = atoll(arguments[4]) << 10;
+  void* panels = calloc(size_t(inputs) * outputs, 2);
+  void* rows = calloc(size_t(num_rows) * inputs, 2);
+  std::vector<uint16_t> out(size_t(num_rows) * outputs);
+  const Linear linear{panels, nullptr, nullptr, nullptr, int64_t(inputs) * 64, inputs, inputs, outputs, 0};
+  const Product product{&linear, rows, inputs, num_rows, out.data(), outputs, 0};
+  int64_t missed[2], touched = 0;
+  for (bool in_blocks : {true, false}) {
+    if (!in_blocks) used.multiply_block = nullptr;
+    Cache fresh(num_bytes);
+    cache = &fresh;
+    pensieve_multiply("", 1, &product, 1);
+    missed[in_blocks] = fresh.missed;
+    if (in_blocks) touched = fresh.touched;
+  }
+  printf("%lld %lld %lld\n", (long long)touched * 64, (long long)missed[1] * 64, (long long)missed[0] * 64);
+  free(panels);
+  free(rows);
+}
