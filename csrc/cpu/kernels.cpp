@@ -13,6 +13,12 @@
 #include <new>
 #include <vector>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 #include "attention.h"
 #include "layer.h"
 #include "threads.h"
@@ -20,6 +26,32 @@
 namespace pensieve {
 
 namespace {
+
+#if HAS_NEON || HAS_NEON_BF16
+enum class Feature { kDotProduct,
+                     kBfloat16,
+                     kInt8Matrix };
+
+// What the operating system declares of the processor.
+bool has(Feature feature) {
+#if defined(__linux__)
+  constexpr unsigned long kAsimdDp = 1ul << 20;  // of AT_HWCAP; the others of AT_HWCAP2
+  constexpr unsigned long kI8mm = 1ul << 13, kBf16 = 1ul << 14;
+  if (feature == Feature::kDotProduct) return getauxval(AT_HWCAP) & kAsimdDp;
+  return getauxval(AT_HWCAP2) & (feature == Feature::kBfloat16 ? kBf16 : kI8mm);
+#elif defined(__APPLE__)
+  const char* name = feature == Feature::kDotProduct ? "hw.optional.arm.FEAT_DotProd"
+                     : feature == Feature::kBfloat16 ? "hw.optional.arm.FEAT_BF16"
+                                                     : "hw.optional.arm.FEAT_I8MM";
+  int32_t value = 0;
+  size_t size = sizeof value;
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value;
+#else
+  (void)feature;
+  return false;
+#endif
+}
+#endif
 
 bool runs(const Kernel& kernel) {
 #if HAS_AMX
@@ -38,6 +70,12 @@ bool runs(const Kernel& kernel) {
 #if HAS_AVX2
   if (&kernel == &kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
+#if HAS_NEON_BF16
+  if (&kernel == &kNeonBf16) return has(Feature::kBfloat16) && has(Feature::kInt8Matrix);
+#endif
+#if HAS_NEON
+  if (&kernel == &kNeon) return has(Feature::kDotProduct);
+#endif
   return &kernel == &kPlain;
 }
 
@@ -53,6 +91,12 @@ const Kernel* const kKernels[] = {
 #endif
 #if HAS_AVX2
     &kAvx2,
+#endif
+#if HAS_NEON_BF16
+    &kNeonBf16,
+#endif
+#if HAS_NEON
+    &kNeon,
 #endif
     &kPlain};
 

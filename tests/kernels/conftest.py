@@ -7,7 +7,7 @@ import torch
 
 from pensieve.kernels import cpu_library
 
-SETS = ("amx", "avx512_bf16", "avx512", "avx2", "plain")
+SETS = ("amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "plain")
 
 
 @pytest.fixture(params=SETS)

@@ -7,6 +7,7 @@ or a bare program each time: a library of C++ for another system would be compil
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,11 @@ from pathlib import Path
 
 import pytest
 
-SOURCES = Path(__file__).parents[2] / "csrc" / "cpu"
+from pensieve.kernels import cpu_library
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "csrc" / "cpu"
+TESTS = ("tests/kernels/layer/test_cpu.py", "tests/kernels/attention/test_cpu.py")
 # As in csrc/CMakeLists.txt, and nothing may be warned of.
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno")
 STRICT = ("-Wall", "-Wextra", "-Werror")
@@ -25,6 +30,10 @@ X86 = {
     "avx512": WIDE,
     "avx512bf16": BFLOAT16,
     "amx": (*BFLOAT16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+}
+ARM = {
+    "neon": ("-mcpu=generic+dotprod",),
+    "neonbf16": ("-mcpu=generic+dotprod+bf16+i8mm",),
 }
 ANYWHERE = ("experts", "kernels", "layer", "plain", "threads")
 
@@ -47,3 +56,47 @@ def compiled(folder: Path, name: str, target: str, flags: Sequence[str] = ()) ->
     made = folder / f"{name}-{target}.o"
     clang(target, *flags, "-c", SOURCES / f"{name}.cpp", "-o", made)
     return made
+
+
+def bare_arm_program(folder: Path) -> Path:
+    """The library as a program that needs no operating system; arm/bare.cpp has the rest."""
+    target = "aarch64-linux-musl"
+    flags = ("-O1", "-DHAS_NEON=1", "-DHAS_NEON_BF16=1", "-ftls-model=local-exec")
+    flags += ("-fno-exceptions", "-Dtry=if(true)", "-Dcatch(error)=else")
+    objects = [compiled(folder, name, target, flags) for name in ANYWHERE if name != "threads"]
+    objects += [compiled(folder, name, target, (*flags, *ARM[name])) for name in ARM]
+    rest = folder / "bare.o"
+    clang(
+        target, *flags, "-fno-builtin", "-c", Path(__file__).parent / "arm" / "bare.cpp", "-o", rest
+    )
+    made = folder / cpu_library.NAME
+    where = "-Wl,--image-base=0x1000000000"  # where this process has nothing
+    entry = "-Wl,-e,pensieve_kernel"
+    clang(target, "-nostdlib", "-static", where, entry, *objects, rest, "-o", made)
+    return made
+
+
+def passed(library: Path, wanted: str, *options: str) -> str:
+    """Runs the kernels' tests against a library; what pytest says of those that pass."""
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *options,
+            *TESTS,
+            "-k",
+            wanted,
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PENSIEVE_CPU_LIBRARY": str(library.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-1000:]
+    assert " passed" in ran.stdout
+    return ran.stdout

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
-import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from pensieve.kernels import cpu_library
-from tests.kernels.cross import ANYWHERE, FLAGS, SOURCES, X86, compiled, needs_clang
+from tests.kernels.cross import (
+    ANYWHERE,
+    ARM,
+    FLAGS,
+    SOURCES,
+    X86,
+    bare_arm_program,
+    compiled,
+    needs_clang,
+    passed,
+)
 
-ROOT = Path(__file__).parents[2]
 X86_LINUX = "x86_64-linux-gnu"
 
 pytestmark = needs_clang
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64") or not shutil.which("g++"),
     reason="the library is for x86-64, and linked by g++",
@@ -37,26 +46,38 @@ def test_what_clang_makes_of_the_kernels_passes_their_tests(tmp_path: Path) -> N
         ["g++", "-shared", "-pthread", *FLAGS, *there, *others, plain, *sets, "-o", library],
         check=True,
     )
-    ran = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            *("tests/kernels/layer/test_cpu.py", "tests/kernels/attention/test_cpu.py"),
-            *("-k", "64 or company or batch or norms or far_from"),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PENSIEVE_CPU_LIBRARY": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
+    passed(library, "64 or company or batch or norms or far_from")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not find_spec("unicorn") or not Path("/proc/self/maps").exists(),
+    reason="ARM is emulated by the package unicorn, in a process of Linux",
+)
+def test_what_is_made_for_arm_passes_the_kernels_tests_in_an_emulated_processor(
+    tmp_path: Path,
+) -> None:
+    """Instructions that the emulator lacks are carried out in Python: those tests are the small ones."""
+    program = bare_arm_program(tmp_path)
+    small = "64-96-1 or 63-33-5 or 32-48-3 or short"
+    whole = (
+        "(company or products or norms or largest or cut or far or (any_mix and 8-2-64) or short)"
     )
-    assert ran.returncode == 0, ran.stdout[-2000:]
-    assert " passed" in ran.stdout
+    said = passed(
+        program,
+        f"(neon_bf16 and ({small})) or ((neon- or neon] or plain) and {whole})",
+        *("-p", "tests.kernels.arm"),
+    )
+    assert "skipped" not in said
 
 
 @pytest.mark.parametrize("target", ["aarch64-macos", "x86_64-macos"])
 def test_the_library_compiles_for_macos(tmp_path: Path, target: str) -> None:
-    sets = {} if target.startswith("aarch64") else {"avx2": X86["avx2"], "avx512": X86["avx512"]}
+    sets = ARM if target.startswith("aarch64") else {name: X86[name] for name in ("avx2", "avx512")}
+    there = (
+        ("-DHAS_NEON=1", "-DHAS_NEON_BF16=1") if sets is ARM else ("-DHAS_AVX2=1", "-DHAS_AVX512=1")
+    )
     for name in ANYWHERE:
-        compiled(tmp_path, name, target)
+        compiled(tmp_path, name, target, there)
     for name, flags in sets.items():
         compiled(tmp_path, name, target, flags)

@@ -242,6 +242,29 @@ def test_a_row_is_the_same_in_any_batch_slice_and_number_of_threads(
 
 
 @pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_short_context_is_right_and_a_row_of_it_the_same_alone(dtype: torch.dtype) -> None:
+    """So little work that an emulated processor does it, too."""
+    compare([(0, 31, 3)], 2, 1, 32, dtype)
+    draw = torch.Generator().manual_seed(0)
+    arena = torch.randn((2, 2, 1, 32, 32), generator=draw).to(dtype)
+    query = torch.randn((3, 2, 32), generator=draw).to(dtype)
+    index = torch.tensor([[1, 0]], dtype=torch.int32)
+
+    def attend(first: int, count: int) -> torch.Tensor:
+        out = torch.empty((count, 2, 32), dtype=dtype)
+        offsets, starts = torch.tensor([0, count]).int(), torch.tensor([31 + first]).int()
+        zero = torch.zeros(1, dtype=torch.int32)
+        tensors = (arena[:, 0], arena[:, 1], index, offsets, zero, starts)
+        assert cpu.multi_token_attention(query[first : first + count], *tensors, 0.2, out)
+        return out
+
+    whole = attend(0, 3)
+    for row in range(3):
+        assert torch.equal(attend(row, 1), whole[row : row + 1])
+
+
+@pytest.mark.usefixtures("kernel")
 def test_index_columns_of_a_table() -> None:
     source = torch.randn(6, 2, 1, 32, 32)
     target = torch.zeros_like(source)

@@ -1,0 +1,16 @@
+// The kernels for ARM with dot products of bytes (most since 2018), in vectors of four floats.
+//
+// What is older has plain.cpp, which differs in products of int8 weights only: NEON is part of every 64-bit
+// ARM. Compiled with +dotprod.
+#define LANES 4
+#define BFLOAT16_DOT 0
+#define SIGNED_DOT 1
+#include <cmath>
+
+#include "attend.h"
+#include "dense.h"
+
+const pensieve::Kernel pensieve::kNeon = {
+    "neon", 8,
+    attend<float>, attend<uint16_t>, write_out<float>, write_out<uint16_t>,
+    dense_for<float>, dense_for<uint16_t>};
