@@ -19,9 +19,9 @@ class Choices(NamedTuple):
     wide_blocks: int = (
         1  # of a multiprocessor, for which wide work is planned; Hopper's kernel runs 1
     )
-    snake: int = (
-        1  # Hopper's blocks turn round after each pass over the items; 0: always the same way
-    )
+    snake: int = 1  # Hopper's blocks turn round after each pass over the items; 0: they never do
+    hopper: int = 1  # wide work has Hopper's own kernel; 0: the one of other GPUs does it
+    watchdog: int = 0  # a kernel that waits for seconds ends with an error instead of hanging
 
 
 def of_text(text: str) -> Choices:

@@ -104,6 +104,25 @@ def test_hoppers_products_overlap(head_size: int) -> None:
     assert told[under_way + 1 : done] == ["MUFU.EX2"] * 66, "64 powers and two corrections"
 
 
+def test_under_the_watchdog_a_wait_that_never_ends_traps() -> None:
+    plain = kernel_of(HOPPER)
+    watched = plain._replace(defines=(*plain.defines, "WATCHDOG"))
+    assert "BPT.TRAP" not in dump(nvrtc.cubin(plain, "sm_90a"), "-sass")
+    sass = dump(nvrtc.cubin(watched, "sm_90a"), "-sass")
+    assert sass.count("BPT.TRAP") == sass.count("SYNCS.PHASECHK") // 2, (
+        "one for each place that waits"
+    )
+
+
+def test_what_a_run_on_a_gpu_needs_can_be_compiled_beforehand() -> None:
+    """For one architecture, with every definition that a choice may add."""
+    found = list(nvrtc.variants(("sm_90a",), chosen=True))
+    assert len(set(found)) == len(found)
+    assert {architecture for _, architecture in found} == {"sm_90a"}
+    defines = {frozenset(kernel.defines) for kernel, _ in found if kernel.source == HOPPER}
+    assert frozenset(("HEAD_SIZE=128", "ELEMENT=Bf16", "WATCHDOG")) in defines
+
+
 def test_parts_are_merged_sixteen_bytes_at_a_time() -> None:
     sass = dump(nvrtc.cubin(kernel_of("merge_parts.cu"), "sm_90a"), "-sass")
     loops = re.findall(r"LDG\.E\.128", sass)
