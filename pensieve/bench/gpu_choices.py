@@ -5,15 +5,13 @@ Every choice does the same work on the same inputs, in one process; each is chec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
 from pensieve.bench.gpu_harness import Bench, check
 from pensieve.bench.gpu_pages import Paged
-from pensieve.kernels import choices
-from pensieve.kernels.choices import Choices
+from pensieve.kernels.choices import Choices, chosen
 
 Slices = list[tuple[int, int]]  # (start, length)
 WIDE = (
@@ -54,16 +52,6 @@ def _compare(bench: Bench, what: str, slices: Slices, tried: Sequence[Choices]) 
             default=each == Choices(),
             seconds=seconds,
         )
-
-
-@contextmanager
-def chosen(each: Choices) -> Iterator[None]:
-    """Inside, these choices hold."""
-    before, choices.chosen = choices.chosen, each
-    try:
-        yield
-    finally:
-        choices.chosen = before
 
 
 def words(each: Choices) -> str:

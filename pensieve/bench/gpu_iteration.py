@@ -18,6 +18,7 @@ from pensieve.bench.gpu_model import GREEDY, executor_of
 from pensieve.core.iteration import Iteration, Slice, TurnStart
 from pensieve.core.sampling import Sampling
 from pensieve.kernels import PAGE_SLOTS as PAGE
+from pensieve.kernels.choices import Choices, chosen
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.loader import LoadedModel
 from pensieve.model.sampling.penalties import Row, TurnLog
@@ -90,12 +91,16 @@ def section_sampler(bench: Bench) -> None:
     logits = torch.randn(rows, vocab_size, device=bench.device) * 3
     sampler = Sampler(vocab_size)
     context = array("I", [1, 2, 3])
-    for kind, sampling in OPTIONS.items():
+    cases = [(kind, sampling, Choices()) for kind, sampling in OPTIONS.items()]
+    if bench.device.type == "cuda":
+        cases.append(("temperature 0.7, sorted", OPTIONS["temperature 0.7"], Choices(radix=0)))
+    for kind, sampling, choices in cases:
         turns = [Row(TurnLog(sampling, context, 3, turn), 3) for turn in range(rows)]
         times = []
         for _ in range(10):
             began = time.perf_counter()
-            sampler.draw(logits, turns).read()
+            with chosen(choices):
+                sampler.draw(logits, turns).read()
             times.append(time.perf_counter() - began)
         seconds = statistics.median(times[1:])
         line = f"{rows} rows of {vocab_size}, {kind}: {seconds * 1e3:.2f} ms"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import statistics
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,10 +16,14 @@ import torch
 from pensieve.bench.gpu_baselines import baselines, usable
 from pensieve.bench.gpu_harness import Bench, Run, captured, check
 from pensieve.bench.gpu_pages import Paged
+from pensieve.core.sampling import Sampling
 from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels import copy_pages, write_kv
 from pensieve.kernels.attention import cuda, reference
+from pensieve.kernels.choices import Choices, chosen
+from pensieve.model.sampling.draw import draw
+from pensieve.model.sampling.penalties import Row, TurnLog
 
 # Slices (start, length) of at most 32 rows for any group up to eight, and of any number of rows.
 SLICES = {
@@ -39,6 +44,8 @@ def section_kernels(bench: Bench) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         _check_write(device, dtype)
         _check_copy(device, dtype)
+    if device.type == "cuda":
+        _check_draw(device)
     for kind, slices in SLICES.items():
         slices = [each for each in slices if not bench.small or each[0] + each[1] <= 800]
         worst = 0.0
@@ -95,6 +102,26 @@ def _check_copy(device: torch.device, dtype: torch.dtype) -> None:
     reference.copy_pages(source, right, sources, targets, num_slots)
     if not torch.equal(target, right):
         raise PensieveError(f"copy_pages {dtype} copies something else")
+
+
+def _check_draw(device: torch.device) -> None:
+    """The search in each row draws what sorting it draws; logits of two bytes, so that many are equal."""
+    samplings = [
+        Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        for temperature in (0.3, 1.0, 5.0)
+        for top_k in (0, 40, 1000)
+        for top_p, min_p in ((1.0, 0.0), (0.9, 0.0), (1.0, 0.05))
+        for seed in range(4)
+    ]
+    logits = (torch.randn(len(samplings), 50_000, device=device) * 3).to(torch.bfloat16).float()
+    context = array("I", [1, 2, 3])
+    rows = [Row(TurnLog(each, context, 3), 3) for each in samplings]
+    drawn = {}
+    for radix in (0, 1):
+        with chosen(Choices(radix=radix)):
+            drawn[radix] = draw(logits, rows).tolist()
+    if drawn[0] != drawn[1]:
+        raise PensieveError(f"draw_tokens draws {drawn[1]}, sorting draws {drawn[0]}")
 
 
 def section_attention(bench: Bench) -> None:

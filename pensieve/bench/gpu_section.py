@@ -54,7 +54,7 @@ def run_section(
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()
-    choices.chosen = choices.of_text(chosen)
+    choices.current = choices.of_text(chosen)
     os.environ[choices.VARIABLE] = chosen
     raise SystemExit(0 if succeeded(name, folder, device, seconds, small) else 1)
 

@@ -37,7 +37,7 @@ def section_versions(bench: Bench) -> None:
             continue
     bench.report("versions", ", ".join(f"{name} {each}" for name, each in found.items()), **found)
     bench.report("versions", machine(str(bench.device)))
-    bench.report("versions", f"choices: {choices.chosen}")
+    bench.report("versions", f"choices: {choices.current}")
     if bench.device.type != "cuda":
         return
     index = bench.device.index or 0

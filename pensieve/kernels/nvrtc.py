@@ -227,7 +227,7 @@ def variants(architectures: Sequence[str], *, chosen: bool = False) -> Iterator[
         for architecture in architectures:
             if "hopper" in source and architecture != "sm_90a":
                 continue
-            if source == "copy_pages.cu":
+            if source in ("copy_pages.cu", "draw_tokens.cu"):
                 yield Kernel(source, ""), architecture
                 continue
             for head_size in (64, 128) if "hopper" in source else (64, 96, 128, 256):

@@ -24,9 +24,14 @@ COMPILED = [
     for source in SOURCES
     for architecture in (ARCHITECTURES if source != HOPPER else ("sm_90a",))
 ]
-REGISTERS_MAX = {"multi_token_attention.cu": 255, HOPPER: 168}  # the others: 64
+REGISTERS_MAX = {
+    "multi_token_attention.cu": 255,
+    HOPPER: 168,
+    "draw_tokens.cu": 128,
+}  # the others: 64
 EXPECTED = {
     "multi_token_attention.cu": ("HMMA.16816.F32", "LDGSTS", "LDSM.16.MT88", "MUFU.EX2"),
+    "draw_tokens.cu": ("ATOMS.ADD", "DFMA"),
     HOPPER: ("HGMMA.64x128x16.F32", ".tnspB", "UTMALDG.3D", "SYNCS.PHASECHK", "USETMAXREG"),
 }
 

@@ -95,7 +95,7 @@ def work_of(
 
 def blocks_at_once(device: torch.device, head_size: int) -> BlocksAtOnce:
     """How many blocks of multi_token_attention the device runs at once, and of Hopper's own kernel."""
-    return _blocks_at_once(device, head_size, choices.chosen)
+    return _blocks_at_once(device, head_size, choices.current)
 
 
 @cache
@@ -303,7 +303,7 @@ def copy_pages_launch(
 
 def hopper_defines() -> tuple[str, ...]:
     """What is chosen of Hopper's kernel."""
-    chosen = choices.chosen
+    chosen = choices.current
     order = () if chosen.snake else ("STRIDED",)
     return (*order, "WATCHDOG") if chosen.watchdog else order
 
