@@ -24,6 +24,33 @@ __device__ __forceinline__ void arrive_expecting(uint32 barrier, uint32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+#ifdef WATCHDOG
+__device__ __forceinline__ uint32 long_ticks() {  // of 4.3 seconds
+  uint32 ticks;
+  asm volatile("mov.u32 %0, %%globaltimer_hi;" : "=r"(ticks));
+  return ticks;
+}
+
+// Returns when the phase of this parity has ended, or ends the kernel with an error after 4 to 9 seconds: a wait
+// that never ends would take the whole run with it.
+__device__ __forceinline__ void wait(uint32 barrier, uint32 parity) {
+  const uint32 began = long_ticks();
+  while (true) {
+    uint32 done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    if (done) return;
+    if (long_ticks() - began > 1) asm volatile("trap;");
+  }
+}
+#else
 // Returns when the phase of this parity has ended.
 __device__ __forceinline__ void wait(uint32 barrier, uint32 parity) {
   asm volatile(
@@ -38,6 +65,7 @@ __device__ __forceinline__ void wait(uint32 barrier, uint32 parity) {
       "r"(parity)
       : "memory");
 }
+#endif
 
 // -- the tensor memory accelerator --
 

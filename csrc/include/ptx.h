@@ -17,6 +17,18 @@ __device__ __forceinline__ float shuffle_xor(float value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 
+__device__ __forceinline__ uint64 shuffle_xor(uint64 value, int mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+// The value of the lane `delta` below; a lane that has none below keeps its own.
+__device__ __forceinline__ uint64 shuffle_up(uint64 value, int delta) {
+  return __shfl_up_sync(0xffffffffu, value, delta);
+}
+
+// Bit l says it of lane l.
+__device__ __forceinline__ uint32 ballot(bool value) { return __ballot_sync(0xffffffffu, value); }
+
 __device__ __forceinline__ bool any(bool value) { return __any_sync(0xffffffffu, value) != 0; }
 
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
@@ -40,6 +52,18 @@ __device__ __forceinline__ float log2(float value) {
   return exponent;
 }
 
+__device__ __forceinline__ uint32 bits_of(float value) { return __float_as_uint(value); }
+
+__device__ __forceinline__ float float_of(uint32 bits) { return __uint_as_float(bits); }
+
+__device__ __forceinline__ uint32 count_bits(uint32 bits) { return __popc(bits); }
+
+__device__ __forceinline__ uint64 multiply_high(uint64 a, uint64 b) { return __umul64hi(a, b); }
+
+__device__ __forceinline__ double exp(double value) { return ::exp(value); }
+
+__device__ __forceinline__ double ceil(double value) { return ::ceil(value); }
+
 // Two floats rounded to nearest even; `low` lies first in memory.
 template <class Element>
 __device__ __forceinline__ uint32 pack(float low, float high) {
@@ -60,6 +84,9 @@ __device__ __forceinline__ float widen(Element value) {
 }
 
 // -- memory --
+
+// Adds, and returns what was there before; threads take turns.
+__device__ __forceinline__ uint32 add(uint32* place, uint32 value) { return atomicAdd(place, value); }
 
 // 16 bytes from global to shared memory, beside everything else; zeros where `there` is false.
 __device__ __forceinline__ void copy_16_async(uint32 target, const void* source, bool there) {

@@ -1,61 +1,46 @@
-"""`scripts/bench_gpu` checks and measures a GPU in one run of at most nine minutes.
+"""`scripts/bench_gpu` examines a GPU in one run: first what must be right, then what is fast, long runs last.
 
-    device       what it is; how fast a large copy, a large product and a large pinned copy are, each way
-    kernels      every kernel against the float32 reference, over shapes, types and scattered pages
-    attention    figure 3.17: eight queries over scattered pages against torch on keys in one piece (M5)
-    decode       bytes of KV read over time, as a share of the large copy's bandwidth (M6)
-    prefill      against the better of torch's flash and cuDNN, and the large product's rate (M7)
-    swap         scattered pages over the bus, by kernel and by copy engine, against one large copy (M8)
-    hidden       512 new tokens on an 8 B model, their history of 4,000 in either tier (M8)
-    exactness    a model replies the same with swaps, drops and recompute as without memory pressure
-    load         ShareGPT-like conversations: throughput at equal P90 normalized latency (M11)
+    stage  min.  what                                              decides
+    1      4     versions; device, kernels, swap on small shapes;  wide kernel wrong: it is switched off and
+                 compute-sanitizer                                 the run goes on; narrow one wrong: stop
+    2      3     attention, decode, prefill, hidden, exactness on  whether figures mean anything
+                 small shapes
+    3      8     device, kernels, decode, prefill, swap; the       three blocks, merge in the kernel,
+                 choices of kernels/choices.py side by side        ping-pong, batched copies
+    4      6     iterations at 1 to 128 rows, as graphs and not;   sampler, arguments kept per layer,
+                 sampler; hidden (a history in either tier)        graphs of pieces, earlier swap-ins
+    5      9     attention against torch (M5); exactness under     the path for at most 32 rows
+                 pressure
+    6      9     load: conversations at 8, 16, 32 a second (M11)   throughput at equal latency
 
-Correctness comes first; what is wrong is not timed. A section that fails reports why, and the next one
-runs. All figures go to `--out` as JSON lines as they come, so a run that is cut off leaves what it had
-measured. On a GPU each call is captured in a graph and replayed over inputs that take turns, so neither
-Python nor the cache is measured. `--small` runs every section on small shapes, on any device.
+Each section is a process of its own with a limit of its own, so one that hangs or breaks the device costs
+itself alone.  What is wrong is not timed.  Everything goes to one folder: `figures.jsonl` as it comes,
+`log.txt` with all that was printed, `decisions.txt`.  `--stages 3,4` runs some; a stage for which less than
+half of its minutes are left of `--minutes` is left out.  `--small` runs all of it on small shapes, on any
+device.
+`--prepare` needs no GPU: it compiles what the run needs, so that a machine with one compiles nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
+import json
+import multiprocessing
+import os
+import signal
+import threading
 import time
-import traceback
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
-import torch
+from pensieve.bench.gpu_harness import FIGURES, figures_of
+from pensieve.bench.gpu_section import MODULES, run_section
+from pensieve.bench.gpu_section import NAMES as SECTIONS
+from pensieve.bench.gpu_stages import STAGES, Stage, Step, after, decisions, small
+from pensieve.kernels import choices
 
-from pensieve.bench.gpu_device import section_device, section_swap
-from pensieve.bench.gpu_exactness import section_exactness
-from pensieve.bench.gpu_harness import Bench, Run
-from pensieve.bench.gpu_hidden import section_hidden
-from pensieve.bench.gpu_kernels import (
-    section_attention,
-    section_decode,
-    section_kernels,
-    section_prefill,
-)
-from pensieve.bench.gpu_load import section_load
-from pensieve.bench.gpu_model import random_model
-from pensieve.model.loader import LoadedModel
-
-SECTIONS: dict[str, Callable[[Bench], None]] = {
-    "device": section_device,
-    "kernels": section_kernels,
-    "attention": section_attention,
-    "decode": section_decode,
-    "prefill": section_prefill,
-    "swap": section_swap,
-}
-SECTIONS_WITH_MODEL: dict[str, Callable[[Bench, LoadedModel], None]] = {
-    "hidden": section_hidden,
-    "exactness": section_exactness,
-    "load": section_load,
-}
-NAMES = (*SECTIONS, *SECTIONS_WITH_MODEL)
+NUMBERS = [stage.number for stage in STAGES]
 
 
 def main(given: list[str] | None = None) -> int:
@@ -65,71 +50,170 @@ def main(given: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--sections",
-        default=",".join(NAMES),
-        metavar="NAME,…",
-        help="sections to run (default: all)",
+        "--stages",
+        default=",".join(map(str, NUMBERS)),
+        metavar="N,…",
+        help="stages to run (default: all)",
     )
-    parser.add_argument("--out", type=Path, default=Path("bench_gpu.jsonl"), metavar="FILE")
     parser.add_argument(
-        "--minutes", type=float, default=9.0, help="stop after so many (default: 9)"
+        "--sections",
+        default=",".join(SECTIONS),
+        metavar="NAME,…",
+        help="of those, sections to run (default: all)",
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="default: $OUT, or bench_gpu_<time> in this folder",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=45.0, help="stop after so many (default: 45)"
+    )
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument("--small", action="store_true", help="run small shapes only, on any device")
+    parser.add_argument("--prepare", action="store_true", help="compile what a run needs, and end")
     arguments = parser.parse_args(given)
-    wanted = arguments.sections.split(",")
-    if unknown := sorted(set(wanted) - set(NAMES)):
+    if arguments.prepare:
+        return prepare()
+    wanted = _numbers(parser, arguments.stages)
+    sections = set(arguments.sections.split(","))
+    if unknown := sorted(sections - set(SECTIONS)):
         parser.error(f"no such section: {', '.join(unknown)}")
-    device = torch.device(arguments.device)
-    if device.type == "cpu" and not arguments.small:
+    device = arguments.device or default_device()
+    if device == "cpu" and not arguments.small:
         parser.error("there is no GPU here; --small tries it out on the CPU")
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    with arguments.out.open("a", encoding="utf-8") as out, torch.inference_mode():
-        bench = Bench(device, arguments.small, out, arguments.minutes, time.perf_counter())
-        failed = run(bench, wanted)
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def run(bench: Bench, wanted: list[str]) -> list[str]:
-    """The sections in this order, those that need a model last; the names of those that failed."""
-    failed = [
-        name
-        for name in wanted
-        if name in SECTIONS and not _succeeds(bench, name, partial(SECTIONS[name], bench))
+    folder = arguments.out or Path(
+        os.environ.get("OUT") or time.strftime("bench_gpu_%Y%m%d_%H%M%S")
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    stages = [
+        stage._replace(steps=tuple(step for step in stage.steps if step.section in sections))
+        for stage in (small(STAGES) if arguments.small else STAGES)
+        if stage.number in wanted
     ]
-    of_models = [name for name in SECTIONS_WITH_MODEL if name in wanted]
-    if not of_models:
-        return failed
-    models: list[LoadedModel] = []
-
-    def make() -> None:
-        models.append(random_model(bench.device, bench.small))
-
-    if not _succeeds(bench, "model", make):
-        return [*failed, *of_models]
-    for name in of_models:
-        section = partial(SECTIONS_WITH_MODEL[name], bench, models[0])
-        if not _succeeds(bench, name, section):
-            failed.append(name)
-    return failed
+    with (folder / "log.txt").open("a", encoding="utf-8") as log:
+        run = Run(folder, device, arguments.minutes * 60, log)
+        run.stages(stages)
+        run.say(f"everything is in {folder}")
+    return 1 if run.failed else 0
 
 
-def _succeeds(bench: Bench, name: str, section: Run) -> bool:
-    """Run one section; the reason of one that fails is reported."""
-    began = time.perf_counter()
-    try:
-        section()
-    except Exception as error:
-        bench.report(name, f"FAILED: {type(error).__name__}: {error}", failed=True)
-        traceback.print_exc(file=sys.stderr)
-        return False
-    finally:
-        print(f"{'':10} ({time.perf_counter() - began:.0f} s)", flush=True)
-    return True
+def _numbers(parser: argparse.ArgumentParser, text: str) -> set[int]:
+    numbers = {int(each) if each.isdecimal() else 0 for each in text.split(",")}
+    if not numbers <= set(NUMBERS):
+        parser.error(f"stages are {', '.join(map(str, NUMBERS))}")
+    return numbers
+
+
+def default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Run:
+    """One run of some stages: its folder, its clock, and what has failed."""
+
+    def __init__(self, folder: Path, device: str, seconds: float, log: TextIO) -> None:
+        self.failed: list[str] = []
+        self._folder = folder
+        self._device = device
+        self._ends = time.monotonic() + seconds
+        self._log = log
+        self._choices: list[str] = []  # that a stage has made for those behind it
+        # A server without a thread and without the device, which has imported everything, forks a process for
+        # each section: it begins at once.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([*MODULES])
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+        self._log.write(line + "\n")
+        self._log.flush()
+
+    def stages(self, stages: Sequence[Stage]) -> None:
+        for stage in stages:
+            if not stage.steps:
+                continue
+            left = self._ends - time.monotonic()
+            if left < stage.minutes * 60 / 2:
+                minutes = f"{left / 60:.1f} of its {stage.minutes} minutes are left"
+                self.say(f"stage {stage.number} is left out: {minutes}")
+                continue
+            self.say(f"\n== {stage.number}: {stage.title} (about {stage.minutes} minutes)")
+            first = len(figures_of(self._folder))
+            for step in stage.steps:
+                self.step(step)
+            found = figures_of(self._folder)[first:]
+            means = after(stage.number, found)
+            reported = decisions(stage.number, found)
+            if means.choices:
+                self._choices.append(means.choices)
+                for step in stage.steps:
+                    if step.section in means.again:
+                        self.step(step)
+            with (self._folder / "decisions.txt").open("a", encoding="utf-8") as file:
+                for sentence in reported:
+                    self.say(f"  -> {sentence}")
+                    file.write(f"{stage.number}: {sentence}\n")
+            if means.stop:
+                return
+
+    def step(self, step: Step) -> None:
+        """Run one section in a process, and end it when its time is over."""
+        limit = min(float(step.seconds), self._ends - time.monotonic())
+        if limit <= 0:
+            self.say(f"{step.section:10} left out: the time is over")
+            return
+        given = os.environ.get(choices.VARIABLE, "")
+        chosen = ",".join(filter(None, [given, step.choices, *self._choices]))
+        began = time.monotonic()
+        reads, writes = self._context.Pipe(duplex=False)
+        process = self._context.Process(
+            target=run_section,
+            args=(step.section, self._folder, self._device, limit, step.small, chosen, writes),
+        )
+        process.start()
+        writes.close()
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            os.killpg(process.pid or 0, signal.SIGKILL)  # with whatever it started
+
+        timer = threading.Timer(limit, end)
+        timer.start()
+        try:
+            with os.fdopen(os.dup(reads.fileno()), encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    self.say(line.rstrip("\n"))
+            process.join()
+        finally:
+            timer.cancel()
+            reads.close()
+        if late.is_set():
+            self._note(step, f"FAILED: it was ended after {limit:.0f} s")
+        elif process.exitcode not in (0, 1):
+            self._note(step, f"FAILED: its process ended with status {process.exitcode}")
+        elif process.exitcode:
+            self.failed.append(step.section)
+        self.say(f"{'':10} ({time.monotonic() - began:.0f} s)")
+
+    def _note(self, step: Step, line: str) -> None:
+        """A failure that the process itself could not write down."""
+        self.failed.append(step.section)
+        self.say(f"{step.section:10} {line}")
+        reported = {"section": step.section, "small": step.small, "line": line, "failed": True}
+        with (self._folder / FIGURES).open("a", encoding="utf-8") as out:
+            out.write(json.dumps(reported) + "\n")
+
+
+def prepare() -> int:
+    """Compile every kernel for Hopper, with what the run chooses of it, into the package."""
+    from pensieve.kernels import nvrtc
+
+    return nvrtc.main(("sm_90a",), chosen=True)
 
 
 if __name__ == "__main__":

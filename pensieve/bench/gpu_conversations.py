@@ -21,7 +21,7 @@ from pensieve.core.turn import TurnOptions
 from pensieve.engine.assembly import EngineConfigs, Ports, assemble
 from pensieve.engine.engine import Engine
 from pensieve.engine.mailbox import Mailbox
-from pensieve.engine.messages import Event, EvictConversation, SubmitTurn, TurnEnded
+from pensieve.engine.messages import CancelTurn, Event, EvictConversation, SubmitTurn, TurnEnded
 from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.launch.engine import SystemClock
 from pensieve.model.executor import TorchExecutor
@@ -89,6 +89,13 @@ class Conversations:
         self.latencies: list[float] = []  # normalized, of turns that ended
         self.output_tokens = 0
         self.failures = 0
+        self.num_cut = 0  # turns that were cancelled because the time was over
+
+    def cut(self) -> None:
+        """Cancel what runs."""
+        self.num_cut = len(self._running)
+        for number, (talk, _, _) in self._running.items():
+            self.mailbox.put(CancelTurn(number, len(talk.tokens)))
 
     def add(self, at: float, talk: Talk) -> None:
         self._num_turns += 1
@@ -121,6 +128,8 @@ class Conversations:
                 self.output_tokens += 1
             elif isinstance(event, TurnEnded):
                 talk, since, output = self._running.pop(event.turn_id)
+                if self.num_cut:
+                    continue
                 if event.failure is not None:
                     self.failures += 1
                     continue
@@ -168,8 +177,12 @@ def serve(
     shape: EngineShape,
     arrivals: list[tuple[float, Talk]],
     seconds: float,
+    grace: float = math.inf,
 ) -> tuple[Conversations, float]:
-    """Conversations for so long, and how long it was; what is running then is waited for."""
+    """Conversations for so long, and how long it was.
+
+    What is running then is waited for, for `grace` seconds; what runs even then is cancelled (`num_cut`).
+    """
     began = time.perf_counter()
     people = Conversations(kind.stateless, began)
     engine = engine_of(model, executor, kind, shape, people)
@@ -181,7 +194,10 @@ def serve(
             time.sleep(max(0.0, min(people.next_at - time.perf_counter(), 0.005)))
     lasted = time.perf_counter() - began
     tokens = people.output_tokens
+    ends = time.perf_counter() + grace
     while engine.step():
-        pass
+        if time.perf_counter() > ends:
+            people.cut()
+            ends = math.inf
     people.output_tokens = tokens
     return people, lasted

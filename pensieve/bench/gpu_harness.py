@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -18,7 +19,20 @@ import torch
 from pensieve.bench.checks import check_close
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
+FIGURES = "figures.jsonl"  # in a run's folder
 Run = Callable[[], object]
+
+
+def figures_of(folder: Path) -> list[dict[str, Any]]:
+    """What was reported so far; a line whose process was ended while it wrote is left out."""
+    path = folder / FIGURES
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
 
 
 @dataclass
@@ -28,7 +42,7 @@ class Bench:
     device: torch.device
     small: bool
     out: TextIO
-    minutes: float
+    limit_seconds: float
     began: float
     copy_bandwidth: float = 0.0  # bytes read and written a second
     matrix_rate: float = 0.0  # operations a second
@@ -40,11 +54,12 @@ class Bench:
 
     @property
     def seconds_left(self) -> float:
-        return self.minutes * 60 - (time.perf_counter() - self.began)
+        return self.limit_seconds - (time.perf_counter() - self.began)
 
     def report(self, section: str, line: str, **figures: Any) -> None:
         print(f"{section:10} {line}", flush=True)
-        self.out.write(json.dumps({"section": section, "line": line, **figures}) + "\n")
+        reported = {"section": section, "small": self.small, "line": line, **figures}
+        self.out.write(json.dumps(reported) + "\n")
         self.out.flush()
 
     def synchronize(self) -> None:

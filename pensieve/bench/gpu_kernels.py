@@ -6,17 +6,30 @@
 from __future__ import annotations
 
 import statistics
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from pensieve.bench.gpu_baselines import baselines, usable
 from pensieve.bench.gpu_harness import Bench, Run, captured, check
 from pensieve.bench.gpu_pages import Paged
+from pensieve.core.sampling import Sampling
 from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels import copy_pages, write_kv
 from pensieve.kernels.attention import cuda, reference
+from pensieve.kernels.choices import Choices, chosen
+from pensieve.model.sampling.draw import draw
+from pensieve.model.sampling.penalties import Row, TurnLog
 
+# Slices (start, length) of at most 32 rows for any group up to eight, and of any number of rows.
+SLICES = {
+    "narrow": [(0, 1), (31, 1), (63, 1), (700, 3), (200, 0), (500, 4), (4000, 3), (12_000, 1)],
+    "wide": [(0, 1), (0, 33), (32, 8), (500, 130), (200, 0), (7, 40), (4000, 3), (3000, 300)],
+}
 ROTATED_BYTES = 512 << 20  # of inputs that take turns: several times the cache
 
 
@@ -28,22 +41,44 @@ def section_kernels(bench: Bench) -> None:
         for head_size in ((64, 128) if bench.small else cuda.HEAD_SIZES)
         for heads, kv_heads in ((16, 16), (16, 4), (8, 1))
     ]
-    slices = [(0, 1), (0, 33), (31, 1), (32, 8), (500, 130), (63, 1), (4000, 3), (2000, 0), (7, 40)]
-    worst = 0.0
-    for index, (dtype, head_size, heads, kv_heads) in enumerate(lattice):
-        paged = Paged.of(device, slices, heads, kv_heads, head_size, dtype, index)
-        answer = paged.run().clone()
-        where = f"attention {dtype}, head {head_size}, {heads}/{kv_heads}"
-        worst = max(worst, check(where, answer, paged.right()))
-        if device.type == "cuda":
-            paged.out.fill_(float("nan"))
-            captured(paged.run)()
-            if not torch.equal(paged.out, answer):
-                raise PensieveError(f"{where}: a captured graph gives another answer")
     for dtype in (torch.bfloat16, torch.float16):
         _check_write(device, dtype)
         _check_copy(device, dtype)
-    bench.report("kernels", f"{len(lattice)} shapes agree, worst {worst:.1e}", worst=worst)
+    if device.type == "cuda":
+        _check_draw(device)
+    for kind, slices in SLICES.items():
+        slices = [each for each in slices if not bench.small or each[0] + each[1] <= 800]
+        worst = 0.0
+        for index, (dtype, head_size, heads, kv_heads) in enumerate(lattice):
+            paged = Paged.of(device, slices, heads, kv_heads, head_size, dtype, index)
+            where = f"attention of {kind} items, {dtype}, head {head_size}, {heads}/{kv_heads}"
+            with _naming(
+                kind if paged.work is not None and len(paged.work.wide_items) else "narrow"
+            ):
+                worst = max(worst, _check_attention(paged, where))
+        agree = f"{kind}: {len(lattice)} shapes agree, worst {worst:.1e}"
+        bench.report("kernels", agree, worst=worst, kind=kind)
+
+
+@contextmanager
+def _naming(kind: str) -> Iterator[None]:
+    """Write on whatever is raised inside which of the two attention kernels it is about."""
+    try:
+        yield
+    except Exception as error:
+        error.kind = kind  # type: ignore[attr-defined]
+        raise
+
+
+def _check_attention(paged: Paged, where: str) -> float:
+    answer = paged.run().clone()
+    worst = check(where, answer, paged.right())
+    if answer.is_cuda:
+        paged.out.fill_(float("nan"))
+        captured(paged.run)()
+        if not torch.equal(paged.out, answer):
+            raise PensieveError(f"{where}: a captured graph gives another answer")
+    return worst
 
 
 def _check_write(device: torch.device, dtype: torch.dtype) -> None:
@@ -69,6 +104,26 @@ def _check_copy(device: torch.device, dtype: torch.dtype) -> None:
         raise PensieveError(f"copy_pages {dtype} copies something else")
 
 
+def _check_draw(device: torch.device) -> None:
+    """The search in each row draws what sorting it draws; logits of two bytes, so that many are equal."""
+    samplings = [
+        Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        for temperature in (0.3, 1.0, 5.0)
+        for top_k in (0, 40, 1000)
+        for top_p, min_p in ((1.0, 0.0), (0.9, 0.0), (1.0, 0.05))
+        for seed in range(4)
+    ]
+    logits = (torch.randn(len(samplings), 50_000, device=device) * 3).to(torch.bfloat16).float()
+    context = array("I", [1, 2, 3])
+    rows = [Row(TurnLog(each, context, 3), 3) for each in samplings]
+    drawn = {}
+    for radix in (0, 1):
+        with chosen(Choices(radix=radix)):
+            drawn[radix] = draw(logits, rows).tolist()
+    if drawn[0] != drawn[1]:
+        raise PensieveError(f"draw_tokens draws {drawn[1]}, sorting draws {drawn[0]}")
+
+
 def section_attention(bench: Bench) -> None:
     contexts = (128, 200) if bench.small else (128, 512, 1024, 2048, 4096)
     ratios: dict[str, list[float]] = {}
@@ -80,7 +135,12 @@ def section_attention(bench: Bench) -> None:
                     ratios.setdefault(f"{heads}/{kv_heads}", []).append(ratio)
     for name, each in ratios.items():
         mean = statistics.geometric_mean(each)
-        bench.report("attention", f"bf16 {name}: geometric mean {mean:.2f}, worst {max(each):.2f}")
+        bench.report(
+            "attention",
+            f"bf16 {name}: geometric mean {mean:.2f}, worst {max(each):.2f}",
+            mean=mean,
+            heads=name,
+        )
 
 
 def _against_torch(
@@ -99,7 +159,7 @@ def _against_torch(
     for index, one in enumerate(inputs):
         found = baselines(one.query.view(batch, queries, heads, head_size), *one.contiguous())
         if index == 0:
-            found = usable(found, right)
+            found = usable(found, right, partial(bench.report, "attention"))
             ways = {name: [] for name in found}
         for name in ways:
             ways[name].append(found[name])
@@ -141,14 +201,16 @@ def section_decode(bench: Bench) -> None:
 
 def section_prefill(bench: Bench) -> None:
     shapes = [(0, 4096, 1), (0, 4096, 4), (16_384 - 512, 512, 1)]
-    for start, length, batch in [(100, 70, 1)] if bench.small else shapes:
+    for start, length, batch in [(100, 70, 1), (0, 100, 1)] if bench.small else shapes:
         heads, kv_heads, head_size = 32, 8, 128
         slices = [(start, length)] * batch
         one = Paged.of(bench.device, slices, heads, kv_heads, head_size, bench.dtype)
         right = one.right()
         check("prefill", one.run(), right)
         ways = usable(
-            baselines(one.query.view(batch, length, heads, head_size), *one.contiguous()), right
+            baselines(one.query.view(batch, length, heads, head_size), *one.contiguous()),
+            right,
+            partial(bench.report, "prefill"),
         )
         times = {name: bench.seconds([run]) for name, run in ways.items()}
         best = min(times, key=lambda name: times[name])

@@ -78,14 +78,21 @@ def random_model(device: torch.device, small: bool, *, plain: bool = False) -> L
 
 
 def executor_of(
-    model: LoadedModel, device: torch.device, device_pages: int, host_pages: int, turns_max: int
+    model: LoadedModel,
+    device: torch.device,
+    device_pages: int,
+    host_pages: int,
+    turns_max: int,
+    *,
+    graphs: bool = True,
 ) -> TorchExecutor:
     memory = KVMemory(model.shape, device_pages, host_pages, PAGE, device)
-    graphs = None
-    if device.type == "cuda":
-        graphs = DecodeGraphs(model.flat, memory, turns_max)
-        graphs.capture()
-        if graphs.failure:
-            raise PensieveError(f"no graphs: {graphs.failure}")
+    captured = None
+    if device.type == "cuda" and graphs:
+        captured = DecodeGraphs(model.flat, memory, turns_max)
+        captured.capture()
+        if captured.failure:
+            raise PensieveError(f"no graphs: {captured.failure}")
     tokenizer: Any = Mute()
-    return TorchExecutor(model, memory, Sampler(model.shape.vocab_size), tokenizer, graphs=graphs)
+    sampler = Sampler(model.shape.vocab_size)
+    return TorchExecutor(model, memory, sampler, tokenizer, graphs=captured)

@@ -8,6 +8,8 @@ that it starts; `scripts/bench_gpu` measures them side by side.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from pensieve.errors import InvalidArgument
@@ -19,9 +21,10 @@ class Choices(NamedTuple):
     wide_blocks: int = (
         1  # of a multiprocessor, for which wide work is planned; Hopper's kernel runs 1
     )
-    snake: int = (
-        1  # Hopper's blocks turn round after each pass over the items; 0: always the same way
-    )
+    snake: int = 1  # Hopper's blocks turn round after each pass over the items; 0: they never do
+    hopper: int = 1  # wide work has Hopper's own kernel; 0: the one of other GPUs does it
+    radix: int = 1  # tokens are drawn by a search in each row of logits; 0: by sorting it
+    watchdog: int = 0  # a kernel that waits for seconds ends with an error instead of hanging
 
 
 def of_text(text: str) -> Choices:
@@ -36,4 +39,15 @@ def of_text(text: str) -> Choices:
     return Choices(**given)
 
 
-chosen = of_text(os.environ.get(VARIABLE, ""))
+current = of_text(os.environ.get(VARIABLE, ""))
+
+
+@contextmanager
+def chosen(choices: Choices) -> Iterator[None]:
+    """Inside, these are the current ones."""
+    global current  # of the process, as its kernels are
+    before, current = current, choices
+    try:
+        yield
+    finally:
+        current = before

@@ -24,7 +24,7 @@ import hashlib
 import os
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -214,25 +214,34 @@ def _lock(path: Path) -> Iterator[None]:
 # -- shipping --
 
 
-def variants() -> Iterator[tuple[Kernel, str]]:
-    """Every source with every element and head size that it is compiled for, on every architecture."""
+# What choices.py may add to the definitions of a source; compiled beforehand where that is asked for.
+CHOSEN = {"multi_token_attention_hopper.cu": (("STRIDED",), ("WATCHDOG",))}
+
+
+def variants(architectures: Sequence[str], *, chosen: bool = False) -> Iterator[tuple[Kernel, str]]:
+    """Every source with every element and head size that it is compiled for, on these architectures.
+
+    `chosen`: with every choice as well.
+    """
     for source in sorted(path.name for path in (sources() / "cuda").glob("*.cu")):
-        for architecture in ARCHITECTURES:
+        for architecture in architectures:
             if "hopper" in source and architecture != "sm_90a":
                 continue
-            if source == "copy_pages.cu":
+            if source in ("copy_pages.cu", "draw_tokens.cu"):
                 yield Kernel(source, ""), architecture
                 continue
             for head_size in (64, 128) if "hopper" in source else (64, 96, 128, 256):
                 for element in ("Bf16", "Fp16"):
                     defines = (f"HEAD_SIZE={head_size}", f"ELEMENT={element}")
                     yield Kernel(source, "", defines), architecture
+                    for more in CHOSEN.get(source, ()) if chosen else ():
+                        yield Kernel(source, "", defines + more), architecture
 
 
-def main() -> int:
+def main(architectures: Sequence[str] = ARCHITECTURES, *, chosen: bool = False) -> int:
     """Compile what is not there yet into `SHIPPED`."""
     SHIPPED.mkdir(exist_ok=True)
-    wanted = list(variants())
+    wanted = list(variants(architectures, chosen=chosen))
     for number, (kernel, architecture) in enumerate(wanted, 1):
         if shipped(kernel, architecture) is None:
             key = key_of(kernel, architecture, "shipped")

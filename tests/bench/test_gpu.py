@@ -1,52 +1,187 @@
-"""Every section of the GPU bench runs small, on the CPU too, and times nothing that is wrong."""
+"""Every section of the GPU bench runs small, on the CPU too, times nothing wrong, and holds up no other."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from pensieve.bench import gpu as bench_gpu
+from pensieve.bench.gpu_baselines import baselines, usable
+from pensieve.bench.gpu_harness import figures_of
 from pensieve.bench.gpu_pages import Paged
+from pensieve.bench.gpu_section import NAMES, succeeded
+from pensieve.bench.gpu_stages import STAGES, After, Step, after, decisions, small
 
 
-def test_every_section_of_the_gpu_bench_runs_small(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("section", NAMES)
+def test_every_section_runs_small(
+    section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On the CPU it checks and measures the same things, on other kernels."""
-    out = tmp_path / "figures.jsonl"
-    sections = "device,kernels,attention,decode,prefill,swap,hidden,exactness,load"
-    small = ["--small", "--device", "cpu", "--out", str(out), "--sections", sections]
-    assert bench_gpu.main(small) == 0, capsys.readouterr()
-    figures = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {each["section"] for each in figures} == set(sections.split(","))
-    assert all("failed" not in each for each in figures)
-    ratios = {each["kind"]: each["ratio"] for each in figures if "ratio" in each and "kind" in each}
-    assert set(ratios) == {"stateless", "device only", "two tiers", "two, LRU"}
-    assert ratios["stateless"] == 1.0
+    assert succeeded(section, tmp_path, "cpu", 60, True), capsys.readouterr()
+    figures = figures_of(tmp_path)
+    assert {each["section"] for each in figures} == {section}
+    assert all("failed" not in each and each["small"] for each in figures)
+    if section == "load":
+        ratios = {each["kind"]: each["ratio"] for each in figures if "ratio" in each}
+        assert set(ratios) == {"stateless", "device only", "two tiers", "two, LRU"}
+        assert ratios["stateless"] == 1.0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+@pytest.mark.parametrize("section", [name for name in NAMES if name != "load"])
 def test_a_gpu_says_what_the_references_say(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    section: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Kernels, captured graphs, swaps, and replies under pressure, on the real thing."""
-    out = str(tmp_path / "figures.jsonl")
-    checks = "device,kernels,attention,decode,prefill,swap,hidden,exactness"
-    small = ["--small", "--device", "cuda", "--out", out, "--sections", checks]
-    assert bench_gpu.main(small) == 0, capsys.readouterr()
+    assert succeeded(section, tmp_path, "cuda", 120, True), capsys.readouterr()
 
 
+@pytest.mark.parametrize("section", ["kernels", "decode"])
 def test_the_gpu_bench_times_nothing_that_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Paged, "run", lambda self: self.out.fill_(0.5))
-    out = tmp_path / "figures.jsonl"
-    small = ["--small", "--device", "cpu", "--out", str(out), "--sections", "kernels,decode"]
-    assert bench_gpu.main(small) == 1
-    figures = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [each["section"] for each in figures if each.get("failed")] == ["kernels", "decode"]
+    assert not succeeded(section, tmp_path, "cpu", 60, True)
+    figures = figures_of(tmp_path)
+    assert [each["section"] for each in figures if each.get("failed")] == [section]
     assert not any("seconds" in each for each in figures)
+
+
+def test_a_baseline_that_is_wrong_is_left_out_and_named() -> None:
+    """Torch knows of causality by itself where there is nothing before the queries."""
+    query, keys = torch.randn(1, 40, 4, 64), torch.randn(1, 2, 40, 64)
+    ways = baselines(query, keys, keys)
+    right = ways["fused, batch"]()
+    assert {"fused, causal", "fused, folded"} < set(ways)
+    ways["fused, folded"] = lambda: torch.zeros_like(right)
+    reported: list[str] = []
+    assert set(usable(ways, right, reported.append)) == {"fused, batch", "fused, causal"}
+    assert len(reported) == 1
+    assert reported[0].startswith("left out: torch (fused, folded) is off by")
+    assert "fused, causal" not in baselines(query[:, :8], keys, keys)
+
+
+# -- the run: a process for each section --
+
+
+def test_a_section_that_does_not_end_costs_itself_alone(tmp_path: Path) -> None:
+    log = io.StringIO()
+    run = bench_gpu.Run(tmp_path, "cpu", 600, log)
+    run.step(
+        Step("device", 120, small=True)
+    )  # the process that the others are copies of starts here
+    run.step(Step("load", 1, small=True))
+    run.step(Step("swap", 60, small=True))
+    assert run.failed == ["load"]
+    figures = figures_of(tmp_path)
+    (failed,) = [each for each in figures if each.get("failed")]
+    assert failed["line"] == "FAILED: it was ended after 1 s"
+    assert figures[-1]["section"] == "swap"
+    assert "swap_in, 10 pages" in log.getvalue(), "what a process printed is in the log"
+
+
+def test_a_run_keeps_figures_log_and_decisions_in_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if nobody names the folder; `choices` of the environment reach the processes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OUT", raising=False)
+    monkeypatch.setenv("PENSIEVE_GPU_CHOICES", "snake=0")
+    given = ["--small", "--device", "cpu", "--stages", "1,3", "--sections", "versions,device"]
+    assert bench_gpu.main(given) == 0
+    (folder,) = tmp_path.glob("bench_gpu_*")
+    assert {each.name for each in folder.iterdir()} == {"figures.jsonl", "log.txt", "decisions.txt"}
+    figures = figures_of(folder)
+    assert any("snake=0" in each["line"] for each in figures)
+    assert sum("copy_bandwidth" in each for each in figures) == 2
+
+
+def test_a_stage_that_has_no_time_left_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench_gpu.Run(tmp_path, "cpu", 60, io.StringIO()).stages(small(STAGES))
+    assert capsys.readouterr().out.count("is left out") == len(STAGES)
+    assert not figures_of(tmp_path)
+
+
+def test_a_line_that_was_cut_off_is_no_figure(tmp_path: Path) -> None:
+    whole = json.dumps({"section": "device", "small": True, "line": "here"})
+    (tmp_path / "figures.jsonl").write_text(f'{whole}\n{{"section": "dec\n{whole}\n')
+    assert len(figures_of(tmp_path)) == 2
+
+
+# -- what figures decide --
+
+
+def figure(section: str, **fields: Any) -> dict[str, Any]:
+    return {"section": section, "small": False, "line": "…", **fields}
+
+
+@pytest.mark.parametrize(
+    ("found", "means"),
+    [
+        ([figure("kernels", kind="narrow"), figure("kernels", kind="wide")], After()),
+        ([figure("kernels", failed=True, kind="narrow")], After(stop=True)),
+        (
+            [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="wide")],
+            After(choices="hopper=0", again=("kernels",)),
+        ),
+        # Its process was ended, so it could not say which: the narrow one had been found right, or not.
+        (
+            [figure("kernels", kind="narrow"), figure("kernels", failed=True)],
+            After(choices="hopper=0", again=("kernels",)),
+        ),
+        ([figure("kernels", failed=True)], After(stop=True)),
+        ([figure("versions", failed=True)], After(stop=True)),
+        ([figure("sanitizer", failed=True)], After()),
+    ],
+)
+def test_wrong_kernels_are_switched_off_or_end_the_run(
+    found: list[dict[str, Any]], means: After
+) -> None:
+    assert after(1, found) == means
+    assert after(3, found) == After()
+
+
+@pytest.mark.parametrize(
+    ("number", "found", "told"),
+    [
+        (2, [figure("decode", failed=True)], "mean nothing"),
+        (3, [figure("decode", share=0.7)], "three blocks"),
+        (3, [figure("decode", share=0.9), figure("prefill", share=0.7)], "above its limit"),
+        (3, [figure("prefill", share=0.5)], "ping-pong"),
+        (4, [figure("sampler", seconds=1e-3, kind="greedy")], "sampler takes 1.00 ms"),
+        (4, [figure("iteration", host_seconds=3e-3, seconds=4e-3, kind="eager", rows=1)], "host"),
+        (
+            4,
+            [figure("iteration", host_seconds=1e-3, seconds=4e-3, kind="eager", rows=1)],
+            "nothing",
+        ),
+        (4, [figure("hidden", ratio=1.2)], "earlier swap-ins"),
+        (5, [figure("attention", mean=1.2, heads="16/4")], "at most 32 rows"),
+        (6, [figure("load", kind="two tiers", ratio=1.4)], "1.40 x stateless"),
+    ],
+)
+def test_each_stage_says_what_its_figures_decide(
+    number: int, found: list[dict[str, Any]], told: str
+) -> None:
+    assert any(told in sentence for sentence in decisions(number, found))
+
+
+def test_a_choice_becomes_the_default_only_where_it_is_faster() -> None:
+    rows = [
+        figure("choices", what="decode", choice="the defaults", default=True, seconds=1.0),
+        figure("choices", what="decode", choice="narrow_blocks=3", default=False, seconds=0.8),
+        figure("choices", what="prefill", choice="the defaults", default=True, seconds=1.0),
+        figure("choices", what="prefill", choice="snake=0", default=False, seconds=0.99),
+    ]
+    told = decisions(3, rows)
+    assert "decode: narrow_blocks=3 is 25% faster than the defaults: make it the default" in told
+    assert "prefill: the defaults stay" in told

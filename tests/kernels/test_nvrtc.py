@@ -24,9 +24,14 @@ COMPILED = [
     for source in SOURCES
     for architecture in (ARCHITECTURES if source != HOPPER else ("sm_90a",))
 ]
-REGISTERS_MAX = {"multi_token_attention.cu": 255, HOPPER: 168}  # the others: 64
+REGISTERS_MAX = {
+    "multi_token_attention.cu": 255,
+    HOPPER: 168,
+    "draw_tokens.cu": 128,
+}  # the others: 64
 EXPECTED = {
     "multi_token_attention.cu": ("HMMA.16816.F32", "LDGSTS", "LDSM.16.MT88", "MUFU.EX2"),
+    "draw_tokens.cu": ("ATOMS.ADD", "DFMA"),
     HOPPER: ("HGMMA.64x128x16.F32", ".tnspB", "UTMALDG.3D", "SYNCS.PHASECHK", "USETMAXREG"),
 }
 
@@ -102,6 +107,25 @@ def test_hoppers_products_overlap(head_size: int) -> None:
     under_way = next(i for i, each in enumerate(told) if each.endswith("0x1"))
     done = next(i for i in range(under_way + 1, len(told)) if told[i].endswith("0x0"))
     assert told[under_way + 1 : done] == ["MUFU.EX2"] * 66, "64 powers and two corrections"
+
+
+def test_under_the_watchdog_a_wait_that_never_ends_traps() -> None:
+    plain = kernel_of(HOPPER)
+    watched = plain._replace(defines=(*plain.defines, "WATCHDOG"))
+    assert "BPT.TRAP" not in dump(nvrtc.cubin(plain, "sm_90a"), "-sass")
+    sass = dump(nvrtc.cubin(watched, "sm_90a"), "-sass")
+    assert sass.count("BPT.TRAP") == sass.count("SYNCS.PHASECHK") // 2, (
+        "one for each place that waits"
+    )
+
+
+def test_what_a_run_on_a_gpu_needs_can_be_compiled_beforehand() -> None:
+    """For one architecture, with every definition that a choice may add."""
+    found = list(nvrtc.variants(("sm_90a",), chosen=True))
+    assert len(set(found)) == len(found)
+    assert {architecture for _, architecture in found} == {"sm_90a"}
+    defines = {frozenset(kernel.defines) for kernel, _ in found if kernel.source == HOPPER}
+    assert frozenset(("HEAD_SIZE=128", "ELEMENT=Bf16", "WATCHDOG")) in defines
 
 
 def test_parts_are_merged_sixteen_bytes_at_a_time() -> None:

@@ -294,10 +294,11 @@ def test_launching_asks_the_device_for_nothing(gpu: Pretended) -> None:
     )
     executor.launch(Iteration(0, slices, started=starts(first, second, third)))
     narrow_and_wide = ("write_kv", "multi_token_attention", "multi_token_attention")
-    assert gpu.take() == layers(*narrow_and_wide)
+    drawn = ("compute", "draw_tokens")  # one launch for all rows with a temperature
+    assert gpu.take() == [*layers(*narrow_and_wide), drawn]
     ahead = (slice_of(first, 40, 41, True, 32), slice_of(third, 5, 6, True, 32))
     executor.launch(Iteration(1, ahead))
-    assert gpu.take() == layers("write_kv", "multi_token_attention")
+    assert gpu.take() == [*layers("write_kv", "multi_token_attention"), drawn]
     outcome = executor.collect()
     assert [sample.turn_id for sample in outcome.samples] == [0, 2]
     assert not outcome.failures
@@ -310,9 +311,11 @@ def test_fused_layers_rotate_rows_on_the_way_to_the_pages(gpu: Pretended, graphs
     first, second = turn_of(0, 40, [3, 1], EVERYTHING), turn_of(1, 20, [5], PLAIN)
     slices = (slice_of(first, 0, 40, True, 32), slice_of(second, 0, 20, False, 32))
     executor.launch(Iteration(0, slices, started=starts(first, second)))
-    assert gpu.take() == layers("rotate_and_write_kv", "multi_token_attention")
+    drawn = ("compute", "draw_tokens")
+    assert gpu.take() == [*layers("rotate_and_write_kv", "multi_token_attention"), drawn]
     executor.launch(Iteration(1, (slice_of(first, 40, 41, True, 32),)))
-    assert gpu.take() == ([] if graphs else layers("rotate_and_write_kv", "multi_token_attention"))
+    eager = layers("rotate_and_write_kv", "multi_token_attention")
+    assert gpu.take() == [*([] if graphs else eager), drawn]
     assert [sample.turn_id for sample in executor.collect().samples] == [0]
     executor.close()
 

@@ -95,7 +95,7 @@ def work_of(
 
 def blocks_at_once(device: torch.device, head_size: int) -> BlocksAtOnce:
     """How many blocks of multi_token_attention the device runs at once, and of Hopper's own kernel."""
-    return _blocks_at_once(device, head_size, choices.chosen)
+    return _blocks_at_once(device, head_size, choices.current)
 
 
 @cache
@@ -103,7 +103,7 @@ def _blocks_at_once(device: torch.device, head_size: int, chosen: Choices) -> Bl
     room = MULTIPROCESSOR_KIB.get(torch.cuda.get_device_capability(device), 100)
     count = cuda_launch.multiprocessors(device)
     blocks = min(BLOCKS_MAX, room // (BLOCK_KIB[head_size] + 1)) * count
-    has_hoppers = cuda_launch.architecture(device.index or 0) == "sm_90a"
+    has_hoppers = cuda_launch.architecture(device.index or 0) == "sm_90a" and chosen.hopper
     wide = count * chosen.wide_blocks
     return BlocksAtOnce(blocks, wide if has_hoppers and head_size in HOPPER_HEAD_SIZES else None)
 
@@ -158,10 +158,10 @@ def attention_launches(
     if len(work.wide_items):
         num_items = len(work.wide_items) * num_kv_heads
         map_of = map_of or tensor_map.map_of
-        order = () if choices.chosen.snake else ("STRIDED",)
+        hoppers = "multi_token_attention_hopper.cu"
         launches.append(
             Launch(
-                Kernel("multi_token_attention_hopper.cu", "multi_token_attention", defines + order),
+                Kernel(hoppers, "multi_token_attention", defines + hopper_defines()),
                 min(num_items, cuda_launch.multiprocessors(query.device)),
                 384,
                 (
@@ -299,6 +299,13 @@ def copy_pages_launch(
             *pointers(target_arena),
         ),
     )
+
+
+def hopper_defines() -> tuple[str, ...]:
+    """What is chosen of Hopper's kernel."""
+    chosen = choices.current
+    order = () if chosen.snake else ("STRIDED",)
+    return (*order, "WATCHDOG") if chosen.watchdog else order
 
 
 def _element(tensor: torch.Tensor, head_size: int) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ int64, so that no two tokens tie and a partial sort is the beginning of the full
 keeps a prefix of this order.  Usually the first 256 tokens show where the prefix ends, or (nothing
 cut) already contain the drawn token; only a row for which they do not is tried again with more
 of its tokens.  On a CPU it costs nothing to see whether they do.  On a GPU it would mean waiting for
-all work launched so far, so there each row is tried once, with as many tokens as its `Sampling` may need:
-256 for a top_k of at most 256, else all of them, sorted.
+all work launched so far, so there a kernel searches each row without sorting it (kernels/sampling.py); or, by
+the choice `radix=0`, each row is tried once, with as many tokens as its `Sampling` may need: 256 for a top_k
+of at most 256, else all of them, sorted.
 
 **The random number** of a token is Philox4x32-10 of (seed, position): the seed is the key and the
 token's absolute position in the conversation's log is the counter.  Both are in the store,
@@ -23,12 +24,15 @@ state to keep.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from pensieve.core.sampling import Sampling
+from pensieve.kernels import choices, cuda_launch
+from pensieve.kernels.sampling import RowOptions, draw_tokens_launch, table_of
 from pensieve.model.sampling.penalties import Row
 from pensieve.model.transfer import indices, reading_is_free, upload
 
@@ -37,7 +41,11 @@ HEAD_WIDTHS = (256, 8192)  # how many likeliest tokens are tried, before the who
 
 def draw(values: Tensor, rows: Sequence[Row]) -> Tensor:
     """int64 (rows): one token for each row of `values`, all of which are finite or -infinity."""
-    return _draw_by_trying(values, rows) if reading_is_free(values) else _draw_at_once(values, rows)
+    if reading_is_free(values):
+        return _draw_by_trying(values, rows)
+    if values.is_cuda and choices.current.radix:
+        return _draw_by_searching(values, rows)
+    return _draw_at_once(values, rows)
 
 
 def select(values: Tensor, rows: Sequence[int]) -> Tensor:
@@ -82,6 +90,28 @@ def _draw_at_once(values: Tensor, rows: Sequence[Row]) -> Tensor:
         answers = _draw_from_head(select(values, part), [rows[each] for each in part], width)
         token_ids.index_copy_(0, indices(part, values.device), answers)
     return token_ids
+
+
+def _draw_by_searching(values: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Draw by the kernel; one table goes to the device."""
+    table = upload(table_of(options_of(rows, values.shape[1])), values.device)
+    token_ids = torch.empty(len(rows), dtype=torch.int64, device=values.device)
+    launch = draw_tokens_launch(values, table, _weight_bits(values.shape[1]), token_ids)
+    cuda_launch.launch(launch, values.device)
+    return token_ids
+
+
+def options_of(rows: Sequence[Row], vocab_size: int) -> list[RowOptions]:
+    """What the kernel needs to know of each row."""
+    found = []
+    for row in rows:
+        sampling = row.sampling
+        high, low = uniform_limbs(sampling.seed, row.position)
+        weight_min = max(math.ceil(sampling.min_p * 2.0 ** _weight_bits(vocab_size)), 1)
+        top_k = min(sampling.top_k or vocab_size, vocab_size)
+        draw = high << 31 | low
+        found.append(RowOptions(sampling.temperature, sampling.top_p, top_k, weight_min, draw))
+    return found
 
 
 def _width_surely_enough(sampling: Sampling, vocab_size: int) -> int:

@@ -122,7 +122,7 @@ def test_each_of_hoppers_items_is_done_once_in_either_order(
     snake: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four blocks and eighteen items: three whole turns, there, back and there, and a part of a fourth."""
-    monkeypatch.setattr(choices, "chosen", choices.Choices(snake=snake))
+    monkeypatch.setattr(choices, "current", choices.Choices(snake=snake))
     attend([(0, 10, 144), (1, 40, 144), (2, 0, 144)], 4, 2, 64, hopper=True)
 
 

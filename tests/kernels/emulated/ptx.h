@@ -37,6 +37,41 @@ inline float shuffle_xor(float value, int mask) {
   return float_of(emulated::exchange(warp(), threadIdx.x % 32, words)[threadIdx.x % 32 ^ mask][0]);
 }
 
+inline uint64 shuffled(uint64 value, unsigned from) {
+  const uint32 words[2] = {uint32(value), uint32(value >> 32)};
+  const auto& all = emulated::exchange(warp(), threadIdx.x % 32, words);
+  return uint64(all[from][1]) << 32 | all[from][0];
+}
+
+inline uint64 shuffle_xor(uint64 value, int mask) { return shuffled(value, threadIdx.x % 32 ^ mask); }
+
+inline uint64 shuffle_up(uint64 value, int delta) {
+  const unsigned lane = threadIdx.x % 32;
+  return shuffled(value, lane >= unsigned(delta) ? lane - delta : lane);
+}
+
+inline uint32 ballot(bool value) {
+  const uint32 words[1] = {value};
+  const auto& all = emulated::exchange(warp(), threadIdx.x % 32, words);
+  uint32 bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= all[lane][0] << lane;
+  return bits;
+}
+
+inline uint32 count_bits(uint32 bits) { return __builtin_popcount(bits); }
+
+inline uint64 multiply_high(uint64 a, uint64 b) { return uint64((unsigned __int128)(a) * b >> 64); }
+
+inline double exp(double value) { return std::exp(value); }
+
+inline double ceil(double value) { return std::ceil(value); }
+
+inline uint32 add(uint32* place, uint32 value) {
+  const uint32 before = *place;
+  *place += value;
+  return before;
+}
+
 inline bool any(bool value) {
   const uint32 words[1] = {value};
   const auto& all = emulated::exchange(warp(), threadIdx.x % 32, words);

@@ -1,0 +1,107 @@
+"""Sections `iteration` and `sampler` of the GPU bench (what an iteration takes beside its kernels).
+
+`iteration` decodes rows of a context of 1,000 by the executor, as captured graphs and eagerly: how long the
+host takes to launch, and how long all of it takes.  `sampler` draws from rows of logits, by options.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from array import array
+
+import torch
+
+from pensieve.bench.gpu_harness import Bench
+from pensieve.bench.gpu_model import GREEDY, executor_of
+from pensieve.core.iteration import Iteration, Slice, TurnStart
+from pensieve.core.sampling import Sampling
+from pensieve.kernels import PAGE_SLOTS as PAGE
+from pensieve.kernels.choices import Choices, chosen
+from pensieve.model.executor import TorchExecutor
+from pensieve.model.loader import LoadedModel
+from pensieve.model.sampling.penalties import Row, TurnLog
+from pensieve.model.sampling.sampler import Sampler
+
+OPTIONS = {
+    "greedy": Sampling(),
+    "temperature 0.7": Sampling(temperature=0.7, seed=1),
+    "temperature 0.7, top_p 0.9": Sampling(temperature=0.7, top_p=0.9, seed=1),
+    "temperature 0.7, top_k 50": Sampling(temperature=0.7, top_k=50, seed=1),
+}
+
+
+def section_iteration(bench: Bench, model: LoadedModel) -> None:
+    sizes, context = ((1, 4), 70) if bench.small else ((1, 16, 64, 128), 1000)
+    pages = -(-context // PAGE)
+    kinds = {"graphs": True, "eager": False} if bench.device.type == "cuda" else {"eager": False}
+    for kind, graphs in kinds.items():
+        executor = executor_of(
+            model, bench.device, max(sizes) * pages + 1, 0, max(sizes), graphs=graphs
+        )
+        for rows in sizes:
+            host, whole = _decode(bench, executor, rows, context, pages, model.shape.vocab_size)
+            bench.report(
+                "iteration",
+                f"{rows} decodes over {context}, {kind}: {whole * 1e3:.2f} ms, of which the host "
+                f"launches for {host * 1e3:.2f}",
+                kind=kind,
+                rows=rows,
+                host_seconds=host,
+                seconds=whole,
+            )
+        executor.close()
+
+
+def _decode(
+    bench: Bench, executor: TorchExecutor, rows: int, context: int, pages: int, vocab_size: int
+) -> tuple[float, float]:
+    """The medians of the host's time and of the whole time, of one iteration alone."""
+    draw = random.Random(rows)
+    tokens = array("I", draw.choices(range(vocab_size), k=context))
+    started = tuple(TurnStart(turn, tokens, GREEDY) for turn in range(rows))
+    slices = tuple(
+        Slice(
+            turn,
+            context - 1,
+            context,
+            tokens[-1:],
+            array("i", range(turn * pages, (turn + 1) * pages)),
+            True,
+        )
+        for turn in range(rows)
+    )
+    host: list[float] = []
+    whole: list[float] = []
+    for index in range(3 if bench.small else 20):
+        bench.synchronize()
+        began = time.perf_counter()
+        executor.launch(Iteration(index, slices, started=started if index == 0 else ()))
+        host.append(time.perf_counter() - began)
+        executor.collect()
+        whole.append(time.perf_counter() - began)
+    executor.launch(Iteration(99, (), ended=tuple(range(rows))))
+    executor.collect()
+    return statistics.median(host[1:]), statistics.median(whole[1:])
+
+
+def section_sampler(bench: Bench) -> None:
+    rows, vocab_size = (4, 1000) if bench.small else (64, 128_256)
+    logits = torch.randn(rows, vocab_size, device=bench.device) * 3
+    sampler = Sampler(vocab_size)
+    context = array("I", [1, 2, 3])
+    cases = [(kind, sampling, Choices()) for kind, sampling in OPTIONS.items()]
+    if bench.device.type == "cuda":
+        cases.append(("temperature 0.7, sorted", OPTIONS["temperature 0.7"], Choices(radix=0)))
+    for kind, sampling, choices in cases:
+        turns = [Row(TurnLog(sampling, context, 3, turn), 3) for turn in range(rows)]
+        times = []
+        for _ in range(10):
+            began = time.perf_counter()
+            with chosen(choices):
+                sampler.draw(logits, turns).read()
+            times.append(time.perf_counter() - began)
+        seconds = statistics.median(times[1:])
+        line = f"{rows} rows of {vocab_size}, {kind}: {seconds * 1e3:.2f} ms"
+        bench.report("sampler", line, kind=kind, seconds=seconds)

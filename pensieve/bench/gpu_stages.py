@@ -1,0 +1,230 @@
+"""The order in which a GPU is examined, and what each stage's figures decide.
+
+Time on a machine with a GPU is short, so what must be right comes first, then what is likely to be slow,
+and the long runs last: where time is short, the last stages are left out.  A stage is a list of steps, each
+a section of the bench in a process of its own with a limit of its own: what hangs, or leaves the device in an
+error that sticks, costs that step alone.
+
+The functions are pure: figures in, sentences (`decisions`) and consequences (`after`) out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Figures = Mapping[str, Any]  # one line of figures.jsonl
+
+
+class Step(NamedTuple):
+    section: str
+    seconds: int  # after which it is ended
+    small: bool = False
+    choices: str = ""  # of kernels/choices.py
+
+
+class Stage(NamedTuple):
+    number: int
+    minutes: int
+    title: str
+    steps: tuple[Step, ...]
+
+
+GUARDED = "watchdog=1"
+STAGES = (
+    Stage(
+        1,
+        4,
+        "Is it right at all?",
+        (
+            Step("versions", 60),
+            Step("device", 60, small=True),
+            Step("kernels", 90, small=True, choices=GUARDED),
+            Step("swap", 45, small=True),
+            Step("sanitizer", 120, small=True),
+        ),
+    ),
+    Stage(
+        2,
+        3,
+        "Do whole paths work?",
+        (
+            Step("attention", 60, small=True, choices=GUARDED),
+            Step("decode", 45, small=True, choices=GUARDED),
+            Step("prefill", 45, small=True, choices=GUARDED),
+            Step("hidden", 60, small=True, choices=GUARDED),
+            Step("exactness", 90, small=True, choices=GUARDED),
+        ),
+    ),
+    Stage(
+        3,
+        8,
+        "How fast are the kernels, and which choices are better?",
+        (
+            Step("device", 90),
+            Step("kernels", 120),
+            Step("decode", 90),
+            Step("prefill", 90),
+            Step("swap", 90),
+            Step("choices", 180),
+        ),
+    ),
+    Stage(
+        4,
+        6,
+        "How fast is an iteration, and who waits for whom?",
+        (Step("iteration", 180), Step("sampler", 60), Step("hidden", 120)),
+    ),
+    Stage(
+        5,
+        9,
+        "Against torch, and exact under pressure",
+        (Step("attention", 300), Step("exactness", 240)),
+    ),
+    Stage(6, 9, "Under load", (Step("load", 540),)),
+)
+
+
+def small(stages: Iterable[Stage]) -> list[Stage]:
+    """The same steps on small shapes."""
+    return [
+        stage._replace(steps=tuple(step._replace(small=True) for step in stage.steps))
+        for stage in stages
+    ]
+
+
+class After(NamedTuple):
+    """What a stage means for those behind it."""
+
+    stop: bool = False
+    choices: str = ""  # for all later steps
+    again: tuple[str, ...] = ()  # sections to be run again with them
+
+
+def after(number: int, found: Sequence[Figures]) -> After:
+    """Stage 1 alone has consequences: wrong kernels are switched off, or end the run."""
+    if number != 1:
+        return After()
+    wrong = wrong_kernel(found)
+    if wrong == "narrow" or any(
+        each["section"] == "versions" and each.get("failed") for each in found
+    ):
+        return After(stop=True)
+    return After(choices="hopper=0", again=("kernels",)) if wrong == "wide" else After()
+
+
+def wrong_kernel(found: Sequence[Figures]) -> str | None:
+    """Which attention kernel section `kernels` found wrong: "narrow" or "wide".
+
+    A process that was ended could not say it: then it is the wide one if the narrow one had been found right.
+    """
+    sentences = [each for each in found if each["section"] == "kernels"]
+    wrong = [each for each in sentences if each.get("failed")]
+    if not wrong:
+        return None
+    right = {each.get("kind") for each in sentences if not each.get("failed")}
+    return str(wrong[-1].get("kind") or ("wide" if "narrow" in right else "narrow"))
+
+
+def of(found: Sequence[Figures], section: str, *names: str) -> list[Figures]:
+    """The figures of a section that have all of these fields."""
+    return [
+        each
+        for each in found
+        if each["section"] == section and all(each.get(name) is not None for name in names)
+    ]
+
+
+def decisions(number: int, found: Sequence[Figures]) -> list[str]:
+    """What the figures of a stage say is to be done, in sentences."""
+    wrong = sorted({each["section"] for each in found if each.get("failed")})
+    sentences = [f"{name}: it failed; mend it before its figures are believed" for name in wrong]
+    match number:
+        case 1:
+            sentences.append(
+                {
+                    "narrow": "the kernel for narrow items is wrong: stop here and mend it",
+                    "wide": "Hopper's kernel is wrong: it is switched off (hopper=0), and the run goes on",
+                    None: "the kernels agree with the reference: go on",
+                }[wrong_kernel(found)]
+            )
+        case 2:
+            sentences.append(
+                "figures mean nothing until this is mended"
+                if wrong
+                else "whole paths agree: figures mean something"
+            )
+        case 3:
+            sentences += _of_kernels(found)
+        case 4:
+            sentences += _of_iterations(found)
+        case 5:
+            for each in of(found, "attention", "mean"):
+                mean = each["mean"]
+                what = "tune the path for at most 32 rows" if mean > 1 else "nothing to do"
+                sentences.append(
+                    f"attention {each['heads']}: {mean:.2f} x torch (to be at most 1.0): {what}"
+                )
+        case 6:
+            best = {each["kind"]: each["ratio"] for each in of(found, "load", "kind", "ratio")}
+            sentences += [
+                f"throughput at equal latency, {kind}: {ratio:.2f} x stateless"
+                for kind, ratio in best.items()
+            ]
+    return sentences
+
+
+def _of_kernels(found: Sequence[Figures]) -> list[str]:
+    sentences = []
+    for each in of(found, "decode", "share"):
+        if each["share"] < 0.8:
+            sentences.append(
+                f"decode reaches {each['share']:.0%} of the bandwidth, below 80 %: three blocks, then "
+                f"the merge inside the kernel ({each['line']})"
+            )
+    for each in of(found, "prefill", "share"):
+        if each["share"] < 0.6:
+            sentences.append(
+                f"prefill reaches {each['share']:.0%} of the product's rate, below 60 %: ping-pong of the "
+                f"warpgroups ({each['line']})"
+            )
+    groups: dict[str, list[Figures]] = {}
+    for each in of(found, "choices", "what", "choice", "seconds"):
+        groups.setdefault(each["what"], []).append(each)
+    for what, rows in groups.items():
+        best = min(rows, key=lambda each: float(each["seconds"]))
+        default = next((each for each in rows if each["default"]), best)
+        gain = default["seconds"] / best["seconds"] - 1
+        if gain > 0.02:
+            sentences.append(
+                f"{what}: {best['choice']} is {gain:.0%} faster than {default['choice']}: make it the default"
+            )
+        else:
+            sentences.append(f"{what}: {default['choice']} stay")
+    for each in of(found, "choices", "bus_share"):
+        if "batched" in each["choice"] and each["bus_share"] >= 0.9:
+            sentences.append(
+                f"batched copies reach {each['bus_share']:.0%} of the bus: they replace the copy kernel"
+            )
+    return sentences or ["every share is above its limit"]
+
+
+def _of_iterations(found: Sequence[Figures]) -> list[str]:
+    sentences = []
+    for each in of(found, "sampler", "seconds"):
+        if each["seconds"] > 0.5e-3:
+            sentences.append(
+                f"the sampler takes {each['seconds'] * 1e3:.2f} ms ({each['kind']}): it is first"
+            )
+    for each in of(found, "iteration", "host_seconds", "seconds"):
+        if each["host_seconds"] > each["seconds"] - each["host_seconds"]:
+            sentences.append(
+                f"{each['kind']} at {each['rows']} rows: the host is most of an iteration: arguments "
+                "kept per layer, then graphs of pieces"
+            )
+    for each in of(found, "hidden", "ratio"):
+        if each["ratio"] > 1.05:
+            sentences.append(
+                f"a history from the host costs {each['ratio']:.2f} x: batched copies, then earlier swap-ins"
+            )
+    return sentences or ["nothing is above its limit"]

@@ -1,0 +1,60 @@
+"""Draws tokens from logits on a GPU by csrc/cuda/draw_tokens.cu, without sorting them.
+
+What is drawn is defined in pensieve/model/sampling/draw.py; this is the launch, and the table of options
+that the kernel reads, one record for each row.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from pensieve.kernels.cuda_launch import Launch, pointers
+from pensieve.kernels.nvrtc import Kernel
+
+_RECORD = struct.Struct("=ddqQQ")
+SHARED = "draw_tokens_shared_bytes"
+
+
+class RowOptions(NamedTuple):
+    """`RowOptions` of the source."""
+
+    temperature: float
+    top_p: float
+    top_k: int  # the size of the vocabulary: no limit
+    weight_min: int  # at least 1
+    draw: int  # of 62 bits
+
+
+def table_of(rows: Iterable[RowOptions]) -> torch.Tensor:
+    """uint8 (rows · record), on the host."""
+    return torch.frombuffer(bytearray().join(_RECORD.pack(*row) for row in rows), dtype=torch.uint8)
+
+
+def draw_tokens_launch(
+    values: torch.Tensor,  # float32 (rows, vocab), finite or -infinity
+    table: torch.Tensor,  # of `table_of`
+    weight_bits: int,
+    token_ids: torch.Tensor,  # int64 (rows)
+) -> Launch:
+    num_rows, vocab_size = values.shape
+    if values.dtype != torch.float32 or values.stride(1) != 1:
+        raise ValueError(f"draw_tokens: values are {values.dtype} with strides {values.stride()}")
+    if len(table) != num_rows * _RECORD.size or token_ids.shape != (num_rows,):
+        raise ValueError(f"draw_tokens: {num_rows} rows, and other tables: {len(table)} bytes")
+    return Launch(
+        Kernel("draw_tokens.cu", "draw_tokens"),
+        num_rows,
+        512,
+        (
+            *pointers(values, table),
+            ("i", vocab_size),
+            ("i", weight_bits),
+            ("l", values.stride(0)),
+            *pointers(token_ids),
+        ),
+        SHARED,
+    )

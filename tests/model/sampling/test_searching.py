@@ -1,0 +1,128 @@
+"""The kernel that searches a row draws what sorting it draws; here on emulated threads."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pensieve.core.sampling import Sampling
+from pensieve.kernels.sampling import RowOptions, draw_tokens_launch, table_of
+from pensieve.model.sampling import draw as draw_module
+from pensieve.model.sampling.penalties import Row
+from tests.kernels.emulated import needs_x86, run
+from tests.model.sampling.world import OPTIONS, make_logits, make_row
+
+pytestmark = needs_x86
+
+
+def searched(values: torch.Tensor, rows: Sequence[Row], backwards: bool = False) -> list[int]:
+    options = draw_module.options_of(rows, values.shape[1])
+    return drawn_with(values, options, backwards)
+
+
+def drawn_with(
+    values: torch.Tensor, options: list[RowOptions], backwards: bool = False
+) -> list[int]:
+    token_ids = torch.full((len(options),), -7)
+    bits = draw_module._weight_bits(values.shape[1])
+    table = table_of(options)
+    run(draw_tokens_launch(values, table, bits, token_ids), backwards=backwards)
+    return token_ids.tolist()
+
+
+def sorted_out(values: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    found: list[int] = draw_module._draw_from_head(values, rows, values.shape[1]).tolist()
+    return found
+
+
+def rows_of(samplings: Sequence[Sampling]) -> list[Row]:
+    return [make_row(replace(each, seed=n)) for n, each in enumerate(samplings)]
+
+
+CUTS = [
+    replace(each, temperature=each.temperature or 1.0)
+    for each in (
+        *OPTIONS.values(),
+        Sampling(temperature=1.0, top_k=1),
+        Sampling(temperature=3.0, top_k=300),
+        Sampling(temperature=3.0, top_k=2**31 - 1, top_p=0.5),
+        Sampling(temperature=9.0, top_p=0.999999),
+        Sampling(temperature=1.0, top_p=1e-300),
+        Sampling(temperature=1.0, min_p=1.0),
+        Sampling(temperature=2.0, top_k=30, min_p=0.2),
+        Sampling(temperature=2.0, top_p=0.7, min_p=0.05),
+        Sampling(temperature=1e-310),
+        Sampling(temperature=100.0),
+    )
+]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 37, 513, 3000])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_it_draws_what_sorting_draws(vocab_size: int, rounded: bool) -> None:
+    """Every combination of cuts; rounded to bfloat16, logits tie everywhere."""
+    values = make_logits(3 * len(CUTS), vocab_size, seed=vocab_size)
+    if rounded:
+        values = (values / 2).bfloat16().float()
+    rows = rows_of(CUTS * 3)
+    assert searched(values, rows) == sorted_out(values, rows)
+
+
+def test_neither_the_order_of_threads_nor_the_rest_of_the_batch_matters() -> None:
+    values = make_logits(len(CUTS), 700, seed=4).bfloat16().float()
+    rows = rows_of(CUTS)
+    together = searched(values, rows)
+    assert searched(values, rows, backwards=True) == together
+    for n in random.Random(0).sample(range(len(rows)), 4):
+        assert searched(values[n : n + 1], rows[n : n + 1]) == together[n : n + 1]
+
+
+def test_rows_of_equals_of_masks_and_of_extremes() -> None:
+    """Ties across all ids (-0 is 0), almost all masked, weights near overflow, huge and tiny values."""
+    values = torch.stack(
+        [
+            torch.zeros(600),
+            torch.cat([torch.zeros(300), -torch.zeros(300)]),
+            torch.full((600,), -math.inf).index_fill_(0, torch.tensor([599]), 1.0),
+            torch.full((600,), -math.inf).index_fill_(0, torch.tensor([3, 599]), 1.0),
+            torch.linspace(-1, 1, 600) * 3e38,
+            torch.full((600,), -1e-40),
+            torch.linspace(-0.01, 0.0, 600),
+        ]
+    )
+    for sampling in CUTS:
+        rows = rows_of([sampling] * len(values))
+        assert searched(values, rows) == sorted_out(values, rows), sampling
+
+
+@pytest.mark.parametrize("draw", [0, 1, 2**31, 2**61, 2**62 - 1])
+def test_the_ends_of_the_random_number_draw_the_first_and_the_last(
+    draw: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.stack([torch.zeros(63), torch.linspace(0, -0.01, 63), make_logits(1, 63)[0]])
+    limbs = (draw >> 31, draw & 0x7FFF_FFFF)
+    monkeypatch.setattr(draw_module, "uniform_limbs", lambda seed, position: limbs)
+    for sampling in (Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.999)):
+        rows = rows_of([sampling] * 3)
+        assert searched(values, rows) == sorted_out(values, rows)
+
+
+def test_rows_may_lie_apart() -> None:
+    wide = torch.full((4, 50), math.nan)
+    wide[:, :40] = make_logits(4, 40)
+    rows = rows_of([Sampling(temperature=1.0)] * 4)
+    assert searched(wide[:, :40], rows) == sorted_out(wide[:, :40].contiguous(), rows)
+
+
+def test_tables_that_do_not_fit_are_refused() -> None:
+    values = make_logits(2, 40)
+    options = draw_module.options_of(rows_of([Sampling(temperature=1.0)]), 40)
+    with pytest.raises(ValueError, match="2 rows"):
+        draw_tokens_launch(values, table_of(options), 50, torch.empty(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="strides"):
+        draw_tokens_launch(values.T, table_of(options), 50, torch.empty(40, dtype=torch.int64))
