@@ -27,8 +27,6 @@
 namespace pensieve {
 namespace {
 
-constexpr int kRowsAtOnce = 192;  // of one piece of work, as in a product of one matrix
-
 // The rows first..end of the buffers, and what they are multiplied with.
 struct Group {
   int expert, first, end;

@@ -15,7 +15,6 @@
 namespace pensieve {
 namespace {
 
-constexpr int kRowsAtOnce = 192;      // of one piece of work: they fit into the cache beside a panel
 constexpr int kRowsOfDecodes = 64;    // up to so many, weights are what is waited for: no blocks
 constexpr int kRowBytes = 512 << 10;  // of all rows: up to so many they stay in the cache from panel to panel
 constexpr int kPiecesOfThread = 4;    // blocks, at least, so that a late one costs little

@@ -7,6 +7,7 @@
 
 namespace pensieve {
 
+constexpr int kRowsAtOnce = 192;      // of one piece of a product: they fit into the cache beside a panel
 constexpr int kRowsWorthThreads = 8;  // with fewer, the work on rows is shorter than waking a thread
 
 template <typename Act>

@@ -39,6 +39,7 @@ Cache* cache;
 #define TILE_TOUCHED(from, num_bytes) cache->touch(from)
 #define TILE_COUNTS_ONLY 1
 #include "amx.cpp"
+#include "experts.cpp"
 #include "layer.cpp"
 
 #include <cstdio>
