@@ -53,6 +53,7 @@ QUIET = [
     r"making random weights, .*",  # for a bench
     r"(loading /tmp/.*|probing its attention)",
     r"\w+: [\d.]+ M parameters, .*",
+    r"layers in (C\+\+ \(\w+\)|torch: .*)",
     r"torch \S+, threads \d+, .*",
     r"an iteration has \d+ tokens, not \d+: .*",
     r"\w+: building [\d,]+ conversations …",
@@ -406,6 +407,7 @@ BENCH = (
         minutes=10,
     ),
     Step("pensieve bench step --batch 1,16 --weights int8", quick=False, minutes=10),
+    Step("pensieve bench step --batch 16 --parts", (r"GB/s of weights",), quick=False, minutes=10),
 )
 TOKEN = Step("pensieve token --tenant acme --file tokens.toml", (r"^\S{32,}$",))
 GUARDED = Step(

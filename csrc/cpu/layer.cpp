@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "experts.h"
+#include "laps.h"
 #include "rows.h"
 #include "threads.h"
 
@@ -177,7 +178,15 @@ extern "C" {
 int32_t pensieve_lanes(const char* only) { return dense_of(only, Type::kFloat).lanes; }
 
 void pensieve_multiply(const char* only, int32_t type, const Product* product, int32_t num_threads) {
+  Laps laps;
   Worker(only, type, num_threads).multiply(*product, nullptr);
+  laps.lap(kAlone);
+}
+
+// Sums of nanoseconds from now on, by Stage (null: no more); returns how many parts there are.
+int32_t pensieve_measure_parts(int64_t* sums) {
+  g_parts = sums;
+  return kNumStages;
 }
 
 // From the residual to queries, keys and values, the first two rotated by their positions if `rotary` is not 0.
@@ -185,6 +194,7 @@ void pensieve_before_attention(const char* only, const Layer* layer, const Buffe
                                const void* residual, const void* cosines, const void* sines,
                                int32_t rotation_float, int32_t rotary, int32_t num_rows,
                                int32_t num_threads) {
+  Laps laps;
   const Worker worker(only, layer->type, num_threads);
   const Dense& dense = worker.dense;
   const void* input = residual;
@@ -194,27 +204,32 @@ void pensieve_before_attention(const char* only, const Layer* layer, const Buffe
     worker.each_row(num_rows, [&](int row) { dense.join(joint, row); });
     input = buffers->normed;
   }
+  laps.lap(kNormBefore);
   const int32_t width = layer->attention_in.outputs;
   worker.multiply({&layer->attention_in, input, layer->hidden, num_rows, buffers->turned, width, 0},
                   &layer->attention_out);
+  laps.lap(kHeadsIn);
   const Turning turning{buffers->turned, width, cosines,
                         sines, rotation_float, layer->query_norm,
                         layer->key_norm, layer->num_heads, layer->num_kv_heads,
                         layer->head_size, rotary};
   if (rotary || layer->query_norm.weight)
     worker.each_row(num_rows, [&](int row) { dense.turn(turning, row); });
+  laps.lap(kTurn);
 }
 
 // From the attention's result, (rows, heads * head_size), to the next layer's residual.
 void pensieve_after_attention(const char* only, const Layer* layer, const Buffers* buffers,
                               const void* residual, const void* attended, void* out,
                               int32_t num_rows, int32_t num_threads) {
+  Laps laps;
   const Worker worker(only, layer->type, num_threads);
   const Dense& dense = worker.dense;
   const int32_t hidden = layer->hidden, wide = layer->mlp_in.outputs;
   worker.multiply({&layer->attention_out, attended, layer->attention_out.width, num_rows,
                    buffers->added, hidden, 1},
                   layer->experts ? &layer->experts->router : &layer->mlp_in);
+  laps.lap(kHeadsOut);
   Joint middle{residual, layer->type == 0, buffers->added, layer->attention_after,
                layer->mlp_before, layer->factor, buffers->sum, buffers->normed, hidden};
   if (layer->parallel) {
@@ -229,6 +244,7 @@ void pensieve_after_attention(const char* only, const Layer* layer, const Buffer
   } else {
     worker.each_row(num_rows, [&](int row) { dense.join(middle, row); });
   }
+  laps.lap(kMiddle);
   if (layer->experts) {
     run_experts(dense,
                 {layer->experts, &buffers->experts, buffers->normed, num_rows, worker.element_bytes,
@@ -237,11 +253,14 @@ void pensieve_after_attention(const char* only, const Layer* layer, const Buffer
   } else {
     worker.multiply({&layer->mlp_in, buffers->normed, hidden, num_rows, buffers->gated, wide, 0},
                     &layer->mlp_out);
+    laps.lap(kMlpIn);
     worker.multiply({&layer->mlp_out, buffers->gated, wide, num_rows, buffers->added, hidden, 1},
                     layer->then);
   }
+  laps.lap(kMlpOut);
   const Joint last{buffers->sum, 1, buffers->added, layer->mlp_after, {}, layer->factor, buffers->sum, out, hidden};
   worker.each_row(num_rows, [&](int row) { dense.join(last, row); });
+  laps.lap(kLast);
 }
 
 // The whole layer; its keys and values are written to their slots. Unless num_kept is -1, only the kept
@@ -261,11 +280,13 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
   pensieve_before_attention(only, layer, buffers, residual, pages->cosines, pages->sines,
                             pages->rotation_float, pages->rotary, pages->num_rows,
                             pages->num_threads);
+  Laps laps;
   int32_t answer = pensieve_write_kv(key, width * bytes, size * bytes, value, width * bytes,
                                      size * bytes, pages->slot_mapping, pages->num_rows,
                                      layer->num_kv_heads, pages->slots, size * bytes, keys, values,
                                      2 * half * bytes, head * bytes, pages->num_pages);
   if (answer) return answer;
+  laps.lap(kWriteKv);
   answer = pensieve_multi_token_attention(
       only, layer->type, query, width, size, keys, values, 2 * half, head, pages->num_pages,
       pages->page_table, pages->pages_max, pages->slice_offsets, pages->slice_turns,
@@ -273,6 +294,7 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
       layer->head_size, layer->scaling, buffers->attended, layer->num_heads * size, size,
       pages->num_threads);
   if (answer) return answer;
+  laps.lap(kAttend);
   const void* attended = buffers->attended;
   int32_t num_rows = pages->num_rows;
   if (num_kept >= 0) {  // gathered in buffers that are not used any more

@@ -20,6 +20,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from pensieve.bench.machine import machine
 from pensieve.bench.measured_model import measured_model, model_in_words
 from pensieve.bench.plots import Sheet
 from pensieve.bench.report import Report, percentile, progress
+from pensieve.bench.step_parts import PartRow, check_measurable, part_rows, weight_bytes
 from pensieve.core.iteration import Iteration, Slice, TurnStart
 from pensieve.core.sampling import Sampling
 from pensieve.errors import InvalidArgument, PensieveError
@@ -70,6 +72,7 @@ class Options:
     prompt_tokens: int
     repeats: int
     int8: bool
+    parts: bool = False  # also what each part of the layers takes
 
 
 def run(options: Options, report: Report) -> list[Row]:
@@ -80,6 +83,8 @@ def run(options: Options, report: Report) -> list[Row]:
         exact = Logits.of(load(folder)) if options.int8 else None
         model = load(folder, int8=options.int8, report=progress)
         tokenizer = Tokenizer.load(folder)
+    if options.parts:
+        check_measurable(model)
     named = model_in_words(options.model, options.shape)
     report.about(
         f"{named}, {'int8 weights' if options.int8 else str(model.flat.module.dtype).split('.')[-1]}",
@@ -93,15 +98,13 @@ def run(options: Options, report: Report) -> list[Row]:
             f"likeliest tokens are the same, KL divergence {accuracy['kl_divergence']:.4f}, logits off "
             f"by {accuracy['logit_difference']:.1%} of their range"
         )
-    rows = []
-    for row in measure(
-        model,
-        tokenizer,
-        batches=options.batches,
-        context=options.context,
-        prompt_tokens=options.prompt_tokens,
-        repeats=options.repeats,
-    ):
+    rows: list[Row] = []
+    parts: list[PartRow] = []
+    for row in measure(model, tokenizer, options):
+        if isinstance(row, PartRow):
+            parts.append(row)
+            report.line(str(row))
+            continue
         rows.append(row)
         beside = f" beside {row.prompt_tokens} of a prompt" if row.prompt_tokens else ""
         report.line(
@@ -109,7 +112,10 @@ def run(options: Options, report: Report) -> list[Row]:
             f"{row.p90_seconds * 1e3:.2f}), weights {row.floor_seconds * 1e3:.2f} ms: "
             f"{row.ratio:.2f} x, {row.tokens_per_second:,.0f} tokens/s"
         )
-    report.finish({**about, "rows": [asdict(row) for row in rows]})
+    about["rows"] = [asdict(row) for row in rows]
+    if options.parts:
+        about["parts"] = [asdict(row) for row in parts]
+    report.finish(about)
     return rows
 
 
@@ -191,16 +197,10 @@ class Bench:
         self._executor.close()
 
 
-def measure(
-    model: LoadedModel,
-    tokenizer: Tokenizer,
-    *,
-    batches: Sequence[int],
-    context: int,
-    prompt_tokens: int,
-    repeats: int,
-) -> Iterator[Row]:
-    tokens_max = context + CHECKED_TOKENS + (repeats + 4) * 2 * len(batches) + 8
+def measure(model: LoadedModel, tokenizer: Tokenizer, options: Options) -> Iterator[Row | PartRow]:
+    batches, context, repeats = options.batches, options.context, options.repeats
+    prompt_tokens = options.prompt_tokens
+    tokens_max = context + CHECKED_TOKENS + (repeats + 4) * 3 * len(batches) + 8
     largest = max(batches)
     bench = Bench(model, tokenizer, largest + 1, max(tokens_max, prompt_tokens))
     try:
@@ -219,6 +219,9 @@ def measure(
                         times.append(bench.decode(turns[:batch], *others))
                     floor = num_bytes / READ_BYTES * statistics.median(reads[2:])
                     yield _row(kind, batch, context, prompt_tokens, times[2:], floor)
+                if options.parts:
+                    step = partial(bench.decode, turns[:batch])
+                    yield from part_rows(batch, step, repeats, weight_bytes(model))
     finally:
         bench.close()
 

@@ -7,21 +7,16 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pensieve.bench import plots
 from pensieve.bench.report import Report
 from pensieve.bench.workload import SHAPES, Shape
+from pensieve.cli import bench_kernels
+from pensieve.cli.bench_kernels import add_model, add_plot, counts
 from pensieve.core.policies.registry import POLICIES
 from pensieve.errors import InvalidArgument
 
-# Of `bench attention`, by option: the defaults, and with --full those of docs/performance.md.
-ATTENTION = {
-    "context": ((256, 1024, 4096), (128, 256, 512, 1024, 2048, 4096), "tokens of each turn"),
-    "batch": ((8,), (32, 8), "numbers of turns"),
-    "head-size": ((128,), (64, 128), "sizes of a head"),
-}
 CONVERSATIONS = (1_000, 10_000, 100_000)
 PLANNING = """\
 `planning` measures what a decision costs: `plan` and `commit` of the real scheduler and cache, with
@@ -60,7 +55,15 @@ time is that of the same turn; its reply must be the same, and its usage must sh
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure this machine and this build")
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    for add in (_planning, _service, _isolation, _chat, _swap, _attention, _step):
+    for add in (
+        _planning,
+        _service,
+        _isolation,
+        _chat,
+        _swap,
+        bench_kernels.attention_parser,
+        bench_kernels.step_parser,
+    ):
         add(kinds)
     for each in kinds.choices.values():
         each.add_argument("--json", action="store_true", help="print figures as JSON")
@@ -73,16 +76,6 @@ def _run(act: Callable[[argparse.Namespace], int], arguments: argparse.Namespace
     return act(arguments)
 
 
-def _model(parser: argparse.ArgumentParser, size: str) -> None:
-    text = f"a folder or a hub id (default: random weights of {size})"
-    parser.add_argument("model", nargs="?", default="", help=text)
-
-
-def _plot(parser: argparse.ArgumentParser, what: str) -> None:
-    text = f"draw {what} (needs the extra `bench`)"
-    parser.add_argument("--plot", type=Path, metavar="FILE", help=text)
-
-
 def _planning(kinds: Any) -> None:
     parser = kinds.add_parser(
         "planning",
@@ -91,7 +84,7 @@ def _planning(kinds: Any) -> None:
     )
     parser.add_argument(
         "--conversations",
-        type=_counts,
+        type=counts,
         default=CONVERSATIONS,
         metavar="N,N,…",
         help="cached conversations (default: 1000,10000,100000; together they fill both tiers)",
@@ -142,7 +135,7 @@ def _service(kinds: Any) -> None:
     _iteration_seconds(parser, 0.0)
     parser.add_argument(
         "--history",
-        type=_counts,
+        type=counts,
         metavar="N,N,…",
         help="instead: what a short turn costs the service in conversations of so many tokens",
     )
@@ -209,7 +202,7 @@ def _chat(kinds: Any) -> None:
         description=CHAT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _model(parser, "0.37 B")
+    add_model(parser, "0.37 B")
     parser.add_argument(
         "--address",
         default="",
@@ -265,7 +258,7 @@ def _chat(kinds: Any) -> None:
         metavar="TYPE",
         help="weights of the daemon that is started; see `pensieve serve`",
     )
-    _plot(parser, "the times")
+    add_plot(parser, "the times")
     parser.set_defaults(run=chat)
 
 
@@ -313,7 +306,7 @@ def _swap(kinds: Any) -> None:
         help="pages per second between the tiers, and the first token of a turn whose history is there",
         description=SWAP,
     )
-    _model(parser, "0.37 B")
+    add_model(parser, "0.37 B")
     parser.add_argument(
         "--history", type=int, default=2000, metavar="N", help="tokens (default: 2000)"
     )
@@ -323,7 +316,7 @@ def _swap(kinds: Any) -> None:
     parser.add_argument(
         "--repeats", type=int, default=9, metavar="N", help="times for each median (default: 9)"
     )
-    _plot(parser, "the times")
+    add_plot(parser, "the times")
     parser.set_defaults(run=swap)
 
 
@@ -336,118 +329,3 @@ def swap(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         bench.plot(turns, arguments.plot, report.facts)
     return 0
-
-
-def _attention(kinds: Any) -> None:
-    parser = kinds.add_parser(
-        "attention",
-        help="attention over scattered pages against torch on keys and values in one piece",
-        description="Times multi_token_attention over pages in random order against torch's fused "
-        "attention on contiguous keys and values (the best of padded batch and loop, with grouped "
-        "heads as they are and folded into rows), against gathering the pages first, and against one "
-        "query at a time. Every answer is checked before it is timed. The default is a dozen shapes.",
-    )
-    parser.add_argument(
-        "--full", action="store_true", help="the 96 shapes of docs/performance.md: ten minutes"
-    )
-    for name, (quick, whole, what) in ATTENTION.items():
-        few, many = (",".join(map(str, counts)) for counts in (quick, whole))
-        parser.add_argument(
-            f"--{name}",
-            type=_counts,
-            metavar="N,N,…",
-            help=f"{what} (default: {few}; with --full: {many})",
-        )
-    parser.add_argument(
-        "--queries", type=int, default=8, metavar="N", help="tokens of each slice (default: 8)"
-    )
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="measure only this type (default: both)"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=9, metavar="N", help="times for each median (default: 9)"
-    )
-    _plot(parser, "the ratios")
-    parser.set_defaults(run=attention)
-
-
-def attention(arguments: argparse.Namespace) -> int:
-    from pensieve.bench import attention as bench
-
-    chosen = (arguments.context, arguments.batch, arguments.head_size)
-    contexts, batches, head_sizes = (
-        counts or (whole if arguments.full else quick)
-        for counts, (quick, whole, _) in zip(chosen, ATTENTION.values(), strict=True)
-    )
-    options = bench.Options(
-        contexts, batches, head_sizes, arguments.queries, arguments.dtype, arguments.repeats
-    )
-    report = Report(arguments.json)
-    rows = bench.run(options, report)
-    if arguments.plot is not None:
-        bench.plot(rows, arguments.plot, report.facts)
-    return 0
-
-
-def _step(kinds: Any) -> None:
-    parser = kinds.add_parser(
-        "step",
-        help="an iteration of a model against the time that reading its weights takes",
-        description="Times one iteration (forward, sampling) of turns that generate, alone and beside a "
-        "piece of a prompt, and divides by the time that reading the weights takes at the bandwidth "
-        "measured in between. Before that several turns must get the same tokens in a batch as alone.",
-    )
-    _model(parser, "the shape --shape")
-    parser.add_argument(
-        "--shape",
-        default="0.37B",
-        help="shape of the random weights: 0.03B, 0.37B or 1.1B (default: 0.37B)",
-    )
-    parser.add_argument(
-        "--batch",
-        type=_counts,
-        default=(1, 16, 64),
-        metavar="N,N,…",
-        help="numbers of turns (default: 1,16,64)",
-    )
-    parser.add_argument(
-        "--context", type=int, default=64, metavar="N", help="tokens of each turn (default: 64)"
-    )
-    parser.add_argument(
-        "--prompt",
-        type=int,
-        default=256,
-        metavar="N",
-        help="prompt tokens beside the turns (default: 256)",
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=15, metavar="N", help="times for each median (default: 15)"
-    )
-    parser.add_argument(
-        "--weights", choices=("native", "int8"), default="native", help="(default: native)"
-    )
-    _plot(parser, "the ratios")
-    parser.set_defaults(run=step)
-
-
-def step(arguments: argparse.Namespace) -> int:
-    from pensieve.bench import step as bench
-
-    options = bench.Options(
-        arguments.model,
-        arguments.shape,
-        arguments.batch,
-        arguments.context,
-        arguments.prompt,
-        arguments.repeats,
-        int8=arguments.weights == "int8",
-    )
-    report = Report(arguments.json)
-    rows = bench.run(options, report)
-    if arguments.plot is not None:
-        bench.plot(rows, arguments.plot, report.facts)
-    return 0
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in text.split(","))

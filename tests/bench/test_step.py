@@ -9,10 +9,13 @@ import pytest
 
 from pensieve.bench import step as bench_step
 from pensieve.bench.random_model import RandomShape
+from pensieve.bench.step_parts import REST, weight_bytes
 from pensieve.cli.main import main
 from pensieve.core.iteration import Slice
 from pensieve.core.turn import Turn
 from pensieve.errors import PensieveError
+from pensieve.kernels.layer import cpu
+from pensieve.kernels.layer.cpu_parts import PARTS
 from pensieve.model.loader import load
 from pensieve.text.tokenizer import Tokenizer
 
@@ -32,6 +35,35 @@ def test_step_prints_a_row_for_each_batch(
     assert 0.5 < figures["accuracy"]["same_token_share"] <= 1
 
 
+def test_parts_are_those_of_a_step_and_read_all_weights(
+    random_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--batch", "1,3", "--context", "20", "--prompt", "30", "--repeats", "3", "--json"]
+    assert main(["bench", "step", str(random_model), *small, "--parts"]) == 0
+    found = capsys.readouterr()
+    parts = json.loads(found.out)["parts"]
+    for batch in (1, 3):
+        names = [part["name"] for part in parts if part["batch"] == batch]
+        assert (
+            {"heads in", "attention", "heads out", "MLP in", "MLP out"}
+            < set(names)
+            <= {*PARTS, REST}
+        )
+        assert all(part["seconds"] > 0 for part in parts)
+    model = load(random_model)
+    read = sum(weight_bytes(model).values())  # of norms none is counted
+    assert 0.95 * bench_step.weight_bytes_read(model) < read <= bench_step.weight_bytes_read(model)
+    assert "GB/s of weights" in found.err
+
+
+def test_parts_of_layers_in_torch_are_not_measured(
+    random_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "available", lambda dtype: False)
+    assert main(["bench", "step", str(random_model), "--batch", "1", "--parts"]) == 2
+    assert "parts: only layers that run in C++" in capsys.readouterr().err
+
+
 def test_step_times_nothing_that_depends_on_company(
     random_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -45,7 +77,8 @@ def test_step_times_nothing_that_depends_on_company(
 
     monkeypatch.setattr(bench_step.Bench, "decode", wrong)
     model, tokenizer = load(random_model), Tokenizer.load(random_model)
-    rows = bench_step.measure(model, tokenizer, batches=(2,), context=9, prompt_tokens=8, repeats=1)
+    options = bench_step.Options("", "", (2,), 9, 8, 1, int8=False)
+    rows = bench_step.measure(model, tokenizer, options)
     with pytest.raises(PensieveError, match="turn 0 gets another reply when it is alone"):
         next(iter(rows))
 

@@ -150,6 +150,7 @@ ROWS = (
     Row("pensieve bench swap --history 2000", nightly=True),
     Row("pensieve bench attention --context 512,4096 --dtype bfloat16", nightly=True),
     Row("pensieve bench step --batch 1,16 --weights int8", nightly=True),
+    Row("pensieve bench step --batch 16 --parts", (r"GB/s of weights",), nightly=True),
     # For people who develop it.
     Row("scripts/build_client dist", (r"pensieve_client-.*\.whl",)),
     Row("scripts/build_docs dist/reference", (r"index\.html",), developing=True),

@@ -155,12 +155,19 @@ class Layer:
 
     @property
     def weight_bytes(self) -> int:
-        products = [
-            *self._attention,
-            *(() if self._experts is None else (self._experts,)),
-            *self._mlp,
-        ]
-        return sum(each.num_bytes for each in products)
+        return sum(self.bytes_of_parts.values())
+
+    @property
+    def bytes_of_parts(self) -> dict[str, int]:
+        """The weights of each product, by its name among `cpu_parts.PARTS`."""
+        products: dict[str, Packed | PackedExperts] = dict(
+            zip(("heads in", "heads out"), self._attention, strict=True)
+        )
+        if self._experts is not None:
+            products["MLP out"] = self._experts
+        else:
+            products["MLP in"], products["MLP out"] = self._mlp
+        return {name: each.num_bytes for name, each in products.items()}
 
     def followed_by(self, then: DenseLayer | PackedWeights) -> None:
         first = then._attention[0] if isinstance(then, Layer) else then
