@@ -13,10 +13,10 @@ What a model does is measured, not concluded from its name.  One forward over a 
          a product → act → a product, or
          a router → experts, each of which is a gated MLP (`experts`)
 
-where a norm is the root-mean-square kind or, in front of attention and MLP, a LayerNorm; brackets mean "may be
-missing", and what is added to the residual may be multiplied by a number that the layer holds.  The MLP may
-take the layer's own residual, so that it stands beside the attention.  That is GPT-2 and nearly everything
-after it.
+where a norm is the root-mean-square kind or, in front of attention and MLP, a LayerNorm; brackets mean "may
+be missing", and what is added to the residual may be multiplied by a number that the layer holds.  The MLP
+may take the layer's own residual, so that it stands beside the attention.  That is GPT-2 and nearly
+everything after it.
 
 **The whole model** is replaced (`whole_model`) if every layer was, and what surrounds the layers is a table
 of embeddings (times a number) with a table of positions or one pair of rotations for all layers, a norm and
