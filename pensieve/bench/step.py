@@ -5,7 +5,8 @@ that generate (`decode`), and for the same turns beside a piece of a prompt (`mi
 their keys and values were computed by the same model.
 
     floor   bytes of weights that an iteration must read (all but the table of input embeddings) over the
-            bandwidth with which torch's threads sum up memory
+            bandwidth with which torch's threads sum up memory. Experts are counted whole, though few turns at
+            once read only those that they chose: then the ratio may be below 1
     ratio   time of the step over the floor; medians, the two measured by turns
 
 With --weights int8 the logits of a few prompts are first compared with those of the checkpoint's own

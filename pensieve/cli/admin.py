@@ -120,6 +120,7 @@ def info(admin: Admin, arguments: argparse.Namespace) -> int:
         "fingerprint": found.fingerprint,
         "state": f"{found.state.replace('_', ' ')}, up {seconds_text(found.uptime_seconds)}",
         "computes": f"{found.dtype}, {found.weights} weights, on {found.device}",
+        "runs": found.layers,
         "context": f"{found.context_max_tokens:,} tokens at most",
         "sampling": _sampling_text(found.sampling),
         "pensieve": found.version,
@@ -128,6 +129,8 @@ def info(admin: Admin, arguments: argparse.Namespace) -> int:
     }
     if not found.device:  # no model was loaded yet, or none computes
         del rows["computes"]
+    if not found.layers:
+        del rows["runs"]
     if not found.context_max_tokens:
         del rows["context"]
     if found.sampling is None:

@@ -247,6 +247,7 @@ class ServerInfo:
         uptime_seconds: since the daemon started.
         sampling: what the model's files recommend, by field, and what a message gets that does not say.
             Empty: nothing, and such replies are greedy; None: a daemon of an earlier version.
+        layers: in which form the model's layers run; empty until it was loaded, or of an earlier version.
     """
 
     model: str
@@ -261,6 +262,7 @@ class ServerInfo:
     transformers_version: str
     uptime_seconds: float
     sampling: Mapping[str, float] | None = None
+    layers: str = ""
     __repr__ = shown
 
 
@@ -310,6 +312,7 @@ def info_of(given: pb.ServerInfo) -> ServerInfo:
         given.transformers_version,
         given.uptime_seconds,
         _named(given.recommended_sampling) if given.HasField("recommended_sampling") else None,
+        given.layers,
     )
 
 

@@ -62,7 +62,7 @@ class BuiltEngine:
     pages: TierPages
     page_bytes: int
     journal: TextIO | None = None
-    computes: Mapping[str, str] = field(default_factory=dict)  # dtype, weights and device
+    computes: Mapping[str, str] = field(default_factory=dict)  # dtype, weights, device, layers
 
     @property
     def context_max(self) -> int:
@@ -144,6 +144,7 @@ def build_engine(
             "dtype": str(shape.dtype).removeprefix("torch."),
             "weights": settings.weights,
             "device": str(ranks.model.flat.module.device),
+            "layers": ranks.model.flat.form,
         },
     )
 

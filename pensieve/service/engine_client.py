@@ -66,6 +66,7 @@ class Ready:
     dtype: str = ""  # in which it computes and keeps KV; "" where no model computes
     weights: str = ""
     device: str = ""
+    layers: str = ""  # in which form they run, for people
 
 
 @dataclass(frozen=True)

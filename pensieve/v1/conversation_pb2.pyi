@@ -1274,6 +1274,7 @@ class ServerInfo(google.protobuf.message.Message):
     TRANSFORMERS_VERSION_FIELD_NUMBER: builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: builtins.int
     RECOMMENDED_SAMPLING_FIELD_NUMBER: builtins.int
+    LAYERS_FIELD_NUMBER: builtins.int
     model: builtins.str
     """A hub's id, the name of a folder, or "built-in"."""
     fingerprint: builtins.str
@@ -1296,6 +1297,10 @@ class ServerInfo(google.protobuf.message.Message):
     """Of transformers; empty where it is not installed."""
     uptime_seconds: builtins.float
     """Since the daemon started."""
+    layers: builtins.str
+    """In which form the model's layers run, such as "layers in C++ (avx512_bf16)", or "layers in torch" and why; empty
+    until the model was loaded.
+    """
     @property
     def recommended_sampling(self) -> Global___Sampling:
         """What the model's files recommend, and what a message gets that does not say: temperature, top_p, top_k, min_p and
@@ -1317,8 +1322,9 @@ class ServerInfo(google.protobuf.message.Message):
         transformers_version: builtins.str = ...,
         uptime_seconds: builtins.float = ...,
         recommended_sampling: Global___Sampling | None = ...,
+        layers: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["recommended_sampling", b"recommended_sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context_max_tokens", b"context_max_tokens", "device", b"device", "dtype", b"dtype", "fingerprint", b"fingerprint", "model", b"model", "recommended_sampling", b"recommended_sampling", "state", b"state", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "uptime_seconds", b"uptime_seconds", "version", b"version", "weights", b"weights"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_max_tokens", b"context_max_tokens", "device", b"device", "dtype", b"dtype", "fingerprint", b"fingerprint", "layers", b"layers", "model", b"model", "recommended_sampling", b"recommended_sampling", "state", b"state", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "uptime_seconds", b"uptime_seconds", "version", b"version", "weights", b"weights"]) -> None: ...
 
 Global___ServerInfo: typing_extensions.TypeAlias = ServerInfo

@@ -10,6 +10,7 @@ import pytest
 
 from pensieve.builtin import MODEL_PATH
 from pensieve.cli.main import main
+from pensieve.client import Client
 from pensieve.kernels.cpu_library import compiled_library
 from tests.cli.test_errors import pensieve
 from tests.models import SERVED, save_tiny
@@ -20,11 +21,16 @@ NO_LIBRARY = "layers in torch: pensieve was installed without its compiled kerne
 
 
 def test_the_start_of_a_daemon_says_in_which_form_layers_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    layers: list[str] = []
+
     def said(name: str) -> list[str]:
         process = ServeProcess(tmp_path / name, engine="model")
-        process.start()
+        with Client(process.start()) as client:
+            layers.append(client.server_info().layers)
+        assert main(["admin", "info", "--data", str(tmp_path / name)]) == 0
+        assert f"runs          {layers[-1]}\n" in capsys.readouterr().out
         assert process.stop() == 0
         logged = (line for line in process.log.read_text().splitlines() if line[0] == "{")
         messages = [json.loads(line)["message"] for line in logged]
@@ -33,9 +39,10 @@ def test_the_start_of_a_daemon_says_in_which_form_layers_run(
     if compiled_library() is not None:
         (line,) = said("compiled")
         assert re.fullmatch(COMPILED, line)
+        assert layers == [line]
     monkeypatch.setenv("PENSIEVE_CPU_LIBRARY", str(tmp_path))
     (line,) = said("torch")
-    assert line == NO_LIBRARY
+    assert line == layers[-1] == NO_LIBRARY
 
 
 def test_the_doctor_says_in_which_form_a_models_layers_would_run(tmp_path: Path) -> None:

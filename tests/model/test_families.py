@@ -123,9 +123,15 @@ def test_random_iterations_keep_every_token(
         assert largest_gap(model, turn) <= GAP_MAX
 
 
-@pytest.mark.parametrize("chunk_tokens", [CHUNK_TOKENS, 32])
-def test_bfloat16_stays_within_its_rounding(folder_of: FolderOf, chunk_tokens: int) -> None:
-    model = load(folder_of("llama-gqa"), dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("family", "chunk_tokens"),
+    [("llama-gqa", CHUNK_TOKENS)]
+    + [(family, 32) for family in ("llama-gqa", "qwen3-moe", "mixtral", "opt", "gpt2", "gpt-neox")],
+)
+def test_bfloat16_stays_within_its_rounding(
+    family: str, folder_of: FolderOf, chunk_tokens: int
+) -> None:
+    model = load(folder_of(family), dtype=torch.bfloat16)
     assert model.shape.dtype == torch.bfloat16
     world = World(model, chunk_tokens=chunk_tokens)
     turns = [world.turn(9), world.turn(4)]
@@ -134,7 +140,7 @@ def test_bfloat16_stays_within_its_rounding(folder_of: FolderOf, chunk_tokens: i
     for _ in range(10):
         world.decode(*turns)
     world.executor.close()
-    plain = plain_model(folder_of("llama-gqa"))
+    plain = plain_model(folder_of(family))
     with torch.inference_mode():
         span = float(plain(torch.tensor([list(turns[0].tokens)])).logits.aminmax().max) * 2
     for turn in turns:

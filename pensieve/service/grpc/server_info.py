@@ -30,7 +30,7 @@ def server_info(daemon: Daemon) -> pb.ServerInfo:
         setattr(given.recommended_sampling, name, value)
     if (ready := daemon.engine.ready) is not None:
         given.dtype, given.weights, given.device = ready.dtype, ready.weights, ready.device
-        given.context_max_tokens = ready.context_max
+        given.context_max_tokens, given.layers = ready.context_max, ready.layers
     return given
 
 

@@ -252,6 +252,52 @@ def test_rows_that_need_no_logits_change_no_bit(
         assert torch.equal(logits, answers[0][1][rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", sorted(SERVED))
+def test_how_a_prompt_is_cut_and_by_how_many_threads_it_is_computed_changes_no_bit(
+    family: str, dtype: torch.dtype
+) -> None:
+    flat = FlatModel(tiny_model(SERVED[family]()).to(dtype))
+    shape = probe(flat)
+    turns = [
+        Turn(which, "", array("I", [(i * 7 + which * 31) % 90 + 3 for i in range(70)]), 0, 70, 71)
+        for which in range(2)
+    ]
+    turns[0].page_table, turns[1].page_table = array("i", [3, 1, 5]), array("i", [0, 2, 4])
+
+    def logits(*iterations: list[tuple[int, int, int]]) -> torch.Tensor:
+        """Of the first turn's 70 positions, computed in slices of (turn, start, stop)."""
+        memory = KVMemory(shape, 6, 0, 32)
+        rows = torch.empty(70, shape.vocab_size)
+        for iteration in iterations:
+            slices = [slice_of(turns[turn], *piece, True, 32) for turn, *piece in iteration]
+            batch = Batch.from_slices(slices, 32)
+            forward_pass = PagedPass(batch, memory, wait_layer=lambda layer: None)
+            every = torch.arange(len(batch.input_ids))
+            got = flat.logits(batch.input_ids, batch.positions, every, forward_pass)
+            parts = got.float().split([stop - start for _, start, stop in iteration])
+            for (turn, start, stop), part in zip(iteration, parts, strict=True):
+                if turn == 0:
+                    rows[start:stop] = part
+        return rows
+
+    before = torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            torch.set_num_threads(1)
+            whole = logits([(0, 0, 70)])
+            torch.set_num_threads(2)
+            assert torch.equal(logits([(1, 0, 70), (0, 0, 70)]), whole)
+            odd = [[(0, 0, 5), (1, 0, 33)], [(1, 33, 34), (0, 5, 38)], [(0, 38, 39)], [(0, 39, 70)]]
+            assert torch.equal(logits(*odd), whole)
+            torch.set_num_threads(3)
+            assert torch.equal(
+                logits([(0, 0, 64)], *([(0, i, i + 1)] for i in range(64, 70))), whole
+            )
+    finally:
+        torch.set_num_threads(before)
+
+
 class LateGate(LlamaMLP):
     """Looks like a gated MLP, but the gate works on the product."""
 
