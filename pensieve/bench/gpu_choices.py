@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pensieve.bench.gpu_device import scattered
 from pensieve.bench.gpu_harness import Bench, check
 from pensieve.bench.gpu_pages import Paged
 from pensieve.kernels.choices import Choices, chosen
@@ -22,6 +23,9 @@ WIDE = (
     Choices(hopper=0),
 )
 
+NARROW = (Choices(), Choices(few_rows=1))
+COPIES = (Choices(), Choices(copy_blocks=8), Choices(copy_blocks=4))
+
 
 def section_choices(bench: Bench) -> None:
     prompts: dict[str, Slices] = {
@@ -33,6 +37,16 @@ def section_choices(bench: Bench) -> None:
         prompts = {"70 tokens over 100": [(100, 70)]}
     for what, slices in prompts.items():
         _compare(bench, what, slices, WIDE)
+    decodes: dict[str, Slices] = {
+        f"{count} decodes over {context:,}": [(context - 1, 1)] * count
+        for count, context in (
+            [(3, 90)] if bench.small else [(64, 4096), (64, 1000), (16, 1000), (1, 65_536)]
+        )
+    }
+    for what, slices in decodes.items():
+        _compare(bench, what, slices, NARROW)
+    for direction in ("swap_in", "swap_out"):
+        _compare_copies(bench, direction)
 
 
 def _compare(bench: Bench, what: str, slices: Slices, tried: Sequence[Choices]) -> None:
@@ -51,6 +65,32 @@ def _compare(bench: Bench, what: str, slices: Slices, tried: Sequence[Choices]) 
             choice=words(each),
             default=each == Choices(),
             seconds=seconds,
+        )
+
+
+def _compare_copies(bench: Bench, direction: str) -> None:
+    """Scattered pages of a history of 4,000 tokens on an 8 B model, one layer after another."""
+    pages = 10 if bench.small else 125
+    memory, moves = scattered(bench, pages)
+    move = memory.swap_in if direction == "swap_in" else memory.swap_out
+    moves = moves._replace(runs=())
+
+    def layers() -> None:
+        for layer in range(memory.shape.num_layers):
+            move(layer, moves)
+
+    for each in COPIES:
+        with chosen(each):
+            seconds = bench.seconds([layers], graph=False)
+        rate = pages * memory.page_bytes / seconds
+        bench.report(
+            "choices",
+            f"{direction}: {words(each)}: {rate / 1e9:.1f} GB/s",
+            what=direction,
+            choice=words(each),
+            default=each == Choices(),
+            seconds=seconds,
+            bus_share=rate / bench.bus[direction] if bench.bus else None,
         )
 
 
