@@ -220,6 +220,34 @@ def attention_launches(
     return launches
 
 
+def attention_launches_again(
+    launches: Sequence[Launch],
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    out: torch.Tensor,
+    map_of: Callable[[torch.Tensor], int] | None = None,
+) -> list[Launch]:
+    """The launches of another layer, whose tensors have the same shapes and lie elsewhere."""
+    map_of = map_of or tensor_map.map_of
+    read = pointers(query, key_pages, value_pages)
+    (written,) = pointers(out)
+    if any(address % 16 for _, address in read):
+        raise ValueError("multi_token_attention: a tensor does not begin at 16 bytes")
+    found = []
+    for launch in launches:
+        arguments = launch.arguments
+        if launch.kernel.source == "multi_token_attention.cu":
+            arguments = (*read, *arguments[3:-1], written)
+        elif launch.kernel.source == "multi_token_attention_hopper.cu":
+            maps: tuple[Argument, ...] = (("p", map_of(key_pages)), ("p", map_of(value_pages)))
+            arguments = (read[0], *maps, *arguments[3:-1], written)
+        else:
+            arguments = (*arguments[:-1], written)
+        found.append(launch._replace(arguments=arguments))
+    return found
+
+
 def write_kv_launch(
     key: torch.Tensor,
     value: torch.Tensor,

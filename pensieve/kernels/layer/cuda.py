@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cuda
-from pensieve.kernels.attention.paged import multi_token_attention
+from pensieve.kernels.attention.paged import CudaAttention
 from pensieve.kernels.attention.plan import Work
 from pensieve.kernels.layer.protocol import (
     Activation,
@@ -127,8 +127,8 @@ class CudaPagedRows:
     def __init__(self, arena: torch.Tensor, index: PageIndex, work: Work | None) -> None:
         self.arena = arena
         self.slot_mapping = index.slot_mapping
-        self.index = (index.page_table, index.slice_offsets, index.slice_turns, index.slice_starts)
-        self.work = work
+        slices = (index.slice_offsets, index.slice_turns, index.slice_starts)
+        self.attention = CudaAttention((index.page_table, *slices), work)
         self.rotation: tuple[torch.Tensor, torch.Tensor] = (arena, arena)  # until `rotate_by`
         self._rotated_by: object = None
 
@@ -177,21 +177,14 @@ class Layer:
         query, key, value = self._before_rotation(residual)
         rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         layer = paged_rows.arena[self._layer_index]
+        pages = (layer[:, 0], layer[:, 1])
         launch = cuda.rotate_and_write_kv_launch(
             *(query, key, value, *paged_rows.rotation, paged_rows.slot_mapping, rotated),
-            *(layer[:, 0], layer[:, 1]),
+            *pages,
         )
         cuda_launch.launch(launch, residual.device)
         attended = torch.empty_like(rotated)
-        multi_token_attention(
-            rotated,
-            layer[:, 0],
-            layer[:, 1],
-            *paged_rows.index,
-            self._scaling,
-            attended,
-            paged_rows.work,
-        )
+        paged_rows.attention(rotated, *pages, self._scaling, attended)
         if kept is not None:
             residual, attended = residual.index_select(0, kept), attended.index_select(0, kept)
         return self.after_attention(residual, attended)

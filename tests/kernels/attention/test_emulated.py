@@ -120,6 +120,37 @@ def test_hopper_in_half_precision_backwards_and_cut() -> None:
     assert attend([(0, 900, 40)], 2, 1, 64, blocks_at_once=8, hopper=True) == 1
 
 
+@pytest.mark.parametrize("hopper", [False, True])
+def test_another_layers_launches_are_those_made_for_it(hopper: bool) -> None:
+    """Every kernel at once; of the launches that were made for a layer only addresses change."""
+    lengths, starts = [1, 40], [900, 700]
+    blocks = BlocksAtOnce(8, 8 if hopper else None)
+    work = Work.of(cuda.plan(lengths, starts, 4, 2, 64, blocks), 2, 64, "cpu")
+    index = tuple(
+        torch.zeros(3, 30, dtype=torch.int32) if n == 0 else torch.zeros(3) for n in range(4)
+    )
+    layers = [
+        (
+            torch.zeros(41, 4, 64).half(),
+            *torch.zeros(30, 2, 2, 32, 64).half().unbind(1),
+            torch.zeros(41, 4, 64).half(),
+        )
+        for _ in range(2)
+    ]
+
+    def address(pages: torch.Tensor) -> int:
+        return pages.data_ptr() + 1
+
+    made = [
+        cuda.attention_launches(*layer[:3], *index, 0.1, layer[3], work, address)  # type: ignore[arg-type]
+        for layer in layers
+    ]
+    assert len(made[0]) == (3 if hopper else 2)
+    assert cuda.attention_launches_again(made[0], *layers[1], address) == made[1]
+    with pytest.raises(ValueError, match="16 bytes"):
+        cuda.attention_launches_again(made[0], layers[0][0].view(-1)[1:], *layers[0][1:], address)
+
+
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize(("backwards", "early"), [(False, False), (True, True)])
 def test_the_kernel_for_few_rows(head_size: int, backwards: bool, early: bool) -> None:
