@@ -68,11 +68,11 @@ def memory_of(bench: Bench, pages: int) -> KVMemory:
 
 
 def scattered(bench: Bench, pages: int) -> tuple[KVMemory, PageMoves]:
-    """Memory, and moves of scattered pages in it that are ready."""
+    """Memory, and moves of scattered pages in it that are still to be prepared."""
     memory = memory_of(bench, pages)
     draw = torch.Generator().manual_seed(0)
     sources, targets = (torch.randperm(4 * pages, generator=draw)[:pages] for _ in range(2))
-    return memory, memory.prepared(PageMoves(sources, targets, torch.full((pages,), PAGE)))
+    return memory, PageMoves(sources, targets, torch.full((pages,), PAGE))
 
 
 def section_swap(bench: Bench) -> None:

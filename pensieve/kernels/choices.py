@@ -25,6 +25,7 @@ class Choices(NamedTuple):
     few_rows: int = 0  # on Hopper, decodes have a kernel of more blocks for each multiprocessor
     hopper: int = 1  # wide work has Hopper's own kernel; 0: the one of other GPUs does it
     copy_blocks: int = 32  # that move pages over the bus; up to 8 have four times the threads
+    copy_engine: int = 0  # the driver copies pages over the bus, in one call for a layer
     radix: int = 1  # tokens are drawn by a search in each row of logits; 0: by sorting it
     watchdog: int = 0  # a kernel that waits for seconds ends with an error instead of hanging
 
