@@ -23,6 +23,7 @@ class Choices(NamedTuple):
     )
     snake: int = 1  # Hopper's blocks turn round after each pass over the items; 0: they never do
     few_rows: int = 0  # on Hopper, decodes have a kernel of more blocks for each multiprocessor
+    fused: int = 0  # a sum and its norm are one launch, and so are a gate and what it lets through
     hopper: int = 1  # wide work has Hopper's own kernel; 0: the one of other GPUs does it
     copy_blocks: int = 32  # that move pages over the bus; up to 8 have four times the threads
     copy_engine: int = 0  # the driver copies pages over the bus, in one call for a layer

@@ -235,6 +235,10 @@ def variants(architectures: Sequence[str], *, chosen: bool = False) -> Iterator[
                 for more in ((), *(CHOSEN.get(source, ()) if chosen else ())):
                     yield Kernel(source, "", more), architecture
                 continue
+            if source == "fused_rows.cu":
+                for element in ("Bf16", "Fp16"):
+                    yield Kernel(source, "", (f"ELEMENT={element}",)), architecture
+                continue
             for head_size in (64, 128) if "hopper" in source else (64, 96, 128, 256):
                 for element in ("Bf16", "Fp16"):
                     defines = (f"HEAD_SIZE={head_size}", f"ELEMENT={element}")
