@@ -14,9 +14,13 @@
 // measures both.
 #include <element.h>
 
+#ifndef COPY_THREADS
+#define COPY_THREADS 256
+#endif
+
 namespace {
 
-constexpr int THREADS = 256, DEPTH = 4;
+constexpr int THREADS = COPY_THREADS, DEPTH = 4;
 
 struct alignas(16) Piece {
   uint32 words[4];

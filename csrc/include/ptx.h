@@ -64,6 +64,8 @@ __device__ __forceinline__ double exp(double value) { return ::exp(value); }
 
 __device__ __forceinline__ double ceil(double value) { return ::ceil(value); }
 
+__device__ __forceinline__ float reciprocal_root(float value) { return 1.0f / sqrtf(value); }
+
 // Two floats rounded to nearest even; `low` lies first in memory.
 template <class Element>
 __device__ __forceinline__ uint32 pack(float low, float high) {

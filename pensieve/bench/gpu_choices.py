@@ -6,12 +6,16 @@ Every choice does the same work on the same inputs, in one process; each is chec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from pensieve.bench.gpu_device import scattered
 from pensieve.bench.gpu_harness import Bench, check
 from pensieve.bench.gpu_pages import Paged
+from pensieve.errors import PensieveError
 from pensieve.kernels.choices import Choices, chosen
+from pensieve.model.kv.memory import PageMoves
 
 Slices = list[tuple[int, int]]  # (start, length)
 WIDE = (
@@ -21,6 +25,9 @@ WIDE = (
     Choices(wide_blocks=2, snake=0),
     Choices(hopper=0),
 )
+
+NARROW = (Choices(), Choices(few_rows=1))
+COPIES = (Choices(), Choices(copy_blocks=8), Choices(copy_blocks=4), Choices(copy_engine=1))
 
 
 def section_choices(bench: Bench) -> None:
@@ -33,6 +40,16 @@ def section_choices(bench: Bench) -> None:
         prompts = {"70 tokens over 100": [(100, 70)]}
     for what, slices in prompts.items():
         _compare(bench, what, slices, WIDE)
+    decodes: dict[str, Slices] = {
+        f"{count} decodes over {context:,}": [(context - 1, 1)] * count
+        for count, context in (
+            [(3, 90)] if bench.small else [(64, 4096), (64, 1000), (16, 1000), (1, 65_536)]
+        )
+    }
+    for what, slices in decodes.items():
+        _compare(bench, what, slices, NARROW)
+    for direction in ("swap_in", "swap_out"):
+        _compare_copies(bench, direction)
 
 
 def _compare(bench: Bench, what: str, slices: Slices, tried: Sequence[Choices]) -> None:
@@ -52,6 +69,50 @@ def _compare(bench: Bench, what: str, slices: Slices, tried: Sequence[Choices]) 
             default=each == Choices(),
             seconds=seconds,
         )
+
+
+def _compare_copies(bench: Bench, direction: str) -> None:
+    """Scattered pages of a history of 4,000 tokens on an 8 B model, one layer after another."""
+    pages = 10 if bench.small else 125
+    memory, moves = scattered(bench, pages)
+    move = memory.swap_in if direction == "swap_in" else memory.swap_out
+    arenas = (memory.host_arena, memory.device_arena)
+    source, target = arenas if direction == "swap_in" else arenas[::-1]
+    on_gpu = bench.device.type == "cuda"
+    for each in COPIES:
+        if each.copy_engine and not on_gpu:
+            continue
+        with chosen(each), stream_of_its_own(bench.device):
+            ready = memory.prepared(moves)._replace(runs=())
+
+            def layers(ready: PageMoves = ready) -> None:
+                for layer in range(memory.shape.num_layers):
+                    move(layer, ready)
+
+            target.zero_()
+            seconds = bench.seconds([layers], graph=False)
+            bench.synchronize()
+        moved = target[:, moves.target_pages.to(target.device)].cpu()
+        if not torch.equal(moved, source[:, moves.source_pages.to(source.device)].cpu()):
+            raise PensieveError(f"{direction}, {words(each)}, moved something else")
+        rate = pages * memory.page_bytes / seconds
+        bench.report(
+            "choices",
+            f"{direction}: {words(each)}: {rate / 1e9:.1f} GB/s",
+            what=direction,
+            choice=words(each),
+            default=each == Choices(),
+            seconds=seconds,
+            bus_share=rate / bench.bus[direction] if bench.bus else None,
+        )
+
+
+def stream_of_its_own(device: torch.device) -> AbstractContextManager[object]:
+    """As the copier has one: the driver's batches may not be on the default stream."""
+    if device.type != "cuda":
+        return nullcontext()
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(stream)
 
 
 def words(each: Choices) -> str:

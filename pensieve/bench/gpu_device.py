@@ -57,14 +57,28 @@ def section_device(bench: Bench) -> None:
         bench.report("device", f"one large pinned copy: {rates}", **bench.bus)
 
 
-def section_swap(bench: Bench) -> None:
-    tokens = 320 if bench.small else 4000
-    pages = -(-tokens // PAGE)
+def memory_of(bench: Bench, pages: int) -> KVMemory:
+    """Four times as many pages in both tiers, of an 8 B model's shape; no two hold the same."""
     shape = ModelShape(4 if bench.small else 32, 32, 8, 128, 1, 1, bench.dtype, 0, 0)
     memory = KVMemory(shape, 4 * pages, 4 * pages, PAGE, bench.device)
     memory.device_arena.normal_()
     memory.host_arena.copy_(memory.device_arena[:, : memory.host_pages])
-    memory.device_arena.neg_()  # both hold something, and not the same
+    memory.device_arena.neg_()
+    return memory
+
+
+def scattered(bench: Bench, pages: int) -> tuple[KVMemory, PageMoves]:
+    """Memory, and moves of scattered pages in it that are still to be prepared."""
+    memory = memory_of(bench, pages)
+    draw = torch.Generator().manual_seed(0)
+    sources, targets = (torch.randperm(4 * pages, generator=draw)[:pages] for _ in range(2))
+    return memory, PageMoves(sources, targets, torch.full((pages,), PAGE))
+
+
+def section_swap(bench: Bench) -> None:
+    tokens = 320 if bench.small else 4000
+    pages = -(-tokens // PAGE)
+    memory = memory_of(bench, pages)
     num_bytes = pages * memory.page_bytes
     draw = torch.Generator().manual_seed(0)
     for direction, move in (("swap_in", memory.swap_in), ("swap_out", memory.swap_out)):
@@ -81,7 +95,7 @@ def section_swap(bench: Bench) -> None:
         for name, moves in ways.items():
 
             def layers(moves: PageMoves = moves, move: Move = move) -> None:
-                for layer in range(shape.num_layers):
+                for layer in range(memory.shape.num_layers):
                     move(layer, moves)
 
             seconds = bench.seconds([layers], graph=False)

@@ -35,13 +35,17 @@ OPTIONS = {
 def section_iteration(bench: Bench, model: LoadedModel) -> None:
     sizes, context = ((1, 4), 70) if bench.small else ((1, 16, 64, 128), 1000)
     pages = -(-context // PAGE)
-    kinds = {"graphs": True, "eager": False} if bench.device.type == "cuda" else {"eager": False}
-    for kind, graphs in kinds.items():
-        executor = executor_of(
-            model, bench.device, max(sizes) * pages + 1, 0, max(sizes), graphs=graphs
-        )
+    kinds = {"eager": Choices()}
+    if bench.device.type == "cuda":
+        captured = {"": Choices(), ", fused": Choices(fused=1), ", few rows": Choices(few_rows=1)}
+        kinds |= {f"graphs{name}": each for name, each in captured.items()}
+    for kind, each in kinds.items():
+        graphs, num_pages = kind != "eager", max(sizes) * pages + 1
+        with chosen(each):  # which a captured graph keeps, and what is planned for it has to follow
+            executor = executor_of(model, bench.device, num_pages, 0, max(sizes), graphs=graphs)
         for rows in sizes:
-            host, whole = _decode(bench, executor, rows, context, pages, model.shape.vocab_size)
+            with chosen(each):
+                host, whole = _decode(bench, executor, rows, context, pages, model.shape.vocab_size)
             bench.report(
                 "iteration",
                 f"{rows} decodes over {context}, {kind}: {whole * 1e3:.2f} ms, of which the host "

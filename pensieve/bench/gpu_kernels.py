@@ -13,15 +13,17 @@ from functools import partial
 
 import torch
 
+from pensieve.bench.checks import check_close
 from pensieve.bench.gpu_baselines import baselines, usable
 from pensieve.bench.gpu_harness import Bench, Run, captured, check
 from pensieve.bench.gpu_pages import Paged
 from pensieve.core.sampling import Sampling
 from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
-from pensieve.kernels import copy_pages, write_kv
+from pensieve.kernels import copy_pages, cuda_launch, write_kv
 from pensieve.kernels.attention import cuda, reference
 from pensieve.kernels.choices import Choices, chosen
+from pensieve.kernels.layer.cuda_fused import add_and_norm_launch, gate_and_multiply_launch
 from pensieve.model.sampling.draw import draw
 from pensieve.model.sampling.penalties import Row, TurnLog
 
@@ -46,6 +48,7 @@ def section_kernels(bench: Bench) -> None:
         _check_copy(device, dtype)
     if device.type == "cuda":
         _check_draw(device)
+        _check_fused(device)
     for kind, slices in SLICES.items():
         slices = [each for each in slices if not bench.small or each[0] + each[1] <= 800]
         worst = 0.0
@@ -122,6 +125,23 @@ def _check_draw(device: torch.device) -> None:
             drawn[radix] = draw(logits, rows).tolist()
     if drawn[0] != drawn[1]:
         raise PensieveError(f"draw_tokens draws {drawn[1]}, sorting draws {drawn[0]}")
+
+
+def _check_fused(device: torch.device) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        residual, added = (torch.randn(70, 4096, device=device).to(dtype) for _ in range(2))
+        weight = torch.ones(4096, device=device, dtype=dtype)
+        whole, normed = torch.empty_like(residual), torch.empty_like(residual)
+        launch = add_and_norm_launch(residual, added, weight, 1e-5, whole, normed)
+        cuda_launch.launch(launch, device)
+        right = torch.nn.functional.rms_norm((residual + added).float(), (4096,), eps=1e-5)
+        if not torch.equal(whole, residual + added):
+            raise PensieveError(f"add_and_norm {dtype} adds something else")
+        check_close("add_and_norm", normed, right, {dtype: 4e-2})
+        out = torch.empty(70, 2048, dtype=dtype, device=device)
+        cuda_launch.launch(gate_and_multiply_launch(residual, out), device)
+        gate, up = torch.split(residual.float(), 2048, dim=-1)
+        check_close("gate_and_multiply", out, torch.nn.functional.silu(gate) * up, {dtype: 1e-1})
 
 
 def section_attention(bench: Bench) -> None:

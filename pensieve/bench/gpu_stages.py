@@ -202,7 +202,7 @@ def _of_kernels(found: Sequence[Figures]) -> list[str]:
         else:
             sentences.append(f"{what}: {default['choice']} stay")
     for each in of(found, "choices", "bus_share"):
-        if "batched" in each["choice"] and each["bus_share"] >= 0.9:
+        if "copy_engine" in each["choice"] and each["bus_share"] >= 0.9:
             sentences.append(
                 f"batched copies reach {each['bus_share']:.0%} of the bus: they replace the copy kernel"
             )

@@ -22,7 +22,11 @@ class Choices(NamedTuple):
         1  # of a multiprocessor, for which wide work is planned; Hopper's kernel runs 1
     )
     snake: int = 1  # Hopper's blocks turn round after each pass over the items; 0: they never do
+    few_rows: int = 0  # on Hopper, decodes have a kernel of more blocks for each multiprocessor
+    fused: int = 0  # a sum and its norm are one launch, and so are a gate and what it lets through
     hopper: int = 1  # wide work has Hopper's own kernel; 0: the one of other GPUs does it
+    copy_blocks: int = 32  # that move pages over the bus; up to 8 have four times the threads
+    copy_engine: int = 0  # the driver copies pages over the bus, in one call for a layer
     radix: int = 1  # tokens are drawn by a search in each row of logits; 0: by sorting it
     watchdog: int = 0  # a kernel that waits for seconds ends with an error instead of hanging
 

@@ -40,16 +40,8 @@ def launch(wanted: Launch, device: torch.device) -> None:
     """Launch the kernel on torch's current stream of that device."""
     if not wanted.num_blocks:
         return
-    import cupy
-
     function, shared_bytes = _loaded(wanted.kernel, wanted.shared, device.index or 0)
-    types: dict[str, Any] = {
-        "p": cupy.uint64,
-        "i": cupy.int32,
-        "l": cupy.int64,
-        "f": cupy.float32,
-    }
-    arguments = tuple(types[kind](value) for kind, value in wanted.arguments)
+    arguments = converted(wanted.arguments)
     stream = _Stream(torch.cuda.current_stream(device).cuda_stream)
     with torch.cuda.device(device):
         function(
@@ -59,6 +51,28 @@ def launch(wanted: Launch, device: torch.device) -> None:
             shared_mem=shared_bytes,
             stream=stream,
         )
+
+
+def converted(arguments: tuple[Argument, ...]) -> list[Any]:
+    """As CuPy takes them.
+
+    Most come again in every layer and iteration, and to find one is much faster than to make it.
+    """
+    try:
+        return [_converted[each] for each in arguments]
+    except KeyError:
+        import cupy
+
+        if len(_converted) > CONVERTED_MAX:
+            _converted.clear()
+        for kind, value in arguments:
+            _converted[kind, value] = getattr(cupy, TYPES[kind])(value)
+        return [_converted[each] for each in arguments]
+
+
+TYPES = {"p": "uint64", "i": "int32", "l": "int64", "f": "float32"}
+CONVERTED_MAX = 10_000
+_converted: dict[Argument, Any] = {}
 
 
 class _Stream(NamedTuple):

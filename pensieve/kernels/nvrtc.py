@@ -215,7 +215,11 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 # What choices.py may add to the definitions of a source; compiled beforehand where that is asked for.
-CHOSEN = {"multi_token_attention_hopper.cu": (("STRIDED",), ("WATCHDOG",))}
+CHOSEN = {
+    "copy_pages.cu": (("COPY_THREADS=1024",),),
+    "multi_token_attention.cu": (("FEW_ROWS",),),
+    "multi_token_attention_hopper.cu": (("STRIDED",), ("WATCHDOG",)),
+}
 
 
 def variants(architectures: Sequence[str], *, chosen: bool = False) -> Iterator[tuple[Kernel, str]]:
@@ -228,7 +232,12 @@ def variants(architectures: Sequence[str], *, chosen: bool = False) -> Iterator[
             if "hopper" in source and architecture != "sm_90a":
                 continue
             if source in ("copy_pages.cu", "draw_tokens.cu"):
-                yield Kernel(source, ""), architecture
+                for more in ((), *(CHOSEN.get(source, ()) if chosen else ())):
+                    yield Kernel(source, "", more), architecture
+                continue
+            if source == "fused_rows.cu":
+                for element in ("Bf16", "Fp16"):
+                    yield Kernel(source, "", (f"ELEMENT={element}",)), architecture
                 continue
             for head_size in (64, 128) if "hopper" in source else (64, 96, 128, 256):
                 for element in ("Bf16", "Fp16"):

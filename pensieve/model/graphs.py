@@ -105,11 +105,10 @@ class DecodeGraphs:
         self._pad(0, rows)
         self._work: Work | None = None
         if device.type == "cuda" and cuda.takes(shape.dtype, memory.chunk_tokens, shape.head_size):
-            self._extra_items = (
-                cuda.blocks_at_once(device, shape.head_size).narrow // shape.num_kv_heads + 1
-            )
-            items = rows + self._extra_items
             group, heads = shape.num_heads // shape.num_kv_heads, shape.num_kv_heads
+            blocks, few_rows = cuda.blocks_at_once(device, shape.head_size).for_rows(group)
+            self._extra_items = blocks // heads + 1
+            items = rows + self._extra_items
             # Merges first, so that what a graph reads is the beginning, whatever its number of rows.
             self._num_merge_numbers = self._extra_items * MERGE
             self._lists = zeros(self._num_merge_numbers + items * ITEM, dtype=torch.int32)
@@ -120,6 +119,7 @@ class DecodeGraphs:
                 group,
                 torch.empty(items * group, heads, shape.head_size, device=device),
                 torch.empty(items * group, heads, device=device),
+                few_rows,
             )
 
     def capture(self) -> None:

@@ -304,7 +304,7 @@ def test_a_work_list_of_the_fewest_waves_fits_into_a_graph(seed: int) -> None:
     kv_heads, slots = draw.choice((1, 2, 8)), draw.choice((8, 132, 264))
     rows = draw.randint(1, 64)
     starts = [int(40_000 * draw.random() ** draw.choice((1, 6))) for _ in range(rows)]
-    blocks = BlocksAtOnce(slots, 132)
+    blocks = BlocksAtOnce(slots, 132, few=draw.choice((None, slots)))
     plan = plan_work([1] * rows, starts, 4, kv_heads, Tiling(32, 128), blocks, waves_more=0)
     assert len(plan.items) <= rows + slots // kv_heads + 1
     assert len(plan.merges) <= slots // kv_heads + 1

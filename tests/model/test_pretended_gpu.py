@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pensieve.core.iteration import Iteration, PageCopy, SampledToken, SwapIn, SwapOut, TurnStart
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn, TurnOptions
-from pensieve.kernels import cuda_launch
+from pensieve.kernels import choices, cuda_launch
 from pensieve.kernels.attention import cuda, tensor_map
 from pensieve.kernels.attention.plan import BlocksAtOnce
 from pensieve.kernels.cuda_launch import Launch
@@ -317,6 +317,16 @@ def test_fused_layers_rotate_rows_on_the_way_to_the_pages(gpu: Pretended, graphs
     eager = layers("rotate_and_write_kv", "multi_token_attention")
     assert gpu.take() == [*([] if graphs else eager), drawn]
     assert [sample.turn_id for sample in executor.collect().samples] == [0]
+    executor.close()
+
+
+def test_by_choice_a_layer_is_two_launches_shorter(gpu: Pretended) -> None:
+    with choices.chosen(choices.Choices(fused=1)):
+        executor, _ = executor_on(gpu, fused=True)
+        turn = turn_of(0, 40, [3, 1], PLAIN)
+        executor.launch(Iteration(0, (slice_of(turn, 0, 40, True, 32),), started=starts(turn)))
+    fused = ("add_and_norm", "gate_and_multiply")
+    assert gpu.take() == layers("rotate_and_write_kv", "multi_token_attention", *fused)
     executor.close()
 
 

@@ -36,8 +36,11 @@ MULTIPROCESSOR_KIB = {
     (11, 0): 228,
 }
 BLOCKS_MAX = 2  # of a multiprocessor: its registers hold no more
+# Of a multiprocessor of Hopper's, compiled for at most 16 rows: 114 and 168 registers, 50 and 68 KiB.
+FEW_BLOCKS = {64: 4, 128: 3}
 ROWS_OF_A_MERGE = 4  # that one block of merge_parts does
-COPY_BLOCKS = 32  # saturate the bus, and leave most of the device to the computation
+COPY_THREADS = 256  # of a block of copy_pages, and of one where the choice is few blocks
+COPY_THREADS_OF_FEW, FEW_COPY_BLOCKS = 1024, 8
 
 
 def takes(dtype: torch.dtype, page_slots: int, head_size: int) -> bool:
@@ -104,8 +107,10 @@ def _blocks_at_once(device: torch.device, head_size: int, chosen: Choices) -> Bl
     count = cuda_launch.multiprocessors(device)
     blocks = min(BLOCKS_MAX, room // (BLOCK_KIB[head_size] + 1)) * count
     has_hoppers = cuda_launch.architecture(device.index or 0) == "sm_90a" and chosen.hopper
-    wide = count * chosen.wide_blocks
-    return BlocksAtOnce(blocks, wide if has_hoppers and head_size in HOPPER_HEAD_SIZES else None)
+    if not has_hoppers or head_size not in HOPPER_HEAD_SIZES:
+        return BlocksAtOnce(blocks)
+    few = FEW_BLOCKS[head_size] * count if chosen.few_rows else None
+    return BlocksAtOnce(blocks, count * chosen.wide_blocks, few=few)
 
 
 # -- launches --
@@ -178,9 +183,10 @@ def attention_launches(
             )
         )
     if len(work.items):
+        few = ("FEW_ROWS",) if work.few_rows else ()
         launches.append(
             Launch(
-                Kernel("multi_token_attention.cu", "multi_token_attention", defines),
+                Kernel("multi_token_attention.cu", "multi_token_attention", defines + few),
                 len(work.items) * num_kv_heads,
                 128,
                 (
@@ -212,6 +218,34 @@ def attention_launches(
             )
         )
     return launches
+
+
+def attention_launches_again(
+    launches: Sequence[Launch],
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    out: torch.Tensor,
+    map_of: Callable[[torch.Tensor], int] | None = None,
+) -> list[Launch]:
+    """The launches of another layer, whose tensors have the same shapes and lie elsewhere."""
+    map_of = map_of or tensor_map.map_of
+    read = pointers(query, key_pages, value_pages)
+    (written,) = pointers(out)
+    if any(address % 16 for _, address in read):
+        raise ValueError("multi_token_attention: a tensor does not begin at 16 bytes")
+    found = []
+    for launch in launches:
+        arguments = launch.arguments
+        if launch.kernel.source == "multi_token_attention.cu":
+            arguments = (*read, *arguments[3:-1], written)
+        elif launch.kernel.source == "multi_token_attention_hopper.cu":
+            maps: tuple[Argument, ...] = (("p", map_of(key_pages)), ("p", map_of(value_pages)))
+            arguments = (read[0], *maps, *arguments[3:-1], written)
+        else:
+            arguments = (*arguments[:-1], written)
+        found.append(launch._replace(arguments=arguments))
+    return found
 
 
 def write_kv_launch(
@@ -287,10 +321,13 @@ def copy_pages_launch(
     num_slots: torch.Tensor,
 ) -> Launch:
     _, two, num_kv_heads, _, head_size = source_arena.shape
+    blocks = choices.current.copy_blocks
+    few = blocks <= FEW_COPY_BLOCKS
+    defines = (f"COPY_THREADS={COPY_THREADS_OF_FEW}",) if few else ()
     return Launch(
-        Kernel("copy_pages.cu", "copy_pages"),
-        min(len(source_pages), COPY_BLOCKS),
-        256,
+        Kernel("copy_pages.cu", "copy_pages", defines),
+        min(len(source_pages), blocks),
+        COPY_THREADS_OF_FEW if few else COPY_THREADS,
         (
             *pointers(source_arena, source_pages, target_pages, num_slots),
             ("i", len(source_pages)),

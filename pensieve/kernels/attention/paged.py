@@ -8,11 +8,14 @@ checked here: they come from the batch, and reading them back would stall a GPU.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cpu, cuda, reference
 from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.shapes import Shapes
 
 _PAGES = ("pages", "kv_heads", "slots", "head_size")
@@ -35,6 +38,31 @@ def multi_token_attention(
     The context of a slice is its start + its length, all of it in its turn's pages already, the
     slice's own tokens included.  Sums are accumulated in fp32.
     """
+    _check(query, key_pages, value_pages, page_table, slice_offsets, slice_turns, slice_starts, out)
+    tensors = (query, key_pages, value_pages, page_table, slice_offsets, slice_turns, slice_starts)
+    match query.device.type:
+        case "cuda" if cuda.takes(query.dtype, *key_pages.shape[2:]):
+            work = work or cuda.work_of(query, key_pages, slice_offsets, slice_starts)
+            rows = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
+            tensors = (rows, *tensors[1:])
+            for launch in cuda.attention_launches(*tensors, scaling, out, work):
+                cuda_launch.launch(launch, query.device)
+        case "cpu" if cpu.multi_token_attention(*tensors, scaling, out):
+            pass
+        case _:
+            reference.multi_token_attention(*tensors, scaling, out)
+
+
+def _check(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    slice_offsets: torch.Tensor,
+    slice_turns: torch.Tensor,
+    slice_starts: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
     shapes = Shapes("multi_token_attention")
     shapes.unify("query", query, ("tokens", "heads", "head_size"))
     shapes.unify("key_pages", key_pages, _PAGES, query.dtype)
@@ -51,18 +79,51 @@ def multi_token_attention(
         )
     if query.numel() and out.data_ptr() == query.data_ptr():
         raise ValueError("multi_token_attention: out aliases query")
-    tensors = (query, key_pages, value_pages, page_table, slice_offsets, slice_turns, slice_starts)
-    match query.device.type:
-        case "cuda" if cuda.takes(query.dtype, *key_pages.shape[2:]):
-            work = work or cuda.work_of(query, key_pages, slice_offsets, slice_starts)
-            rows = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
-            tensors = (rows, *tensors[1:])
-            for launch in cuda.attention_launches(*tensors, scaling, out, work):
-                cuda_launch.launch(launch, query.device)
-        case "cpu" if cpu.multi_token_attention(*tensors, scaling, out):
-            pass
-        case _:
-            reference.multi_token_attention(*tensors, scaling, out)
+
+
+class CudaAttention:
+    """`multi_token_attention` for the layers of one iteration on a GPU.
+
+    What the layers share (index tensors, plan, scaling, shapes) is checked and packed with the first of them;
+    the others only put their addresses in.  A layer whose tensors have other shapes is checked like a first.
+    """
+
+    def __init__(
+        self,
+        index: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        work: Work | None,
+    ) -> None:
+        self._index = index  # page_table, slice_offsets, slice_turns, slice_starts
+        self._work = work
+        self._shapes: tuple[Any, ...] = ()
+        self._launches: list[Launch] = []
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key_pages: torch.Tensor,
+        value_pages: torch.Tensor,
+        scaling: float,
+        out: torch.Tensor,
+    ) -> None:
+        if self._work is None:
+            multi_token_attention(query, key_pages, value_pages, *self._index, scaling, out)
+            return
+        shapes = (
+            *(query.shape, query.stride(), query.dtype, out.shape, out.stride(), scaling),
+            *(key_pages.shape, key_pages.stride(), key_pages.dtype, value_pages.stride()),
+        )
+        tensors = (query, key_pages, value_pages)
+        if shapes != self._shapes:
+            _check(query, key_pages, value_pages, *self._index, out)
+            self._launches = cuda.attention_launches(
+                *(query, key_pages, value_pages, *self._index), scaling, out, self._work
+            )
+            self._shapes = shapes
+        else:
+            self._launches = cuda.attention_launches_again(self._launches, *tensors, out)
+        for launch in self._launches:
+            cuda_launch.launch(launch, query.device)
 
 
 def write_kv(

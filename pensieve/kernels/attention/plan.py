@@ -50,6 +50,7 @@ MERGE_COST = 4  # in pages: a launch more
 # Rows of a part that move as many bytes as a page: floats, written and read, against keys and values of
 # two bytes each.
 ROWS_OF_A_PAGE = PAGE_SLOTS * 2 * 2 // (2 * 4)
+FEW_ROWS = 16  # of csrc/cuda/multi_token_attention.cu
 ITEM, MERGE = 6, 5  # numbers of a record
 
 
@@ -83,6 +84,13 @@ class BlocksAtOnce(NamedTuple):
     narrow: int  # of the kernel for narrow tiles; it does the wide ones too where they have none
     wide: int | None = None  # of the kernel for wide tiles alone
     wide_step: int = 4  # pages that it takes at once: a part that ends in between wastes the rest
+    few: int | None = None  # of the narrow kernel compiled for at most FEW_ROWS rows
+
+    def for_rows(self, most: int) -> tuple[int, bool]:
+        """For narrow items of at most so many rows: how many blocks, and whether of the kernel for few."""
+        if self.few is None or most > FEW_ROWS:
+            return self.narrow, False
+        return self.few, True
 
 
 class Tile(NamedTuple):
@@ -101,6 +109,9 @@ class Plan(NamedTuple):
     wide_items: list[Item]  # alike: those for the kernel of wide tiles, where there is one
     merges: list[Merge]
     num_part_rows: int
+    few_rows: bool = (
+        False  # no item of `items` has more than FEW_ROWS, and their kernel is that for few
+    )
 
 
 class Work(NamedTuple):
@@ -112,6 +123,7 @@ class Work(NamedTuple):
     merge_rows: int  # the most rows of a merge
     part_values: torch.Tensor  # float (part rows, kv_heads, head_size)
     part_sums: torch.Tensor  # float (part rows, kv_heads)
+    few_rows: bool = False  # as in `Plan`
 
     @classmethod
     def of(
@@ -137,6 +149,7 @@ class Work(NamedTuple):
             max((merge.num_rows for merge in plan.merges), default=0),
             torch.empty(rows, num_kv_heads, head_size, dtype=torch.float32, device=device),
             torch.empty(rows, num_kv_heads, dtype=torch.float32, device=device),
+            plan.few_rows,
         )
 
 
@@ -151,7 +164,8 @@ def plan_work(
 ) -> Plan:
     """Work for slices of these lengths that begin at these positions.
 
-    With `waves_more` 0 there are at most blocks.narrow / num_kv_heads + 1 items more than narrow tiles.
+    With `waves_more` 0 there are at most B / num_kv_heads + 1 items more than narrow tiles, where B is the
+    number of blocks that narrow work is planned for.
     """
     tiles = [
         tile
@@ -166,9 +180,10 @@ def plan_work(
     narrow = tiles
     if wide:
         narrow = [tile for tile in tiles if tile.num_rows <= tiling.narrow_max]
-    items = parts.cut(narrow, [1] * len(narrow), 1, blocks.narrow)
+    count, few_rows = blocks.for_rows(max((tile.num_rows for tile in narrow), default=0))
+    items = parts.cut(narrow, [1] * len(narrow), 1, count)
     wide_items = parts.cut(wide, [1] * len(wide), blocks.wide_step, blocks.wide)
-    return Plan(items, wide_items, parts.merges, parts.num_rows)
+    return Plan(items, wide_items, parts.merges, parts.num_rows, few_rows)
 
 
 def tiles_of(slice_index: int, length: int, start: int, group: int, tiling: Tiling) -> list[Tile]:

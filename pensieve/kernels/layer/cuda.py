@@ -17,8 +17,9 @@ import torch.nn.functional as F
 
 from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cuda
-from pensieve.kernels.attention.paged import multi_token_attention
+from pensieve.kernels.attention.paged import CudaAttention
 from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.layer import cuda_fused
 from pensieve.kernels.layer.protocol import (
     Activation,
     DenseLayer,
@@ -106,6 +107,10 @@ class Packed:
         product = F.linear(rows, self.matrix, self._bias)
         if self._activation is None:
             return product
+        if self._activation is F.silu and cuda_fused.takes(product, self.outputs):
+            out = product.new_empty(*product.shape[:-1], self.outputs)
+            cuda_launch.launch(cuda_fused.gate_and_multiply_launch(product, out), product.device)
+            return out
         gate, up = torch.split(product, self.outputs, dim=-1)
         return self._activation(gate).mul_(up)
 
@@ -134,6 +139,23 @@ class Norm:
         wide = F.rms_norm(parts.float(), (width,), self.weight, self.eps)
         return wide.to(rows.dtype).view(rows.shape)
 
+    def with_sum(
+        self, residual: torch.Tensor, added: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual + added, and its norm."""
+        weight = self._exact_in(residual.dtype)
+        if (
+            weight is None
+            or not cuda_fused.takes(residual, len(weight))
+            or residual.dtype != added.dtype
+        ):
+            whole = residual + added
+            return whole, self(whole)
+        whole, normed = torch.empty_like(residual), torch.empty_like(residual)
+        tensors = (residual, added, weight, self.eps, whole, normed)
+        cuda_launch.launch(cuda_fused.add_and_norm_launch(*tensors), residual.device)
+        return whole, normed
+
     def _exact_in(self, dtype: torch.dtype) -> torch.Tensor | None:
         """The weights in the rows' type, unless that would round one."""
         if dtype not in self._in_type:
@@ -149,8 +171,8 @@ class CudaPagedRows:
     def __init__(self, arena: torch.Tensor, index: PageIndex, work: Work | None) -> None:
         self.arena = arena
         self.slot_mapping = index.slot_mapping
-        self.index = (index.page_table, index.slice_offsets, index.slice_turns, index.slice_starts)
-        self.work = work
+        slices = (index.slice_offsets, index.slice_turns, index.slice_starts)
+        self.attention = CudaAttention((index.page_table, *slices), work)
         self.rotation: tuple[torch.Tensor, torch.Tensor] = (arena, arena)  # until `rotate_by`
         self._rotated_by: object = None
 
@@ -200,21 +222,14 @@ class Layer:
         query, key, value = self._before_rotation(residual)
         rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         layer = paged_rows.arena[self._layer_index]
+        pages = (layer[:, 0], layer[:, 1])
         launch = cuda.rotate_and_write_kv_launch(
             *(query, key, value, *paged_rows.rotation, paged_rows.slot_mapping, rotated),
-            *(layer[:, 0], layer[:, 1]),
+            *pages,
         )
         cuda_launch.launch(launch, residual.device)
         attended = torch.empty_like(rotated)
-        multi_token_attention(
-            rotated,
-            layer[:, 0],
-            layer[:, 1],
-            *paged_rows.index,
-            self._scaling,
-            attended,
-            paged_rows.work,
-        )
+        paged_rows.attention(rotated, *pages, self._scaling, attended)
         if kept is not None:
             residual, attended = residual.index_select(0, kept), attended.index_select(0, kept)
         return self.after_attention(residual, attended)
@@ -230,8 +245,14 @@ class Layer:
     def after_attention(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         _, attention_out, mlp_in, mlp_out = self._products
         added = attention_out(attended.flatten(1))
-        middle = self._sum(residual, self._normed("attention_after", added))
-        added = mlp_out(mlp_in(self._normed("mlp_before", middle)))
+        added = self._normed("attention_after", added)
+        before = self._norms.get("mlp_before")
+        if before is not None and self.factor == 1:
+            middle, rows = before.with_sum(residual, added)
+        else:
+            middle = self._sum(residual, added)
+            rows = self._normed("mlp_before", middle)
+        added = mlp_out(mlp_in(rows))
         return self._sum(middle, self._normed("mlp_after", added))
 
     def _before_rotation(self, residual: torch.Tensor) -> list[torch.Tensor]:

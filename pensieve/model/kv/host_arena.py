@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ def allocate(
     try:
         mapped = _Locked(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapped.madvise(mmap.MADV_DONTFORK)
+        with suppress(OSError):  # where there are large pages, locking has fewer to go through
+            mapped.madvise(getattr(mmap, "MADV_HUGEPAGE", mmap.MADV_NORMAL))
     except (OSError, ValueError, OverflowError) as error:
         raise DeviceError(
             f"the host has no {num_bytes / 2**30:.1f} GiB for the host tier: {error}; "

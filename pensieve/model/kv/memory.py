@@ -10,7 +10,8 @@ Both tiers number their pages from 0.  Moves are given as `PageMoves` (built onc
 done one layer at a time, so copying can overlap with computing.
 
 On a GPU the host tier is page-locked and mapped (host_arena.py).  Scattered pages cross the bus by the kernel
-`copy_pages`, one launch a layer; long runs of neighbors by the copy engine, one asynchronous copy each.
+`copy_pages`, one launch a layer; long runs of neighbors by the copy engine, one asynchronous copy each; or,
+by the choice `copy_engine=1`, all of a layer by one call of the driver (kernels/batched_copy.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import torch
 
 from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
 from pensieve.errors import DeviceError
-from pensieve.kernels import copy_pages
+from pensieve.kernels import choices, copy_pages
+from pensieve.kernels.batched_copy import Pieces, copy_pieces
 from pensieve.model.kv import host_arena
 from pensieve.model.shape import ModelShape
 from pensieve.model.transfer import upload
@@ -46,6 +48,9 @@ class PageMoves(NamedTuple):
     target_pages: torch.Tensor
     num_slots: torch.Tensor
     runs: tuple[Run, ...] = ()  # the same moves, if they are long enough for the copy engine
+    pieces: Pieces | None = (
+        None  # the same moves in one layer, where the driver copies them as a batch
+    )
 
     @classmethod
     def from_copies(cls, copies: Sequence[PageCopy]) -> PageMoves:
@@ -78,6 +83,23 @@ class PageMoves(NamedTuple):
                     continue
             runs.append(Run(source, target, 1))
         return tuple(runs)
+
+    def in_pieces(self, chunk_tokens: int, tiles: int, tile_bytes: int) -> Pieces:
+        """The same moves in one layer: runs of whole pages; of other pages the beginning of each tile."""
+        whole = self.num_slots == chunk_tokens
+        sources, targets, num_slots = (each[whole] for each in self[:3])
+        runs = PageMoves(sources, targets, num_slots).in_runs(chunk_tokens)
+        page_bytes = tiles * tile_bytes
+        rows = [(run.source_page * page_bytes, run.target_page * page_bytes, run.num_pages * page_bytes)
+                for run in runs]  # fmt: skip
+        for source, target, count in zip(
+            *(each[~whole].tolist() for each in self[:3]), strict=True
+        ):
+            size = tile_bytes * count // chunk_tokens
+            for offset in range(0, page_bytes, tile_bytes):
+                rows.append((source * page_bytes + offset, target * page_bytes + offset, size))
+        table = torch.tensor(rows, dtype=torch.int64).reshape(len(rows), 3)
+        return Pieces(*table.T.contiguous())
 
 
 class KVMemory:
@@ -157,6 +179,12 @@ class KVMemory:
         device = self.device_arena.device
         if device.type == "cpu":
             return moves
+        if choices.current.copy_engine:
+            tiles = 2 * self.shape.num_kv_heads
+            tile_bytes = self.page_bytes // self.shape.num_layers // tiles
+            pieces = moves.in_pieces(self.chunk_tokens, tiles, tile_bytes)
+            sources, targets, num_slots = (upload(each, device) for each in moves[:3])
+            return PageMoves(sources, targets, num_slots, (), pieces)
         runs = moves.in_runs(self.chunk_tokens)
         layer_bytes = self.page_bytes // self.shape.num_layers
         if sum(run.num_pages for run in runs) * layer_bytes < len(runs) * RUN_BYTES_MIN:
@@ -176,6 +204,11 @@ class KVMemory:
 
     @staticmethod
     def _cross(source: torch.Tensor, target: torch.Tensor, moves: PageMoves) -> None:
+        if moves.pieces is not None:
+            device = target.device if target.is_cuda else source.device
+            handle = torch.cuda.current_stream(device).cuda_stream
+            copy_pieces(moves.pieces, source, target, handle)
+            return
         for first_source, first_target, count in moves.runs:
             run = source[first_source : first_source + count]
             target[first_target : first_target + count].copy_(run, non_blocking=True)

@@ -35,6 +35,7 @@ def attend(
     backwards: bool = False,
     hopper: bool = False,
     early: bool = False,
+    few_rows: bool = False,
 ) -> int:
     """Compares; how many tiles were cut.  Pages lie anywhere, and what no turn has written is NaN."""
     draw = torch.Generator().manual_seed(seed)
@@ -60,10 +61,12 @@ def attend(
         torch.tensor(starts, dtype=torch.int32),
     )
     scaling = head_size**-0.5
-    blocks = BlocksAtOnce(blocks_at_once, blocks_at_once if hopper else None)
+    wide = blocks_at_once if hopper or few_rows else None
+    blocks = BlocksAtOnce(blocks_at_once, wide, few=blocks_at_once if few_rows else None)
     plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, blocks)
     work = Work.of(plan, kv_heads, head_size, "cpu")
     assert bool(len(work.wide_items)) == hopper
+    assert work.few_rows == few_rows
     work.part_values.fill_(float("nan"))
     work.part_sums.fill_(float("nan"))
     out = torch.full((tokens, heads, head_size), float("nan"), dtype=dtype)
@@ -115,6 +118,47 @@ def test_hopper_in_half_precision_backwards_and_cut() -> None:
     attend(slices, 2, 1, 128, torch.float16, hopper=True)
     attend(slices, 2, 1, 64, blocks_at_once=2, backwards=True, hopper=True)
     assert attend([(0, 900, 40)], 2, 1, 64, blocks_at_once=8, hopper=True) == 1
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+def test_another_layers_launches_are_those_made_for_it(hopper: bool) -> None:
+    """Every kernel at once; of the launches that were made for a layer only addresses change."""
+    lengths, starts = [1, 40], [900, 700]
+    blocks = BlocksAtOnce(8, 8 if hopper else None)
+    work = Work.of(cuda.plan(lengths, starts, 4, 2, 64, blocks), 2, 64, "cpu")
+    index = tuple(
+        torch.zeros(3, 30, dtype=torch.int32) if n == 0 else torch.zeros(3) for n in range(4)
+    )
+    layers = [
+        (
+            torch.zeros(41, 4, 64).half(),
+            *torch.zeros(30, 2, 2, 32, 64).half().unbind(1),
+            torch.zeros(41, 4, 64).half(),
+        )
+        for _ in range(2)
+    ]
+
+    def address(pages: torch.Tensor) -> int:
+        return pages.data_ptr() + 1
+
+    made = [
+        cuda.attention_launches(*layer[:3], *index, 0.1, layer[3], work, address)  # type: ignore[arg-type]
+        for layer in layers
+    ]
+    assert len(made[0]) == (3 if hopper else 2)
+    assert cuda.attention_launches_again(made[0], *layers[1], address) == made[1]
+    with pytest.raises(ValueError, match="16 bytes"):
+        cuda.attention_launches_again(made[0], layers[0][0].view(-1)[1:], *layers[0][1:], address)
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize(("backwards", "early"), [(False, False), (True, True)])
+def test_the_kernel_for_few_rows(head_size: int, backwards: bool, early: bool) -> None:
+    """Decodes and short pieces of one to sixteen rows, one of them cut, beside a prompt's wide tile."""
+    slices = [(0, 0, 1), (1, 31, 4), (2, 900, 1), (3, 63, 2)]
+    order = {"backwards": backwards, "early": early, "few_rows": True}
+    assert attend(slices, 4, 1, head_size, blocks_at_once=6, **order) >= 1
+    attend([*slices, (4, 30, 35)], 4, 1, head_size, hopper=True, **order)
 
 
 @pytest.mark.parametrize("snake", [0, 1])
@@ -174,6 +218,10 @@ def test_a_block_takes_the_shared_memory_that_plans_reckon_with(head_size: int) 
     kernel = Kernel("multi_token_attention.cu", "multi_token_attention", defines)
     needed = shared_bytes(Launch(kernel, 1, 128, (), "multi_token_attention_shared_bytes"))
     assert needed <= cuda.BLOCK_KIB[head_size] * 1024 < needed + 4096
+    if head_size in cuda.FEW_BLOCKS:
+        few = kernel._replace(defines=(*defines, "FEW_ROWS"))
+        needed = shared_bytes(Launch(few, 1, 128, (), "multi_token_attention_shared_bytes"))
+        assert cuda.FEW_BLOCKS[head_size] * (needed + 1024) <= 228 * 1024, "what Hopper has"
 
 
 def test_slices_and_items_of_nothing() -> None:
@@ -251,6 +299,11 @@ def test_pages_are_copied_as_far_as_they_go(dtype: torch.dtype) -> None:
     target = torch.full_like(source, 7.0)
     right = target.clone()
     move = (torch.randperm(40)[:35], torch.randperm(40)[:35], torch.randint(1, 33, (35,)))
-    run(cuda.copy_pages_launch(source, target, *move))
     reference.copy_pages(source, right, *move)
-    assert torch.equal(target, right)
+    for blocks, threads in ((32, 256), (8, 1024), (3, 1024)):
+        target.fill_(7.0)
+        with choices.chosen(choices.Choices(copy_blocks=blocks)):
+            launch = cuda.copy_pages_launch(source, target, *move)
+        assert (launch.num_blocks, launch.num_threads) == (blocks, threads)
+        run(launch)
+        assert torch.equal(target, right)

@@ -223,6 +223,18 @@ def test_what_a_merge_would_cost_more_than_it_gains_is_left_whole() -> None:
     assert 0.8 * 132 <= len(one.wide_items) * 8 <= 132
 
 
+def test_decodes_are_planned_for_the_kernel_of_few_rows_only_if_all_are() -> None:
+    blocks = BlocksAtOnce(264, 132, few=396)
+    decodes = plan_work([1] * 4, [8000] * 4, 4, 8, TILING, blocks)
+    assert decodes.few_rows
+    assert 0.8 * 396 <= len(decodes.items) * 8 <= 396
+    longer = plan_work([1] * 4 + [5], [8000] * 5, 4, 8, TILING, blocks)
+    assert not longer.few_rows
+    assert len(longer.items) * 8 <= 264
+    beside = plan_work([1] * 4 + [32], [8000] * 5, 4, 8, TILING, blocks)
+    assert beside.few_rows, "a wide tile has its own kernel"
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_batches_on_hopper_are_exact_and_balanced(seed: int) -> None:
     draw = random.Random(seed)

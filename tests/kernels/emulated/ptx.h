@@ -90,6 +90,8 @@ inline float exp2(float value) { return std::exp2f(value); }
 
 inline float log2(float value) { return std::log2f(value); }
 
+inline float reciprocal_root(float value) { return 1.0f / std::sqrt(value); }
+
 template <class Element>
 inline float widen(Element value) {
   if constexpr (same<Element, Bf16>) return float_of(uint32(value.bits) << 16);
