@@ -128,4 +128,5 @@ bool pensieve::amx_works() {
 const pensieve::Kernel pensieve::kAmx = {
     "amx", 32,
     attend<float>, attend<uint16_t>, write_out<float>, write_out<uint16_t>,
-    dense_for<float>, tiled};
+    dense_for<float>, tiled,
+    attend<Half>, write_out<Half>, dense_for<Half>};

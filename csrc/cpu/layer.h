@@ -1,6 +1,6 @@
 // What an instruction set implements for the dense parts of a decoder layer.
 //
-// Activations are `Element`s (float or bfloat16), sums and the residual inside a layer are float. A row's
+// Activations are `Element`s (float, bfloat16 or fp16), sums and the residual inside a layer are float. A row's
 // result is the same whatever other rows are there: each sum runs over its inputs in one fixed order.
 #pragma once
 
@@ -83,6 +83,9 @@ using Quantise = float (*)(const void* row, int32_t width, int32_t padded, uint8
 // The column of the largest value, the first of equals; -1 if any value is not finite.
 using Largest = int32_t (*)(const float* row, int32_t width);
 
+// A row of fp16 as floats, which its products take.
+using Widen = void (*)(const void* row, int32_t width, float* out);
+
 struct Dense {
   int32_t lanes;
   int32_t rows_max;  // of one pass over a panel
@@ -91,6 +94,7 @@ struct Dense {
   Join join;
   Turn turn;
   Largest largest;
+  Widen widen = nullptr;  // null: products take rows as they are
 };
 
 // Of the best instruction set here, or of the one named `only`.
