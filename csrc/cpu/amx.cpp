@@ -121,6 +121,12 @@ constexpr pensieve::Dense tiled_float = [] {
   dense.multiply_block_bytes = multiply_block<float, uint8_t>;
   return dense;
 }();
+constexpr pensieve::Dense tiled_half = [] {
+  pensieve::Dense dense = dense_for<Half>;
+  dense.multiply_bytes = multiply_tiles<Half, uint8_t>;
+  dense.multiply_block_bytes = multiply_block<Half, uint8_t>;
+  return dense;
+}();
 constexpr pensieve::Dense tiled_bfloat16 = [] {
   pensieve::Dense dense = dense_for<uint16_t>;
   dense.rows_max = kRowsOfTiles;
@@ -223,4 +229,5 @@ bool pensieve::amx_works() {
 const pensieve::Kernel pensieve::kAmx = {
     "amx", 32,
     attend<float>, attend_in_tiles, write_out<float>, write_out<uint16_t>,
-    tiled_float, tiled_bfloat16};
+    tiled_float, tiled_bfloat16,
+    attend<Half>, write_out<Half>, tiled_half};

@@ -52,16 +52,16 @@ struct alignas(64) Scratch {  // of one thread
 static_assert(sizeof(Scratch) <= pensieve::kScratchBytes);
 
 template <typename Element>
-constexpr bool kDot = BFLOAT16_DOT && sizeof(Element) == 2;
+constexpr bool kDot = BFLOAT16_DOT && std::is_same_v<Element, uint16_t>;
 
 inline Floats multiply_add(Floats sum, Floats a, Floats b) { return sum + a * b; }
 
-void turn_keys(const float* keys, int head_size, uint32_t* turned, Ahead& ahead) {
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(keys);
+template <typename Element>
+void turn_keys(const Element* keys, int head_size, uint32_t* turned, Ahead& ahead) {
   for (int slot = 0; slot < kSlots; slot += LANES)
     for (int at = 0; at < head_size; at += LANES) {
       Words rows[LANES];
-      for (int i = 0; i < LANES; ++i) rows[i] = load<Words>(words + (slot + i) * head_size + at);
+      for (int i = 0; i < LANES; ++i) rows[i] = (Words)read(keys + (slot + i) * head_size + at);
       transpose(rows);
       for (int i = 0; i < LANES; ++i) {
         if (i & 1) ahead.step();
@@ -70,7 +70,7 @@ void turn_keys(const float* keys, int head_size, uint32_t* turned, Ahead& ahead)
     }
 }
 
-void turn_keys(const uint16_t* keys, int head_size, uint32_t* turned, Ahead& ahead) {
+inline void turn_keys(const uint16_t* keys, int head_size, uint32_t* turned, Ahead& ahead) {
   const int num_pairs = head_size / 2;
   for (int slot = 0; slot < kSlots; slot += LANES)
     for (int at = 0; at < num_pairs; at += LANES) {
@@ -94,9 +94,20 @@ inline const float* ready_values(const float* values, int, int, float*, Ahead&) 
   return values;
 }
 
+template <typename Element>
+const float* ready_values(const Element* values, int num_slots, int head_size, float* ready,
+                          Ahead& ahead) {
+  for (int slot = 0; slot < num_slots; ++slot)
+    for (int at = 0; at < head_size; at += LANES) {
+      if (at % 64 == 0) ahead.step();
+      store(ready + slot * head_size + at, read(values + slot * head_size + at));
+    }
+  return ready;
+}
+
+#if BFLOAT16_DOT
 inline const float* ready_values(const uint16_t* values, int num_slots, int head_size, float* ready,
                                  Ahead& ahead) {
-#if BFLOAT16_DOT
   uint32_t* pairs = reinterpret_cast<uint32_t*>(ready);
   for (int slot = 0; slot < num_slots; slot += 2)
     for (int at = 0; at < head_size; at += LANES) {
@@ -107,15 +118,9 @@ inline const float* ready_values(const uint16_t* values, int num_slots, int head
       if (at & LANES) ahead.step();
       store(pairs + (slot / 2) * head_size + at, first | second << 16);
     }
-#else
-  for (int slot = 0; slot < num_slots; ++slot)
-    for (int at = 0; at < head_size; at += LANES) {
-      if (at % 64 == 0) ahead.step();
-      store(ready + slot * head_size + at, widen(load<Halves>(values + slot * head_size + at)));
-    }
-#endif
   return ready;
 }
+#endif
 
 template <typename Element>
 inline Floats product_add(Floats sum, uint32_t word, Words vector) {
@@ -269,9 +274,6 @@ struct AddValues {
   }
 };
 
-inline float as_float(float value) { return value; }
-inline float as_float(uint16_t value) { return widened(value); }
-
 // The rows of a block are interleaved, so that one pointer reaches the same dimension of all of them.
 template <typename Element, int Rows>
 struct TakeQuery {
@@ -286,7 +288,7 @@ struct TakeQuery {
         if constexpr (kDot<Element>)
           memcpy(to + at * Rows, from + 2 * at, 4);
         else
-          to[at * Rows] = as_float(from[at]);
+          to[at * Rows] = read_one(from + at);
     }
   }
 };

@@ -14,7 +14,8 @@ constexpr int kPagesMax = 64;  // of a part
 constexpr int kHeadMax = 256;  // head size
 
 enum class Type : int32_t { kFloat = 0,
-                            kBfloat16 = 1 };
+                            kBfloat16 = 1,
+                            kFloat16 = 2 };
 
 struct Part {
   const void* query;        // of the item's first row
@@ -56,6 +57,22 @@ struct Kernel {
   Attend attend_float, attend_bfloat16;
   WriteOut write_float, write_bfloat16;
   const Dense &dense_float, &dense_bfloat16;
+  Attend attend_float16;
+  WriteOut write_float16;
+  const Dense& dense_float16;
+
+  Attend attend(Type type) const {
+    if (type == Type::kFloat16) return attend_float16;
+    return type == Type::kFloat ? attend_float : attend_bfloat16;
+  }
+  WriteOut write(Type type) const {
+    if (type == Type::kFloat16) return write_float16;
+    return type == Type::kFloat ? write_float : write_bfloat16;
+  }
+  const Dense& dense(Type type) const {
+    if (type == Type::kFloat16) return dense_float16;
+    return type == Type::kFloat ? dense_float : dense_bfloat16;
+  }
 };
 
 bool amx_works();  // requests AMX from the system, and compares its products with AVX-512's, once

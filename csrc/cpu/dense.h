@@ -30,7 +30,7 @@ constexpr int kMiddle = pensieve::kZero;
 
 template <typename Element>
 inline Floats add_step(Floats sum, Words weights, uint32_t input) {
-  if constexpr (sizeof(Element) == 4) {
+  if constexpr (sizeof(Element) == 4 || is_half<Element>) {
     float value;
     memcpy(&value, &input, sizeof value);
     return sum + splat(value) * (Floats)weights;
@@ -51,15 +51,24 @@ inline Floats add_step<uint8_t>(Floats sum, Words weights, uint32_t input) {
   return (Floats)dot_add_bytes((Ints)sum, Words{} + input, weights);
 }
 
+// A step's weights for a vector of outputs. Those of Half are floats from here on, as their rows are.
+template <typename Element>
+inline Words weights_at(const char* panel, int64_t at) {
+  if constexpr (is_half<Element>)
+    return (Words)read(reinterpret_cast<const Half*>(panel) + at);
+  else
+    return load<Words>(reinterpret_cast<const uint32_t*>(panel) + at);
+}
+
 template <typename Element, int Rows>
-void sums_of(const uint32_t* panel, const char* rows, int64_t row_bytes, int64_t steps,
+void sums_of(const char* panel, const char* rows, int64_t row_bytes, int64_t steps,
              const char* ahead, int lines, float* sums) {
   Floats sum[Rows][2];
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) sum[r][0] = sum[r][1] = Floats{};
   for (int64_t k = 0; k < steps; ++k) {
-    const Words first = load<Words>(panel + k * kPanel);
-    const Words second = load<Words>(panel + k * kPanel + LANES);
+    const Words first = weights_at<Element>(panel, k * kPanel);
+    const Words second = weights_at<Element>(panel, k * kPanel + LANES);
     if (lines > 0) __builtin_prefetch(ahead + k * lines * 64, 0, 3);
     if (lines > 1) __builtin_prefetch(ahead + k * lines * 64 + 64, 0, 3);
 #pragma GCC unroll 16
@@ -77,7 +86,7 @@ void sums_of(const uint32_t* panel, const char* rows, int64_t row_bytes, int64_t
   }
 }
 
-using SumsOf = void (*)(const uint32_t*, const char*, int64_t, int64_t, const char*, int, float*);
+using SumsOf = void (*)(const char*, const char*, int64_t, int64_t, const char*, int, float*);
 
 template <typename Element, int... I>
 inline SumsOf sums_for(int num_rows, std::integer_sequence<int, I...>) {
@@ -154,29 +163,29 @@ void finish(const Product& product, int32_t panel, int32_t first, int num_rows, 
   }
 }
 
-// Input is the type of the rows' values: Element, or uint8_t for quantised rows.
+// Input is the type of the weights: Element, or uint8_t for those of quantised rows. Rows of Half are floats.
 template <typename Element, typename Input = Element>
 void multiply(const Product& product, int32_t panel, int32_t first, int32_t end,
               const char* ahead) {
   const pensieve::Linear& linear = *product.linear;
-  const int64_t steps = int64_t(linear.inputs) * sizeof(Input) / 4;
-  const uint32_t* panels = static_cast<const uint32_t*>(linear.panels);
-  const int64_t row_bytes = product.row_stride * sizeof(Input);
+  const int64_t steps = is_half<Input> ? linear.inputs : int64_t(linear.inputs) * sizeof(Input) / 4;
+  const char* weights = static_cast<const char*>(linear.panels) + panel * linear.panel_bytes;
+  const int64_t row_bytes = product.row_stride * (is_half<Input> ? 4 : sizeof(Input));
   const char* rows = static_cast<const char*>(product.rows);
   const int blocks = (end - first + kRows - 1) / kRows;
   alignas(64) float sums[kRows * kPanel];
-  constexpr int kLines = kPanel * 4 / 64;  // of a step; 2 where a panel is two lines wide
+  constexpr int kLines = LANES == 16 ? kPanel * (is_half<Input> ? 2 : 4) / 64 : 0;  // of a step
   for (int block = 0; block < blocks; ++block) {
     const int from = first + (end - first) * block / blocks;
     const int to = first + (end - first) * (block + 1) / blocks;
     const char* next = nullptr;
     int lines = 0;
-    if (ahead && kLines > 1 && block < 2) {  // in one pass, or half in each of two
-      lines = blocks == 1 ? 2 : 1;
+    if (ahead && block < kLines) {  // in one pass, or half in each of two
+      lines = blocks == 1 ? kLines : 1;
       next = ahead + block * steps * 64;
     }
     sums_for<Input>(to - from, std::make_integer_sequence<int, kRows>{})(
-        panels + panel * steps * kPanel, rows + from * row_bytes, row_bytes, steps, next, lines, sums);
+        weights, rows + from * row_bytes, row_bytes, steps, next, lines, sums);
     if (product.out_float)
       finish<Element, float>(product, panel, from, to - from, sums);
     else
@@ -362,6 +371,13 @@ float quantise(const void* memory, int32_t width, int32_t padded, uint8_t* out) 
   return largest / 127.0f;
 }
 
+inline void widen_row(const void* memory, int32_t width, float* out) {
+  const Half* row = static_cast<const Half*>(memory);
+  int i = 0;
+  for (; i + LANES <= width; i += LANES) store(out + i, read(row + i));
+  for (; i < width; ++i) out[i] = read_one(row + i);
+}
+
 inline int32_t largest(const float* row, int32_t width) {
   Floats most = splat(-INFINITY), spread{};
   int i = 0;
@@ -386,6 +402,6 @@ inline int32_t largest(const float* row, int32_t width) {
 template <typename Element>
 constexpr pensieve::Dense dense_for = {
     LANES, kRows, multiply<Element>, multiply<Element, uint8_t>, quantise<Element>,
-    join<Element>, turn<Element>, largest, choose<Element>};
+    join<Element>, turn<Element>, largest, choose<Element>, is_half<Element> ? widen_row : nullptr};
 
 }  // namespace

@@ -80,10 +80,11 @@ void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const 
   on_threads(pieces > 1 ? num_threads : 1, work);
 }
 
-// Rows of bytes and the step of each, where weights are int8.
-struct Bytes {
-  std::vector<uint8_t> rows;
+// Copies of rows, as products take them: bytes and the step of each, where weights are int8; floats of fp16.
+struct Copies {
+  std::vector<uint8_t> bytes;
   std::vector<float> steps;
+  std::vector<float> floats;
 };
 
 // What one part of the rows needs; kept by the thread that computes.
@@ -94,7 +95,7 @@ struct Pairs {
   std::vector<int32_t> sources;  // by place: the row that it is a copy of
   std::vector<int32_t> counts;   // by expert
   std::vector<Group> groups;
-  Bytes given, gated;
+  Copies routed, given, gated;
 };
 
 void sort_pairs(Pairs& pairs, int num_experts, int num_chosen) {
@@ -118,19 +119,29 @@ void sort_pairs(Pairs& pairs, int num_experts, int num_chosen) {
   }
 }
 
+template <typename RowOf>
+void take_floats(const Dense& dense, Copies& copies, int32_t width, Product& product, RowOf row_of, int num_threads) {
+  copies.floats.resize(int64_t(product.num_rows) * width);
+  float* const to = copies.floats.data();
+  each_row(num_threads, product.num_rows,
+           [&](int row) { dense.widen(row_of(row), width, to + int64_t(row) * width); });
+  product.rows = to;
+  product.row_stride = width;
+}
+
 // Multiplies all pairs with their experts' weights, of which `linears` has one for each expert. A pair's row
 // lies at `row_of(place)`; rows that do not lie side by side are copied to `gathered`.
 template <typename RowOf>
-void multiply_pairs(const Dense& dense, Pairs& pairs, const Linear* linears, Bytes& bytes, Product product,
+void multiply_pairs(const Dense& dense, Pairs& pairs, const Linear* linears, Copies& copies, Product product,
                     RowOf row_of, void* gathered, int64_t row_bytes, const Linear* then, int num_threads) {
   for (Group& group : pairs.groups) group.linear = linears + group.expert;
   const Linear& any = *linears;
   const int count = product.num_rows;
   if (any.scales) {
-    bytes.rows.resize(int64_t(count) * any.inputs);
-    bytes.steps.resize(count);
-    uint8_t* const to = bytes.rows.data();
-    float* const steps = bytes.steps.data();
+    copies.bytes.resize(int64_t(count) * any.inputs);
+    copies.steps.resize(count);
+    uint8_t* const to = copies.bytes.data();
+    float* const steps = copies.steps.data();
     each_row(num_threads, count, [&](int place) {
       steps[place] = dense.quantise(row_of(place), any.width, any.inputs, to + int64_t(place) * any.inputs);
     });
@@ -140,7 +151,9 @@ void multiply_pairs(const Dense& dense, Pairs& pairs, const Linear* linears, Byt
     multiply_groups(dense.multiply_bytes, dense.lanes, pairs.groups, product, then, num_threads);
     return;
   }
-  if (gathered) {
+  if (dense.widen) {
+    take_floats(dense, copies, any.width, product, row_of, num_threads);
+  } else if (gathered) {
     char* const to = static_cast<char*>(gathered);
     each_row(num_threads, count,
              [&](int place) { std::memcpy(to + place * row_bytes, row_of(place), row_bytes); });
@@ -156,10 +169,12 @@ void run_part(const Dense& dense, const ExpertCall& call, Pairs& pairs, int num_
   const int hidden = experts.out[0].outputs, wide = experts.in[0].outputs;
   const int64_t row_bytes = hidden * call.element_bytes, wide_bytes = wide * call.element_bytes;
 
+  const char* const given = static_cast<const char*>(call.rows);
+  Product routed{nullptr, call.rows, hidden, rows, buffers.logits, experts.num_experts, 0};
+  if (dense.widen)
+    take_floats(dense, pairs.routed, hidden, routed, [&](int row) { return given + row * row_bytes; }, num_threads);
   pairs.groups.assign(1, {0, 0, rows, &experts.router});
-  multiply_groups(dense.multiply, dense.lanes, pairs.groups,
-                  {nullptr, call.rows, hidden, rows, buffers.logits, experts.num_experts, 0}, nullptr,
-                  num_threads);
+  multiply_groups(dense.multiply, dense.lanes, pairs.groups, routed, nullptr, num_threads);
   pairs.experts.resize(count);
   pairs.shares.resize(count);
   const Choosing choosing{buffers.logits, experts.num_experts, chosen, experts.normalised,
@@ -167,7 +182,6 @@ void run_part(const Dense& dense, const ExpertCall& call, Pairs& pairs, int num_
   each_row(num_threads, rows, [&](int row) { dense.choose(choosing, row); });
   sort_pairs(pairs, experts.num_experts, chosen);
 
-  const char* const given = static_cast<const char*>(call.rows);
   multiply_pairs(
       dense, pairs, experts.in, pairs.given, {nullptr, nullptr, hidden, count, buffers.gated, wide, 0},
       [&](int place) { return given + pairs.sources[place] * row_bytes; }, buffers.rows, row_bytes,

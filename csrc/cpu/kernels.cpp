@@ -13,7 +13,9 @@
 #include <new>
 #include <vector>
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -26,6 +28,13 @@
 namespace pensieve {
 
 namespace {
+
+#if HAS_AVX2
+bool has_f16c() {  // older compilers cannot be asked for it
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
 
 #if HAS_NEON || HAS_NEON_BF16
 enum class Feature { kDotProduct,
@@ -68,7 +77,7 @@ bool runs(const Kernel& kernel) {
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #endif
 #if HAS_AVX2
-  if (&kernel == &kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (&kernel == &kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 #endif
 #if HAS_NEON_BF16
   if (&kernel == &kNeonBf16) return has(Feature::kBfloat16) && has(Feature::kInt8Matrix);
@@ -176,7 +185,7 @@ void write_out(const Call& call, const Kernel& kernel, const Item& item, const P
   const int group = call.num_heads / call.num_kv_heads;
   const int64_t row = call.slice_offsets[item.slice] + item.first_token;
   const int64_t at = row * call.out_token_stride + item.kv_head * group * call.out_head_stride;
-  const WriteOut write = call.type == Type::kFloat ? kernel.write_float : kernel.write_bfloat16;
+  const WriteOut write = kernel.write(call.type);
   write(partial, item.num_tokens, group, call.head_size,
         static_cast<char*>(call.out) + at * element_bytes(call.type), call.out_token_stride,
         call.out_head_stride);
@@ -256,7 +265,7 @@ int64_t cut(const Call& call, std::vector<Item>& items, std::vector<Cut>& cuts) 
 
 // False if there is no memory for partials.
 bool attend_all(const Call& call, const Kernel& kernel) {
-  const Attend attend = call.type == Type::kFloat ? kernel.attend_float : kernel.attend_bfloat16;
+  const Attend attend = kernel.attend(call.type);
   std::vector<Item> items;
   std::vector<Cut> cuts;
   const int64_t num_kept = cut(call, items, cuts);
@@ -307,7 +316,7 @@ bool attend_all(const Call& call, const Kernel& kernel) {
 const Dense& dense_of(const char* only, Type type) {
   const Kernel* kernel = kernel_for(0, only);
   if (!kernel) kernel = &kPlain;
-  return type == Type::kFloat ? kernel->dense_float : kernel->dense_bfloat16;
+  return kernel->dense(type);
 }
 
 }  // namespace pensieve

@@ -37,7 +37,9 @@ struct Worker {
   // Rows are quantised to bytes first where the weights are int8.
   void multiply(const Product& product, const Linear* then) const {
     const Linear& linear = *product.linear;
-    if (!linear.scales) return multiply_by(dense.multiply, dense.multiply_block, product, then);
+    if (!linear.scales)
+      return dense.widen ? multiply_widened(product, then)
+                         : multiply_by(dense.multiply, dense.multiply_block, product, then);
     static thread_local std::vector<uint8_t> bytes;
     static thread_local std::vector<float> scales;
     const int64_t padded = linear.inputs, stride = apart(padded);
@@ -54,6 +56,21 @@ struct Worker {
     quantised.row_stride = stride;
     quantised.row_scales = worth;
     multiply_by(dense.multiply_bytes, dense.multiply_block_bytes, quantised, then);
+  }
+
+  void multiply_widened(const Product& product, const Linear* then) const {
+    static thread_local std::vector<float> floats;
+    const int32_t width = product.linear->width;
+    floats.resize(int64_t(width) * product.num_rows);
+    float* const to = floats.data();
+    each_row(product.num_rows, [&](int row) {
+      const char* from = static_cast<const char*>(product.rows) + row * product.row_stride * element_bytes;
+      dense.widen(from, width, to + int64_t(row) * width);
+    });
+    Product widened = product;
+    widened.rows = to;
+    widened.row_stride = width;
+    multiply_by(dense.multiply, nullptr, widened, then);
   }
 
   // A thread that finds no more panels prefetches the first panels of `then`, the next product.

@@ -1,6 +1,6 @@
 // What an instruction set implements for the dense parts of a decoder layer.
 //
-// Activations are `Element`s (float or bfloat16), sums and the residual inside a layer are float. A row's
+// Activations are `Element`s (float, bfloat16 or fp16), sums and the residual inside a layer are float. A row's
 // result is the same whatever other rows are there: each sum runs over its inputs in one fixed order.
 #pragma once
 
@@ -105,6 +105,9 @@ struct Choosing {
 };
 using Choose = void (*)(const Choosing&, int32_t row);
 
+// A row of fp16 as floats, which its products take.
+using Widen = void (*)(const void* row, int32_t width, float* out);
+
 struct Dense {
   int32_t lanes;
   int32_t rows_max;  // of one pass over a panel
@@ -114,6 +117,7 @@ struct Dense {
   Turn turn;
   Largest largest;
   Choose choose;
+  Widen widen = nullptr;  // null: products take rows as they are
   MultiplyBlock multiply_block = nullptr, multiply_block_bytes = nullptr;  // null: panel by panel
 };
 

@@ -10,11 +10,12 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
-#elif BFLOAT16_DOT
+#elif LANES > 4
 #include <immintrin.h>
 #endif
 
@@ -121,11 +122,65 @@ inline float widened(uint16_t half) {
   return value;
 }
 
-// Elements are floats or bfloat16.
+inline Halves rounded(Floats value) {
+  Words bits = (Words)value;
+  Words up = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+  Words nan = bits >> 16 | 0x40;
+  return __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? nan : up, Halves);
+}
+
+// An IEEE half (fp16): a sign, 5 bits of exponent, 10 of fraction. A uint16_t is a bfloat16.
+struct Half {
+  uint16_t bits;
+};
+
+inline Floats widen_ieee(Halves halves) {
+#if defined(__aarch64__)
+  return (Floats)vcvt_f32_f16((float16x4_t)halves);
+#elif LANES == 16
+  return (Floats)_mm512_maskz_cvtph_ps(0xffff, (__m256i)halves);  // GCC warns of the one without a mask
+#elif LANES == 8
+  return (Floats)_mm256_cvtph_ps((__m128i)halves);
+#else
+  const Words bits = __builtin_convertvector(halves, Words);
+  const Words sign = (bits & 0x8000u) << 16, rest = (bits & 0x7fffu) << 13;
+  const Words number = (Words)((Floats)rest * 0x1p112f);  // moves the exponent, also that of denormals
+  return (Floats)((rest >= 0x7c00u << 13 ? rest | 0x7f800000u : number) | sign);
+#endif
+}
+
+#if LANES > 4
+constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+#endif
+
+inline Halves rounded_ieee(Floats value) {  // to the nearest, ties to even; NaN stays NaN
+#if defined(__aarch64__)
+  return (Halves)vcvt_f16_f32((float32x4_t)value);
+#elif LANES == 16
+  return (Halves)_mm512_maskz_cvtps_ph(0xffff, (__m512)value, kNearest);
+#elif LANES == 8
+  return (Halves)_mm256_cvtps_ph((__m256)value, kNearest);
+#else
+  const Words bits = (Words)value, sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
+  const Words normal = (rest - (112u << 23) + 0xfffu + (rest >> 13 & 1)) >> 13;
+  const Words small = (Words)((Floats)rest + 0.5f) - 0x3f000000u;  // below 2^-14, in steps of 2^-24
+  Words half = rest < 0x38800000u ? small : normal;
+  half = rest >= 0x47800000u ? Words{} + 0x7c00u : half;  // infinite from 2^16 on
+  half = rest > 0x7f800000u ? Words{} + 0x7e00u : half;
+  return __builtin_convertvector(half | sign, Halves);
+#endif
+}
+
+// Elements are floats, bfloat16 or Half.
+template <typename Element>
+constexpr bool is_half = std::is_same_v<Element, Half>;
+
 template <typename Element>
 inline Floats read(const Element* from) {
   if constexpr (sizeof(Element) == 4)
     return load<Floats>(from);
+  else if constexpr (is_half<Element>)
+    return widen_ieee(load<Halves>(from));
   else
     return widen(load<Halves>(from));
 }
@@ -134,21 +189,18 @@ template <typename Element>
 inline float read_one(const Element* from) {
   if constexpr (sizeof(Element) == 4)
     return *from;
+  else if constexpr (is_half<Element>)
+    return widen_ieee(Halves{} + from->bits)[0];
   else
     return widened(*from);
-}
-
-inline Halves rounded(Floats value) {
-  Words bits = (Words)value;
-  Words up = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
-  Words nan = bits >> 16 | 0x40;
-  return __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? nan : up, Halves);
 }
 
 template <typename Element>
 inline void write(Element* to, Floats value) {
   if constexpr (sizeof(Element) == 4)
     store(to, value);
+  else if constexpr (is_half<Element>)
+    store(to, rounded_ieee(value));
   else
     store(to, rounded(value));
 }
@@ -157,6 +209,8 @@ template <typename Element>
 inline void write_one(Element* to, float value) {
   if constexpr (sizeof(Element) == 4)
     *to = value;
+  else if constexpr (is_half<Element>)
+    to->bits = rounded_ieee(splat(value))[0];
   else
     *to = rounded(value);
 }

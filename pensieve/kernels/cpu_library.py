@@ -32,7 +32,7 @@ import torch
 from pensieve.kernels.shapes import PAGE_SLOTS
 
 NAME = "libpensieve_cpu.so"
-TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as the C interface numbers them
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the C interface numbers them
 # The instruction set that all calls have to use, for comparing them; empty: the best of this machine.
 only_instruction_set = os.environ.get("PENSIEVE_CPU_KERNEL", "").encode()
 

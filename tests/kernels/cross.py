@@ -26,12 +26,12 @@ STRICT = ("-Wall", "-Wextra", "-Werror")
 WIDE = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512")
 BFLOAT16 = (*WIDE, "-mavx512bf16", "-mavx512vnni")
 X86 = {
-    "avx2": ("-mavx2", "-mfma"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": WIDE,
     "avx512bf16": BFLOAT16,
     "amx": (*BFLOAT16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
-ARM = {
+ARM = {  # the package's clang has its own way to say -march=armv8.2-a+dotprod
     "neon": ("-mcpu=generic+dotprod",),
     "neonbf16": ("-mcpu=generic+dotprod+bf16+i8mm",),
 }

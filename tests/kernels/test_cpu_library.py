@@ -15,7 +15,7 @@ def test_the_library_is_there_and_is_used() -> None:
     """An installation with a compiler has it; without one the other tests of this file are skipped."""
     assert cpu_library.compiled_library() is not None
     assert cpu_library.instruction_set(torch.bfloat16, 64) in SETS
-    assert cpu_library.instruction_set(torch.float16, 64) is None
+    assert cpu_library.instruction_set(torch.float64, 64) is None
 
 
 def test_without_the_library_torch_does_it_after_one_warning() -> None:

@@ -1,7 +1,7 @@
 """The dense parts of a decoder layer on a CPU, compiled.
 
-`protocol` is the interface, csrc/cpu/layer.cpp the implementation, for float32 and bfloat16.  A row's result
-is the same whatever other rows are in the call.
+`protocol` is the interface, csrc/cpu/layer.cpp the implementation, for float32, bfloat16 and float16.  A
+row's result is the same whatever other rows are in the call.
 """
 
 from __future__ import annotations

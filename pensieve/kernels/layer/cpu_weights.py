@@ -1,8 +1,8 @@
 """A decoder layer's weights as the compiled kernels read them, products in panels.
 
-A panel is two vectors of outputs wide.  For each step of the inputs (one float, two bfloat16 or four int8
-inputs) it holds the weights of its outputs side by side, so a product reads a panel in one run from front
-to back.  Outputs that fill up the last panel have weights of 0.  csrc/cpu/layer.h has the structures.
+A panel is two vectors of outputs wide.  For each step of the inputs (one float or float16, two bfloat16 or
+four int8 inputs) it holds the weights of its outputs side by side, so a product reads a panel in one run from
+front to back.  Outputs that fill up the last panel have weights of 0.  csrc/cpu/layer.h has the structures.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Packed:
             weight = (weight.float() / scales.clamp_min(1e-38)[:, None]).round_().to(torch.int8)
             offsets = _picked(ZERO * weight.sum(1, dtype=torch.int32), order)
             scales = _picked(scales, order)
-        self._step = 4 // weight.itemsize
+        self._step = 1 if weight.dtype == torch.float16 else 4 // weight.itemsize
         self.panels = _panels(weight, order, 2 * lanes, self._step)
         bias = None if bias is None else _picked(bias.float(), order)
         self._vectors = (bias, scales, offsets)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from pensieve.kernels.layer import cpu
 from pensieve.kernels.layer.protocol import Activation, NormWeights
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-TYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+TYPES = list(TOLERANCE)
 
 
 def close(got: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -212,8 +212,8 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         packed.multiply(torch.ones(2, 5), torch.ones(2, 6))
     with pytest.raises(ValueError, match="out has rows = 3, but rows has rows = 2"):
         packed.multiply(torch.ones(2, 4), torch.ones(3, 6))
-    with pytest.raises(ValueError, match=r"out is torch\.float16"):
-        packed.multiply(torch.ones(2, 4), torch.ones(2, 6, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"out is torch\.float64"):
+        packed.multiply(torch.ones(2, 4), torch.ones(2, 6, dtype=torch.float64))
 
 
 @pytest.mark.usefixtures("kernel")
@@ -253,3 +253,26 @@ def test_a_row_of_bytes_that_is_not_finite_stays_so(odd: float) -> None:
     packed.multiply(given, out)
     assert out[1].isfinite().logical_not().all()
     assert torch.allclose(out[[0, 2]], torch.tensor(40.0))
+
+
+@pytest.mark.usefixtures("kernel")
+def test_every_half_is_read_exactly_and_every_float_rounded_as_torch_does() -> None:
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    finite = halves[halves.isfinite()]
+    many = finite.view(-1, 64)  # 992 rows
+    out = torch.empty(len(many), 64)
+    cpu.Packed([torch.eye(64).half()]).multiply(many, out)  # as a row's values
+    assert torch.equal(out, many.float())
+    turned = torch.empty(64, len(many))
+    cpu.Packed([many]).multiply(torch.eye(64).half(), turned)  # as weights
+    assert torch.equal(turned.T, many.float())
+    between = (finite.float() + finite.float().roll(1)) / 2  # ties, beside which
+    beside = [torch.nextafter(between, torch.tensor(end)) for end in (-1e9, 1e9)]
+    large = [65504.0, 65519.99, 65520.0, 65536.0, 1e30, 1e-30, 3e-8, float("inf"), float("nan")]
+    floats = torch.cat([between, *beside, torch.tensor(large), -torch.tensor(large)])
+    rounded = torch.empty(1, len(floats), dtype=torch.float16)
+    zero = torch.zeros(len(floats), 1, dtype=torch.float16)
+    cpu.Packed([zero], [floats]).multiply(zero[:1], rounded)  # a bias is a float
+    assert torch.equal(
+        rounded[0].nan_to_num(7.0, 8.0, 9.0), floats.half().nan_to_num(7.0, 8.0, 9.0)
+    )
