@@ -40,7 +40,11 @@ MISTAKES = {
     "sums that are not rescaled": Mistake(
         ATTEND, "if (rescale == 1.0f) continue;", "if (rescale <= 1.0f) continue;"
     ),
-    "a row that does not see itself": Mistake(ATTEND, "<= last ? score", "< last ? score"),
+    "a row that does not see itself": Mistake(ATTEND, "slot <= last ?", "slot < last ?"),
+    "slots that are not masked": Mistake(
+        ATTEND, "- first + 1;  // positions", "- first + 2;  // positions"
+    ),
+    "a row that has seen nothing": Mistake(ATTEND, "largest == none ? Floats{} :", ""),
     "a row that sees what follows": Mistake(
         ATTEND, "part.position + r / part.group;", "part.position + r / part.group + 1;"
     ),
@@ -92,11 +96,13 @@ def test_the_checks_hold(flags: tuple[str, ...], tmp_path: Path) -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_found(name: str, tmp_path: Path) -> None:
     assert run(program(tmp_path, "checks.cpp", MISTAKES[name])).returncode != 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_INSTRUCTIONS)
 def test_a_mistake_in_the_instructions_is_found(name: str, tmp_path: Path) -> None:
     mistake = IN_INSTRUCTIONS[name]
