@@ -86,14 +86,28 @@ IN_INSTRUCTIONS = {
 }
 
 
-def run(built: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([built], capture_output=True, check=False, text=True)
+def run(built: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([built, *arguments], capture_output=True, check=False, text=True)
 
 
 @pytest.mark.parametrize("flags", [EMULATED, COMPILED], ids=["emulated", "compiled"])
 def test_the_checks_hold(flags: tuple[str, ...], tmp_path: Path) -> None:
     ran = run(program(tmp_path, "checks.cpp", flags=flags))
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    assert flags != EMULATED or run(tmp_path / "program", "works").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a step of inputs left out",
+        "a product of bytes of the wrong tiles",
+        "weights of the wrong slots",
+    ],
+)
+def test_tiles_that_compute_something_else_are_not_used(name: str, tmp_path: Path) -> None:
+    """The library itself compares them with AVX-512, when it is loaded."""
+    assert run(program(tmp_path, "checks.cpp", MISTAKES[name]), "works").returncode == 3
 
 
 @pytest.mark.slow
