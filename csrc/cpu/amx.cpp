@@ -5,8 +5,10 @@
 //
 // With few rows a product is bound by the speed at which weights arrive, as everywhere; with many rows by the
 // second-level cache, from which a panel and the rows are read once for each 32 rows (4 KiB for 64 clock
-// cycles of arithmetic), if they are there: rows that do not fit are multiplied in blocks. It was developed without such a machine, on the emulation of tiles.h, so it is
-// used only if its products and its attention agree with those of the AVX-512 kernels (amx_works).
+// cycles of arithmetic), if they are there: rows that do not fit are multiplied in blocks.
+//
+// Attention, the blocks and bytes were developed without such a machine (tests/kernels/tiles), and somebody else's may
+// differ. So it is used only if its products and its attention agree with those of the AVX-512 kernels (amx_works).
 #define LANES 16
 #define BFLOAT16_DOT 1
 #include <cmath>

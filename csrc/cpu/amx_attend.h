@@ -21,19 +21,19 @@
 // and vectors of 64 bytes (V); h is head size / 32, q is rows / 16, rounded up:
 //
 //   scores     TL 2h keys for every two q, hq queries, 2q stored       TP 2hq
-//   softmax    V 32q scores, about 25 instructions each; 64q shuffles
+//   softmax    V 32q scores, about 18 instructions each; 64q shuffles
 //   values     V 64h loads and shuffles and stores, whatever q is
 //   sums       TL 2h values for every two q, q weights for each h, 4hq / 4 of sums    TP 2hq
 //
 //   rows   head size 64: bytes   TP cycles   softmax   values     without tiles: instructions of BF16
-//      4            8,192             128       450      130         512
-//      8            8,192             128       450      130       1,024
-//     16            8,192             128       450      130       2,048
-//     32            8,192             256       900      130       4,096
-//     64            8,192             512     1,800      130       8,192
+//      4            8,192             128       360      130         512
+//      8            8,192             128       360      130       1,024
+//     16            8,192             128       360      130       2,048
+//     32            8,192             256       720      130       4,096
+//     64            8,192             512     1,440      130       8,192
 //
 // At 14 GB/s for a core of 2.6 GHz, 8 KiB arrive in 1,500 cycles: up to 32 rows the page is what is waited for.
-// From 64 rows on the softmax is the larger part (head size 128: 1,024 cycles of products, 1,800 of softmax); the
+// From 64 rows on the softmax is the larger part (head size 128: 1,024 cycles of products, 1,440 of softmax); the
 // processor overlaps the end of one block's vectors with the next one's tiles as far as its window reaches.
 // No machine with AMX has run this yet: the cycles are counted, not measured.
 //
@@ -133,23 +133,25 @@ inline Words paired(Floats first, Floats second) {
   return (Words)_mm512_permutexvar_epi16(_mm512_load_si512(kSideBySide), both);
 }
 
-// Of 16 rows: turns scores of a block's slots (from position `first` on) into weights as rows of tiles, and updates
-// the rows' largest scores, their sums, and the factors of older sums. `column` is of the panel's rows.
+// Of 16 rows: turns the products of a block's slots (from position `first` on) into weights as rows of tiles, and
+// updates the rows' largest scores, their sums, and the factors of older sums. `column` is of the panel's rows.
 inline void soften_columns(TileScratch& scratch, int row, int column, int first, int num_pages,
                            float factor, BlockAhead& ahead) {
   const int num_slots = num_pages * kSlots;
   const Ints last = load<Ints>(scratch.last + row) - first;
-  const Floats before = load<Floats>(scratch.largest + row);
-  Floats most[4] = {before, before, before, before};  // four, so that none waits for the one before it
+  const int seen_by_all = scratch.last[row] - first + 1;  // positions of rows never fall
+  for (int slot = seen_by_all < 0 ? 0 : seen_by_all; slot < num_slots; ++slot) {
+    float* const scores = &scratch.scores[slot][column];
+    store(scores, Ints{} + slot <= last ? load<Floats>(scores) : splat(-INFINITY));
+  }
+  const Floats none = splat(-INFINITY), before = load<Floats>(scratch.largest + row);
+  Floats most[4] = {none, none, none, none};  // four, so that none waits for the one before it
   for (int slot = 0; slot < num_slots; slot += 4)
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      Floats score = load<Floats>(&scratch.scores[slot + i][column]) * factor;
-      score = Ints{} + (slot + i) <= last ? score : splat(-INFINITY);
-      store(&scratch.scores[slot + i][column], score);
-      most[i] = larger(score, most[i]);
-    }
-  const Floats largest = larger(larger(most[0], most[1]), larger(most[2], most[3]));
+    for (int i = 0; i < 4; ++i) most[i] = larger(load<Floats>(&scratch.scores[slot + i][column]), most[i]);
+  const Floats largest =
+      larger(larger(larger(most[0], most[1]), larger(most[2], most[3])) * factor, before);
+  const Floats base = largest == none ? Floats{} : largest;  // of a row that has seen nothing yet
   Floats total[2] = {};
   for (int page = 0; page < num_pages; ++page) {
     Words pairs[kSlots / 2];
@@ -159,8 +161,8 @@ inline void soften_columns(TileScratch& scratch, int row, int column, int first,
 #pragma GCC unroll 2
       for (int i = 0; i < 2; ++i) {
         const Floats score = load<Floats>(&scratch.scores[page * kSlots + 2 * pair + i][column]);
-        weight[i] = exp2_nonpositive(score - largest);
-        weight[i] = score == splat(-INFINITY) ? Floats{} : weight[i];
+        const Floats power = (Floats)_mm512_fmsub_ps((__m512)score, (__m512)splat(factor), (__m512)base);
+        weight[i] = power < splat(-126.0f) ? Floats{} : exp2_in_range(power);  // NaN stays
         total[i] += weight[i];
       }
       pairs[pair] = paired(weight[0], weight[1]);
@@ -168,7 +170,7 @@ inline void soften_columns(TileScratch& scratch, int row, int column, int first,
     transpose(pairs);
     for (int r = 0; r < LANES; ++r) store(&scratch.weights[column + r][page * kSlots], pairs[r]);
   }
-  // Nothing seen before or now: both are minus infinity, whose difference is NaN.
+  // Of what a row saw before: nothing, if that is minus infinity.
   const Floats rescale = before == largest ? splat(1.0f) : exp2_nonpositive(before - largest);
   store(scratch.largest + row, largest);
   store(scratch.sum + row, load<Floats>(scratch.sum + row) * rescale + (total[0] + total[1]));
@@ -214,6 +216,7 @@ inline void attend_block(const Part& part, int row, int num_rows, int page, int 
 }
 
 void attend_in_tiles(const Part& part, Partial& partial, void* memory) {
+  if (!(part.scaling > 0.0f)) return attend<uint16_t>(part, partial, memory);  // the largest product would not do
   TileScratch& scratch = *static_cast<TileScratch*>(memory);
   const int head_size = part.head_size, num_rows = part.num_tokens * part.group;
   const int padded = (num_rows + LANES - 1) / LANES * LANES;

@@ -3,9 +3,11 @@
 // How attention is cut into work. An item is the rows of a run of one slice that share a KV head, over the
 // pages of their context. An item is cut into parts after every kPagesMax pages; the thread that finishes
 // an item's last part merges all of them, in order. Threads take parts from one counter, so few long
-// contexts and many short ones both keep all threads busy. The cuts depend only on positions in the
-// context: a row's result is the same in any batch, in a long slice or alone, and with any number of
-// threads.
+// contexts and many short ones both keep all threads busy. The same pages of all items of a slice and KV head
+// come one after another: 64 pages are 512 KiB (bfloat16, head size 64), which stay in the second-level cache,
+// so a long prompt reads the history before it from memory once, and not for each 64 rows. The cuts depend only
+// on positions in the context: a row's result is the same in any batch, in a long slice or alone, and with any
+// number of threads.
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
@@ -121,7 +123,7 @@ const Kernel* kernel_for(int head_size, const char* only) {
 struct Item {
   int slice, kv_head, first_token, num_tokens;
   int num_pages;
-  int first_part, num_parts;
+  int num_parts;
   int64_t kept;  // offset, in floats, of this item's partials, if it has several
 };
 
@@ -132,7 +134,7 @@ struct Memory {  // of one thread
 };
 
 struct Cut {
-  int item, first_page, end_page;
+  int item, part, first_page, end_page;
 };
 
 struct Call {
@@ -247,17 +249,23 @@ int64_t cut(const Call& call, std::vector<Item>& items, std::vector<Cut>& cuts) 
   int64_t kept = 0;
   for (int slice = 0; slice < call.num_slices; ++slice) {
     const int length = call.slice_offsets[slice + 1] - call.slice_offsets[slice];
-    for (int first = 0; first < length; first += tokens_max) {
-      const int count = length - first < tokens_max ? length - first : tokens_max;
-      const int pages = (call.slice_starts[slice] + first + count + kSlots - 1) / kSlots;
-      const int parts = (pages + kPagesMax - 1) / kPagesMax;
-      for (int head = 0; head < call.num_kv_heads; ++head) {
-        const int item = int(items.size());
-        items.push_back({slice, head, first, count, pages, int(cuts.size()), parts, kept});
+    if (length == 0) continue;
+    for (int head = 0; head < call.num_kv_heads; ++head) {
+      const int first_item = int(items.size());
+      for (int first = 0; first < length; first += tokens_max) {
+        const int count = length - first < tokens_max ? length - first : tokens_max;
+        const int pages = (call.slice_starts[slice] + first + count + kSlots - 1) / kSlots;
+        const int parts = (pages + kPagesMax - 1) / kPagesMax;
+        items.push_back({slice, head, first, count, pages, parts, kept});
         if (parts > 1) kept += parts * partial_floats(count * group, call.head_size);
-        for (int p = 0; p < parts; ++p)
-          cuts.push_back({item, p * kPagesMax, p + 1 < parts ? (p + 1) * kPagesMax : pages});
       }
+      const int end_item = int(items.size());  // of these the last one has the most parts
+      for (int p = 0; p < items.back().num_parts; ++p)
+        for (int item = first_item; item < end_item; ++item) {
+          const int pages = items[item].num_pages, first = p * kPagesMax;
+          if (p >= items[item].num_parts) continue;
+          cuts.push_back({item, p, first, pages - first < kPagesMax ? pages : first + kPagesMax});
+        }
     }
   }
   return kept;
@@ -299,7 +307,7 @@ bool attend_all(const Call& call, const Kernel& kernel) {
       const int num_rows = item.num_tokens * part.group;
       float* const first = kept + item.kept;
       Partial partial =
-          partial_at(first + (taken - item.first_part) * partial_floats(num_rows, call.head_size),
+          partial_at(first + each.part * partial_floats(num_rows, call.head_size),
                      num_rows, call.head_size);
       attend(part, partial, own.scratch);
       if (remaining[each.item].fetch_sub(1) == 1)

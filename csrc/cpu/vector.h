@@ -215,9 +215,8 @@ inline void write_one(Element* to, float value) {
     *to = rounded(value);
 }
 
-// 2 to the power of x, for x <= 0; below -126 it is 2^-126, which changes no sum. Relative error < 2e-7.
-inline Floats exp2_nonpositive(Floats x) {
-  x = x < splat(-126.0f) ? splat(-126.0f) : x;  // NaN stays
+// 2 to the power of x, for x in -126 .. 0. Relative error < 2e-7.
+inline Floats exp2_in_range(Floats x) {
   const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   Floats shifted = x + magic;
   Floats rest = x - (shifted - magic);  // in -0.5 .. 0.5
@@ -229,6 +228,11 @@ inline Floats exp2_nonpositive(Floats x) {
   p = p * rest + 6.931472028e-1f;
   p = p * rest + 1.0f;
   return p * (Floats)(((Ints)shifted << 23) + 0x3f800000);
+}
+
+// The same for x <= 0; below -126 it is 2^-126, which changes no sum.
+inline Floats exp2_nonpositive(Floats x) {
+  return exp2_in_range(x < splat(-126.0f) ? splat(-126.0f) : x);  // NaN stays
 }
 
 // Eklundh: in log2(LANES) stages, each swaps the off-diagonal blocks of pairs of rows.

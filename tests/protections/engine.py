@@ -54,6 +54,17 @@ PROTECTIONS = (
         "    if status.st_uid != os.getuid():\n",
         "kernels/test_nvrtc.py::test_a_folder_that_others_may_write_to_is_refused",
     ),
+    Protection(
+        "tiles of a processor are used only if they compute what AVX-512 does",
+        (
+            Change(
+                "csrc/cpu/amx.cpp",
+                "products_agree<uint8_t>() && attention_agrees();",
+                "true;",
+            ),
+        ),
+        ("kernels/tiles/test_planted.py::test_tiles_that_compute_something_else_are_not_used",),
+    ),
     protection(
         "a worker ends with rank 0",
         "model/parallel/worker.py",

@@ -120,27 +120,6 @@ def test_a_row_is_the_same_in_any_company(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("inputs", [2752, 4096])
-def test_a_row_among_many_is_the_same_as_alone(int8: bool, inputs: int) -> None:
-    """So many rows do not stay in the cache, and may be cut: in stretches of inputs, and 8 KiB apart."""
-    weights = [drawn(70, inputs, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)]
-    packed = cpu.Packed(weights, activation="silu", int8=int8)
-    given = drawn(270, inputs, dtype=torch.bfloat16, seed=3) * inputs**0.5
-    whole = torch.full((270, 70), float("nan"), dtype=torch.bfloat16)
-    packed.multiply(given, whole)
-    for first, end in ((0, 1), (31, 50), (150, 153), (255, 270)):
-        out = torch.empty(end - first, 70, dtype=torch.bfloat16)
-        packed.multiply(given[first:end], out)
-        assert torch.equal(out, whole[first:end])
-    left, right = (given.double() @ weight.double().T for weight in weights)
-    scale = 1e-2 if not int8 else 5e-2
-    assert float((whole.double() - F.silu(left) * right).abs().max()) <= scale * float(
-        right.abs().max()
-    )
-
-
-@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_far_from_zero(activation: Activation) -> None:
     """Beyond where exponentials overflow, and at what is not a number."""

@@ -40,7 +40,11 @@ MISTAKES = {
     "sums that are not rescaled": Mistake(
         ATTEND, "if (rescale == 1.0f) continue;", "if (rescale <= 1.0f) continue;"
     ),
-    "a row that does not see itself": Mistake(ATTEND, "<= last ? score", "< last ? score"),
+    "a row that does not see itself": Mistake(ATTEND, "slot <= last ?", "slot < last ?"),
+    "slots that are not masked": Mistake(
+        ATTEND, "- first + 1;  // positions", "- first + 2;  // positions"
+    ),
+    "a row that has seen nothing": Mistake(ATTEND, "largest == none ? Floats{} :", ""),
     "a row that sees what follows": Mistake(
         ATTEND, "part.position + r / part.group;", "part.position + r / part.group + 1;"
     ),
@@ -92,21 +96,37 @@ def some_of(mistakes: dict[str, Mistake]) -> list[object]:
     ]
 
 
-def run(built: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([built], capture_output=True, check=False, text=True)
+def run(built: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([built, *arguments], capture_output=True, check=False, text=True)
 
 
 @pytest.mark.parametrize("flags", [EMULATED, COMPILED], ids=["emulated", "compiled"])
 def test_the_checks_hold(flags: tuple[str, ...], tmp_path: Path) -> None:
     ran = run(program(tmp_path, "checks.cpp", flags=flags))
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")
+    assert flags != EMULATED or run(tmp_path / "program", "works").returncode == 0
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a step of inputs left out",
+        "a product of bytes of the wrong tiles",
+        "weights of the wrong slots",
+    ],
+)
+def test_tiles_that_compute_something_else_are_not_used(name: str, tmp_path: Path) -> None:
+    """The library itself compares them with AVX-512, when it is loaded."""
+    assert run(program(tmp_path, "checks.cpp", MISTAKES[name]), "works").returncode == 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_of(MISTAKES))
 def test_a_planted_mistake_is_found(name: str, tmp_path: Path) -> None:
     assert run(program(tmp_path, "checks.cpp", MISTAKES[name])).returncode != 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some_of(IN_INSTRUCTIONS))
 def test_a_mistake_in_the_instructions_is_found(name: str, tmp_path: Path) -> None:
     mistake = IN_INSTRUCTIONS[name]

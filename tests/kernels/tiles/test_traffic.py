@@ -15,12 +15,13 @@ import pytest
 from tests.kernels.tiles import EMULATED, Mistake, program
 
 ROWS, COLUMNS = 256, 256  # of a block
+FLAGS = (*EMULATED, "-O1", "-ffunction-sections", "-Wl,--gc-sections")
 SHAPES = [(512, 4096, 1024), (256, 4096, 1024), (512, 11008, 512)]
 
 
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return program(tmp_path_factory.mktemp("traffic"), "traffic.cpp", flags=(*EMULATED, "-O1"))
+    return program(tmp_path_factory.mktemp("traffic"), "traffic.cpp", flags=FLAGS)
 
 
 def counted(program: Path, shape: tuple[int, int, int], kilobytes: int) -> tuple[int, int, int]:
@@ -58,6 +59,7 @@ def test_rows_that_stay_in_the_cache_are_not_cut_into_blocks(counting: Path) -> 
     assert missed == by_panel <= 1.05 * 2 * inputs * (rows + outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mistake", "shape"),
     [
@@ -76,6 +78,6 @@ def test_rows_that_stay_in_the_cache_are_not_cut_into_blocks(counting: Path) -> 
 def test_blocks_that_do_not_suit_the_cache_are_found(
     mistake: Mistake, shape: tuple[int, int, int], tmp_path: Path
 ) -> None:
-    built = program(tmp_path, "traffic.cpp", mistake, flags=(*EMULATED, "-O1"))
+    built = program(tmp_path, "traffic.cpp", mistake, flags=FLAGS)
     with pytest.raises(AssertionError):
         test_a_block_reads_its_rows_and_weights_once(built, shape)

@@ -5,6 +5,8 @@
 //
 // The cache has lines of 64 bytes, 16 of them in a set, and gives up the one that was not used for longest. The rows'
 // results are not counted, nor is what a prefetch brings too early.
+//
+// Of layer.cpp only products are used: the linker leaves the rest out (--gc-sections), and what it calls.
 #include <cstdint>
 #include <vector>
 
@@ -52,15 +54,6 @@ const Dense& dense_of(const char*, Type) { return used; }
 void run_on_threads(int, Act act, void* work) { act(work); }
 
 }  // namespace pensieve
-
-extern "C" {
-int32_t pensieve_multi_token_attention(const char*, int32_t, const void*, int64_t, int64_t, const void*, const void*,
-                                       int64_t, int64_t, int64_t, const int32_t*, int64_t, const int32_t*,
-                                       const int32_t*, const int32_t*, int32_t, int32_t, int32_t, int32_t, int32_t,
-                                       float, void*, int64_t, int64_t, int32_t) { abort(); }
-int32_t pensieve_write_kv(const char*, int64_t, int64_t, const char*, int64_t, int64_t, const int64_t*, int64_t,
-                          int32_t, int32_t, int64_t, char*, char*, int64_t, int64_t, int64_t) { abort(); }
-}
 
 int main(int, char** arguments) {
   const int num_rows = atoi(arguments[1]), inputs = atoi(arguments[2]), outputs = atoi(arguments[3]);
