@@ -234,9 +234,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mass = last.weight_before + (option.top_k - last.count_before) * row.weight(value_of(last.key));
   }
   if (option.top_p < 1.0) {
-    uint64 wanted = uint64(ptx::ceil(option.top_p * double(mass)));
-    wanted = wanted < 1 ? 1 : wanted > mass ? mass
-                                            : wanted;  // above it by rounding alone
+    // From 1 to mass: a top_p below 1 takes away at least what rounding the mass may have added.
+    const uint64 wanted = uint64(ptx::ceil(option.top_p * double(mass)));
     const Place last = search(shared, row, wanted - 1, false);
     const uint64 weight = row.weight(value_of(last.key));
     const uint64 kept = last.weight_before + ((wanted - 1 - last.weight_before) / weight + 1) * weight;

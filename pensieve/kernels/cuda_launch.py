@@ -56,18 +56,20 @@ def launch(wanted: Launch, device: torch.device) -> None:
 def converted(arguments: tuple[Argument, ...]) -> list[Any]:
     """As CuPy takes them.
 
-    Most come again in every layer and iteration, and to find one is much faster than to make it.
+    Most come again in every layer and iteration, and to find one is much faster than to make it.  Several
+    threads launch, and one may forget what another has just made: that one returns what it made.
     """
     try:
         return [_converted[each] for each in arguments]
     except KeyError:
-        import cupy
+        pass
+    import cupy
 
-        if len(_converted) > CONVERTED_MAX:
-            _converted.clear()
-        for kind, value in arguments:
-            _converted[kind, value] = getattr(cupy, TYPES[kind])(value)
-        return [_converted[each] for each in arguments]
+    if len(_converted) > CONVERTED_MAX:
+        _converted.clear()
+    made = [getattr(cupy, TYPES[kind])(value) for kind, value in arguments]
+    _converted.update(zip(arguments, made, strict=True))
+    return made
 
 
 TYPES = {"p": "uint64", "i": "int32", "l": "int64", "f": "float32"}

@@ -87,7 +87,7 @@ def test_rows_of_equals_of_masks_and_of_extremes() -> None:
     values = torch.stack(
         [
             torch.zeros(600),
-            torch.cat([torch.zeros(300), -torch.zeros(300)]),
+            torch.cat([-torch.zeros(300), torch.zeros(300)]),
             torch.full((600,), -math.inf).index_fill_(0, torch.tensor([599]), 1.0),
             torch.full((600,), -math.inf).index_fill_(0, torch.tensor([3, 599]), 1.0),
             torch.linspace(-1, 1, 600) * 3e38,
@@ -110,6 +110,18 @@ def test_the_ends_of_the_random_number_draw_the_first_and_the_last(
     for sampling in (Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.999)):
         rows = rows_of([sampling] * 3)
         assert searched(values, rows) == sorted_out(values, rows)
+
+
+def test_the_largest_top_p_below_one_keeps_a_token_of_any_mass() -> None:
+    """Masses around every power of two, where rounding to a double adds most."""
+    top_p = math.nextafter(1.0, 0.0)
+    values = torch.stack([torch.linspace(0.0, -n / 1000, 40 + n)[:40] for n in range(30)])
+    rows = rows_of([Sampling(temperature=1.0, top_p=top_p)] * len(values))
+    assert searched(values, rows) == sorted_out(values, rows)
+    draw = random.Random(0)
+    for _ in range(20_000):
+        mass = max(1, (1 << draw.randrange(62)) + draw.randrange(-300, 300))
+        assert 1 <= math.ceil(top_p * float(mass)) <= mass
 
 
 def test_rows_may_lie_apart() -> None:
