@@ -35,13 +35,16 @@ from pensieve.kernels.layer.protocol import PagedRows
 from pensieve.model import attention
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
-from pensieve.model.fuse import fuse
+from pensieve.model.fuse import Fused, fuse
 from pensieve.model.kv.memory import KVMemory
 from pensieve.model.observe import observe
 from pensieve.model.shape import ModelShape
 
 INT8_DIFFERENCE = 0.15  # of the logits' range; weights in a wrong order give far more
-LOW_PRECISION_MIN, LOW_PRECISION_MAX = 1e-2, 5e-2  # of the logits' range
+# Of the logits' range.  Where replaced layers have experts it is the larger one: each layer alone has
+# answered what its module answered, and rounding in one sends rows to other experts in all that follow.
+LOW_PRECISION_MIN, LOW_PRECISION_MAX = 1e-2, 5e-2
+NOT_FUSED = Fused(0, 0, "")
 _CHUNK_TOKENS = 8
 _PROMPT_TOKENS = (45, 12)  # the first is longer than a page
 
@@ -79,7 +82,10 @@ def probe(
             _set_implementation(module, attention.PROBING)
             shape = observe(flat, prompts[0], context_max)
             _set_implementation(module, attention.SERVING)
-            num_replaced = _fused(flat, prompts[0], int8) if fuse_layers else 0
+            fused = _fused(flat, prompts[0], int8) if fuse_layers else NOT_FUSED
+            num_replaced = fused.num_layers + fused.num_products
+            if fused.has_experts and shape.dtype != torch.float32:
+                tolerance = LOW_PRECISION_MAX
             if int8:
                 if not num_replaced:
                     raise UnsupportedModel("none of its weights can be made int8 here")
@@ -103,14 +109,13 @@ def probe(
     return shape
 
 
-def _fused(flat: FlatModel, prompt: list[int], int8: bool) -> int:
-    """How many layers and products were replaced."""
+def _fused(flat: FlatModel, prompt: list[int], int8: bool) -> Fused:
     try:
         fused = fuse(flat, prompt, int8=int8)
     except Exception as error:
         raise FusionFailed(one_line(error)) from error
     flat.form = fused.form
-    return fused.num_layers + fused.num_products
+    return fused
 
 
 def _context_max(module: Any) -> int:

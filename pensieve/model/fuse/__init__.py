@@ -53,6 +53,7 @@ class Fused(NamedTuple):
     num_layers: int  # replaced as a whole
     num_products: int  # packed one by one
     form: str  # in which the layers run, as a sentence for people
+    has_experts: bool = False  # in layers that were replaced
 
 
 def fuse(flat: FlatModel, prompt: Sequence[int], *, int8: bool = False) -> Fused:
@@ -89,7 +90,12 @@ def fuse(flat: FlatModel, prompt: Sequence[int], *, int8: bool = False) -> Fused
             fused.append(found)
     if surroundings is not None and len(fused) == num_layers:
         flat.whole = FusedModel(surroundings, fused[::-1], kernels)
-    return Fused(len(fused), num_products, _form(len(fused), num_layers, kernels, first, reason))
+    return Fused(
+        len(fused),
+        num_products,
+        _form(len(fused), num_layers, kernels, first, reason),
+        any(each.has_experts for each in fused),
+    )
 
 
 def in_torch(reason: str) -> str:

@@ -23,6 +23,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 class FusedLayer(torch.nn.Module):
     """Replaces a decoder layer: takes the same arguments, gives the same answer."""
 
+    has_experts = False
+
     def __init__(
         self,
         dense: DenseLayer,
@@ -101,6 +103,7 @@ def fused_layer(
     attributes = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
     dense = kernels.layer(weights)
     fused = FusedLayer(dense, layer_index, weights.scaling, attention.rest, in_tuple, attributes)
+    fused.has_experts = isinstance(weights.mlp, ExpertWeights)
     for factor in (1.0, *{v for v in attributes.values() if isinstance(v, float) and v != 1.0}):
         dense.factor = factor
         with torch.inference_mode():

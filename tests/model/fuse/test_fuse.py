@@ -380,6 +380,48 @@ def test_a_product_called_twice_with_different_inputs() -> None:
     assert torch.allclose(module(given), expected, atol=1e-6)
 
 
+def undecided_routers() -> Any:
+    """Weights so wide that rounding sends many rows to other experts."""
+    many = config(
+        "Qwen3MoeConfig",
+        **{**EXPERTS, "num_experts": 32, "num_experts_per_tok": 4},
+        hidden_size=64,
+        num_hidden_layers=4,
+        moe_intermediate_size=32,
+        head_dim=16,
+    )
+    return tiny_model(many)
+
+
+def test_rounding_may_choose_other_experts() -> None:
+    """Such a layer is as far from the exact one as the module in its own precision is."""
+    plain = undecided_routers()
+    rounded = copy.deepcopy(plain).to(torch.bfloat16)
+    flat = FlatModel(copy.deepcopy(rounded))
+    probe(flat)
+    assert flat.form.startswith("layers in C++")
+    ids, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
+    with torch.inference_mode():
+        exact = plain(input_ids=ids[None]).logits[0]
+        own = rounded(input_ids=ids[None]).logits[0].float()
+        ours = flat.logits(ids, positions, positions, CausalPass()).float()
+    errors = [(each - exact).abs().amax(1).median() for each in (own, ours)]
+    assert float(errors[1]) <= 1.5 * float(errors[0])
+
+
+def test_experts_that_are_wrong_are_found_though_rounding_may_choose_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward = cpu.Layer.forward
+
+    def wrong(layer: cpu.Layer, *rows: Any) -> torch.Tensor:
+        return forward(layer, *rows) * 1.2
+
+    monkeypatch.setattr(cpu.Layer, "forward", wrong)
+    with pytest.raises(FusionFailed, match="its logits through our attention differ"):
+        probe(FlatModel(undecided_routers().to(torch.bfloat16)))
+
+
 def test_a_fusion_that_does_not_agree_is_undone(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
