@@ -9,7 +9,7 @@
 
 namespace pensieve {
 
-enum Stage {  // as PARTS in pensieve/kernels/layer/cpu_parts.py
+enum class Stage : int {  // as PARTS in pensieve/kernels/layer/cpu_parts.py
   kNormBefore,
   kHeadsIn,
   kTurn,
@@ -36,7 +36,7 @@ class Laps {
   void lap(Stage stage) {
     if (!to_) return;
     const Clock::time_point now = Clock::now();
-    to_[stage] += std::chrono::duration_cast<std::chrono::nanoseconds>(now - last_).count();
+    to_[int(stage)] += std::chrono::duration_cast<std::chrono::nanoseconds>(now - last_).count();
     last_ = now;
   }
 

@@ -197,13 +197,13 @@ int32_t pensieve_lanes(const char* only) { return dense_of(only, Type::kFloat).l
 void pensieve_multiply(const char* only, int32_t type, const Product* product, int32_t num_threads) {
   Laps laps;
   Worker(only, type, num_threads).multiply(*product, nullptr);
-  laps.lap(kAlone);
+  laps.lap(Stage::kAlone);
 }
 
 // Sums of nanoseconds from now on, by Stage (null: no more); returns how many parts there are.
 int32_t pensieve_measure_parts(int64_t* sums) {
   g_parts = sums;
-  return kNumStages;
+  return int32_t(Stage::kNumStages);
 }
 
 // From the residual to queries, keys and values, the first two rotated by their positions if `rotary` is not 0.
@@ -221,18 +221,18 @@ void pensieve_before_attention(const char* only, const Layer* layer, const Buffe
     worker.each_row(num_rows, [&](int row) { dense.join(joint, row); });
     input = buffers->normed;
   }
-  laps.lap(kNormBefore);
+  laps.lap(Stage::kNormBefore);
   const int32_t width = layer->attention_in.outputs;
   worker.multiply({&layer->attention_in, input, layer->hidden, num_rows, buffers->turned, width, 0},
                   &layer->attention_out);
-  laps.lap(kHeadsIn);
+  laps.lap(Stage::kHeadsIn);
   const Turning turning{buffers->turned, width, cosines,
                         sines, rotation_float, layer->query_norm,
                         layer->key_norm, layer->num_heads, layer->num_kv_heads,
                         layer->head_size, rotary};
   if (rotary || layer->query_norm.weight)
     worker.each_row(num_rows, [&](int row) { dense.turn(turning, row); });
-  laps.lap(kTurn);
+  laps.lap(Stage::kTurn);
 }
 
 // From the attention's result, (rows, heads * head_size), to the next layer's residual.
@@ -246,7 +246,7 @@ void pensieve_after_attention(const char* only, const Layer* layer, const Buffer
   worker.multiply({&layer->attention_out, attended, layer->attention_out.width, num_rows,
                    buffers->added, hidden, 1},
                   layer->experts ? &layer->experts->router : &layer->mlp_in);
-  laps.lap(kHeadsOut);
+  laps.lap(Stage::kHeadsOut);
   Joint middle{residual, layer->type == 0, buffers->added, layer->attention_after,
                layer->mlp_before, layer->factor, buffers->sum, buffers->normed, hidden};
   if (layer->parallel) {
@@ -261,7 +261,7 @@ void pensieve_after_attention(const char* only, const Layer* layer, const Buffer
   } else {
     worker.each_row(num_rows, [&](int row) { dense.join(middle, row); });
   }
-  laps.lap(kMiddle);
+  laps.lap(Stage::kMiddle);
   if (layer->experts) {
     run_experts(dense,
                 {layer->experts, &buffers->experts, buffers->normed, num_rows, worker.element_bytes,
@@ -270,14 +270,14 @@ void pensieve_after_attention(const char* only, const Layer* layer, const Buffer
   } else {
     worker.multiply({&layer->mlp_in, buffers->normed, hidden, num_rows, buffers->gated, wide, 0},
                     &layer->mlp_out);
-    laps.lap(kMlpIn);
+    laps.lap(Stage::kMlpIn);
     worker.multiply({&layer->mlp_out, buffers->gated, wide, num_rows, buffers->added, hidden, 1},
                     layer->then);
   }
-  laps.lap(kMlpOut);
+  laps.lap(Stage::kMlpOut);
   const Joint last{buffers->sum, 1, buffers->added, layer->mlp_after, {}, layer->factor, buffers->sum, out, hidden};
   worker.each_row(num_rows, [&](int row) { dense.join(last, row); });
-  laps.lap(kLast);
+  laps.lap(Stage::kLast);
 }
 
 // The whole layer; its keys and values are written to their slots. Unless num_kept is -1, only the kept
@@ -303,7 +303,7 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
                                      layer->num_kv_heads, pages->slots, size * bytes, keys, values,
                                      2 * half * bytes, head * bytes, pages->num_pages);
   if (answer) return answer;
-  laps.lap(kWriteKv);
+  laps.lap(Stage::kWriteKv);
   answer = pensieve_multi_token_attention(
       only, layer->type, query, width, size, keys, values, 2 * half, head, pages->num_pages,
       pages->page_table, pages->pages_max, pages->slice_offsets, pages->slice_turns,
@@ -311,7 +311,7 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
       layer->head_size, layer->scaling, buffers->attended, layer->num_heads * size, size,
       pages->num_threads);
   if (answer) return answer;
-  laps.lap(kAttend);
+  laps.lap(Stage::kAttend);
   const void* attended = buffers->attended;
   int32_t num_rows = pages->num_rows;
   if (num_kept >= 0) {  // gathered in buffers that are not used any more
