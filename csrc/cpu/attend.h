@@ -134,7 +134,7 @@ inline Floats product_add(Floats sum, uint32_t word, Words vector) {
 
 template <typename Element, int Rows>
 void score(Scratch& scratch, int row, int head_size, float factor) {
-  constexpr int kAcross = LANES == 4 ? 2 : kVectors;  // vectors of slots at once: of four floats more are too many
+  constexpr int kAcross = LANES == 4 && kRegisters == 32 ? 2 : kVectors;  // with more, sums find no registers
   const int depth = kDot<Element> ? head_size / 2 : head_size;
   float* scores = scratch.scores + row * kSlots;
   for (int slot = 0; slot < kSlots; slot += kAcross * LANES) {
