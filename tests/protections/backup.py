@@ -146,7 +146,7 @@ PROTECTIONS = (
     protection(
         "what is restored is checked",
         "store/backup/restoring.py",
-        "        problems = verify.verify(partial, wanted.driver, None, \"\", immutable=True)\n",
+        '        problems = verify.verify(partial, wanted.driver, None, "", immutable=True)\n',
         "        problems = []\n",
         "store/backup/test_backup.py::test_a_damaged_history_is_not_restored_as_if_it_were_sound",
     ),
