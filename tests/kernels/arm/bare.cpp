@@ -50,6 +50,8 @@ float exp2f(float x) {  // of x <= 0
 
 void failed() __asm__("_ZNSt3__122__libcpp_verbose_abortEPKcz");
 void failed() { __builtin_trap(); }
+int64_t no_clock() __asm__("_ZNSt3__16chrono12steady_clock3nowEv");
+int64_t no_clock() { __builtin_trap(); }  // read only where parts of a layer are measured
 int __cxa_thread_atexit(void (*)(void*), void*, void*) { return 0; }
 void* __dso_handle;
 }
