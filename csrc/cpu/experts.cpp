@@ -214,7 +214,7 @@ void run_experts(const Dense& dense, const ExpertCall& call, int num_threads) {
     ExpertCall part = call;
     const int left = call.num_rows - first;
     part.num_rows = left < call.buffers->rows_max ? left : call.buffers->rows_max;
-    part.rows = static_cast<const char*>(call.rows) + first * hidden * call.element_bytes;
+    part.rows = static_cast<const char*>(call.rows) + int64_t(first) * hidden * call.element_bytes;
     part.out = call.out + int64_t(first) * hidden;
     if (part.num_rows < left) part.then = nullptr;
     run_part(dense, part, pairs, num_threads);

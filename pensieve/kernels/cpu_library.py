@@ -71,6 +71,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         ),
     ),
     "pensieve_lanes": (int32, (text,)),
+    "pensieve_measure_parts": (int32, (pointer,)),
     "pensieve_multiply": (None, (text, int32, pointer, int32)),
     "pensieve_before_attention": (
         None,

@@ -82,11 +82,15 @@ class CpuPagedRows:
             num_threads=torch.get_num_threads(),
         )
 
-    def rotate_by(self, rotation: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def rotate_by(self, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         if rotation is self._rotated_by:
             return
-        cosines, sines = (each[0].contiguous() for each in rotation)
         self._rotated_by = rotation
+        if rotation is None:  # unlike the layer before
+            self.struct.cosines = self.struct.sines = None
+            self.struct.rotation_float = self.struct.rotary = 0
+            return
+        cosines, sines = (each[0].contiguous() for each in rotation)
         self._rotation = (cosines, sines)  # kept alive
         self.struct.cosines, self.struct.sines = cosines.data_ptr(), sines.data_ptr()
         self.struct.rotation_float = cosines.dtype != self.kv_shape[2]

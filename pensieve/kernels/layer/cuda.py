@@ -176,7 +176,8 @@ class CudaPagedRows:
         self.rotation: tuple[torch.Tensor, torch.Tensor] = (arena, arena)  # until `rotate_by`
         self._rotated_by: object = None
 
-    def rotate_by(self, rotation: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def rotate_by(self, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        assert rotation is not None, "`lacks_form` takes no layer that does not rotate"
         if rotation is not self._rotated_by:
             cosines, sines = (each[0].to(self.arena.dtype).contiguous() for each in rotation)
             self.rotation, self._rotated_by = (cosines, sines), rotation

@@ -142,8 +142,9 @@ class Norm(Protocol):
 class PagedRows(Protocol):
     """One iteration's rows, and the pages that they are written to; the same for all layers."""
 
-    def rotate_by(self, rotation: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Set the cosines and sines (1, tokens, rotary); the same object again costs nothing."""
+    def rotate_by(self, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """Set the cosines and sines (1, tokens, rotary) of the layers that follow, None where they do not
+        rotate; the same object again costs nothing."""
 
 
 class DenseLayer(Protocol):

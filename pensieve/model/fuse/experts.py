@@ -35,10 +35,14 @@ def match_router(call: ModuleCall) -> Router | None:
     tensors = [each for each in call.answer if isinstance(each, torch.Tensor) and each.dim() == 2]
     if len(tensors) != 3 or any(call.others) or weight.dtype != call.given.dtype:
         return None
+    if call.given.shape[-1] != weight.shape[1]:
+        return None
     logits, shares, experts = tensors
     right = F.linear(call.given.reshape(-1, weight.shape[1]), weight)
     if logits.shape != right.shape or experts.is_floating_point():
         return None
+    if logits.dtype != right.dtype and not torch.equal(logits.float(), right.float()):
+        return None  # it computes in another precision, and so chooses other experts now and then
     probabilities = torch.softmax(right.float(), dim=-1)
     largest = torch.topk(probabilities, experts.shape[1]).values
     chosen = probabilities.gather(1, experts)

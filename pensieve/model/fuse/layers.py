@@ -10,14 +10,16 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 import torch
+import torch.nn.functional as F
 
-from pensieve.kernels.layer.protocol import DenseLayer, ExpertWeights, LayerKernels
+from pensieve.kernels.layer.protocol import DenseLayer, ExpertWeights, LayerKernels, MlpWeights
 from pensieve.model.attention import ForwardPass
 from pensieve.model.fuse.match import NoMatch, match_layer
-from pensieve.model.fuse.record import CausalPass, LayerRecord, attention_of
+from pensieve.model.fuse.record import CausalPass, LayerRecord, ModuleCall, attention_of
 
 # How far a layer may be off, as a share of the largest change that it makes to the residual.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+UNDECIDED_ULPS = 8  # of a row's largest logit: how far a router's logits may move by rounding
 
 
 class FusedLayer(torch.nn.Module):
@@ -70,8 +72,7 @@ class FusedLayer(torch.nn.Module):
         paged_rows = forward_pass.paged_rows
         if paged_rows is not None and self.dense.takes(paged_rows):
             forward_pass.arrive(self.layer_idx)
-            if rotation is not None:
-                paged_rows.rotate_by(rotation)
+            paged_rows.rotate_by(rotation)
             return self.dense.forward(residual, paged_rows, kept)
         cosines = sines = None
         if rotation is not None:
@@ -104,13 +105,12 @@ def fused_layer(
     dense = kernels.layer(weights)
     fused = FusedLayer(dense, layer_index, weights.scaling, attention.rest, in_tuple, attributes)
     fused.has_experts = isinstance(weights.mlp, ExpertWeights)
+    undecided = _undecided_rows(record, weights.mlp, given)
     for factor in (1.0, *{v for v in attributes.values() if isinstance(v, float) and v != 1.0}):
         dense.factor = factor
         with torch.inference_mode():
             got = fused(given, position_embeddings=rotation, pensieve_pass=CausalPass())
-        if _agree(
-            got[0] if in_tuple else got, answer, given, isinstance(weights.mlp, ExpertWeights)
-        ):
+        if _agree(got[0] if in_tuple else got, answer, given, undecided):
             break
     else:
         raise NoMatch("rebuilt from its weights, it answers something else")
@@ -120,19 +120,36 @@ def fused_layer(
     return fused
 
 
-def _agree(got: torch.Tensor, answer: torch.Tensor, given: torch.Tensor, has_experts: bool) -> bool:
-    """Whether the answer is the same but for rounding.
-
-    Rounding in low precision may send a row to another expert, so with experts the median row counts: weights
-    in a wrong place, or a wrong choice, change nearly all rows.
-    """
+def _agree(
+    got: torch.Tensor, answer: torch.Tensor, given: torch.Tensor, undecided: torch.Tensor
+) -> bool:
+    """Whether the answer is the same but for rounding, in all rows that it cannot send to other experts."""
     change, size = (answer - given).abs().max(), answer.abs().max()
     rounding = torch.finfo(given.dtype).eps * size
     by_row = (got - answer).abs().amax(-1).flatten()
     if not by_row.isfinite().all():
         return False
-    worst = by_row.median() if has_experts and given.dtype != torch.float32 else by_row.max()
+    decided = by_row[~undecided]
+    worst = (decided if len(decided) else by_row).max()
     return float(worst) <= float(TOLERANCE[given.dtype] * change + rounding)
+
+
+def _undecided_rows(
+    record: LayerRecord, mlp: MlpWeights | ExpertWeights, given: torch.Tensor
+) -> torch.Tensor:
+    """The rows whose last chosen expert and the next one are so close that rounding may choose the other."""
+    none = torch.zeros(given.numel() // given.shape[-1], dtype=torch.bool)
+    if not isinstance(mlp, ExpertWeights) or mlp.num_chosen == len(mlp.router):
+        return none
+    for call in record.calls:
+        if isinstance(call, ModuleCall) and any(
+            each is mlp.router for each in call.module.parameters()
+        ):
+            logits = F.linear(call.given.reshape(-1, mlp.router.shape[1]), mlp.router).float()
+            last, following = logits.topk(mlp.num_chosen + 1).values[:, -2:].unbind(1)
+            near = UNDECIDED_ULPS * torch.finfo(given.dtype).eps * logits.abs().amax(1)
+            return last - following <= near
+    return none
 
 
 def is_rotation(rotation: Any, given: torch.Tensor) -> TypeGuard[tuple[torch.Tensor, torch.Tensor]]:

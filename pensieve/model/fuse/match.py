@@ -28,11 +28,8 @@ from pensieve.kernels.layer.protocol import (
 from pensieve.model.fuse.experts import Router, expert_weights, is_same_memory, match_router
 from pensieve.model.fuse.record import AttentionCall, Call, ModuleCall, is_product
 
+AFTER: tuple[NormName, ...] = ("attention_after", "mlp_after")  # no LayerNorm in the kernels
 # How far a norm may be off, as a share of its largest value.
-AFTER: tuple[NormName, ...] = (
-    "attention_after",
-    "mlp_after",
-)  # which are no LayerNorm in the kernels
 NORM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
@@ -204,6 +201,7 @@ def _match_after_attention(
         elif (
             parts.activation is None
             and not list(call.module.parameters())
+            and not any(call.others)
             and (parts.mlp_in or parts.router)
         ):
             parts.activation = call
@@ -315,7 +313,11 @@ def _weight(module: torch.nn.Module) -> torch.Tensor:
 def match_norm(call: ModuleCall) -> NormWeights | None:
     """The weights with which this call was one of the norms that the kernels know; None if it was none."""
     parameters = list(call.module.parameters())
-    if len(parameters) not in (1, 2) or any(each.dim() != 1 for each in parameters):
+    if (
+        any(call.others)
+        or len(parameters) not in (1, 2)
+        or any(each.dim() != 1 for each in parameters)
+    ):
         return None
     if not isinstance(call.answer, torch.Tensor) or len(parameters[0]) != len(parameters[-1]):
         return None
@@ -329,11 +331,10 @@ def match_norm(call: ModuleCall) -> NormWeights | None:
     weight = parameters[0].float().contiguous()
     bias = parameters[1].float().contiguous() if len(parameters) == 2 else None
     for eps in numbers:
-        for norm in (
-            NormWeights(weight, eps, bias),
-            NormWeights(1 + weight, eps, bias),
-            NormWeights(weight, eps, bias, centred=True),
-        ):
+        candidates = [NormWeights(weight, eps, bias, centred=True)]
+        if bias is None:  # which the kernels add to a LayerNorm only
+            candidates += [NormWeights(weight, eps), NormWeights(1 + weight, eps)]
+        for norm in candidates:
             errors = [_error(norm, given, answer) for given, answer in pairs]
             fits = all(worst <= NORM_TOLERANCE[call.given.dtype] for worst, _ in errors)
             mean = sum(mean for _, mean in errors)

@@ -218,12 +218,12 @@ def _write(
 
 def _count_anew(partial: Path, wanted: _Wanted) -> None:
     """How much a tenant has is derived from what is there: a wrong number is no reason to lose that."""
+    _remove_log(partial)  # of a restore that was killed here
     with read_only(partial, wanted.driver, immutable=True) as conn:
         right = stored_bytes.miscounted(conn)
     if not right:
         return
     wanted.report(f"the bytes of {len(right)} tenants were miscounted, and are counted anew")
-    _remove_log(partial)  # of a restore that was killed here
     conn = wanted.driver.connect(str(partial))
     try:
         with conn:

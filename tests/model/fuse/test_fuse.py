@@ -255,6 +255,97 @@ def test_rows_that_need_no_logits_change_no_bit(
         assert torch.equal(logits, answers[0][1][rows])
 
 
+def test_a_layer_that_does_not_rotate_takes_no_rotation_from_the_one_before() -> None:
+    flat = FlatModel(tiny_model(SERVED["llama-gqa"]()))
+    shape = probe(flat)
+    first, second = (each for each in flat.module.modules() if isinstance(each, FusedLayer))
+    turn = Turn(0, "", array("I", range(3, 43)), 0, 40, 41)
+    turn.page_table = array("i", [1, 0])
+    batch = Batch.from_slices([slice_of(turn, 0, 40, True, 32)], 32)
+    draw = torch.Generator().manual_seed(0)
+    residual = torch.randn(40, flat.module.config.hidden_size, generator=draw)
+    angles = torch.rand(1, 40, shape.head_size, generator=draw)
+
+    def answer(*rotations: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+        memory = KVMemory(shape, 6, 0, 32)
+        forward_pass = PagedPass(batch, memory, wait_layer=lambda layer: None)
+        with torch.inference_mode():
+            return [
+                layer.run(residual, rotation, forward_pass)
+                for layer, rotation in zip((first, second), rotations, strict=True)
+            ][-1]
+
+    rotation = (angles.cos(), angles.sin())
+    assert torch.equal(answer(rotation, None), answer(None, None))
+    assert not torch.equal(answer(rotation, rotation), answer(None, None))
+
+
+class TwoInputs(torch.nn.Module):
+    """A norm that also multiplies with something else."""
+
+    def __init__(self, norm: LlamaRMSNorm) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, given: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        scale = (given.float().pow(2).mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (given * scale * self.weight * torch.sigmoid(gate)).to(given.dtype)
+
+
+def test_a_norm_of_two_inputs_is_none_of_the_form_and_its_layer_stays() -> None:
+    flat = FlatModel(tiny_model(SERVED["llama-gqa"]()))
+    layer = flat.module.model.layers[0]
+    gated = TwoInputs(layer.input_layernorm)
+
+    class Gated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = gated
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            answer: torch.Tensor = self.norm(given, given)
+            return answer
+
+    layer.input_layernorm = Gated()
+    probe(flat)
+    assert flat.form.endswith("in torch: layer 0: the kernels do not know its TwoInputs")
+    layers, products = counts(flat.module)
+    assert layers == 1
+    assert products > 4  # of the other layer, packed all the same
+
+
+class NullExpert(torch.nn.Module):
+    """Experts the first of which answers nothing."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+        self.act_fn = experts.act_fn
+        self._act = [experts]
+
+    def forward(
+        self, given: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor:
+        answer: torch.Tensor = self._act[0](
+            given, chosen, torch.where(chosen == 0, torch.zeros_like(shares), shares)
+        )
+        return answer
+
+
+def test_experts_of_which_one_answers_something_else_are_not_those_of_the_form() -> None:
+    family = config(
+        "Qwen3MoeConfig",
+        moe_intermediate_size=24,
+        head_dim=8,
+        **{**EXPERTS, "num_experts": 16},
+    )
+    flat = FlatModel(tiny_model(family).to(torch.bfloat16))
+    for layer in flat.module.model.layers:
+        layer.mlp.experts = NullExpert(layer.mlp.experts)
+    probe(flat)
+    assert counts(flat.module)[0] == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", sorted(SERVED))
 def test_how_a_prompt_is_cut_and_by_how_many_threads_it_is_computed_changes_no_bit(
