@@ -70,7 +70,9 @@ def test_what_is_made_for_arm_passes_the_kernels_tests_in_an_emulated_processor(
     assert "skipped" not in said
 
 
-@pytest.mark.parametrize("target", ["aarch64-macos", "x86_64-macos"])
+@pytest.mark.parametrize(
+    "target", ["aarch64-macos", pytest.param("x86_64-macos", marks=pytest.mark.full)]
+)
 def test_the_library_compiles_for_macos(tmp_path: Path, target: str) -> None:
     sets = ARM if target.startswith("aarch64") else {name: X86[name] for name in ("avx2", "avx512")}
     there = (

@@ -86,7 +86,7 @@ IN_INSTRUCTIONS = {
 }
 
 
-OFTEN = 4  # one of so many is planted each time; all of them by scripts/test --full
+OFTEN = 8  # one of so many is planted each time; all of them by scripts/test --full
 
 
 def some_of(mistakes: dict[str, Mistake]) -> list[object]:
