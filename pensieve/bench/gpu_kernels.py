@@ -43,12 +43,6 @@ def section_kernels(bench: Bench) -> None:
         for head_size in ((64, 128) if bench.small else cuda.HEAD_SIZES)
         for heads, kv_heads in ((16, 16), (16, 4), (8, 1))
     ]
-    for dtype in (torch.bfloat16, torch.float16):
-        _check_write(device, dtype)
-        _check_copy(device, dtype)
-    if device.type == "cuda":
-        _check_draw(device)
-        _check_fused(device)
     for kind, slices in SLICES.items():
         slices = [each for each in slices if not bench.small or each[0] + each[1] <= 800]
         worst = 0.0
@@ -61,11 +55,19 @@ def section_kernels(bench: Bench) -> None:
                 worst = max(worst, _check_attention(paged, where))
         agree = f"{kind}: {len(lattice)} shapes agree, worst {worst:.1e}"
         bench.report("kernels", agree, worst=worst, kind=kind)
+    checks = {"write": _check_write, "copy": _check_copy}
+    if device.type == "cuda":
+        checks |= {"draw": _check_draw, "fused": _check_fused}
+    for kind, check_it in checks.items():
+        with _naming(kind):
+            for dtype in (torch.bfloat16, torch.float16):
+                check_it(device, dtype)
+        bench.report("kernels", f"{kind}: agrees", kind=kind)
 
 
 @contextmanager
 def _naming(kind: str) -> Iterator[None]:
-    """Write on whatever is raised inside which of the two attention kernels it is about."""
+    """Write on whatever is raised inside which kernel it is about (`gpu_stages.KERNELS`)."""
     try:
         yield
     except Exception as error:
@@ -107,7 +109,7 @@ def _check_copy(device: torch.device, dtype: torch.dtype) -> None:
         raise PensieveError(f"copy_pages {dtype} copies something else")
 
 
-def _check_draw(device: torch.device) -> None:
+def _check_draw(device: torch.device, dtype: torch.dtype) -> None:
     """The search in each row draws what sorting it draws; logits of two bytes, so that many are equal."""
     samplings = [
         Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
@@ -116,7 +118,7 @@ def _check_draw(device: torch.device) -> None:
         for top_p, min_p in ((1.0, 0.0), (0.9, 0.0), (1.0, 0.05))
         for seed in range(4)
     ]
-    logits = (torch.randn(len(samplings), 50_000, device=device) * 3).to(torch.bfloat16).float()
+    logits = (torch.randn(len(samplings), 50_000, device=device) * 3).to(dtype).float()
     context = array("I", [1, 2, 3])
     rows = [Row(TurnLog(each, context, 3), 3) for each in samplings]
     drawn = {}
@@ -127,21 +129,20 @@ def _check_draw(device: torch.device) -> None:
         raise PensieveError(f"draw_tokens draws {drawn[1]}, sorting draws {drawn[0]}")
 
 
-def _check_fused(device: torch.device) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        residual, added = (torch.randn(70, 4096, device=device).to(dtype) for _ in range(2))
-        weight = torch.ones(4096, device=device, dtype=dtype)
-        whole, normed = torch.empty_like(residual), torch.empty_like(residual)
-        launch = add_and_norm_launch(residual, added, weight, 1e-5, whole, normed)
-        cuda_launch.launch(launch, device)
-        right = torch.nn.functional.rms_norm((residual + added).float(), (4096,), eps=1e-5)
-        if not torch.equal(whole, residual + added):
-            raise PensieveError(f"add_and_norm {dtype} adds something else")
-        check_close("add_and_norm", normed, right, {dtype: 4e-2})
-        out = torch.empty(70, 2048, dtype=dtype, device=device)
-        cuda_launch.launch(gate_and_multiply_launch(residual, out), device)
-        gate, up = torch.split(residual.float(), 2048, dim=-1)
-        check_close("gate_and_multiply", out, torch.nn.functional.silu(gate) * up, {dtype: 1e-1})
+def _check_fused(device: torch.device, dtype: torch.dtype) -> None:
+    residual, added = (torch.randn(70, 4096, device=device).to(dtype) for _ in range(2))
+    weight = torch.ones(4096, device=device, dtype=dtype)
+    whole, normed = torch.empty_like(residual), torch.empty_like(residual)
+    launch = add_and_norm_launch(residual, added, weight, 1e-5, whole, normed)
+    cuda_launch.launch(launch, device)
+    right = torch.nn.functional.rms_norm((residual + added).float(), (4096,), eps=1e-5)
+    if not torch.equal(whole, residual + added):
+        raise PensieveError(f"add_and_norm {dtype} adds something else")
+    check_close("add_and_norm", normed, right, {dtype: 4e-2})
+    out = torch.empty(70, 2048, dtype=dtype, device=device)
+    cuda_launch.launch(gate_and_multiply_launch(residual, out), device)
+    gate, up = torch.split(residual.float(), 2048, dim=-1)
+    check_close("gate_and_multiply", out, torch.nn.functional.silu(gate) * up, {dtype: 1e-1})
 
 
 def section_attention(bench: Bench) -> None:

@@ -11,11 +11,29 @@ import pytest
 import torch
 
 from pensieve.bench import gpu as bench_gpu
+from pensieve.bench import gpu_kernels
 from pensieve.bench.gpu_baselines import baselines, usable
 from pensieve.bench.gpu_harness import figures_of
 from pensieve.bench.gpu_pages import Paged
 from pensieve.bench.gpu_section import NAMES, succeeded
-from pensieve.bench.gpu_stages import STAGES, After, Step, after, decisions, small
+from pensieve.bench.gpu_stages import (
+    KERNELS,
+    STAGES,
+    After,
+    Stage,
+    Step,
+    after,
+    decisions,
+    small,
+    wrong_kernel,
+)
+
+
+def figure(section: str, **fields: Any) -> dict[str, Any]:
+    return {"section": section, "small": False, "line": "…", **fields}
+
+
+WRONG_COPY = figure("kernels", failed=True, kind="copy")
 
 
 @pytest.mark.parametrize("section", NAMES)
@@ -87,6 +105,69 @@ def test_a_section_that_does_not_end_costs_itself_alone(tmp_path: Path) -> None:
     assert "swap_in, 10 pages" in log.getvalue(), "what a process printed is in the log"
 
 
+def dies(*given: object) -> None:
+    raise SystemExit(1)
+
+
+def test_a_section_that_dies_before_it_begins_has_failed_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a choice that is none, of a device that is none, and of what nobody has thought of."""
+    run = bench_gpu.Run(tmp_path, "cpu", 600, io.StringIO())
+    run.step(Step("device", 120, small=True, choices="snake=yes"))
+    assert not succeeded("swap", tmp_path, "cuda:99", 60, True)
+    monkeypatch.setattr(bench_gpu, "run_section", dies)
+    run.step(Step("decode", 60, small=True))
+    assert run.failed == ["device", "decode"]
+    figures = figures_of(tmp_path)
+    assert [each["section"] for each in figures] == ["device", "swap", "decode"]
+    assert all(each["failed"] for each in figures)
+    assert "snake=NUMBER" in figures[0]["line"]
+
+
+def test_a_run_that_examined_nothing_has_failed(tmp_path: Path) -> None:
+    given = ["--small", "--device", "cpu", "--out", str(tmp_path), "--minutes", "0.1"]
+    assert bench_gpu.main(given) == 1
+
+
+def test_what_is_wrong_is_switched_off_until_the_kernels_are_right_or_the_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First Hopper's kernel is wrong, then the search, then nothing; or Hopper's, switched off or not."""
+    right = [figure("kernels", kind=kind) for kind in KERNELS]
+    wide, drawn = ([figure("kernels", failed=True, kind=kind)] for kind in ("wide", "draw"))
+    stages = [
+        Stage(1, 1, "", (Step("kernels", 9),)),
+        Stage(6, 1, "", (Step("load", 9),)),
+    ]
+    for index, (answers, ran, chosen) in enumerate(
+        [
+            ([wide, drawn, right], ["kernels"] * 3 + ["load"], ["hopper=0", "radix=0"]),
+            ([wide, wide], ["kernels"] * 2, ["hopper=0"]),
+        ]
+    ):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        run = bench_gpu.Run(folder, "cpu", 600, io.StringIO())
+        seen: list[str] = []
+
+        def step(
+            step: Step,
+            seen: list[str] = seen,
+            answers: list[Any] = answers,
+            folder: Path = folder,
+        ) -> None:
+            seen.append(step.section)
+            with (folder / "figures.jsonl").open("a") as out:
+                for each in answers.pop(0) if answers else ():
+                    out.write(json.dumps(each) + "\n")
+
+        monkeypatch.setattr(run, "step", step)
+        run.stages(stages)
+        assert seen == ran
+        assert run._choices == chosen
+
+
 def test_a_run_keeps_figures_log_and_decisions_in_one_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,10 +201,6 @@ def test_a_line_that_was_cut_off_is_no_figure(tmp_path: Path) -> None:
 # -- what figures decide --
 
 
-def figure(section: str, **fields: Any) -> dict[str, Any]:
-    return {"section": section, "small": False, "line": "…", **fields}
-
-
 @pytest.mark.parametrize(
     ("found", "means"),
     [
@@ -140,7 +217,16 @@ def figure(section: str, **fields: Any) -> dict[str, Any]:
         ),
         ([figure("kernels", failed=True)], After(stop=True)),
         ([figure("versions", failed=True)], After(stop=True)),
-        ([figure("sanitizer", failed=True)], After()),
+        ([figure("sanitizer", failed=True), figure("kernels", kind="narrow")], After()),
+        ([figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="fused")], After()),
+        ([figure("kernels", kind="narrow"), WRONG_COPY], After(stop=True)),
+        (
+            [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="draw")],
+            After(choices="radix=0", again=("kernels",)),
+        ),
+        # Nobody has examined them.
+        ([figure("sanitizer", failed=True)], After(stop=True)),
+        ([], After(stop=True)),
     ],
 )
 def test_wrong_kernels_are_switched_off_or_end_the_run(
@@ -172,7 +258,39 @@ def test_wrong_kernels_are_switched_off_or_end_the_run(
 def test_each_stage_says_what_its_figures_decide(
     number: int, found: list[dict[str, Any]], told: str
 ) -> None:
-    assert any(told in sentence for sentence in decisions(number, found))
+    wanted = [each["section"] for each in found]
+    assert any(told in sentence for sentence in decisions(number, found, wanted))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_a_stage_that_left_no_figures_was_not_examined_and_is_not_praised(number: int) -> None:
+    told = decisions(number, [])
+    for name in {step.section for step in STAGES[number - 1].steps}:
+        assert f"{name}: it was not examined" in told
+    for praise in ("go on", "mean something", "above its limit"):
+        assert not any(praise in sentence for sentence in told)
+
+
+def test_kernels_that_nobody_asked_for_end_no_run_and_are_not_praised() -> None:
+    assert after(1, [figure("device")], ["device"]) == After()
+    assert decisions(1, [figure("device")], ["device"]) == []
+
+
+@pytest.mark.parametrize("kind", ["write", "copy"])
+def test_each_kernel_that_is_wrong_is_called_by_its_own_name(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only after attention, which more depends on, was found right."""
+    monkeypatch.setattr(gpu_kernels, "write_kv" if kind == "write" else "copy_pages", dies_not)
+    assert not succeeded("kernels", tmp_path, "cpu", 60, True)
+    figures = figures_of(tmp_path)
+    assert [each["kind"] for each in figures][:2] == ["narrow", "wide"]
+    assert wrong_kernel(figures) == kind
+    assert KERNELS[kind] in decisions(1, figures)
+
+
+def dies_not(*given: object) -> None:
+    """Does nothing at all."""
 
 
 def test_a_choice_becomes_the_default_only_where_it_is_faster() -> None:
