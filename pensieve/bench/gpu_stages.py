@@ -187,7 +187,9 @@ def decisions(
                 else "figures mean nothing until all of it was examined and is right"
             )
         case 3:
-            sentences += _of_kernels(found) or ["every share is above its limit"] * whole
+            shares = [of(found, name, "share") for name in ("decode", "prefill") if name in wanted]
+            fine = "every share is above its limit" if all(shares) else "some shares are unknown"
+            sentences += _of_kernels(found) or [fine] * (whole and bool(shares))
         case 4:
             sentences += _of_iterations(found) or ["nothing is above its limit"] * whole
         case 5:
@@ -225,7 +227,10 @@ def _of_kernels(found: Sequence[Figures]) -> list[str]:
         groups.setdefault(each["what"], []).append(each)
     for what, rows in groups.items():
         best = min(rows, key=lambda each: float(each["seconds"]))
-        default = next((each for each in rows if each["default"]), best)
+        default = next((each for each in rows if each["default"]), None)
+        if default is None:
+            sentences.append(f"{what}: the present choice has no figure, so nothing is decided")
+            continue
         gain = default["seconds"] / best["seconds"] - 1
         if gain > 0.02:
             sentences.append(

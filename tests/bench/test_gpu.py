@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from pensieve.bench.gpu_stages import (
     small,
     wrong_kernel,
 )
+from pensieve.errors import PensieveError
+from pensieve.kernels import choices
+from pensieve.model.sampling.sampler import Sampler
 
 
 def figure(section: str, **fields: Any) -> dict[str, Any]:
@@ -271,6 +275,18 @@ def test_a_stage_that_left_no_figures_was_not_examined_and_is_not_praised(number
         assert not any(praise in sentence for sentence in told)
 
 
+@pytest.mark.parametrize("section", ["attention", "decode", "prefill", "swap"])
+def test_a_share_of_a_rate_that_nobody_measured_is_unknown_and_not_nothing(
+    section: str, tmp_path: Path
+) -> None:
+    assert succeeded(section, tmp_path, "cpu", 60, True)
+    figures = figures_of(tmp_path)
+    assert {each["share"] for each in figures if "share" in each} == {None}
+    assert "is unknown" in figures[0]["line"]
+    told = decisions(3, figures, [section])
+    assert not any("0%" in each or "above its limit" in each for each in told)
+
+
 def test_kernels_that_nobody_asked_for_end_no_run_and_are_not_praised() -> None:
     assert after(1, [figure("device")], ["device"]) == After()
     assert decisions(1, [figure("device")], ["device"]) == []
@@ -289,8 +305,79 @@ def test_each_kernel_that_is_wrong_is_called_by_its_own_name(
     assert KERNELS[kind] in decisions(1, figures)
 
 
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_fused_norm_that_forgets_its_weights_is_found(
+    forgets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def norm(*given: Any) -> None:
+        residual, added, weight, eps, whole, normed = given
+        whole.copy_(residual + added)
+        given_weight = None if forgets else weight.float()
+        normed.copy_(torch.nn.functional.rms_norm(whole.float(), (4096,), given_weight, eps))
+
+    def gate(rows: torch.Tensor, out: torch.Tensor) -> None:
+        left, right = rows.float().chunk(2, dim=-1)
+        out.copy_(torch.nn.functional.silu(left) * right)
+
+    monkeypatch.setattr(gpu_kernels, "add_and_norm_launch", norm)
+    monkeypatch.setattr(gpu_kernels, "gate_and_multiply_launch", gate)
+    monkeypatch.setattr(gpu_kernels.cuda_launch, "launch", dies_not)
+    told = pytest.raises(PensieveError, match="add_and_norm is off") if forgets else nullcontext()
+    with told:
+        gpu_kernels._check_fused(torch.device("cpu"), torch.bfloat16)
+
+
 def dies_not(*given: object) -> None:
     """Does nothing at all."""
+
+
+def test_what_was_switched_off_stays_so_in_every_choice_that_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choices, "current", choices.Choices(hopper=0, radix=0))
+    seen: list[choices.Choices] = []
+    run, drawn = Paged.run, Sampler.draw
+
+    def attend(self: Paged) -> torch.Tensor:
+        seen.append(choices.current)
+        return run(self)
+
+    def draw(self: Sampler, *given: Any) -> Any:
+        seen.append(choices.current)
+        return drawn(self, *given)
+
+    monkeypatch.setattr(Paged, "run", attend)
+    monkeypatch.setattr(Sampler, "draw", draw)
+    for section in ("choices", "iteration", "sampler"):
+        before = len(seen)
+        assert succeeded(section, tmp_path, "cpu", 60, True)
+        assert len(seen) > before
+    assert {(each.hopper, each.radix) for each in seen} == {(0, 0)}
+    tried = [each["choice"] for each in figures_of(tmp_path) if "70 tokens" in each["line"]]
+    assert len(tried) == len(set(tried)) > 1, "one was tried twice"
+    assert [each["choice"] for each in figures_of(tmp_path) if each.get("default")] == [
+        "hopper=0, radix=0"
+    ] * 4
+
+
+def test_a_choice_that_fails_costs_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Paged.run
+
+    def attend(self: Paged) -> torch.Tensor:
+        return run(self) if choices.current.snake else self.out.fill_(0.5)
+
+    monkeypatch.setattr(Paged, "run", attend)
+    assert not succeeded("choices", tmp_path, "cpu", 60, True)
+    figures = figures_of(tmp_path)
+    failed = [each.get("choice") for each in figures if each.get("failed")]
+    assert failed == ["snake=0", "wide_blocks=2, snake=0", None]
+    measured = {each["choice"] for each in figures if "seconds" in each}
+    assert {"the defaults", "wide_blocks=2", "hopper=0", "few_rows=1"} < measured
+    assert not {"snake=0", "wide_blocks=2, snake=0"} & measured
+    lacking = [figure("choices", what="w", choice="snake=0", default=False, seconds=1.0)]
+    assert "w: the present choice has no figure, so nothing is decided" in decisions(3, lacking)
 
 
 def test_a_choice_becomes_the_default_only_where_it_is_faster() -> None:
