@@ -24,6 +24,7 @@ device.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -40,6 +41,7 @@ from pensieve.bench.gpu_section import NAMES as SECTIONS
 from pensieve.bench.gpu_stages import STAGES, After, Stage, Step, after, decisions, small
 from pensieve.kernels import choices
 
+LEAST_SECONDS = 5  # with less, a section is not begun; what was ended is gone by then
 NUMBERS = [stage.number for stage in STAGES]
 
 
@@ -170,8 +172,9 @@ class Run:
 
     def step(self, step: Step) -> None:
         """Run one section in a process, and end it when its time is over."""
-        limit = min(float(step.seconds), self._ends - time.monotonic())
-        if limit <= 0:
+        left = self._ends - time.monotonic()
+        limit = min(float(step.seconds), left)
+        if left < LEAST_SECONDS:
             self.say(f"{step.section:10} left out: the time is over")
             return
         given = os.environ.get(choices.VARIABLE, "")
@@ -188,7 +191,7 @@ class Run:
 
         def end() -> None:
             late.set()
-            os.killpg(process.pid or 0, signal.SIGKILL)  # with whatever it started
+            end_process(process.pid)
 
         timer = threading.Timer(limit, end)
         timer.start()
@@ -199,6 +202,9 @@ class Run:
             process.join()
         finally:
             timer.cancel()
+            if process.is_alive():  # this run is interrupted
+                end_process(process.pid)
+                process.join(LEAST_SECONDS)
             reads.close()
         if late.is_set():
             self._note(step, f"FAILED: it was ended after {limit:.0f} s")
@@ -220,6 +226,16 @@ class Run:
         reported = {"section": step.section, "small": step.small, "line": line, "failed": True}
         with (self._folder / FIGURES).open("a", encoding="utf-8") as out:
             out.write(json.dumps(reported) + "\n")
+
+
+def end_process(pid: int | None) -> None:
+    """End a section with whatever it started; alone, if it has not yet made itself a group."""
+    if pid is None:
+        return
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+            return
 
 
 def prepare() -> int:

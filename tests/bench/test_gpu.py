@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,54 @@ def test_a_section_that_dies_before_it_begins_has_failed_and_is_named(
     assert [each["section"] for each in figures] == ["device", "swap", "decode"]
     assert all(each["failed"] for each in figures)
     assert "snake=NUMBER" in figures[0]["line"]
+
+
+def sleeps_in_a_group(*given: Any) -> None:
+    os.setsid()
+    sleeps_without_a_group(*given)
+
+
+def sleeps_without_a_group(*given: Any) -> None:
+    os.write(given[-1].fileno(), f"{os.getpid()}\n".encode())
+    time.sleep(20)
+    os.write(given[-1].fileno(), b"nobody has ended it\n")
+
+
+@pytest.mark.parametrize("process", [sleeps_in_a_group, sleeps_without_a_group])
+def test_a_process_that_is_late_is_ended_even_before_it_has_a_group(
+    process: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_gpu, "run_section", process)
+    log = io.StringIO()
+    run = bench_gpu.Run(tmp_path, "cpu", 600, log)
+    run.step(Step("device", 6))
+    assert run.failed == ["device"]
+    assert "nobody has ended it" not in log.getvalue()
+
+
+def test_an_interrupted_run_leaves_no_process_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_gpu, "run_section", sleeps_in_a_group)
+    run = bench_gpu.Run(tmp_path, "cpu", 600, io.StringIO())
+    began = []
+
+    def interrupted(line: str) -> None:
+        began.append(int(line))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "say", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.step(Step("device", 60))
+    with pytest.raises(ProcessLookupError):
+        os.kill(began[0], 0)
+
+
+def test_a_section_is_not_begun_with_too_little_time_to_end_it(tmp_path: Path) -> None:
+    log = io.StringIO()
+    bench_gpu.Run(tmp_path, "cpu", 4, log).step(Step("device", 60, small=True))
+    assert "left out: the time is over" in log.getvalue()
+    assert not figures_of(tmp_path)
 
 
 def test_a_run_that_examined_nothing_has_failed(tmp_path: Path) -> None:
