@@ -229,13 +229,14 @@ class Run:
 
 
 def end_process(pid: int | None) -> None:
-    """End a section with whatever it started; alone, if it has not yet made itself a group."""
+    """End a section with whatever it started, which is its session; alone, if it has not yet made one."""
     if pid is None:
         return
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
-            return
+    others = [int(each.name) for each in Path("/proc").glob("[0-9]*")]
+    for each in (pid, *others):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if each == pid or os.getsid(each) == pid:
+                os.kill(each, signal.SIGKILL)
 
 
 def prepare() -> int:

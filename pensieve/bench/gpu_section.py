@@ -50,7 +50,7 @@ def run_section(
     output: Connection,
 ) -> None:
     """What the process does: run one section, print to `output`, and end with status 0 or 1."""
-    os.setsid()  # so that whatever it starts can be ended with it
+    os.setsid()  # so that whatever it starts can be ended with it (`gpu.end_process`)
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from pensieve.bench import gpu as bench_gpu
-from pensieve.bench import gpu_kernels
+from pensieve.bench import gpu_kernels, gpu_versions
 from pensieve.bench.gpu_baselines import baselines, usable
 from pensieve.bench.gpu_harness import figures_of
 from pensieve.bench.gpu_pages import Paged
@@ -152,6 +153,45 @@ def test_a_process_that_is_late_is_ended_even_before_it_has_a_group(
     run.step(Step("device", 6))
     assert run.failed == ["device"]
     assert "nobody has ended it" not in log.getvalue()
+
+
+def starts_another_group(*given: Any) -> None:
+    os.setsid()
+    with subprocess.Popen(["sleep", "60"], process_group=0) as another:
+        os.write(given[-1].fileno(), f"{another.pid}\n".encode())
+
+
+def ended(pid: int) -> bool:
+    """Within some seconds; nobody may be there to ask for its status."""
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_what_a_late_section_started_is_ended_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a group of its own, as compute-sanitizer is."""
+    monkeypatch.setattr(bench_gpu, "run_section", starts_another_group)
+    log = io.StringIO()
+    bench_gpu.Run(tmp_path, "cpu", 600, log).step(Step("device", 6))
+    assert ended(int(log.getvalue().split()[0]))
+
+
+def test_a_sanitizer_that_takes_too_long_is_ended_with_what_it_examines(tmp_path: Path) -> None:
+    program = ["sh", "-c", "sleep 60 >/dev/null 2>&1 & echo $! >pid; wait"]
+    with pytest.raises(subprocess.TimeoutExpired):
+        gpu_versions.outcome(program, str(tmp_path), 1)
+    assert ended(int((tmp_path / "pid").read_text()))
+    assert gpu_versions.outcome(["sh", "-c", "echo a; echo b >&2; exit 9"], str(tmp_path), 9) == (
+        9,
+        "a\nb\n",
+    )
 
 
 def test_an_interrupted_run_leaves_no_process_behind(
