@@ -24,6 +24,7 @@ device.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -37,9 +38,10 @@ from typing import TextIO
 from pensieve.bench.gpu_harness import FIGURES, figures_of
 from pensieve.bench.gpu_section import MODULES, run_section
 from pensieve.bench.gpu_section import NAMES as SECTIONS
-from pensieve.bench.gpu_stages import STAGES, Stage, Step, after, decisions, small
+from pensieve.bench.gpu_stages import STAGES, After, Stage, Step, after, decisions, small
 from pensieve.kernels import choices
 
+LEAST_SECONDS = 5  # with less, a section is not begun; what was ended is gone by then
 NUMBERS = [stage.number for stage in STAGES]
 
 
@@ -133,6 +135,7 @@ class Run:
         self._log.flush()
 
     def stages(self, stages: Sequence[Stage]) -> None:
+        examined = False
         for stage in stages:
             if not stage.steps:
                 continue
@@ -142,33 +145,41 @@ class Run:
                 self.say(f"stage {stage.number} is left out: {minutes}")
                 continue
             self.say(f"\n== {stage.number}: {stage.title} (about {stage.minutes} minutes)")
-            first = len(figures_of(self._folder))
-            for step in stage.steps:
-                self.step(step)
-            found = figures_of(self._folder)[first:]
-            means = after(stage.number, found)
-            reported = decisions(stage.number, found)
-            if means.choices:
+            examined = True
+            means = self._decide(stage.number, stage.steps)
+            while means.choices and means.choices not in self._choices:
                 self._choices.append(means.choices)
-                for step in stage.steps:
-                    if step.section in means.again:
-                        self.step(step)
-            with (self._folder / "decisions.txt").open("a", encoding="utf-8") as file:
-                for sentence in reported:
-                    self.say(f"  -> {sentence}")
-                    file.write(f"{stage.number}: {sentence}\n")
-            if means.stop:
+                again = [step for step in stage.steps if step.section in means.again]
+                means = self._decide(stage.number, again)
+            if means.stop or means.choices:  # what was switched off is still said to be wrong
                 return
+        if not examined:
+            self.failed.append("all")
+            self.say("nothing was examined")
+
+    def _decide(self, number: int, steps: Sequence[Step]) -> After:
+        """Run these steps of a stage, and say what their figures decide."""
+        first = len(figures_of(self._folder))
+        for step in steps:
+            self.step(step)
+        found = figures_of(self._folder)[first:]
+        wanted = [step.section for step in steps]
+        with (self._folder / "decisions.txt").open("a", encoding="utf-8") as file:
+            for sentence in decisions(number, found, wanted):
+                self.say(f"  -> {sentence}")
+                file.write(f"{number}: {sentence}\n")
+        return after(number, found, wanted)
 
     def step(self, step: Step) -> None:
         """Run one section in a process, and end it when its time is over."""
-        limit = min(float(step.seconds), self._ends - time.monotonic())
-        if limit <= 0:
+        left = self._ends - time.monotonic()
+        limit = min(float(step.seconds), left)
+        if left < LEAST_SECONDS:
             self.say(f"{step.section:10} left out: the time is over")
             return
         given = os.environ.get(choices.VARIABLE, "")
         chosen = ",".join(filter(None, [given, step.choices, *self._choices]))
-        began = time.monotonic()
+        began, before = time.monotonic(), len(figures_of(self._folder))
         reads, writes = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=run_section,
@@ -180,7 +191,7 @@ class Run:
 
         def end() -> None:
             late.set()
-            os.killpg(process.pid or 0, signal.SIGKILL)  # with whatever it started
+            end_process(process.pid)
 
         timer = threading.Timer(limit, end)
         timer.start()
@@ -191,11 +202,19 @@ class Run:
             process.join()
         finally:
             timer.cancel()
+            if process.is_alive():  # this run is interrupted
+                end_process(process.pid)
+                process.join(LEAST_SECONDS)
             reads.close()
         if late.is_set():
             self._note(step, f"FAILED: it was ended after {limit:.0f} s")
         elif process.exitcode not in (0, 1):
             self._note(step, f"FAILED: its process ended with status {process.exitcode}")
+        elif process.exitcode and not any(
+            each["section"] == step.section and each.get("failed")
+            for each in figures_of(self._folder)[before:]
+        ):
+            self._note(step, "FAILED: it ended before it could write down why")
         elif process.exitcode:
             self.failed.append(step.section)
         self.say(f"{'':10} ({time.monotonic() - began:.0f} s)")
@@ -207,6 +226,17 @@ class Run:
         reported = {"section": step.section, "small": step.small, "line": line, "failed": True}
         with (self._folder / FIGURES).open("a", encoding="utf-8") as out:
             out.write(json.dumps(reported) + "\n")
+
+
+def end_process(pid: int | None) -> None:
+    """End a section with whatever it started, which is its session; alone, if it has not yet made one."""
+    if pid is None:
+        return
+    others = [int(each.name) for each in Path("/proc").glob("[0-9]*")]
+    for each in (pid, *others):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if each == pid or os.getsid(each) == pid:
+                os.kill(each, signal.SIGKILL)
 
 
 def prepare() -> int:

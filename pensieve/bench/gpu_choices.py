@@ -5,8 +5,8 @@ Every choice does the same work on the same inputs, in one process; each is chec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -14,20 +14,26 @@ from pensieve.bench.gpu_device import scattered
 from pensieve.bench.gpu_harness import Bench, check
 from pensieve.bench.gpu_pages import Paged
 from pensieve.errors import PensieveError
+from pensieve.kernels import choices
 from pensieve.kernels.choices import Choices, chosen
 from pensieve.model.kv.memory import PageMoves
 
 Slices = list[tuple[int, int]]  # (start, length)
-WIDE = (
-    Choices(),
-    Choices(snake=0),
-    Choices(wide_blocks=2),
-    Choices(wide_blocks=2, snake=0),
-    Choices(hopper=0),
+Changes = Mapping[str, int]  # of the current choices
+WIDE: tuple[Changes, ...] = (
+    {},
+    {"snake": 0},
+    {"wide_blocks": 2},
+    {"wide_blocks": 2, "snake": 0},
+    {"hopper": 0},
 )
+NARROW: tuple[Changes, ...] = ({}, {"few_rows": 1})
+COPIES: tuple[Changes, ...] = ({}, {"copy_blocks": 8}, {"copy_blocks": 4}, {"copy_engine": 1})
 
-NARROW = (Choices(), Choices(few_rows=1))
-COPIES = (Choices(), Choices(copy_blocks=8), Choices(copy_blocks=4), Choices(copy_engine=1))
+
+def variants(tried: Sequence[Changes]) -> list[Choices]:
+    """The current choices with each of these changes: what was switched off stays so; none comes twice."""
+    return list(dict.fromkeys(choices.current._replace(**each) for each in tried))
 
 
 def section_choices(bench: Bench) -> None:
@@ -38,8 +44,9 @@ def section_choices(bench: Bench) -> None:
     }
     if bench.small:
         prompts = {"70 tokens over 100": [(100, 70)]}
+    wrong: list[str] = []
     for what, slices in prompts.items():
-        _compare(bench, what, slices, WIDE)
+        _compare(bench, what, slices, WIDE, wrong)
     decodes: dict[str, Slices] = {
         f"{count} decodes over {context:,}": [(context - 1, 1)] * count
         for count, context in (
@@ -47,31 +54,47 @@ def section_choices(bench: Bench) -> None:
         )
     }
     for what, slices in decodes.items():
-        _compare(bench, what, slices, NARROW)
+        _compare(bench, what, slices, NARROW, wrong)
     for direction in ("swap_in", "swap_out"):
-        _compare_copies(bench, direction)
+        _compare_copies(bench, direction, wrong)
+    if wrong:
+        raise PensieveError(f"choices that failed: {'; '.join(wrong)}")
 
 
-def _compare(bench: Bench, what: str, slices: Slices, tried: Sequence[Choices]) -> None:
+@contextmanager
+def _noting(bench: Bench, what: str, each: Choices, wrong: list[str]) -> Iterator[None]:
+    """A choice that fails is reported, and the others are measured all the same."""
+    try:
+        yield
+    except PensieveError as error:
+        wrong.append(f"{what}, {words(each)}")
+        line = f"{what}: {words(each)}: FAILED: {error}"
+        bench.report("choices", line, what=what, choice=words(each), failed=True)
+
+
+def _compare(
+    bench: Bench, what: str, slices: Slices, tried: Sequence[Changes], wrong: list[str]
+) -> None:
     """Attention of 32/8 heads of 128 over these slices, by each choice."""
     right: torch.Tensor | None = None
-    for each in tried:
-        with chosen(each):
-            paged = Paged.of(bench.device, slices, 32, 8, 128, bench.dtype)
-            right = paged.right() if right is None else right
-            check(f"{what}, {words(each)}", paged.run(), right)
-            seconds = bench.seconds([paged.run])
-        bench.report(
-            "choices",
-            f"{what}: {words(each)}: {seconds * 1e6:.0f} us",
-            what=what,
-            choice=words(each),
-            default=each == Choices(),
-            seconds=seconds,
-        )
+    for each in variants(tried):
+        with _noting(bench, what, each, wrong):
+            with chosen(each):
+                paged = Paged.of(bench.device, slices, 32, 8, 128, bench.dtype)
+                right = paged.right() if right is None else right
+                check(f"{what}, {words(each)}", paged.run(), right)
+                seconds = bench.seconds([paged.run])
+            bench.report(
+                "choices",
+                f"{what}: {words(each)}: {seconds * 1e6:.0f} us",
+                what=what,
+                choice=words(each),
+                default=each == choices.current,
+                seconds=seconds,
+            )
 
 
-def _compare_copies(bench: Bench, direction: str) -> None:
+def _compare_copies(bench: Bench, direction: str, wrong: list[str]) -> None:
     """Scattered pages of a history of 4,000 tokens on an 8 B model, one layer after another."""
     pages = 10 if bench.small else 125
     memory, moves = scattered(bench, pages)
@@ -79,32 +102,33 @@ def _compare_copies(bench: Bench, direction: str) -> None:
     arenas = (memory.host_arena, memory.device_arena)
     source, target = arenas if direction == "swap_in" else arenas[::-1]
     on_gpu = bench.device.type == "cuda"
-    for each in COPIES:
+    for each in variants(COPIES):
         if each.copy_engine and not on_gpu:
             continue
-        with chosen(each), stream_of_its_own(bench.device):
-            ready = memory.prepared(moves)._replace(runs=())
+        with _noting(bench, direction, each, wrong):
+            with chosen(each), stream_of_its_own(bench.device):
+                ready = memory.prepared(moves)._replace(runs=())
 
-            def layers(ready: PageMoves = ready) -> None:
-                for layer in range(memory.shape.num_layers):
-                    move(layer, ready)
+                def layers(ready: PageMoves = ready) -> None:
+                    for layer in range(memory.shape.num_layers):
+                        move(layer, ready)
 
-            target.zero_()
-            seconds = bench.seconds([layers], graph=False)
-            bench.synchronize()
-        moved = target[:, moves.target_pages.to(target.device)].cpu()
-        if not torch.equal(moved, source[:, moves.source_pages.to(source.device)].cpu()):
-            raise PensieveError(f"{direction}, {words(each)}, moved something else")
-        rate = pages * memory.page_bytes / seconds
-        bench.report(
-            "choices",
-            f"{direction}: {words(each)}: {rate / 1e9:.1f} GB/s",
-            what=direction,
-            choice=words(each),
-            default=each == Choices(),
-            seconds=seconds,
-            bus_share=rate / bench.bus[direction] if bench.bus else None,
-        )
+                target.zero_()
+                seconds = bench.seconds([layers], graph=False)
+                bench.synchronize()
+            moved = target[:, moves.target_pages.to(target.device)].cpu()
+            if not torch.equal(moved, source[:, moves.source_pages.to(source.device)].cpu()):
+                raise PensieveError(f"{direction}, {words(each)}, moved something else")
+            rate = pages * memory.page_bytes / seconds
+            bench.report(
+                "choices",
+                f"{direction}: {words(each)}: {rate / 1e9:.1f} GB/s",
+                what=direction,
+                choice=words(each),
+                default=each == choices.current,
+                seconds=seconds,
+                bus_share=rate / bench.bus[direction] if bench.bus else None,
+            )
 
 
 def stream_of_its_own(device: torch.device) -> AbstractContextManager[object]:

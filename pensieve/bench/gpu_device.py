@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from pensieve.bench.gpu_harness import Bench
+from pensieve.bench.gpu_harness import Bench, share_of
 from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels import cuda_launch
@@ -104,10 +104,11 @@ def section_swap(bench: Bench) -> None:
             moved = target[:, moves.target_pages.to(target.device)].cpu()
             if not torch.equal(moved, source[:, moves.source_pages.to(source.device)].cpu()):
                 raise PensieveError(f"{direction}, {name}, moved something else")
-            share = num_bytes / seconds / bench.bus[direction] if bench.bus else 0.0
+            bus = bench.bus[direction] if bench.bus else None
+            share, words = share_of(num_bytes / seconds, bus, "one large copy")
             bench.report(
                 "swap",
                 f"{direction}, {pages} pages, {name}: {num_bytes / seconds / 1e9:.1f} GB/s, "
-                f"{share:.0%} of one large copy",
+                f"{words}",
                 share=share,
             )

@@ -96,6 +96,13 @@ class Bench:
         return statistics.median(times)
 
 
+def share_of(rate: float, whole: float | None, what: str) -> tuple[float | None, str]:
+    """Which part of a rate of the device another one is, and in words; None if nobody has measured that."""
+    if not whole:
+        return None, f"{what} is unknown"
+    return rate / whole, f"{rate / whole:.0%} of {what}"
+
+
 def captured(run: Run) -> Run:
     """A graph of one call, to be replayed."""
     aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]

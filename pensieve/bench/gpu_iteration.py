@@ -18,7 +18,8 @@ from pensieve.bench.gpu_model import GREEDY, executor_of
 from pensieve.core.iteration import Iteration, Slice, TurnStart
 from pensieve.core.sampling import Sampling
 from pensieve.kernels import PAGE_SLOTS as PAGE
-from pensieve.kernels.choices import Choices, chosen
+from pensieve.kernels import choices
+from pensieve.kernels.choices import chosen
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.loader import LoadedModel
 from pensieve.model.sampling.penalties import Row, TurnLog
@@ -35,9 +36,14 @@ OPTIONS = {
 def section_iteration(bench: Bench, model: LoadedModel) -> None:
     sizes, context = ((1, 4), 70) if bench.small else ((1, 16, 64, 128), 1000)
     pages = -(-context // PAGE)
-    kinds = {"eager": Choices()}
+    now = choices.current  # what was switched off stays so
+    kinds = {"eager": now}
     if bench.device.type == "cuda":
-        captured = {"": Choices(), ", fused": Choices(fused=1), ", few rows": Choices(few_rows=1)}
+        captured = {
+            "": now,
+            ", fused": now._replace(fused=1),
+            ", few rows": now._replace(few_rows=1),
+        }
         kinds |= {f"graphs{name}": each for name, each in captured.items()}
     for kind, each in kinds.items():
         graphs, num_pages = kind != "eager", max(sizes) * pages + 1
@@ -95,15 +101,17 @@ def section_sampler(bench: Bench) -> None:
     logits = torch.randn(rows, vocab_size, device=bench.device) * 3
     sampler = Sampler(vocab_size)
     context = array("I", [1, 2, 3])
-    cases = [(kind, sampling, Choices()) for kind, sampling in OPTIONS.items()]
-    if bench.device.type == "cuda":
-        cases.append(("temperature 0.7, sorted", OPTIONS["temperature 0.7"], Choices(radix=0)))
-    for kind, sampling, choices in cases:
+    now = choices.current
+    cases = [(kind, sampling, now) for kind, sampling in OPTIONS.items()]
+    if bench.device.type == "cuda" and now.radix:
+        by_sorting = now._replace(radix=0)
+        cases.append(("temperature 0.7, sorted", OPTIONS["temperature 0.7"], by_sorting))
+    for kind, sampling, each in cases:
         turns = [Row(TurnLog(sampling, context, 3, turn), 3) for turn in range(rows)]
         times = []
         for _ in range(10):
             began = time.perf_counter()
-            with chosen(choices):
+            with chosen(each):
                 sampler.draw(logits, turns).read()
             times.append(time.perf_counter() - began)
         seconds = statistics.median(times[1:])

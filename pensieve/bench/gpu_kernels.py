@@ -15,14 +15,14 @@ import torch
 
 from pensieve.bench.checks import check_close
 from pensieve.bench.gpu_baselines import baselines, usable
-from pensieve.bench.gpu_harness import Bench, Run, captured, check
+from pensieve.bench.gpu_harness import Bench, Run, captured, check, share_of
 from pensieve.bench.gpu_pages import Paged
 from pensieve.core.sampling import Sampling
 from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
-from pensieve.kernels import copy_pages, cuda_launch, write_kv
+from pensieve.kernels import choices, copy_pages, cuda_launch, write_kv
 from pensieve.kernels.attention import cuda, reference
-from pensieve.kernels.choices import Choices, chosen
+from pensieve.kernels.choices import chosen
 from pensieve.kernels.layer.cuda_fused import add_and_norm_launch, gate_and_multiply_launch
 from pensieve.model.sampling.draw import draw
 from pensieve.model.sampling.penalties import Row, TurnLog
@@ -43,12 +43,6 @@ def section_kernels(bench: Bench) -> None:
         for head_size in ((64, 128) if bench.small else cuda.HEAD_SIZES)
         for heads, kv_heads in ((16, 16), (16, 4), (8, 1))
     ]
-    for dtype in (torch.bfloat16, torch.float16):
-        _check_write(device, dtype)
-        _check_copy(device, dtype)
-    if device.type == "cuda":
-        _check_draw(device)
-        _check_fused(device)
     for kind, slices in SLICES.items():
         slices = [each for each in slices if not bench.small or each[0] + each[1] <= 800]
         worst = 0.0
@@ -61,11 +55,22 @@ def section_kernels(bench: Bench) -> None:
                 worst = max(worst, _check_attention(paged, where))
         agree = f"{kind}: {len(lattice)} shapes agree, worst {worst:.1e}"
         bench.report("kernels", agree, worst=worst, kind=kind)
+    checks = {"write": _check_write, "copy": _check_copy}
+    if device.type == "cuda":
+        checks |= {"draw": _check_draw, "fused": _check_fused}
+    for kind, check_it in checks.items():
+        if kind == "draw" and not choices.current.radix:
+            bench.report("kernels", "draw: left out, tokens are drawn by sorting", kind=kind)
+            continue
+        with _naming(kind):
+            for dtype in (torch.bfloat16, torch.float16):
+                check_it(device, dtype)
+        bench.report("kernels", f"{kind}: agrees", kind=kind)
 
 
 @contextmanager
 def _naming(kind: str) -> Iterator[None]:
-    """Write on whatever is raised inside which of the two attention kernels it is about."""
+    """Write on whatever is raised inside which kernel it is about (`gpu_stages.KERNELS`)."""
     try:
         yield
     except Exception as error:
@@ -107,7 +112,7 @@ def _check_copy(device: torch.device, dtype: torch.dtype) -> None:
         raise PensieveError(f"copy_pages {dtype} copies something else")
 
 
-def _check_draw(device: torch.device) -> None:
+def _check_draw(device: torch.device, dtype: torch.dtype) -> None:
     """The search in each row draws what sorting it draws; logits of two bytes, so that many are equal."""
     samplings = [
         Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
@@ -116,32 +121,33 @@ def _check_draw(device: torch.device) -> None:
         for top_p, min_p in ((1.0, 0.0), (0.9, 0.0), (1.0, 0.05))
         for seed in range(4)
     ]
-    logits = (torch.randn(len(samplings), 50_000, device=device) * 3).to(torch.bfloat16).float()
+    logits = (torch.randn(len(samplings), 50_000, device=device) * 3).to(dtype).float()
     context = array("I", [1, 2, 3])
     rows = [Row(TurnLog(each, context, 3), 3) for each in samplings]
     drawn = {}
     for radix in (0, 1):
-        with chosen(Choices(radix=radix)):
+        with chosen(choices.current._replace(radix=radix)):
             drawn[radix] = draw(logits, rows).tolist()
     if drawn[0] != drawn[1]:
         raise PensieveError(f"draw_tokens draws {drawn[1]}, sorting draws {drawn[0]}")
 
 
-def _check_fused(device: torch.device) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        residual, added = (torch.randn(70, 4096, device=device).to(dtype) for _ in range(2))
-        weight = torch.ones(4096, device=device, dtype=dtype)
-        whole, normed = torch.empty_like(residual), torch.empty_like(residual)
-        launch = add_and_norm_launch(residual, added, weight, 1e-5, whole, normed)
-        cuda_launch.launch(launch, device)
-        right = torch.nn.functional.rms_norm((residual + added).float(), (4096,), eps=1e-5)
-        if not torch.equal(whole, residual + added):
-            raise PensieveError(f"add_and_norm {dtype} adds something else")
-        check_close("add_and_norm", normed, right, {dtype: 4e-2})
-        out = torch.empty(70, 2048, dtype=dtype, device=device)
-        cuda_launch.launch(gate_and_multiply_launch(residual, out), device)
-        gate, up = torch.split(residual.float(), 2048, dim=-1)
-        check_close("gate_and_multiply", out, torch.nn.functional.silu(gate) * up, {dtype: 1e-1})
+def _check_fused(device: torch.device, dtype: torch.dtype) -> None:
+    residual, added = (torch.randn(70, 4096, device=device).to(dtype) for _ in range(2))
+    weight = (torch.rand(4096, device=device) + 0.5).to(dtype)
+    whole, normed = torch.empty_like(residual), torch.empty_like(residual)
+    launch = add_and_norm_launch(residual, added, weight, 1e-5, whole, normed)
+    cuda_launch.launch(launch, device)
+    right = torch.nn.functional.rms_norm(
+        (residual + added).float(), (4096,), weight.float(), eps=1e-5
+    )
+    if not torch.equal(whole, residual + added):
+        raise PensieveError(f"add_and_norm {dtype} adds something else")
+    check_close("add_and_norm", normed, right, {dtype: 4e-2})
+    out = torch.empty(70, 2048, dtype=dtype, device=device)
+    cuda_launch.launch(gate_and_multiply_launch(residual, out), device)
+    gate, up = torch.split(residual.float(), 2048, dim=-1)
+    check_close("gate_and_multiply", out, torch.nn.functional.silu(gate) * up, {dtype: 1e-1})
 
 
 def section_attention(bench: Bench) -> None:
@@ -187,11 +193,11 @@ def _against_torch(
     times = {name: bench.seconds(runs) for name, runs in ways.items()}
     best = min(times, key=lambda name: times[name])
     ratio = seconds / times[best]
-    share = kv_bytes / seconds / bench.copy_bandwidth if bench.copy_bandwidth else 0.0
+    share, words = share_of(kv_bytes / seconds, bench.copy_bandwidth, "the bandwidth")
     bench.report(
         "attention",
         f"batch {batch}, {queries} queries, context {context}, {heads}/{kv_heads} x {head_size}: "
-        f"{seconds * 1e6:.1f} us, {ratio:.2f} x torch ({best}), {share:.0%} of the bandwidth",
+        f"{seconds * 1e6:.1f} us, {ratio:.2f} x torch ({best}), {words}",
         ratio=ratio,
         seconds=seconds,
         best=best,
@@ -209,11 +215,11 @@ def section_decode(bench: Bench) -> None:
         inputs = [Paged.of(bench.device, slices, 32, 8, 128, bench.dtype, i) for i in range(copies)]
         check("decode", inputs[0].run(), inputs[0].right())
         seconds = bench.seconds([one.run for one in inputs])
-        share = kv_bytes / seconds / bench.copy_bandwidth if bench.copy_bandwidth else 0.0
+        share, words = share_of(kv_bytes / seconds, bench.copy_bandwidth, "the copy's bandwidth")
         bench.report(
             "decode",
             f"batch {batch}, context {context}, 32/8 x 128: {seconds * 1e6:.1f} us, "
-            f"{kv_bytes / seconds / 1e9:.0f} GB/s, {share:.0%} of the copy's bandwidth",
+            f"{kv_bytes / seconds / 1e9:.0f} GB/s, {words}",
             seconds=seconds,
             share=share,
         )
@@ -237,12 +243,12 @@ def section_prefill(bench: Bench) -> None:
         seconds = bench.seconds([one.run])
         pairs = batch * (length * start + length * (length + 1) / 2)
         rate = 4 * pairs * heads * head_size / seconds
-        share = rate / bench.matrix_rate if bench.matrix_rate else 0.0
+        share, words = share_of(rate, bench.matrix_rate, "the product's rate")
         bench.report(
             "prefill",
             f"{batch} x {length} queries over {start + length}: {seconds * 1e6:.0f} us, "
-            f"{times[best] / seconds:.2f} x the speed of torch ({best}), {rate / 1e12:.0f} TFLOP/s = "
-            f"{share:.0%} of the product's rate",
+            f"{times[best] / seconds:.2f} x the speed of torch ({best}), {rate / 1e12:.0f} TFLOP/s, "
+            f"{words}",
             speed=times[best] / seconds,
             share=share,
         )

@@ -50,25 +50,28 @@ def run_section(
     output: Connection,
 ) -> None:
     """What the process does: run one section, print to `output`, and end with status 0 or 1."""
-    os.setsid()  # so that whatever it starts can be ended with it
+    os.setsid()  # so that whatever it starts can be ended with it (`gpu.end_process`)
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
     output.close()
-    choices.current = choices.of_text(chosen)
-    os.environ[choices.VARIABLE] = chosen
-    raise SystemExit(0 if succeeded(name, folder, device, seconds, small) else 1)
+    raise SystemExit(0 if succeeded(name, folder, device, seconds, small, chosen) else 1)
 
 
-def succeeded(name: str, folder: Path, device: str, seconds: float, small: bool) -> bool:
-    """Run one section; the reason of one that fails is a figure, too."""
-    where = torch.device(device)
-    if where.type == "cuda":
-        where = torch.device("cuda", where.index or 0)
-        torch.cuda.set_device(where)
+def succeeded(
+    name: str, folder: Path, device: str, seconds: float, small: bool, chosen: str | None = None
+) -> bool:
+    """Run one section with these choices (None: those of the process); why one fails is a figure, too."""
     with (folder / FIGURES).open("a", encoding="utf-8") as out, torch.inference_mode():
-        bench = Bench(where, small, out, seconds, time.perf_counter())
-        recall(bench, folder)
+        bench = Bench(torch.device("cpu"), small, out, seconds, time.perf_counter())
         try:
+            if chosen is not None:
+                choices.current = choices.of_text(chosen)
+                os.environ[choices.VARIABLE] = chosen
+            bench.device = torch.device(device)
+            if bench.device.type == "cuda":
+                bench.device = torch.device("cuda", bench.device.index or 0)
+                torch.cuda.set_device(bench.device)
+            recall(bench, folder)
             section_named(name)(bench)
         except Exception as error:
             kind = getattr(error, "kind", None)

@@ -101,29 +101,56 @@ class After(NamedTuple):
     again: tuple[str, ...] = ()  # sections to be run again with them
 
 
-def after(number: int, found: Sequence[Figures]) -> After:
-    """Stage 1 alone has consequences: wrong kernels are switched off, or end the run."""
+# What section `kernels` checks, in this order.
+KERNELS = {
+    "narrow": "the kernel for narrow items is wrong: stop here and mend it",
+    "wide": "Hopper's kernel is wrong: it is switched off (hopper=0), and the run goes on",
+    "write": "the kernel that writes keys and values is wrong: stop here and mend it",
+    "copy": "the kernel that copies pages is wrong: stop here and mend it",
+    "draw": "the search that draws tokens is wrong: it is switched off (radix=0), and the run goes on",
+    "fused": "the fused kernels are wrong: fused=0 stays the default, and the run goes on",
+}
+SWITCHED_OFF = {"wide": "hopper=0", "draw": "radix=0"}
+
+
+def sections_of(number: int) -> list[str]:
+    return [step.section for stage in STAGES if stage.number == number for step in stage.steps]
+
+
+def after(number: int, found: Sequence[Figures], wanted: Sequence[str] | None = None) -> After:
+    """Stage 1 alone has consequences: wrong kernels are switched off, or end the run.
+
+    `wanted` are the sections that were to be run (None: all of the stage).
+    """
     if number != 1:
         return After()
-    wrong = wrong_kernel(found)
-    if wrong == "narrow" or any(
-        each["section"] == "versions" and each.get("failed") for each in found
-    ):
+    if any(each["section"] == "versions" and each.get("failed") for each in found):
         return After(stop=True)
-    return After(choices="hopper=0", again=("kernels",)) if wrong == "wide" else After()
+    if "kernels" not in (sections_of(number) if wanted is None else wanted):
+        return After()
+    wrong = wrong_kernel(found)
+    if wrong in SWITCHED_OFF:
+        return After(choices=SWITCHED_OFF[wrong], again=("kernels",))
+    return After(stop=wrong not in (None, "fused") or "narrow" not in _right_kernels(found))
+
+
+def _right_kernels(found: Sequence[Figures]) -> set[str | None]:
+    return {each.get("kind") for each in of(found, "kernels") if not each.get("failed")}
 
 
 def wrong_kernel(found: Sequence[Figures]) -> str | None:
-    """Which attention kernel section `kernels` found wrong: "narrow" or "wide".
+    """Which of `KERNELS` section `kernels` found wrong.
 
-    A process that was ended could not say it: then it is the wide one if the narrow one had been found right.
+    A process that was ended could not say it: then it is the first that had not been found right.
     """
-    sentences = [each for each in found if each["section"] == "kernels"]
-    wrong = [each for each in sentences if each.get("failed")]
+    wrong = [each for each in of(found, "kernels") if each.get("failed")]
     if not wrong:
         return None
-    right = {each.get("kind") for each in sentences if not each.get("failed")}
-    return str(wrong[-1].get("kind") or ("wide" if "narrow" in right else "narrow"))
+    named = wrong[-1].get("kind")
+    if named in KERNELS:
+        return str(named)
+    right = _right_kernels(found)
+    return next((kind for kind in KERNELS if kind not in right), "narrow")
 
 
 def of(found: Sequence[Figures], section: str, *names: str) -> list[Figures]:
@@ -135,29 +162,36 @@ def of(found: Sequence[Figures], section: str, *names: str) -> list[Figures]:
     ]
 
 
-def decisions(number: int, found: Sequence[Figures]) -> list[str]:
-    """What the figures of a stage say is to be done, in sentences."""
+def decisions(
+    number: int, found: Sequence[Figures], wanted: Sequence[str] | None = None
+) -> list[str]:
+    """What the figures of a stage say is to be done, in sentences; `wanted` as for `after`."""
+    wanted = sections_of(number) if wanted is None else wanted
     wrong = sorted({each["section"] for each in found if each.get("failed")})
+    missing = [name for name in wanted if not of(found, name)]
     sentences = [f"{name}: it failed; mend it before its figures are believed" for name in wrong]
+    sentences += [f"{name}: it was not examined" for name in missing]
+    whole = not wrong and not missing
     match number:
-        case 1:
-            sentences.append(
-                {
-                    "narrow": "the kernel for narrow items is wrong: stop here and mend it",
-                    "wide": "Hopper's kernel is wrong: it is switched off (hopper=0), and the run goes on",
-                    None: "the kernels agree with the reference: go on",
-                }[wrong_kernel(found)]
-            )
+        case 1 if "kernels" in wanted:
+            if kernel := wrong_kernel(found):
+                sentences.append(KERNELS[kernel])
+            elif "narrow" in _right_kernels(found):
+                sentences.append("the kernels agree with the reference: go on")
+            else:
+                sentences.append("nobody knows whether the kernels are right: stop here")
         case 2:
             sentences.append(
-                "figures mean nothing until this is mended"
-                if wrong
-                else "whole paths agree: figures mean something"
+                "whole paths agree: figures mean something"
+                if whole
+                else "figures mean nothing until all of it was examined and is right"
             )
         case 3:
-            sentences += _of_kernels(found)
+            shares = [of(found, name, "share") for name in ("decode", "prefill") if name in wanted]
+            fine = "every share is above its limit" if all(shares) else "some shares are unknown"
+            sentences += _of_kernels(found) or [fine] * (whole and bool(shares))
         case 4:
-            sentences += _of_iterations(found)
+            sentences += _of_iterations(found) or ["nothing is above its limit"] * whole
         case 5:
             for each in of(found, "attention", "mean"):
                 mean = each["mean"]
@@ -193,7 +227,10 @@ def _of_kernels(found: Sequence[Figures]) -> list[str]:
         groups.setdefault(each["what"], []).append(each)
     for what, rows in groups.items():
         best = min(rows, key=lambda each: float(each["seconds"]))
-        default = next((each for each in rows if each["default"]), best)
+        default = next((each for each in rows if each["default"]), None)
+        if default is None:
+            sentences.append(f"{what}: the present choice has no figure, so nothing is decided")
+            continue
         gain = default["seconds"] / best["seconds"] - 1
         if gain > 0.02:
             sentences.append(
@@ -206,7 +243,7 @@ def _of_kernels(found: Sequence[Figures]) -> list[str]:
             sentences.append(
                 f"batched copies reach {each['bus_share']:.0%} of the bus: they replace the copy kernel"
             )
-    return sentences or ["every share is above its limit"]
+    return sentences
 
 
 def _of_iterations(found: Sequence[Figures]) -> list[str]:
@@ -227,4 +264,4 @@ def _of_iterations(found: Sequence[Figures]) -> list[str]:
             sentences.append(
                 f"a history from the host costs {each['ratio']:.2f} x: batched copies, then earlier swap-ins"
             )
-    return sentences or ["nothing is above its limit"]
+    return sentences

@@ -7,8 +7,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -59,20 +62,35 @@ def section_sanitizer(bench: Bench) -> None:
             command = [tool, "--tool", name, "--error-exitcode", "9", sys.executable, "-m"]
             command += ["pensieve.bench.gpu_smallest", str(bench.device)]
             try:
-                done = subprocess.run(
-                    command,
-                    capture_output=True,
-                    text=True,
-                    timeout=TOOL_SECONDS,
-                    cwd=folder,
-                    check=False,
-                )
+                status, printed = outcome(command, folder, TOOL_SECONDS)
             except subprocess.TimeoutExpired:
                 bench.report("sanitizer", f"{name}: not done after {TOOL_SECONDS} s, left out")
                 continue
-        if done.returncode:
-            raise PensieveError(f"{name} found something: {(done.stdout + done.stderr)[-2000:]}")
+        if status:
+            raise PensieveError(f"{name} found something: {printed[-2000:]}")
         bench.report("sanitizer", f"{name}: nothing found")
+
+
+def outcome(command: list[str], folder: str, seconds: float) -> tuple[int, str]:
+    """A program's status and what it printed; one that takes longer is ended with whatever it started.
+
+    For that it has a group of its own, in the session of this process, which `gpu.end_process` ends.
+    """
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        process_group=0,
+    ) as running:
+        try:
+            printed, _ = running.communicate(timeout=seconds)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            raise
+    return running.returncode, printed
 
 
 def _packaged() -> str | None:

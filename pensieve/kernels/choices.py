@@ -31,6 +31,9 @@ class Choices(NamedTuple):
     watchdog: int = 0  # a kernel that waits for seconds ends with an error instead of hanging
 
 
+COUNTS = ("wide_blocks", "copy_blocks")  # at least 1; every other choice is a switch, 0 or 1
+
+
 def of_text(text: str) -> Choices:
     """`name=number,…`; what is not named keeps its default."""
     given: dict[str, int] = {}
@@ -40,6 +43,10 @@ def of_text(text: str) -> Choices:
             known = ", ".join(f"{each}=NUMBER" for each in Choices._fields)
             raise InvalidArgument(VARIABLE, f"has {part!r}; it takes {known}")
         given[name] = int(number)
+        if name in COUNTS and given[name] < 1:
+            raise InvalidArgument(VARIABLE, f"has {part!r}; {name} is at least 1")
+        if name not in COUNTS and given[name] > 1:
+            raise InvalidArgument(VARIABLE, f"has {part!r}; {name} is 0 or 1")
     return Choices(**given)
 
 

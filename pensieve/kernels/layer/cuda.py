@@ -143,7 +143,7 @@ class Norm:
         self, residual: torch.Tensor, added: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """residual + added, and its norm."""
-        weight = self._exact_in(residual.dtype)
+        weight = None if self._centred else self._exact_in(residual.dtype)
         if (
             weight is None
             or not cuda_fused.takes(residual, len(weight))

@@ -162,12 +162,16 @@ def test_the_kernel_for_few_rows(head_size: int, backwards: bool, early: bool) -
 
 
 @pytest.mark.parametrize("snake", [0, 1])
-def test_each_of_hoppers_items_is_done_once_in_either_order(
-    snake: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("last", "num_items"), [(144, 12), (160, 14), (272, 16), (288, 18)])
+def test_each_of_hoppers_items_is_done_in_either_order(
+    last: int, num_items: int, snake: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four blocks and eighteen items: three whole turns, there, back and there, and a part of a fourth."""
+    """Four blocks: three whole turns, there, back and there; a part or all of a fourth; a part of a fifth."""
     monkeypatch.setattr(choices, "current", choices.Choices(snake=snake))
-    attend([(0, 10, 144), (1, 40, 144), (2, 0, 144)], 4, 2, 64, hopper=True)
+    lengths, starts = [144, 144, last], [10, 40, 0]
+    planned = cuda.plan(lengths, starts, 4, 2, 64, BlocksAtOnce(1, 1))
+    assert len(planned.wide_items) * 2 == num_items, "for each of two KV heads"
+    attend([(0, 10, 144), (1, 40, 144), (2, 0, last)], 4, 2, 64, hopper=True)
 
 
 @pytest.mark.parametrize("heads", [2, 8, 14])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from pensieve.kernels.layer import cuda
+from pensieve.kernels.layer import cuda, cuda_fused
 from pensieve.kernels.layer.protocol import NormWeights
 
 
@@ -23,6 +24,18 @@ def test_a_layer_norm() -> None:
     norm = cuda.Norm(NormWeights(weight, 1e-6, bias, centred=True))
     right = torch.nn.functional.layer_norm(rows.float(), (12,), weight, bias, 1e-6)
     torch.testing.assert_close(norm(rows).float(), right, rtol=1e-2, atol=1e-2)
+
+
+def test_the_norm_of_a_sum_is_a_layer_norm_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that adds and norms in one launch knows no mean and no bias: it is not asked."""
+    monkeypatch.setattr(cuda_fused, "takes", lambda rows, width: True)
+    residual, added, bias = torch.randn(5, 12), torch.randn(5, 12), torch.randn(12)
+    norm = cuda.Norm(NormWeights(torch.ones(12), 1e-6, bias, centred=True))
+    whole, normed = norm.with_sum(residual, added)
+    assert torch.equal(whole, residual + added)
+    torch.testing.assert_close(
+        normed, torch.nn.functional.layer_norm(whole, (12,), None, bias, 1e-6)
+    )
 
 
 def test_a_gate_multiplies_what_it_lets_through() -> None:
