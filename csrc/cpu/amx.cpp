@@ -131,7 +131,6 @@ constexpr pensieve::Dense tiled_half = [] {
 }();
 constexpr pensieve::Dense tiled_bfloat16 = [] {
   pensieve::Dense dense = dense_for<uint16_t>;
-  dense.rows_max = kRowsOfTiles;
   dense.multiply = multiply_tiles<uint16_t, uint16_t>;
   dense.multiply_bytes = multiply_tiles<uint16_t, uint8_t>;
   dense.multiply_block = multiply_block<uint16_t, uint16_t>;

@@ -401,7 +401,7 @@ inline int32_t largest(const float* row, int32_t width) {
 
 template <typename Element>
 constexpr pensieve::Dense dense_for = {
-    LANES, kRows, multiply<Element>, multiply<Element, uint8_t>, quantise<Element>,
+    LANES, multiply<Element>, multiply<Element, uint8_t>, quantise<Element>,
     join<Element>, turn<Element>, largest, choose<Element>, is_half<Element> ? widen_row : nullptr};
 
 }  // namespace

@@ -110,7 +110,6 @@ using Widen = void (*)(const void* row, int32_t width, float* out);
 
 struct Dense {
   int32_t lanes;
-  int32_t rows_max;  // of one pass over a panel
   Multiply multiply, multiply_bytes;
   Quantise quantise;
   Join join;

@@ -74,9 +74,8 @@ class Batch:
         logit_positions: list[int] = []
         for piece in slices:
             turn_id, start, stop, pages = piece.turn_id, piece.start, piece.stop, piece.page_table
-            token_ids.extend(
-                iter(piece.token_ids)
-            )  # an array extends only by arrays of its own kind
+            # One by one: an array extends only by arrays of its own kind.
+            token_ids.extend(iter(piece.token_ids))
             positions.extend(range(start, stop))
             if piece.awaits_token:
                 assert sampled is not None, "a slice awaits a token that no iteration samples"

@@ -63,8 +63,7 @@ class FusedLayer(torch.nn.Module):
     def run(
         self,
         residual: torch.Tensor,  # (tokens, hidden), contiguous
-        rotation: tuple[torch.Tensor, torch.Tensor]
-        | None,  # cosines and sines, (1, tokens, rotary)
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,  # (1, tokens, rotary) each
         forward_pass: ForwardPass,
         kept: torch.Tensor | None = None,  # int64, contiguous: rows whose result is wanted
     ) -> torch.Tensor:
