@@ -91,7 +91,9 @@ def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:
         source=_source(arguments),
         cost=cost,
         recompute=recompute,
-        scheduler=SchedulerConfig(arguments.token_budget, arguments.turns_max),
+        scheduler=SchedulerConfig(
+            arguments.token_budget, arguments.turns_max, arguments.prompt_seconds
+        ),
         keep_gaps=not timeless,
         keep_series=arguments.plot is not None,
         count_from=arguments.count_from,

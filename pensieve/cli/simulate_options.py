@@ -123,6 +123,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most tokens of an iteration (default: 2048)",
     )
     parser.add_argument(
+        "--prompt-seconds",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="how much longer an iteration may take for prompts while other turns generate; a daemon's own "
+        "default is 0.1 (default: 0, no limit)",
+    )
+    parser.add_argument(
         "--turns-max",
         type=int,
         default=256,
@@ -185,6 +193,10 @@ def check(arguments: argparse.Namespace) -> None:
             f"{arguments.token_budget} tokens an iteration are fewer than the {arguments.turns_max} "
             "turns (--turns-max) that may generate in it, one token each",
         )
+    if not arguments.prompt_seconds >= 0:
+        raise InvalidArgument("prompt_seconds", "is at least 0")
+    if arguments.prompt_seconds and arguments.plan:
+        raise InvalidArgument("prompt_seconds", "is not for --plan, which has limits of its own")
     timeless = arguments.hardware == INSTANT and arguments.cost is None
     if timeless and arguments.phases != "unified":
         raise InvalidArgument("phases", "differ in time, and with --hardware instant there is none")

@@ -34,6 +34,7 @@ class Settings:
     cost: Path | None
     chunk_tokens: int
     token_budget: int
+    prompt_seconds: float
     turns_max: int
     threads: int
     tensor_parallel: int

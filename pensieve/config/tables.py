@@ -119,6 +119,14 @@ SETTINGS: Table = (
     ),
     Setting("chunk_tokens", whole(1, 1024), "32", "tokens per chunk", "N"),
     Setting("token_budget", whole(1, 1 << 20), "512", "most tokens of an iteration", "N"),
+    Setting(
+        "prompt_seconds",
+        number(0, 3600),
+        "0.1",
+        "how much longer an iteration may take for prompts while other turns generate, in seconds; what "
+        "is too long is computed in pieces (0: no limit)",
+        "S",
+    ),
     Setting("turns_max", whole(1, 1 << 16), "64", "most turns that run at once", "N"),
     Setting(
         "threads",

@@ -18,7 +18,9 @@ _new_tuple = tuple.__new__
 
 class IterationDraft:
     def __init__(self, num_tokens_max: int, chunk_tokens: int) -> None:
+        self.num_tokens_max = num_tokens_max
         self.num_tokens_left = num_tokens_max
+        self.num_decodes = 0
         self.slices: list[Slice] = []
         self.copies: list[PageCopy] = []
         self.swap_ins: list[SwapIn] = []
@@ -50,6 +52,12 @@ class IterationDraft:
             _new_tuple(Slice, (turn.turn_id, start, num_tokens, token_ids, pages, True, is_last))
         )
         self.num_tokens_left -= 1
+
+    def leave(self, num_tokens: int) -> None:
+        """Take no more than so many further tokens."""
+        refused = max(self.num_tokens_left - num_tokens, 0)
+        self.num_tokens_left -= refused
+        self.num_tokens_max -= refused
 
     def fill(self, turn: Turn) -> int:
         """Slices for the turn's missing positions, lowest first, as far as the budget goes; how many."""
@@ -93,6 +101,10 @@ class IterationDraft:
         turn.frontier = position
         self.num_ranges_max = max(self.num_ranges_max, num_ranges)
         return num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_tokens_max - self.num_tokens_left
 
     def _slice(self, turn: Turn, start: int, stop: int, needs_token: bool = False) -> Slice:
         return Slice(

@@ -3,7 +3,8 @@
 The order of filling: every turn that is generating (one token each), then started prefills, then suspended
 turns that resume, then new turns; each in queue order, which is first come first served but for priorities
 (`Turn.enqueue`).  Between shares, what each has used decides, for started prefills too (fair_queue.py).  A
-prefill, a recomputed hole and a decode are the same thing, slices of a turn (iteration_draft.py).
+prefill, a recomputed hole and a decode are the same thing, slices of a turn (iteration_draft.py).  Beside
+turns that generate, prefills get as many tokens as do not hold those up for long (prompt_limit.py).
 
 Suspension.  A generating turn that needs a page when none is available waits one iteration if idle pages are
 being copied out anyway; otherwise the running turn that is last in queue order (warms first) gives up its
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from pensieve.core.audit import TurnsByState, audit_turns
@@ -33,21 +34,10 @@ from pensieve.core.fair_queue import QUEUE_ORDER, FairQueue
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
 from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.prefix_tree import Chunk
+from pensieve.core.prompt_limit import PromptLimit
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.scheduler_counters import SchedulerCounters
 from pensieve.core.turn import FinishReason, Turn, TurnState
-
-
-@dataclass
-class SchedulerCounters:
-    iterations: int = 0
-    tokens: int = 0  # positions computed
-    recomputed_tokens: int = 0  # of them, positions whose KV had been there before
-    repaired_ranges_max: int = 0  # most disconnected slices of one turn in one iteration
-    suspensions: int = 0
-    resumptions: int = 0
-    idle_tokens: int = 0  # computed for a turn that had already finished
-    finished: int = 0
-    failed: int = 0
 
 
 class Ended(NamedTuple):
@@ -78,6 +68,7 @@ class Scheduler:
         self._ended: list[Ended] = []  # ends that no outcome brings
         self._started: list[TurnStart] = []  # since the last iteration
         self._forgotten: list[int] = []  # turns that have ended since the last iteration
+        self._prompt_limit = PromptLimit(config.prompt_seconds_max)
         self._cuts: dict[str, int] = {}  # rewinds that wait for an uncommitted slice
         self._evictions: dict[str, bool] = {}  # evictions that do, and whether to the host
         self._num_arrivals = 0
@@ -140,6 +131,7 @@ class Scheduler:
         """The next iteration, or None when there is nothing to do."""
         draft = IterationDraft(self.config.batch_tokens_max, self._size)
         required_pages, prefills = self._plan_running(draft, now)
+        self._prompt_limit.limit(draft)
         required_pages = max(required_pages, self._plan_prefills(draft, prefills, now))
         num_ended = len(self._ended)
         self._finish_warms(now)
@@ -154,7 +146,7 @@ class Scheduler:
                 return self.plan(now)  # pages became available without a copy
             if self._uncommitted or not moving:
                 return None
-        return self._launched(draft, swap_outs)
+        return self._launched(draft, swap_outs, now)
 
     def _plan_running(self, draft: IterationDraft, now: float) -> tuple[int, list[Turn]]:
         """Decodes; how many pages have to become available for one of them, and the started prefills."""
@@ -219,7 +211,7 @@ class Scheduler:
         suspended = next((turn for turn in self.suspended if turn.share not in busy), None)
         return suspended or self.queued.head(busy)
 
-    def _launched(self, draft: IterationDraft, swap_outs: list[SwapOut]) -> Iteration:
+    def _launched(self, draft: IterationDraft, swap_outs: list[SwapOut], now: float) -> Iteration:
         self._index += 1
         iteration = Iteration(
             self._index,
@@ -233,9 +225,10 @@ class Scheduler:
         self._started.clear()
         self._forgotten.clear()
         self._uncommitted.append(_Uncommitted(iteration, draft.turns, draft.sources))
+        self._prompt_limit.planned(draft, now)
         counters = self.counters
         counters.iterations += 1
-        counters.tokens += self.config.batch_tokens_max - draft.num_tokens_left
+        counters.tokens += draft.num_tokens
         counters.recomputed_tokens += draft.num_recomputed
         counters.repaired_ranges_max = max(counters.repaired_ranges_max, draft.num_ranges_max)
         return iteration
@@ -249,6 +242,7 @@ class Scheduler:
         """
         oldest = self._uncommitted.popleft()
         assert oldest.iteration is iteration, "iterations are committed in order"
+        self._prompt_limit.committed(now)
         self.cache.release_sources(oldest.sources, now)
         for copy_id in outcome.finished_copies:
             self.cache.finish_copy(copy_id, now)

@@ -112,7 +112,7 @@ def build_engine(
             executor = ParallelExecutor(own, ranks.leader)
         configs = EngineConfigs.fitted(
             CacheConfig(*tiers.pages, settings.chunk_tokens),
-            SchedulerConfig(settings.token_budget, settings.turns_max),
+            SchedulerConfig(settings.token_budget, settings.turns_max, settings.prompt_seconds),
             shape.context_max,
         )
         journal = _journal(settings, folder, ranks, configs, cost)

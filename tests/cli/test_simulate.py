@@ -91,6 +91,8 @@ def test_tiers_are_as_large_as_the_machine(capsys: pytest.CaptureFixture[str]) -
         ("--model opt-13b --hardware a100-80gb --device-tokens 80k", "room for 65,917"),
         ("--token-budget 100", "fewer than the 256 turns"),
         ("--devices 0", "1 or more"),
+        ("--prompt-seconds -1", "at least 0"),
+        ("--prompt-seconds 0.1 --plan", "not for --plan"),
         ("--hardware instant --phases separate", "there is none"),
         ("--count-from 700", "nothing is counted"),
         ("--until 3 --count-from 5", "nothing is counted"),
@@ -101,6 +103,19 @@ def test_what_cannot_be_simulated_is_explained(
 ) -> None:
     assert main(["simulate", "--workload", "sharegpt", *wrong.split()]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_prompts_that_are_computed_in_pieces_hold_up_others_for_less(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drawn = "--workload assistant --seconds 30 --rate 2 --model opt-13b --hardware a100-80gb"
+    gaps = []
+    for limit in ("0", "0.02"):
+        given = [*drawn.split(), "--policy", "lru", "--prompt-seconds", limit]
+        assert main(["simulate", *given, "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["rows"]
+        gaps.append(row["gap_p99"])
+    assert gaps[1] < 0.3 * gaps[0]
 
 
 def test_equal_rows_are_explained_where_nothing_was_evicted(

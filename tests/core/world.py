@@ -70,6 +70,8 @@ class Shape:
     swap_out_below: float = 0.25
     swap_outs_max: int = 64
     copy_share: float = 0.0  # seconds of a chunk's copy between the tiers, of those to compute it
+    token_seconds: float = 0.0  # that each token adds to the time of an iteration
+    prompt_seconds_max: float = 0.0
     restless: bool = False  # many forks, cancels, deletions and evictions
 
 
@@ -94,7 +96,8 @@ class World:
         damages = random.Random(seed)
         self.cache = KVCache(config, cost_policy, lambda page: damages.random() >= shape.damaging)
         self.scheduler = Scheduler(
-            self.cache, SchedulerConfig(shape.batch_tokens_max, shape.turns_max)
+            self.cache,
+            SchedulerConfig(shape.batch_tokens_max, shape.turns_max, shape.prompt_seconds_max),
         )
         self.executor = LedgerExecutor(
             shape.device_pages,
@@ -234,8 +237,8 @@ class World:
         if self.launched and (
             iteration is None or not self.shape.overlap or len(self.launched) > 1
         ):
-            self.clock.advance(0.01)
             oldest = self.launched.pop(0)
+            self.clock.advance(0.01 + self.shape.token_seconds * oldest.num_tokens)
             news = self.scheduler.commit(oldest, self.executor.collect(), self.clock.now())
             for each in news:
                 if isinstance(each, Ended):

@@ -1,0 +1,108 @@
+"""Prompts beside turns that generate: how much of them an iteration takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve.core.prompt_limit import TOKENS_MIN
+from pensieve.core.scheduler_config import SchedulerConfig
+from tests.core.world import Stage
+
+# An iteration takes 10 ms, and 1 ms more for each token.
+TIMES = {"token_seconds": 0.001, "prompt_seconds_max": 0.05}
+
+
+def stage(**changes: float) -> Stage:
+    made = Stage(400, 0, **{"batch_tokens_max": 256, **TIMES, **changes})
+    made.say("replies", 4, 3)  # what an iteration takes without prompts,
+    made.say("reads", 100)  # and with one
+    return made
+
+
+def pieces(stage: Stage, name: str) -> list[int]:
+    """The lengths of the prompt's pieces, as the next iterations take them."""
+    lengths: list[int] = []
+    while name in stage.turns and not len(stage.turns[name].tokens) > stage.turns[name].prompt_end:
+        stage.next()
+        lengths += [stop - start for who, start, stop in stage.slices() if who == name]
+    return lengths
+
+
+def test_beside_a_turn_that_generates_prompts_add_no_more_than_the_limit() -> None:
+    world = stage()
+    world.ask("writer", 4, 100)
+    world.next()
+    world.next()
+    world.ask("reader", 300, 4)
+    took = pieces(world, "reader")
+    assert sum(took) == 300
+    assert took[:-1] == [48] * (len(took) - 1)  # of 16 tokens each; 50 of them would be 50 ms
+
+
+def test_two_prompts_share_what_is_allowed() -> None:
+    world = stage()
+    world.ask("writer", 4, 100)
+    world.next()
+    world.next()
+    world.ask("a", 40, 1)
+    world.ask("b", 40, 1)
+    world.next()
+    assert world.slices() == [("writer", 5, 6), ("a", 0, 40), ("b", 0, 8)]
+
+
+def test_where_nobody_generates_a_prompt_has_the_whole_budget() -> None:
+    world = stage()
+    world.ask("reader", 300, 4)
+    assert pieces(world, "reader") == [256, 44]
+
+
+def test_without_a_limit_a_prompt_has_what_the_decodes_leave() -> None:
+    world = stage(prompt_seconds_max=0.0)
+    world.ask("writer", 4, 100)
+    world.next()
+    world.ask("reader", 300, 4)
+    assert pieces(world, "reader") == [255, 45]
+
+
+def test_one_late_iteration_changes_nothing() -> None:
+    world = stage()
+    world.ask("writer", 4, 200)
+    for number in range(6):  # several measurements
+        world.ask(f"reader {number}", 60, 1)
+        pieces(world, f"reader {number}")
+    world.ask("reader", 300, 4)
+    world.next()
+    first = world.slices()[-1]
+    planned = world.scheduler.plan(world.now)
+    assert planned is not None
+    world.executor.launch(planned)
+    world.wait(30.0)  # the machine was elsewhere
+    world.scheduler.commit(planned, world.executor.collect(), world.now)
+    world.next()
+    after = world.slices()[-1]
+    assert after[2] - after[1] == first[2] - first[1] == 48
+
+
+def test_on_a_slow_machine_pieces_are_short_and_prompts_still_end() -> None:
+    world = stage(token_seconds=1.0)
+    world.ask("writer", 4, 100)
+    world.next()
+    world.ask("reader", 100, 4)
+    assert pieces(world, "reader") == [TOKENS_MIN] * 6 + [4]
+
+
+def test_a_machine_that_becomes_slower_gets_shorter_pieces() -> None:
+    world = stage()
+    world.ask("writer", 4, 300)
+    world.next()
+    world.next()
+    object.__setattr__(world.shape, "token_seconds", 0.003)
+    world.ask("reader", 400, 4)
+    took = pieces(world, "reader")
+    assert (took[0], took[-2]) == (48, 16), took
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan")])
+def test_a_limit_that_is_no_time_is_refused(wrong: float) -> None:
+    with pytest.raises(ValueError, match="prompt_seconds_max"):
+        SchedulerConfig(prompt_seconds_max=wrong)
