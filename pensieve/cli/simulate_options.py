@@ -128,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="S",
         help="how much longer an iteration may take for prompts while other turns generate; a daemon's own "
-        "default is 0.1 (default: 0, no limit)",
+        "default is 0.05 (default: 0, no limit)",
     )
     parser.add_argument(
         "--turns-max",

@@ -122,7 +122,7 @@ SETTINGS: Table = (
     Setting(
         "prompt_seconds",
         number(0, 3600),
-        "0.1",
+        "0.05",
         "how much longer an iteration may take for prompts while other turns generate, in seconds; what "
         "is too long is computed in pieces (0: no limit)",
         "S",
