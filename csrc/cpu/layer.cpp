@@ -330,6 +330,19 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
   return 0;
 }
 
+// One layer after the other; `state` (rows, hidden) has the residuals between them. Rows are kept behind the last.
+int32_t pensieve_layers(const char* only, const Layer* const* layers, int32_t num_layers,
+                        const Buffers* buffers, const Pages* pages, const void* residual,
+                        const int64_t* kept, int32_t num_kept, void* state, void* out) {
+  for (int32_t i = 0; i + 1 < num_layers; ++i) {
+    const int32_t answer =
+        pensieve_layer(only, layers[i], buffers, pages, residual, nullptr, -1, state);
+    if (answer) return answer;
+    residual = state;  // a layer has read its residual when it writes the next one
+  }
+  return pensieve_layer(only, layers[num_layers - 1], buffers, pages, residual, kept, num_kept, out);
+}
+
 // out (rows, hidden) = norm(rows)
 void pensieve_normalise(const char* only, int32_t type, const Norm* norm, const void* rows, void* out,
                         int32_t num_rows, int32_t num_threads) {

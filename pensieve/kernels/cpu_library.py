@@ -85,6 +85,13 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         int32,
         (*(text, pointer, pointer, pointer, pointer), *(pointer, int32, pointer)),
     ),
+    "pensieve_layers": (
+        int32,
+        (
+            *(text, pointer, int32, pointer, pointer, pointer),
+            *(pointer, int32, pointer, pointer),
+        ),
+    ),
     "pensieve_normalise": (None, (text, int32, pointer, pointer, pointer, int32, int32)),
     "pensieve_argmax": (None, (text, pointer, int64, int32, int32, pointer, int32)),
 }

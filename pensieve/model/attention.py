@@ -44,6 +44,10 @@ class ForwardPass(Protocol):
     def paged_rows(self) -> PagedRows | None:
         """For fused layers, which then do the attention themselves; None: they call `attend`."""
 
+    @property
+    def settled(self) -> bool:
+        """Whether all layers' pages hold it already, so that nobody needs to call `arrive`."""
+
     def arrive(self, layer: int) -> None:
         """Return when the layer's pages hold what the iteration needs; a fused layer calls this itself."""
 
@@ -69,8 +73,11 @@ class PagedPass:
         wait_layer: Callable[[int], None],
         copies: PageMoves | None = None,
         work: Work | None = None,
+        *,
+        arriving: bool = True,
     ) -> None:
         self.batch = batch
+        self.settled = not arriving and copies is None
         self._work = work
         self._memory = memory
         self._wait_layer = wait_layer

@@ -118,7 +118,10 @@ class Forward:
             work: Work | None = None
             if (plan := plan_of(batch, self._memory)) is not None:
                 work = Work.of(plan, shape.num_kv_heads, shape.head_size, self._device, upload)
-            forward_pass = PagedPass(batch, self._memory, self._copier.wait_layer, copies, work)
+            copier = self._copier
+            forward_pass = PagedPass(
+                *(batch, self._memory, copier.wait_layer, copies, work), arriving=copier.arriving
+            )
             logits = self._flat.logits(
                 batch.input_ids, batch.positions, batch.logit_rows, forward_pass
             ).float()

@@ -200,6 +200,7 @@ class _Recorder:
     """
 
     paged_rows: PagedRows | None = None
+    settled = False
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows

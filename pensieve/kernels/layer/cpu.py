@@ -7,6 +7,7 @@ row's result is the same whatever other rows are in the call.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -79,6 +80,11 @@ class CpuLayerKernels:
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> Layer:
         return Layer(weights, self._workspace, int8=int8)
 
+    def chain(self, layers: Sequence[DenseLayer]) -> Chain:
+        compiled = [each for each in layers if isinstance(each, Layer)]
+        assert len(compiled) == len(layers), "layers follow only layers of their own kind"
+        return Chain(compiled, self._workspace)
+
     def pack(self, product: ProductWeights, *, int8: bool = False) -> Packed:
         return packed(product, int8=int8)
 
@@ -105,7 +111,7 @@ class Layer:
     """One decoder layer: its packed weights, and the structure that points to them."""
 
     def __init__(self, weights: LayerWeights, workspace: Workspace, *, int8: bool) -> None:
-        self._heads = weights.heads
+        self.heads = weights.heads
         self._workspace = workspace
         self._norms = weights.norms  # kept alive
         num_heads, num_kv_heads, head_size = weights.heads
@@ -114,11 +120,11 @@ class Layer:
         ]
         attention_in, attention_out = self._attention
         assert attention_in.outputs == (num_heads + 2 * num_kv_heads) * head_size
-        self._dtype = attention_in.dtype
-        self._widths = Widths(
+        self.dtype = attention_in.dtype
+        self.widths = Widths(
             attention_in.inputs, attention_in.outputs, heads_out=num_heads * head_size
         )
-        self._struct = LayerStruct(
+        self.struct = LayerStruct(
             type=TYPES[attention_in.dtype],
             index=weights.layer_index,
             hidden=attention_in.inputs,
@@ -136,22 +142,22 @@ class Layer:
         self._experts: PackedExperts | None = None
         if isinstance(weights.mlp, ExpertWeights):
             self._experts = experts = PackedExperts(weights.mlp, int8=int8)
-            self._widths = self._widths._replace(
+            self.widths = self.widths._replace(
                 experts=experts.num_experts, chosen=experts.num_chosen, expert_mlp=experts.width
             )
-            self._struct.experts = ctypes.addressof(experts.struct)
+            self.struct.experts = ctypes.addressof(experts.struct)
         else:
             self._mlp = [packed(each, int8=int8) for each in (weights.mlp.into, weights.mlp.out)]
-            self._struct.mlp_in, self._struct.mlp_out = (each.struct for each in self._mlp)
-            self._widths = self._widths._replace(mlp=self._mlp[0].outputs)
+            self.struct.mlp_in, self.struct.mlp_out = (each.struct for each in self._mlp)
+            self.widths = self.widths._replace(mlp=self._mlp[0].outputs)
 
     @property
     def factor(self) -> float:
-        return float(self._struct.factor)
+        return float(self.struct.factor)
 
     @factor.setter
     def factor(self, factor: float) -> None:
-        self._struct.factor = factor
+        self.struct.factor = factor
 
     @property
     def weight_bytes(self) -> int:
@@ -173,26 +179,26 @@ class Layer:
         first = then._attention[0] if isinstance(then, Layer) else then
         assert isinstance(first, Packed)
         self._then = first  # kept alive
-        self._struct.then = ctypes.addressof(first.struct)
+        self.struct.then = ctypes.addressof(first.struct)
 
     def takes(self, paged_rows: PagedRows) -> bool:
-        _, num_kv_heads, head_size = self._heads
+        _, num_kv_heads, head_size = self.heads
         return (
             isinstance(paged_rows, CpuPagedRows)
-            and paged_rows.kv_shape == (num_kv_heads, head_size, self._dtype)
-            and takes_pages(self._dtype, paged_rows.struct.slots, head_size)
+            and paged_rows.kv_shape == (num_kv_heads, head_size, self.dtype)
+            and takes_pages(self.dtype, paged_rows.struct.slots, head_size)
         )
 
     def forward(
         self, residual: torch.Tensor, paged_rows: PagedRows, kept: torch.Tensor | None = None
     ) -> torch.Tensor:
         assert isinstance(paged_rows, CpuPagedRows)
-        self._workspace.reserve(len(residual), self._widths, self._dtype)
+        self._workspace.reserve(len(residual), self.widths, self.dtype)
         num_rows = len(residual) if kept is None else len(kept)
         out = torch.empty((num_rows, residual.shape[1]), dtype=residual.dtype)
         status = library().pensieve_layer(
             cpu_library.only_instruction_set,
-            ctypes.addressof(self._struct),
+            ctypes.addressof(self.struct),
             ctypes.addressof(self._workspace.struct),
             ctypes.addressof(paged_rows.struct),
             residual.data_ptr(),
@@ -208,10 +214,10 @@ class Layer:
         self, residual: torch.Tensor, cosines: torch.Tensor | None, sines: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_rows = len(residual)
-        self._workspace.reserve(num_rows, self._widths, self._dtype)
+        self._workspace.reserve(num_rows, self.widths, self.dtype)
         library().pensieve_before_attention(
             cpu_library.only_instruction_set,
-            ctypes.byref(self._struct),
+            ctypes.byref(self.struct),
             ctypes.byref(self._workspace.struct),
             residual.data_ptr(),
             None if cosines is None else cosines.data_ptr(),
@@ -221,18 +227,18 @@ class Layer:
             num_rows,
             torch.get_num_threads(),
         )
-        num_heads, num_kv_heads, head_size = self._heads
-        rotated = self._workspace.rotated(num_rows, self._widths).view(num_rows, -1, head_size)
+        num_heads, num_kv_heads, head_size = self.heads
+        rotated = self._workspace.rotated(num_rows, self.widths).view(num_rows, -1, head_size)
         sizes = [num_heads, num_kv_heads, num_kv_heads]
         query, key, value = torch.split(rotated, sizes, dim=1)
         return query, key, value
 
     def after_attention(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        self._workspace.reserve(len(residual), self._widths, self._dtype)
+        self._workspace.reserve(len(residual), self.widths, self.dtype)
         out = torch.empty_like(residual)
         library().pensieve_after_attention(
             cpu_library.only_instruction_set,
-            ctypes.byref(self._struct),
+            ctypes.byref(self.struct),
             ctypes.byref(self._workspace.struct),
             residual.data_ptr(),
             attended.data_ptr(),
@@ -240,4 +246,42 @@ class Layer:
             len(residual),
             torch.get_num_threads(),
         )
+        return out
+
+
+class Chain:
+    """Layers of one model that run one after the other in one call."""
+
+    def __init__(self, layers: Sequence[Layer], workspace: Workspace) -> None:
+        self._layers = layers
+        self._kinds = list({(layer.heads, layer.dtype): layer for layer in layers}.values())
+        self._workspace = workspace
+        self._widths = Widths(*map(max, zip(*(layer.widths for layer in layers), strict=True)))
+        addresses = [ctypes.addressof(layer.struct) for layer in layers]
+        self._structs = (ctypes.c_void_p * len(layers))(*addresses)
+
+    def takes(self, paged_rows: PagedRows) -> bool:
+        return all(layer.takes(paged_rows) for layer in self._kinds)
+
+    def forward(
+        self, residual: torch.Tensor, paged_rows: PagedRows, kept: torch.Tensor
+    ) -> torch.Tensor:
+        assert isinstance(paged_rows, CpuPagedRows)
+        self._workspace.reserve(len(residual), self._widths, residual.dtype)
+        out = torch.empty((len(kept), residual.shape[1]), dtype=residual.dtype)
+        state = torch.empty_like(residual)
+        status = library().pensieve_layers(
+            cpu_library.only_instruction_set,
+            self._structs,
+            len(self._layers),
+            ctypes.addressof(self._workspace.struct),
+            ctypes.addressof(paged_rows.struct),
+            residual.data_ptr(),
+            kept.data_ptr(),
+            len(kept),
+            state.data_ptr(),
+            out.data_ptr(),
+        )
+        if not succeeded(status):
+            raise RuntimeError("the compiled attention does not take these pages")
         return out

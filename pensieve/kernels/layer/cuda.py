@@ -65,6 +65,9 @@ class CudaLayerKernels:
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> Layer:
         return Layer(weights, int8=int8)
 
+    def chain(self, layers: Sequence[DenseLayer]) -> None:
+        """A CUDA graph replays them without their Python."""
+
     def pack(self, product: ProductWeights, *, int8: bool = False) -> Packed:
         return Packed(product.weights, product.biases, product.activation, int8=int8)
 

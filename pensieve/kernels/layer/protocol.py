@@ -182,6 +182,18 @@ class DenseLayer(Protocol):
         """The next layer's residual, from this layer's and what its attention gave."""
 
 
+class LayerChain(Protocol):
+    """All layers of a model, one after the other."""
+
+    def takes(self, paged_rows: PagedRows) -> bool:
+        """Whether every layer does."""
+
+    def forward(
+        self, residual: torch.Tensor, paged_rows: PagedRows, kept: torch.Tensor
+    ) -> torch.Tensor:
+        """What the last layer's `forward` gives; all pages have what the layers need."""
+
+
 class LayerKernels(Protocol):
     """Makes the dense parts of one model."""
 
@@ -198,6 +210,9 @@ class LayerKernels(Protocol):
         """Why they cannot compute a layer of this form; empty if they can."""
 
     def layer(self, weights: LayerWeights, *, int8: bool = False) -> DenseLayer: ...
+
+    def chain(self, layers: Sequence[DenseLayer]) -> LayerChain | None:
+        """The layers as one call; None: it would be no faster."""
 
     def pack(self, product: ProductWeights, *, int8: bool = False) -> PackedWeights: ...
 

@@ -59,6 +59,7 @@ class FusedModel:
         for layer, then in pairwise(layers):
             layer.dense.followed_by(then.dense)
         layers[-1].dense.followed_by(self._head)
+        self._chain = kernels.chain([layer.dense for layer in layers])
 
     def logits(
         self,
@@ -77,14 +78,29 @@ class FusedModel:
         rotation = None
         if around.rotation is not None:
             rotation = around.rotation(hidden[None], positions[None])
-        for layer in self._layers[:-1]:
-            hidden = layer.run(hidden, rotation, forward_pass)
-        hidden = self._layers[-1].run(hidden, rotation, forward_pass, rows)
+        hidden = self._all_layers(hidden, rotation, rows, forward_pass)
         logits = torch.empty(
             (len(rows), self._head.outputs), dtype=torch.float32, device=hidden.device
         )
         self._head.multiply(self._norm(hidden), logits)
         return logits if around.head_factor == 1 else logits.mul_(around.head_factor)
+
+    def _all_layers(
+        self,
+        hidden: torch.Tensor,
+        rotation: Rotation | None,
+        rows: torch.Tensor,
+        forward_pass: ForwardPass,
+    ) -> torch.Tensor:
+        """The residual of the kept rows."""
+        paged_rows = forward_pass.paged_rows
+        chain = self._chain if forward_pass.settled else None
+        if chain is not None and paged_rows is not None and chain.takes(paged_rows):
+            paged_rows.rotate_by(rotation)
+            return chain.forward(hidden, paged_rows, rows)
+        for layer in self._layers[:-1]:
+            hidden = layer.run(hidden, rotation, forward_pass)
+        return self._layers[-1].run(hidden, rotation, forward_pass, rows)
 
 
 def match_surroundings(

@@ -189,6 +189,7 @@ class Together:
     """Several prompts as one flat batch, each attending to itself."""
 
     paged_rows: PagedRows | None = None
+    settled = False
 
     def __init__(self, lengths: list[int]) -> None:
         self._lengths = lengths
@@ -253,6 +254,33 @@ def test_rows_that_need_no_logits_change_no_bit(
             answers.append((rows, logits))
     for rows, logits in answers[1:]:
         assert torch.equal(logits, answers[0][1][rows])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("slots", [32, 8])
+@pytest.mark.parametrize("family", sorted(SERVED))
+def test_layers_that_wait_for_no_page_run_in_one_call_and_give_the_same_bits(
+    family: str, slots: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = FlatModel(tiny_model(SERVED[family]()).to(dtype))
+    shape = probe(flat)
+    turn = Turn(0, "", array("I", range(3, 43)), 0, 40, 41)
+    turn.page_table = array("i", [3, 1, 5, 0, 2][: -(-40 // slots)])
+    batch = Batch.from_slices([slice_of(turn, 0, 40, True, slots)], slots)
+    rows, calls = torch.tensor([3, 31, 39]), []
+    forward = cpu.Chain.forward
+    monkeypatch.setattr(cpu.Chain, "forward", lambda *given: (calls.append(1), forward(*given))[1])
+    answers = []
+    with torch.inference_mode():
+        for arriving in (True, False):
+            memory = KVMemory(shape, 6, 0, slots)
+            memory.device_arena.zero_()
+            one = PagedPass(batch, memory, lambda layer: None, arriving=arriving)
+            answers.append(
+                (flat.logits(batch.input_ids, batch.positions, rows, one), memory.device_arena)
+            )
+    assert all(torch.equal(*each) for each in zip(*answers, strict=True))
+    assert len(calls) == (flat.whole is not None and slots == 32)
 
 
 def test_a_layer_that_does_not_rotate_takes_no_rotation_from_the_one_before() -> None:
