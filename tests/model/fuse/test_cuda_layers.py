@@ -96,8 +96,8 @@ def test_rows_are_rotated_on_their_way_to_the_pages(
     wholes: list[Any] = []
     made = PagedPass.__init__
 
-    def on_a_gpu(one: PagedPass, batch: Any, memory: Any, *rest: Any) -> None:
-        made(one, batch, memory, *rest)
+    def on_a_gpu(one: PagedPass, batch: Any, memory: Any, *rest: Any, **named: Any) -> None:
+        made(one, batch, memory, *rest, **named)
         index = PageIndex(
             batch.slot_mapping,
             batch.page_table,
