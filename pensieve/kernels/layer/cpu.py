@@ -209,7 +209,7 @@ class Layer:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_rows = len(residual)
         self._workspace.reserve(num_rows, self._widths, self._dtype)
-        library().pensieve_before_attention(
+        status = library().pensieve_before_attention(
             cpu_library.only_instruction_set,
             ctypes.byref(self._struct),
             ctypes.byref(self._workspace.struct),
@@ -221,6 +221,7 @@ class Layer:
             num_rows,
             torch.get_num_threads(),
         )
+        succeeded(status)
         num_heads, num_kv_heads, head_size = self._heads
         rotated = self._workspace.rotated(num_rows, self._widths).view(num_rows, -1, head_size)
         sizes = [num_heads, num_kv_heads, num_kv_heads]
@@ -230,7 +231,7 @@ class Layer:
     def after_attention(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         self._workspace.reserve(len(residual), self._widths, self._dtype)
         out = torch.empty_like(residual)
-        library().pensieve_after_attention(
+        status = library().pensieve_after_attention(
             cpu_library.only_instruction_set,
             ctypes.byref(self._struct),
             ctypes.byref(self._workspace.struct),
@@ -240,4 +241,5 @@ class Layer:
             len(residual),
             torch.get_num_threads(),
         )
+        succeeded(status)
         return out
