@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import os
 import pty
+import random
 import re
 import shlex
 import signal
@@ -274,6 +275,14 @@ class Walk:
             self.problem(step, f"{error} {said[-500:]}")
         self._say(name, began, before)
 
+    @contextlib.contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """A quick walk has it instead of a model meanwhile: daemons start at once."""
+        if self.quick:
+            self.environment["PENSIEVE_ENGINE"] = "echo"
+        yield
+        self.environment.pop("PENSIEVE_ENGINE", None)
+
     def stop_daemons(self) -> None:
         """Each ends with 0 within its time, and has written nothing unexpected."""
         while self.daemons:
@@ -430,12 +439,13 @@ def walk(folder: Path, repository: Path, quick: bool) -> list[str]:
         for step in chosen(found, TALK):
             found.take(step)
         serve(found)
-        for step in chosen(found, (*BACKUP, *RESTORE)):
-            if step is RESTORE[0]:
-                found.stop_daemons()
-            found.take(step)
-        found.stop_daemons()
-        guarded(found)
+        with found.arithmetic():
+            for step in chosen(found, (*BACKUP, *RESTORE)):
+                if step is RESTORE[0]:
+                    found.stop_daemons()
+                found.take(step)
+            found.stop_daemons()
+            guarded(found)
         found.take(JOURNAL)
         with found.part("the example of the README, with a journal"):
             for _ in range(3):  # enough iterations to be fitted
@@ -591,10 +601,12 @@ def main() -> int:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+    """One that the system gives to nobody who asks for any: such a one may be taken until it is used here."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 def without_colours(text: str) -> str:

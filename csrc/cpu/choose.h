@@ -1,28 +1,12 @@
 // A router's choice of experts for one row, in vectors of LANES floats; included once per instruction set.
 //
-// Shares are the softmax over all experts. The order is that of the logits, and of equal ones the lower number
-// comes first, so the choice does not depend on how a sort breaks ties.
+// Shares are the softmax over all experts. Which of equal logits are chosen is said in experts.cpp.
 #pragma once
 
 #include "layer.h"
 #include "vector.h"
 
 namespace {
-
-// The largest logit behind `value`, `at` in the order (larger first, then lower number).
-template <typename Element>
-inline int next_largest(const Element* logits, int count, float value, int at) {
-  int best = -1;
-  float most = 0.0f;
-  for (int i = 0; i < count; ++i) {
-    const float x = read_one(logits + i);
-    if ((x < value || (x == value && i > at)) && (best < 0 || x > most)) {
-      best = i;
-      most = x;
-    }
-  }
-  return best;
-}
 
 template <typename Element>
 void choose(const pensieve::Choosing& choosing, int32_t row) {
@@ -49,13 +33,13 @@ void choose(const pensieve::Choosing& choosing, int32_t row) {
   for (; i + LANES <= count; i += LANES)
     sum += sum_of(exp2_nonpositive((read(logits + i) - most) * scale));
   for (; i < count; ++i) sum += exp2_nonpositive(splat((read_one(logits + i) - most) * scale))[0];
-  float value = INFINITY, all = 0.0f;
-  int at = -1;
+  pensieve::Scored* const scored = choosing.scored + int64_t(row) * count;
+  for (i = 0; i < count; ++i) scored[i] = {read_one(logits + i) - most, i};
+  choosing.take_largest(scored, count, chosen);
+  float all = 0.0f;
   for (i = 0; i < chosen; ++i) {
-    at = next_largest(logits, count, value, at);
-    value = read_one(logits + at);
-    experts[i] = at;
-    shares[i] = exp2_nonpositive(splat((value - most) * scale))[0] / sum;
+    experts[i] = scored[i].expert;
+    shares[i] = exp2_nonpositive(splat(scored[i].score * scale))[0] / sum;
     all += shares[i];
   }
   for (i = 0; i < chosen; ++i) {

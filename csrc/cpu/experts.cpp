@@ -12,15 +12,21 @@
 // in any product, and fetch the first bytes of the panel they claim next while they work on this one. Each
 // expert's weights are read once for all of its rows.
 //
-// A row's result depends on that row alone: its logits do, its experts are chosen by them (the lower number
-// first where two are equal), products are the same in any company, and the order of the sum is that of the
-// row's own shares.
+// A row's result depends on that row alone: its logits do, its experts are chosen by them, products are the same in
+// any company, and the order of the sum is that of the row's own shares.
+//
+// Logits of few bits are often equal, and then it is up to the way of sorting which experts are chosen. Routers of
+// transformers choose with torch.topk, which on a CPU takes the algorithms of the C++ library; so does `take_largest`,
+// with the same comparisons in the same order, and so it chooses the same. (Softmax, by which torch sorts, begins with
+// the differences that are sorted here.) tests/kernels/layer/test_ties.py compares them.
 #include "experts.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <vector>
 
+#include "copies.h"
 #include "rows.h"
 #include "threads.h"
 
@@ -80,23 +86,30 @@ void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const 
   on_threads(pieces > 1 ? num_threads : 1, work);
 }
 
-// Copies of rows, as products take them: bytes and the step of each, where weights are int8; floats of fp16.
-struct Copies {
-  std::vector<uint8_t> bytes;
-  std::vector<float> steps;
-  std::vector<float> floats;
-};
-
 // What one part of the rows needs; kept by the thread that computes.
 struct Pairs {
   std::vector<int32_t> experts;  // (rows * chosen), by row
   std::vector<float> shares;     // (rows * chosen)
+  std::vector<Scored> scored;    // (rows * experts)
   std::vector<int32_t> places;   // (rows * chosen): where in the buffers that pair lies
   std::vector<int32_t> sources;  // by place: the row that it is a copy of
   std::vector<int32_t> counts;   // by expert
   std::vector<Group> groups;
   Copies routed, given, gated;
 };
+
+// See above; torch takes the first way where few of many are wanted.
+void take_largest(Scored* scored, int32_t num_experts, int32_t num_chosen) {
+  const auto larger = [](const Scored& one, const Scored& other) { return one.score > other.score; };
+  Scored* const end = scored + num_experts;
+  if (num_chosen * 64 <= num_experts) {
+    std::partial_sort(scored, scored + num_chosen, end, larger);
+  } else {
+    Scored* const last = scored + num_chosen - 1;
+    std::nth_element(scored, last, end, larger);
+    std::sort(scored, last, larger);
+  }
+}
 
 void sort_pairs(Pairs& pairs, int num_experts, int num_chosen) {
   const int count = int(pairs.experts.size());
@@ -119,16 +132,6 @@ void sort_pairs(Pairs& pairs, int num_experts, int num_chosen) {
   }
 }
 
-template <typename RowOf>
-void take_floats(const Dense& dense, Copies& copies, int32_t width, Product& product, RowOf row_of, int num_threads) {
-  copies.floats.resize(int64_t(product.num_rows) * width);
-  float* const to = copies.floats.data();
-  each_row(num_threads, product.num_rows,
-           [&](int row) { dense.widen(row_of(row), width, to + int64_t(row) * width); });
-  product.rows = to;
-  product.row_stride = width;
-}
-
 // Multiplies all pairs with their experts' weights, of which `linears` has one for each expert. A pair's row
 // lies at `row_of(place)`; rows that do not lie side by side are copied to `gathered`.
 template <typename RowOf>
@@ -138,21 +141,12 @@ void multiply_pairs(const Dense& dense, Pairs& pairs, const Linear* linears, Cop
   const Linear& any = *linears;
   const int count = product.num_rows;
   if (any.scales) {
-    copies.bytes.resize(int64_t(count) * any.inputs);
-    copies.steps.resize(count);
-    uint8_t* const to = copies.bytes.data();
-    float* const steps = copies.steps.data();
-    each_row(num_threads, count, [&](int place) {
-      steps[place] = dense.quantise(row_of(place), any.width, any.inputs, to + int64_t(place) * any.inputs);
-    });
-    product.rows = to;
-    product.row_stride = any.inputs;
-    product.row_scales = steps;
+    copies.quantise(dense, any, product, row_of, num_threads);
     multiply_groups(dense.multiply_bytes, dense.lanes, pairs.groups, product, then, num_threads);
     return;
   }
   if (dense.widen) {
-    take_floats(dense, copies, any.width, product, row_of, num_threads);
+    copies.widen(dense, any.width, product, row_of, num_threads);
   } else if (gathered) {
     char* const to = static_cast<char*>(gathered);
     each_row(num_threads, count,
@@ -172,13 +166,14 @@ void run_part(const Dense& dense, const ExpertCall& call, Pairs& pairs, int num_
   const char* const given = static_cast<const char*>(call.rows);
   Product routed{nullptr, call.rows, hidden, rows, buffers.logits, experts.num_experts, 0};
   if (dense.widen)
-    take_floats(dense, pairs.routed, hidden, routed, [&](int row) { return given + row * row_bytes; }, num_threads);
+    pairs.routed.widen(dense, hidden, routed, [&](int row) { return given + row * row_bytes; }, num_threads);
   pairs.groups.assign(1, {0, 0, rows, &experts.router});
   multiply_groups(dense.multiply, dense.lanes, pairs.groups, routed, nullptr, num_threads);
   pairs.experts.resize(count);
   pairs.shares.resize(count);
+  pairs.scored.resize(int64_t(rows) * experts.num_experts);
   const Choosing choosing{buffers.logits, experts.num_experts, chosen, experts.normalised,
-                          experts.rounded, pairs.experts.data(), pairs.shares.data()};
+                          experts.rounded, pairs.experts.data(), pairs.shares.data(), pairs.scored.data(), take_largest};
   each_row(num_threads, rows, [&](int row) { dense.choose(choosing, row); });
   sort_pairs(pairs, experts.num_experts, chosen);
 

@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <new>
 #include <vector>
 
+#include "copies.h"
 #include "experts.h"
 #include "laps.h"
 #include "rows.h"
@@ -20,10 +22,6 @@ constexpr int kRowsOfDecodes = 64;    // up to so many, weights are what is wait
 constexpr int kRowBytes = 512 << 10;  // of all rows: up to so many they stay in the cache from panel to panel
 constexpr int kPiecesOfThread = 4;    // blocks, at least, so that a late one costs little
 
-// Bytes between rows that are `row_bytes` apart by nature. Rows at a distance of 4 KiB or a multiple would share few
-// sets of the cache, and push one another out.
-int64_t apart(int64_t row_bytes) { return row_bytes % 4096 ? row_bytes : row_bytes + 64; }
-
 struct Worker {
   const Dense& dense;
   int64_t element_bytes;
@@ -34,43 +32,22 @@ struct Worker {
         element_bytes(Type(type) == Type::kFloat ? 4 : 2),
         num_threads(num_threads) {}
 
-  // Rows are quantised to bytes first where the weights are int8.
-  void multiply(const Product& product, const Linear* then) const {
+  // Rows are quantised to bytes first where the weights are int8, and widened where they are fp16.
+  void multiply(Product product, const Linear* then) const {
+    static thread_local Copies copies;
     const Linear& linear = *product.linear;
-    if (!linear.scales)
-      return dense.widen ? multiply_widened(product, then)
-                         : multiply_by(dense.multiply, dense.multiply_block, product, then);
-    static thread_local std::vector<uint8_t> bytes;
-    static thread_local std::vector<float> scales;
-    const int64_t padded = linear.inputs, stride = apart(padded);
-    bytes.resize(stride * product.num_rows);
-    scales.resize(product.num_rows);
-    uint8_t* const to = bytes.data();
-    float* const worth = scales.data();
-    each_row(product.num_rows, [&](int row) {
-      const char* from = static_cast<const char*>(product.rows) + row * product.row_stride * element_bytes;
-      worth[row] = dense.quantise(from, linear.width, int32_t(padded), to + row * stride);
-    });
-    Product quantised = product;
-    quantised.rows = to;
-    quantised.row_stride = stride;
-    quantised.row_scales = worth;
-    multiply_by(dense.multiply_bytes, dense.multiply_block_bytes, quantised, then);
-  }
-
-  void multiply_widened(const Product& product, const Linear* then) const {
-    static thread_local std::vector<float> floats;
-    const int32_t width = product.linear->width;
-    floats.resize(int64_t(width) * product.num_rows);
-    float* const to = floats.data();
-    each_row(product.num_rows, [&](int row) {
-      const char* from = static_cast<const char*>(product.rows) + row * product.row_stride * element_bytes;
-      dense.widen(from, width, to + int64_t(row) * width);
-    });
-    Product widened = product;
-    widened.rows = to;
-    widened.row_stride = width;
-    multiply_by(dense.multiply, nullptr, widened, then);
+    const char* const rows = static_cast<const char*>(product.rows);
+    const int64_t row_bytes = product.row_stride * element_bytes;
+    auto row_of = [=](int row) { return rows + row * row_bytes; };
+    if (linear.scales) {
+      copies.quantise(dense, linear, product, row_of, num_threads);
+      multiply_by(dense.multiply_bytes, dense.multiply_block_bytes, product, then);
+    } else if (dense.widen) {
+      copies.widen(dense, linear.width, product, row_of, num_threads);
+      multiply_by(dense.multiply, nullptr, product, then);
+    } else {
+      multiply_by(dense.multiply, dense.multiply_block, product, then);
+    }
   }
 
   // A thread that finds no more panels prefetches the first panels of `then`, the next product.
@@ -184,6 +161,18 @@ struct Pages {
   int32_t slots, num_threads;
 };
 
+// Does work that may lack the memory for its copies of rows; 0, or 3 as attention answers: out of memory, and what is
+// written so far means nothing.
+template <typename Work>
+int32_t answered(Work work) {
+  try {
+    work();
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 3;
+  }
+}
+
 }  // namespace pensieve
 
 using namespace pensieve;
@@ -194,10 +183,12 @@ extern "C" {
 // How many outputs a vector holds; a panel has two vectors.
 int32_t pensieve_lanes(const char* only) { return dense_of(only, Type::kFloat).lanes; }
 
-void pensieve_multiply(const char* only, int32_t type, const Product* product, int32_t num_threads) {
-  Laps laps;
-  Worker(only, type, num_threads).multiply(*product, nullptr);
-  laps.lap(Stage::kAlone);
+int32_t pensieve_multiply(const char* only, int32_t type, const Product* product, int32_t num_threads) {
+  return answered([&] {
+    Laps laps;
+    Worker(only, type, num_threads).multiply(*product, nullptr);
+    laps.lap(Stage::kAlone);
+  });
 }
 
 // Sums of nanoseconds from now on, by Stage (null: no more); returns how many parts there are.
@@ -207,10 +198,9 @@ int32_t pensieve_measure_parts(int64_t* sums) {
 }
 
 // From the residual to queries, keys and values, the first two rotated by their positions if `rotary` is not 0.
-void pensieve_before_attention(const char* only, const Layer* layer, const Buffers* buffers,
-                               const void* residual, const void* cosines, const void* sines,
-                               int32_t rotation_float, int32_t rotary, int32_t num_rows,
-                               int32_t num_threads) {
+static void before_attention(const char* only, const Layer* layer, const Buffers* buffers,
+                             const void* residual, const void* cosines, const void* sines,
+                             int32_t rotation_float, int32_t rotary, int32_t num_rows, int32_t num_threads) {
   Laps laps;
   const Worker worker(only, layer->type, num_threads);
   const Dense& dense = worker.dense;
@@ -235,10 +225,19 @@ void pensieve_before_attention(const char* only, const Layer* layer, const Buffe
   laps.lap(Stage::kTurn);
 }
 
+int32_t pensieve_before_attention(const char* only, const Layer* layer, const Buffers* buffers,
+                                  const void* residual, const void* cosines, const void* sines,
+                                  int32_t rotation_float, int32_t rotary, int32_t num_rows, int32_t num_threads) {
+  return answered([&] {
+    before_attention(only, layer, buffers, residual, cosines, sines, rotation_float, rotary, num_rows,
+                     num_threads);
+  });
+}
+
 // From the attention's result, (rows, heads * head_size), to the next layer's residual.
-void pensieve_after_attention(const char* only, const Layer* layer, const Buffers* buffers,
-                              const void* residual, const void* attended, void* out,
-                              int32_t num_rows, int32_t num_threads) {
+static void after_attention(const char* only, const Layer* layer, const Buffers* buffers,
+                            const void* residual, const void* attended, void* out,
+                            int32_t num_rows, int32_t num_threads) {
   Laps laps;
   const Worker worker(only, layer->type, num_threads);
   const Dense& dense = worker.dense;
@@ -280,6 +279,13 @@ void pensieve_after_attention(const char* only, const Layer* layer, const Buffer
   laps.lap(Stage::kLast);
 }
 
+int32_t pensieve_after_attention(const char* only, const Layer* layer, const Buffers* buffers,
+                                 const void* residual, const void* attended, void* out,
+                                 int32_t num_rows, int32_t num_threads) {
+  return answered(
+      [&] { after_attention(only, layer, buffers, residual, attended, out, num_rows, num_threads); });
+}
+
 // The whole layer; its keys and values are written to their slots. Unless num_kept is -1, only the kept
 // rows are computed after the attention, and `out` has no others. Returns what attention returns.
 int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buffers,
@@ -294,14 +300,15 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
   const char* query = static_cast<const char*>(buffers->turned);
   const char* key = query + layer->num_heads * size * bytes;
   const char* value = key + layer->num_kv_heads * size * bytes;
-  pensieve_before_attention(only, layer, buffers, residual, pages->cosines, pages->sines,
-                            pages->rotation_float, pages->rotary, pages->num_rows,
-                            pages->num_threads);
+  int32_t answer = pensieve_before_attention(only, layer, buffers, residual, pages->cosines, pages->sines,
+                                             pages->rotation_float, pages->rotary, pages->num_rows,
+                                             pages->num_threads);
+  if (answer) return answer;
   Laps laps;
-  int32_t answer = pensieve_write_kv(key, width * bytes, size * bytes, value, width * bytes,
-                                     size * bytes, pages->slot_mapping, pages->num_rows,
-                                     layer->num_kv_heads, pages->slots, size * bytes, keys, values,
-                                     2 * half * bytes, head * bytes, pages->num_pages);
+  answer = pensieve_write_kv(key, width * bytes, size * bytes, value, width * bytes,
+                             size * bytes, pages->slot_mapping, pages->num_rows,
+                             layer->num_kv_heads, pages->slots, size * bytes, keys, values,
+                             2 * half * bytes, head * bytes, pages->num_pages);
   if (answer) return answer;
   laps.lap(Stage::kWriteKv);
   answer = pensieve_multi_token_attention(
@@ -325,9 +332,8 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
     residual = base;
     num_rows = num_kept;
   }
-  pensieve_after_attention(only, layer, buffers, residual, attended, out, num_rows,
-                           pages->num_threads);
-  return 0;
+  return pensieve_after_attention(only, layer, buffers, residual, attended, out, num_rows,
+                                  pages->num_threads);
 }
 
 // One layer after the other; `state` (rows, hidden) has the residuals between them. Rows are kept behind the last.

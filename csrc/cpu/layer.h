@@ -95,6 +95,12 @@ using Quantise = float (*)(const void* row, int32_t width, int32_t padded, uint8
 // The column of the largest value, the first of equals; -1 if any value is not finite.
 using Largest = int32_t (*)(const float* row, int32_t width);
 
+// An expert and how far its logit lies below the row's largest.
+struct Scored {
+  float score;
+  int32_t expert;
+};
+
 // Of each row the `num_chosen` largest logits, largest first, and their shares of the softmax over all.
 struct Choosing {
   const void* logits;  // (rows, num_experts) Element
@@ -102,6 +108,10 @@ struct Choosing {
   int32_t normalised, rounded;  // as in Experts
   int32_t* experts;             // (rows, num_chosen)
   float* shares;                // (rows, num_chosen)
+  Scored* scored;               // (rows, num_experts), to work in
+  // Brings the largest to the front, in order. It is no part of an instruction set: what it takes from the library
+  // of C++ is compiled once, for any processor.
+  void (*take_largest)(Scored* scored, int32_t num_experts, int32_t num_chosen);
 };
 using Choose = void (*)(const Choosing&, int32_t row);
 

@@ -33,8 +33,8 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 namespace pensieve {
@@ -109,7 +109,7 @@ class Team {
     try {
       for (; num_helpers_ < num_helpers && num_helpers_ < kHelpersMax; ++num_helpers_)
         std::thread([this, number = num_helpers_, seen = round_.load()] { help(number, seen); }).detach();
-    } catch (const std::system_error&) {  // there can be no more; the others do the work
+    } catch (const std::exception&) {  // no thread or no memory is left for another; the others do the work
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }

@@ -72,13 +72,13 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "pensieve_lanes": (int32, (text,)),
     "pensieve_measure_parts": (int32, (pointer,)),
-    "pensieve_multiply": (None, (text, int32, pointer, int32)),
+    "pensieve_multiply": (int32, (text, int32, pointer, int32)),
     "pensieve_before_attention": (
-        None,
+        int32,
         (*(text, pointer, pointer, pointer, pointer, pointer), *(int32, int32, int32, int32)),
     ),
     "pensieve_after_attention": (
-        None,
+        int32,
         (*(text, pointer, pointer, pointer, pointer, pointer), *(int32, int32)),
     ),
     "pensieve_layer": (
@@ -134,7 +134,7 @@ def succeeded(status: int) -> bool:
     if status == 2:
         raise IndexError("a page or slot lies outside the arena")
     if status == 3:
-        raise MemoryError("not enough memory for attention over so long a context")
+        raise MemoryError("not enough memory for the buffers of the compiled kernels")
     return status == 0
 
 

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pensieve.errors import ModelError
-from pensieve.store.durable import sync
 
 WAIT_SECONDS = 0.2  # between two tries to get the lock
 Report = Callable[[str], None]
@@ -57,9 +56,9 @@ def made_once(key: str, make: Callable[[Path], None], report: Report, check: Che
             partial = Path(tempfile.mkdtemp(prefix=f"{key}.partial-", dir=folder))
             try:
                 make(partial)
-                _reach_the_disk(partial)
+                _reach_the_disk(*sorted(partial.iterdir()), partial)
                 partial.rename(folder / key)
-                sync(folder)
+                _reach_the_disk(folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return folder / key
@@ -105,7 +104,8 @@ def _locked(path: Path, report: Report, check: Check) -> Iterator[None]:
         yield
 
 
-def _reach_the_disk(folder: Path) -> None:
-    for path in sorted(folder.iterdir()):
+def _reach_the_disk(*paths: Path) -> None:
+    from pensieve.store.durable import sync  # brings SQLite, which an engine's start does not wait for
+
+    for path in paths:
         sync(path)
-    sync(folder)

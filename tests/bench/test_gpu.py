@@ -150,7 +150,7 @@ def test_a_process_that_is_late_is_ended_even_before_it_has_a_group(
     monkeypatch.setattr(bench_gpu, "run_section", process)
     log = io.StringIO()
     run = bench_gpu.Run(tmp_path, "cpu", 600, log)
-    run.step(Step("device", 6))
+    run.step(Step("device", 3))
     assert run.failed == ["device"]
     assert "nobody has ended it" not in log.getvalue()
 
@@ -179,7 +179,7 @@ def test_what_a_late_section_started_is_ended_with_it(
     """Also in a group of its own, as compute-sanitizer is."""
     monkeypatch.setattr(bench_gpu, "run_section", starts_another_group)
     log = io.StringIO()
-    bench_gpu.Run(tmp_path, "cpu", 600, log).step(Step("device", 6))
+    bench_gpu.Run(tmp_path, "cpu", 600, log).step(Step("device", 3))
     assert ended(int(log.getvalue().split()[0]))
 
 

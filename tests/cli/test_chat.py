@@ -45,6 +45,12 @@ def chat(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture
+def echo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that starts at once, for tests of what the service does with the model's other files."""
+    monkeypatch.setenv("PENSIEVE_ENGINE", "echo")
+
+
 def test_a_message_is_answered_and_the_conversation_goes_on(
     chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -200,9 +206,11 @@ def test_a_second_process_is_told_who_holds_the_data_folder(
     assert str(os.getpid()) in error
 
 
+@pytest.mark.usefixtures("echo")
 def test_bad_messages_are_refused_and_harm_nothing(
-    chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setenv("PENSIEVE_CONTEXT_MAX", "256")
     assert chat("--conversation", "c", "-q", "Hello there.") == 0
     capsys.readouterr()
     for text, problem in (
@@ -263,6 +271,7 @@ def test_unusable_models_are_named_in_one_line(
     assert "holds no usable tokenizer" in error_of(broken)
 
 
+@pytest.mark.usefixtures("echo")
 def test_a_model_without_a_chat_template_is_given_one(
     chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -289,6 +298,7 @@ def test_a_model_without_a_chat_template_is_given_one(
         assert prints[0] == prints[1]
 
 
+@pytest.mark.usefixtures("echo")
 def test_a_history_of_a_newer_version_is_refused(
     chat: Chat, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -304,6 +314,7 @@ def test_a_history_of_a_newer_version_is_refused(
     assert "newer" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
+@pytest.mark.usefixtures("echo")
 def test_another_tokenizer_retokenises_the_text_and_says_so(
     chat: Chat, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

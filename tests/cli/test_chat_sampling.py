@@ -85,7 +85,7 @@ def test_a_model_without_sampling_settings_is_asked_with_chats_values(
         text=True,
         check=False,
         timeout=120,
-        env={**os.environ, "PENSIEVE_DATA": str(data)},
+        env={**os.environ, "PENSIEVE_DATA": str(data), "PENSIEVE_ENGINE": "echo"},
     )
     assert finished.returncode == 0, finished.stderr
     with ConversationStore.open(data, "a test") as store:

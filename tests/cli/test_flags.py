@@ -124,8 +124,9 @@ def test_stats_are_not_those_of_another_daemon(daemon: ServeProcess, tmp_path: P
 
 
 def test_the_socket_that_a_killed_daemon_left_is_no_daemon(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PENSIEVE_ENGINE", "echo")
     process = ServeProcess(tmp_path / "data")
     process.start()
     process.kill()

@@ -14,7 +14,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from pensieve.builtin import MODEL_PATH
 from pensieve.client import Client
 from tests.doc_commands.collect import REDIRECTIONS, ROOT
 from tests.doc_commands.plain import plain_environment
+from tests.newcomer import free_port
 from tests.service.rig_daemon import wait_for
 
 CERTS = ROOT / "tests" / "service" / "certs"
@@ -292,10 +292,3 @@ class World:
         if daemon.poll() is None:
             daemon.send_signal(signal.SIGTERM)
         return Ended(daemon.wait(SECONDS), "", log.read_text())
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,14 @@ def test_costs_of_another_model_are_refused(tmp_path: Path) -> None:
         started(model, tmp_path / "data", cost=str(path))
     with pytest.raises(ConfigError, match=r"cannot read .*nothing\.json: No such file"):
         started(model, tmp_path / "data", cost=str(tmp_path / "nothing.json"))
+
+
+@pytest.mark.parametrize("program", ["echo_engine", "engine_process"])
+def test_an_engine_starts_without_what_only_the_service_needs(program: str) -> None:
+    """SQLite took as long to import as all else that an engine's process has before torch."""
+    code = (
+        f"import sys, pensieve.launch.{program}\n"
+        "print(sorted({'grpc', 'numpy', 'sqlite_utils', 'torch'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"

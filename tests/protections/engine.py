@@ -34,6 +34,13 @@ PROTECTIONS = (
         "model/test_forward.py::test_a_batch_that_does_not_fit_is_computed_in_parts",
     ),
     protection(
+        "kernels without memory for copies of rows are an error",
+        "kernels/cpu_library.py",
+        "    if status == 3:\n",
+        "    if status == 4:\n",
+        "kernels/test_out_of_memory.py::test_too_little_memory_for_copies_of_rows_is_an_error",
+    ),
+    protection(
         "a single token that does not fit ends the engine",
         "model/forward.py",
         "            if num_tokens == 1 or not self._halves:\n",

@@ -28,6 +28,7 @@ from pensieve.service.grpc.server import Listening, Server
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
+from tests.newcomer import free_port
 from tests.service.owner_threads import OwnerThreads
 
 ECHO = (sys.executable, "-m", "pensieve.launch.echo_engine")
@@ -215,7 +216,7 @@ class ServeProcess:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "pensieve", "serve", "--data", str(self.data)),
-                    *("--address", "127.0.0.1:0", "--ready-file", str(ready)),
+                    *("--address", f"127.0.0.1:{free_port()}", "--ready-file", str(ready)),
                     *("--engine", self.engine, *self.arguments),
                 ],
                 stderr=log,

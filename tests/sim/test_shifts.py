@@ -70,8 +70,12 @@ def costs(policy: str, phases: list[Phase], device_tokens: int) -> tuple[list[fl
 @pytest.mark.parametrize(
     ("phases", "device_tokens"),
     [
-        ([(AGENTS, 0.06, 12), (DOCUMENTS, 0.4, 12), (CHAT, 0.4, 12)], 50_000),
         ([(DOCUMENTS, 0.4, 12), (CHAT, 0.4, 15), (AGENTS, 0.06, 12)], 150_000),
+        pytest.param(
+            [(AGENTS, 0.06, 12), (DOCUMENTS, 0.4, 12), (CHAT, 0.4, 12)],
+            50_000,
+            marks=pytest.mark.full,
+        ),
         ([(CHAT, 0.4, 15), (AGENTS, 0.06, 12), (CHAT, 0.4, 15)], 50_000),
     ][: 2 if SCALE == 1 else 3],
 )

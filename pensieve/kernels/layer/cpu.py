@@ -215,7 +215,7 @@ class Layer:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_rows = len(residual)
         self._workspace.reserve(num_rows, self.widths, self.dtype)
-        library().pensieve_before_attention(
+        status = library().pensieve_before_attention(
             cpu_library.only_instruction_set,
             ctypes.byref(self.struct),
             ctypes.byref(self._workspace.struct),
@@ -227,6 +227,7 @@ class Layer:
             num_rows,
             torch.get_num_threads(),
         )
+        succeeded(status)
         num_heads, num_kv_heads, head_size = self.heads
         rotated = self._workspace.rotated(num_rows, self.widths).view(num_rows, -1, head_size)
         sizes = [num_heads, num_kv_heads, num_kv_heads]
@@ -236,7 +237,7 @@ class Layer:
     def after_attention(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         self._workspace.reserve(len(residual), self.widths, self.dtype)
         out = torch.empty_like(residual)
-        library().pensieve_after_attention(
+        status = library().pensieve_after_attention(
             cpu_library.only_instruction_set,
             ctypes.byref(self.struct),
             ctypes.byref(self._workspace.struct),
@@ -246,6 +247,7 @@ class Layer:
             len(residual),
             torch.get_num_threads(),
         )
+        succeeded(status)
         return out
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from pensieve.kernels import cpu_library
-from pensieve.kernels.cpu_library import TYPES, compiled_library
+from pensieve.kernels.cpu_library import TYPES, compiled_library, succeeded
 from pensieve.kernels.layer.protocol import Activation, NormWeights, ProductWeights
 from pensieve.kernels.shapes import Shapes
 
@@ -151,11 +151,13 @@ class Packed:
             out.stride(0),
             out.dtype != self.dtype,
         )
-        library().pensieve_multiply(
-            cpu_library.only_instruction_set,
-            TYPES[self.dtype],
-            ctypes.byref(product),
-            torch.get_num_threads(),
+        succeeded(
+            library().pensieve_multiply(
+                cpu_library.only_instruction_set,
+                TYPES[self.dtype],
+                ctypes.byref(product),
+                torch.get_num_threads(),
+            )
         )
 
 

@@ -1,0 +1,85 @@
+"""Where a router's logits are equal, the compiled experts are those that `torch.topk` names.
+
+Routers of transformers choose by it, and logits in bfloat16 are often equal: 128 of them share a few hundred
+values, so in a row in every few the last expert that is chosen has a rival.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pensieve.kernels.layer import cpu
+from pensieve.kernels.layer.protocol import (
+    ExpertWeights,
+    Heads,
+    LayerWeights,
+    MlpWeights,
+    ProductWeights,
+)
+
+SHAPES = [
+    (8, 2),
+    (32, 8),
+    (60, 4),
+    (64, 1),
+    (64, 2),
+    (128, 2),
+    (128, 8),
+    (160, 6),
+    (512, 8),
+    (512, 10),
+]
+
+
+def chosen_by_layer(logits: torch.Tensor, num_chosen: int) -> torch.Tensor:
+    """bool (rows, experts): which experts added something.
+
+    A row is its logits, a 4 that every expert's gate and up take, and a column for what each expert adds.
+    """
+    num_rows, num_experts = logits.shape
+    four, hidden, dtype = num_experts, 2 * num_experts + 2, logits.dtype
+    into = torch.zeros(4, hidden, dtype=dtype)
+    into[0::2, four] = 1.0
+    outs = torch.zeros(num_experts, hidden, 2, dtype=dtype)
+    outs[range(num_experts), range(hidden - num_experts, hidden), 0] = 1.0
+    experts = ExpertWeights(
+        router=torch.eye(num_experts, hidden, dtype=dtype),
+        experts=[
+            MlpWeights(ProductWeights([into], [None], "silu"), ProductWeights([out], [None]))
+            for out in outs
+        ],
+        num_chosen=num_chosen,
+        normalized=True,
+        rounded=False,
+    )
+    heads_in = ProductWeights([torch.zeros(64, hidden, dtype=dtype)], [None])
+    heads_out = ProductWeights([torch.zeros(hidden, 32, dtype=dtype)], [None])
+    weights = LayerWeights(0, Heads(2, 1, 16), 1.0, heads_in, heads_out, experts, {})
+    rows = torch.zeros(num_rows, hidden, dtype=dtype)
+    rows[:, :num_experts] = logits
+    rows[:, four] = 4.0
+    layer = cpu.CpuLayerKernels().layer(weights)
+    answer = layer.after_attention(rows, torch.zeros(num_rows, 32, dtype=dtype))
+    return answer[:, -num_experts:] != 0
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_of_equal_logits_those_are_chosen_that_topk_names(dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        compare(dtype, *shape)
+
+
+def compare(dtype: torch.dtype, num_experts: int, num_chosen: int) -> None:
+    draw = torch.Generator().manual_seed(num_experts + num_chosen)
+    logits = torch.randn(200, num_experts, generator=draw)
+    logits = (logits * torch.tensor([1.0, 4.0, 16.0, 64.0]).repeat(50)[:, None]).round()
+    logits = (logits / 16).to(dtype)  # rows of a few values, and rows of many
+    logits[0] = 0.0
+    shares = torch.softmax(logits.float(), dim=-1)
+    named = torch.topk(shares, num_chosen).indices
+    right = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, named, True)
+    rivals = (shares == shares.gather(1, named[:, -1:])).sum(1) > 1
+    assert int(rivals.sum()) > 20
+    assert torch.equal(chosen_by_layer(logits, num_chosen), right)
