@@ -23,6 +23,7 @@ from pensieve.kernels.shapes import PAGE_SLOTS
 HEAD_SIZES = (64, 96, 128, 256)
 HOPPER_HEAD_SIZES = (64, 128)
 ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
+FP8 = torch.float8_e4m3fn  # what keys and values may be kept in beside the type of the rows
 LOG2_E = 1.4426950408889634
 # Shared memory in KiB: what a block of multi_token_attention takes, by head size (the driver takes 1 more);
 # what a multiprocessor has, by compute capability (100 where it is not listed).
@@ -128,10 +129,11 @@ def attention_launches(
     out: torch.Tensor,
     work: Work,
     map_of: Callable[[torch.Tensor], int] | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> list[Launch]:
     """The kernel, the one for Hopper's wide items, and the merge of what was cut.
 
-    `map_of` gives the address of a tensor map of key or value pages.
+    `map_of` gives the address of a tensor map of key or value pages; `kv_scales` are those of pages in FP8.
     """
     num_kv_heads, head_size = key_pages.shape[1], key_pages.shape[3]
     num_heads = query.shape[1]
@@ -147,6 +149,7 @@ def attention_launches(
         if tensor.data_ptr() % 16:
             raise ValueError(f"multi_token_attention: {name} does not begin at 16 bytes")
     defines = (f"HEAD_SIZE={head_size}", f"ELEMENT={ELEMENTS[query.dtype]}")
+    scales = _scales(kv_scales, key_pages)
     rows: tuple[Argument, ...] = (
         ("l", query.stride(0)),
         ("l", out.stride(0)),
@@ -161,6 +164,8 @@ def attention_launches(
     index = pointers(page_table, slice_offsets, slice_turns, slice_starts)
     launches = []
     if len(work.wide_items):
+        if key_pages.dtype == FP8:
+            raise ValueError("multi_token_attention: Hopper's kernel takes no FP8")
         num_items = len(work.wide_items) * num_kv_heads
         map_of = map_of or tensor_map.map_of
         hoppers = "multi_token_attention_hopper.cu"
@@ -186,11 +191,16 @@ def attention_launches(
         few = ("FEW_ROWS",) if work.few_rows else ()
         launches.append(
             Launch(
-                Kernel("multi_token_attention.cu", "multi_token_attention", defines + few),
+                Kernel(
+                    "multi_token_attention.cu",
+                    "multi_token_attention",
+                    defines + stored(key_pages.dtype) + few,
+                ),
                 len(work.items) * num_kv_heads,
                 128,
                 (
                     *pointers(query, key_pages, value_pages),
+                    scales,
                     *index,
                     *pointers(work.items),
                     *heads_and_pages,
@@ -227,6 +237,7 @@ def attention_launches_again(
     value_pages: torch.Tensor,
     out: torch.Tensor,
     map_of: Callable[[torch.Tensor], int] | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> list[Launch]:
     """The launches of another layer, whose tensors have the same shapes and lie elsewhere."""
     map_of = map_of or tensor_map.map_of
@@ -238,7 +249,7 @@ def attention_launches_again(
     for launch in launches:
         arguments = launch.arguments
         if launch.kernel.source == "multi_token_attention.cu":
-            arguments = (*read, *arguments[3:-1], written)
+            arguments = (*read, _scales(kv_scales, key_pages), *arguments[4:-1], written)
         elif launch.kernel.source == "multi_token_attention_hopper.cu":
             maps: tuple[Argument, ...] = (("p", map_of(key_pages)), ("p", map_of(value_pages)))
             arguments = (read[0], *maps, *arguments[3:-1], written)
@@ -254,13 +265,16 @@ def write_kv_launch(
     slot_mapping: torch.Tensor,
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> Launch:
     num_tokens, num_kv_heads, head_size = key.shape
     for name, tensor in (("key", key), ("value", value)):
-        if tensor.stride(2) != 1 or tensor.stride(0) % 2 or tensor.stride(1) % 2:
+        if tensor.stride(2) != 1 or tensor.stride(0) % 4 or tensor.stride(1) % 4:
             raise ValueError(f"write_kv: {name} has strides {tensor.stride()}")
+        if tensor.data_ptr() % 8:
+            raise ValueError(f"write_kv: {name} does not begin at 8 bytes")
     return Launch(
-        Kernel("write_kv.cu", "write_kv", _element(key, head_size)),
+        Kernel("write_kv.cu", "write_kv", _element(key, head_size) + stored(key_pages.dtype)),
         num_tokens,
         128,
         (
@@ -271,6 +285,7 @@ def write_kv_launch(
             ("l", value.stride(0)),
             ("l", value.stride(1)),
             ("l", key_pages.stride(0)),
+            _scales(kv_scales, key_pages),
             *pointers(key_pages, value_pages),
         ),
     )
@@ -286,17 +301,24 @@ def rotate_and_write_kv_launch(
     rotated_query: torch.Tensor,  # (tokens, heads, head_size), contiguous
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> Launch:
     num_tokens, num_heads, head_size = query.shape
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.stride()[1:] != (head_size, 1) or tensor.stride(0) % 2:
+        if tensor.stride()[1:] != (head_size, 1) or tensor.stride(0) % 4:
             raise ValueError(f"rotate_and_write_kv: {name} has strides {tensor.stride()}")
+        if tensor.data_ptr() % 8:
+            raise ValueError(f"rotate_and_write_kv: {name} does not begin at 8 bytes")
     if cosine.shape[1] % 4 or not (cosine.is_contiguous() and sine.is_contiguous()):
         raise ValueError(
             "rotate_and_write_kv: cosine and sine are (tokens, a multiple of 4), contiguous"
         )
     return Launch(
-        Kernel("write_kv.cu", "rotate_and_write_kv", _element(key, head_size)),
+        Kernel(
+            "write_kv.cu",
+            "rotate_and_write_kv",
+            _element(key, head_size) + stored(key_pages.dtype),
+        ),
         num_tokens,
         128,
         (
@@ -308,6 +330,7 @@ def rotate_and_write_kv_launch(
             ("l", key.stride(0)),
             ("l", value.stride(0)),
             ("l", key_pages.stride(0)),
+            _scales(kv_scales, key_pages),
             *pointers(rotated_query, key_pages, value_pages),
         ),
     )
@@ -343,6 +366,23 @@ def hopper_defines() -> tuple[str, ...]:
     chosen = choices.current
     order = () if chosen.snake else ("STRIDED",)
     return (*order, "WATCHDOG") if chosen.watchdog else order
+
+
+def stored(dtype: torch.dtype) -> tuple[str, ...]:
+    """What says that keys and values are kept in another type than the rows have."""
+    return ("STORED=E4m3",) if dtype == FP8 else ()
+
+
+def _scales(kv_scales: torch.Tensor | None, key_pages: torch.Tensor) -> Argument:
+    """The address of the scales of a layer's pages; of pages that need none, no address."""
+    if key_pages.dtype != FP8:
+        return ("p", 0)
+    if kv_scales is None or kv_scales.shape != (2, key_pages.shape[1]):
+        raise ValueError("pages in FP8 need a scale for each KV head, of keys and of values")
+    if kv_scales.dtype != torch.float32 or not kv_scales.is_contiguous():
+        raise ValueError(f"scales are {kv_scales.dtype} with strides {kv_scales.stride()}")
+    (address,) = pointers(kv_scales)
+    return address
 
 
 def _element(tensor: torch.Tensor, head_size: int) -> tuple[str, ...]:
