@@ -83,6 +83,14 @@ SETTINGS: Table = (
         "native|int8",
     ),
     Setting(
+        "kv_dtype",
+        choice("auto", "int8"),
+        "auto",
+        "type KV is kept in (auto: that of --dtype); int8, on a CPU, takes half of the memory of 16 bits "
+        "and changes replies (see `pensieve bench step`)",
+        "auto|int8",
+    ),
+    Setting(
         "device_cache",
         parse_tier_size,
         "auto",

@@ -50,6 +50,8 @@ def _check_kernels(settings: Settings, device: torch.device, report: Report) -> 
 
     if settings.weights == "int8":
         raise ConfigError("--weights int8 is for CPUs: --device cpu")
+    if settings.kv_dtype == "int8":
+        raise ConfigError("--kv-dtype int8 is for CPUs: --device cpu")
     if settings.chunk_tokens != PAGE:
         raise ConfigError(
             f"--chunk-tokens must be {PAGE} on a GPU, where that is the page size of the kernels"

@@ -82,7 +82,7 @@ class PagedPass:
             batch.slice_turns,
             batch.slice_starts,
         )
-        self.paged_rows = paged_rows(memory.device_arena, index, work)
+        self.paged_rows = paged_rows(memory.device_arena, index, work, memory.shape.dtype)
 
     def arrive(self, layer: int) -> None:
         self._wait_layer(layer)

@@ -32,6 +32,11 @@ CHUNK_TOKENS = 4
 GAP_MAX = 1e-4  # of a sampled token's reference logit below the largest
 
 
+def poison(arena: torch.Tensor) -> None:
+    """NaN in every row, in any format: where bytes are kept, a scale of such bytes is NaN."""
+    arena.fill_(float("nan") if arena.is_floating_point() else -1)
+
+
 class LetterTokenizer:
     """Token i says a letter; tokens 0 to 2 say nothing; 100 to 102 are the bytes of a euro sign."""
 
@@ -62,8 +67,8 @@ class World:
     ) -> None:
         self.rng = random.Random(seed)
         self.memory = memory or KVMemory(model.shape, device_pages, host_pages, chunk_tokens)
-        self.memory.device_arena.fill_(float("nan"))
-        self.memory.host_arena.fill_(float("nan"))
+        poison(self.memory.device_arena)
+        poison(self.memory.host_arena)
         self.graphs = graphs(self.memory) if graphs is not None else None
         self.sampler = Sampler(model.shape.vocab_size, eos_token_ids)
         self.executor = TorchExecutor(
@@ -161,7 +166,7 @@ class World:
         """Move a chunk of a turn to another page and poison the old one: (old, new)."""
         old, new = turn.page_table[chunk], self.free_pages.pop()
         turn.page_table[chunk] = new
-        self.memory.device_arena[:, old] = float("nan")
+        poison(self.memory.device_arena[:, old])
         return old, new
 
 

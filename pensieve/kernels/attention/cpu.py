@@ -27,6 +27,8 @@ def multi_token_attention(
     library = compiled_library() if query.dtype in TYPES else None
     if library is None or query.stride(2) != 1 or out.stride(2) != 1:
         return False
+    if key_pages.dtype != query.dtype:
+        return False
     _, num_heads, head_size = query.shape
     _, num_kv_heads, slots, _ = key_pages.shape
     tile = (slots * head_size, head_size, 1)
@@ -77,6 +79,8 @@ def write_kv(
     _, num_kv_heads, slots, head_size = key_pages.shape
     tile = (slots * head_size, head_size, 1)
     if library is None or key.stride(2) != 1 or value.stride(2) != 1:
+        return False
+    if key_pages.dtype != key.dtype:
         return False
     if key_pages.stride()[1:] != tile or value_pages.stride() != key_pages.stride():
         return False

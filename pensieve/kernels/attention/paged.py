@@ -16,15 +16,14 @@ from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cpu, cuda, reference
 from pensieve.kernels.attention.plan import Work
 from pensieve.kernels.cuda_launch import Launch
+from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.shapes import Shapes
-
-_PAGES = ("pages", "kv_heads", "slots", "head_size")
 
 
 def multi_token_attention(
     query: torch.Tensor,  # (tokens, heads, head_size)
-    key_pages: torch.Tensor,  # (pages, kv_heads, slots, head_size)
-    value_pages: torch.Tensor,  # (pages, kv_heads, slots, head_size)
+    key_pages: torch.Tensor,  # (pages, kv_heads, slots, row): rows of head_size elements, or int8
+    value_pages: torch.Tensor,  # (pages, kv_heads, slots, row)
     page_table: torch.Tensor,  # int32 (turns, pages_max): entry i is the page of chunk i
     slice_offsets: torch.Tensor,  # int32 (slices+1): slice s is rows [offsets[s], offsets[s+1])
     slice_turns: torch.Tensor,  # int32 (slices): row of the page table
@@ -65,8 +64,7 @@ def _check(
 ) -> None:
     shapes = Shapes("multi_token_attention")
     shapes.unify("query", query, ("tokens", "heads", "head_size"))
-    shapes.unify("key_pages", key_pages, _PAGES, query.dtype)
-    shapes.unify("value_pages", value_pages, _PAGES, query.dtype)
+    _unify_pages(shapes, key_pages, value_pages, query.dtype)
     shapes.unify("page_table", page_table, ("turns", "pages_max"), torch.int32)
     shapes.unify("slice_offsets", slice_offsets, ("slices+1",), torch.int32)
     shapes.unify("slice_turns", slice_turns, ("slices",), torch.int32)
@@ -79,6 +77,16 @@ def _check(
         )
     if query.numel() and out.data_ptr() == query.data_ptr():
         raise ValueError("multi_token_attention: out aliases query")
+
+
+def _unify_pages(
+    shapes: Shapes, key_pages: torch.Tensor, value_pages: torch.Tensor, dtype: torch.dtype
+) -> None:
+    stored = format_of(key_pages, dtype)
+    symbols = ("pages", "kv_heads", "slots", "row")
+    shapes.unify("key_pages", key_pages, symbols, stored.element)
+    shapes.unify("value_pages", value_pages, symbols, stored.element)
+    shapes.expect("row", stored.row(shapes["head_size"]), f"KV {stored.name}")
 
 
 class CudaAttention:
@@ -130,16 +138,15 @@ def write_kv(
     key: torch.Tensor,  # (tokens, kv_heads, head_size)
     value: torch.Tensor,  # (tokens, kv_heads, head_size)
     slot_mapping: torch.Tensor,  # int64 (tokens): page · slots + slot, no value twice
-    key_pages: torch.Tensor,  # (pages, kv_heads, slots, head_size)
-    value_pages: torch.Tensor,  # (pages, kv_heads, slots, head_size)
+    key_pages: torch.Tensor,  # (pages, kv_heads, slots, row): rows of head_size elements, or int8
+    value_pages: torch.Tensor,  # (pages, kv_heads, slots, row)
 ) -> None:
     """Put the key and value of token t into slot `slot_mapping[t]`; no other slot changes."""
     shapes = Shapes("write_kv")
     shapes.unify("key", key, ("tokens", "kv_heads", "head_size"))
     shapes.unify("value", value, ("tokens", "kv_heads", "head_size"), key.dtype)
     shapes.unify("slot_mapping", slot_mapping, ("tokens",), torch.int64)
-    shapes.unify("key_pages", key_pages, _PAGES, key.dtype)
-    shapes.unify("value_pages", value_pages, _PAGES, key.dtype)
+    _unify_pages(shapes, key_pages, value_pages, key.dtype)
     tensors = (key, value, slot_mapping, key_pages, value_pages)
     match key.device.type:
         case "cuda" if cuda.takes(key.dtype, *key_pages.shape[2:]):
@@ -151,8 +158,8 @@ def write_kv(
 
 
 def copy_pages(
-    source_arena: torch.Tensor,  # (source_pages, 2, kv_heads, slots, head_size)
-    target_arena: torch.Tensor,  # (target_pages, 2, kv_heads, slots, head_size)
+    source_arena: torch.Tensor,  # (source_pages, 2, kv_heads, slots, row)
+    target_arena: torch.Tensor,  # (target_pages, 2, kv_heads, slots, row)
     source_pages: torch.Tensor,  # int64 (copies)
     target_pages: torch.Tensor,  # int64 (copies); no page twice, none that is also a source
     num_slots: torch.Tensor,  # int64 (copies): how many leading slots of the page are copied
@@ -163,7 +170,7 @@ def copy_pages(
 
     With `mapped` an arena in host memory is page-locked and mapped into the other arena's device.
     """
-    tail = ("two", "kv_heads", "slots", "head_size")
+    tail = ("two", "kv_heads", "slots", "row")
     shapes = Shapes("copy_pages")
     shapes.unify("source_arena", source_arena, ("source_arena_pages", *tail), anywhere=True)
     shapes.unify(

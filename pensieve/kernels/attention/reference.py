@@ -8,6 +8,8 @@ decodes is one call.  Padding is zeroed after the gather, because a slot that wa
 hold NaN, and 0 · NaN would spread it.  Rows of long slices are computed some at a time, which bounds the
 size of the mask.
 
+Rows of int8 become float32 after the gather, and attention on them is computed in float32.
+
 Memory traffic: each page is read and written once more than a fused paged kernel would.
 """
 
@@ -18,6 +20,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from pensieve.kernels.kv_format import INT8, dequantised, quantised
 
 _MASK_ELEMENTS_MAX = 1 << 24  # of one call; rows beyond it go to the next
 _GATHERED_ELEMENTS_MAX = 1 << 24  # keys of one call, unless a single slice has more
@@ -48,7 +52,7 @@ def multi_token_attention(
             zip(slice_turns.tolist(), slice_starts.tolist(), strict=True)
         )
     ]
-    num_kv_heads, _, head_size = key_pages.shape[1:]
+    num_kv_heads, head_size = key_pages.shape[1], query.shape[2]
     for group in _groups(slices, _GATHERED_ELEMENTS_MAX // (num_kv_heads * head_size)):
         _attend(query, key_pages, value_pages, page_table, group, scaling, out)
 
@@ -102,7 +106,7 @@ def _attend(
     for first in range(0, length, rows_max):
         last = min(first + rows_max, length)
         rows = first_rows[:, None] + torch.arange(first, last, device=device)  # (group, rows)
-        block = query[rows]  # (group, rows, heads, head_size)
+        block = query[rows].to(keys.dtype)  # (group, rows, heads, head_size)
         folded = (
             block.view(len(group), last - first, num_kv_heads, -1, head_size)
             .permute(0, 2, 3, 1, 4)
@@ -121,6 +125,7 @@ def _attend(
             attended.view(len(group), num_kv_heads, repeats, last - first, head_size)
             .permute(0, 3, 1, 2, 4)
             .reshape(len(group), last - first, num_heads, head_size)
+            .to(out.dtype)
         )
 
 
@@ -128,12 +133,13 @@ def _gather(
     arena: torch.Tensor, pages: torch.Tensor, contexts: torch.Tensor, context_max: int
 ) -> torch.Tensor:
     """Contiguous keys (or values) of each slice's context, zero beyond it."""
-    num_kv_heads, slots, head_size = arena.shape[1:]
+    num_kv_heads, slots, row = arena.shape[1:]
     num_slices, num_pages = pages.shape
-    gathered = arena[pages]  # (slices, pages, kv_heads, slots, head_size)
-    gathered = gathered.transpose(1, 2).reshape(
-        num_slices, num_kv_heads, num_pages * slots, head_size
-    )[:, :, :context_max]
+    gathered = arena[pages]  # (slices, pages, kv_heads, slots, row)
+    gathered = gathered.transpose(1, 2).reshape(num_slices, num_kv_heads, num_pages * slots, row)
+    gathered = gathered[:, :, :context_max]
+    if arena.dtype == INT8.element:
+        gathered = dequantised(gathered)
     if num_slices > 1:
         beyond = torch.arange(context_max, device=arena.device) >= contexts[:, None]
         gathered = gathered.masked_fill(beyond[:, None, :, None], 0.0)
@@ -161,6 +167,8 @@ def write_kv(
     slots = key_pages.shape[2]
     pages = torch.div(slot_mapping, slots, rounding_mode="floor")
     offsets = slot_mapping - pages * slots
+    if key_pages.dtype == INT8.element:
+        key, value = quantised(key), quantised(value)
     key_pages.transpose(1, 2)[pages, offsets] = key
     value_pages.transpose(1, 2)[pages, offsets] = value
 

@@ -15,8 +15,11 @@ def layer_kernels(device: torch.device) -> LayerKernels:
     return cpu.CpuLayerKernels() if device.type == "cpu" else cuda.CudaLayerKernels()
 
 
-def paged_rows(arena: torch.Tensor, index: PageIndex, work: Work | None) -> PagedRows | None:
-    """An iteration's rows for the layers on the arena's device; None where there are no such layers."""
+def paged_rows(
+    arena: torch.Tensor, index: PageIndex, work: Work | None, dtype: torch.dtype
+) -> PagedRows | None:
+    """An iteration's rows, computed in `dtype`, for the layers on the arena's device; None where there are no
+    such layers."""
     if arena.device.type != "cpu":
         return cuda.CudaPagedRows(arena, index, work)
-    return CpuPagedRows(arena, index) if cpu.available(arena.dtype) else None
+    return CpuPagedRows(arena, index, dtype) if cpu.available(dtype) else None
