@@ -5,6 +5,13 @@ of an arena (layers, pages, 2, kv_heads, slots, row).
 
     auto   head_size values, in the type in which the model computes
     int8   head_size codes from -127 to 127, then their scale, a float32: a value is its code times the scale
+    fp8    head_size numbers of a byte (e4m3: four bits of exponent, three of mantissa, at most 448); a value
+           is its number times the scale of its layer, its head and its side (keys or values)
+
+Scales of fp8 are chosen once, when a model is loaded, from the keys and values that the load probe sees
+(`exponents_for`), and go beside the pages to whoever reads or writes them: float32 (2, kv_heads), keys'
+first.  They are powers of two, so nothing is rounded by them.  What exceeds the probe's largest by more than
+`HEADROOM` becomes the largest number there is; what is not finite becomes NaN.
 
 Rows are independent of one another: what a token's row holds follows from that token's values alone.  So it
 is the same whoever shares the batch and however a prompt is cut, and a row is copied, moved between the tiers
@@ -23,6 +30,9 @@ import torch
 # is zero: a denormal scale would be coarse, and some processors are set to take it for zero.
 SCALE_MIN = 2.0**-126
 _CODE_MAX = 127.0
+FP8_MAX = 448.0
+HEADROOM = 16  # how much larger than what the probe sees a key or value may be before it is cut off
+EXPONENTS_MAX = 60  # of two, either way: a scale and its inverse are far from the ends of float32
 
 
 class KVFormat(NamedTuple):
@@ -43,20 +53,23 @@ class KVFormat(NamedTuple):
 
 
 INT8 = KVFormat("int8", torch.int8, 4)
+FP8 = KVFormat("fp8", torch.float8_e4m3fn)
+_BY_NAME = {each.name: each for each in (INT8, FP8)}
+_BY_ELEMENT = {each.element: each for each in (INT8, FP8)}
 
 
 def kv_format(name: str, dtype: torch.dtype) -> KVFormat:
     """The format of this name, for a model that computes in `dtype`."""
     if name == "auto":
         return KVFormat("auto", dtype)
-    if name == INT8.name:
-        return INT8
+    if name in _BY_NAME:
+        return _BY_NAME[name]
     raise ValueError(f"there is no KV format {name!r}")
 
 
 def format_of(pages: torch.Tensor, dtype: torch.dtype) -> KVFormat:
     """The format of an arena or a view of it, for a model that computes in `dtype`."""
-    return INT8 if pages.dtype == INT8.element else KVFormat("auto", dtype)
+    return _BY_ELEMENT.get(pages.dtype, KVFormat("auto", dtype))
 
 
 def quantised(rows: torch.Tensor) -> torch.Tensor:
@@ -75,3 +88,24 @@ def dequantised(rows: torch.Tensor) -> torch.Tensor:
     """The float32 values (…, head_size) of rows in the format int8."""
     codes, scale = rows[..., : -INT8.more], rows[..., -INT8.more :]
     return codes.float() * scale.contiguous().view(torch.float32)
+
+
+# -- fp8 --
+
+
+def exponents_for(largest: torch.Tensor) -> torch.Tensor:
+    """For the largest keys or values of some heads, int: scales are two to the power of these."""
+    known = largest.isfinite() & (largest > 0)
+    _, exponents = torch.frexp(torch.where(known, largest, 1.0).double() * (HEADROOM / FP8_MAX))
+    return torch.where(known, exponents, 0).clamp(-EXPONENTS_MAX, EXPONENTS_MAX)
+
+
+def to_fp8(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Rows (tokens, kv_heads, head_size) in the format fp8, with a scale for each head."""
+    numbers = (rows.float() / scales[:, None]).clamp(-FP8_MAX, FP8_MAX)
+    return torch.where(rows.isfinite(), numbers, float("nan")).to(FP8.element)
+
+
+def from_fp8(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The float32 values of rows (…, kv_heads, slots, head_size) in the format fp8."""
+    return rows.float() * scales[:, None, None]

@@ -16,8 +16,8 @@ Nothing here knows the name of a model.  A model is served if
    that depend on length read the largest position of the whole batch).
 
 1 to 3 are found by `observe`, 4 to 6 here.  Where KV is kept in less than the model's own type, 4 is checked
-once more with it: the difference has to be one of rounding.  The probe fails with UnsupportedModel, whose
-message is the reason.
+once more with it: the difference has to be one of rounding.  For fp8 its scales are chosen before, from the
+prompts' keys and values.  The probe fails with UnsupportedModel, whose message is the reason.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import torch
 from pensieve.core.iteration import Slice
 from pensieve.errors import UnsupportedModel, one_line
 from pensieve.kernels import PAGE_SLOTS
+from pensieve.kernels.kv_format import FP8, exponents_for
 from pensieve.kernels.layer.protocol import PagedRows
 from pensieve.model import attention
 from pensieve.model.attention import FlatModel, PagedPass
@@ -105,6 +106,9 @@ def probe(
                     raise FusionFailed(one_line(error)) from error
                 raise
             if kv_dtype != "auto":
+                if kv_dtype == FP8.name:
+                    exponents = _kv_exponents(flat, shape, prompts, plain)
+                    shape = replace(shape, kv_exponents=exponents)
                 shape = replace(shape, kv_dtype=kv_dtype)
                 _check_rounded_kv(flat, shape, prompts, plain)
     except (UnsupportedModel, FusionFailed):
@@ -177,7 +181,9 @@ def _compare(
 ) -> None:
     """The logits over pages have to be the plain ones."""
     exact = shape.dtype == torch.float32 and tolerance < LOW_PRECISION_MIN
-    rows = _over_pages(flat, shape, prompts, plain, chunk_tokens)
+    rows = _over_pages(
+        flat, _paged(shape, prompts, chunk_tokens, flat.module.device), prompts, plain
+    )
     difference = _difference(rows, torch.cat(plain), exact)
     if not difference <= tolerance:
         raise UnsupportedModel(
@@ -189,7 +195,7 @@ def _compare(
 def _check_rounded_kv(
     flat: FlatModel, shape: ModelShape, prompts: list[list[int]], plain: list[torch.Tensor]
 ) -> None:
-    rows = _over_pages(flat, shape, prompts, plain, PAGE_SLOTS)
+    rows = _over_pages(flat, _paged(shape, prompts, PAGE_SLOTS, flat.module.device), prompts, plain)
     difference = _difference(rows, torch.cat(plain), exact=False)
     if not difference <= INT8_DIFFERENCE:
         raise UnsupportedModel(
@@ -198,16 +204,28 @@ def _check_rounded_kv(
         )
 
 
+def _kv_exponents(
+    flat: FlatModel, shape: ModelShape, prompts: list[list[int]], plain: list[torch.Tensor]
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """Of the scales for KV in fp8, from the prompts' keys and values."""
+    memory, tables = _paged(shape, prompts, PAGE_SLOTS, flat.module.device)
+    memory.device_arena.zero_()
+    _over_pages(flat, (memory, tables), prompts, plain)
+    largest = memory.device_arena.abs().amax(dim=(1, 4, 5))  # (layers, 2, kv_heads)
+    return tuple(
+        (tuple(keys), tuple(values)) for keys, values in exponents_for(largest.cpu()).tolist()
+    )
+
+
 def _over_pages(
     flat: FlatModel,
-    shape: ModelShape,
+    paged: tuple[KVMemory, list[array[int]]],
     prompts: list[list[int]],
     plain: list[torch.Tensor],
-    chunk_tokens: int,
 ) -> torch.Tensor:
     """Logits of both prompts, computed in scattered pages and uneven pieces."""
-    device = flat.module.device
-    memory, tables = _paged(shape, prompts, chunk_tokens, device)
+    memory, tables = paged
+    device, chunk_tokens = flat.module.device, memory.chunk_tokens
     tokens = [array("I", prompt) for prompt in prompts]
     rows = [torch.empty_like(each) for each in plain]
     for pieces in _pieces([len(prompt) for prompt in prompts]):

@@ -2,7 +2,8 @@
 
 The load probe measures it on what the layers pass to the attention: the field names of configs differ from
 model to model.  Only `context_max` comes from the config, or from the operator who lowers it, and the probe
-runs a token at its last position.  `kv_dtype` is the operator's, too (`--kv-dtype`).
+runs a token at its last position.  `kv_dtype` is the operator's, too (`--kv-dtype`); the scales of KV in fp8
+come from the keys and values of the probe's prompts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class ModelShape:
     num_parameters: int
     weight_bytes: int
     kv_dtype: str = "auto"  # a name of kernels.kv_format
+    # Of the scales of KV in fp8, powers of two: by layer, then for keys and for values, by KV head.
+    kv_exponents: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
     @property
     def kv_format(self) -> KVFormat:

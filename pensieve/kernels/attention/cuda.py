@@ -17,13 +17,13 @@ from pensieve.kernels.attention import tensor_map
 from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Tiling, Work, plan_work
 from pensieve.kernels.choices import Choices
 from pensieve.kernels.cuda_launch import Argument, Launch, pointers
+from pensieve.kernels.kv_format import FP8
 from pensieve.kernels.nvrtc import Kernel
 from pensieve.kernels.shapes import PAGE_SLOTS
 
 HEAD_SIZES = (64, 96, 128, 256)
 HOPPER_HEAD_SIZES = (64, 128)
 ELEMENTS = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-FP8 = torch.float8_e4m3fn  # what keys and values may be kept in beside the type of the rows
 LOG2_E = 1.4426950408889634
 # Shared memory in KiB: what a block of multi_token_attention takes, by head size (the driver takes 1 more);
 # what a multiprocessor has, by compute capability (100 where it is not listed).
@@ -44,9 +44,14 @@ COPY_THREADS = 256  # of a block of copy_pages, and of one where the choice is f
 COPY_THREADS_OF_FEW, FEW_COPY_BLOCKS = 1024, 8
 
 
-def takes(dtype: torch.dtype, page_slots: int, head_size: int) -> bool:
-    """Whether the kernels can be used with KV like this; torch does the rest."""
-    return dtype in ELEMENTS and page_slots == PAGE_SLOTS and head_size in HEAD_SIZES
+def takes(dtype: torch.dtype, page_slots: int, head_size: int, *, stored: torch.dtype) -> bool:
+    """Whether the kernels can be used with rows and KV like this; torch does the rest."""
+    return (
+        dtype in ELEMENTS
+        and stored in (dtype, FP8.element)
+        and page_slots == PAGE_SLOTS
+        and head_size in HEAD_SIZES
+    )
 
 
 def takes_arena(arena: torch.Tensor) -> bool:
@@ -92,14 +97,20 @@ def work_of(
         query.shape[1],
         num_kv_heads,
         head_size,
-        blocks_at_once(query.device, head_size),
+        blocks_at_once(query.device, head_size, key_pages.dtype),
     )
     return Work.of(made, num_kv_heads, head_size, query.device)
 
 
-def blocks_at_once(device: torch.device, head_size: int) -> BlocksAtOnce:
-    """How many blocks of multi_token_attention the device runs at once, and of Hopper's own kernel."""
-    return _blocks_at_once(device, head_size, choices.current)
+def blocks_at_once(
+    device: torch.device, head_size: int, stored: torch.dtype = torch.bfloat16
+) -> BlocksAtOnce:
+    """How many blocks of multi_token_attention the device runs at once, and of Hopper's own kernel.
+
+    Hopper's kernel takes no keys and values in fp8: its products read them from shared memory as they are.
+    """
+    found = _blocks_at_once(device, head_size, choices.current)
+    return found._replace(wide=None) if stored == FP8.element else found
 
 
 @cache
@@ -133,7 +144,7 @@ def attention_launches(
 ) -> list[Launch]:
     """The kernel, the one for Hopper's wide items, and the merge of what was cut.
 
-    `map_of` gives the address of a tensor map of key or value pages; `kv_scales` are those of pages in FP8.
+    `map_of` gives the address of a tensor map of key or value pages; `kv_scales` are those of pages in fp8.
     """
     num_kv_heads, head_size = key_pages.shape[1], key_pages.shape[3]
     num_heads = query.shape[1]
@@ -164,8 +175,8 @@ def attention_launches(
     index = pointers(page_table, slice_offsets, slice_turns, slice_starts)
     launches = []
     if len(work.wide_items):
-        if key_pages.dtype == FP8:
-            raise ValueError("multi_token_attention: Hopper's kernel takes no FP8")
+        if key_pages.dtype == FP8.element:
+            raise ValueError("multi_token_attention: Hopper's kernel takes no fp8")
         num_items = len(work.wide_items) * num_kv_heads
         map_of = map_of or tensor_map.map_of
         hoppers = "multi_token_attention_hopper.cu"
@@ -370,15 +381,15 @@ def hopper_defines() -> tuple[str, ...]:
 
 def stored(dtype: torch.dtype) -> tuple[str, ...]:
     """What says that keys and values are kept in another type than the rows have."""
-    return ("STORED=E4m3",) if dtype == FP8 else ()
+    return ("STORED=E4m3",) if dtype == FP8.element else ()
 
 
 def _scales(kv_scales: torch.Tensor | None, key_pages: torch.Tensor) -> Argument:
     """The address of the scales of a layer's pages; of pages that need none, no address."""
-    if key_pages.dtype != FP8:
+    if key_pages.dtype != FP8.element:
         return ("p", 0)
     if kv_scales is None or kv_scales.shape != (2, key_pages.shape[1]):
-        raise ValueError("pages in FP8 need a scale for each KV head, of keys and of values")
+        raise ValueError("pages in fp8 need a scale for each KV head, of keys and of values")
     if kv_scales.dtype != torch.float32 or not kv_scales.is_contiguous():
         raise ValueError(f"scales are {kv_scales.dtype} with strides {kv_scales.stride()}")
     (address,) = pointers(kv_scales)

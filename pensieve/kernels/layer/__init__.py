@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from pensieve.kernels.attention.plan import Work
@@ -16,10 +18,14 @@ def layer_kernels(device: torch.device) -> LayerKernels:
 
 
 def paged_rows(
-    arena: torch.Tensor, index: PageIndex, work: Work | None, dtype: torch.dtype
+    arena: torch.Tensor,
+    index: PageIndex,
+    work: Work | None,
+    dtype: torch.dtype,
+    kv_scales: Callable[[int], torch.Tensor | None] = lambda layer: None,
 ) -> PagedRows | None:
     """An iteration's rows, computed in `dtype`, for the layers on the arena's device; None where there are no
-    such layers."""
+    such layers.  `kv_scales` gives those of a layer whose pages are in fp8."""
     if arena.device.type != "cpu":
-        return cuda.CudaPagedRows(arena, index, work)
+        return cuda.CudaPagedRows(arena, index, work, dtype, kv_scales)
     return CpuPagedRows(arena, index, dtype) if cpu.available(dtype) else None

@@ -26,6 +26,7 @@ from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
 from pensieve.errors import DeviceError
 from pensieve.kernels import choices, copy_pages
 from pensieve.kernels.batched_copy import Pieces, copy_pieces
+from pensieve.kernels.kv_format import FP8
 from pensieve.model.kv import host_arena
 from pensieve.model.shape import ModelShape
 from pensieve.model.transfer import upload
@@ -126,6 +127,12 @@ class KVMemory:
         self.format = shape.kv_format
         device = torch.device(device)
         self.device_arena = self._allocate("device", device_pages + 1, device)
+        self._kv_scales: torch.Tensor | None = None  # float32 (layers, 2, kv_heads)
+        if self.format == FP8:
+            exponents = torch.tensor(shape.kv_exponents, dtype=torch.float32)
+            if exponents.shape != (shape.num_layers, 2, shape.num_kv_heads):
+                raise ValueError(f"KV in fp8 has scales of shape {tuple(exponents.shape)}")
+            self._kv_scales = torch.exp2(exponents).to(device)
         if device.type == "cpu":
             self.host_arena = self._allocate("host", host_pages, device)
         else:
@@ -176,6 +183,10 @@ class KVMemory:
 
     def value_pages(self, layer: int) -> torch.Tensor:
         return self.device_arena[layer, :, 1]
+
+    def kv_scales(self, layer: int) -> torch.Tensor | None:
+        """(2, kv_heads), of keys and of values; None where the format has none."""
+        return None if self._kv_scales is None else self._kv_scales[layer]
 
     def prepared(self, moves: PageMoves) -> PageMoves:
         """The moves on the arenas' device, and as runs where its copy engine is the faster way."""

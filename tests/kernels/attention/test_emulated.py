@@ -11,6 +11,7 @@ from pensieve.kernels import choices
 from pensieve.kernels.attention import cuda, reference
 from pensieve.kernels.attention.plan import BlocksAtOnce, Tiling, Work, plan_work
 from pensieve.kernels.cuda_launch import Launch
+from pensieve.kernels.kv_format import FP8
 from pensieve.kernels.nvrtc import Kernel
 from tests.kernels.emulated import map_of, needs_x86, run, shared_bytes
 
@@ -43,7 +44,7 @@ def attend(
     turns = 1 + max(turn for turn, _, _ in slices)
     ends = [max(start + n for turn, start, n in slices if turn == each) for each in range(turns)]
     per_turn = -(-max(ends) // 32)
-    stored = cuda.FP8 if fp8 else dtype
+    stored = FP8.element if fp8 else dtype
     arena = arena_of(turns * per_turn + 3, kv_heads, head_size, stored)
     scales = 2.0 ** torch.randint(-5, 3, (2, kv_heads), generator=draw) if fp8 else None
     table = torch.randperm(len(arena), generator=draw)[: turns * per_turn].view(turns, per_turn)
@@ -232,6 +233,14 @@ def test_a_block_takes_the_shared_memory_that_plans_reckon_with(head_size: int) 
         few = kernel._replace(defines=(*defines, "FEW_ROWS"))
         needed = shared_bytes(Launch(few, 1, 128, (), "multi_token_attention_shared_bytes"))
         assert cuda.FEW_BLOCKS[head_size] * (needed + 1024) <= 228 * 1024, "what Hopper has"
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_with_kv_in_bytes_a_block_takes_no_more(head_size: int) -> None:
+    defines = (f"HEAD_SIZE={head_size}", "ELEMENT=Bf16", "STORED=E4m3")
+    kernel = Kernel("multi_token_attention.cu", "multi_token_attention", defines)
+    needed = shared_bytes(Launch(kernel, 1, 128, (), "multi_token_attention_shared_bytes"))
+    assert needed <= cuda.BLOCK_KIB[head_size] * 1024
 
 
 def test_slices_and_items_of_nothing() -> None:

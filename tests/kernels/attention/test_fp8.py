@@ -7,11 +7,12 @@ import torch
 
 from pensieve.kernels.attention import cuda
 from pensieve.kernels.attention.plan import BlocksAtOnce, Work
+from pensieve.kernels.kv_format import FP8, to_fp8
 from tests.kernels.attention.test_emulated import arena_of, attend
 from tests.kernels.emulated import needs_x86, run
 
 pytestmark = needs_x86
-EVERY_BYTE = torch.arange(256).to(torch.uint8).view(cuda.FP8)
+EVERY_BYTE = torch.arange(256).to(torch.uint8).view(FP8.element)
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
@@ -39,7 +40,7 @@ def test_a_byte_that_is_no_number_reaches_its_turn_and_no_other(length: int, sid
     arena = arena_of(5, 1, 64, torch.float32)
     arena[:4] = torch.randn(4, 2, 1, 32, 64)
     arena[1, side, 0, 5, 7] = float("nan")  # of the second turn
-    arena = arena.to(cuda.FP8)
+    arena = arena.to(FP8.element)
     query = torch.randn(2 * length, 2, 64).to(torch.bfloat16)
     out = torch.empty_like(query)
     index = (
@@ -59,11 +60,6 @@ def test_a_byte_that_is_no_number_reaches_its_turn_and_no_other(length: int, sid
     assert out[length:].isnan().all()
 
 
-def rounded(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """As torch rounds, which makes what is too large NaN."""
-    return (rows.float() / scale).clamp(-448.0, 448.0).to(cuda.FP8)
-
-
 def same_bytes(found: torch.Tensor, right: torch.Tensor) -> bool:
     """All NaN are alike."""
     return torch.equal(found.float().nan_to_num(999.0), right.float().nan_to_num(999.0))
@@ -81,12 +77,12 @@ def test_keys_and_values_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None
     key = rows.view(2, tokens, 64).to(dtype).transpose(0, 1)  # strided, as models give it
     value = key.flip(0).contiguous()
     scales = torch.tensor([[0.25, 1.0], [4.0, 2.0**-7]])
-    arena = torch.zeros(-(-tokens // 32) + 1, 2, 2, 32, 64).to(cuda.FP8)
+    arena = torch.zeros(-(-tokens // 32) + 1, 2, 2, 32, 64).to(FP8.element)
     slots = torch.randperm(len(arena) * 32)[:tokens]
     run(cuda.write_kv_launch(key, value, slots, arena[:, 0], arena[:, 1], scales))
     by_slot = arena.transpose(2, 3).transpose(1, 2).flatten(0, 1)  # (slots, 2, heads, head_size)
     for side, written in enumerate((key, value)):
-        assert same_bytes(by_slot[slots, side], rounded(written, scales[side, :, None]))
+        assert same_bytes(by_slot[slots, side], to_fp8(written, scales[side]))
     others = torch.ones(len(by_slot), dtype=torch.bool)
     others[slots] = False
     assert not by_slot[others].float().any(), "something was written elsewhere"
@@ -101,7 +97,9 @@ def test_rotated_keys_are_rounded_once(head_size: int, rotated: int) -> None:
     cosine, sine = (torch.cat([each, each], -1).to(dtype) for each in (angles.cos(), angles.sin()))
     slots = torch.tensor([3, 32, 33, 95, 64])
     scales = torch.tensor([[0.125, 2.0], [1.0, 0.5]])
-    by_bytes, by_elements = (arena_of(3, kv_heads, head_size, each) for each in (cuda.FP8, dtype))
+    by_bytes, by_elements = (
+        arena_of(3, kv_heads, head_size, each) for each in (FP8.element, dtype)
+    )
     rotated_query = torch.empty(2, tokens, heads, head_size, dtype=dtype)
     for arena, out in zip((by_bytes, by_elements), rotated_query, strict=True):
         given = (query, key, value, cosine, sine, slots, out, arena[:, 0], arena[:, 1])
@@ -111,12 +109,12 @@ def test_rotated_keys_are_rounded_once(head_size: int, rotated: int) -> None:
         keys, values = (by_bytes[slot // 32, side, :, slot % 32].float() for side in (0, 1))
         near = by_elements[slot // 32, 0, :, slot % 32].float()
         torch.testing.assert_close(keys * scales[0, :, None], near, rtol=2**-4, atol=2**-9)
-        assert torch.equal(values, rounded(value[token], scales[1, :, None]).float())
+        assert torch.equal(values, to_fp8(value[token], scales[1]).float())
     assert int(by_bytes[:, 0, 0, :, 0].float().isfinite().sum()) == tokens, "one went elsewhere"
 
 
 def test_pages_in_bytes_need_scales_and_have_no_kernel_of_hoppers() -> None:
-    arena = arena_of(3, 1, 64, cuda.FP8)
+    arena = arena_of(3, 1, 64, FP8.element)
     pages = (arena[:, 0], arena[:, 1])
     rows = torch.zeros(1, 1, 64).to(torch.bfloat16)
     with pytest.raises(ValueError, match="need a scale"):
@@ -126,7 +124,7 @@ def test_pages_in_bytes_need_scales_and_have_no_kernel_of_hoppers() -> None:
     plan = cuda.plan([200], [0], 1, 1, 64, BlocksAtOnce(8, 8))
     work = Work.of(plan, 1, 64, "cpu")
     index = (torch.zeros(1, 9).int(), *(torch.zeros(2).int() for _ in range(3)))
-    with pytest.raises(ValueError, match="no FP8"):
+    with pytest.raises(ValueError, match="no fp8"):
         cuda.attention_launches(
             rows, *pages, *index, 0.1, rows.clone(), work, int, kv_scales=torch.ones(2, 1)
         )
