@@ -8,17 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from pensieve.core.turn import Turn
 from pensieve.errors import UnsupportedModel
 from pensieve.kernels import kv_format, write_kv
+from pensieve.kernels.cpu_library import compiled_library
 from pensieve.model import probe
 from pensieve.model.kv.checksums import PageChecksums
 from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel, load
 from pensieve.model.shape import ModelShape
-from tests.model.world import World, largest_gap, plain_model
+from tests.model.world import World, largest_gap, plain_model, play_at_random
+from tests.models import SERVED
 
 FolderOf = Callable[[str], Path]
 SHAPE = ModelShape(3, 2, 1, 4, 50, 64, torch.bfloat16, 0, 0, "int8")
+
+needs_library = pytest.mark.skipif(
+    compiled_library() is None, reason="torch's own products depend on who shares the batch"
+)
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +115,36 @@ def test_a_model_that_this_rounding_changes_too_much_is_refused(
         UnsupportedModel, match=r"with --kv-dtype int8 its logits differ from its own"
     ):
         load(folder_of("llama-gqa"), kv_dtype="int8")
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [(family, torch.float32) for family in SERVED]
+    + [("llama-gqa", torch.bfloat16), ("gpt-neox", torch.bfloat16), ("qwen3", torch.float16)],
+)
+def test_under_pressure_every_token_and_every_byte_of_kv_is_that_of_an_engine_without(
+    family: str, dtype: torch.dtype, folder_of: FolderOf
+) -> None:
+    """Random cuts, swaps and holes, against prompts in one piece and one token at a time, each turn alone."""
+    model = load(folder_of(family), dtype=dtype, kv_dtype="int8")
+    world = World(model, device_pages=160, seed=3, chunk_tokens=32)
+    turns = play_at_random(world, 3)
+    for turn in turns:
+        assert turn.num_output_tokens > 10
+        other = World(model, chunk_tokens=32)
+        alone = other.turn(0, tokens=turn.tokens[: turn.prompt_end])
+        other.step((alone, 0, turn.prompt_end, True))
+        while len(alone.tokens) < len(turn.tokens):
+            other.decode(alone)
+        assert alone.tokens == turn.tokens
+        length = len(turn.tokens) - 1  # the last token's KV is not computed yet
+        assert torch.equal(rows_of(other, alone, length), rows_of(world, turn, length))
+        other.executor.close()
+    world.executor.close()
+
+
+def rows_of(world: World, turn: Turn, length: int) -> torch.Tensor:
+    """A turn's rows in the order of their positions, (layers, 2, kv_heads, length, row)."""
+    pages = world.memory.device_arena[:, torch.tensor(turn.page_table)]
+    return pages.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :length]

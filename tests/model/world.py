@@ -170,6 +170,37 @@ class World:
         return old, new
 
 
+def play_at_random(world: World, seed: int) -> list[Turn]:
+    """Random cuts, swaps to random pages, holes in random chunks, for several turns at once."""
+    rng, chunk_tokens = random.Random(seed), world.memory.chunk_tokens
+    turns = [world.turn(rng.randint(1, 20)) for _ in range(4)]
+    computed = dict.fromkeys(turns, 0)
+    copy_id = 0
+    for _ in range(30):
+        slices, ins = [], []
+        for turn in turns:
+            if computed[turn] and rng.random() < 0.15:
+                # A full chunk goes by the host to another page, or is dropped.
+                chunk = rng.randrange(-(-computed[turn] // chunk_tokens))
+                slots = min(chunk_tokens, computed[turn] - chunk * chunk_tokens)
+                start = chunk * chunk_tokens
+                if rng.random() < 0.5:
+                    out = SwapOut(copy_id, turn.page_table[chunk], turn.turn_id, slots)
+                    assert world.step(swap_outs=[out]).finished_copies == (copy_id,)
+                    page = world.replace_page(turn, chunk)[1]
+                    ins.append(SwapIn(copy_id + 1, turn.turn_id, page, slots))
+                    copy_id += 2
+                else:
+                    world.replace_page(turn, chunk)
+                    slices.append((turn, start, start + slots, False))
+            stop = min(len(turn.tokens), computed[turn] + rng.randint(1, 7))
+            slices.append((turn, computed[turn], stop, stop == len(turn.tokens)))
+            computed[turn] = stop
+        outcome = world.step(*slices, swap_ins=ins)
+        assert set(outcome.finished_copies) == {each.copy_id for each in ins}
+    return turns
+
+
 def slice_of(
     turn: Turn, start: int, stop: int, needs_token: bool, chunk_tokens: int = CHUNK_TOKENS
 ) -> Slice:

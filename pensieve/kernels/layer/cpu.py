@@ -180,7 +180,6 @@ class Layer:
         return (
             isinstance(paged_rows, CpuPagedRows)
             and paged_rows.dtype == self._dtype
-            and paged_rows.stored.name == "auto"
             and paged_rows.kv_shape == (num_kv_heads, paged_rows.stored.row(head_size))
             and takes_pages(self._dtype, paged_rows.struct.slots, head_size)
         )

@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from pensieve.kernels.cpu_library import STORED
 from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.layer.protocol import PageIndex
 from pensieve.kernels.shapes import Shapes
@@ -27,7 +28,7 @@ class PagesStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("slice_turns", "slice_starts")),
         *((name, ctypes.c_int64) for name in ("pages_max", "num_pages")),
         ("arena", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("slots", "num_threads")),
+        *((name, ctypes.c_int32) for name in ("slots", "num_threads", "stored")),
     ]
 
 
@@ -83,6 +84,7 @@ class CpuPagedRows:
             arena=arena.data_ptr(),
             slots=shapes["slots"],
             num_threads=torch.get_num_threads(),
+            stored=STORED[self.stored.name],
         )
 
     def rotate_by(self, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> None:
