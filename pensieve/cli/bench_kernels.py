@@ -120,7 +120,7 @@ def step_parser(kinds: Any) -> None:
     )
     parser.add_argument(
         "--kv-dtype",
-        choices=("auto", "int8"),
+        choices=("auto", "int8", "fp8"),
         default="auto",
         help="type that KV is kept in (default: auto, the model's own)",
     )

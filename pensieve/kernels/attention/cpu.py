@@ -26,7 +26,8 @@ def multi_token_attention(
     out: torch.Tensor,
 ) -> bool:
     library = compiled_library() if query.dtype in TYPES else None
-    if library is None or query.stride(2) != 1 or out.stride(2) != 1:
+    stored = format_of(key_pages, query.dtype)
+    if library is None or query.stride(2) != 1 or out.stride(2) != 1 or stored.name not in STORED:
         return False
     _, num_heads, head_size = query.shape
     _, num_kv_heads, slots, row = key_pages.shape
@@ -40,7 +41,7 @@ def multi_token_attention(
     status: int = library.pensieve_multi_token_attention(
         cpu_library.only_instruction_set,
         TYPES[query.dtype],
-        STORED[format_of(key_pages, query.dtype).name],
+        STORED[stored.name],
         query.data_ptr(),
         query.stride(0),
         query.stride(1),
@@ -79,7 +80,7 @@ def write_kv(
     _, num_kv_heads, slots, row = key_pages.shape
     tile = (slots * row, row, 1)
     stored = format_of(key_pages, key.dtype)
-    if stored.name != "auto" and key.dtype not in TYPES:
+    if stored.name not in STORED or (stored.name != "auto" and key.dtype not in TYPES):
         return False
     if library is None or key.stride(2) != 1 or value.stride(2) != 1:
         return False

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 
 from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.cpu_library import STORED
+from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.layer import cpu, cuda
 from pensieve.kernels.layer.cpu_rows import CpuPagedRows
 from pensieve.kernels.layer.protocol import LayerKernels, PagedRows, PageIndex
@@ -28,4 +30,6 @@ def paged_rows(
     such layers.  `kv_scales` gives those of a layer whose pages are in fp8."""
     if arena.device.type != "cpu":
         return cuda.CudaPagedRows(arena, index, work, dtype, kv_scales)
-    return CpuPagedRows(arena, index, dtype) if cpu.available(dtype) else None
+    if not cpu.available(dtype) or format_of(arena, dtype).name not in STORED:
+        return None
+    return CpuPagedRows(arena, index, dtype)
