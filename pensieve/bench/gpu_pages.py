@@ -47,7 +47,7 @@ class Paged:
         wide = torch.randn((num_pages, 2, kv_heads, PAGE, head_size), generator=draw, device=device)
         kv_scales = None
         if fp8:
-            exponents = torch.randint(-7, 0, (2, kv_heads), generator=draw, device=device)
+            exponents = torch.randint(-5, 1, (2, kv_heads), generator=draw, device=device)
             kv_scales = torch.exp2(exponents.float())
             wide /= kv_scales[:, :, None, None]
         stored = FP8.element if fp8 else dtype
