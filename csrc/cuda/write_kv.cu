@@ -36,11 +36,6 @@ using Element = ELEMENT;
 using Stored = STORED;
 constexpr bool BYTES = sizeof(Stored) == 1;
 
-template <int VALUE>
-struct Count {
-  static constexpr int value = VALUE;
-};
-
 // COUNT neighbouring elements, moved at once.
 template <class Type, int COUNT>
 struct alignas(sizeof(Type) * COUNT) Some {
@@ -169,20 +164,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   rotated_query += token * heads * HEAD_SIZE;
   key_pages += page;
   value_pages += page;
-  const auto rows = [&](auto count) {
-    constexpr int COUNT = decltype(count)::value;
-    rotate_rows<COUNT>(
-        heads, rotated, cosine, sine, [&](int row) { return query + int64(row) * HEAD_SIZE; },
-        [&](int row) { return rotated_query + int64(row) * HEAD_SIZE; }, [](int) { return 1.0f; });
-    rotate_rows<COUNT>(
-        kv_heads, rotated, cosine, sine, [&](int row) { return key + int64(row) * HEAD_SIZE; },
-        [&](int row) { return key_pages + int64(row) * PAGE * HEAD_SIZE; },
-        [&](int row) { return factor_of(kv_scales, row); });
-  };
-  if (rotated % (2 * EACH) == 0)
-    rows(Count<EACH>());
-  else
-    rows(Count<2>());
+  const auto query_row = [&](int row) { return query + int64(row) * HEAD_SIZE; };
+  const auto rotated_row = [&](int row) { return rotated_query + int64(row) * HEAD_SIZE; };
+  const auto as_it_is = [](int) { return 1.0f; };
+  const auto key_row = [&](int row) { return key + int64(row) * HEAD_SIZE; };
+  const auto slot_row = [&](int row) { return key_pages + int64(row) * PAGE * HEAD_SIZE; };
+  const auto of_head = [&](int row) { return factor_of(kv_scales, row); };
+  if (rotated % (2 * EACH) == 0) {
+    rotate_rows<EACH>(heads, rotated, cosine, sine, query_row, rotated_row, as_it_is);
+    rotate_rows<EACH>(kv_heads, rotated, cosine, sine, key_row, slot_row, of_head);
+  } else {
+    rotate_rows<2>(heads, rotated, cosine, sine, query_row, rotated_row, as_it_is);
+    rotate_rows<2>(kv_heads, rotated, cosine, sine, key_row, slot_row, of_head);
+  }
   for (int i = threadIdx.x; i < kv_heads * (HEAD_SIZE / EACH); i += THREADS) {
     const int head = i / (HEAD_SIZE / EACH), column = i % (HEAD_SIZE / EACH) * EACH;
     move<EACH>(value_pages + int64(head) * PAGE * HEAD_SIZE + column, value + int64(head) * HEAD_SIZE + column,
