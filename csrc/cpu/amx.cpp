@@ -231,4 +231,5 @@ const pensieve::Kernel pensieve::kAmx = {
     "amx", 32,
     attend<float>, attend_in_tiles, write_out<float>, write_out<uint16_t>,
     tiled_float, tiled_bfloat16,
-    attend<Half>, write_out<Half>, tiled_half};
+    attend<Half>, write_out<Half>, tiled_half,
+    codes_for<float>, codes_for<uint16_t>, codes_for<Half>};

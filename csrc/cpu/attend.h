@@ -8,11 +8,15 @@
 // arithmetic. Measured (Zen 5, two threads, contexts of 512 and more): 50 to 80 % of the read
 // bandwidth with a head each, in bfloat16 and in float; 20 to 40 % with four heads to a group.
 //
+// Where pages keep codes (attention.h), these are whole numbers of at most 7 bits, exact as bfloat16 and as floats. So
+// products are those of codes; a slot's scale of keys multiplies its scores, its scale of values the weights.
+//
 // Slots behind a row's own position get a score of minus infinity, and the values of slots behind the
 // part's last position are never multiplied: they were never written, and may hold NaN.
 #pragma once
 
 #include "attention.h"
+#include "codes.h"
 #include "vector.h"
 
 namespace {
@@ -46,6 +50,8 @@ struct alignas(64) Scratch {  // of one thread
   uint32_t keys[kHeadMax * kSlots];  // transposed
   float values[kSlots * kHeadMax];   // widened to float, or in pairs of slots
   float scores[kRowsMax * kSlots];
+  float factors[kSlots];        // of a page's scores
+  float value_scales[kSlots];   // of a page of codes
   float rescale[kRowsMax];
   Ahead keys_ahead, values_ahead;
 };
@@ -89,6 +95,30 @@ inline void turn_keys(const uint16_t* keys, int head_size, uint32_t* turned, Ahe
     }
 }
 
+// The keys of a page of codes, as turn_keys leaves those of Elements.
+template <typename Element>
+void turn_codes(const int8_t* codes, int head_size, uint32_t* turned, Ahead& ahead) {
+  const int row = row_of<int8_t>(head_size), depth = kDot<Element> ? head_size / 2 : head_size;
+  for (int slot = 0; slot < kSlots; slot += LANES)
+    for (int at = 0; at < depth; at += LANES) {
+      Words rows[LANES];
+      for (int i = 0; i < LANES; ++i) {
+        const int8_t* from = codes + (slot + i) * row;
+#if BFLOAT16_DOT
+        if constexpr (kDot<Element>)
+          rows[i] = pairs_of(from + 2 * at);
+        else
+#endif
+          rows[i] = (Words)read(from + at);
+      }
+      transpose(rows);
+      for (int i = 0; i < LANES; ++i) {
+        if (i & 1) ahead.step();
+        store(turned + (at + i) * kSlots + slot, rows[i]);
+      }
+    }
+}
+
 // Values in the layout of the second product; only the first `num_slots` rows were written.
 inline const float* ready_values(const float* values, int, int, float*, Ahead&) {
   return values;
@@ -123,6 +153,29 @@ inline const float* ready_values(const uint16_t* values, int num_slots, int head
 #endif
 
 template <typename Element>
+const float* ready_codes(const int8_t* codes, int num_slots, int head_size, float* ready, Ahead& ahead) {
+  const int row = row_of<int8_t>(head_size);
+  if constexpr (kDot<Element>) {
+    uint32_t* pairs = reinterpret_cast<uint32_t*>(ready);
+    for (int slot = 0; slot < num_slots; slot += 2)
+      for (int at = 0; at < head_size; at += LANES) {
+        const Words first = (Words)read(codes + slot * row + at);
+        Words second{};
+        if (slot + 1 < num_slots) second = (Words)read(codes + (slot + 1) * row + at);
+        if (at & LANES) ahead.step();
+        store(pairs + (slot / 2) * head_size + at, first >> 16 | (second & 0xffff0000u));
+      }
+  } else {
+    for (int slot = 0; slot < num_slots; ++slot)
+      for (int at = 0; at < head_size; at += LANES) {
+        if (at % 64 == 0) ahead.step();
+        store(ready + slot * head_size + at, read(codes + slot * row + at));
+      }
+  }
+  return ready;
+}
+
+template <typename Element>
 inline Floats product_add(Floats sum, uint32_t word, Words vector) {
 #if BFLOAT16_DOT
   if constexpr (kDot<Element>) return dot_add(sum, Words{} + word, vector);
@@ -133,7 +186,7 @@ inline Floats product_add(Floats sum, uint32_t word, Words vector) {
 }
 
 template <typename Element, int Rows>
-void score(Scratch& scratch, int row, int head_size, float factor) {
+void score(Scratch& scratch, int row, int head_size) {
   constexpr int kAcross = LANES == 4 && kRegisters == 32 ? 2 : kVectors;  // with more, sums find no registers
   const int depth = kDot<Element> ? head_size / 2 : head_size;
   float* scores = scratch.scores + row * kSlots;
@@ -160,12 +213,16 @@ void score(Scratch& scratch, int row, int head_size, float factor) {
     for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 8
       for (int v = 0; v < kAcross; ++v)
-        store(scores + r * kSlots + slot + v * LANES, sums[r][v] * factor);
+        store(scores + r * kSlots + slot + v * LANES,
+              sums[r][v] * load<Floats>(scratch.factors + slot + v * LANES));
   }
 }
 
-// Turns scores into weights, and updates the row's largest score, its sum, and the factor of older sums.
-inline void soften(float* scores, int num_visible, float& largest, float& sum, float& rescale) {
+// Turns scores into weights, and updates the row's largest score, its sum, and the factor of older sums. The weights
+// of codes are left with the slots' scales, which their sum is without.
+template <bool OfCodes>
+inline void soften(float* scores, const float* value_scales, int num_visible, float& largest, float& sum,
+                   float& rescale) {
   Floats row[kVectors];
   Floats most = splat(-INFINITY);
   for (int v = 0; v < kVectors; ++v) {
@@ -188,8 +245,9 @@ inline void soften(float* scores, int num_visible, float& largest, float& sum, f
   for (int v = 0; v < kVectors; ++v) {
     Floats weight = exp2_nonpositive(row[v] - largest);
     weight = row[v] == splat(-INFINITY) ? Floats{} : weight;
-    store(scores + v * LANES, weight);
     total += weight;
+    if (OfCodes) weight *= load<Floats>(value_scales + v * LANES);
+    store(scores + v * LANES, weight);
   }
   sum = sum * rescale + sum_of(total);
 }
@@ -261,8 +319,8 @@ inline void in_blocks(int num_rows, Arguments&&... arguments) {
 
 template <typename Element, int Rows>
 struct Score {
-  static void run(int row, Scratch& scratch, int head_size, float factor) {
-    score<Element, Rows>(scratch, row, head_size, factor);
+  static void run(int row, Scratch& scratch, int head_size) {
+    score<Element, Rows>(scratch, row, head_size);
   }
 };
 
@@ -293,7 +351,8 @@ struct TakeQuery {
   }
 };
 
-template <typename Element>
+// Stored is what pages hold: Elements, or int8_t for codes.
+template <typename Element, typename Stored = Element>
 void attend(const Part& part, Partial& partial, void* memory) {
   Scratch& scratch = *static_cast<Scratch*>(memory);
   const int head_size = part.head_size, num_rows = part.num_tokens * part.group;
@@ -302,37 +361,50 @@ void attend(const Part& part, Partial& partial, void* memory) {
   memset(partial.weighted, 0, sizeof(float) * num_rows * head_size);
 
   const float factor = part.scaling * kLog2E;
-  const int tile_bytes = kSlots * head_size * int(sizeof(Element));
+  for (float& each : scratch.factors) each = factor;
+  const int tile_bytes = kSlots * row_of<Stored>(head_size) * int(sizeof(Stored));
   const int end_position = part.position + part.num_tokens;
   for (int p = part.first_page; p < part.end_page; ++p) {
     const int64_t offset = int64_t(part.pages[p]) * part.page_stride;
-    const Element* keys = static_cast<const Element*>(part.keys) + offset;
-    const Element* values = static_cast<const Element*>(part.values) + offset;
+    const Stored* keys = static_cast<const Stored*>(part.keys) + offset;
+    const Stored* values = static_cast<const Stored*>(part.values) + offset;
     const int first = p * kSlots;
     const int num_slots = end_position - first < kSlots ? end_position - first : kSlots;
     const void *next_keys = part.keys_after, *next_values = part.values_after;
     if (p + 1 < part.end_page) {
       const int64_t next = int64_t(part.pages[p + 1]) * part.page_stride;
-      next_keys = static_cast<const Element*>(part.keys) + next;
-      next_values = static_cast<const Element*>(part.values) + next;
+      next_keys = static_cast<const Stored*>(part.keys) + next;
+      next_values = static_cast<const Stored*>(part.values) + next;
     }
     scratch.keys_ahead = ahead_of(next_keys, tile_bytes);
     scratch.values_ahead = ahead_of(next_values, tile_bytes);
-    turn_keys(keys, head_size, scratch.keys, scratch.keys_ahead);
-    in_blocks<Score, Element>(num_rows, scratch, head_size, factor);
+    if constexpr (kAreCodes<Stored>) {
+      turn_codes<Element>(keys, head_size, scratch.keys, scratch.keys_ahead);
+      read_scales(keys, num_slots, head_size, factor, scratch.factors);
+      read_scales(values, num_slots, head_size, 1.0f, scratch.value_scales);
+    } else {
+      turn_keys(keys, head_size, scratch.keys, scratch.keys_ahead);
+    }
+    in_blocks<Score, Element>(num_rows, scratch, head_size);
     for (int r = 0; r < num_rows; ++r) {
       const int visible = part.position + r / part.group + 1 - first;
-      soften(scratch.scores + r * kSlots, visible, partial.largest[r], partial.sum[r],
-             scratch.rescale[r]);
+      soften<kAreCodes<Stored>>(scratch.scores + r * kSlots, scratch.value_scales, visible,
+                                partial.largest[r], partial.sum[r], scratch.rescale[r]);
     }
-    const float* ready = ready_values(values, num_slots, head_size, scratch.values,
-                                      scratch.values_ahead);
+    const float* ready;
+    if constexpr (kAreCodes<Stored>)
+      ready = ready_codes<Element>(values, num_slots, head_size, scratch.values, scratch.values_ahead);
+    else
+      ready = ready_values(values, num_slots, head_size, scratch.values, scratch.values_ahead);
 #if BFLOAT16_DOT
     if (kDot<Element>) pair_weights(scratch.scores, num_rows);
 #endif
     in_blocks<AddValues, Element>(num_rows, scratch, ready, num_slots, head_size, partial.weighted);
   }
 }
+
+template <typename Element>
+constexpr pensieve::Codes codes_for = {attend<Element, int8_t>, write_codes<Element>};
 
 template <typename Element>
 void write_out(const Partial& partial, int32_t num_tokens, int32_t group, int32_t head_size,

@@ -17,13 +17,19 @@ enum class Type : int32_t { kFloat = 0,
                             kBfloat16 = 1,
                             kFloat16 = 2 };
 
+// How pages keep a row, that is one token's keys or values of one KV head: as elements of the query's type; or as
+// codes, signed bytes from -127 to 127, and behind them their scale, a float. A value is its code times the scale.
+enum class Stored : int32_t { kElements = 0,
+                              kCodes = 1 };
+constexpr int kScaleBytes = 4;
+
 struct Part {
   const void* query;        // of the item's first row
   int64_t token_stride;     // elements between query tokens, and between query heads
   int64_t head_stride;
   const void* keys;         // arena of the layer, at this KV head
   const void* values;
-  int64_t page_stride;      // elements between pages
+  int64_t page_stride;      // between pages, in elements, or in bytes where rows are codes
   const int32_t* pages;     // of the turn
   int32_t first_page, end_page;
   const void *keys_after, *values_after;  // tiles that this thread reads next, to prefetch; null: none
@@ -49,6 +55,16 @@ using Attend = void (*)(const Part&, Partial&, void* scratch);
 using WriteOut = void (*)(const Partial&, int32_t num_tokens, int32_t group, int32_t head_size,
                           void* out, int64_t token_stride, int64_t head_stride);
 
+// Rounds a row of head_size elements to codes and their scale. Each scale is that of the largest value; it is NaN if
+// a value is not finite, and zero (with codes of zero) below the normal numbers.
+using WriteCodes = void (*)(const void* row, int32_t head_size, void* to);
+
+// Where rows are codes; queries are still elements.
+struct Codes {
+  Attend attend;
+  WriteCodes write;
+};
+
 struct Dense;  // in layer.h
 
 struct Kernel {
@@ -60,10 +76,16 @@ struct Kernel {
   Attend attend_float16;
   WriteOut write_float16;
   const Dense& dense_float16;
+  Codes codes_float, codes_bfloat16, codes_float16;
 
-  Attend attend(Type type) const {
+  Attend attend(Type type, Stored stored) const {
+    if (stored == Stored::kCodes) return codes(type).attend;
     if (type == Type::kFloat16) return attend_float16;
     return type == Type::kFloat ? attend_float : attend_bfloat16;
+  }
+  const Codes& codes(Type type) const {
+    if (type == Type::kFloat16) return codes_float16;
+    return type == Type::kFloat ? codes_float : codes_bfloat16;
   }
   WriteOut write(Type type) const {
     if (type == Type::kFloat16) return write_float16;
@@ -84,17 +106,19 @@ extern const Kernel kAmx, kAvx512Bf16, kAvx512, kAvx2, kNeonBf16, kNeon, kPlain;
 extern "C" {
 // The functions of kernels.cpp that a whole layer calls.
 int32_t pensieve_multi_token_attention(
-    const char* only, int32_t type, const void* query, int64_t query_token_stride,
+    const char* only, int32_t type, int32_t stored, const void* query, int64_t query_token_stride,
     int64_t query_head_stride, const void* keys, const void* values, int64_t page_stride,
     int64_t kv_head_stride, int64_t num_pages, const int32_t* page_table, int64_t pages_max,
     const int32_t* slice_offsets, const int32_t* slice_turns, const int32_t* slice_starts,
     int32_t num_slices, int32_t num_heads, int32_t num_kv_heads, int32_t slots, int32_t head_size,
     float scaling, void* out, int64_t out_token_stride, int64_t out_head_stride,
     int32_t num_threads);
-int32_t pensieve_write_kv(const char* key, int64_t key_token_stride, int64_t key_head_stride,
-                          const char* value, int64_t value_token_stride, int64_t value_head_stride,
+int32_t pensieve_write_kv(const char* only, int32_t type, int32_t stored, const char* key,
+                          int64_t key_token_stride, int64_t key_head_stride, const char* value,
+                          int64_t value_token_stride, int64_t value_head_stride,
                           const int64_t* slot_mapping, int64_t num_tokens, int32_t num_kv_heads,
                           int32_t slots, int64_t row_bytes, char* key_pages, char* value_pages,
-                          int64_t page_stride, int64_t kv_head_stride, int64_t num_pages);
+                          int64_t page_stride, int64_t kv_head_stride, int64_t num_pages,
+                          int32_t num_threads);
 }
 #pragma GCC visibility pop

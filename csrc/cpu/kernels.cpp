@@ -25,6 +25,7 @@
 
 #include "attention.h"
 #include "layer.h"
+#include "rows.h"
 #include "threads.h"
 
 namespace pensieve {
@@ -139,6 +140,7 @@ struct Cut {
 
 struct Call {
   Type type;
+  Stored stored;
   const void* query;
   int64_t query_token_stride, query_head_stride;
   const void *keys, *values;
@@ -159,6 +161,12 @@ const void* at(const void* base, int64_t elements, Type type) {
   return static_cast<const char*>(base) + elements * element_bytes(type);
 }
 
+// Strides of pages are in what they store.
+const void* in_pages(const Call& call, const void* base, int64_t distance) {
+  if (call.stored == Stored::kCodes) return static_cast<const char*>(base) + distance;
+  return at(base, distance, call.type);
+}
+
 Part part_of(const Call& call, const Item& item, int first_page, int end_page) {
   const int group = call.num_heads / call.num_kv_heads;
   const int start = call.slice_starts[item.slice];
@@ -169,8 +177,8 @@ Part part_of(const Call& call, const Item& item, int first_page, int end_page) {
                   call.type);
   part.token_stride = call.query_token_stride;
   part.head_stride = call.query_head_stride;
-  part.keys = at(call.keys, item.kv_head * call.kv_head_stride, call.type);
-  part.values = at(call.values, item.kv_head * call.kv_head_stride, call.type);
+  part.keys = in_pages(call, call.keys, item.kv_head * call.kv_head_stride);
+  part.values = in_pages(call, call.values, item.kv_head * call.kv_head_stride);
   part.page_stride = call.page_stride;
   part.pages = call.page_table + call.slice_turns[item.slice] * call.pages_max;
   part.first_page = first_page;
@@ -273,7 +281,7 @@ int64_t cut(const Call& call, std::vector<Item>& items, std::vector<Cut>& cuts) 
 
 // False if there is no memory for partials.
 bool attend_all(const Call& call, const Kernel& kernel) {
-  const Attend attend = kernel.attend(call.type);
+  const Attend attend = kernel.attend(call.type, call.stored);
   std::vector<Item> items;
   std::vector<Cut> cuts;
   const int64_t num_kept = cut(call, items, cuts);
@@ -295,8 +303,8 @@ bool attend_all(const Call& call, const Kernel& kernel) {
         const Cut& after = cuts[following];
         const Part then = part_of(call, items[after.item], after.first_page, after.end_page);
         const int64_t page = int64_t(then.pages[then.first_page]) * then.page_stride;
-        part.keys_after = at(then.keys, page, call.type);
-        part.values_after = at(then.values, page, call.type);
+        part.keys_after = in_pages(call, then.keys, page);
+        part.values_after = in_pages(call, then.values, page);
       }
       if (item.num_parts == 1) {
         Partial partial{own.largest, own.sum, own.weighted};
@@ -340,9 +348,10 @@ const char* pensieve_kernel(int32_t head_size, const char* only) {
   return kernel ? kernel->name : nullptr;
 }
 
+// Strides of pages are in what they store (attention.h): in elements, or in bytes where rows are codes.
 // Returns 0; 1: these shapes are not for it; 2: an index is outside of the arena; 3: out of memory.
 int32_t pensieve_multi_token_attention(
-    const char* only, int32_t type, const void* query, int64_t query_token_stride,
+    const char* only, int32_t type, int32_t stored, const void* query, int64_t query_token_stride,
     int64_t query_head_stride, const void* keys, const void* values, int64_t page_stride,
     int64_t kv_head_stride, int64_t num_pages, const int32_t* page_table, int64_t pages_max,
     const int32_t* slice_offsets, const int32_t* slice_turns, const int32_t* slice_starts,
@@ -352,7 +361,7 @@ int32_t pensieve_multi_token_attention(
   const Kernel* kernel = kernel_for(head_size, only);
   if (!kernel || slots != kSlots || head_size > kHeadMax || num_heads / num_kv_heads > kRowsMax)
     return 1;
-  const Call call{Type(type), query, query_token_stride, query_head_stride,
+  const Call call{Type(type), Stored(stored), query, query_token_stride, query_head_stride,
                   keys, values, page_stride, kv_head_stride,
                   page_table, pages_max, slice_offsets, slice_turns,
                   slice_starts, num_slices, num_heads, num_kv_heads,
@@ -366,23 +375,37 @@ int32_t pensieve_multi_token_attention(
   }
 }
 
-// Strides are in bytes; a slot number is page * slots + slot. Returns 0; 2: out of the arena, nothing done.
-int32_t pensieve_write_kv(const char* key, int64_t key_token_stride, int64_t key_head_stride,
-                          const char* value, int64_t value_token_stride, int64_t value_head_stride,
+// Strides are in bytes, row_bytes those of a row in a page; a slot number is page * slots + slot. `only` and `type`
+// are for rows of codes alone. Returns 0; 1: these rows are not for it; 2: out of the arena, nothing done.
+int32_t pensieve_write_kv(const char* only, int32_t type, int32_t stored, const char* key,
+                          int64_t key_token_stride, int64_t key_head_stride, const char* value,
+                          int64_t value_token_stride, int64_t value_head_stride,
                           const int64_t* slot_mapping, int64_t num_tokens, int32_t num_kv_heads,
                           int32_t slots, int64_t row_bytes, char* key_pages, char* value_pages,
-                          int64_t page_stride, int64_t kv_head_stride, int64_t num_pages) {
+                          int64_t page_stride, int64_t kv_head_stride, int64_t num_pages,
+                          int32_t num_threads) {
   for (int64_t t = 0; t < num_tokens; ++t)
     if (slot_mapping[t] < 0 || slot_mapping[t] >= num_pages * slots) return 2;
-  for (int64_t t = 0; t < num_tokens; ++t) {
+  auto each_head = [&](int64_t t, auto write) {
     const int64_t to = slot_mapping[t] / slots * page_stride + slot_mapping[t] % slots * row_bytes;
     for (int32_t head = 0; head < num_kv_heads; ++head) {
-      std::memcpy(key_pages + to + head * kv_head_stride,
-                  key + t * key_token_stride + head * key_head_stride, row_bytes);
-      std::memcpy(value_pages + to + head * kv_head_stride,
-                  value + t * value_token_stride + head * value_head_stride, row_bytes);
+      write(key_pages + to + head * kv_head_stride, key + t * key_token_stride + head * key_head_stride);
+      write(value_pages + to + head * kv_head_stride,
+            value + t * value_token_stride + head * value_head_stride);
     }
+  };
+  if (Stored(stored) == Stored::kElements) {
+    for (int64_t t = 0; t < num_tokens; ++t)
+      each_head(t, [&](char* to, const char* from) { std::memcpy(to, from, row_bytes); });
+    return 0;
   }
+  const int32_t head_size = int32_t(row_bytes) - kScaleBytes;
+  const Kernel* kernel = kernel_for(head_size, only);
+  if (!kernel) return 1;
+  const WriteCodes write_codes = kernel->codes(Type(type)).write;
+  each_row(num_threads < 1 ? 1 : num_threads, int(num_tokens), [&](int t) {
+    each_head(t, [&](char* to, const char* from) { write_codes(from, head_size, to); });
+  });
   return 0;
 }
 

@@ -157,8 +157,9 @@ struct Pages {
   const int64_t* slot_mapping;
   const int32_t *page_table, *slice_offsets, *slice_turns, *slice_starts;
   int64_t pages_max, num_pages;
-  char* arena;  // (layers, pages, keys and values, KV heads, slots, head size)
+  char* arena;  // (layers, pages, keys and values, KV heads, slots, row)
   int32_t slots, num_threads;
+  Stored stored;  // what a row is
 };
 
 // Does work that may lack the memory for its copies of rows; 0, or 3 as attention answers: out of memory, and what is
@@ -292,10 +293,12 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
                        const Pages* pages, const void* residual, const int64_t* kept,
                        int32_t num_kept, void* out) {
   const int64_t bytes = layer->type == 0 ? 4 : 2;
-  const int64_t head = int64_t(pages->slots) * layer->head_size;
-  const int64_t half = head * layer->num_kv_heads;
-  char* keys = pages->arena + layer->index * pages->num_pages * 2 * half * bytes;
-  char* values = keys + half * bytes;
+  const bool codes = pages->stored == Stored::kCodes;
+  const int64_t stored_bytes = codes ? 1 : bytes;  // what strides of pages count
+  const int64_t row = layer->head_size + (codes ? kScaleBytes : 0);
+  const int64_t head = pages->slots * row, half = head * layer->num_kv_heads;
+  char* keys = pages->arena + layer->index * pages->num_pages * 2 * half * stored_bytes;
+  char* values = keys + half * stored_bytes;
   const int64_t width = layer->attention_in.outputs, size = layer->head_size;
   const char* query = static_cast<const char*>(buffers->turned);
   const char* key = query + layer->num_heads * size * bytes;
@@ -305,14 +308,15 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
                                              pages->num_threads);
   if (answer) return answer;
   Laps laps;
-  answer = pensieve_write_kv(key, width * bytes, size * bytes, value, width * bytes,
-                             size * bytes, pages->slot_mapping, pages->num_rows,
-                             layer->num_kv_heads, pages->slots, size * bytes, keys, values,
-                             2 * half * bytes, head * bytes, pages->num_pages);
+  answer = pensieve_write_kv(
+      only, layer->type, int32_t(pages->stored), key, width * bytes, size * bytes, value, width * bytes,
+      size * bytes, pages->slot_mapping, pages->num_rows, layer->num_kv_heads, pages->slots,
+      row * stored_bytes, keys, values, 2 * half * stored_bytes, head * stored_bytes, pages->num_pages,
+      pages->num_threads);
   if (answer) return answer;
   laps.lap(Stage::kWriteKv);
   answer = pensieve_multi_token_attention(
-      only, layer->type, query, width, size, keys, values, 2 * half, head, pages->num_pages,
+      only, layer->type, int32_t(pages->stored), query, width, size, keys, values, 2 * half, head, pages->num_pages,
       pages->page_table, pages->pages_max, pages->slice_offsets, pages->slice_turns,
       pages->slice_starts, pages->num_slices, layer->num_heads, layer->num_kv_heads, pages->slots,
       layer->head_size, layer->scaling, buffers->attended, layer->num_heads * size, size,

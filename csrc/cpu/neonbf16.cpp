@@ -11,4 +11,5 @@ const pensieve::Kernel pensieve::kNeonBf16 = {
     "neon_bf16", 8,
     attend<float>, attend<uint16_t>, write_out<float>, write_out<uint16_t>,
     dense_for<float>, dense_for<uint16_t>,
-    attend<Half>, write_out<Half>, dense_for<Half>};
+    attend<Half>, write_out<Half>, dense_for<Half>,
+    codes_for<float>, codes_for<uint16_t>, codes_for<Half>};

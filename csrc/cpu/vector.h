@@ -31,6 +31,7 @@ typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
 template <typename Vector, typename Element>
 inline Vector load(const Element* from) {
@@ -183,6 +184,36 @@ inline Floats read(const Element* from) {
     return widen_ieee(load<Halves>(from));
   else
     return widen(load<Halves>(from));
+}
+
+// GCC takes bytes apart one by one where it converts vectors of them, so there are instructions for it.
+inline Floats read(const int8_t* from) {
+#if defined(__aarch64__)
+  const Ints whole = (Ints)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(load<uint32_t>(from)))));
+#elif LANES == 16
+  const Ints whole = (Ints)_mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(from));
+#elif LANES == 8
+  const Ints whole = (Ints)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load<int64_t>(from)));
+#else
+  const Ints whole = __builtin_convertvector(load<Bytes>(from), Ints);
+#endif
+  return __builtin_convertvector(whole, Floats);
+}
+
+// Numbers from -128 to 127 as bytes.
+inline void store_bytes(int8_t* to, Ints values) {
+#if defined(__aarch64__)
+  const int16x4_t halves = vmovn_s32((int32x4_t)values);
+  store(to, vget_lane_s32(vreinterpret_s32_s8(vmovn_s16(vcombine_s16(halves, halves))), 0));
+#elif LANES == 16
+  store(to, _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)values));
+#elif LANES == 8
+  const __m256i all = (__m256i)values;
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  store(to, _mm_cvtsi128_si64(_mm_packs_epi16(halves, halves)));
+#else
+  store(to, __builtin_convertvector(values, Bytes));
+#endif
 }
 
 template <typename Element>

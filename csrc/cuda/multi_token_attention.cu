@@ -25,10 +25,16 @@
 // are masked in the runs that reach beyond the item's first row; the other runs need no mask.  Slots behind
 // the last key are filled with zeros on the way, because a slot that was never written may hold NaN.
 //
+// Keys and values may be bytes (STORED=E4m3; e4m3.h).  In narrow items a run has 32 keys, so as many bytes are under
+// way, and a warp unpacks in registers what it has loaded; in wide ones the block unpacks a page once for all
+// warps, into a tile of elements behind the query, and goes on from there as if there were no bytes.  A NaN among them
+// makes every row NaN that a warp, or a block, has at hand: they are all of one turn.
+//
 // A part of a longer context leaves normalised rows and log2 of their sums; merge_parts.cu joins them.
 //
 // Versions and what they reached (share of a large copy's bandwidth; of a large product's rate):
 //   1  this one.  Not yet run on a GPU; scripts/bench_gpu prints the figures.
+#include <e4m3.h>
 #include <element.h>
 #include <ptx.h>
 #include <rows.h>
@@ -42,31 +48,41 @@
 #ifndef ELEMENT
 #define ELEMENT Bf16
 #endif
+#ifndef STORED
+#define STORED ELEMENT
+#endif
 
 namespace {
 
 using Element = ELEMENT;
+using Stored = STORED;  // of keys and values
+constexpr bool BYTES = sizeof(Stored) == 1;
 constexpr int HEAD = HEAD_SIZE;
 constexpr int PAGE = 32;
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
 constexpr int COLUMNS = HEAD / 8;  // of a product with the values, eight elements each
 constexpr int STEPS = HEAD / 16;   // of a product with the keys
+using Elements = Tile<HEAD>;
+using StoredTile = Tile<BYTES ? HEAD / 2 : HEAD>;
 
 // How the four warps share an item.
 template <int ROW_TILES, bool WIDE>
 struct Plan {
   static constexpr int ROWS = 16 * ROW_TILES * (WIDE ? WARPS : 1);
-  static constexpr int KEYS = WIDE ? PAGE : 16;    // of a run
+  static constexpr int KEYS = WIDE || BYTES ? PAGE : 16;  // of a run
   static constexpr int TEAM = WIDE ? THREADS : 32; // threads that share a ring
   static constexpr int STAGES = WIDE ? (HEAD == 256 ? 2 : 3) : (HEAD == 256 ? 1 : (HEAD == 64 ? 3 : 2));
-  static constexpr int RING = 2 * STAGES * KEYS * HEAD;  // elements
+  static constexpr bool UNPACKS = BYTES && WIDE;   // once for all warps
+  static constexpr bool MIXES = BYTES && !WIDE;    // each warp for itself, in an order of its own
+  static constexpr int UNPACKED_BYTES = UNPACKS ? KEYS * Elements::ROW_BYTES : 0;  // of keys, and of values
+  static constexpr int RING_BYTES = 2 * STAGES * KEYS * StoredTile::ROW_BYTES;
   static constexpr int RINGS = WIDE ? 1 : WARPS;
-  static constexpr int ELEMENTS = ROWS * HEAD + RINGS * RING;
+  static constexpr int TILE_BYTES = ROWS * Elements::ROW_BYTES + 2 * UNPACKED_BYTES + RINGS * RING_BYTES;
   static constexpr bool KEEPS_QUERY = ROW_TILES * STEPS <= 8;  // in registers
   static constexpr int MERGED_STRIDE = HEAD + 8;                // floats of a row
   static constexpr int MERGED_BYTES = WIDE ? 0 : WARPS * ROWS * (MERGED_STRIDE + 2) * 4;
-  static constexpr int BYTES = ELEMENTS * 2 > MERGED_BYTES ? ELEMENTS * 2 : MERGED_BYTES;
+  static constexpr int SHARED_BYTES = TILE_BYTES > MERGED_BYTES ? TILE_BYTES : MERGED_BYTES;
 
   static __device__ __forceinline__ void sync() {
     if constexpr (WIDE)
@@ -80,66 +96,104 @@ constexpr int WIDE_TILES = HEAD == 256 ? 1 : 2;
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 #ifdef FEW_ROWS
 constexpr int BLOCKS = HEAD == 64 ? 4 : 3;  // of a multiprocessor
-constexpr int SHARED_BYTES = Plan<1, false>::BYTES;
+constexpr int SHARED_BYTES = Plan<1, false>::SHARED_BYTES;
 #else
 constexpr int BLOCKS = 2;
 constexpr int SHARED_BYTES =
-    larger(Plan<WIDE_TILES, true>::BYTES, larger(Plan<1, false>::BYTES, HEAD == 256 ? 0 : Plan<2, false>::BYTES));
+    larger(Plan<WIDE_TILES, true>::SHARED_BYTES,
+           larger(Plan<1, false>::SHARED_BYTES, HEAD == 256 ? 0 : Plan<2, false>::SHARED_BYTES));
 #endif
 static_assert(SHARED_BYTES <= 99 * 1024, "what a block of sm_86 and sm_89 may have");
 
 // The pages of one context, and one head's keys or values in them.
 struct Pages {
   const int* table;
-  const Element* keys;
-  const Element* values;
+  const Stored* keys;
+  const Stored* values;
   int64 stride;
   int key_end;  // of the item
 
   // Starts copying KEYS keys (or values) from position `first` to `target`.
   template <int KEYS, int TEAM>
-  __device__ __forceinline__ void fetch(uint32 target, const Element* base, int page, int first,
+  __device__ __forceinline__ void fetch(uint32 target, const Stored* base, int page, int first,
                                         int member) const {
-    const Element* source = base + page * stride + first % PAGE * HEAD;
+    const Stored* source = base + page * stride + first % PAGE * HEAD;
     const int left = key_end - first;
-    constexpr int PIECES = Tile<HEAD>::PIECES;
+    constexpr int PIECES = StoredTile::PIECES, ALL = KEYS * PIECES;
 #pragma unroll 2
-    for (int i = 0; i < KEYS * PIECES / TEAM; ++i) {
+    for (int i = 0; i < (ALL + TEAM - 1) / TEAM; ++i) {
       const int row = (member + i * TEAM) / PIECES, piece = (member + i * TEAM) % PIECES;
-      ptx::copy_16_async(Tile<HEAD>::piece(Tile<HEAD>::row(target, row), piece),
-                         source + row * HEAD + piece * 8, row < left);
+      if (ALL % TEAM != 0 && row >= KEYS) break;
+      ptx::copy_16_async(StoredTile::piece(StoredTile::row(target, row), piece),
+                         source + row * HEAD + piece * (16 / sizeof(Stored)), row < left);
     }
   }
 
   __device__ __forceinline__ int page(int first) const { return first < key_end ? table[first / PAGE] : 0; }
 };
 
+// A page of keys or values in bytes, at `source`, becomes one of elements at `target`.
+__device__ __forceinline__ void unpack_page(uint32 target, uint32 source, e4m3::Numbers& numbers) {
+  for (int i = threadIdx.x; i < PAGE * StoredTile::PIECES; i += THREADS) {
+    const int row = i / StoredTile::PIECES, piece = i % StoredTile::PIECES;
+    uint32 words[4], out[8];
+    ptx::load_16(words, StoredTile::piece(StoredTile::row(source, row), piece));
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      numbers.take(words[word]);
+      e4m3::unpack_in_order<Element>(words[word], out[2 * word], out[2 * word + 1]);
+    }
+    const uint32 there = Elements::row(target, row);
+    ptx::store_16(Elements::piece(there, 2 * piece), out[0], out[1], out[2], out[3]);
+    ptx::store_16(Elements::piece(there, 2 * piece + 1), out[4], out[5], out[6], out[7]);
+  }
+}
+
 template <int ROW_TILES, bool WIDE>
-__device__ __forceinline__ void attend(const Arguments<Element>& arguments, const WorkItem& item, int head,
+__device__ __forceinline__ void attend(const Arguments<Element, Stored>& arguments, const WorkItem& item, int head,
                                        unsigned char* shared_memory) {
   using P = Plan<ROW_TILES, WIDE>;
-  using Tiles = Tile<HEAD>;
+  constexpr bool UNPACKS = P::UNPACKS, MIXES = P::MIXES;
+  using Operands = Tile<MIXES ? HEAD / 2 : HEAD>;  // keys and values as the products find them
   constexpr int KEYS = P::KEYS, STAGES = P::STAGES, KEY_COLUMNS = KEYS / 8;
   const int thread = threadIdx.x, warp = thread / 32;
   const Lane lane(thread);
-  const Rows<Element, HEAD> rows{arguments, item, head};
+  const Rows<Element, HEAD, Stored> rows{arguments, item, head};
   const int member = WIDE ? thread : lane.lane;
   const int first_row = WIDE ? warp * 16 * ROW_TILES : 0;  // of this warp, among the item's
 
   // -- the query, once --
   const uint32 query = ptx::shared_address(shared_memory);
-  for (int i = thread; i < P::ROWS * Tiles::PIECES; i += THREADS) {
-    const int row = i / Tiles::PIECES, piece = i % Tiles::PIECES;
-    const bool there = row < item.num_rows;
-    const int64 offset = there ? rows.offset(row, arguments.query_stride) : 0;
-    ptx::copy_16_async(Tiles::piece(Tiles::row(query, row), piece), arguments.query + offset + piece * 8, there);
+  constexpr int QUERY_PIECES = Elements::PIECES;
+  if constexpr (MIXES) {
+    for (int i = thread; i < P::ROWS * QUERY_PIECES / 2; i += THREADS) {
+      const int row = i / (QUERY_PIECES / 2), piece = i % (QUERY_PIECES / 2) * 2;
+      uint32 words[8] = {}, out[8];
+      if (row < item.num_rows) {
+        const Element* const source = arguments.query + rows.offset(row, arguments.query_stride) + piece * 8;
+#pragma unroll
+        for (int word = 0; word < 8; ++word) words[word] = reinterpret_cast<const uint32*>(source)[word];
+      }
+      e4m3::mixed(words, out);
+      const uint32 target = Elements::row(query, row);
+      ptx::store_16(Elements::piece(target, piece), out[0], out[1], out[2], out[3]);
+      ptx::store_16(Elements::piece(target, piece + 1), out[4], out[5], out[6], out[7]);
+    }
+  } else {
+    for (int i = thread; i < P::ROWS * QUERY_PIECES; i += THREADS) {
+      const int row = i / QUERY_PIECES, piece = i % QUERY_PIECES;
+      const bool there = row < item.num_rows;
+      const int64 offset = there ? rows.offset(row, arguments.query_stride) : 0;
+      ptx::copy_16_async(Elements::piece(Elements::row(query, row), piece), arguments.query + offset + piece * 8,
+                         there);
+    }
+    ptx::close_copies();
+    ptx::wait_for_all_but<0>();
   }
-  ptx::close_copies();
-  ptx::wait_for_all_but<0>();
   ptx::sync_block();
-  const uint32 left_row = Tiles::piece(Tiles::row(query, first_row + lane.left_row()), lane.left_piece());
+  const uint32 left_row = Elements::piece(Elements::row(query, first_row + lane.left_row()), lane.left_piece());
   const auto read_query = [&](uint32(&left)[4], int tile, int step) {
-    ptx::load_matrices(left, Tiles::piece(left_row + tile * 16 * Tiles::ROW_BYTES, step * 2));
+    ptx::load_matrices(left, Elements::piece(left_row + tile * 16 * Elements::ROW_BYTES, step * 2));
   };
   uint32 kept[P::KEEPS_QUERY ? ROW_TILES : 1][P::KEEPS_QUERY ? STEPS : 1][4];
   if constexpr (P::KEEPS_QUERY)
@@ -149,8 +203,9 @@ __device__ __forceinline__ void attend(const Arguments<Element>& arguments, cons
       for (int step = 0; step < STEPS; ++step) read_query(kept[tile][step], tile, step);
 
   // -- the rings --
-  constexpr uint32 RUN_BYTES = KEYS * Tiles::ROW_BYTES;
-  const uint32 ring = query + P::ROWS * Tiles::ROW_BYTES + (WIDE ? 0 : warp * P::RING * 2);
+  constexpr uint32 RUN_BYTES = KEYS * StoredTile::ROW_BYTES;
+  const uint32 unpacked = query + P::ROWS * Elements::ROW_BYTES;
+  const uint32 ring = unpacked + 2 * P::UNPACKED_BYTES + (WIDE ? 0 : warp * P::RING_BYTES);
   const auto keys_of = [&](int run) { return ring + run % STAGES * (2 * RUN_BYTES); };
   const auto values_of = [&](int run) { return keys_of(run) + RUN_BYTES; };
   const Pages pages{arguments.page_table + int64(arguments.slice_turns[item.slice]) * arguments.pages_max,
@@ -166,7 +221,7 @@ __device__ __forceinline__ void attend(const Arguments<Element>& arguments, cons
     value_page = pages.page(first_of(run));
     pages.fetch<KEYS, P::TEAM>(keys_of(run), pages.keys, value_page, first_of(run), member);
     ptx::close_copies();
-    if (run < STAGES - 1) {
+    if (UNPACKS || run < STAGES - 1) {
       pages.fetch<KEYS, P::TEAM>(values_of(run), pages.values, value_page, first_of(run), member);
       ptx::close_copies();
     }
@@ -178,6 +233,8 @@ __device__ __forceinline__ void attend(const Arguments<Element>& arguments, cons
   const int limit_max =
       first_row < item.num_rows ? rows.limit(last_row < item.num_rows ? last_row : item.num_rows - 1) : 0;
 
+  const float scale = BYTES ? arguments.scale * arguments.kv_scales[head] : arguments.scale;
+  e4m3::Numbers numbers;
   Softmax<ROW_TILES> softmax;
   float values[ROW_TILES][COLUMNS][4] = {};
 
@@ -185,14 +242,28 @@ __device__ __forceinline__ void attend(const Arguments<Element>& arguments, cons
     const int first = first_of(run);
     ptx::wait_for_all_but<2 * STAGES - 2>();
     P::sync();  // the keys of this run are there; the values of the one before have been read
-    pages.fetch<KEYS, P::TEAM>(values_of(run + STAGES - 1), pages.values, value_page,
-                               first_of(run + STAGES - 1), member);
-    ptx::close_copies();
+    if constexpr (UNPACKS) {  // its values are there, too
+      unpack_page(unpacked, keys_of(run), numbers);
+      unpack_page(unpacked + P::UNPACKED_BYTES, values_of(run), numbers);
+      P::sync();  // they have been unpacked
+      pages.fetch<KEYS, P::TEAM>(keys_of(run), pages.keys, key_page, first_of(run + STAGES), member);
+      ptx::close_copies();
+      pages.fetch<KEYS, P::TEAM>(values_of(run), pages.values, key_page, first_of(run + STAGES), member);
+      ptx::close_copies();
+      key_page = pages.page(first_of(run + STAGES + 1));
+    } else {
+      pages.fetch<KEYS, P::TEAM>(values_of(run + STAGES - 1), pages.values, value_page,
+                                 first_of(run + STAGES - 1), member);
+      ptx::close_copies();
+    }
 
     const bool visible = first < limit_max;  // to any row of this warp
     float scores[ROW_TILES][KEY_COLUMNS][4] = {};
     if (visible) {
-      const uint32 right_row = Tiles::piece(Tiles::row(keys_of(run), lane.right_row()), lane.right_piece());
+      constexpr int COLUMNS_EACH = MIXES ? 4 : 2;  // of a load
+      const uint32 keys = UNPACKS ? unpacked : keys_of(run);
+      const uint32 right_row = MIXES ? Operands::row(keys, lane.lane)
+                                     : Operands::piece(Operands::row(keys, lane.right_row()), lane.right_piece());
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         uint32 left[ROW_TILES][4];
@@ -203,24 +274,35 @@ __device__ __forceinline__ void attend(const Arguments<Element>& arguments, cons
           else
             read_query(left[tile], tile, step);
 #pragma unroll
-        for (int column = 0; column < KEY_COLUMNS; column += 2) {
+        for (int columns = 0; columns < KEY_COLUMNS; columns += COLUMNS_EACH) {
           uint32 right[4];
-          ptx::load_matrices(right, Tiles::piece(right_row + column * 8 * Tiles::ROW_BYTES, step * 2));
+          ptx::load_matrices(right, Operands::piece(right_row + columns * 8 * Operands::ROW_BYTES,
+                                                    step * (MIXES ? 1 : 2)));
 #pragma unroll
-          for (int tile = 0; tile < ROW_TILES; ++tile) {
-            ptx::multiply<Element>(scores[tile][column], left[tile], right[0], right[1]);
-            ptx::multiply<Element>(scores[tile][column + 1], left[tile], right[2], right[3]);
+          for (int column = 0; column < COLUMNS_EACH; ++column) {
+            uint32 low, high;
+            if constexpr (MIXES) {
+              numbers.take(right[column]);
+              e4m3::unpack<Element>(right[column], low, high);
+            } else {
+              low = right[2 * column], high = right[2 * column + 1];
+            }
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; ++tile)
+              ptx::multiply<Element>(scores[tile][columns + column], left[tile], low, high);
           }
         }
       }
     }
 
-    ptx::wait_for_all_but<2 * STAGES - 2>();
-    P::sync();  // the values of this run are there; its keys have been read
-    pages.fetch<KEYS, P::TEAM>(keys_of(run + STAGES), pages.keys, key_page, first_of(run + STAGES), member);
-    ptx::close_copies();
-    value_page = key_page;
-    key_page = pages.page(first_of(run + STAGES + 1));
+    if constexpr (!UNPACKS) {
+      ptx::wait_for_all_but<2 * STAGES - 2>();
+      P::sync();  // the values of this run are there; its keys have been read
+      pages.fetch<KEYS, P::TEAM>(keys_of(run + STAGES), pages.keys, key_page, first_of(run + STAGES), member);
+      ptx::close_copies();
+      value_page = key_page;
+      key_page = pages.page(first_of(run + STAGES + 1));
+    }
     if (!visible) continue;
 
     if (first + KEYS > limit_min) {
@@ -242,7 +324,7 @@ __device__ __forceinline__ void attend(const Arguments<Element>& arguments, cons
     for (int tile = 0; tile < ROW_TILES; ++tile)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        corrections[tile][half] = softmax.take(scores[tile], tile, half, arguments.scale);
+        corrections[tile][half] = softmax.take(scores[tile], tile, half, scale);
         changed |= corrections[tile][half] != 1.0f;
       }
     if (ptx::any(changed)) {
@@ -253,7 +335,8 @@ __device__ __forceinline__ void attend(const Arguments<Element>& arguments, cons
 #pragma unroll
           for (int i = 0; i < 4; ++i) values[tile][column][i] *= corrections[tile][i / 2];
     }
-    const uint32 value_row = Tiles::piece(Tiles::row(values_of(run), lane.left_row()), lane.left_piece());
+    const uint32 value_row = Operands::piece(
+        Operands::row(UNPACKS ? unpacked + P::UNPACKED_BYTES : values_of(run), lane.left_row()), lane.left_piece());
 #pragma unroll
     for (int step = 0; step < KEYS / 16; ++step) {
       uint32 left[ROW_TILES][4];
@@ -264,20 +347,38 @@ __device__ __forceinline__ void attend(const Arguments<Element>& arguments, cons
           const float (&pair)[4] = scores[tile][step * 2 + i / 2];
           left[tile][i] = ptx::pack<Element>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
         }
+      constexpr int COLUMNS_EACH = MIXES ? 4 : 2;  // of a load
 #pragma unroll
-      for (int column = 0; column < COLUMNS; column += 2) {
+      for (int columns = 0; columns < COLUMNS; columns += COLUMNS_EACH) {
         uint32 right[4];
-        ptx::load_matrices_transposed(right,
-                                      Tiles::piece(value_row + step * 16 * Tiles::ROW_BYTES, column));
+        ptx::load_matrices_transposed(
+            right, Operands::piece(value_row + step * 16 * Operands::ROW_BYTES, columns * 2 / COLUMNS_EACH));
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; ++tile) {
-          ptx::multiply<Element>(values[tile][column], left[tile], right[0], right[1]);
-          ptx::multiply<Element>(values[tile][column + 1], left[tile], right[2], right[3]);
+        for (int i = 0; i < 4; i += 2) {  // eight keys, and the eight behind them
+          uint32 low[2], high[2];         // of those, for one product and for another
+          if constexpr (MIXES) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              numbers.take(right[i + half]);
+              e4m3::unpack<Element>(right[i + half], half ? high[0] : low[0], half ? high[1] : low[1]);
+            }
+          } else {
+            low[0] = right[i], high[0] = right[i + 1];
+          }
+#pragma unroll
+          for (int product = 0; product < COLUMNS_EACH / 2; ++product)
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; ++tile)
+              ptx::multiply<Element>(values[tile][columns + i / 2 * (COLUMNS_EACH / 2) + product], left[tile], low[product],
+                                     high[product]);
         }
       }
     }
   }
   ptx::wait_for_all_but<0>();
+  if constexpr (BYTES)
+    if (WIDE ? ptx::any_of_block(!numbers.all()) : ptx::any(!numbers.all())) softmax.spoil();
+  const float value_scale = BYTES ? arguments.kv_scales[arguments.kv_heads + head] : 1.0f;
 
   if constexpr (WIDE) {
 #pragma unroll
@@ -287,13 +388,13 @@ __device__ __forceinline__ void attend(const Arguments<Element>& arguments, cons
         const int row = first_row + tile * 16 + half * 8 + lane.row;
         const float sum = softmax.whole_sum(tile, half);
         if (row >= item.num_rows) continue;
-        const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
+        const float share = sum == 0.0f ? 0.0f : value_scale / sum;
 #pragma unroll
         for (int column = 0; column < COLUMNS; ++column)
           rows.write(row, column * 8 + lane.pair, values[tile][column][2 * half] * share,
                      values[tile][column][2 * half + 1] * share);
         if (lane.pair == 0)
-          rows.write_sum(row, sum == 0.0f ? ptx::nothing() : softmax.largest[tile][half] * arguments.scale + ptx::log2(sum));
+          rows.write_sum(row, sum == 0.0f ? ptx::nothing() : softmax.largest[tile][half] * scale + ptx::log2(sum));
       }
   } else {
     ptx::sync_block();  // the rings are no longer read; they hold the four results now
@@ -309,14 +410,15 @@ __device__ __forceinline__ void attend(const Arguments<Element>& arguments, cons
         const float sum = softmax.whole_sum(tile, half);
         if (lane.pair == 0) {
           const float largest = softmax.largest[tile][half];
-          maxima[row] = largest == ptx::nothing() ? ptx::nothing() : largest * arguments.scale;
+          maxima[row] = largest == ptx::nothing() ? ptx::nothing() : largest * scale;
           sums[row] = sum;
         }
 #pragma unroll
         for (int column = 0; column < COLUMNS; ++column)
 #pragma unroll
           for (int side = 0; side < 2; ++side)
-            merged[row * STRIDE + column * 8 + lane.pair + side] = values[tile][column][2 * half + side];
+            merged[row * STRIDE + (MIXES ? e4m3::column_of(column, lane.pair, side) : column * 8 + lane.pair + side)] =
+                values[tile][column][2 * half + side];
       }
     ptx::sync_block();
     for (int i = thread; i < item.num_rows * (HEAD / 2); i += THREADS) {
@@ -333,7 +435,7 @@ __device__ __forceinline__ void attend(const Arguments<Element>& arguments, cons
         first += weight * merged[place * STRIDE + column];
         second += weight * merged[place * STRIDE + column + 1];
       }
-      const float share = sum == 0.0f ? 0.0f : 1.0f / sum;
+      const float share = sum == 0.0f ? 0.0f : value_scale / sum;
       rows.write(row, column, first * share, second * share);
       if (column == 0) rows.write_sum(row, sum == 0.0f ? ptx::nothing() : base + ptx::log2(sum));
     }
@@ -347,8 +449,9 @@ extern "C" __device__ const int multi_token_attention_shared_bytes = SHARED_BYTE
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     multi_token_attention(const Element* query,      // (tokens, heads, head_size), rows query_stride apart
-                          const Element* key_pages,  // (pages, kv_heads, 32, head_size), page_stride apart
-                          const Element* value_pages,
+                          const Stored* key_pages,   // (pages, kv_heads, 32, head_size), page_stride apart
+                          const Stored* value_pages,
+                          const float* kv_scales,    // (2, kv_heads); read only where Stored is bytes
                           const int* page_table,     // (turns, pages_max)
                           const int* slice_offsets,  // (slices + 1)
                           const int* slice_turns,    // (slices)
@@ -360,9 +463,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                           float* part_sums,    // (part rows, kv_heads)
                           Element* out) {      // (tokens, heads, head_size)
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const Arguments<Element> arguments{query, key_pages, value_pages, page_table, slice_offsets, slice_turns,
-                                     slice_starts, items, kv_heads, group, pages_max, page_stride,
-                                     query_stride, out_stride, scale, part_values, part_sums, out};
+  const Arguments<Element, Stored> arguments{query, key_pages, value_pages, kv_scales, page_table,
+                                             slice_offsets, slice_turns, slice_starts, items, kv_heads, group,
+                                             pages_max, page_stride, query_stride, out_stride, scale, part_values,
+                                             part_sums, out};
   const WorkItem& item = items[blockIdx.x / kv_heads];
   const int head = blockIdx.x % kv_heads;
   if (item.num_rows <= 0) return;

@@ -312,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                           float* part_sums,    // (part rows, kv_heads)
                           Element* out) {      // (tokens, heads, head_size)
   extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const Arguments<Element> arguments{query, nullptr, nullptr, page_table, slice_offsets, slice_turns,
+  const Arguments<Element> arguments{query, nullptr, nullptr, nullptr, page_table, slice_offsets, slice_turns,
                                      slice_starts, items, kv_heads, group, pages_max, 0,
                                      query_stride, out_stride, scale, part_values, part_sums, out};
   const Stages stages{ptx::shared_address(shared_memory)};

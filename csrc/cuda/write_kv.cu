@@ -8,9 +8,14 @@
 //
 // with half = rotated / 2, in float and rounded once.  The query goes to `rotated_query`, the key to its page.
 //
-// One block does one token; a thread moves two neighbouring elements at a time.
+// Where keys and values are kept as bytes (STORED=E4m3; e4m3.h), each is divided by the scale of its head and
+// rounded once on its way to the page.
+//
+// One block does one token; a thread moves four neighbouring elements at a time, or two where half a rotation is no
+// multiple of four.
 //
 // Bound by the launch: 16 tokens of 8 KV heads of 128 are 128 KB, a tenth of a microsecond's bandwidth.
+#include <e4m3.h>
 #include <element.h>
 #include <ptx.h>
 
@@ -20,28 +25,99 @@
 #ifndef ELEMENT
 #define ELEMENT Bf16
 #endif
+#ifndef STORED
+#define STORED ELEMENT
+#endif
 
 namespace {
 
-constexpr int PAGE = 32, THREADS = 128;
+constexpr int PAGE = 32, THREADS = 128, EACH = 4;
 using Element = ELEMENT;
+using Stored = STORED;
+constexpr bool BYTES = sizeof(Stored) == 1;
 
-__device__ __forceinline__ void copy_pair(Element* target, const Element* source) {
-  *reinterpret_cast<uint32*>(target) = *reinterpret_cast<const uint32*>(source);
+// COUNT neighbouring elements, moved at once.
+template <class Type, int COUNT>
+struct alignas(sizeof(Type) * COUNT) Some {
+  Type each[COUNT];
+};
+
+template <int COUNT>
+__device__ __forceinline__ void read(float (&values)[COUNT], const Element* source) {
+  const auto some = *reinterpret_cast<const Some<Element, COUNT>*>(source);
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) values[i] = ptx::widen(some.each[i]);
+}
+
+// Rounds; what becomes bytes is multiplied by `factor` before.
+template <int COUNT>
+__device__ __forceinline__ void write(Element* target, const float (&values)[COUNT], float) {
+  Some<uint32, COUNT / 2> some;
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 2) some.each[i / 2] = ptx::pack<Element>(values[i], values[i + 1]);
+  *reinterpret_cast<Some<uint32, COUNT / 2>*>(target) = some;
+}
+
+template <int COUNT>
+__device__ __forceinline__ void write(E4m3* target, const float (&values)[COUNT], float factor) {
+  Some<uint8, COUNT> some;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) some.each[i] = e4m3::narrow(values[i] * factor);
+  *reinterpret_cast<Some<uint8, COUNT>*>(target) = some;
+}
+
+// As they are, or rounded to bytes.
+template <int COUNT>
+__device__ __forceinline__ void move(Element* target, const Element* source, float) {
+  using Moved = Some<Element, COUNT>;
+  *reinterpret_cast<Moved*>(target) = *reinterpret_cast<const Moved*>(source);
+}
+
+template <int COUNT>
+__device__ __forceinline__ void move(E4m3* target, const Element* source, float factor) {
+  float values[COUNT];
+  read(values, source);
+  write(target, values, factor);
 }
 
 // `first` and `second` lie half a rotation apart in `row`.
-__device__ __forceinline__ void rotate(Element* target, const Element* row, const Element* cosine,
-                                       const Element* sine, int first, int second) {
-  float low[2], high[2];
+template <int COUNT, class Type>
+__device__ __forceinline__ void rotate(Type* target, const Element* row, const Element* cosine,
+                                       const Element* sine, int first, int second, float factor) {
+  float x[COUNT], y[COUNT], cosines[2][COUNT], sines[2][COUNT], low[COUNT], high[COUNT];
+  read(x, row + first);
+  read(y, row + second);
+  read(cosines[0], cosine + first);
+  read(cosines[1], cosine + second);
+  read(sines[0], sine + first);
+  read(sines[1], sine + second);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float x = ptx::widen(row[first + i]), y = ptx::widen(row[second + i]);
-    low[i] = x * ptx::widen(cosine[first + i]) - y * ptx::widen(sine[first + i]);
-    high[i] = y * ptx::widen(cosine[second + i]) + x * ptx::widen(sine[second + i]);
+  for (int i = 0; i < COUNT; ++i) {
+    low[i] = x[i] * cosines[0][i] - y[i] * sines[0][i];
+    high[i] = y[i] * cosines[1][i] + x[i] * sines[1][i];
   }
-  *reinterpret_cast<uint32*>(target + first) = ptx::pack<Element>(low[0], low[1]);
-  *reinterpret_cast<uint32*>(target + second) = ptx::pack<Element>(high[0], high[1]);
+  write(target + first, low, factor);
+  write(target + second, high, factor);
+}
+
+// Rotates `num_rows` rows of a token, and copies what of them is not rotated.
+template <int COUNT, class Source, class Target, class Factor>
+__device__ __forceinline__ void rotate_rows(int num_rows, int rotated, const Element* cosine, const Element* sine,
+                                            Source source_of, Target target_of, Factor factor_of) {
+  const int half = rotated / 2, pieces = half / COUNT, rest = (HEAD_SIZE - rotated) / COUNT;
+  for (int i = threadIdx.x; i < num_rows * pieces; i += THREADS) {
+    const int row = i / pieces, first = i % pieces * COUNT;
+    rotate<COUNT>(target_of(row), source_of(row), cosine, sine, first, first + half, factor_of(row));
+  }
+  for (int i = threadIdx.x; i < num_rows * rest; i += THREADS) {
+    const int row = i / rest, column = rotated + i % rest * COUNT;
+    move<COUNT>(target_of(row) + column, source_of(row) + column, factor_of(row));
+  }
+}
+
+// What numbers of a head are multiplied by on their way to a byte; scales are powers of two.
+__device__ __forceinline__ float factor_of(const float* kv_scales, int index) {
+  return BYTES ? 1.0f / kv_scales[index] : 1.0f;
 }
 
 }  // namespace
@@ -52,17 +128,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
              const int64* slot_mapping,  // (tokens)
              int kv_heads, int64 key_stride, int64 key_head_stride, int64 value_stride,
              int64 value_head_stride, int64 page_stride,
-             Element* key_pages,      // (pages, kv_heads, 32, head_size), page_stride apart
-             Element* value_pages) {  // alike
+             const float* kv_scales,  // (2, kv_heads): keys' and values'; read only where Stored is bytes
+             Stored* key_pages,       // (pages, kv_heads, 32, head_size), page_stride apart
+             Stored* value_pages) {   // alike
   const int64 token = blockIdx.x, slot = slot_mapping[token];
   const int64 page = slot / PAGE * page_stride + slot % PAGE * HEAD_SIZE;
-  for (int i = threadIdx.x; i < kv_heads * (HEAD_SIZE / 2); i += THREADS) {
-    const int head = i / (HEAD_SIZE / 2), column = i % (HEAD_SIZE / 2) * 2;
+  for (int i = threadIdx.x; i < kv_heads * (HEAD_SIZE / EACH); i += THREADS) {
+    const int head = i / (HEAD_SIZE / EACH), column = i % (HEAD_SIZE / EACH) * EACH;
     const int64 target = page + int64(head) * PAGE * HEAD_SIZE + column;
     const int64 from_key = token * key_stride + head * key_head_stride + column;
     const int64 from_value = token * value_stride + head * value_head_stride + column;
-    copy_pair(key_pages + target, key + from_key);
-    copy_pair(value_pages + target, value + from_value);
+    move<EACH>(key_pages + target, key + from_key, factor_of(kv_scales, head));
+    move<EACH>(value_pages + target, value + from_value, factor_of(kv_scales, kv_heads + head));
   }
 }
 
@@ -74,34 +151,35 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                         const Element* sine,    // (tokens, rotated)
                         const int64* slot_mapping, int heads, int kv_heads, int rotated, int64 query_stride,
                         int64 key_stride, int64 value_stride, int64 page_stride,
+                        const float* kv_scales,  // as above
                         Element* rotated_query,  // (tokens, heads, head_size), contiguous
-                        Element* key_pages, Element* value_pages) {
+                        Stored* key_pages, Stored* value_pages) {
   const int64 token = blockIdx.x, slot = slot_mapping[token];
   const int64 page = slot / PAGE * page_stride + slot % PAGE * HEAD_SIZE;
-  const int quarter = rotated / 4, half = rotated / 2;
-  const int rest = (HEAD_SIZE - rotated) / 2;  // pairs of a row that are not rotated
   cosine += token * rotated;
   sine += token * rotated;
-  const auto source_of = [&](int row) {
-    return row < heads ? query + token * query_stride + int64(row) * HEAD_SIZE
-                       : key + token * key_stride + int64(row - heads) * HEAD_SIZE;
-  };
-  const auto target_of = [&](int row) {
-    return row < heads ? rotated_query + (token * heads + row) * HEAD_SIZE
-                       : key_pages + page + int64(row - heads) * PAGE * HEAD_SIZE;
-  };
-  const int rows = heads + kv_heads;
-  for (int i = threadIdx.x; i < rows * quarter; i += THREADS) {
-    const int first = i % quarter * 2;
-    rotate(target_of(i / quarter), source_of(i / quarter), cosine, sine, first, first + half);
+  query += token * query_stride;
+  key += token * key_stride;
+  value += token * value_stride;
+  rotated_query += token * heads * HEAD_SIZE;
+  key_pages += page;
+  value_pages += page;
+  const auto query_row = [&](int row) { return query + int64(row) * HEAD_SIZE; };
+  const auto rotated_row = [&](int row) { return rotated_query + int64(row) * HEAD_SIZE; };
+  const auto as_it_is = [](int) { return 1.0f; };
+  const auto key_row = [&](int row) { return key + int64(row) * HEAD_SIZE; };
+  const auto slot_row = [&](int row) { return key_pages + int64(row) * PAGE * HEAD_SIZE; };
+  const auto of_head = [&](int row) { return factor_of(kv_scales, row); };
+  if (rotated % (2 * EACH) == 0) {
+    rotate_rows<EACH>(heads, rotated, cosine, sine, query_row, rotated_row, as_it_is);
+    rotate_rows<EACH>(kv_heads, rotated, cosine, sine, key_row, slot_row, of_head);
+  } else {
+    rotate_rows<2>(heads, rotated, cosine, sine, query_row, rotated_row, as_it_is);
+    rotate_rows<2>(kv_heads, rotated, cosine, sine, key_row, slot_row, of_head);
   }
-  for (int i = threadIdx.x; i < rows * rest; i += THREADS) {
-    const int column = rotated + i % rest * 2;
-    copy_pair(target_of(i / rest) + column, source_of(i / rest) + column);
-  }
-  for (int i = threadIdx.x; i < kv_heads * (HEAD_SIZE / 2); i += THREADS) {
-    const int head = i / (HEAD_SIZE / 2), column = i % (HEAD_SIZE / 2) * 2;
-    copy_pair(value_pages + page + int64(head) * PAGE * HEAD_SIZE + column,
-              value + token * value_stride + int64(head) * HEAD_SIZE + column);
+  for (int i = threadIdx.x; i < kv_heads * (HEAD_SIZE / EACH); i += THREADS) {
+    const int head = i / (HEAD_SIZE / EACH), column = i % (HEAD_SIZE / EACH) * EACH;
+    move<EACH>(value_pages + int64(head) * PAGE * HEAD_SIZE + column, value + int64(head) * HEAD_SIZE + column,
+               factor_of(kv_scales, kv_heads + head));
   }
 }

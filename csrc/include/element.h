@@ -1,7 +1,8 @@
-// The two types of keys and values (bfloat16 and float16), and integers of known width.  No library header
-// is included, so a kernel compiles with this folder alone.
+// The types of rows (bfloat16 and float16) and what keys and values may be kept in beside them (e4m3.h), and
+// integers of known width.  No library header is included, so a kernel compiles with this folder alone.
 #pragma once
 
+using uint8 = unsigned char;
 using uint16 = unsigned short;
 using uint32 = unsigned int;
 using uint64 = unsigned long long;
@@ -12,6 +13,9 @@ struct Bf16 {
 };
 struct Fp16 {
   uint16 bits;
+};
+struct E4m3 {
+  uint8 bits;
 };
 
 template <class First, class Second>

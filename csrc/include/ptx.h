@@ -31,6 +31,9 @@ __device__ __forceinline__ uint32 ballot(bool value) { return __ballot_sync(0xff
 
 __device__ __forceinline__ bool any(bool value) { return __any_sync(0xffffffffu, value) != 0; }
 
+// The same, of all threads of the block, which wait for each other.
+__device__ __forceinline__ bool any_of_block(bool value) { return __syncthreads_or(value) != 0; }
+
 __device__ __forceinline__ void sync_warp() { __syncwarp(); }
 
 __device__ __forceinline__ void sync_block() { __syncthreads(); }
@@ -85,6 +88,17 @@ __device__ __forceinline__ float widen(Element value) {
   return wide;
 }
 
+// Two pairs multiplied; with a power of two it is exact, of subnormal numbers too.
+template <class Element>
+__device__ __forceinline__ uint32 multiply_pairs(uint32 first, uint32 second) {
+  uint32 product;
+  if constexpr (same<Element, Bf16>)
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(first), "r"(second), "r"(0x80008000u));
+  else
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(first), "r"(second));
+  return product;
+}
+
 // -- memory --
 
 // Adds, and returns what was there before; threads take turns.
@@ -103,6 +117,17 @@ __device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_g
 template <int N>
 __device__ __forceinline__ void wait_for_all_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+__device__ __forceinline__ void load_16(uint32 (&words)[4], uint32 source) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(source)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_16(uint32 target, uint32 a, uint32 b, uint32 c, uint32 d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 __device__ __forceinline__ void store_16_zeros(uint32 target) {

@@ -4,11 +4,12 @@
 #include <ptx.h>
 #include <work.h>
 
-template <class Element>
+template <class Element, class Stored = Element>
 struct Arguments {
   const Element* query;
-  const Element* key_pages;
-  const Element* value_pages;
+  const Stored* key_pages;
+  const Stored* value_pages;
+  const float* kv_scales;  // where keys and values are bytes (e4m3.h): (2, kv_heads), those of keys first
   const int* page_table;
   const int* slice_offsets;
   const int* slice_turns;
@@ -24,9 +25,9 @@ struct Arguments {
 
 // The rows of an item: where they come from and where they go.  What is seldom needed is read from memory
 // each time, which leaves the registers to the products.
-template <class Element, int HEAD>
+template <class Element, int HEAD, class Stored = Element>
 struct Rows {
-  const Arguments<Element>& arguments;
+  const Arguments<Element, Stored>& arguments;
   const WorkItem& item;
   int head;
 

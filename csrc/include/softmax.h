@@ -47,6 +47,12 @@ struct Softmax {
     return correction;
   }
 
+  // Makes the sum of every row NaN.
+  __device__ __forceinline__ void spoil() {
+#pragma unroll
+    for (int tile = 0; tile < ROW_TILES; ++tile) sum[tile][0] = sum[tile][1] = ptx::float_of(0x7fc00000u);
+  }
+
   // The sum over the four lanes of a row.
   __device__ __forceinline__ float whole_sum(int tile, int half) const {
     float whole = sum[tile][half];

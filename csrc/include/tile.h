@@ -1,21 +1,22 @@
 // The layout of a tile of keys, values or query rows in shared memory.
 //
 // A tile is stored row by row, the 16-byte pieces of a row permuted so that eight rows read at one column, or
-// one row read whole, use every bank once.
+// one row read whole, use every bank once.  Rows of HEAD bytes (e4m3.h) are those of a Tile<HEAD / 2>.
 #pragma once
 #include <element.h>
 #include <ptx.h>
 
 template <int HEAD>
 struct Tile {
-  static_assert(HEAD % 32 == 0, "a row is whole groups of pieces");
-  static constexpr int PIECES = HEAD / 8;                // of eight elements
-  static constexpr int GROUP = HEAD % 64 == 0 ? 8 : 4;   // pieces permuted among themselves
+  static_assert(HEAD % 16 == 0, "a row is whole groups of pieces");
+  static constexpr int PIECES = HEAD / 8;                                        // of eight elements
+  static constexpr int GROUP = HEAD % 64 == 0 ? 8 : (HEAD % 32 == 0 ? 4 : 2);  // permuted among themselves
+  static constexpr int EVERY = 8 / GROUP;                                        // rows permuted alike
   static constexpr uint32 ROW_BYTES = HEAD * 2;
 
   // The address of a row's first piece; a tile begins at a multiple of 128 bytes.
   static __device__ __forceinline__ uint32 row(uint32 tile, int row) {
-    return (tile + row * ROW_BYTES) ^ ((GROUP == 8 ? row & 7 : row >> 1 & 3) << 4);
+    return (tile + row * ROW_BYTES) ^ (uint32(row) / EVERY % GROUP << 4);
   }
 
   // Of its piece `piece`.  A lane's share of the number may be put in first: the permutation is an

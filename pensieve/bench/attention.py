@@ -9,6 +9,7 @@ computed
                         (`enable_gqa`) and with a group's queries folded into rows
     copy_out            pages gathered into one piece first, then the same
     token_by_token      multi_token_attention with one query at a time
+    int8_kv             multi_token_attention over the same pages kept as int8 (`--kv-dtype int8`)
 
 Each result is compared with float32 before anything is timed. Calls use several copies of the inputs by
 turns, so that no cache holds what the next call reads. The contenders run by turns, too, and their medians
@@ -33,6 +34,7 @@ from pensieve.bench.report import Report, progress
 from pensieve.errors import InvalidArgument
 from pensieve.kernels import cpu_library, multi_token_attention
 from pensieve.kernels.attention import reference
+from pensieve.kernels.kv_format import dequantised, quantised
 
 SLOTS = 32
 COPIES_BYTES = 256 << 20  # of inputs that take turns: beyond any cache
@@ -71,6 +73,7 @@ class Row:
     token_by_token_seconds: float
     ratio: float  # seconds over contiguous_seconds
     bandwidth_share: float  # of the measured read bandwidth
+    int8_kv_seconds: float
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,11 @@ def run(options: Options, report: Report) -> list[Row]:
     means = geometric_means(rows)
     for name, ratio in means.items():
         report.line(f"{name}: {ratio:.2f} x (geometric mean)")
-    report.finish({**about, "rows": [asdict(row) for row in rows], "ratios": means})
+    over = geometric_means(rows, lambda row: row.int8_kv_seconds / row.seconds)
+    for name, ratio in over.items():
+        report.line(f"int8 KV over KV of {name}: {ratio:.2f} x (geometric mean)")
+    given = {"rows": [asdict(row) for row in rows], "ratios": means, "int8_kv_ratios": over}
+    report.finish({**about, **given})
     return rows
 
 
@@ -121,7 +128,8 @@ def line_of(row: Row) -> str:
         f"{words(row)}: {row.seconds * 1e3:7.2f} ms, contiguous "
         f"{row.contiguous_seconds * 1e3:7.2f} ({row.ratio:.2f} x), copy-out "
         f"{row.copy_out_seconds * 1e3:7.2f}, token by token "
-        f"{row.token_by_token_seconds * 1e3:7.2f}; {row.bandwidth_share:4.0%} of the bandwidth"
+        f"{row.token_by_token_seconds * 1e3:7.2f}, int8 KV {row.int8_kv_seconds * 1e3:7.2f}; "
+        f"{row.bandwidth_share:4.0%} of the bandwidth"
     )
 
 
@@ -149,6 +157,7 @@ class Inputs:
             (num_pages, 2, shape.kv_heads, SLOTS, shape.head_size), generator=draw
         ).to(dtype)
         self.key_pages, self.value_pages = arena[:, 0], arena[:, 1]
+        self.int8_pages = quantised(arena)
         order = torch.randperm(num_pages, generator=draw)
         self.page_table = order.view(batch, per_turn).int()
         self.offsets = torch.arange(batch + 1, dtype=torch.int32) * length
@@ -185,6 +194,15 @@ class Inputs:
         multi_token_attention(
             *(self.query, self.key_pages, self.value_pages, self.page_table),
             *(self.single_offsets, self.single_turns, self.single_starts),
+            self.scaling,
+            self.out,
+        )
+        return self.out
+
+    def int8_kv(self) -> torch.Tensor:
+        multi_token_attention(
+            *(self.query, self.int8_pages[:, 0], self.int8_pages[:, 1]),
+            *(self.page_table, self.offsets, self.turns, self.starts),
             self.scaling,
             self.out,
         )
@@ -237,10 +255,14 @@ class Inputs:
             ways["loop, folded"] = loop(self._folded)
         return ways
 
-    def right(self) -> torch.Tensor:
+    def right(self, name: str = "") -> torch.Tensor:
+        """What each of them has to answer; that of int8_kv is over what its rows hold."""
         out = torch.empty_like(self.query, dtype=torch.float32)
+        keys, values = self.key_pages.float(), self.value_pages.float()
+        if name == "int8_kv":
+            keys, values = dequantised(self.int8_pages).unbind(1)
         reference.multi_token_attention(
-            *(self.query.float(), self.key_pages.float(), self.value_pages.float()),
+            *(self.query.float(), keys, values),
             *(self.page_table, self.offsets, self.turns, self.starts),
             self.scaling,
             out,
@@ -253,7 +275,7 @@ def measure(shape: Shape, repeats: int, bandwidth: float) -> Row:
     copies = max(2, min(16, COPIES_BYTES // shape.kv_bytes))
     inputs = [Inputs(shape, seed) for seed in range(copies)]
     first = inputs[0]
-    names = ["here", "copy_out", "token_by_token", *first.contiguous()]
+    names = ["here", "int8_kv", "copy_out", "token_by_token", *first.contiguous()]
 
     def act(one: Inputs, name: str) -> Run:
         found: Run = getattr(one, name, None) or one.contiguous()[name]
@@ -262,7 +284,8 @@ def measure(shape: Shape, repeats: int, bandwidth: float) -> Row:
     right = first.right()
     for name in names:
         answer = act(first, name)().reshape(right.shape)
-        check_close(name, answer, right, TOLERANCE, where=f" at {shape}")
+        expected = first.right(name) if name == "int8_kv" else right
+        check_close(name, answer, expected, TOLERANCE, where=f" at {shape}")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     turn = 0
     for _ in range(repeats):
@@ -282,6 +305,7 @@ def measure(shape: Shape, repeats: int, bandwidth: float) -> Row:
         token_by_token_seconds=median["token_by_token"],
         ratio=median["here"] / contiguous,
         bandwidth_share=shape.kv_bytes / median["here"] / bandwidth,
+        int8_kv_seconds=median["int8_kv"],
     )
 
 
@@ -296,13 +320,15 @@ def read_bytes_per_second(num_bytes: int = 512 << 20) -> float:
     return num_bytes / min(seconds)
 
 
-def geometric_means(rows: Sequence[Row]) -> dict[str, float]:
+def geometric_means(
+    rows: Sequence[Row], ratio: Callable[[Row], float] = lambda row: row.ratio
+) -> dict[str, float]:
     """Of the ratios, by type and heads, for contexts that matter and for short ones."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         size = "512 and more" if row.context >= 512 else "below 512"
         name = f"{row.dtype} {row.heads}/{row.kv_heads}, context {size}"
-        groups.setdefault(name, []).append(row.ratio)
+        groups.setdefault(name, []).append(ratio(row))
     return {name: statistics.geometric_mean(each) for name, each in groups.items()}
 
 

@@ -47,6 +47,7 @@ class Options:
     device_cache: str | None = None  # of the daemon that is started, and so are the others
     host_cache: str | None = None
     weights: str | None = None
+    kv_dtype: str | None = None
 
     def flags(self) -> list[str]:
         """Of the daemon.  A share of the device tier counts what all turns hold in the end."""
@@ -56,6 +57,7 @@ class Options:
             device = device or f"{max(int(shape.tokens * shape.device_share), alone)}t"
             host = host or f"{2 * shape.tokens}t"
         named = {"--device-cache": device, "--host-cache": host, "--weights": self.weights}
+        named["--kv-dtype"] = self.kv_dtype
         return [part for name, value in named.items() if value for part in (name, value)]
 
 
@@ -130,6 +132,7 @@ async def about(options: Options, address: str) -> list[str]:
     else:
         model, where = model_in_words(options.model, DEFAULT_MODEL), machine(info.device)
     weights = "int8 weights" if info.weights == "int8" else ""
+    kv = f"{info.kv_dtype} KV" if info.kv_dtype not in ("", info.dtype) else ""
     shape = options.shape
     load = (
         f"{shape.conversations} conversations x {shape.turns} turns x {shape.input_tokens} in / "
@@ -140,7 +143,7 @@ async def about(options: Options, address: str) -> list[str]:
     if shape.think_seconds:
         load += f", {shape.think_seconds:g} s between turns"
     return [
-        " ".join(filter(None, (model, info.dtype, weights))),
+        " ".join(filter(None, (model, info.dtype, weights, kv))),
         where,
         load,
         f"seed {options.seed}",

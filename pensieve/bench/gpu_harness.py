@@ -47,6 +47,9 @@ class Bench:
     copy_bandwidth: float = 0.0  # bytes read and written a second
     matrix_rate: float = 0.0  # operations a second
     bus: dict[str, float] | None = None  # bytes a second, "swap_in" and "swap_out"
+    wrong: frozenset[str] = (
+        frozenset()
+    )  # of `gpu_stages.KERNELS`, what section kernels has not found right
 
     @property
     def dtype(self) -> torch.dtype:

@@ -14,7 +14,7 @@ from array import array
 import torch
 
 from pensieve.bench.gpu_harness import Bench
-from pensieve.bench.gpu_model import GREEDY, executor_of
+from pensieve.bench.gpu_model import GREEDY, executor_of, in_fp8
 from pensieve.core.iteration import Iteration, Slice, TurnStart
 from pensieve.core.sampling import Sampling
 from pensieve.kernels import PAGE_SLOTS as PAGE
@@ -45,10 +45,16 @@ def section_iteration(bench: Bench, model: LoadedModel) -> None:
             ", few rows": now._replace(few_rows=1),
         }
         kinds |= {f"graphs{name}": each for name, each in captured.items()}
+    kinds[f"{list(kinds)[-1].partition(',')[0]}, KV in fp8"] = now
     for kind, each in kinds.items():
-        graphs, num_pages = kind != "eager", max(sizes) * pages + 1
+        graphs, num_pages = not kind.startswith("eager"), max(sizes) * pages + 1
+        wrong = [name for name in bench.wrong if kind.endswith(name)]
+        if wrong:
+            bench.report("iteration", f"{kind}: left out, its kernels are not right", left_out=kind)
+            continue
+        of_kind = in_fp8(model) if kind.endswith("fp8") else model
         with chosen(each):  # which a captured graph keeps, and what is planned for it has to follow
-            executor = executor_of(model, bench.device, num_pages, 0, max(sizes), graphs=graphs)
+            executor = executor_of(of_kind, bench.device, num_pages, 0, max(sizes), graphs=graphs)
         for rows in sizes:
             with chosen(each):
                 host, whole = _decode(bench, executor, rows, context, pages, model.shape.vocab_size)

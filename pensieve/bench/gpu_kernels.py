@@ -23,6 +23,7 @@ from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels import choices, copy_pages, cuda_launch, write_kv
 from pensieve.kernels.attention import cuda, reference
 from pensieve.kernels.choices import chosen
+from pensieve.kernels.kv_format import FP8
 from pensieve.kernels.layer.cuda_fused import add_and_norm_launch, gate_and_multiply_launch
 from pensieve.model.sampling.draw import draw
 from pensieve.model.sampling.penalties import Row, TurnLog
@@ -58,6 +59,7 @@ def section_kernels(bench: Bench) -> None:
     checks = {"write": _check_write, "copy": _check_copy}
     if device.type == "cuda":
         checks |= {"draw": _check_draw, "fused": _check_fused}
+    checks["fp8"] = partial(_check_fp8, small=bench.small)
     for kind, check_it in checks.items():
         if kind == "draw" and not choices.current.radix:
             bench.report("kernels", "draw: left out, tokens are drawn by sorting", kind=kind)
@@ -99,6 +101,22 @@ def _check_write(device: torch.device, dtype: torch.dtype) -> None:
     reference.write_kv(key, value, slots, right[:, 0], right[:, 1])
     if not torch.equal(arena, right):
         raise PensieveError(f"write_kv {dtype} writes something else")
+
+
+def _check_fp8(device: torch.device, dtype: torch.dtype, *, small: bool) -> None:
+    """Attention over pages of bytes, with scales of their heads, and what writes them."""
+    slices = [each for each in SLICES["wide"] if not small or sum(each) <= 800]
+    for head_size in (64, 128) if small else cuda.HEAD_SIZES:
+        paged = Paged.of(device, slices, 8, 2, head_size, dtype, fp8=True)
+        _check_attention(paged, f"attention over fp8, {dtype}, head {head_size}")
+    arena, right = (torch.zeros(9, 2, 4, PAGE, 128, device=device).to(FP8.element) for _ in "12")
+    key, value = (torch.randn(50, 4, 128, device=device).to(dtype) * 3 for _ in range(2))
+    scales = torch.exp2(torch.arange(8, device=device) - 9.0).view(2, 4)
+    slots = torch.randperm(9 * PAGE)[:50].to(device)
+    write_kv(key, value, slots, arena[:, 0], arena[:, 1], scales)
+    reference.write_kv(key, value, slots, right[:, 0], right[:, 1], scales)
+    if not torch.equal(arena.view(torch.uint8), right.view(torch.uint8)):
+        raise PensieveError(f"write_kv {dtype} rounds to other bytes of fp8")
 
 
 def _check_copy(device: torch.device, dtype: torch.dtype) -> None:
@@ -216,13 +234,15 @@ def section_decode(bench: Bench) -> None:
         check("decode", inputs[0].run(), inputs[0].right())
         seconds = bench.seconds([one.run for one in inputs])
         share, words = share_of(kv_bytes / seconds, bench.copy_bandwidth, "the copy's bandwidth")
+        what = f"batch {batch}, context {context}, 32/8 x 128"
         bench.report(
             "decode",
-            f"batch {batch}, context {context}, 32/8 x 128: {seconds * 1e6:.1f} us, "
-            f"{kv_bytes / seconds / 1e9:.0f} GB/s, {words}",
+            f"{what}: {seconds * 1e6:.1f} us, {kv_bytes / seconds / 1e9:.0f} GB/s, {words}",
             seconds=seconds,
             share=share,
         )
+        del inputs
+        _with_fp8(bench, "decode", what, slices, 2 * copies, seconds)
 
 
 def section_prefill(bench: Bench) -> None:
@@ -252,3 +272,26 @@ def section_prefill(bench: Bench) -> None:
             speed=times[best] / seconds,
             share=share,
         )
+        what = f"{batch} x {length} queries over {start + length}"
+        _with_fp8(bench, "prefill", what, slices, 1, seconds)
+
+
+def _with_fp8(
+    bench: Bench, section: str, what: str, slices: list[tuple[int, int]], copies: int, other: float
+) -> None:
+    """The same over KV in fp8, 32/8 heads of 128, against the seconds that it took over elements."""
+    if "fp8" in bench.wrong:
+        bench.report(section, f"{what}, KV in fp8: left out, its kernels are not right")
+        return
+    copies = 1 if bench.small else copies
+    inputs = [
+        Paged.of(bench.device, slices, 32, 8, 128, bench.dtype, seed, fp8=True)
+        for seed in range(copies)
+    ]
+    check(f"{section} over fp8", inputs[0].run(), inputs[0].right())
+    seconds = bench.seconds([one.run for one in inputs])
+    bench.report(
+        section,
+        f"{what}, KV in fp8: {seconds * 1e6:.1f} us, {other / seconds:.2f} x the speed of {bench.dtype}",
+        fp8_speed=other / seconds,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from pensieve.core.sampling import Sampling
 from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
+from pensieve.kernels.kv_format import FP8
 from pensieve.model.attention import SERVING, FlatModel, register
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.fuse import fuse
@@ -75,6 +77,14 @@ def random_model(device: torch.device, small: bool, *, plain: bool = False) -> L
         if num_replaced != layers:
             raise PensieveError(f"{num_replaced} of {layers} layers were replaced")
     return LoadedModel("random", flat, shape, heads, frozenset())
+
+
+def in_fp8(model: LoadedModel) -> LoadedModel:
+    """The same with its KV kept in fp8; its keys and values are of the size of one, so scales are one."""
+    shape = model.shape
+    ones = ((0,) * shape.num_kv_heads, (0,) * shape.num_kv_heads)
+    kept = replace(shape, kv_dtype=FP8.name, kv_exponents=(ones,) * shape.num_layers)
+    return replace(model, shape=kept)
 
 
 def executor_of(

@@ -10,6 +10,7 @@ from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels import multi_token_attention
 from pensieve.kernels.attention import cuda, reference
 from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.kv_format import FP8
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Paged:
     starts: torch.Tensor
     work: Work | None
     out: torch.Tensor
+    kv_scales: torch.Tensor | None = None  # of pages in fp8
 
     @classmethod
     def of(
@@ -35,19 +37,25 @@ class Paged:
         head_size: int,
         dtype: torch.dtype,
         seed: int = 0,
+        *,
+        fp8: bool = False,
     ) -> Paged:
         draw = torch.Generator(device=device).manual_seed(seed)
         ends = [start + length for start, length in slices]
         per_turn = -(-max(ends) // PAGE)
         num_pages = len(slices) * per_turn + 1
-        arena = torch.randn(
-            (num_pages, 2, kv_heads, PAGE, head_size), generator=draw, device=device
-        ).to(dtype)
+        wide = torch.randn((num_pages, 2, kv_heads, PAGE, head_size), generator=draw, device=device)
+        kv_scales = None
+        if fp8:
+            exponents = torch.randint(-5, 1, (2, kv_heads), generator=draw, device=device)
+            kv_scales = torch.exp2(exponents.float())
+            wide /= kv_scales[:, :, None, None]
+        stored = FP8.element if fp8 else dtype
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
         table = order[: len(slices) * per_turn].view(len(slices), per_turn).int()
         for index, end in enumerate(ends):  # slots that were never written are NaN
             if end % PAGE:
-                arena[int(table[index, end // PAGE]), :, :, end % PAGE :] = float("nan")
+                wide[int(table[index, end // PAGE]), :, :, end % PAGE :] = float("nan")
         lengths = [length for _, length in slices]
         tokens = sum(lengths)
         query = torch.randn((tokens, heads, head_size), generator=draw, device=device).to(dtype)
@@ -56,21 +64,21 @@ class Paged:
             return torch.tensor(numbers, dtype=torch.int32, device=device)
 
         work = None
-        if device.type == "cuda" and cuda.takes(dtype, PAGE, head_size):
+        if device.type == "cuda" and cuda.takes(dtype, PAGE, head_size, stored=stored):
             starts = [start for start, _ in slices]
-            plan = cuda.plan(
-                lengths, starts, heads, kv_heads, head_size, cuda.blocks_at_once(device, head_size)
-            )
+            blocks = cuda.blocks_at_once(device, head_size, stored)
+            plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, blocks)
             work = Work.of(plan, kv_heads, head_size, device)
         return cls(
             query,
-            arena,
+            wide.to(stored),
             table.to(device),
             torch.tensor([0, *lengths]).cumsum(0).int().to(device),
             column(list(range(len(slices)))),
             column([start for start, _ in slices]),
             work,
             torch.full_like(query, float("nan")),
+            kv_scales,
         )
 
     def run(self) -> torch.Tensor:
@@ -80,6 +88,7 @@ class Paged:
             self.scaling,
             self.out,
             self.work,
+            self.kv_scales,
         )
         return self.out
 
@@ -89,7 +98,7 @@ class Paged:
 
     def right(self) -> torch.Tensor:
         out = torch.empty(self.query.shape, device=self.query.device)
-        wide = self.arena.float()
+        wide = self.wide()
         reference.multi_token_attention(
             *(self.query.float(), wide[:, 0], wide[:, 1]),
             *(self.table, self.offsets, self.turns, self.starts),
@@ -98,10 +107,17 @@ class Paged:
         )
         return out
 
+    def wide(self) -> torch.Tensor:
+        """What the pages hold, in float32."""
+        if self.kv_scales is None:
+            return self.arena.float()
+        return self.arena.float() * self.kv_scales[:, :, None, None]
+
     def contiguous(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in one piece, (batch, kv_heads, context, D); all slices of one length."""
         context = int(self.starts[0]) + int(self.offsets[1])
-        gathered = self.arena[self.table.long()]  # (batch, pages, 2, kv_heads, 32, D)
+        arena = self.arena if self.kv_scales is None else self.wide().to(self.query.dtype)
+        gathered = arena[self.table.long()]  # (batch, pages, 2, kv_heads, 32, D)
         batch, pages, _, kv_heads, _, head_size = gathered.shape
         whole = gathered.permute(2, 0, 3, 1, 4, 5).reshape(
             2, batch, kv_heads, pages * PAGE, head_size

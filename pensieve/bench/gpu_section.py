@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from pensieve.bench.gpu_harness import FIGURES, Bench, figures_of
+from pensieve.bench.gpu_stages import wrong_kernels
 from pensieve.errors import InvalidArgument
 from pensieve.kernels import choices
 from pensieve.model.loader import LoadedModel
@@ -82,7 +83,7 @@ def succeeded(
 
 
 def recall(bench: Bench, folder: Path) -> None:
-    """The device's rates, as section `device` last wrote them for shapes of this size."""
+    """The device's rates, as section `device` last wrote them for shapes of this size; what is wrong."""
     for reported in figures_of(folder):
         if reported["section"] != "device" or reported["small"] != bench.small:
             continue
@@ -90,6 +91,7 @@ def recall(bench: Bench, folder: Path) -> None:
         bench.matrix_rate = reported.get("matrix_rate", bench.matrix_rate)
         if "swap_in" in reported:
             bench.bus = {name: reported[name] for name in ("swap_in", "swap_out")}
+    bench.wrong = wrong_kernels(figures_of(folder))
 
 
 def section_named(name: str) -> Callable[[Bench], None]:

@@ -109,7 +109,9 @@ KERNELS = {
     "copy": "the kernel that copies pages is wrong: stop here and mend it",
     "draw": "the search that draws tokens is wrong: it is switched off (radix=0), and the run goes on",
     "fused": "the fused kernels are wrong: fused=0 stays the default, and the run goes on",
+    "fp8": "the kernels for KV in fp8 are wrong: no --kv-dtype fp8 until they are mended; the run goes on",
 }
+OPTIONAL = ("fused", "fp8")  # nobody uses them who does not ask for them
 SWITCHED_OFF = {"wide": "hopper=0", "draw": "radix=0"}
 
 
@@ -131,7 +133,7 @@ def after(number: int, found: Sequence[Figures], wanted: Sequence[str] | None = 
     wrong = wrong_kernel(found)
     if wrong in SWITCHED_OFF:
         return After(choices=SWITCHED_OFF[wrong], again=("kernels",))
-    return After(stop=wrong not in (None, "fused") or "narrow" not in _right_kernels(found))
+    return After(stop=wrong not in (None, *OPTIONAL) or "narrow" not in _right_kernels(found))
 
 
 def _right_kernels(found: Sequence[Figures]) -> set[str | None]:
@@ -151,6 +153,21 @@ def wrong_kernel(found: Sequence[Figures]) -> str | None:
         return str(named)
     right = _right_kernels(found)
     return next((kind for kind in KERNELS if kind not in right), "narrow")
+
+
+def wrong_kernels(found: Sequence[Figures]) -> frozenset[str]:
+    """All that section `kernels`, when it last came to them, did not find right; none if it has not been run.
+
+    It ends at the first that is wrong, so those behind it count as wrong, too: nobody knows.
+    """
+    examined = of(found, "kernels")
+    wrong = set(KERNELS) if examined else set()
+    for each in examined:
+        if each.get("failed"):
+            wrong.add(each.get("kind") or "")
+        else:
+            wrong.discard(each.get("kind") or "")
+    return frozenset(wrong) - {""}
 
 
 def of(found: Sequence[Figures], section: str, *names: str) -> list[Figures]:
@@ -221,6 +238,12 @@ def _of_kernels(found: Sequence[Figures]) -> list[str]:
             sentences.append(
                 f"prefill reaches {each['share']:.0%} of the product's rate, below 60 %: ping-pong of the "
                 f"warpgroups ({each['line']})"
+            )
+    for each in of(found, "decode", "fp8_speed"):
+        if each["fp8_speed"] < 1.5:
+            sentences.append(
+                f"KV in fp8 is {each['fp8_speed']:.2f} x as fast, of 2 that its bytes allow: what unpacks it "
+                f"is the limit ({each['line']})"
             )
     groups: dict[str, list[Figures]] = {}
     for each in of(found, "choices", "what", "choice", "seconds"):

@@ -9,9 +9,9 @@ their keys and values were computed by the same model.
             once read only those that they chose: then the ratio may be below 1
     ratio   time of the step over the floor; medians, the two measured by turns
 
-With --weights int8 the logits of a few prompts are first compared with those of the checkpoint's own
-weights. Before anything is timed, several turns of the largest batch must get, token for token, the
-reply that they get when they are alone.
+With --weights int8 or --kv-dtype int8 the logits of a few prompts are first compared with those of the
+checkpoint's own weights and KV. Before anything is timed, several turns of the largest batch must get, token
+for token, the reply that they get when they are alone.
 """
 
 from __future__ import annotations
@@ -74,6 +74,13 @@ class Options:
     repeats: int
     int8: bool
     parts: bool = False  # also what each part of the layers takes
+    kv_dtype: str = "auto"
+
+    @property
+    def rounded(self) -> str:
+        """What is not as the checkpoint has it, in words."""
+        kv = "" if self.kv_dtype == "auto" else f"{self.kv_dtype} KV"
+        return " and ".join(each for each in ("int8 weights" if self.int8 else "", kv) if each)
 
 
 def run(options: Options, report: Report) -> list[Row]:
@@ -81,21 +88,21 @@ def run(options: Options, report: Report) -> list[Row]:
         raise InvalidArgument("batch, context, repeats", "are at least 1")
     about: dict[str, object] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     with measured_model(options.model, options.shape) as folder:
-        exact = Logits.of(load(folder)) if options.int8 else None
-        model = load(folder, int8=options.int8, report=progress)
+        exact = Logits.of(load(folder)) if options.rounded else None
+        model = load(folder, int8=options.int8, kv_dtype=options.kv_dtype, report=progress)
         tokenizer = Tokenizer.load(folder)
     if options.parts:
         check_measurable(model)
     named = model_in_words(options.model, options.shape)
     report.about(
-        f"{named}, {'int8 weights' if options.int8 else str(model.flat.module.dtype).split('.')[-1]}",
+        f"{named}, {options.rounded or str(model.flat.module.dtype).split('.')[-1]}",
         f"{machine()}, {torch.get_num_threads()} threads",
         f"contexts of {options.context}, pieces of {options.prompt_tokens} prompt tokens",
     )
     if exact is not None:
         about["accuracy"] = accuracy = Logits.of(model).against(exact)
         report.line(
-            f"int8 against the checkpoint's weights: {accuracy['same_token_share']:.1%} of the "
+            f"{options.rounded} against the checkpoint's: {accuracy['same_token_share']:.1%} of the "
             f"likeliest tokens are the same, KL divergence {accuracy['kl_divergence']:.4f}, logits off "
             f"by {accuracy['logit_difference']:.1%} of their range"
         )
@@ -292,7 +299,7 @@ class Logits(NamedTuple):
         return cls(torch.cat(rows))
 
     def against(self, exact: Logits) -> dict[str, float]:
-        """How far these are from the others: what rounding the weights costs."""
+        """How far these are from the others: what rounding costs."""
         got, right = self.rows, exact.rows
         divergence = F.kl_div(
             got.log_softmax(-1), right.log_softmax(-1), log_target=True, reduction="none"

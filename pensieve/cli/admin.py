@@ -119,7 +119,7 @@ def info(admin: Admin, arguments: argparse.Namespace) -> int:
         "model": found.model,
         "fingerprint": found.fingerprint,
         "state": f"{found.state.replace('_', ' ')}, up {seconds_text(found.uptime_seconds)}",
-        "computes": f"{found.dtype}, {found.weights} weights, on {found.device}",
+        "computes": f"{found.dtype}, {found.weights} weights, {_kv_text(found.kv_dtype)}on {found.device}",
         "runs": found.layers,
         "context": f"{found.context_max_tokens:,} tokens at most",
         "sampling": _sampling_text(found.sampling),
@@ -138,6 +138,10 @@ def info(admin: Admin, arguments: argparse.Namespace) -> int:
     for name, text in rows.items():
         print(f"{name:<13} {text}")
     return 0
+
+
+def _kv_text(kv_dtype: str) -> str:
+    return f"{kv_dtype} KV, " if kv_dtype else ""  # empty: a daemon of an earlier version
 
 
 def _sampling_text(named: Mapping[str, float] | None) -> str:

@@ -258,6 +258,11 @@ def _chat(kinds: Any) -> None:
         metavar="TYPE",
         help="weights of the daemon that is started; see `pensieve serve`",
     )
+    parser.add_argument(
+        "--kv-dtype",
+        metavar="TYPE",
+        help="type of KV of the daemon that is started; see `pensieve serve`",
+    )
     add_plot(parser, "the times")
     parser.set_defaults(run=chat)
 
@@ -274,6 +279,7 @@ def chat(arguments: argparse.Namespace) -> int:
         arguments.device_cache,
         arguments.host_cache,
         arguments.weights,
+        arguments.kv_dtype,
     )
     report = Report(arguments.json)
     turns = bench.run(options, report)

@@ -119,6 +119,12 @@ def step_parser(kinds: Any) -> None:
         "--weights", choices=("native", "int8"), default="native", help="(default: native)"
     )
     parser.add_argument(
+        "--kv-dtype",
+        choices=("auto", "int8", "fp8"),
+        default="auto",
+        help="type that KV is kept in (default: auto, the model's own)",
+    )
+    parser.add_argument(
         "--parts",
         action="store_true",
         help="also what each part of the compiled layers takes, and how fast their weights are read",
@@ -139,6 +145,7 @@ def step(arguments: argparse.Namespace) -> int:
         arguments.repeats,
         int8=arguments.weights == "int8",
         parts=arguments.parts,
+        kv_dtype=arguments.kv_dtype,
     )
     report = Report(arguments.json)
     rows = bench.run(options, report)

@@ -23,7 +23,9 @@ from pensieve.extras import PACKAGES
 UNKNOWN = "unknown: "
 REFUSED = "cannot be loaded: "
 # The settings that decide how layers run.
-LOADING = [s for s in SETTINGS if s.name in ("device", "dtype", "context_max", "weights")]
+LOADING = [
+    s for s in SETTINGS if s.name in ("device", "dtype", "context_max", "weights", "kv_dtype")
+]
 OPTIONAL = ("cupy-cuda13x", "cupy-cuda12x", "accelerate", "gguf")
 
 
@@ -167,7 +169,9 @@ def _model(arguments: argparse.Namespace) -> str:
             loaded = load_model(settings, resolve_model(settings.model), _ignored, undo).model
     except PensieveError as error:
         return f"{REFUSED}{one_line(error)}"
-    return f"{settings.model}, {loaded.flat.form}"
+    shape = loaded.shape
+    kv = f"KV in {shape.kv_format.in_words}, {shape.kv_bytes_per_token:,} bytes a token"
+    return f"{settings.model}, {loaded.flat.form}; {kv}"
 
 
 def _ignored(line: str) -> None:

@@ -237,7 +237,7 @@ class ServerInfo:
         fingerprint: of model, tokenizer and chat template.
         state: "loading", "serving", "restarting", "draining" or "read_only"; "unknown" if a newer server
             says so.
-        dtype: of its KV, such as "bfloat16"; empty until the model was loaded, as the next two are.
+        dtype: in which it computes, such as "bfloat16"; empty until the model was loaded, as the next two.
         weights: "native" or "int8".
         device: "cpu", or "cuda:0".
         context_max_tokens: the most that a conversation may have; 0 until the model was loaded.
@@ -248,6 +248,7 @@ class ServerInfo:
         sampling: what the model's files recommend, by field, and what a message gets that does not say.
             Empty: nothing, and such replies are greedy; None: a daemon of an earlier version.
         layers: in which form the model's layers run; empty until it was loaded, or of an earlier version.
+        kv_dtype: in which its KV is kept, such as "bfloat16" or "int8"; empty likewise.
     """
 
     model: str
@@ -263,6 +264,7 @@ class ServerInfo:
     uptime_seconds: float
     sampling: Mapping[str, float] | None = None
     layers: str = ""
+    kv_dtype: str = ""
     __repr__ = shown
 
 
@@ -313,6 +315,7 @@ def info_of(given: pb.ServerInfo) -> ServerInfo:
         given.uptime_seconds,
         _named(given.recommended_sampling) if given.HasField("recommended_sampling") else None,
         given.layers,
+        given.kv_dtype,
     )
 
 

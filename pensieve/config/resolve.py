@@ -27,6 +27,7 @@ class Settings:
     context_max: int | None
     chat_template: Path | None
     weights: str
+    kv_dtype: str
     device_cache: TierSize
     host_cache: TierSize
     check_kv: bool | None

@@ -83,6 +83,14 @@ SETTINGS: Table = (
         "native|int8",
     ),
     Setting(
+        "kv_dtype",
+        choice("auto", "int8", "fp8"),
+        "auto",
+        "type KV is kept in (auto: that of --dtype); int8, on a CPU, and fp8, on a GPU, take half of the "
+        "memory of 16 bits and change replies (see `pensieve bench step`)",
+        "auto|int8|fp8",
+    ),
+    Setting(
         "device_cache",
         parse_tier_size,
         "auto",

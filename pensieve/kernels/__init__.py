@@ -16,10 +16,10 @@ implementation for the tensors' device:
 
 An attention kernel has the same name in Python and in csrc.
 
-Layout.  A layer's arena is (pages, 2, kv_heads, slots, head_size), keys then values, so one page of
+Layout.  A layer's arena is (pages, 2, kv_heads, slots, row), keys then values, so one page of
 one layer is one contiguous run and so is the tile of one head.  `key_pages` and `value_pages` are
-its two views (pages, kv_heads, slots, head_size).  A slot that was never written may hold anything, NaN
-included: no kernel lets it reach a result.
+its two views (pages, kv_heads, slots, row); `kv_format` says what a row is.  A slot that was never written
+may hold anything, NaN included: no kernel lets it reach a result.
 """
 
 from __future__ import annotations

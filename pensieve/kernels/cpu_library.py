@@ -33,6 +33,7 @@ from pensieve.kernels.shapes import PAGE_SLOTS
 
 NAME = "libpensieve_cpu.so"
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the C interface numbers them
+STORED = {"auto": 0, "int8": 1}  # formats of KV (`kv_format`), as the C interface numbers them
 # The instruction set that all calls have to use, for comparing them; empty: the best of this machine.
 only_instruction_set = os.environ.get("PENSIEVE_CPU_KERNEL", "").encode()
 
@@ -42,7 +43,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pensieve_multi_token_attention": (
         int32,
         (
-            *(text, int32),
+            *(text, int32, int32),
             *(pointer, int64, int64),  # query
             *(pointer, pointer, int64, int64, int64),  # key and value pages
             *(pointer, int64),  # page table
@@ -56,11 +57,13 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pensieve_write_kv": (
         int32,
         (
+            *(text, int32, int32),
             *(pointer, int64, int64),  # key
             *(pointer, int64, int64),  # value
             *(pointer, int64),  # slot mapping
             *(int32, int32, int64),
             *(pointer, pointer, int64, int64, int64),  # key and value pages
+            int32,
         ),
     ),
     "pensieve_copy_pages": (

@@ -220,6 +220,8 @@ CHOSEN = {
     "multi_token_attention.cu": (("FEW_ROWS",),),
     "multi_token_attention_hopper.cu": (("STRIDED",), ("WATCHDOG",)),
 }
+FP8 = ("STORED=E4m3",)  # where keys and values are kept as bytes
+READING_KV = ("multi_token_attention.cu", "write_kv.cu")
 
 
 def variants(architectures: Sequence[str], *, chosen: bool = False) -> Iterator[tuple[Kernel, str]]:
@@ -241,10 +243,11 @@ def variants(architectures: Sequence[str], *, chosen: bool = False) -> Iterator[
                 continue
             for head_size in (64, 128) if "hopper" in source else (64, 96, 128, 256):
                 for element in ("Bf16", "Fp16"):
-                    defines = (f"HEAD_SIZE={head_size}", f"ELEMENT={element}")
-                    yield Kernel(source, "", defines), architecture
-                    for more in CHOSEN.get(source, ()) if chosen else ():
-                        yield Kernel(source, "", defines + more), architecture
+                    for stored in ((), FP8) if source in READING_KV else ((),):
+                        defines = (f"HEAD_SIZE={head_size}", f"ELEMENT={element}", *stored)
+                        yield Kernel(source, "", defines), architecture
+                        for more in CHOSEN.get(source, ()) if chosen else ():
+                            yield Kernel(source, "", defines + more), architecture
 
 
 def main(architectures: Sequence[str] = ARCHITECTURES, *, chosen: bool = False) -> int:

@@ -55,6 +55,14 @@ class Shapes:
                     f"{self._kernel}: {name} is on {tensor.device}, but {other} is on {device}"
                 )
 
+    def expect(self, symbol: str, size: int, why: str) -> None:
+        """Raise unless a symbol that was bound has this size."""
+        bound, name = self._bound[symbol]
+        if bound != size:
+            raise ValueError(
+                f"{self._kernel}: {name} has {symbol} = {bound}, expected {size} ({why})"
+            )
+
     def _bind(self, name: str, symbol: str, length: int) -> None:
         size = length
         if symbol.endswith("+1"):

@@ -13,6 +13,8 @@ def usable_device(settings: Settings, report: Report) -> torch.device:
     """The chosen device with its kernels; `auto` falls back to the CPU where a GPU has none."""
     device = chosen_device(settings)
     if device.type != "cuda":
+        if settings.kv_dtype == "fp8":
+            report("--kv-dtype fp8 is made for GPUs: on this CPU torch reads and writes it, slowly")
         return device
     try:
         torch.cuda.set_device(device)
@@ -50,6 +52,8 @@ def _check_kernels(settings: Settings, device: torch.device, report: Report) -> 
 
     if settings.weights == "int8":
         raise ConfigError("--weights int8 is for CPUs: --device cpu")
+    if settings.kv_dtype == "int8":
+        raise ConfigError("--kv-dtype int8 is for CPUs: --device cpu")
     if settings.chunk_tokens != PAGE:
         raise ConfigError(
             f"--chunk-tokens must be {PAGE} on a GPU, where that is the page size of the kernels"

@@ -62,7 +62,9 @@ class BuiltEngine:
     pages: TierPages
     page_bytes: int
     journal: TextIO | None = None
-    computes: Mapping[str, str] = field(default_factory=dict)  # dtype, weights, device, layers
+    computes: Mapping[str, str] = field(
+        default_factory=dict
+    )  # dtype, kv_dtype, weights, device, layers
 
     @property
     def context_max(self) -> int:
@@ -142,6 +144,7 @@ def build_engine(
         journal.file if journal is not None else None,
         {
             "dtype": str(shape.dtype).removeprefix("torch."),
+            "kv_dtype": shape.kv_format.in_words,
             "weights": settings.weights,
             "device": str(ranks.model.flat.module.device),
             "layers": ranks.model.flat.form,
@@ -183,7 +186,7 @@ def _allocate(
         f"{name} {size_text(num_pages * page_bytes)} = {num_pages * settings.chunk_tokens:,} tokens"
         for name, num_pages in zip(TierPages._fields, pages, strict=True)
     )
-    report(f"KV pools: {', '.join(tier_sizes)}")
+    report(f"KV pools: {', '.join(tier_sizes)}, in {memory.format.in_words}")
     return _Tiers(memory, pages, page_bytes)
 
 

@@ -36,6 +36,7 @@ def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack
             dtype=dtype,
             device=device,
             int8=int8,
+            kv_dtype=settings.kv_dtype,
             context_max=settings.context_max,
             report=report,
         )
@@ -48,6 +49,7 @@ def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack
             folder,
             dtype=dtype,
             device=device,
+            kv_dtype=settings.kv_dtype,
             context_max=settings.context_max,
             rank=leader,
             report=report,
@@ -71,6 +73,7 @@ def _start_ranks(
     worker_settings = {
         "folder": str(folder),
         "dtype": None if settings.dtype == "auto" else settings.dtype,
+        "kv_dtype": settings.kv_dtype,
         "context_max": settings.context_max,
         "num_threads": num_threads,
         "check_kv": bool(settings.check_kv),

@@ -89,7 +89,9 @@ class PagedPass:
             batch.slice_turns,
             batch.slice_starts,
         )
-        self.paged_rows = paged_rows(memory.device_arena, index, work)
+        self.paged_rows = paged_rows(
+            memory.device_arena, index, work, memory.shape.dtype, memory.kv_scales
+        )
 
     def arrive(self, layer: int) -> None:
         self._wait_layer(layer)
@@ -110,7 +112,8 @@ class PagedPass:
         memory, batch = self._memory, self.batch
         self.arrive(layer)
         key_pages, value_pages = memory.key_pages(layer), memory.value_pages(layer)
-        write_kv(key, value, batch.slot_mapping, key_pages, value_pages)
+        kv_scales = memory.kv_scales(layer)
+        write_kv(key, value, batch.slot_mapping, key_pages, value_pages, kv_scales)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         multi_token_attention(
             query,
@@ -123,6 +126,7 @@ class PagedPass:
             scaling,
             out,
             self._work,
+            kv_scales,
         )
         return out
 

@@ -52,7 +52,7 @@ def buckets(turns_max: int) -> list[int]:
 def plan_of(batch: Batch, memory: KVMemory, waves_more: int | None = None) -> Plan | None:
     """The attention's plan for a batch; None where torch attends."""
     shape, device = memory.shape, memory.device_arena.device
-    if device.type != "cuda" or not cuda.takes(shape.dtype, memory.chunk_tokens, shape.head_size):
+    if not attends(memory):
         return None
     return cuda.plan(
         batch.lengths,
@@ -60,8 +60,16 @@ def plan_of(batch: Batch, memory: KVMemory, waves_more: int | None = None) -> Pl
         shape.num_heads,
         shape.num_kv_heads,
         shape.head_size,
-        cuda.blocks_at_once(device, shape.head_size),
+        cuda.blocks_at_once(device, shape.head_size, memory.format.element),
         waves_more,
+    )
+
+
+def attends(memory: KVMemory) -> bool:
+    """Whether the CUDA kernels attend over such memory; elsewhere torch does."""
+    shape = memory.shape
+    return memory.device_arena.device.type == "cuda" and cuda.takes(
+        shape.dtype, memory.chunk_tokens, shape.head_size, stored=memory.format.element
     )
 
 
@@ -104,9 +112,10 @@ class DecodeGraphs:
         self._spare_slot = memory.spare_page * memory.chunk_tokens
         self._pad(0, rows)
         self._work: Work | None = None
-        if device.type == "cuda" and cuda.takes(shape.dtype, memory.chunk_tokens, shape.head_size):
+        if attends(memory):
             group, heads = shape.num_heads // shape.num_kv_heads, shape.num_kv_heads
-            blocks, few_rows = cuda.blocks_at_once(device, shape.head_size).for_rows(group)
+            at_once = cuda.blocks_at_once(device, shape.head_size, memory.format.element)
+            blocks, few_rows = at_once.for_rows(group)
             self._extra_items = blocks // heads + 1
             items = rows + self._extra_items
             # Merges first, so that what a graph reads is the beginning, whatever its number of rows.

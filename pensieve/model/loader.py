@@ -46,14 +46,15 @@ def load(
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     int8: bool = False,
+    kv_dtype: str = "auto",
     context_max: int | None = None,
     rank: Rank | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
     """Load, check and probe a causal language model.
 
-    `dtype` None takes the checkpoint's own; `int8` rounds the weights inside of its layers; `context_max`
-    lowers the context that it is served with.  With a
+    `dtype` None takes the checkpoint's own; `int8` rounds the weights inside of its layers; `kv_dtype` is how
+    its KV is kept (`kernels.kv_format`); `context_max` lowers the context that it is served with.  With a
     `rank` only this rank's part is loaded, and all ranks load at the same time; the layers are not
     replaced, since transformers' hooks in them combine the ranks' results.
     `report` receives one line per stage.
@@ -66,7 +67,7 @@ def load(
         flat = _read_model(name, config, dtype, device, rank)
         report("probing its attention")
         try:
-            found = _probed(flat, context_max, rank is None, int8)
+            found = _probed(flat, context_max, rank is None, int8, kv_dtype)
             if isinstance(found, str):
                 # Nothing refers to the replaced layers by now, so one model is in memory at a time.
                 del flat
@@ -74,7 +75,7 @@ def load(
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
                 flat = _read_model(name, config, dtype, device, rank)
-                shape = probe(flat, context_max=context_max, fuse_layers=False)
+                shape = probe(flat, context_max=context_max, fuse_layers=False, kv_dtype=kv_dtype)
                 flat.form = in_torch(found)
             else:
                 shape = found
@@ -83,6 +84,7 @@ def load(
     report(
         f"{type(flat.module).__name__}: {shape.num_parameters / 1e6:.1f} M parameters, "
         f"{shape.num_layers} layers, {shape.kv_bytes_per_token} bytes of KV per token"
+        f"{'' if kv_dtype == 'auto' else f' as {kv_dtype}'}"
         f"{f' on each of {rank.num_ranks} ranks' if rank else ''}, context {shape.context_max}"
     )
     if rank is not None:
@@ -103,10 +105,13 @@ def _probed(
     context_max: int | None,
     fuse_layers: bool,
     int8: bool,
+    kv_dtype: str,
 ) -> ModelShape | str:
     """The model's shape, or why replacing its layers failed, after which it has to be loaded again."""
     try:
-        return probe(flat, context_max=context_max, fuse_layers=fuse_layers, int8=int8)
+        return probe(
+            flat, context_max=context_max, fuse_layers=fuse_layers, int8=int8, kv_dtype=kv_dtype
+        )
     except FusionFailed as error:
         if int8:
             raise UnsupportedModel(f"its weights cannot be int8: {error}") from error

@@ -15,8 +15,9 @@ Nothing here knows the name of a model.  A model is served if
 6. nothing of a slice changes when its neighbor in the batch is at a far position (rotary types
    that depend on length read the largest position of the whole batch).
 
-1 to 3 are found by `observe`, 4 to 6 here.  The probe fails with UnsupportedModel, whose message is the
-reason.
+1 to 3 are found by `observe`, 4 to 6 here.  Where KV is kept in less than the model's own type, 4 is checked
+once more with it: the difference has to be one of rounding.  For fp8 its scales are chosen before, from the
+prompts' keys and values.  The probe fails with UnsupportedModel, whose message is the reason.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ import torch
 from pensieve.core.iteration import Slice
 from pensieve.errors import UnsupportedModel, one_line
 from pensieve.kernels import PAGE_SLOTS
+from pensieve.kernels.kv_format import FP8, exponents_for
 from pensieve.kernels.layer.protocol import PagedRows
 from pensieve.model import attention
 from pensieve.model.attention import FlatModel, PagedPass
@@ -40,7 +43,7 @@ from pensieve.model.kv.memory import KVMemory
 from pensieve.model.observe import observe
 from pensieve.model.shape import ModelShape
 
-INT8_DIFFERENCE = 0.15  # of the logits' range; weights in a wrong order give far more
+INT8_DIFFERENCE = 0.15  # of the logits' range; weights or keys in a wrong order give far more
 # Of the logits' range.  Where replaced layers have experts it is the larger one: each layer alone has
 # answered what its module answered, and rounding in one sends rows to other experts in all that follow.
 LOW_PRECISION_MIN, LOW_PRECISION_MAX = 1e-2, 5e-2
@@ -59,11 +62,13 @@ def probe(
     context_max: int | None = None,
     fuse_layers: bool = True,
     int8: bool = False,
+    kv_dtype: str = "auto",
 ) -> ModelShape:
     """The shape of a model that can be served; afterwards it uses our attention, and its layers are fused.
 
     A lower `context_max` than its own may make a model plain: no window or change of frequencies is
     reached.  With `int8` their weights are rounded, and the median over rows of logits has to be near.
+    So it has to be with a `kv_dtype` other than "auto", which the shape then has.
     """
     attention.register()
     module = flat.module
@@ -100,6 +105,12 @@ def probe(
                 if num_replaced:
                     raise FusionFailed(one_line(error)) from error
                 raise
+            if kv_dtype != "auto":
+                if kv_dtype == FP8.name:
+                    exponents = _kv_exponents(flat, shape, prompts, plain)
+                    shape = replace(shape, kv_exponents=exponents)
+                shape = replace(shape, kv_dtype=kv_dtype)
+                _check_rounded_kv(flat, shape, prompts, plain)
     except (UnsupportedModel, FusionFailed):
         raise
     except Exception as error:
@@ -168,9 +179,53 @@ def _compare(
     tolerance: float,
     chunk_tokens: int,
 ) -> None:
-    """Compute both prompts in scattered pages and uneven pieces; the logits have to be the plain ones."""
-    device = flat.module.device
-    memory, tables = _paged(shape, prompts, chunk_tokens, device)
+    """The logits over pages have to be the plain ones."""
+    exact = shape.dtype == torch.float32 and tolerance < LOW_PRECISION_MIN
+    rows = _over_pages(
+        flat, _paged(shape, prompts, chunk_tokens, flat.module.device), prompts, plain
+    )
+    difference = _difference(rows, torch.cat(plain), exact)
+    if not difference <= tolerance:
+        raise UnsupportedModel(
+            "its logits through our attention differ from its own by "
+            f"{difference:.1e} of their range (at most {tolerance:.0e} is rounding)"
+        )
+
+
+def _check_rounded_kv(
+    flat: FlatModel, shape: ModelShape, prompts: list[list[int]], plain: list[torch.Tensor]
+) -> None:
+    rows = _over_pages(flat, _paged(shape, prompts, PAGE_SLOTS, flat.module.device), prompts, plain)
+    difference = _difference(rows, torch.cat(plain), exact=False)
+    if not difference <= INT8_DIFFERENCE:
+        raise UnsupportedModel(
+            f"with --kv-dtype {shape.kv_dtype} its logits differ from its own by {difference:.1e} of "
+            f"their range (at most {INT8_DIFFERENCE:.0e} is rounding)"
+        )
+
+
+def _kv_exponents(
+    flat: FlatModel, shape: ModelShape, prompts: list[list[int]], plain: list[torch.Tensor]
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """Of the scales for KV in fp8, from the prompts' keys and values."""
+    memory, tables = _paged(shape, prompts, PAGE_SLOTS, flat.module.device)
+    memory.device_arena.zero_()
+    _over_pages(flat, (memory, tables), prompts, plain)
+    largest = memory.device_arena.abs().amax(dim=(1, 4, 5))  # (layers, 2, kv_heads)
+    return tuple(
+        (tuple(keys), tuple(values)) for keys, values in exponents_for(largest.cpu()).tolist()
+    )
+
+
+def _over_pages(
+    flat: FlatModel,
+    paged: tuple[KVMemory, list[array[int]]],
+    prompts: list[list[int]],
+    plain: list[torch.Tensor],
+) -> torch.Tensor:
+    """Logits of both prompts, computed in scattered pages and uneven pieces."""
+    memory, tables = paged
+    device, chunk_tokens = flat.module.device, memory.chunk_tokens
     tokens = [array("I", prompt) for prompt in prompts]
     rows = [torch.empty_like(each) for each in plain]
     for pieces in _pieces([len(prompt) for prompt in prompts]):
@@ -183,13 +238,7 @@ def _compare(
             pieces, torch.split(logits, [stop - start for _, start, stop in pieces]), strict=True
         ):
             rows[which][start:stop] = part
-    exact = shape.dtype == torch.float32 and tolerance < LOW_PRECISION_MIN
-    difference = _difference(torch.cat(rows), torch.cat(plain), exact)
-    if difference > tolerance:
-        raise UnsupportedModel(
-            "its logits through our attention differ from its own by "
-            f"{difference:.1e} of their range (at most {tolerance:.0e} is rounding)"
-        )
+    return torch.cat(rows)
 
 
 class _Recorder:

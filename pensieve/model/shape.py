@@ -2,7 +2,8 @@
 
 The load probe measures it on what the layers pass to the attention: the field names of configs differ from
 model to model.  Only `context_max` comes from the config, or from the operator who lowers it, and the probe
-runs a token at its last position.
+runs a token at its last position.  `kv_dtype` is the operator's, too (`--kv-dtype`); the scales of KV in fp8
+come from the keys and values of the probe's prompts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from pensieve.kernels.kv_format import KVFormat, kv_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +26,19 @@ class ModelShape:
     dtype: torch.dtype
     num_parameters: int
     weight_bytes: int
+    kv_dtype: str = "auto"  # a name of kernels.kv_format
+    # Of the scales of KV in fp8, powers of two: by layer, then for keys and for values, by KV head.
+    kv_exponents: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+
+    @property
+    def kv_format(self) -> KVFormat:
+        return kv_format(self.kv_dtype, self.dtype)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        row_bytes = self.kv_format.row_bytes(self.head_size)
+        return 2 * self.num_layers * self.num_kv_heads * row_bytes
 
     def kv_bytes_per_page(self, chunk_tokens: int) -> int:
         return chunk_tokens * self.kv_bytes_per_token

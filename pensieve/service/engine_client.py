@@ -63,7 +63,8 @@ class Ready:
     host_pages: int
     page_bytes: int
     chunk_tokens: int
-    dtype: str = ""  # in which it computes and keeps KV; "" where no model computes
+    dtype: str = ""  # in which it computes; "" where no model computes
+    kv_dtype: str = ""  # in which it keeps KV
     weights: str = ""
     device: str = ""
     layers: str = ""  # in which form they run, for people

@@ -1275,6 +1275,7 @@ class ServerInfo(google.protobuf.message.Message):
     UPTIME_SECONDS_FIELD_NUMBER: builtins.int
     RECOMMENDED_SAMPLING_FIELD_NUMBER: builtins.int
     LAYERS_FIELD_NUMBER: builtins.int
+    KV_DTYPE_FIELD_NUMBER: builtins.int
     model: builtins.str
     """A hub's id, the name of a folder, or "built-in"."""
     fingerprint: builtins.str
@@ -1282,7 +1283,7 @@ class ServerInfo(google.protobuf.message.Message):
     state: Global___ServerState.ValueType
     """Whether it takes turns."""
     dtype: builtins.str
-    """Type in which it computes and keeps KV-tokens, such as bfloat16; empty until the model was loaded."""
+    """Type in which it computes, such as bfloat16; empty until the model was loaded."""
     weights: builtins.str
     """native or int8; empty until the model was loaded."""
     device: builtins.str
@@ -1301,6 +1302,8 @@ class ServerInfo(google.protobuf.message.Message):
     """In which form the model's layers run, such as "layers in C++ (avx512_bf16)", or "layers in torch" and why; empty
     until the model was loaded.
     """
+    kv_dtype: builtins.str
+    """Type in which it keeps KV-tokens: that of dtype, or int8; empty until the model was loaded."""
     @property
     def recommended_sampling(self) -> Global___Sampling:
         """What the model's files recommend, and what a message gets that does not say: temperature, top_p, top_k, min_p and
@@ -1323,8 +1326,9 @@ class ServerInfo(google.protobuf.message.Message):
         uptime_seconds: builtins.float = ...,
         recommended_sampling: Global___Sampling | None = ...,
         layers: builtins.str = ...,
+        kv_dtype: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["recommended_sampling", b"recommended_sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["context_max_tokens", b"context_max_tokens", "device", b"device", "dtype", b"dtype", "fingerprint", b"fingerprint", "layers", b"layers", "model", b"model", "recommended_sampling", b"recommended_sampling", "state", b"state", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "uptime_seconds", b"uptime_seconds", "version", b"version", "weights", b"weights"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["context_max_tokens", b"context_max_tokens", "device", b"device", "dtype", b"dtype", "fingerprint", b"fingerprint", "kv_dtype", b"kv_dtype", "layers", b"layers", "model", b"model", "recommended_sampling", b"recommended_sampling", "state", b"state", "torch_version", b"torch_version", "transformers_version", b"transformers_version", "uptime_seconds", b"uptime_seconds", "version", b"version", "weights", b"weights"]) -> None: ...
 
 Global___ServerInfo: typing_extensions.TypeAlias = ServerInfo

@@ -13,7 +13,7 @@ from pensieve.cli.main import main
 from pensieve.errors import PensieveError
 
 TIMES = ("seconds", "contiguous_seconds", "copy_out_seconds", "token_by_token_seconds", "ratio")
-TIMES += ("bandwidth_share",)
+TIMES += ("bandwidth_share", "int8_kv_seconds")
 KEYS = {"batch", "queries", "context", "heads", "kv_heads", "head_size", "dtype", *TIMES}
 
 
@@ -31,6 +31,7 @@ def test_attention_prints_a_row_for_each_shape(capsys: pytest.CaptureFixture[str
         "float32 16/16, context below 512",
         "float32 16/4, context below 512",
     }
+    assert set(figures["int8_kv_ratios"]) == set(figures["ratios"])
 
 
 def test_attention_times_nothing_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +48,7 @@ def test_all_contenders_of_a_shape_agree() -> None:
     one = bench_attention.Inputs(bench_attention.Shape(3, 5, 70, 8, 2, 32, "float32"), 0)
     right = one.right()
     answers = {"here": one.here().clone(), "one": one.token_by_token().clone()}
+    assert float((one.int8_kv() - one.right("int8_kv")).abs().max()) < 1e-5
     answers |= {name: run().reshape(right.shape) for name, run in one.contiguous().items()}
     assert len(answers) == 6
     for name, answer in answers.items():

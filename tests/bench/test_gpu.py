@@ -30,6 +30,7 @@ from pensieve.bench.gpu_stages import (
     decisions,
     small,
     wrong_kernel,
+    wrong_kernels,
 )
 from pensieve.errors import PensieveError
 from pensieve.kernels import choices
@@ -313,6 +314,7 @@ def test_a_line_that_was_cut_off_is_no_figure(tmp_path: Path) -> None:
         ([figure("versions", failed=True)], After(stop=True)),
         ([figure("sanitizer", failed=True), figure("kernels", kind="narrow")], After()),
         ([figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="fused")], After()),
+        ([figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="fp8")], After()),
         ([figure("kernels", kind="narrow"), WRONG_COPY], After(stop=True)),
         (
             [figure("kernels", kind="narrow"), figure("kernels", failed=True, kind="draw")],
@@ -330,6 +332,23 @@ def test_wrong_kernels_are_switched_off_or_end_the_run(
     assert after(3, found) == After()
 
 
+def test_what_section_kernels_found_wrong_is_not_timed(tmp_path: Path) -> None:
+    """Nor what it never came to."""
+    right = [figure("kernels", kind=kind) for kind in KERNELS]
+    assert wrong_kernels([]) == frozenset()
+    assert wrong_kernels([*right, figure("decode", failed=True)]) == frozenset()
+    wrong = [*right[:4], figure("kernels", failed=True, kind="draw")]
+    assert wrong_kernels(wrong) == {"draw", "fused", "fp8"}
+    assert wrong_kernels([*wrong, *right]) == frozenset(), "it was run again, with a switch"
+    assert wrong_kernels([*right, figure("kernels", failed=True, kind="fused")]) == {"fused"}
+    (tmp_path / "figures.jsonl").write_text("".join(json.dumps(each) + "\n" for each in wrong))
+    for section in ("decode", "prefill", "iteration"):
+        assert succeeded(section, tmp_path, "cpu", 60, True)
+    lines = [each["line"] for each in figures_of(tmp_path)[len(wrong) :] if "fp8" in each["line"]]
+    assert len(lines) == 4
+    assert all("left out" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("number", "found", "told"),
     [
@@ -337,6 +356,7 @@ def test_wrong_kernels_are_switched_off_or_end_the_run(
         (3, [figure("decode", share=0.7)], "three blocks"),
         (3, [figure("decode", share=0.9), figure("prefill", share=0.7)], "above its limit"),
         (3, [figure("prefill", share=0.5)], "ping-pong"),
+        (3, [figure("decode", fp8_speed=1.2)], "what unpacks it is the limit"),
         (4, [figure("sampler", seconds=1e-3, kind="greedy")], "sampler takes 1.00 ms"),
         (4, [figure("iteration", host_seconds=3e-3, seconds=4e-3, kind="eager", rows=1)], "host"),
         (

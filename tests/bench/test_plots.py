@@ -242,7 +242,7 @@ def test_every_bench_draws_one_sheet_that_names_model_and_machine(
         bench_swap.TurnRow(place, 9, 9, 0.1, 0.12, 1.0) for place in ("device", "host", "dropped")
     ]
     attended = [
-        bench_attention.Row(8, 8, context, 16, kv, size, dtype, 1, 1, 1, 1, 0.5 + kv / 99, 0.5)
+        bench_attention.Row(8, 8, context, 16, kv, size, dtype, 1, 1, 1, 1, 0.5 + kv / 99, 0.5, 1)
         for context in (128, 512, 4096)
         for kv in (16, 4)
         for size in (64, 128)

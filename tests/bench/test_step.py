@@ -20,12 +20,17 @@ from pensieve.model.loader import load
 from pensieve.text.tokenizer import Tokenizer
 
 
-def test_step_prints_a_row_for_each_batch(
-    random_model: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("flag", "rounded"), [("--weights", "int8 weights"), ("--kv-dtype", "int8 KV")]
+)
+def test_step_prints_a_row_for_each_batch_and_what_rounding_changes(
+    flag: str, rounded: str, random_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--batch", "1,3", "--context", "20", "--prompt", "30", "--repeats", "2", "--json"]
-    assert main(["bench", "step", str(random_model), "--weights", "int8", *small]) == 0
-    figures = json.loads(capsys.readouterr().out)
+    assert main(["bench", "step", str(random_model), flag, "int8", *small]) == 0
+    printed = capsys.readouterr()
+    assert f"{rounded} against the checkpoint's: " in printed.err
+    figures = json.loads(printed.out)
     assert [(row["kind"], row["batch"]) for row in figures["rows"]] == [
         *(("decode", 1), ("mixed", 1), ("decode", 3), ("mixed", 3))
     ]

@@ -17,6 +17,7 @@ from tests.models import SERVED, save_tiny
 from tests.service.rig_daemon import ServeProcess
 
 COMPILED = r"layers in C\+\+ \((amx|avx\w+|plain)\)"
+KV = r"KV in b?float\d\d, [\d,]+ bytes a token"
 NO_LIBRARY = "layers in torch: pensieve was installed without its compiled kernels"
 
 
@@ -49,11 +50,17 @@ def test_the_doctor_says_in_which_form_a_models_layers_would_run(tmp_path: Path)
     if compiled_library() is not None:
         told = pensieve("doctor", str(MODEL_PATH), "--weights", "int8", "--dtype", "bfloat16")
         (line,) = (line for line in told.stdout.splitlines() if line.startswith("model "))
-        assert re.fullmatch(rf"model +{re.escape(str(MODEL_PATH))}, {COMPILED}", line)
+        assert re.fullmatch(rf"model +{re.escape(str(MODEL_PATH))}, {COMPILED}; {KV}", line)
     told = pensieve(
         "doctor", str(MODEL_PATH), "--device", "cpu", "--json", PENSIEVE_CPU_LIBRARY=str(tmp_path)
     )
-    assert json.loads(told.stdout)["findings"]["model"] == f"{MODEL_PATH}, {NO_LIBRARY}"
+    found = json.loads(told.stdout)["findings"]["model"]
+    assert re.fullmatch(rf"{re.escape(str(MODEL_PATH))}, {NO_LIBRARY}; {KV}", found)
+    told = pensieve(
+        *("doctor", str(MODEL_PATH), "--device", "cpu", "--kv-dtype", "int8"),
+        PENSIEVE_CPU_LIBRARY=str(tmp_path),
+    )
+    assert "; KV in int8, " in told.stdout
 
 
 def test_a_model_that_cannot_be_loaded_is_wrong(

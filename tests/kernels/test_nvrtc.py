@@ -59,8 +59,13 @@ def kernel_of(source: str, element: str = "Bf16", head_size: int = 128) -> Kerne
     return Kernel(source, "", (f"ELEMENT={element}", f"HEAD_SIZE={head_size}"))
 
 
-def examine(source: str, architecture: str, element: str, head_size: int) -> None:
-    path = nvrtc.cubin(kernel_of(source, element, head_size), architecture)
+def examine(
+    source: str, architecture: str, element: str, head_size: int, *, fp8: bool = False
+) -> None:
+    kernel = kernel_of(source, element, head_size)
+    if fp8:
+        kernel = kernel._replace(defines=kernel.defines + nvrtc.FP8)
+    path = nvrtc.cubin(kernel, architecture)
     usage = re.findall(
         r"Function (\w+):\s+REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", dump(path, "-res-usage")
     )
@@ -85,6 +90,24 @@ def test_each_kernel_compiles_without_spills_to_the_instructions_it_needs(
     source: str, architecture: str
 ) -> None:
     examine(source, architecture, "Bf16", 128)
+
+
+@pytest.mark.parametrize(
+    ("source", "architecture"),
+    [(source, each) for source in nvrtc.READING_KV for each in ("sm_80", "sm_90a")],
+)
+def test_those_for_bytes_spill_nothing_either(source: str, architecture: str) -> None:
+    examine(source, architecture, "Bf16", 128, fp8=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("source", nvrtc.READING_KV)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("element", "head_size"), SHAPES)
+def test_nor_do_those_for_bytes_of_every_element_and_head_size(
+    source: str, architecture: str, element: str, head_size: int
+) -> None:
+    examine(source, architecture, element, head_size, fp8=True)
 
 
 @pytest.mark.full
@@ -117,10 +140,13 @@ def test_hoppers_products_overlap(head_size: int) -> None:
     assert told[under_way + 1 : done] == ["MUFU.EX2"] * 66, "64 powers and two corrections"
 
 
+@pytest.mark.parametrize("stored", [(), nvrtc.FP8])
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_for_few_rows_more_blocks_fit_into_the_registers(head_size: int) -> None:
+def test_for_few_rows_more_blocks_fit_into_the_registers(
+    head_size: int, stored: tuple[str, ...]
+) -> None:
     kernel = kernel_of("multi_token_attention.cu", head_size=head_size)
-    kernel = kernel._replace(defines=(*kernel.defines, "FEW_ROWS"))
+    kernel = kernel._replace(defines=(*kernel.defines, *stored, "FEW_ROWS"))
     usage = dump(nvrtc.cubin(kernel, "sm_90a"), "-res-usage")
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[-1])
     assert stack == 0
@@ -152,6 +178,15 @@ def test_parts_are_merged_sixteen_bytes_at_a_time() -> None:
     loops = re.findall(r"LDG\.E\.128", sass)
     assert len(loops) >= 4, "the loads of four parts are under way together"
     assert "STG.E.64" in sass
+
+
+def test_rows_are_rotated_eight_bytes_at_a_time() -> None:
+    sass = dump(nvrtc.cubin(kernel_of("write_kv.cu"), "sm_90a"), "-sass")
+    rotating = sass[sass.index("Function : rotate_and_write_kv") :].partition(
+        "Function : write_kv"
+    )[0]
+    assert rotating.count("LDG.E.64") >= 6, "two parts of a row, with their cosines and sines"
+    assert rotating.count("STG.E.64") >= 2
 
 
 def test_pages_are_copied_sixteen_bytes_at_a_time() -> None:

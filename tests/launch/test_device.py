@@ -12,7 +12,7 @@ import torch
 from pensieve.errors import ConfigError, DeviceError
 from pensieve.launch import device as device_module
 from pensieve.launch import model_ranks
-from pensieve.launch.device import chosen_device
+from pensieve.launch.device import chosen_device, usable_device
 from tests.launch.settings import settings_of
 
 
@@ -51,3 +51,21 @@ def test_auto_falls_back_to_the_cpu_where_the_gpu_cannot_be_used(
         assert any("computing on the CPU: the CUDA kernels need CuPy" in line for line in lines)
         with pytest.raises(DeviceError, match="need CuPy"):
             model_ranks.load_model(settings_of(device="cuda"), tmp_path, lines.append, undo)
+
+
+@pytest.mark.parametrize("name", ["weights", "kv_dtype"])
+def test_int8_is_for_cpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"{flag} int8 is for CPUs: --device cpu"):
+        usable_device(settings_of(**{name: "int8"}, device="cuda"), print)
+    lines: list[str] = []
+    assert usable_device(settings_of(**{name: "int8"}), lines.append) == torch.device("cpu")
+    assert lines == [f"computing on the CPU: {flag} int8 is for CPUs: --device cpu"]
+
+
+def test_a_type_of_kv_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="int4"):
+        settings_of(kv_dtype="int4")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,14 @@ import torch
 
 from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
 from pensieve.model.loader import LoadedModel, load
-from tests.model.world import CHUNK_TOKENS, GAP_MAX, World, largest_gap, plain_model
+from tests.model.world import (
+    CHUNK_TOKENS,
+    GAP_MAX,
+    World,
+    largest_gap,
+    plain_model,
+    play_at_random,
+)
 from tests.models import SERVED
 
 FolderOf = Callable[[str], Path]
@@ -89,33 +95,8 @@ def test_random_iterations_keep_every_token(
     With pages of 32 tokens a fused layer is one call.
     """
     print("seed", seed)
-    rng = random.Random(seed)
     world = World(loaded(family), device_pages=160, seed=seed, chunk_tokens=chunk_tokens)
-    turns = [world.turn(rng.randint(1, 20)) for _ in range(4)]
-    computed = dict.fromkeys(turns, 0)
-    copy_id = 0
-    for _ in range(30):
-        slices, ins = [], []
-        for turn in turns:
-            if computed[turn] and rng.random() < 0.15:
-                # A full chunk goes by the host to another page, or is dropped.
-                chunk = rng.randrange(-(-computed[turn] // chunk_tokens))
-                slots = min(chunk_tokens, computed[turn] - chunk * chunk_tokens)
-                start = chunk * chunk_tokens
-                if rng.random() < 0.5:
-                    out = SwapOut(copy_id, turn.page_table[chunk], turn.turn_id, slots)
-                    assert world.step(swap_outs=[out]).finished_copies == (copy_id,)
-                    page = world.replace_page(turn, chunk)[1]
-                    ins.append(SwapIn(copy_id + 1, turn.turn_id, page, slots))
-                    copy_id += 2
-                else:
-                    world.replace_page(turn, chunk)
-                    slices.append((turn, start, start + slots, False))
-            stop = min(len(turn.tokens), computed[turn] + rng.randint(1, 7))
-            slices.append((turn, computed[turn], stop, stop == len(turn.tokens)))
-            computed[turn] = stop
-        outcome = world.step(*slices, swap_ins=ins)
-        assert set(outcome.finished_copies) == {each.copy_id for each in ins}
+    turns = play_at_random(world, seed)
     world.executor.close()
     model = plain_model(folder_of(family))
     for turn in turns:

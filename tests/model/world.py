@@ -32,6 +32,11 @@ CHUNK_TOKENS = 4
 GAP_MAX = 1e-4  # of a sampled token's reference logit below the largest
 
 
+def poison(arena: torch.Tensor) -> None:
+    """NaN in every row, in any format: where bytes are kept, a scale of such bytes is NaN."""
+    arena.fill_(float("nan") if arena.is_floating_point() else -1)
+
+
 class LetterTokenizer:
     """Token i says a letter; tokens 0 to 2 say nothing; 100 to 102 are the bytes of a euro sign."""
 
@@ -62,8 +67,8 @@ class World:
     ) -> None:
         self.rng = random.Random(seed)
         self.memory = memory or KVMemory(model.shape, device_pages, host_pages, chunk_tokens)
-        self.memory.device_arena.fill_(float("nan"))
-        self.memory.host_arena.fill_(float("nan"))
+        poison(self.memory.device_arena)
+        poison(self.memory.host_arena)
         self.graphs = graphs(self.memory) if graphs is not None else None
         self.sampler = Sampler(model.shape.vocab_size, eos_token_ids)
         self.executor = TorchExecutor(
@@ -161,8 +166,39 @@ class World:
         """Move a chunk of a turn to another page and poison the old one: (old, new)."""
         old, new = turn.page_table[chunk], self.free_pages.pop()
         turn.page_table[chunk] = new
-        self.memory.device_arena[:, old] = float("nan")
+        poison(self.memory.device_arena[:, old])
         return old, new
+
+
+def play_at_random(world: World, seed: int) -> list[Turn]:
+    """Random cuts, swaps to random pages, holes in random chunks, for several turns at once."""
+    rng, chunk_tokens = random.Random(seed), world.memory.chunk_tokens
+    turns = [world.turn(rng.randint(1, 20)) for _ in range(4)]
+    computed = dict.fromkeys(turns, 0)
+    copy_id = 0
+    for _ in range(30):
+        slices, ins = [], []
+        for turn in turns:
+            if computed[turn] and rng.random() < 0.15:
+                # A full chunk goes by the host to another page, or is dropped.
+                chunk = rng.randrange(-(-computed[turn] // chunk_tokens))
+                slots = min(chunk_tokens, computed[turn] - chunk * chunk_tokens)
+                start = chunk * chunk_tokens
+                if rng.random() < 0.5:
+                    out = SwapOut(copy_id, turn.page_table[chunk], turn.turn_id, slots)
+                    assert world.step(swap_outs=[out]).finished_copies == (copy_id,)
+                    page = world.replace_page(turn, chunk)[1]
+                    ins.append(SwapIn(copy_id + 1, turn.turn_id, page, slots))
+                    copy_id += 2
+                else:
+                    world.replace_page(turn, chunk)
+                    slices.append((turn, start, start + slots, False))
+            stop = min(len(turn.tokens), computed[turn] + rng.randint(1, 7))
+            slices.append((turn, computed[turn], stop, stop == len(turn.tokens)))
+            computed[turn] = stop
+        outcome = world.step(*slices, swap_ins=ins)
+        assert set(outcome.finished_copies) == {each.copy_id for each in ins}
+    return turns
 
 
 def slice_of(

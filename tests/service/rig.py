@@ -98,13 +98,18 @@ class Reference:
         assert log == [token for m in messages for token in (m.token_ids or ())]
         return self.wrong_of(messages)
 
+    def logits(self, log: Sequence[int]) -> torch.Tensor:
+        """Of every position, (tokens, vocab)."""
+        logits: torch.Tensor = self.model(input_ids=torch.tensor([log]), use_cache=False).logits[0]
+        return logits
+
     @torch.inference_mode()
     def wrong_of(self, messages: Sequence[Any]) -> tuple[int, int, int]:
         """The same of messages with their token ids, from the store or from the SDK."""
         log = [token for message in messages for token in (message.token_ids or ())]
         if not log:
             return 0, 0, 0
-        logits = self.model(input_ids=torch.tensor([log]), use_cache=False).logits[0].double()
+        logits = self.logits(log).double()
         sampled = wrong = ties = 0
         for message in messages:
             if not message.finish_reason:

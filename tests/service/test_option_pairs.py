@@ -3,7 +3,7 @@
 A few starts hold every pair (a covering array): any two settings that do not go together are found, though
 not any three.  Each start plays two conversations of two turns, at once, and moves one of them to the host
 in between.  Replies are held against plain transformers: exactly, or within what the type or the rounding
-of the weights may change.  A token that follows from a wrong position lies far beyond that.
+of weights and KV may change.  A token that follows from a wrong position lies far beyond that.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "turns_max": ("1", "12"),
     "dtype": ("float32", "bfloat16"),
     "weights": ("native", "int8"),
+    "kv_dtype": ("auto", "int8"),
     "threads": ("1", "2"),
     "journal": ("no", "yes"),
 }
@@ -144,7 +145,8 @@ def test_the_rows_hold_every_pair() -> None:
 def test_every_pair_of_settings_answers_as_it_should(
     row: Row, model: Path, reference: Reference, tmp_path: Path
 ) -> None:
-    gap_max = GAPS_MAX["int8" if row["weights"] == "int8" else row["dtype"]]
+    rounded = "int8" in (row["weights"], row["kv_dtype"])
+    gap_max = GAPS_MAX["int8" if rounded else row["dtype"]]
     assert largest_gap(reference, play(model, tmp_path / "data", row)) <= gap_max
 
 
@@ -158,4 +160,5 @@ def test_two_ranks_go_together_with_every_other_setting(
     row = {name: values[number % len(values)] for name, values in OPTIONS.items()}
     row |= {"weights": "native", "tensor_parallel": "2", "turns_max": "12"}
     played = play(model, tmp_path / "data", row)
-    assert largest_gap(reference, played) <= GAPS_MAX[row["dtype"]]
+    gap_max = GAPS_MAX["int8" if row["kv_dtype"] == "int8" else row["dtype"]]
+    assert largest_gap(reference, played) <= gap_max

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from pensieve.kernels import cpu_library
-from pensieve.kernels.cpu_library import TYPES, compiled_library, succeeded
+from pensieve.kernels.cpu_library import STORED, TYPES, compiled_library, succeeded
+from pensieve.kernels.kv_format import format_of
 
 
 def multi_token_attention(
@@ -25,11 +26,12 @@ def multi_token_attention(
     out: torch.Tensor,
 ) -> bool:
     library = compiled_library() if query.dtype in TYPES else None
-    if library is None or query.stride(2) != 1 or out.stride(2) != 1:
+    stored = format_of(key_pages, query.dtype)
+    if library is None or query.stride(2) != 1 or out.stride(2) != 1 or stored.name not in STORED:
         return False
     _, num_heads, head_size = query.shape
-    _, num_kv_heads, slots, _ = key_pages.shape
-    tile = (slots * head_size, head_size, 1)
+    _, num_kv_heads, slots, row = key_pages.shape
+    tile = (slots * row, row, 1)
     if key_pages.stride()[1:] != tile or value_pages.stride() != key_pages.stride():
         return False
     if not (page_table.is_contiguous() and slice_offsets.is_contiguous()):
@@ -39,6 +41,7 @@ def multi_token_attention(
     status: int = library.pensieve_multi_token_attention(
         cpu_library.only_instruction_set,
         TYPES[query.dtype],
+        STORED[stored.name],
         query.data_ptr(),
         query.stride(0),
         query.stride(1),
@@ -74,15 +77,21 @@ def write_kv(
     value_pages: torch.Tensor,
 ) -> bool:
     library = compiled_library()
-    _, num_kv_heads, slots, head_size = key_pages.shape
-    tile = (slots * head_size, head_size, 1)
+    _, num_kv_heads, slots, row = key_pages.shape
+    tile = (slots * row, row, 1)
+    stored = format_of(key_pages, key.dtype)
+    if stored.name not in STORED or (stored.name != "auto" and key.dtype not in TYPES):
+        return False
     if library is None or key.stride(2) != 1 or value.stride(2) != 1:
         return False
     if key_pages.stride()[1:] != tile or value_pages.stride() != key_pages.stride():
         return False
-    size = key.element_size()
+    size, stored_size = key.element_size(), key_pages.element_size()
     slot_mapping = slot_mapping.contiguous()
     status: int = library.pensieve_write_kv(
+        cpu_library.only_instruction_set,
+        TYPES.get(key.dtype, 0),
+        STORED[stored.name],
         key.data_ptr(),
         key.stride(0) * size,
         key.stride(1) * size,
@@ -93,12 +102,13 @@ def write_kv(
         len(slot_mapping),
         num_kv_heads,
         slots,
-        head_size * size,
+        row * stored_size,
         key_pages.data_ptr(),
         value_pages.data_ptr(),
-        key_pages.stride(0) * size,
-        key_pages.stride(1) * size,
+        key_pages.stride(0) * stored_size,
+        key_pages.stride(1) * stored_size,
         len(key_pages),
+        torch.get_num_threads(),
     )
     return succeeded(status)
 
@@ -113,7 +123,7 @@ def copy_pages(
     library = compiled_library()
     if library is None or not (source_arena.is_contiguous() and target_arena.is_contiguous()):
         return False
-    _, two, num_kv_heads, slots, head_size = source_arena.shape
+    _, two, num_kv_heads, slots, row = source_arena.shape
     moves = (source_pages.contiguous(), target_pages.contiguous(), num_slots.contiguous())
     status: int = library.pensieve_copy_pages(
         source_arena.data_ptr(),
@@ -122,7 +132,7 @@ def copy_pages(
         len(num_slots),
         two * num_kv_heads,
         slots,
-        head_size * source_arena.element_size(),
+        row * source_arena.element_size(),
         len(source_arena),
         len(target_arena),
     )

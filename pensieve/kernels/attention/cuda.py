@@ -17,6 +17,7 @@ from pensieve.kernels.attention import tensor_map
 from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Tiling, Work, plan_work
 from pensieve.kernels.choices import Choices
 from pensieve.kernels.cuda_launch import Argument, Launch, pointers
+from pensieve.kernels.kv_format import FP8
 from pensieve.kernels.nvrtc import Kernel
 from pensieve.kernels.shapes import PAGE_SLOTS
 
@@ -43,9 +44,14 @@ COPY_THREADS = 256  # of a block of copy_pages, and of one where the choice is f
 COPY_THREADS_OF_FEW, FEW_COPY_BLOCKS = 1024, 8
 
 
-def takes(dtype: torch.dtype, page_slots: int, head_size: int) -> bool:
-    """Whether the kernels can be used with KV like this; torch does the rest."""
-    return dtype in ELEMENTS and page_slots == PAGE_SLOTS and head_size in HEAD_SIZES
+def takes(dtype: torch.dtype, page_slots: int, head_size: int, *, stored: torch.dtype) -> bool:
+    """Whether the kernels can be used with rows and KV like this; torch does the rest."""
+    return (
+        dtype in ELEMENTS
+        and stored in (dtype, FP8.element)
+        and page_slots == PAGE_SLOTS
+        and head_size in HEAD_SIZES
+    )
 
 
 def takes_arena(arena: torch.Tensor) -> bool:
@@ -91,14 +97,20 @@ def work_of(
         query.shape[1],
         num_kv_heads,
         head_size,
-        blocks_at_once(query.device, head_size),
+        blocks_at_once(query.device, head_size, key_pages.dtype),
     )
     return Work.of(made, num_kv_heads, head_size, query.device)
 
 
-def blocks_at_once(device: torch.device, head_size: int) -> BlocksAtOnce:
-    """How many blocks of multi_token_attention the device runs at once, and of Hopper's own kernel."""
-    return _blocks_at_once(device, head_size, choices.current)
+def blocks_at_once(
+    device: torch.device, head_size: int, stored: torch.dtype = torch.bfloat16
+) -> BlocksAtOnce:
+    """How many blocks of multi_token_attention the device runs at once, and of Hopper's own kernel.
+
+    Hopper's kernel takes no keys and values in fp8: its products read them from shared memory as they are.
+    """
+    found = _blocks_at_once(device, head_size, choices.current)
+    return found._replace(wide=None) if stored == FP8.element else found
 
 
 @cache
@@ -128,10 +140,11 @@ def attention_launches(
     out: torch.Tensor,
     work: Work,
     map_of: Callable[[torch.Tensor], int] | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> list[Launch]:
     """The kernel, the one for Hopper's wide items, and the merge of what was cut.
 
-    `map_of` gives the address of a tensor map of key or value pages.
+    `map_of` gives the address of a tensor map of key or value pages; `kv_scales` are those of pages in fp8.
     """
     num_kv_heads, head_size = key_pages.shape[1], key_pages.shape[3]
     num_heads = query.shape[1]
@@ -147,6 +160,7 @@ def attention_launches(
         if tensor.data_ptr() % 16:
             raise ValueError(f"multi_token_attention: {name} does not begin at 16 bytes")
     defines = (f"HEAD_SIZE={head_size}", f"ELEMENT={ELEMENTS[query.dtype]}")
+    scales = _scales(kv_scales, key_pages)
     rows: tuple[Argument, ...] = (
         ("l", query.stride(0)),
         ("l", out.stride(0)),
@@ -161,6 +175,8 @@ def attention_launches(
     index = pointers(page_table, slice_offsets, slice_turns, slice_starts)
     launches = []
     if len(work.wide_items):
+        if key_pages.dtype == FP8.element:
+            raise ValueError("multi_token_attention: Hopper's kernel takes no fp8")
         num_items = len(work.wide_items) * num_kv_heads
         map_of = map_of or tensor_map.map_of
         hoppers = "multi_token_attention_hopper.cu"
@@ -186,11 +202,16 @@ def attention_launches(
         few = ("FEW_ROWS",) if work.few_rows else ()
         launches.append(
             Launch(
-                Kernel("multi_token_attention.cu", "multi_token_attention", defines + few),
+                Kernel(
+                    "multi_token_attention.cu",
+                    "multi_token_attention",
+                    defines + stored(key_pages.dtype) + few,
+                ),
                 len(work.items) * num_kv_heads,
                 128,
                 (
                     *pointers(query, key_pages, value_pages),
+                    scales,
                     *index,
                     *pointers(work.items),
                     *heads_and_pages,
@@ -227,6 +248,7 @@ def attention_launches_again(
     value_pages: torch.Tensor,
     out: torch.Tensor,
     map_of: Callable[[torch.Tensor], int] | None = None,
+    kv_scales: torch.Tensor | None = None,
 ) -> list[Launch]:
     """The launches of another layer, whose tensors have the same shapes and lie elsewhere."""
     map_of = map_of or tensor_map.map_of
@@ -238,7 +260,7 @@ def attention_launches_again(
     for launch in launches:
         arguments = launch.arguments
         if launch.kernel.source == "multi_token_attention.cu":
-            arguments = (*read, *arguments[3:-1], written)
+            arguments = (*read, _scales(kv_scales, key_pages), *arguments[4:-1], written)
         elif launch.kernel.source == "multi_token_attention_hopper.cu":
             maps: tuple[Argument, ...] = (("p", map_of(key_pages)), ("p", map_of(value_pages)))
             arguments = (read[0], *maps, *arguments[3:-1], written)
@@ -254,13 +276,16 @@ def write_kv_launch(
     slot_mapping: torch.Tensor,
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> Launch:
     num_tokens, num_kv_heads, head_size = key.shape
     for name, tensor in (("key", key), ("value", value)):
-        if tensor.stride(2) != 1 or tensor.stride(0) % 2 or tensor.stride(1) % 2:
+        if tensor.stride(2) != 1 or tensor.stride(0) % 4 or tensor.stride(1) % 4:
             raise ValueError(f"write_kv: {name} has strides {tensor.stride()}")
+        if tensor.data_ptr() % 8:
+            raise ValueError(f"write_kv: {name} does not begin at 8 bytes")
     return Launch(
-        Kernel("write_kv.cu", "write_kv", _element(key, head_size)),
+        Kernel("write_kv.cu", "write_kv", _element(key, head_size) + stored(key_pages.dtype)),
         num_tokens,
         128,
         (
@@ -271,6 +296,7 @@ def write_kv_launch(
             ("l", value.stride(0)),
             ("l", value.stride(1)),
             ("l", key_pages.stride(0)),
+            _scales(kv_scales, key_pages),
             *pointers(key_pages, value_pages),
         ),
     )
@@ -286,17 +312,24 @@ def rotate_and_write_kv_launch(
     rotated_query: torch.Tensor,  # (tokens, heads, head_size), contiguous
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> Launch:
     num_tokens, num_heads, head_size = query.shape
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.stride()[1:] != (head_size, 1) or tensor.stride(0) % 2:
+        if tensor.stride()[1:] != (head_size, 1) or tensor.stride(0) % 4:
             raise ValueError(f"rotate_and_write_kv: {name} has strides {tensor.stride()}")
+        if tensor.data_ptr() % 8:
+            raise ValueError(f"rotate_and_write_kv: {name} does not begin at 8 bytes")
     if cosine.shape[1] % 4 or not (cosine.is_contiguous() and sine.is_contiguous()):
         raise ValueError(
             "rotate_and_write_kv: cosine and sine are (tokens, a multiple of 4), contiguous"
         )
     return Launch(
-        Kernel("write_kv.cu", "rotate_and_write_kv", _element(key, head_size)),
+        Kernel(
+            "write_kv.cu",
+            "rotate_and_write_kv",
+            _element(key, head_size) + stored(key_pages.dtype),
+        ),
         num_tokens,
         128,
         (
@@ -308,6 +341,7 @@ def rotate_and_write_kv_launch(
             ("l", key.stride(0)),
             ("l", value.stride(0)),
             ("l", key_pages.stride(0)),
+            _scales(kv_scales, key_pages),
             *pointers(rotated_query, key_pages, value_pages),
         ),
     )
@@ -343,6 +377,23 @@ def hopper_defines() -> tuple[str, ...]:
     chosen = choices.current
     order = () if chosen.snake else ("STRIDED",)
     return (*order, "WATCHDOG") if chosen.watchdog else order
+
+
+def stored(dtype: torch.dtype) -> tuple[str, ...]:
+    """What says that keys and values are kept in another type than the rows have."""
+    return ("STORED=E4m3",) if dtype == FP8.element else ()
+
+
+def _scales(kv_scales: torch.Tensor | None, key_pages: torch.Tensor) -> Argument:
+    """The address of the scales of a layer's pages; of pages that need none, no address."""
+    if key_pages.dtype != FP8.element:
+        return ("p", 0)
+    if kv_scales is None or kv_scales.shape != (2, key_pages.shape[1]):
+        raise ValueError("pages in fp8 need a scale for each KV head, of keys and of values")
+    if kv_scales.dtype != torch.float32 or not kv_scales.is_contiguous():
+        raise ValueError(f"scales are {kv_scales.dtype} with strides {kv_scales.stride()}")
+    (address,) = pointers(kv_scales)
+    return address
 
 
 def _element(tensor: torch.Tensor, head_size: int) -> tuple[str, ...]:

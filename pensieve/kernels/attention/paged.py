@@ -16,15 +16,14 @@ from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cpu, cuda, reference
 from pensieve.kernels.attention.plan import Work
 from pensieve.kernels.cuda_launch import Launch
+from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.shapes import Shapes
-
-_PAGES = ("pages", "kv_heads", "slots", "head_size")
 
 
 def multi_token_attention(
     query: torch.Tensor,  # (tokens, heads, head_size)
-    key_pages: torch.Tensor,  # (pages, kv_heads, slots, head_size)
-    value_pages: torch.Tensor,  # (pages, kv_heads, slots, head_size)
+    key_pages: torch.Tensor,  # (pages, kv_heads, slots, row): `kv_format` says what a row is
+    value_pages: torch.Tensor,  # (pages, kv_heads, slots, row)
     page_table: torch.Tensor,  # int32 (turns, pages_max): entry i is the page of chunk i
     slice_offsets: torch.Tensor,  # int32 (slices+1): slice s is rows [offsets[s], offsets[s+1])
     slice_turns: torch.Tensor,  # int32 (slices): row of the page table
@@ -32,6 +31,7 @@ def multi_token_attention(
     scaling: float,
     out: torch.Tensor,  # (tokens, heads, head_size); may not alias query
     work: Work | None = None,  # on a GPU, the plan for these slices; None: it is made here
+    kv_scales: torch.Tensor | None = None,  # float32 (2, kv_heads), of pages in fp8
 ) -> None:
     """out[t] = softmax(scaling · query[t] · Kᵀ) · V over positions 0 … position of t, per head.
 
@@ -41,16 +41,18 @@ def multi_token_attention(
     _check(query, key_pages, value_pages, page_table, slice_offsets, slice_turns, slice_starts, out)
     tensors = (query, key_pages, value_pages, page_table, slice_offsets, slice_turns, slice_starts)
     match query.device.type:
-        case "cuda" if cuda.takes(query.dtype, *key_pages.shape[2:]):
+        case "cuda" if cuda.takes(query.dtype, *key_pages.shape[2:], stored=key_pages.dtype):
             work = work or cuda.work_of(query, key_pages, slice_offsets, slice_starts)
             rows = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
             tensors = (rows, *tensors[1:])
-            for launch in cuda.attention_launches(*tensors, scaling, out, work):
+            for launch in cuda.attention_launches(
+                *tensors, scaling, out, work, kv_scales=kv_scales
+            ):
                 cuda_launch.launch(launch, query.device)
         case "cpu" if cpu.multi_token_attention(*tensors, scaling, out):
             pass
         case _:
-            reference.multi_token_attention(*tensors, scaling, out)
+            reference.multi_token_attention(*tensors, scaling, out, kv_scales)
 
 
 def _check(
@@ -65,8 +67,7 @@ def _check(
 ) -> None:
     shapes = Shapes("multi_token_attention")
     shapes.unify("query", query, ("tokens", "heads", "head_size"))
-    shapes.unify("key_pages", key_pages, _PAGES, query.dtype)
-    shapes.unify("value_pages", value_pages, _PAGES, query.dtype)
+    _unify_pages(shapes, key_pages, value_pages, query.dtype)
     shapes.unify("page_table", page_table, ("turns", "pages_max"), torch.int32)
     shapes.unify("slice_offsets", slice_offsets, ("slices+1",), torch.int32)
     shapes.unify("slice_turns", slice_turns, ("slices",), torch.int32)
@@ -79,6 +80,16 @@ def _check(
         )
     if query.numel() and out.data_ptr() == query.data_ptr():
         raise ValueError("multi_token_attention: out aliases query")
+
+
+def _unify_pages(
+    shapes: Shapes, key_pages: torch.Tensor, value_pages: torch.Tensor, dtype: torch.dtype
+) -> None:
+    stored = format_of(key_pages, dtype)
+    symbols = ("pages", "kv_heads", "slots", "row")
+    shapes.unify("key_pages", key_pages, symbols, stored.element)
+    shapes.unify("value_pages", value_pages, symbols, stored.element)
+    shapes.expect("row", stored.row(shapes["head_size"]), f"KV {stored.name}")
 
 
 class CudaAttention:
@@ -105,23 +116,26 @@ class CudaAttention:
         value_pages: torch.Tensor,
         scaling: float,
         out: torch.Tensor,
+        kv_scales: torch.Tensor | None = None,
     ) -> None:
+        tensors = (query, key_pages, value_pages)
         if self._work is None:
-            multi_token_attention(query, key_pages, value_pages, *self._index, scaling, out)
+            multi_token_attention(*tensors, *self._index, scaling, out, kv_scales=kv_scales)
             return
         shapes = (
             *(query.shape, query.stride(), query.dtype, out.shape, out.stride(), scaling),
             *(key_pages.shape, key_pages.stride(), key_pages.dtype, value_pages.stride()),
         )
-        tensors = (query, key_pages, value_pages)
         if shapes != self._shapes:
-            _check(query, key_pages, value_pages, *self._index, out)
+            _check(*tensors, *self._index, out)
             self._launches = cuda.attention_launches(
-                *(query, key_pages, value_pages, *self._index), scaling, out, self._work
+                *tensors, *self._index, scaling, out, self._work, kv_scales=kv_scales
             )
             self._shapes = shapes
         else:
-            self._launches = cuda.attention_launches_again(self._launches, *tensors, out)
+            self._launches = cuda.attention_launches_again(
+                self._launches, *tensors, out, kv_scales=kv_scales
+            )
         for launch in self._launches:
             cuda_launch.launch(launch, query.device)
 
@@ -130,29 +144,29 @@ def write_kv(
     key: torch.Tensor,  # (tokens, kv_heads, head_size)
     value: torch.Tensor,  # (tokens, kv_heads, head_size)
     slot_mapping: torch.Tensor,  # int64 (tokens): page · slots + slot, no value twice
-    key_pages: torch.Tensor,  # (pages, kv_heads, slots, head_size)
-    value_pages: torch.Tensor,  # (pages, kv_heads, slots, head_size)
+    key_pages: torch.Tensor,  # (pages, kv_heads, slots, row): `kv_format` says what a row is
+    value_pages: torch.Tensor,  # (pages, kv_heads, slots, row)
+    kv_scales: torch.Tensor | None = None,  # float32 (2, kv_heads), of pages in fp8
 ) -> None:
     """Put the key and value of token t into slot `slot_mapping[t]`; no other slot changes."""
     shapes = Shapes("write_kv")
     shapes.unify("key", key, ("tokens", "kv_heads", "head_size"))
     shapes.unify("value", value, ("tokens", "kv_heads", "head_size"), key.dtype)
     shapes.unify("slot_mapping", slot_mapping, ("tokens",), torch.int64)
-    shapes.unify("key_pages", key_pages, _PAGES, key.dtype)
-    shapes.unify("value_pages", value_pages, _PAGES, key.dtype)
+    _unify_pages(shapes, key_pages, value_pages, key.dtype)
     tensors = (key, value, slot_mapping, key_pages, value_pages)
     match key.device.type:
-        case "cuda" if cuda.takes(key.dtype, *key_pages.shape[2:]):
-            cuda_launch.launch(cuda.write_kv_launch(*tensors), key.device)
+        case "cuda" if cuda.takes(key.dtype, *key_pages.shape[2:], stored=key_pages.dtype):
+            cuda_launch.launch(cuda.write_kv_launch(*tensors, kv_scales), key.device)
         case "cpu" if cpu.write_kv(*tensors):
             pass
         case _:
-            reference.write_kv(*tensors)
+            reference.write_kv(*tensors, kv_scales)
 
 
 def copy_pages(
-    source_arena: torch.Tensor,  # (source_pages, 2, kv_heads, slots, head_size)
-    target_arena: torch.Tensor,  # (target_pages, 2, kv_heads, slots, head_size)
+    source_arena: torch.Tensor,  # (source_pages, 2, kv_heads, slots, row)
+    target_arena: torch.Tensor,  # (target_pages, 2, kv_heads, slots, row)
     source_pages: torch.Tensor,  # int64 (copies)
     target_pages: torch.Tensor,  # int64 (copies); no page twice, none that is also a source
     num_slots: torch.Tensor,  # int64 (copies): how many leading slots of the page are copied
@@ -163,7 +177,7 @@ def copy_pages(
 
     With `mapped` an arena in host memory is page-locked and mapped into the other arena's device.
     """
-    tail = ("two", "kv_heads", "slots", "head_size")
+    tail = ("two", "kv_heads", "slots", "row")
     shapes = Shapes("copy_pages")
     shapes.unify("source_arena", source_arena, ("source_arena_pages", *tail), anywhere=True)
     shapes.unify(

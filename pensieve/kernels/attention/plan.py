@@ -175,7 +175,9 @@ def plan_work(
     parts = _Parts(num_kv_heads, waves_more)
     if blocks.wide is None:
         costs = [1 if tile.num_rows <= tiling.narrow_max else 2 for tile in tiles]
-        return Plan(parts.cut(tiles, costs, 1, blocks.narrow), [], parts.merges, parts.num_rows)
+        count, few_rows = blocks.for_rows(max((tile.num_rows for tile in tiles), default=0))
+        items = parts.cut(tiles, costs, 1, count)
+        return Plan(items, [], parts.merges, parts.num_rows, few_rows)
     wide = [tile for tile in tiles if tile.num_rows > tiling.narrow_max]
     narrow = tiles
     if wide:

@@ -8,6 +8,8 @@ decodes is one call.  Padding is zeroed after the gather, because a slot that wa
 hold NaN, and 0 · NaN would spread it.  Rows of long slices are computed some at a time, which bounds the
 size of the mask.
 
+Rows of int8 and fp8 become float32 after the gather, and attention on them is computed in float32.
+
 Memory traffic: each page is read and written once more than a fused paged kernel would.
 """
 
@@ -18,6 +20,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from pensieve.kernels.kv_format import FP8, INT8, dequantised, from_fp8, quantised, to_fp8
 
 _MASK_ELEMENTS_MAX = 1 << 24  # of one call; rows beyond it go to the next
 _GATHERED_ELEMENTS_MAX = 1 << 24  # keys of one call, unless a single slice has more
@@ -40,6 +44,7 @@ def multi_token_attention(
     slice_starts: torch.Tensor,
     scaling: float,
     out: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     offsets = slice_offsets.tolist()
     slices = [
@@ -48,9 +53,9 @@ def multi_token_attention(
             zip(slice_turns.tolist(), slice_starts.tolist(), strict=True)
         )
     ]
-    num_kv_heads, _, head_size = key_pages.shape[1:]
+    num_kv_heads, head_size = key_pages.shape[1], query.shape[2]
     for group in _groups(slices, _GATHERED_ELEMENTS_MAX // (num_kv_heads * head_size)):
-        _attend(query, key_pages, value_pages, page_table, group, scaling, out)
+        _attend(query, key_pages, value_pages, page_table, group, scaling, out, kv_scales)
 
 
 def _groups(slices: list[_Slice], positions_max: int) -> Iterator[list[_Slice]]:
@@ -83,6 +88,7 @@ def _attend(
     group: list[_Slice],
     scaling: float,
     out: torch.Tensor,
+    kv_scales: torch.Tensor | None,
 ) -> None:
     device = query.device
     num_heads, head_size = query.shape[1:]
@@ -95,14 +101,16 @@ def _attend(
     first_rows = torch.tensor([piece.first_row for piece in group], device=device)
 
     pages = page_table[turns, :num_pages].long()  # (group, num_pages)
-    keys = _gather(key_pages, pages, contexts, context_max)  # (group, kv_heads, context, head_size)
-    values = _gather(value_pages, pages, contexts, context_max)
+    scales = (None, None) if kv_scales is None else kv_scales
+    # (group, kv_heads, context, head_size)
+    keys = _gather(key_pages, pages, contexts, context_max, scales[0])
+    values = _gather(value_pages, pages, contexts, context_max, scales[1])
 
     rows_max = max(1, _MASK_ELEMENTS_MAX // (len(group) * num_heads * context_max))
     for first in range(0, length, rows_max):
         last = min(first + rows_max, length)
         rows = first_rows[:, None] + torch.arange(first, last, device=device)  # (group, rows)
-        block = query[rows]  # (group, rows, heads, head_size)
+        block = query[rows].to(keys.dtype)  # (group, rows, heads, head_size)
         folded = (
             block.view(len(group), last - first, num_kv_heads, -1, head_size)
             .permute(0, 2, 3, 1, 4)
@@ -121,19 +129,28 @@ def _attend(
             attended.view(len(group), num_kv_heads, repeats, last - first, head_size)
             .permute(0, 3, 1, 2, 4)
             .reshape(len(group), last - first, num_heads, head_size)
+            .to(out.dtype)
         )
 
 
 def _gather(
-    arena: torch.Tensor, pages: torch.Tensor, contexts: torch.Tensor, context_max: int
+    arena: torch.Tensor,
+    pages: torch.Tensor,
+    contexts: torch.Tensor,
+    context_max: int,
+    scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """Contiguous keys (or values) of each slice's context, zero beyond it."""
-    num_kv_heads, slots, head_size = arena.shape[1:]
+    num_kv_heads, slots, row = arena.shape[1:]
     num_slices, num_pages = pages.shape
-    gathered = arena[pages]  # (slices, pages, kv_heads, slots, head_size)
-    gathered = gathered.transpose(1, 2).reshape(
-        num_slices, num_kv_heads, num_pages * slots, head_size
-    )[:, :, :context_max]
+    gathered = _as_bytes(arena)[pages]  # (slices, pages, kv_heads, slots, row)
+    gathered = gathered.transpose(1, 2).reshape(num_slices, num_kv_heads, num_pages * slots, row)
+    gathered = gathered[:, :, :context_max]
+    if arena.dtype == INT8.element:
+        gathered = dequantised(gathered)
+    elif arena.dtype == FP8.element:
+        assert scales is not None, "pages in fp8 come with scales"
+        gathered = from_fp8(gathered.view(FP8.element), scales)
     if num_slices > 1:
         beyond = torch.arange(context_max, device=arena.device) >= contexts[:, None]
         gathered = gathered.masked_fill(beyond[:, None, :, None], 0.0)
@@ -157,12 +174,23 @@ def write_kv(
     slot_mapping: torch.Tensor,
     key_pages: torch.Tensor,
     value_pages: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     slots = key_pages.shape[2]
     pages = torch.div(slot_mapping, slots, rounding_mode="floor")
     offsets = slot_mapping - pages * slots
-    key_pages.transpose(1, 2)[pages, offsets] = key
-    value_pages.transpose(1, 2)[pages, offsets] = value
+    if key_pages.dtype == INT8.element:
+        key, value = quantised(key), quantised(value)
+    elif key_pages.dtype == FP8.element:
+        assert kv_scales is not None, "pages in fp8 come with scales"
+        key, value = to_fp8(key, kv_scales[0]), to_fp8(value, kv_scales[1])
+    _as_bytes(key_pages).transpose(1, 2)[pages, offsets] = _as_bytes(key)
+    _as_bytes(value_pages).transpose(1, 2)[pages, offsets] = _as_bytes(value)
+
+
+def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """Torch picks elements of any type but fp8, whose are picked as bytes; others stay as they are."""
+    return rows.view(torch.uint8) if rows.dtype == FP8.element else rows
 
 
 def copy_pages(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.cpu_library import STORED
+from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.layer import cpu, cuda
 from pensieve.kernels.layer.cpu_rows import CpuPagedRows
 from pensieve.kernels.layer.protocol import LayerKernels, PagedRows, PageIndex
@@ -15,8 +19,17 @@ def layer_kernels(device: torch.device) -> LayerKernels:
     return cpu.CpuLayerKernels() if device.type == "cpu" else cuda.CudaLayerKernels()
 
 
-def paged_rows(arena: torch.Tensor, index: PageIndex, work: Work | None) -> PagedRows | None:
-    """An iteration's rows for the layers on the arena's device; None where there are no such layers."""
+def paged_rows(
+    arena: torch.Tensor,
+    index: PageIndex,
+    work: Work | None,
+    dtype: torch.dtype,
+    kv_scales: Callable[[int], torch.Tensor | None] = lambda layer: None,
+) -> PagedRows | None:
+    """An iteration's rows, computed in `dtype`, for the layers on the arena's device; None where there are no
+    such layers.  `kv_scales` gives those of a layer whose pages are in fp8."""
     if arena.device.type != "cpu":
-        return cuda.CudaPagedRows(arena, index, work)
-    return CpuPagedRows(arena, index) if cpu.available(arena.dtype) else None
+        return cuda.CudaPagedRows(arena, index, work, dtype, kv_scales)
+    if not cpu.available(dtype) or format_of(arena, dtype).name not in STORED:
+        return None
+    return CpuPagedRows(arena, index, dtype)

@@ -185,7 +185,8 @@ class Layer:
         _, num_kv_heads, head_size = self.heads
         return (
             isinstance(paged_rows, CpuPagedRows)
-            and paged_rows.kv_shape == (num_kv_heads, head_size, self.dtype)
+            and paged_rows.dtype == self.dtype
+            and paged_rows.kv_shape == (num_kv_heads, paged_rows.stored.row(head_size))
             and takes_pages(self.dtype, paged_rows.struct.slots, head_size)
         )
 

@@ -10,6 +10,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from pensieve.kernels.cpu_library import STORED
+from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.layer.protocol import PageIndex
 from pensieve.kernels.shapes import Shapes
 
@@ -26,7 +28,7 @@ class PagesStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("slice_turns", "slice_starts")),
         *((name, ctypes.c_int64) for name in ("pages_max", "num_pages")),
         ("arena", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("slots", "num_threads")),
+        *((name, ctypes.c_int32) for name in ("slots", "num_threads", "stored")),
     ]
 
 
@@ -48,11 +50,11 @@ class BuffersStruct(ctypes.Structure):
 
 
 class CpuPagedRows:
-    """One iteration's rows, and the arena (layers, pages, 2, kv_heads, slots, head_size) they go to."""
+    """One iteration's rows, in `dtype`, and the arena (layers, pages, 2, kv_heads, slots, row) they go to."""
 
-    def __init__(self, arena: torch.Tensor, index: PageIndex) -> None:
+    def __init__(self, arena: torch.Tensor, index: PageIndex, dtype: torch.dtype) -> None:
         shapes = Shapes("layer")
-        shapes.unify("arena", arena, ("layers", "pages", "two", "kv_heads", "slots", "head_size"))
+        shapes.unify("arena", arena, ("layers", "pages", "two", "kv_heads", "slots", "row"))
         shapes.unify("slot_mapping", index.slot_mapping, ("tokens",), torch.int64)
         shapes.unify("page_table", index.page_table, ("turns", "pages_max"), torch.int32)
         shapes.unify("slice_offsets", index.slice_offsets, ("slices+1",), torch.int32)
@@ -66,7 +68,9 @@ class CpuPagedRows:
         assert index.slice_starts.is_contiguous()
         self._kept_alive = (arena, index)  # the structure holds addresses only
         self._rotated_by: object = None
-        self.kv_shape = (shapes["kv_heads"], shapes["head_size"], arena.dtype)
+        self.dtype = dtype
+        self.stored = format_of(arena, dtype)
+        self.kv_shape = (shapes["kv_heads"], shapes["row"])
         self.struct = PagesStruct(
             num_rows=shapes["tokens"],
             num_slices=shapes["slices"],
@@ -80,6 +84,7 @@ class CpuPagedRows:
             arena=arena.data_ptr(),
             slots=shapes["slots"],
             num_threads=torch.get_num_threads(),
+            stored=STORED[self.stored.name],
         )
 
     def rotate_by(self, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> None:
@@ -93,7 +98,7 @@ class CpuPagedRows:
         cosines, sines = (each[0].contiguous() for each in rotation)
         self._rotation = (cosines, sines)  # kept alive
         self.struct.cosines, self.struct.sines = cosines.data_ptr(), sines.data_ptr()
-        self.struct.rotation_float = cosines.dtype != self.kv_shape[2]
+        self.struct.rotation_float = cosines.dtype != self.dtype
         self.struct.rotary = cosines.shape[1]
 
 

@@ -169,10 +169,19 @@ class Norm:
 
 
 class CudaPagedRows:
-    """One iteration's rows, and the arena (layers, pages, 2, kv_heads, slots, head_size) they go to."""
+    """One iteration's rows, in `dtype`, and the arena (layers, pages, 2, kv_heads, slots, row) they go to."""
 
-    def __init__(self, arena: torch.Tensor, index: PageIndex, work: Work | None) -> None:
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        index: PageIndex,
+        work: Work | None,
+        dtype: torch.dtype,
+        kv_scales: Callable[[int], torch.Tensor | None] = lambda layer: None,
+    ) -> None:
         self.arena = arena
+        self.dtype = dtype
+        self.kv_scales = kv_scales
         self.slot_mapping = index.slot_mapping
         slices = (index.slice_offsets, index.slice_turns, index.slice_starts)
         self.attention = CudaAttention((index.page_table, *slices), work)
@@ -182,7 +191,7 @@ class CudaPagedRows:
     def rotate_by(self, rotation: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         assert rotation is not None, "`lacks_form` takes no layer that does not rotate"
         if rotation is not self._rotated_by:
-            cosines, sines = (each[0].to(self.arena.dtype).contiguous() for each in rotation)
+            cosines, sines = (each[0].to(self.dtype).contiguous() for each in rotation)
             self.rotation, self._rotated_by = (cosines, sines), rotation
 
 
@@ -217,7 +226,11 @@ class Layer:
         if not isinstance(paged_rows, CudaPagedRows):
             return False
         arena = paged_rows.arena
-        return cuda.takes(arena.dtype, *arena.shape[4:]) and arena.dtype == self._products[0].dtype
+        dtype = paged_rows.dtype
+        return (
+            cuda.takes(dtype, *arena.shape[4:], stored=arena.dtype)
+            and dtype == self._products[0].dtype
+        )
 
     def forward(
         self, residual: torch.Tensor, paged_rows: PagedRows, kept: torch.Tensor | None = None
@@ -227,13 +240,15 @@ class Layer:
         rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         layer = paged_rows.arena[self._layer_index]
         pages = (layer[:, 0], layer[:, 1])
+        kv_scales = paged_rows.kv_scales(self._layer_index)
         launch = cuda.rotate_and_write_kv_launch(
             *(query, key, value, *paged_rows.rotation, paged_rows.slot_mapping, rotated),
             *pages,
+            kv_scales,
         )
         cuda_launch.launch(launch, residual.device)
         attended = torch.empty_like(rotated)
-        paged_rows.attention(rotated, *pages, self._scaling, attended)
+        paged_rows.attention(rotated, *pages, self._scaling, attended, kv_scales)
         if kept is not None:
             residual, attended = residual.index_select(0, kept), attended.index_select(0, kept)
         return self.after_attention(residual, attended)

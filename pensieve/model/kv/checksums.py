@@ -32,7 +32,7 @@ class PageChecksums:
     """Of the pages of one host arena; may be used by the threads that submit and that report copies."""
 
     def __init__(self, host_arena: torch.Tensor) -> None:
-        self._arena = host_arena  # (layers, pages, 2, kv_heads, slots, head_size)
+        self._arena = host_arena  # (layers, pages, 2, kv_heads, slots, row)
         self._lock = Lock()
         self._swap_outs: dict[int, SwapOut] = {}  # by copy_id, until they are finished
         self._sums: dict[int, _Sum] = {}  # by page

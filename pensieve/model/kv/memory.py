@@ -1,9 +1,10 @@
 """The arenas of both tiers that hold keys and values, and moves of pages between them.
 
-    device_arena, host_arena   (layers, pages, 2, kv_heads, slots, head_size)
+    device_arena, host_arena   (layers, pages, 2, kv_heads, slots, row)
 
 Inside a layer a page is keys then values of all heads, one contiguous run, so moving a page of one
-layer is one copy and a head's tile of slots x head_size is contiguous for the kernels.  The core decides
+layer is one copy and a head's tile of slots x row is contiguous for the kernels.  What a row is,
+kernels/kv_format.py says; here it is moved as bytes.  The core decides
 which page holds what.  Nothing here is initialized, and a slot that was never written may hold anything.
 
 Both tiers number their pages from 0.  Moves are given as `PageMoves` (built once per job) and
@@ -25,6 +26,7 @@ from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
 from pensieve.errors import DeviceError
 from pensieve.kernels import choices, copy_pages
 from pensieve.kernels.batched_copy import Pieces, copy_pieces
+from pensieve.kernels.kv_format import FP8
 from pensieve.model.kv import host_arena
 from pensieve.model.shape import ModelShape
 from pensieve.model.transfer import upload
@@ -122,23 +124,31 @@ class KVMemory:
         self.shape = shape
         self.chunk_tokens = chunk_tokens
         self.page_bytes = shape.kv_bytes_per_page(chunk_tokens)
+        self.format = shape.kv_format
         device = torch.device(device)
         self.device_arena = self._allocate("device", device_pages + 1, device)
+        self._kv_scales: torch.Tensor | None = None  # float32 (layers, 2, kv_heads)
+        if self.format == FP8:
+            exponents = torch.tensor(shape.kv_exponents, dtype=torch.float32)
+            if exponents.shape != (shape.num_layers, 2, shape.num_kv_heads):
+                raise ValueError(f"KV in fp8 has scales of shape {tuple(exponents.shape)}")
+            self._kv_scales = torch.exp2(exponents).to(device)
         if device.type == "cpu":
             self.host_arena = self._allocate("host", host_pages, device)
         else:
             layer_bytes = host_pages * self.page_bytes // shape.num_layers
             locked = host_arena.allocate(shape.num_layers, layer_bytes, device, report)
-            self.host_arena = locked.view(shape.dtype).view(self._arena_shape(host_pages))
+            self.host_arena = locked.view(self.format.element).view(self._arena_shape(host_pages))
 
     def _arena_shape(self, num_pages: int) -> tuple[int, ...]:
         shape = self.shape
-        tile = (shape.num_kv_heads, self.chunk_tokens, shape.head_size)
+        tile = (shape.num_kv_heads, self.chunk_tokens, self.format.row(shape.head_size))
         return (shape.num_layers, num_pages, 2, *tile)
 
     def _allocate(self, tier: str, num_pages: int, device: torch.device) -> torch.Tensor:
+        sizes, element = self._arena_shape(num_pages), self.format.element
         try:
-            return torch.empty(self._arena_shape(num_pages), dtype=self.shape.dtype, device=device)
+            return torch.empty(sizes, dtype=element, device=device)
         except (MemoryError, RuntimeError) as error:
             gibibytes = num_pages * self.page_bytes / 2**30
             raise DeviceError(
@@ -168,11 +178,15 @@ class KVMemory:
         return self.host_pages * self.page_bytes
 
     def key_pages(self, layer: int) -> torch.Tensor:
-        """(pages, kv_heads, slots, head_size), a view."""
+        """(pages, kv_heads, slots, row), a view."""
         return self.device_arena[layer, :, 0]
 
     def value_pages(self, layer: int) -> torch.Tensor:
         return self.device_arena[layer, :, 1]
+
+    def kv_scales(self, layer: int) -> torch.Tensor | None:
+        """(2, kv_heads), of keys and of values; None where the format has none."""
+        return None if self._kv_scales is None else self._kv_scales[layer]
 
     def prepared(self, moves: PageMoves) -> PageMoves:
         """The moves on the arenas' device, and as runs where its copy engine is the faster way."""

@@ -282,4 +282,5 @@ def parts_of(shape: ModelShape) -> dict[str, Any]:
         "head_size": shape.head_size,
         "vocab_size": shape.vocab_size,
         "dtype": str(shape.dtype),
+        "kv_dtype": shape.kv_dtype,
     }

@@ -75,6 +75,7 @@ def _run(pipe: RankPipe, settings: Mapping[str, Any]) -> None:
         settings["folder"],
         dtype=None if dtype is None else getattr(torch, dtype),
         device=device,
+        kv_dtype=settings["kv_dtype"],
         context_max=settings["context_max"],
         rank=rank,
     )

@@ -30,6 +30,7 @@ def server_info(daemon: Daemon) -> pb.ServerInfo:
         setattr(given.recommended_sampling, name, value)
     if (ready := daemon.engine.ready) is not None:
         given.dtype, given.weights, given.device = ready.dtype, ready.weights, ready.device
+        given.kv_dtype = ready.kv_dtype
         given.context_max_tokens, given.layers = ready.context_max, ready.layers
     return given
 
@@ -41,6 +42,7 @@ def in_words(given: pb.ServerInfo) -> str:
         for part in (
             given.dtype,
             "int8 weights" if given.weights == "int8" else "",
+            f"{given.kv_dtype} KV" if given.kv_dtype not in ("", given.dtype) else "",
             given.device,
             f"context of {given.context_max_tokens:,} tokens",
             f"fingerprint {given.fingerprint}",

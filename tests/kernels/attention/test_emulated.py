@@ -11,6 +11,7 @@ from pensieve.kernels import choices
 from pensieve.kernels.attention import cuda, reference
 from pensieve.kernels.attention.plan import BlocksAtOnce, Tiling, Work, plan_work
 from pensieve.kernels.cuda_launch import Launch
+from pensieve.kernels.kv_format import FP8
 from pensieve.kernels.nvrtc import Kernel
 from tests.kernels.emulated import map_of, needs_x86, run, shared_bytes
 
@@ -20,7 +21,7 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def arena_of(num_pages: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((num_pages, 2, kv_heads, 32, head_size), float("nan"), dtype=dtype)
+    return torch.full((num_pages, 2, kv_heads, 32, head_size), float("nan")).to(dtype)
 
 
 def attend(
@@ -36,19 +37,24 @@ def attend(
     hopper: bool = False,
     early: bool = False,
     few_rows: bool = False,
+    fp8: bool = False,
 ) -> int:
     """Compares; how many tiles were cut.  Pages lie anywhere, and what no turn has written is NaN."""
     draw = torch.Generator().manual_seed(seed)
     turns = 1 + max(turn for turn, _, _ in slices)
     ends = [max(start + n for turn, start, n in slices if turn == each) for each in range(turns)]
     per_turn = -(-max(ends) // 32)
-    arena = arena_of(turns * per_turn + 3, kv_heads, head_size, dtype)
+    stored = FP8.element if fp8 else dtype
+    arena = arena_of(turns * per_turn + 3, kv_heads, head_size, stored)
+    scales = 2.0 ** torch.randint(-5, 3, (2, kv_heads), generator=draw) if fp8 else None
     table = torch.randperm(len(arena), generator=draw)[: turns * per_turn].view(turns, per_turn)
     for turn, end in enumerate(ends):
         for index in range(-(-end // 32)):
             count = min(32, end - index * 32)
             written = torch.randn((2, kv_heads, count, head_size), generator=draw) * spread
-            arena[table[turn, index], :, :, :count] = written.to(dtype)
+            if scales is not None:
+                written /= scales[:, :, None, None]
+            arena[table[turn, index], :, :, :count] = written.to(stored)
     lengths, starts = [n for _, _, n in slices], [start for _, start, _ in slices]
     tokens = sum(lengths)
     whole = torch.full((tokens + 2, heads * head_size + 8), float("nan"), dtype=dtype)
@@ -71,11 +77,12 @@ def attend(
     work.part_sums.fill_(float("nan"))
     out = torch.full((tokens, heads, head_size), float("nan"), dtype=dtype)
     for launch in cuda.attention_launches(
-        query, arena[:, 0], arena[:, 1], *index, scaling, out, work, map_of
+        *(query, arena[:, 0], arena[:, 1], *index, scaling, out, work, map_of),
+        kv_scales=scales,
     ):
         run(launch, backwards=backwards, early=early)
     right = torch.empty(out.shape)
-    wide = arena.float()
+    wide = arena.float() * (1.0 if scales is None else scales[:, :, None, None])
     reference.multi_token_attention(query.float(), wide[:, 0], wide[:, 1], *index, scaling, right)
     assert not out.isnan().any()
     assert float((out.float() - right).abs().max()) <= TOLERANCE[dtype] * max(spread, 1.0)
@@ -226,6 +233,14 @@ def test_a_block_takes_the_shared_memory_that_plans_reckon_with(head_size: int) 
         few = kernel._replace(defines=(*defines, "FEW_ROWS"))
         needed = shared_bytes(Launch(few, 1, 128, (), "multi_token_attention_shared_bytes"))
         assert cuda.FEW_BLOCKS[head_size] * (needed + 1024) <= 228 * 1024, "what Hopper has"
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_with_kv_in_bytes_a_block_takes_no_more(head_size: int) -> None:
+    defines = (f"HEAD_SIZE={head_size}", "ELEMENT=Bf16", "STORED=E4m3")
+    kernel = Kernel("multi_token_attention.cu", "multi_token_attention", defines)
+    needed = shared_bytes(Launch(kernel, 1, 128, (), "multi_token_attention_shared_bytes"))
+    assert needed <= cuda.BLOCK_KIB[head_size] * 1024
 
 
 def test_slices_and_items_of_nothing() -> None:

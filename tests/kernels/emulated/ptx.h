@@ -60,7 +60,7 @@ inline uint32 ballot(bool value) {
 
 inline uint32 count_bits(uint32 bits) { return __builtin_popcount(bits); }
 
-inline uint64 multiply_high(uint64 a, uint64 b) { return uint64((unsigned __int128)(a) * b >> 64); }
+inline uint64 multiply_high(uint64 a, uint64 b) { return uint64((unsigned __int128)(a)*b >> 64); }
 
 inline double exp(double value) { return std::exp(value); }
 
@@ -70,6 +70,16 @@ inline uint32 add(uint32* place, uint32 value) {
   const uint32 before = *place;
   *place += value;
   return before;
+}
+
+// Of a block of one warpgroup.
+inline bool any_of_block(bool value) {
+  if (emulated::fibers.size() > 128) emulated::fail("a larger block");
+  const uint32 words[1] = {value};
+  const auto& all = emulated::exchange(emulated::warpgroups[0], threadIdx.x, words);
+  bool found = false;
+  for (std::size_t i = 0; i < emulated::fibers.size(); ++i) found |= all[i][0] != 0;
+  return found;
 }
 
 inline bool any(bool value) {
@@ -118,6 +128,14 @@ inline uint32 pack(float low, float high) {
   return narrow<Element>(high) << 16 | narrow<Element>(low);
 }
 
+template <class Element>
+inline uint32 multiply_pairs(uint32 first, uint32 second) {
+  const auto product = [&](int shift) {
+    return widen(Element{static_cast<uint16>(first >> shift)}) * widen(Element{static_cast<uint16>(second >> shift)});
+  };
+  return pack<Element>(product(0), product(16));
+}
+
 // An asynchronous copy is made when its group is waited for, and not a moment before; or, with `early`, at once.
 inline void copy_16_async(uint32 target, const void* source, bool there) {
   if (there && reinterpret_cast<std::uintptr_t>(source) % 16) emulated::fail("a source that is not aligned");
@@ -141,6 +159,13 @@ inline void wait_for_all_but() {
     for (const emulated::AsyncCopy& copy : fiber.copies.front()) copy.make();
     fiber.copies.erase(fiber.copies.begin());
   }
+}
+
+inline void load_16(uint32 (&words)[4], uint32 source) { std::memcpy(words, at(source, 16), 16); }
+
+inline void store_16(uint32 target, uint32 a, uint32 b, uint32 c, uint32 d) {
+  const uint32 words[4] = {a, b, c, d};
+  std::memcpy(at(target, 16), words, 16);
 }
 
 inline void store_16_zeros(uint32 target) { std::memset(at(target, 16), 0, 16); }

@@ -105,7 +105,8 @@ def test_rows_are_rotated_on_their_way_to_the_pages(
             batch.slice_turns,
             batch.slice_starts,
         )
-        one.paged_rows = cuda.CudaPagedRows(memory.device_arena, index, None)
+        dtype, scales = memory.shape.dtype, memory.kv_scales
+        one.paged_rows = cuda.CudaPagedRows(memory.device_arena, index, None, dtype, scales)
         wholes.append(one)
 
     monkeypatch.setattr(attention.PagedPass, "__init__", on_a_gpu)

@@ -1,0 +1,74 @@
+// Rows of codes (attention.h), written and read in vectors of LANES floats; included once per instruction set.
+#pragma once
+
+#include "attention.h"
+#include "vector.h"
+
+namespace {
+
+using pensieve::kScaleBytes;
+using pensieve::kSlots;
+
+template <typename Stored>
+constexpr bool kAreCodes = std::is_same_v<Stored, int8_t>;
+
+// How far rows of a tile are apart, in what is stored.
+template <typename Stored>
+constexpr int row_of(int head_size) {
+  return kAreCodes<Stored> ? head_size + kScaleBytes : head_size;
+}
+
+#if BFLOAT16_DOT
+// 2 * LANES codes as pairs of bfloat16; each is the upper half of a float, exactly.
+inline Words pairs_of(const int8_t* codes) {
+  const Floats low = read(codes), high = read(codes + LANES);
+#ifdef __aarch64__
+  return (Words)vuzp2q_u16((uint16x8_t)low, (uint16x8_t)high);
+#else
+  return (Words)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#endif
+}
+#endif
+
+// The scales of a tile's rows times `factor`; zero for slots that were not written.
+inline void read_scales(const int8_t* codes, int num_slots, int head_size, float factor, float* scales) {
+  const int8_t* from = codes + head_size;
+  for (int slot = 0; slot < kSlots; ++slot, from += row_of<int8_t>(head_size)) {
+    float scale = 0.0f;
+    if (slot < num_slots) memcpy(&scale, from, sizeof scale);
+    scales[slot] = scale * factor;
+  }
+}
+
+// A quotient is the same everywhere, since it is not contracted with the sum that rounds it (to the nearest, ties to
+// even): so codes are those of pensieve/kernels/kv_format.py, to the last bit.
+template <typename Element>
+void write_codes(const void* memory, int32_t head_size, void* to) {
+  const Element* row = static_cast<const Element*>(memory);
+  int8_t* codes = static_cast<int8_t*>(to);
+  Ints most{};  // as bits without a sign, of which those of NaN are the largest
+  for (int at = 0; at < head_size; at += LANES) {
+    const Ints bits = (Ints)read(row + at) & 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
+  int32_t largest_bits = 0;
+  for (int i = 0; i < LANES; ++i) largest_bits = most[i] > largest_bits ? most[i] : largest_bits;
+  float largest;
+  memcpy(&largest, &largest_bits, sizeof largest);
+  float scale = largest / 127.0f;
+  if (largest_bits >= 0x7f800000)
+    scale = __builtin_nanf("");
+  else if (scale < 0x1p-126f)
+    scale = 0.0f;
+  memcpy(codes + head_size, &scale, sizeof scale);
+  if (!(scale > 0.0f)) {
+    memset(codes, 0, head_size);
+    return;
+  }
+  for (int at = 0; at < head_size; at += LANES) {
+    const Floats shifted = read(row + at) / scale + 12582912.0f;  // 1.5 * 2^23
+    store_bytes(codes + at, (Ints)shifted - 0x4b400000);
+  }
+}
+
+}  // namespace

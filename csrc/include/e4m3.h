@@ -1,0 +1,81 @@
+// Keys and values that are kept as one byte each: e4m3, that is a sign, four bits of exponent and three of
+// mantissa.  There is no infinity; 0x7f and 0xff are NaN, the largest number is 448, the smallest 2^-9.
+//
+// What a byte means is multiplied by a scale of its layer, its head and its side (keys or values).  Scales are
+// powers of two, so nothing is rounded by them: a kernel multiplies scores by the keys' and a result by the
+// values', and in between the bytes' own values are operands, which two bytes of bfloat16 or float16 hold exactly.
+//
+// A word holds four neighbours of a row.  Taking it apart gives bytes 0 and 2 as one pair and bytes 1 and 3 as
+// another, which costs no permutation of bytes.  Whoever multiplies such pairs has them in another order than
+// memory does:
+//
+//   keys     the rows are summed over, so the order does not matter as long as the query has the same: `mixed`
+//            puts sixteen elements of a query row into the order in which lanes find those of a key.
+//   values   two neighbouring keys of a pair of columns make a word once they are transposed by pairs of bytes, so of
+//            two products, eight columns each, one has the even columns of sixteen and the other the odd ones.
+#pragma once
+#include <element.h>
+#include <ptx.h>
+
+namespace e4m3 {
+
+constexpr float LARGEST = 448.0f;
+constexpr float SMALLEST_NORMAL = 0.015625f;  // 2^-6; below it are multiples of 2^-9
+
+// Four bytes as pairs of elements: bytes 0 and 2, and bytes 1 and 3.  A NaN becomes 480: see `Numbers`.
+template <class Element>
+__device__ __forceinline__ void unpack(uint32 word, uint32& even, uint32& odd) {
+  // In an element's place the bits mean 2^-120 (of bfloat16) or 2^-8 (of float16) of the number, subnormal or not.
+  constexpr bool BF16 = same<Element, Bf16>;
+  constexpr int SHIFT = BF16 ? 4 : 1;
+  constexpr uint32 SIGNS = 0x80008000u, SIZES = BF16 ? 0x07f007f0u : 0x3f803f80u;
+  constexpr uint32 FACTORS = BF16 ? 0x7b807b80u : 0x5c005c00u;
+  even = ptx::multiply_pairs<Element>((word << (8 - SHIFT) & SIZES) | (word << 8 & SIGNS), FACTORS);
+  odd = ptx::multiply_pairs<Element>((word >> SHIFT & SIZES) | (word & SIGNS), FACTORS);
+}
+
+// Four bytes as two words of neighbours.
+template <class Element>
+__device__ __forceinline__ void unpack_in_order(uint32 word, uint32& first, uint32& second) {
+  uint32 even, odd;
+  unpack<Element>(word, even, odd);
+  first = (even & 0xffffu) | odd << 16;
+  second = even >> 16 | (odd & 0xffff0000u);
+}
+
+// Whether everything that a thread took apart was a number.
+struct Numbers {
+  uint32 seen = 0;  // the highest bit of a byte: a NaN was there
+
+  __device__ __forceinline__ void take(uint32 word) { seen |= (word & 0x7f7f7f7fu) + 0x01010101u; }
+  __device__ __forceinline__ bool all() const { return (seen & 0x80808080u) == 0; }
+};
+
+// Sixteen elements of a row in the order of `unpack`: the lane l % 4 = i finds elements 4 i and 4 i + 2, and eight
+// places further 4 i + 1 and 4 i + 3, where it would find 2 i and its successor.
+__device__ __forceinline__ void mixed(const uint32 (&row)[8], uint32 (&out)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    out[i] = (row[2 * i] & 0xffffu) | row[2 * i + 1] << 16;
+    out[i + 4] = row[2 * i] >> 16 | (row[2 * i + 1] & 0xffff0000u);
+  }
+}
+
+// The column, of a head's, that element `side` of a lane's pair has in the `index`-th product with values.
+__device__ __forceinline__ int column_of(int index, int pair, int side) {
+  return index / 2 * 16 + 2 * (pair + side) + index % 2;
+}
+
+// The nearest byte (of two as near, the even one).  What is too large becomes the largest, what is not finite NaN.
+__device__ __forceinline__ uint32 narrow(float value) {
+  const uint32 sign = ptx::bits_of(value) >> 24 & 0x80u;
+  const float size = ptx::float_of(ptx::bits_of(value) & 0x7fffffffu);
+  if (ptx::bits_of(size) >= 0x7f800000u) return sign | 0x7fu;
+  if (size >= LARGEST) return sign | 0x7eu;
+  // Where a unit of a float is 2^-9, adding rounds to multiples of it.
+  if (size < SMALLEST_NORMAL) return sign | (ptx::bits_of(size + 16384.0f) & 0xfu);
+  const uint32 bits = ptx::bits_of(size);
+  return sign | (((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - (127 - 7) * 8);
+}
+
+}  // namespace e4m3

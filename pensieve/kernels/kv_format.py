@@ -1,0 +1,111 @@
+"""How pages keep keys and values: the type of an arena's elements, and what a row is made of.
+
+A *row* is what a page holds of one token for one KV head, of keys or of values; rows are the last dimension
+of an arena (layers, pages, 2, kv_heads, slots, row).
+
+    auto   head_size values, in the type in which the model computes
+    int8   head_size codes from -127 to 127, then their scale, a float32: a value is its code times the scale
+    fp8    head_size numbers of a byte (e4m3: four bits of exponent, three of mantissa, at most 448); a value
+           is its number times the scale of its layer, its head and its side (keys or values)
+
+Scales of fp8 are chosen once, when a model is loaded, from the keys and values that the load probe sees
+(`exponents_for`), and go beside the pages to whoever reads or writes them: float32 (2, kv_heads), keys'
+first.  They are powers of two, so nothing is rounded by them.  What exceeds the probe's largest by more than
+`HEADROOM` becomes the largest number there is; what is not finite becomes NaN.
+
+Rows are independent of one another: what a token's row holds follows from that token's values alone.  So it
+is the same whoever shares the batch and however a prompt is cut, and a row is copied, moved between the tiers
+and summed up as bytes.  Attention reads all rows from pages, also those that the same iteration wrote.
+
+`pages.dtype` says in which format pages are (`format_of`): no format has the elements of another one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+# The smallest scale of int8 rows, the smallest normal float32.  A row whose values all lie below 127 of these
+# is zero: a denormal scale would be coarse, and some processors are set to take it for zero.
+SCALE_MIN = 2.0**-126
+_CODE_MAX = 127.0
+FP8_MAX = 448.0
+HEADROOM = 16  # how much larger than what the probe sees a key or value may be before it is cut off
+EXPONENTS_MAX = 60  # of two, either way: a scale and its inverse are far from the ends of float32
+
+
+class KVFormat(NamedTuple):
+    name: str  # as `--kv-dtype` has it
+    element: torch.dtype  # of an arena
+    more: int = 0  # elements of a row beside its head_size values
+
+    @property
+    def in_words(self) -> str:
+        return str(self.element).removeprefix("torch.") if self.name == "auto" else self.name
+
+    def row(self, head_size: int) -> int:
+        """The elements of a row."""
+        return head_size + self.more
+
+    def row_bytes(self, head_size: int) -> int:
+        return self.row(head_size) * self.element.itemsize
+
+
+INT8 = KVFormat("int8", torch.int8, 4)
+FP8 = KVFormat("fp8", torch.float8_e4m3fn)
+_BY_NAME = {each.name: each for each in (INT8, FP8)}
+_BY_ELEMENT = {each.element: each for each in (INT8, FP8)}
+
+
+def kv_format(name: str, dtype: torch.dtype) -> KVFormat:
+    """The format of this name, for a model that computes in `dtype`."""
+    if name == "auto":
+        return KVFormat("auto", dtype)
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    raise ValueError(f"there is no KV format {name!r}")
+
+
+def format_of(pages: torch.Tensor, dtype: torch.dtype) -> KVFormat:
+    """The format of an arena or a view of it, for a model that computes in `dtype`."""
+    return _BY_ELEMENT.get(pages.dtype, KVFormat("auto", dtype))
+
+
+def quantised(rows: torch.Tensor) -> torch.Tensor:
+    """Rows (…, head_size) in the format int8; a row that is not finite gets a scale of NaN."""
+    values = rows.float()
+    largest = values.abs().amax(-1, keepdim=True)
+    # By a tensor: torch multiplies with the reciprocal of a number on some devices, which rounds twice.
+    scale = largest / torch.full_like(largest, _CODE_MAX)
+    scale = torch.where(scale < SCALE_MIN, 0.0, scale)
+    scale = torch.where(largest.isfinite(), scale, float("nan"))
+    codes = torch.where(scale > 0, (values / scale).round(), 0.0).to(torch.int8)
+    return torch.cat((codes, scale.view(torch.int8)), -1)
+
+
+def dequantised(rows: torch.Tensor) -> torch.Tensor:
+    """The float32 values (…, head_size) of rows in the format int8."""
+    codes, scale = rows[..., : -INT8.more], rows[..., -INT8.more :]
+    return codes.float() * scale.contiguous().view(torch.float32)
+
+
+# -- fp8 --
+
+
+def exponents_for(largest: torch.Tensor) -> torch.Tensor:
+    """For the largest keys or values of some heads, int: scales are two to the power of these."""
+    known = largest.isfinite() & (largest > 0)
+    _, exponents = torch.frexp(torch.where(known, largest, 1.0).double() * (HEADROOM / FP8_MAX))
+    return torch.where(known, exponents, 0).clamp(-EXPONENTS_MAX, EXPONENTS_MAX)
+
+
+def to_fp8(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Rows (tokens, kv_heads, head_size) in the format fp8, with a scale for each head."""
+    numbers = (rows.float() / scales[:, None]).clamp(-FP8_MAX, FP8_MAX)
+    return torch.where(rows.isfinite(), numbers, float("nan")).to(FP8.element)
+
+
+def from_fp8(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The float32 values of rows (…, kv_heads, slots, head_size) in the format fp8."""
+    return rows.float() * scales[:, None, None]

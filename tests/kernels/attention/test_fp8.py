@@ -1,0 +1,130 @@
+"""Keys and values of one byte on a GPU: the kernels on emulated threads, against torch's own float8."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pensieve.kernels.attention import cuda
+from pensieve.kernels.attention.plan import BlocksAtOnce, Work
+from pensieve.kernels.kv_format import FP8, to_fp8
+from tests.kernels.attention.test_emulated import arena_of, attend
+from tests.kernels.emulated import needs_x86, run
+
+pytestmark = needs_x86
+EVERY_BYTE = torch.arange(256).to(torch.uint8).view(FP8.element)
+
+
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_any_mix_of_slices_over_pages_of_bytes(head_size: int) -> None:
+    """Decodes, pieces of prefill, two slices of one turn; rows for every way to share an item."""
+    slices = [(0, 0, 1), (1, 0, 33), (2, 31, 1), (3, 32, 8), (3, 60, 5), (4, 150, 70), (5, 63, 1)]
+    attend(slices, 6, 2, head_size, fp8=True)
+
+
+def test_in_half_precision_cut_backwards_and_with_copies_that_come_early() -> None:
+    order = {"backwards": True, "early": True, "fp8": True}
+    slices = [(0, 700, 40), (1, 500, 1), (2, 97, 128), (3, 1500, 1)]
+    assert attend(slices, 2, 1, 128, torch.float16, blocks_at_once=12, **order) >= 1
+
+
+def test_the_kernel_for_few_rows_takes_bytes() -> None:
+    slices = [(0, 0, 1), (1, 31, 4), (2, 900, 1), (3, 63, 2)]
+    assert attend(slices, 4, 1, 128, blocks_at_once=6, few_rows=True, fp8=True) >= 1
+
+
+@pytest.mark.parametrize("length", [1, 12, 40])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_byte_that_is_no_number_reaches_its_turn_and_no_other(length: int, side: int) -> None:
+    """In rows of every way to share an item; a NaN that was copied unread would be 480."""
+    arena = arena_of(5, 1, 64, torch.float32)
+    arena[:4] = torch.randn(4, 2, 1, 32, 64)
+    arena[1, side, 0, 5, 7] = float("nan")  # of the second turn
+    arena = arena.to(FP8.element)
+    query = torch.randn(2 * length, 2, 64).to(torch.bfloat16)
+    out = torch.empty_like(query)
+    index = (
+        torch.tensor([[0, 2], [1, 3]], dtype=torch.int32),
+        torch.tensor([0, length, 2 * length]).int(),
+        torch.tensor([0, 1]).int(),
+        torch.tensor([20, 20]).int(),
+    )
+    plan = cuda.plan([length] * 2, [20] * 2, 2, 1, 64, BlocksAtOnce(4))
+    work = Work.of(plan, 1, 64, "cpu")
+    pages, scales = (arena[:, 0], arena[:, 1]), torch.ones(2, 1)
+    for launch in cuda.attention_launches(
+        query, *pages, *index, 0.125, out, work, kv_scales=scales
+    ):
+        run(launch)
+    assert out[:length].isfinite().all()
+    assert out[length:].isnan().all()
+
+
+def same_bytes(found: torch.Tensor, right: torch.Tensor) -> bool:
+    """All NaN are alike."""
+    return torch.equal(found.float().nan_to_num(999.0), right.float().nan_to_num(999.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_and_values_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
+    """Numbers that are bytes, those half way between two, those beside these; too large, too small, NaN."""
+    bytes_ = EVERY_BYTE.float()
+    between = (bytes_[:-1] + bytes_[1:]) / 2
+    rows = torch.cat([bytes_, between, between * 1.01, between * 0.99, torch.randn(2048) * 3])
+    rows = torch.cat([rows, torch.tensor([460.0, 470.0, 1e4, -500.0, float("inf"), -float("inf")])])
+    tokens = -(-len(rows) // (2 * 64))
+    rows = torch.nn.functional.pad(rows, (0, tokens * 2 * 64 - len(rows)))
+    key = rows.view(2, tokens, 64).to(dtype).transpose(0, 1)  # strided, as models give it
+    value = key.flip(0).contiguous()
+    scales = torch.tensor([[0.25, 1.0], [4.0, 2.0**-7]])
+    arena = torch.zeros(-(-tokens // 32) + 1, 2, 2, 32, 64).to(FP8.element)
+    slots = torch.randperm(len(arena) * 32)[:tokens]
+    run(cuda.write_kv_launch(key, value, slots, arena[:, 0], arena[:, 1], scales))
+    by_slot = arena.transpose(2, 3).transpose(1, 2).flatten(0, 1)  # (slots, 2, heads, head_size)
+    for side, written in enumerate((key, value)):
+        assert same_bytes(by_slot[slots, side], to_fp8(written, scales[side]))
+    others = torch.ones(len(by_slot), dtype=torch.bool)
+    others[slots] = False
+    assert not by_slot[others].float().any(), "something was written elsewhere"
+
+
+@pytest.mark.parametrize(("head_size", "rotated"), [(64, 64), (96, 20)])
+def test_rotated_keys_are_rounded_once(head_size: int, rotated: int) -> None:
+    tokens, heads, kv_heads, dtype = 5, 4, 2, torch.bfloat16
+    rows = torch.randn(tokens, heads + 2 * kv_heads, head_size).to(dtype)
+    query, key, value = rows.split([heads, kv_heads, kv_heads], dim=1)
+    angles = torch.rand(tokens, rotated // 2) * 6
+    cosine, sine = (torch.cat([each, each], -1).to(dtype) for each in (angles.cos(), angles.sin()))
+    slots = torch.tensor([3, 32, 33, 95, 64])
+    scales = torch.tensor([[0.125, 2.0], [1.0, 0.5]])
+    by_bytes, by_elements = (
+        arena_of(3, kv_heads, head_size, each) for each in (FP8.element, dtype)
+    )
+    rotated_query = torch.empty(2, tokens, heads, head_size, dtype=dtype)
+    for arena, out in zip((by_bytes, by_elements), rotated_query, strict=True):
+        given = (query, key, value, cosine, sine, slots, out, arena[:, 0], arena[:, 1])
+        run(cuda.rotate_and_write_kv_launch(*given, scales))
+    assert torch.equal(*rotated_query)
+    for token, slot in enumerate(slots.tolist()):
+        keys, values = (by_bytes[slot // 32, side, :, slot % 32].float() for side in (0, 1))
+        near = by_elements[slot // 32, 0, :, slot % 32].float()
+        torch.testing.assert_close(keys * scales[0, :, None], near, rtol=2**-4, atol=2**-9)
+        assert torch.equal(values, to_fp8(value[token], scales[1]).float())
+    assert int(by_bytes[:, 0, 0, :, 0].float().isfinite().sum()) == tokens, "one went elsewhere"
+
+
+def test_pages_in_bytes_need_scales_and_have_no_kernel_of_hoppers() -> None:
+    arena = arena_of(3, 1, 64, FP8.element)
+    pages = (arena[:, 0], arena[:, 1])
+    rows = torch.zeros(1, 1, 64).to(torch.bfloat16)
+    with pytest.raises(ValueError, match="need a scale"):
+        cuda.write_kv_launch(rows, rows, torch.tensor([0]), *pages)
+    with pytest.raises(ValueError, match="need a scale"):
+        cuda.write_kv_launch(rows, rows, torch.tensor([0]), *pages, torch.ones(2, 2))
+    plan = cuda.plan([200], [0], 1, 1, 64, BlocksAtOnce(8, 8))
+    work = Work.of(plan, 1, 64, "cpu")
+    index = (torch.zeros(1, 9).int(), *(torch.zeros(2).int() for _ in range(3)))
+    with pytest.raises(ValueError, match="no fp8"):
+        cuda.attention_launches(
+            rows, *pages, *index, 0.1, rows.clone(), work, int, kv_scales=torch.ones(2, 1)
+        )
