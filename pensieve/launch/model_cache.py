@@ -105,7 +105,8 @@ def _locked(path: Path, report: Report, check: Check) -> Iterator[None]:
 
 
 def _reach_the_disk(*paths: Path) -> None:
-    from pensieve.store.durable import sync  # brings SQLite, which an engine's start does not wait for
+    # It brings SQLite, which an engine's start does not wait for.
+    from pensieve.store.durable import sync
 
     for path in paths:
         sync(path)
