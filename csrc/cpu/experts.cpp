@@ -22,7 +22,6 @@
 #include "experts.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <vector>
 
@@ -56,34 +55,27 @@ void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const 
   auto panel_at = [](const Linear& linear, int panel) {
     return static_cast<const char*>(linear.panels) + panel * linear.panel_bytes;
   };
-  std::atomic<int> next{0};
-  auto work = [&] {
-    size_t at = 0, at_next = 0;  // groups of the two pieces; what a thread claims only grows
-    int piece = next.fetch_add(1);
-    while (piece < pieces) {
-      const int following = next.fetch_add(1);
-      for (at = at_next; at + 1 < groups.size() && groups[at + 1].first_piece <= piece;) ++at;
-      for (at_next = at; at_next + 1 < groups.size() && groups[at_next + 1].first_piece <= following;)
-        ++at_next;
-      const Group& group = groups[at];
-      const int panel = (piece - group.first_piece) / group.stretches;
-      const char* ahead = nullptr;
-      if (following >= pieces) {
-        ahead = then ? panel_at(*then, following - pieces) : nullptr;
-      } else {
-        const Group& after = groups[at_next];
-        const int panel_after = (following - after.first_piece) / after.stretches;
-        if (at_next != at || panel_after != panel) ahead = panel_at(*after.linear, panel_after);
-      }
-      Product own = product;
-      own.linear = group.linear;
-      const int stretch = (piece - group.first_piece) % group.stretches, rows = group.end - group.first;
-      act(own, panel, group.first + int(int64_t(rows) * stretch / group.stretches),
-          group.first + int(int64_t(rows) * (stretch + 1) / group.stretches), ahead);
-      piece = following;
-    }
+  auto group_of = [&](int piece) -> const Group& {
+    auto after = [](int piece, const Group& group) { return piece < group.first_piece; };
+    return *(std::upper_bound(groups.begin(), groups.end(), piece, after) - 1);
   };
-  on_threads(pieces > 1 ? num_threads : 1, work);
+  each_piece(num_threads, pieces, [&](int piece, int following) {
+    const Group& group = group_of(piece);
+    const int panel = (piece - group.first_piece) / group.stretches;
+    const char* ahead = nullptr;
+    if (following >= pieces) {
+      ahead = then ? panel_at(*then, following - pieces) : nullptr;
+    } else {
+      const Group& after = group_of(following);
+      const int panel_after = (following - after.first_piece) / after.stretches;
+      if (&after != &group || panel_after != panel) ahead = panel_at(*after.linear, panel_after);
+    }
+    Product own = product;
+    own.linear = group.linear;
+    const int stretch = (piece - group.first_piece) % group.stretches, rows = group.end - group.first;
+    act(own, panel, group.first + int(int64_t(rows) * stretch / group.stretches),
+        group.first + int(int64_t(rows) * (stretch + 1) / group.stretches), ahead);
+  });
 }
 
 // What one part of the rows needs; kept by the thread that computes.

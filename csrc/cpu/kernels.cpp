@@ -290,39 +290,34 @@ bool attend_all(const Call& call, const Kernel& kernel) {
   if (num_kept && !kept) return false;
   std::vector<std::atomic<int>> remaining(items.size());
   for (size_t i = 0; i < items.size(); ++i) remaining[i] = items[i].num_parts;
-  std::atomic<int> next{0};
-  auto work = [&] {
+  const int num_cuts = int(cuts.size());
+  each_piece(call.num_threads, num_cuts, [&](int taken, int following) {
     static thread_local Memory own;
-    const int num_cuts = int(cuts.size());
-    for (int taken = next.fetch_add(1), following; taken < num_cuts; taken = following) {
-      following = next.fetch_add(1);
-      const Cut& each = cuts[taken];
-      const Item& item = items[each.item];
-      Part part = part_of(call, item, each.first_page, each.end_page);
-      if (following < num_cuts) {
-        const Cut& after = cuts[following];
-        const Part then = part_of(call, items[after.item], after.first_page, after.end_page);
-        const int64_t page = int64_t(then.pages[then.first_page]) * then.page_stride;
-        part.keys_after = in_pages(call, then.keys, page);
-        part.values_after = in_pages(call, then.values, page);
-      }
-      if (item.num_parts == 1) {
-        Partial partial{own.largest, own.sum, own.weighted};
-        attend(part, partial, own.scratch);
-        write_out(call, kernel, item, partial);
-        continue;
-      }
-      const int num_rows = item.num_tokens * part.group;
-      float* const first = kept + item.kept;
-      Partial partial =
-          partial_at(first + each.part * partial_floats(num_rows, call.head_size),
-                     num_rows, call.head_size);
-      attend(part, partial, own.scratch);
-      if (remaining[each.item].fetch_sub(1) == 1)
-        write_out(call, kernel, item, merge(item, first, num_rows, call.head_size));
+    const Cut& each = cuts[taken];
+    const Item& item = items[each.item];
+    Part part = part_of(call, item, each.first_page, each.end_page);
+    if (following < num_cuts) {
+      const Cut& after = cuts[following];
+      const Part then = part_of(call, items[after.item], after.first_page, after.end_page);
+      const int64_t page = int64_t(then.pages[then.first_page]) * then.page_stride;
+      part.keys_after = in_pages(call, then.keys, page);
+      part.values_after = in_pages(call, then.values, page);
     }
-  };
-  on_threads(cuts.size() > 1 ? call.num_threads : 1, work);
+    if (item.num_parts == 1) {
+      Partial partial{own.largest, own.sum, own.weighted};
+      attend(part, partial, own.scratch);
+      write_out(call, kernel, item, partial);
+      return;
+    }
+    const int num_rows = item.num_tokens * part.group;
+    float* const first = kept + item.kept;
+    Partial partial =
+        partial_at(first + each.part * partial_floats(num_rows, call.head_size),
+                   num_rows, call.head_size);
+    attend(part, partial, own.scratch);
+    if (remaining[each.item].fetch_sub(1) == 1)
+      write_out(call, kernel, item, merge(item, first, num_rows, call.head_size));
+  });
   std::free(kept);
   return true;
 }

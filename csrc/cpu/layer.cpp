@@ -4,7 +4,6 @@
 #include "layer.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <new>
 #include <vector>
@@ -60,24 +59,16 @@ struct Worker {
     const int width = linear.activation ? dense.lanes : 2 * dense.lanes;
     const int stretches = (product.num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
     const int pieces = (linear.outputs + width - 1) / width * stretches;
-    std::atomic<int> next{0};
-    auto work = [&] {
-      int piece = next.fetch_add(1);
-      while (piece < pieces) {
-        const int following = next.fetch_add(1), panel = piece / stretches;
-        const char* ahead = nullptr;
-        if (following >= pieces)
-          ahead = then ? static_cast<const char*>(then->panels) + (following - pieces) * then->panel_bytes
-                       : nullptr;
-        else if (following / stretches != panel)
-          ahead = panels + following / stretches * linear.panel_bytes;
-        const int stretch = piece % stretches;
-        act(product, panel, int(int64_t(product.num_rows) * stretch / stretches),
-            int(int64_t(product.num_rows) * (stretch + 1) / stretches), ahead);
-        piece = following;
-      }
-    };
-    on_threads(pieces > 1 ? num_threads : 1, work);
+    each_piece(num_threads, pieces, [&](int piece, int following) {
+      const int panel = piece / stretches, stretch = piece % stretches;
+      const char* ahead = nullptr;
+      if (following >= pieces)
+        ahead = then ? static_cast<const char*>(then->panels) + (following - pieces) * then->panel_bytes : nullptr;
+      else if (following / stretches != panel)
+        ahead = panels + following / stretches * linear.panel_bytes;
+      act(product, panel, int(int64_t(product.num_rows) * stretch / stretches),
+          int(int64_t(product.num_rows) * (stretch + 1) / stretches), ahead);
+    });
   }
 
   // For rows that do not stay in the cache from one panel to the next: a piece is some rows and several panels.
@@ -102,20 +93,13 @@ struct Worker {
     const int most = std::max(1, num_panels * stretches / (kPiecesOfThread * num_threads));
     const int group = std::min(most, kBlockPanels);
     const int pieces = (num_panels + group - 1) / group * stretches;
-    std::atomic<int> next{0};
-    auto work = [&] {
-      int piece = next.fetch_add(1);
-      while (piece < pieces) {
-        const int following = next.fetch_add(1), first = piece % stretches * each;
-        const Linear* after = following < pieces ? &linear : then;
-        const int64_t panel_after = following < pieces ? following / stretches * group : following - pieces;
-        const char* ahead = after ? static_cast<const char*>(after->panels) + panel_after * after->panel_bytes : nullptr;
-        const int panel = piece / stretches * group;
-        act(product, panel, std::min(panel + group, num_panels), first, std::min(first + each, product.num_rows), ahead);
-        piece = following;
-      }
-    };
-    on_threads(pieces > 1 ? num_threads : 1, work);
+    each_piece(num_threads, pieces, [&](int piece, int following) {
+      const int panel = piece / stretches * group, first = piece % stretches * each;
+      const Linear* after = following < pieces ? &linear : then;
+      const int64_t panel_after = following < pieces ? following / stretches * group : following - pieces;
+      const char* ahead = after ? static_cast<const char*>(after->panels) + panel_after * after->panel_bytes : nullptr;
+      act(product, panel, std::min(panel + group, num_panels), first, std::min(first + each, product.num_rows), ahead);
+    });
   }
 
   template <typename Act>

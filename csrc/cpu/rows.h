@@ -1,8 +1,6 @@
 // Work on each row by itself (norms, rotation, a router's choice), shared by the threads of threads.h.
 #pragma once
 
-#include <atomic>
-
 #include "threads.h"
 
 namespace pensieve {
@@ -12,13 +10,12 @@ constexpr int kRowsWorthThreads = 8;  // with fewer, the work on rows is shorter
 
 template <typename Act>
 void each_row(int num_threads, int num_rows, Act act) {
-  std::atomic<int> next{0};
+  if (num_rows < kRowsWorthThreads) num_threads = 1;
   const int step = num_rows / (4 * num_threads) + 1;
-  auto work = [&] {
-    for (int first; (first = next.fetch_add(step)) < num_rows;)
-      for (int row = first; row < first + step && row < num_rows; ++row) act(row);
-  };
-  on_threads(num_rows >= kRowsWorthThreads ? num_threads : 1, work);
+  each_piece(num_threads, (num_rows + step - 1) / step, [&](int piece, int) {
+    const int first = piece * step, end = std::min(first + step, num_rows);
+    for (int row = first; row < end; ++row) act(row);
+  });
 }
 
 }  // namespace pensieve

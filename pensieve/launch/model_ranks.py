@@ -12,6 +12,7 @@ from pensieve.config import Settings
 from pensieve.errors import ConfigError, ModelError
 from pensieve.launch import programs
 from pensieve.launch.device import usable_device
+from pensieve.launch.memory_nodes import spread_memory
 from pensieve.launch.model_folder import Report
 from pensieve.model.loader import LoadedModel, check_divisible, load
 from pensieve.model.parallel.leader import Leader
@@ -29,6 +30,8 @@ def load_model(settings: Settings, folder: Path, report: Report, undo: ExitStack
         torch.set_num_threads(settings.threads)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     device = usable_device(settings, report)
+    if device.type == "cpu":
+        spread_memory(report)
     int8 = settings.weights == "int8"
     if settings.tensor_parallel == 1:
         model = load(

@@ -45,8 +45,8 @@ class ForwardPass(Protocol):
         """For fused layers, which then do the attention themselves; None: they call `attend`."""
 
     @property
-    def settled(self) -> bool:
-        """Whether all layers' pages hold it already, so that nobody needs to call `arrive`."""
+    def pages_ready(self) -> bool:
+        """Whether the pages of all layers hold what `arrive` would wait for, so that nobody needs to call it."""
 
     def arrive(self, layer: int) -> None:
         """Return when the layer's pages hold what the iteration needs; a fused layer calls this itself."""
@@ -77,7 +77,7 @@ class PagedPass:
         arriving: bool = True,
     ) -> None:
         self.batch = batch
-        self.settled = not arriving and copies is None
+        self.pages_ready = not arriving and copies is None
         self._work = work
         self._memory = memory
         self._wait_layer = wait_layer

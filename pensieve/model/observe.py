@@ -36,7 +36,7 @@ class Observer:
     """A forward pass that notes sizes and types, checks masks and arguments, and computes nothing."""
 
     paged_rows: PagedRows | None = None
-    settled = False
+    pages_ready = False
 
     def __init__(self, context_max: int) -> None:
         self._context_max = context_max

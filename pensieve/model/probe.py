@@ -249,7 +249,7 @@ class _Recorder:
     """
 
     paged_rows: PagedRows | None = None
-    settled = False
+    pages_ready = False
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows

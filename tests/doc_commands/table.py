@@ -48,7 +48,7 @@ ROWS = (
     ),
     Row(DAEMONS["restored"], starts="restored", nightly=True),
     Row("pensieve admin check --data /var/drill", needs=("restored",), nightly=True),
-    Row(DRILL.format(50062, '"And this."'), (r"\w",), ("restored",), nightly=True),
+    Row(DRILL.format(50062, '"What was it?"'), (r"\w",), ("restored",), nightly=True),
     # Daemons of other kinds.
     Row("pensieve serve --config pensieve.toml --print-config", (r'policy = "lru"',)),
     Row(
@@ -150,6 +150,7 @@ ROWS = (
     Row("pensieve bench swap --history 2000", nightly=True),
     Row("pensieve bench attention --context 512,4096 --dtype bfloat16", nightly=True),
     Row("pensieve bench step --batch 1,16 --weights int8", nightly=True),
+    Row("pensieve bench step --kv-dtype int8", nightly=True),
     Row("pensieve bench step --batch 16 --parts", (r"GB/s of weights",), nightly=True),
     # For people who develop it.
     Row("scripts/build_client dist", (r"pensieve_client-.*\.whl",)),

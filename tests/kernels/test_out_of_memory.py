@@ -48,7 +48,7 @@ heads_out = ProductWeights([torch.zeros(1024, 32, dtype={dtype})], [None])
 weights = LayerWeights(0, Heads(2, 1, 16), 1.0, heads_in, heads_out, experts, {{}})
 layer = cpu.CpuLayerKernels().layer(weights, int8={int8})
 rows, attended = torch.ones(512, 1024, dtype={dtype}), torch.zeros(512, 32, dtype={dtype})
-layer._workspace.reserve(512, layer._widths, rows.dtype)  # so that only the kernel asks for more
+layer._workspace.reserve(512, layer.widths, rows.dtype)  # so that only the kernel asks for more
 without_memory(lambda: layer.after_attention(rows, attended), 3 << 20)
 """
 

@@ -108,7 +108,7 @@ class Pretended:
         monkeypatch.setattr(FakeTensor, "data_ptr", lambda tensor: id(tensor) * 16, raising=False)
         monkeypatch.setattr(tensor_map, "map_of", lambda pages: 16)
         monkeypatch.setattr(
-            cuda, "blocks_at_once", lambda device, head_size: BlocksAtOnce(264, 132)
+            cuda, "blocks_at_once", lambda device, head_size, stored: BlocksAtOnce(264, 132)
         )
         monkeypatch.setattr(cuda_launch, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(cuda_launch, "architecture", lambda index=0: "sm_90a")

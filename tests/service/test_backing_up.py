@@ -88,8 +88,8 @@ def test_a_backup_under_load_restores_to_exactly_the_acknowledged_turns(tmp_path
     for talker in talkers:
         talker.join(60)
     (found,) = points(backup)
-    for at in (found.times[len(found.times) // 2], found.times[-1]):
-        data = tmp_path / f"restored-{at}"
+    for name, at in (("first", found.times[len(found.times) // 2]), ("last", found.times[-1])):
+        data = tmp_path / name  # its socket's path may be no longer than 107 bytes
         restored = restore(backup, data, at)
         assert restored.time == at
         with ConversationStore.open(data, "test") as store:

@@ -69,7 +69,7 @@ class CausalPass:
     """A forward pass over one prompt from its beginning: plain causal attention, without pages."""
 
     paged_rows: PagedRows | None = None
-    settled = False
+    pages_ready = False
 
     def __init__(self, report: Callable[[AttentionCall], None] = lambda call: None) -> None:
         self._report = report

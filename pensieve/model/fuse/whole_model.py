@@ -94,7 +94,7 @@ class FusedModel:
     ) -> torch.Tensor:
         """The residual of the kept rows."""
         paged_rows = forward_pass.paged_rows
-        chain = self._chain if forward_pass.settled else None
+        chain = self._chain if forward_pass.pages_ready else None
         if chain is not None and paged_rows is not None and chain.takes(paged_rows):
             paged_rows.rotate_by(rotation)
             return chain.forward(hidden, paged_rows, rows)

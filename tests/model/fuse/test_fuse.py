@@ -189,7 +189,7 @@ class Together:
     """Several prompts as one flat batch, each attending to itself."""
 
     paged_rows: PagedRows | None = None
-    settled = False
+    pages_ready = False
 
     def __init__(self, lengths: list[int]) -> None:
         self._lengths = lengths
@@ -519,13 +519,18 @@ def test_rounding_may_choose_other_experts() -> None:
     flat = FlatModel(copy.deepcopy(rounded))
     probe(flat)
     assert flat.form.startswith("layers in C++")
-    ids, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
-    with torch.inference_mode():
-        exact = plain(input_ids=ids[None]).logits[0]
-        own = rounded(input_ids=ids[None]).logits[0].float()
-        ours = flat.logits(ids, positions, positions, CausalPass()).float()
-    errors = [(each - exact).abs().amax(1).median() for each in (own, ours)]
-    assert float(errors[1]) <= 1.5 * float(errors[0])
+    positions = torch.arange(len(PROMPT))
+    torch.manual_seed(0)
+    own, ours = [], []  # of each row; a single prompt's are a matter of luck
+    for _ in range(20):
+        ids = torch.randint(0, plain.config.vocab_size, (len(PROMPT),))
+        with torch.inference_mode():
+            exact = plain(input_ids=ids[None]).logits[0]
+            own.append((rounded(input_ids=ids[None]).logits[0] - exact).abs().amax(1))
+            ours.append(
+                (flat.logits(ids, positions, positions, CausalPass()) - exact).abs().amax(1)
+            )
+    assert float(torch.cat(ours).median()) <= 1.25 * float(torch.cat(own).median())
 
 
 def test_experts_that_are_wrong_are_found_though_rounding_may_choose_others(

@@ -55,6 +55,7 @@ class ParallelWorld(World):
             "dtype": None,
             "context_max": None,
             "num_threads": 1,
+            "kv_dtype": "auto",
             "check_kv": False,
         }
         self.leader = Leader(2, CPU, worker_settings, programs.RANK)

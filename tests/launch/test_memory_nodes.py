@@ -1,0 +1,127 @@
+"""Memory is spread where there are several nodes, an operator's policy stays, and a refusal is said."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from pathlib import Path
+
+import pytest
+
+from pensieve.launch import memory_nodes
+from pensieve.launch.memory_nodes import (
+    CALLS,
+    DEFAULT,
+    INTERLEAVE,
+    numbers,
+    policy,
+    set_policy,
+    spread_memory,
+    usable_nodes,
+)
+
+
+def may_set_policies() -> bool:
+    """A container may be forbidden to."""
+    try:
+        set_policy((DEFAULT, frozenset()))
+    except OSError:
+        return False
+    return True
+
+
+on_linux = pytest.mark.skipif(
+    platform.system() != "Linux" or platform.machine() not in CALLS or not may_set_policies(),
+    reason="this process may not say where its memory lies",
+)
+
+
+def machine(folder: Path, cpus_of_nodes: list[str], with_memory: str, allowed: str) -> list[Path]:
+    """What Linux would say of such a machine."""
+    nodes, status = folder / "nodes", folder / "status"
+    for number, cpus in enumerate(cpus_of_nodes):
+        (nodes / f"node{number}").mkdir(parents=True)
+        (nodes / f"node{number}" / "cpulist").write_text(f"{cpus}\n")
+    (nodes / "has_memory").write_text(f"{with_memory}\n")
+    status.write_text(f"Name:\tpython\nMems_allowed_list:\t{allowed}\n")
+    return [nodes, status]
+
+
+def test_numbers_as_linux_writes_them():
+    assert numbers("0-2,5,8-9\n") == {0, 1, 2, 5, 8, 9}
+    assert numbers("\n") == set()
+
+
+@pytest.mark.parametrize(
+    ("cpus", "with_memory", "allowed", "nodes"),
+    [
+        (["0-31", "32-63"], "0-1", "0-1", {0, 1}),
+        (["0-31", "32-63"], "0-1", "1", {1}),  # numactl --membind, or a cpuset
+        (["0-31", "32-63"], "1", "0-1", {1}),
+        (["0-31", ""], "0-1", "0-1", {0}),  # memory without processors (CXL)
+        (["0-15", "16-31", "32-47", "64-79"], "0-3", "0-3", {0, 1, 2}),
+    ],
+)
+def test_nodes_count_that_have_processors_and_memory_for_this_process(
+    cpus: list[str],
+    with_memory: str,
+    allowed: str,
+    nodes: set[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    assert usable_nodes(*machine(tmp_path, cpus, with_memory, allowed)) == nodes
+
+
+def test_a_system_without_such_files_has_no_nodes(tmp_path: Path):
+    assert usable_nodes(tmp_path / "nothing", tmp_path / "nothing") == set()
+
+
+def reported(monkeypatch: pytest.MonkeyPatch, nodes: set[int], before: int = DEFAULT):
+    """What is said and set, in a thread of its own, since a policy belongs to a thread."""
+    lines: list[str] = []
+    after: list[memory_nodes.Policy] = []
+    monkeypatch.setattr(memory_nodes, "usable_nodes", lambda: frozenset(nodes))
+
+    def run() -> None:
+        if before != DEFAULT:
+            set_policy((before, frozenset({0})))
+        spread_memory(lines.append)
+        after.append(policy())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return lines, after[0]
+
+
+@on_linux
+def test_one_node_needs_nothing(monkeypatch: pytest.MonkeyPatch):
+    assert reported(monkeypatch, {0}) == ([], (DEFAULT, frozenset()))
+
+
+@on_linux
+def test_what_the_operator_has_set_stays(monkeypatch: pytest.MonkeyPatch):
+    bind = 2
+    assert reported(monkeypatch, {0, 1}, before=bind) == ([], (bind, {0}))
+
+
+@on_linux
+def test_a_policy_that_the_kernel_refuses_is_said_and_the_engine_starts(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    lines, after = reported(monkeypatch, {1000, 1001})  # nodes that no machine has
+    assert after == (DEFAULT, frozenset())
+    assert len(lines) == 1
+    assert "numactl --interleave=all" in lines[0]
+
+
+@on_linux
+def test_pages_are_spread_by_the_kernels_own_policy(monkeypatch: pytest.MonkeyPatch):
+    wanted = memory_nodes.set_policy
+    monkeypatch.setattr(memory_nodes, "set_policy", lambda each: wanted((each[0], frozenset({0}))))
+    lines, after = reported(monkeypatch, {0, 1})
+    assert lines == ["memory is spread over 2 memory nodes"]
+    assert after == (INTERLEAVE, {0})
