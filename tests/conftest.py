@@ -1,5 +1,19 @@
 """What holds for every test, before anything imports torch."""
 
+import signal
+from collections.abc import Iterator
+
+import pytest
+
 from pensieve.launch.cpu_threads import prepare_threads
 
 prepare_threads()
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_as_before() -> Iterator[None]:
+    """Commands that run in the tests' own process say what Ctrl-C does; not for the tests behind them."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    if signal.getsignal(signal.SIGINT) is not before:
+        signal.signal(signal.SIGINT, before)

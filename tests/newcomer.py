@@ -362,7 +362,9 @@ RESTORE = (
     ),
     Step("pensieve serve --data /var/drill --address 127.0.0.1:50062", serves="ready grpc://"),
     Step("pensieve admin check --data /var/drill"),
-    Step('pensieve chat --address 127.0.0.1:50062 --conversation drill -q "What was it?"', (r"\w",)),
+    Step(
+        'pensieve chat --address 127.0.0.1:50062 --conversation drill -q "What was it?"', (r"\w",)
+    ),
 )
 JOURNAL = Step("pensieve serve --journal run.jsonl", serves="ready grpc://")
 FITTED = (
