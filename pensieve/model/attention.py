@@ -46,7 +46,7 @@ class ForwardPass(Protocol):
 
     @property
     def pages_ready(self) -> bool:
-        """Whether the pages of all layers hold what `arrive` would wait for, so that nobody needs to call it."""
+        """Whether all layers' pages hold what `arrive` would wait for, so that nobody needs to call it."""
 
     def arrive(self, layer: int) -> None:
         """Return when the layer's pages hold what the iteration needs; a fused layer calls this itself."""

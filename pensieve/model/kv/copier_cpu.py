@@ -59,6 +59,8 @@ class CpuCopier:
     # -- called by the thread that computes --
 
     def submit(self, swap_ins: Sequence[SwapIn], swap_outs: Sequence[SwapOut]) -> None:
+        if not swap_ins and not swap_outs:
+            return
         memory = self._memory
         jobs_in = [
             _Job(
