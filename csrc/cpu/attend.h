@@ -28,6 +28,7 @@ using pensieve::Part;
 using pensieve::Partial;
 
 constexpr int kVectors = kSlots / LANES;  // of one row of scores
+constexpr bool kWide = LANES == 16;       // registers are many and long: rows of any number at once
 constexpr float kLog2E = 1.44269504088896f;
 
 // Prefetches the next page's tile, a few lines at each step of the present one's arithmetic: all at once
@@ -252,40 +253,52 @@ inline void soften(float* scores, const float* value_scales, int num_visible, fl
   sum = sum * rescale + sum_of(total);
 }
 
-template <typename Element, int Rows>
-void add_values(Scratch& scratch, const float* values, int num_slots, int row, int head_size,
-                float* weighted) {
-  constexpr int kStride = kDot<Element> ? kSlots / 2 : kSlots, kAcross = 2;
+// Of kAcross vectors of the values, from `at` on.
+template <typename Element, int Rows, int kAcross>
+inline void add_some_values(Scratch& scratch, const float* values, int num_slots, int row, int head_size, int at,
+                            float* weighted) {
+  constexpr int kStride = kDot<Element> ? kSlots / 2 : kSlots;
   const int depth = kDot<Element> ? (num_slots + 1) / 2 : num_slots;
   const uint32_t* weights = reinterpret_cast<const uint32_t*>(scratch.scores) + row * kStride;
   const float* rescale = scratch.rescale + row;
-  weighted += row * head_size;
-  for (int at = 0; at < head_size; at += kAcross * LANES) {
-    Floats sums[Rows][kAcross];
+  weighted += row * head_size + at;
+  Floats sums[Rows][kAcross];
 #pragma GCC unroll 8
-    for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 2
-      for (int v = 0; v < kAcross; ++v)
-        sums[r][v] = load<Floats>(weighted + r * head_size + at + v * LANES) * rescale[r];
-    const float* value_row = values + at;
-    for (int slot = 0; slot < depth; ++slot, value_row += head_size) {
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kAcross; ++v)
+      sums[r][v] = load<Floats>(weighted + r * head_size + v * LANES) * rescale[r];
+  const float* value_row = values + at;
+  for (int slot = 0; slot < depth; ++slot, value_row += head_size) {
+    for (int step = 0; step < kAcross / 2; ++step) {
       scratch.values_ahead.step();
       if (sizeof(Element) == 4) scratch.values_ahead.step();  // floats were not made ready before
-      Words value[kAcross];
-#pragma GCC unroll 2
-      for (int v = 0; v < kAcross; ++v) value[v] = load<Words>(value_row + v * LANES);
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 2
-        for (int v = 0; v < kAcross; ++v)
-          sums[r][v] = product_add<Element>(sums[r][v], weights[r * kStride + slot], value[v]);
     }
+    Words value[kAcross];
+#pragma GCC unroll 4
+    for (int v = 0; v < kAcross; ++v) value[v] = load<Words>(value_row + v * LANES);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < kAcross; ++v)
-        store(weighted + r * head_size + at + v * LANES, sums[r][v]);
+        sums[r][v] = product_add<Element>(sums[r][v], weights[r * kStride + slot], value[v]);
   }
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kAcross; ++v) store(weighted + r * head_size + v * LANES, sums[r][v]);
+}
+
+template <typename Element, int Rows>
+void add_values(Scratch& scratch, const float* values, int num_slots, int row, int head_size,
+                float* weighted) {
+  // With few rows, more vectors at once: else each product would wait for the one before it.
+  constexpr int kAcross = kWide && Rows <= 4 ? 4 : 2;
+  int at = 0;
+  for (; at + kAcross * LANES <= head_size; at += kAcross * LANES)
+    add_some_values<Element, Rows, kAcross>(scratch, values, num_slots, row, head_size, at, weighted);
+  for (; at < head_size; at += 2 * LANES)
+    add_some_values<Element, Rows, 2>(scratch, values, num_slots, row, head_size, at, weighted);
 }
 
 #if BFLOAT16_DOT
@@ -312,6 +325,14 @@ template <template <typename, int> class Act, typename Element, typename... Argu
 inline void in_blocks(int num_rows, Arguments&&... arguments) {
   int row = 0;
   for (; row + 8 <= num_rows; row += 8) Act<Element, 8>::run(row, arguments...);
+  if constexpr (kWide) {
+    switch (num_rows - row) {
+      case 7: return Act<Element, 7>::run(row, arguments...);
+      case 6: return Act<Element, 6>::run(row, arguments...);
+      case 5: return Act<Element, 5>::run(row, arguments...);
+      case 3: return Act<Element, 3>::run(row, arguments...);
+    }
+  }
   if (row + 4 <= num_rows) Act<Element, 4>::run(row, arguments...), row += 4;
   if (row + 2 <= num_rows) Act<Element, 2>::run(row, arguments...), row += 2;
   if (row < num_rows) Act<Element, 1>::run(row, arguments...);
