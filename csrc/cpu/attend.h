@@ -326,12 +326,11 @@ inline void in_blocks(int num_rows, Arguments&&... arguments) {
   int row = 0;
   for (; row + 8 <= num_rows; row += 8) Act<Element, 8>::run(row, arguments...);
   if constexpr (kWide) {
-    switch (num_rows - row) {
-      case 7: return Act<Element, 7>::run(row, arguments...);
-      case 6: return Act<Element, 6>::run(row, arguments...);
-      case 5: return Act<Element, 5>::run(row, arguments...);
-      case 3: return Act<Element, 3>::run(row, arguments...);
-    }
+    const int left = num_rows - row;
+    if (left == 7) return Act<Element, 7>::run(row, arguments...);
+    if (left == 6) return Act<Element, 6>::run(row, arguments...);
+    if (left == 5) return Act<Element, 5>::run(row, arguments...);
+    if (left == 3) return Act<Element, 3>::run(row, arguments...);
   }
   if (row + 4 <= num_rows) Act<Element, 4>::run(row, arguments...), row += 4;
   if (row + 2 <= num_rows) Act<Element, 2>::run(row, arguments...), row += 2;
