@@ -52,9 +52,6 @@ void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const 
     group.first_piece = pieces;
     pieces += panels * group.stretches;
   }
-  auto panel_at = [](const Linear& linear, int panel) {
-    return static_cast<const char*>(linear.panels) + panel * linear.panel_bytes;
-  };
   auto group_of = [&](int piece) -> const Group& {
     auto after = [](int piece, const Group& group) { return piece < group.first_piece; };
     return *(std::upper_bound(groups.begin(), groups.end(), piece, after) - 1);
@@ -64,11 +61,11 @@ void multiply_groups(Multiply act, int lanes, std::vector<Group>& groups, const 
     const int panel = (piece - group.first_piece) / group.stretches;
     const char* ahead = nullptr;
     if (following >= pieces) {
-      ahead = then ? panel_at(*then, following - pieces) : nullptr;
+      ahead = panel_of(then, lanes, following - pieces);
     } else {
       const Group& after = group_of(following);
       const int panel_after = (following - after.first_piece) / after.stretches;
-      if (&after != &group || panel_after != panel) ahead = panel_at(*after.linear, panel_after);
+      if (&after != &group || panel_after != panel) ahead = panel_of(after.linear, lanes, panel_after);
     }
     Product own = product;
     own.linear = group.linear;

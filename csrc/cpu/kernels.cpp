@@ -285,11 +285,11 @@ bool attend_all(const Call& call, const Kernel& kernel) {
   std::vector<Item> items;
   std::vector<Cut> cuts;
   const int64_t num_kept = cut(call, items, cuts);
+  std::vector<std::atomic<int>> remaining(items.size());
+  for (size_t i = 0; i < items.size(); ++i) remaining[i] = items[i].num_parts;
   float* const kept =
       num_kept ? static_cast<float*>(std::aligned_alloc(64, num_kept * sizeof(float))) : nullptr;
   if (num_kept && !kept) return false;
-  std::vector<std::atomic<int>> remaining(items.size());
-  for (size_t i = 0; i < items.size(); ++i) remaining[i] = items[i].num_parts;
   const int num_cuts = int(cuts.size());
   each_piece(call.num_threads, num_cuts, [&](int taken, int following) {
     static thread_local Memory own;

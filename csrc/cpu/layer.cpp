@@ -55,7 +55,6 @@ struct Worker {
     const int64_t row_bytes = linear.inputs * (linear.scales ? 1 : element_bytes);
     if (block && product.num_rows > kRowsOfDecodes && product.num_rows * row_bytes > kRowBytes)
       return multiply_in_blocks(block, product, then);
-    const char* panels = static_cast<const char*>(linear.panels);
     const int width = linear.activation ? dense.lanes : 2 * dense.lanes;
     const int stretches = (product.num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
     const int pieces = (linear.outputs + width - 1) / width * stretches;
@@ -63,9 +62,9 @@ struct Worker {
       const int panel = piece / stretches, stretch = piece % stretches;
       const char* ahead = nullptr;
       if (following >= pieces)
-        ahead = then ? static_cast<const char*>(then->panels) + (following - pieces) * then->panel_bytes : nullptr;
+        ahead = panel_of(then, dense.lanes, following - pieces);
       else if (following / stretches != panel)
-        ahead = panels + following / stretches * linear.panel_bytes;
+        ahead = panel_of(&linear, dense.lanes, following / stretches);
       act(product, panel, int(int64_t(product.num_rows) * stretch / stretches),
           int(int64_t(product.num_rows) * (stretch + 1) / stretches), ahead);
     });
@@ -97,8 +96,8 @@ struct Worker {
       const int panel = piece / stretches * group, first = piece % stretches * each;
       const Linear* after = following < pieces ? &linear : then;
       const int64_t panel_after = following < pieces ? following / stretches * group : following - pieces;
-      const char* ahead = after ? static_cast<const char*>(after->panels) + panel_after * after->panel_bytes : nullptr;
-      act(product, panel, std::min(panel + group, num_panels), first, std::min(first + each, product.num_rows), ahead);
+      act(product, panel, std::min(panel + group, num_panels), first, std::min(first + each, product.num_rows),
+          panel_of(after, dense.lanes, panel_after));
     });
   }
 

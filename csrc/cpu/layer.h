@@ -24,6 +24,13 @@ struct Linear {
   int32_t activation;  // 0: none; else of a panel's first vector, which then multiplies the second
   int32_t pointwise = 0;  // 0: none; else an activation of every output
 };
+
+// The first byte of a panel; null behind the last one, or if there is no product.
+inline const char* panel_of(const Linear* linear, int lanes, int64_t panel) {
+  if (!linear || panel * (linear->activation ? lanes : 2 * lanes) >= linear->outputs) return nullptr;
+  return static_cast<const char*>(linear->panels) + panel * linear->panel_bytes;
+}
+
 constexpr int kZero = 128;  // the unsigned byte that stands for 0 in a quantised row
 enum Activation : int32_t {
   kNone = 0,

@@ -35,6 +35,7 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <new>
 #include <thread>
 
 namespace pensieve {
@@ -141,20 +142,22 @@ class Team {
 
 std::atomic<Team*> g_team{nullptr};  // never destroyed: its helpers run until the process ends
 
-Team& team() {
+// Null if there is no memory for one.
+Team* team() {
   static const bool prepared = [] {
-    g_team = new Team;
-    pthread_atfork(nullptr, nullptr, [] { g_team = new Team; });
+    g_team = new (std::nothrow) Team;
+    pthread_atfork(nullptr, nullptr, [] { g_team = new (std::nothrow) Team; });
     return true;
   }();
   (void)prepared;
-  return *g_team;
+  return g_team;
 }
 
 }  // namespace
 
 void run_on_threads(int num_threads, Act act, void* work) {
-  if (!team().run(num_threads - 1, act, work)) act(work);
+  Team* const found = team();
+  if (!found || !found->run(num_threads - 1, act, work)) act(work);
 }
 
 }  // namespace pensieve

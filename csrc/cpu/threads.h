@@ -23,17 +23,17 @@ void on_threads(int num_threads, Work& work) {
     work();
 }
 
-// Calls `act(piece, following)` for each of `num_pieces`, on threads that claim them one by one. `following` is the piece
-// that this thread works on next, for `act` to fetch its first bytes early; from `num_pieces` on there is none, and
-// counting on from there the threads have numbers of their own. A thread claims the next piece before it begins one; but
-// where there are few for each, only after it, since a claimed piece waits while other threads have nothing to do.
+// Calls `act(piece, following)` for each of `num_pieces`, on threads that claim them one by one. `following` is what this
+// thread is likely to work on next, for `act` to fetch its first bytes early: a piece, or from `num_pieces` on one of the
+// operation behind this one. A thread claims the next piece before it begins one; but where there are few for each,
+// only after it, since a claimed piece waits while other threads have nothing to do.
 template <typename Act>
 void each_piece(int num_threads, int num_pieces, Act act) {
   const bool early = num_pieces >= kPiecesToClaimEarly * num_threads;
   std::atomic<int> next{0};
   auto work = [&] {
     for (int piece = next.fetch_add(1), following; piece < num_pieces; piece = following) {
-      following = early ? next.fetch_add(1) : num_pieces + piece % num_threads;
+      following = early ? next.fetch_add(1) : piece + num_threads;
       act(piece, following);
       if (!early) following = next.fetch_add(1);
     }

@@ -36,6 +36,7 @@ from pensieve.bench.step_parts import PartRow, check_measurable, part_rows, weig
 from pensieve.core.iteration import Iteration, Slice, TurnStart
 from pensieve.core.sampling import Sampling
 from pensieve.errors import InvalidArgument, PensieveError
+from pensieve.launch.memory_nodes import spread_memory
 from pensieve.model.attention import PagedPass
 from pensieve.model.batch import Batch
 from pensieve.model.executor import TorchExecutor
@@ -87,6 +88,7 @@ def run(options: Options, report: Report) -> list[Row]:
     if min(options.batches) < 1 or options.context < 1 or options.repeats < 1:
         raise InvalidArgument("batch, context, repeats", "are at least 1")
     about: dict[str, object] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    spread_memory(progress)  # as an engine does
     with measured_model(options.model, options.shape) as folder:
         exact = Logits.of(load(folder)) if options.rounded else None
         model = load(folder, int8=options.int8, kv_dtype=options.kv_dtype, report=progress)

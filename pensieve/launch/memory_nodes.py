@@ -38,8 +38,8 @@ def spread_memory(report: Callable[[str], None]) -> None:
         set_policy((INTERLEAVE, nodes))
     except OSError as error:  # containers often do not allow it
         report(
-            f"memory is not spread over the {len(nodes)} memory nodes of this machine ({error.strerror}):"
-            " start the daemon with `numactl --interleave=all`, or let the container set policies"
+            f"memory is not spread over the {len(nodes)} memory nodes of this machine ({error.strerror});"
+            " where a container forbids it, allow the system call set_mempolicy"
         )
     else:
         report(f"memory is spread over {len(nodes)} memory nodes")

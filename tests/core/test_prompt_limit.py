@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.core.prompt_limit import TOKENS_MIN
+from pensieve.core.prompt_limit import PROBE_AFTER, TOKENS_MIN
 from pensieve.core.scheduler_config import SchedulerConfig
 from tests.core.world import Stage
 
@@ -106,3 +106,56 @@ def test_a_machine_that_becomes_slower_gets_shorter_pieces() -> None:
 def test_a_limit_that_is_no_time_is_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="prompt_seconds_max"):
         SchedulerConfig(prompt_seconds_max=wrong)
+
+
+def busy(decode_seconds: float) -> tuple[Stage, list[int]]:
+    """Somebody generates and prompts never end; the lengths of their pieces so far."""
+    world = stage()
+    world.ask("writer", 4, 390)
+    world.next()
+    world.next()
+    slower(world, decode_seconds)
+    return world, []
+
+
+def slower(world: Stage, seconds: float) -> None:
+    object.__setattr__(world.shape, "iteration_seconds", seconds)
+
+
+def prompts(world: Stage, lengths: list[int], iterations: int, name: str) -> None:
+    for number in range(iterations):
+        if number % 5 == 0:
+            world.ask(f"{name} {number}", 255, 1)
+        world.next()
+        lengths.append(sum(stop - at for who, at, stop in world.slices() if who != "writer"))
+
+
+def test_prompts_that_never_end_are_not_charged_with_what_others_take() -> None:
+    """Contexts grow, and no iteration happens to be without a prompt."""
+    world, lengths = busy(0.01)
+    prompts(world, lengths, 20, "before")
+    slower(world, 0.2)
+    prompts(world, lengths, 80, "after")
+    assert lengths[10] == 48
+    assert lengths[-20:].count(48) > 14  # the others are ends of prompts, and measurements
+    assert lengths.count(0) < 12
+    assert 48 in lengths[20 + PROBE_AFTER : 40 + PROBE_AFTER]
+
+
+def test_a_base_that_is_out_of_date_does_not_end_the_limit() -> None:
+    """Most turns have ended; what is left takes less than an iteration without prompts took then."""
+    world, lengths = busy(0.5)
+    prompts(world, lengths, 20, "before")
+    slower(world, 0.01)
+    prompts(world, lengths, 40, "after")
+    assert max(lengths[30:]) == 48
+
+
+def test_a_burst_that_comes_first_is_measured_against_an_iteration_without() -> None:
+    world = Stage(400, 0, **{"batch_tokens_max": 256, **TIMES})
+    slower(world, 0.2)
+    world.ask("writer", 4, 390)
+    lengths: list[int] = []
+    prompts(world, lengths, 40, "reader")
+    assert lengths.index(48) < 10
+    assert lengths[10:].count(48) > 20

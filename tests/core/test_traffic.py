@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 
+from pensieve.core.iteration_draft import IterationDraft
 from tests.core.world import Shape, World, run
 from tests.scale import SCALE
 
@@ -32,7 +33,8 @@ SHAPES = {
     "small budget": Shape(batch_tokens_max=5, turns_max=3),
     "planned ahead": Shape(overlap=True),
     "prompts in pieces, by time": Shape(
-        device_pages=80,
+        device_pages=60,
+        host_pages=60,
         batch_tokens_max=64,
         prompt_max=60,
         overlap=True,
@@ -74,12 +76,30 @@ def must_happen(shape: Shape) -> set[str]:
         names |= {"damaged"}
     if shape.overlap:
         names |= {"idle_tokens"}
+    if shape.prompt_seconds_max:
+        names |= {"prompts_cut_by_time"}
     return names
 
 
 def traffic(name: str, seeds: range) -> Counter[str]:
     """What happened in these worlds, summed; a note on the error names the world that failed."""
-    shape, total, most_ranges = SHAPES[name], Counter[str](), 0
+    shape, total = SHAPES[name], Counter[str]()
+    leave = IterationDraft.leave
+
+    def counted(draft: IterationDraft, num_tokens: int) -> None:
+        total["prompts_cut_by_time"] += draft.num_tokens_left > num_tokens
+        leave(draft, num_tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IterationDraft, "leave", counted)
+        most_ranges = sum_up(shape, name, seeds, total)
+    total["repaired_ranges_max"] = most_ranges
+    return total
+
+
+def sum_up(shape: Shape, name: str, seeds: range, total: Counter[str]) -> int:
+    """Adds what happened; the most ranges that a turn had to repair at once."""
+    most_ranges = 0
     for seed in seeds:
         try:
             world = run(seed, shape, actions=30, checks_every=1 if seed % 4 == 0 else 5)
@@ -91,8 +111,7 @@ def traffic(name: str, seeds: range) -> Counter[str]:
             total.update(vars(counters))
         total["replies"] += world.num_replies
         most_ranges = max(most_ranges, world.scheduler.counters.repaired_ranges_max)
-    total["repaired_ranges_max"] = most_ranges
-    return total
+    return most_ranges
 
 
 @pytest.mark.parametrize("name", SHAPES)

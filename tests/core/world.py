@@ -70,7 +70,8 @@ class Shape:
     swap_out_below: float = 0.25
     swap_outs_max: int = 64
     copy_share: float = 0.0  # seconds of a chunk's copy between the tiers, of those to compute it
-    token_seconds: float = 0.0  # that each token adds to the time of an iteration
+    iteration_seconds: float = 0.01  # of an iteration
+    token_seconds: float = 0.0  # that each token adds to it
     prompt_seconds_max: float = 0.0
     restless: bool = False  # many forks, cancels, deletions and evictions
 
@@ -238,7 +239,9 @@ class World:
             iteration is None or not self.shape.overlap or len(self.launched) > 1
         ):
             oldest = self.launched.pop(0)
-            self.clock.advance(0.01 + self.shape.token_seconds * oldest.num_tokens)
+            self.clock.advance(
+                self.shape.iteration_seconds + self.shape.token_seconds * oldest.num_tokens
+            )
             news = self.scheduler.commit(oldest, self.executor.collect(), self.clock.now())
             for each in news:
                 if isinstance(each, Ended):

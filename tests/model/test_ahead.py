@@ -222,7 +222,7 @@ def poisoned(folder: Path) -> LoadedModel:
 
 @pytest.mark.parametrize(
     ("chunk_tokens", "device_pages", "host_pages"),
-    [(8, 26, 50), (32, 8, 16)],
+    [(8, 18, 50), (32, 7, 16)],
     ids=["reference pages", "compiled pages"],
 )
 def test_every_turn_says_the_same_at_both_depths(

@@ -128,11 +128,11 @@ class Workspace:
         widest = Widths(*map(max, widths, self._widths))
         if num_rows <= self._num_rows and widest == self._widths and dtype == self._dtype:
             return
-        self._num_rows, self._widths, self._dtype = max(num_rows, self._num_rows), widest, dtype
-        rows, expert_rows = self._num_rows, min(self._num_rows, EXPERT_ROWS_MAX)
+        rows = max(num_rows, self._num_rows)
+        expert_rows = min(rows, EXPERT_ROWS_MAX)
         pairs = expert_rows * widest.chosen
         plain = [rows * each for each in (widest.hidden, widest.heads_in, widest.mlp)]
-        self._tensors = [
+        tensors = [
             *(torch.empty(size, dtype=dtype) for size in plain),
             *(torch.empty(rows * widest.hidden, dtype=torch.float32) for _ in range(2)),
             torch.empty(rows * widest.heads_out, dtype=dtype),
@@ -143,8 +143,10 @@ class Workspace:
             ),
             torch.empty(pairs * widest.hidden, dtype=torch.float32),
         ]
-        addresses = [each.data_ptr() for each in self._tensors]
+        addresses = [each.data_ptr() for each in tensors]
         experts = ExpertBuffersStruct(expert_rows, *addresses[6:])
+        # All at once, and only now: where memory did not suffice, it is as it was.
+        self._num_rows, self._widths, self._dtype, self._tensors = rows, widest, dtype, tensors
         self.struct = BuffersStruct(*addresses[:6], experts)
 
     def rotated(self, num_rows: int, widths: Widths) -> torch.Tensor:
