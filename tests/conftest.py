@@ -8,6 +8,8 @@ import pytest
 from pensieve.launch.cpu_threads import prepare_threads
 
 prepare_threads()
+# Whoever starts the tests in the background may have told them to ignore it, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
