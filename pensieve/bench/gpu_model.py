@@ -95,8 +95,14 @@ def executor_of(
     turns_max: int,
     *,
     graphs: bool = True,
+    filled: bool = False,
 ) -> TorchExecutor:
+    """With `filled` its device pages hold numbers, as if whoever decodes had computed a history."""
     memory = KVMemory(model.shape, device_pages, host_pages, PAGE, device)
+    if filled:
+        draw = torch.Generator(device).manual_seed(0)
+        for layer in memory.device_arena:  # the same numbers in every format
+            layer.copy_(torch.randn(layer.shape, generator=draw, device=device))
     captured = None
     if device.type == "cuda" and graphs:
         captured = DecodeGraphs(model.flat, memory, turns_max)
