@@ -354,10 +354,10 @@ def test_what_section_kernels_found_wrong_is_not_timed(tmp_path: Path) -> None:
     assert wrong_kernels([*wrong, *right]) == frozenset(), "it was run again, with a switch"
     assert wrong_kernels([*right, figure("kernels", failed=True, kind="fused")]) == {"fused"}
     (tmp_path / "figures.jsonl").write_text("".join(json.dumps(each) + "\n" for each in wrong))
-    for section in ("decode", "prefill", "iteration"):
+    for section in ("decode", "prefill", "iteration", "exactness"):
         assert succeeded(section, tmp_path, "cpu", 60, True)
     lines = [each["line"] for each in figures_of(tmp_path)[len(wrong) :] if "fp8" in each["line"]]
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert all("left out" in line for line in lines)
 
 

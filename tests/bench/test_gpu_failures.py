@@ -16,6 +16,7 @@ from pensieve.bench.gpu_pages import Paged
 from pensieve.bench.gpu_section import succeeded
 from pensieve.bench.gpu_stages import KERNELS, After, after, decisions, found_wrong
 from pensieve.errors import PensieveError
+from pensieve.kernels.attention import reference
 from pensieve.kernels.kv_format import FP8
 from pensieve.model.kv.memory import KVMemory
 from tests.kernels.emulated import needs_x86, run
@@ -95,6 +96,23 @@ def test_an_iteration_of_one_kind_that_fails_costs_itself_alone(
     figures = figures_of(tmp_path)
     assert [each["kind"] for each in figures if each.get("failed")] == ["eager"]
     assert {each["kind"] for each in figures if "seconds" in each} == {"eager, KV in fp8"}
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_replies_over_kv_in_fp8_are_far_off_where_scales_are_of_another_side_or_head(
+    dimension: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = reference.multi_token_attention
+
+    def by_others(*given: Any) -> None:
+        *rest, scales = given
+        attend(*rest, None if scales is None else scales.flip(dimension))
+
+    monkeypatch.setattr(reference, "multi_token_attention", by_others)
+    assert not succeeded("exactness", tmp_path, "cpu", 60, True)
+    elements, in_bytes = figures_of(tmp_path)
+    assert "0 wrong" in elements["line"]
+    assert "tokens lie far below" in in_bytes["line"]
 
 
 def test_a_swap_that_moves_nothing_is_found_where_another_has_moved_the_same(
