@@ -113,6 +113,7 @@ KERNELS = {
     "fused": "the fused kernels are wrong: fused=0 stays the default, and the run goes on",
     "fp8": "the kernels for KV in fp8 are wrong: no --kv-dtype fp8 until they are mended; the run goes on",
 }
+DIRECTIONS = ("swap_in", "swap_out")
 OPTIONAL = ("fused", "fp8")  # nobody uses them who does not ask for them
 SWITCHED_OFF = {"wide": "hopper=0", "draw": "radix=0"}
 
@@ -255,8 +256,8 @@ def _of_kernels(found: Sequence[Figures]) -> list[str]:
     for each in of(found, "decode", "fp8_speed"):
         if each["fp8_speed"] < 1.5:
             sentences.append(
-                f"KV in fp8 is {each['fp8_speed']:.2f} x as fast, of 2 that its bytes allow: what unpacks it "
-                f"is the limit ({each['line']})"
+                f"KV in fp8 is {each['fp8_speed']:.2f} x as fast, of 2 that its bytes allow: see whether "
+                f"what unpacks it is the limit ({each['line']})"
             )
     groups: dict[str, list[Figures]] = {}
     for each in of(found, "choices", "what", "choice", "seconds"):
@@ -274,11 +275,16 @@ def _of_kernels(found: Sequence[Figures]) -> list[str]:
             )
         else:
             sentences.append(f"{what}: {default['choice']} stay")
-    for each in of(found, "choices", "bus_share"):
-        if "copy_engine" in each["choice"] and each["bus_share"] >= 0.9:
-            sentences.append(
-                f"batched copies reach {each['bus_share']:.0%} of the bus: they replace the copy kernel"
-            )
+    shares = {
+        each["what"]: each["bus_share"]
+        for each in of(found, "choices", "what", "bus_share")
+        if "copy_engine" in each["choice"]
+    }
+    if shares:
+        reached = " and ".join(f"{share:.0%} ({what})" for what, share in shares.items())
+        replaces = len(shares) == len(DIRECTIONS) and min(shares.values()) >= 0.9
+        means = "they replace the copy kernel" if replaces else "the copy kernel stays"
+        sentences.append(f"batched copies reach {reached} of the bus: {means}")
     return sentences
 
 

@@ -502,6 +502,33 @@ def test_a_choice_that_fails_costs_itself_alone(
     assert "w: the present choice has no figure, so nothing is decided" in decisions(3, lacking)
 
 
+@pytest.mark.parametrize(
+    ("shares", "means"),
+    [
+        ({"swap_in": 0.95, "swap_out": 0.91}, "they replace the copy kernel"),
+        ({"swap_in": 0.95, "swap_out": 0.8}, "the copy kernel stays"),
+        ({"swap_in": 0.95}, "the copy kernel stays"),
+    ],
+)
+def test_batched_copies_replace_the_kernel_where_both_directions_gain(
+    shares: dict[str, float], means: str
+) -> None:
+    rows = [
+        figure(
+            "choices",
+            what=what,
+            choice="copy_engine=1",
+            default=False,
+            seconds=1.0,
+            bus_share=share,
+        )
+        for what, share in shares.items()
+    ]
+    (told,) = (each for each in decisions(3, rows) if "batched" in each)
+    assert means in told
+    assert "95% (swap_in)" in told
+
+
 def test_a_choice_becomes_the_default_only_where_it_is_faster() -> None:
     rows = [
         figure("choices", what="decode", choice="the defaults", default=True, seconds=1.0),
