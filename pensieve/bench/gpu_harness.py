@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import Any, TextIO
 import torch
 
 from pensieve.bench.checks import check_close
+from pensieve.errors import PensieveError
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 FIGURES = "figures.jsonl"  # in a run's folder
@@ -79,6 +82,8 @@ class Bench:
             self.failed = True
             line = f"{what}: FAILED: {type(error).__name__}: {error}"
             self.report(section, line, what=what, failed=True, **figures)
+            if not isinstance(error, PensieveError):  # which says all that there is to say
+                traceback.print_exc(file=sys.stderr)
             try:
                 self.synchronize()
             except Exception:

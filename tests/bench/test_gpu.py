@@ -297,6 +297,10 @@ def test_every_stage_begins_in_45_minutes_however_long_those_before_it_take() ->
     for stage in STAGES:
         assert 45 * 60 - begins >= stage.minutes * 60 / 2, stage.number
         begins += sum(step.seconds for step in stage.steps)
+    (watched,) = (step for step in STAGES[0].steps if step.section == "sanitizer")
+    assert watched.seconds >= len(gpu_versions.TOOLS) * gpu_versions.TOOL_SECONDS + 15, (
+        "and to begin"
+    )
 
 
 def test_a_line_that_was_cut_off_is_no_figure(tmp_path: Path) -> None:

@@ -162,15 +162,18 @@ def test_engines_are_compared_although_another_one_has_failed(
 
 
 def test_an_error_of_the_device_that_sticks_ends_its_section(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Of an error that nobody has foreseen it is told where it came from: there is one run."""
     bench = Bench(torch.device("cpu"), True, io.StringIO(), 60, 0.0)
     with bench.noting("swap", "the first"):
         raise PensieveError("planted")
     assert bench.failed
+    assert "Traceback" not in capsys.readouterr().err
     monkeypatch.setattr(bench, "synchronize", raises)
     with pytest.raises(ValueError, match="another"), bench.noting("swap", "the second"):
         raise ValueError("another")
+    assert "Traceback" in capsys.readouterr().err
 
 
 @needs_x86
