@@ -62,7 +62,7 @@ template <int COUNT>
 __device__ __forceinline__ void write(E4m3* target, const float (&values)[COUNT], float factor) {
   Some<uint8, COUNT> some;
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) some.each[i] = e4m3::narrow(values[i] * factor);
+  for (int i = 0; i < COUNT; ++i) some.each[i] = e4m3::narrow(values[i], factor);
   *reinterpret_cast<Some<uint8, COUNT>*>(target) = some;
 }
 

@@ -66,11 +66,12 @@ __device__ __forceinline__ int column_of(int index, int pair, int side) {
   return index / 2 * 16 + 2 * (pair + side) + index % 2;
 }
 
-// The nearest byte (of two as near, the even one).  What is too large becomes the largest, what is not finite NaN.
-__device__ __forceinline__ uint32 narrow(float value) {
-  const uint32 sign = ptx::bits_of(value) >> 24 & 0x80u;
-  const float size = ptx::float_of(ptx::bits_of(value) & 0x7fffffffu);
-  if (ptx::bits_of(size) >= 0x7f800000u) return sign | 0x7fu;
+// The byte nearest to `value` times `factor`, which is positive (of two as near, the even one).  What is too large
+// becomes the largest, also where the product exceeds a float; a value that is not finite becomes NaN.
+__device__ __forceinline__ uint32 narrow(float value, float factor) {
+  const uint32 sign = ptx::bits_of(value) >> 24 & 0x80u, magnitude = ptx::bits_of(value) & 0x7fffffffu;
+  if (magnitude >= 0x7f800000u) return sign | 0x7fu;
+  const float size = ptx::float_of(magnitude) * factor;
   if (size >= LARGEST) return sign | 0x7eu;
   // Where a unit of a float is 2^-9, adding rounds to multiples of it.
   if (size < SMALLEST_NORMAL) return sign | (ptx::bits_of(size + 16384.0f) & 0xfu);

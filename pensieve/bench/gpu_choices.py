@@ -5,8 +5,8 @@ Every choice does the same work on the same inputs, in one process; each is chec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -44,9 +44,8 @@ def section_choices(bench: Bench) -> None:
     }
     if bench.small:
         prompts = {"70 tokens over 100": [(100, 70)]}
-    wrong: list[str] = []
     for what, slices in prompts.items():
-        _compare(bench, what, slices, WIDE, wrong)
+        _compare(bench, what, slices, WIDE)
     decodes: dict[str, Slices] = {
         f"{count} decodes over {context:,}": [(context - 1, 1)] * count
         for count, context in (
@@ -54,31 +53,16 @@ def section_choices(bench: Bench) -> None:
         )
     }
     for what, slices in decodes.items():
-        _compare(bench, what, slices, NARROW, wrong)
+        _compare(bench, what, slices, NARROW)
     for direction in ("swap_in", "swap_out"):
-        _compare_copies(bench, direction, wrong)
-    if wrong:
-        raise PensieveError(f"choices that failed: {'; '.join(wrong)}")
+        _compare_copies(bench, direction)
 
 
-@contextmanager
-def _noting(bench: Bench, what: str, each: Choices, wrong: list[str]) -> Iterator[None]:
-    """A choice that fails is reported, and the others are measured all the same."""
-    try:
-        yield
-    except PensieveError as error:
-        wrong.append(f"{what}, {words(each)}")
-        line = f"{what}: {words(each)}: FAILED: {error}"
-        bench.report("choices", line, what=what, choice=words(each), failed=True)
-
-
-def _compare(
-    bench: Bench, what: str, slices: Slices, tried: Sequence[Changes], wrong: list[str]
-) -> None:
+def _compare(bench: Bench, what: str, slices: Slices, tried: Sequence[Changes]) -> None:
     """Attention of 32/8 heads of 128 over these slices, by each choice."""
     right: torch.Tensor | None = None
     for each in variants(tried):
-        with _noting(bench, what, each, wrong):
+        with bench.noting("choices", f"{what}: {words(each)}", choice=words(each)):
             with chosen(each):
                 paged = Paged.of(bench.device, slices, 32, 8, 128, bench.dtype)
                 right = paged.right() if right is None else right
@@ -94,7 +78,7 @@ def _compare(
             )
 
 
-def _compare_copies(bench: Bench, direction: str, wrong: list[str]) -> None:
+def _compare_copies(bench: Bench, direction: str) -> None:
     """Scattered pages of a history of 4,000 tokens on an 8 B model, one layer after another."""
     pages = 10 if bench.small else 125
     memory, moves = scattered(bench, pages)
@@ -105,7 +89,7 @@ def _compare_copies(bench: Bench, direction: str, wrong: list[str]) -> None:
     for each in variants(COPIES):
         if each.copy_engine and not on_gpu:
             continue
-        with _noting(bench, direction, each, wrong):
+        with bench.noting("choices", f"{direction}: {words(each)}", choice=words(each)):
             with chosen(each), stream_of_its_own(bench.device):
                 ready = memory.prepared(moves)._replace(runs=())
 

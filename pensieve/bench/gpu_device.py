@@ -78,10 +78,13 @@ def scattered(bench: Bench, pages: int) -> tuple[KVMemory, PageMoves]:
 def section_swap(bench: Bench) -> None:
     tokens = 320 if bench.small else 4000
     pages = -(-tokens // PAGE)
-    memory = memory_of(bench, pages)
-    num_bytes = pages * memory.page_bytes
     draw = torch.Generator().manual_seed(0)
-    for direction, move in (("swap_in", memory.swap_in), ("swap_out", memory.swap_out)):
+    for direction in ("swap_in", "swap_out"):
+        memory = memory_of(bench, pages)
+        num_bytes = pages * memory.page_bytes
+        move = memory.swap_in if direction == "swap_in" else memory.swap_out
+        arenas = [memory.host_arena, memory.device_arena]
+        source, target = arenas if direction == "swap_in" else arenas[::-1]
         sources, targets = (torch.randperm(4 * pages, generator=draw)[:pages] for _ in range(2))
         scattered = PageMoves(sources, targets, torch.full((pages,), PAGE))
         runs = torch.arange(pages)
@@ -94,21 +97,23 @@ def section_swap(bench: Bench) -> None:
             ways["scattered, copy engine"] = ways["scattered"]._replace(runs=merged)
         for name, moves in ways.items():
 
-            def layers(moves: PageMoves = moves, move: Move = move) -> None:
+            def layers(
+                moves: PageMoves = moves, move: Move = move, memory: KVMemory = memory
+            ) -> None:
                 for layer in range(memory.shape.num_layers):
                     move(layer, moves)
 
-            seconds = bench.seconds([layers], graph=False)
-            arenas = [memory.host_arena, memory.device_arena]
-            source, target = arenas if direction == "swap_in" else arenas[::-1]
-            moved = target[:, moves.target_pages.to(target.device)].cpu()
-            if not torch.equal(moved, source[:, moves.source_pages.to(source.device)].cpu()):
-                raise PensieveError(f"{direction}, {name}, moved something else")
-            bus = bench.bus[direction] if bench.bus else None
-            share, words = share_of(num_bytes / seconds, bus, "one large copy")
-            bench.report(
-                "swap",
-                f"{direction}, {pages} pages, {name}: {num_bytes / seconds / 1e9:.1f} GB/s, "
-                f"{words}",
-                share=share,
-            )
+            with bench.noting("swap", f"{direction}, {name}"):
+                target.zero_()  # what another way has moved there
+                seconds = bench.seconds([layers], graph=False)
+                moved = target[:, moves.target_pages.to(target.device)].cpu()
+                if not torch.equal(moved, source[:, moves.source_pages.to(source.device)].cpu()):
+                    raise PensieveError(f"{direction}, {name}, moved something else")
+                bus = bench.bus[direction] if bench.bus else None
+                share, words = share_of(num_bytes / seconds, bus, "one large copy")
+                bench.report(
+                    "swap",
+                    f"{direction}, {pages} pages, {name}: {num_bytes / seconds / 1e9:.1f} GB/s, "
+                    f"{words}",
+                    share=share,
+                )

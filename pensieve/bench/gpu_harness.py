@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,6 +20,7 @@ from typing import Any, TextIO
 import torch
 
 from pensieve.bench.checks import check_close
+from pensieve.errors import PensieveError
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
 FIGURES = "figures.jsonl"  # in a run's folder
@@ -50,6 +54,7 @@ class Bench:
     wrong: frozenset[str] = (
         frozenset()
     )  # of `gpu_stages.KERNELS`, what section kernels has not found right
+    failed: bool = False  # something failed that was noted
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,6 +69,25 @@ class Bench:
         reported = {"section": section, "small": self.small, "line": line, **figures}
         self.out.write(json.dumps(reported) + "\n")
         self.out.flush()
+
+    @contextmanager
+    def noting(self, section: str, what: str, **figures: Any) -> Iterator[None]:
+        """What fails inside is reported, and what comes behind it is examined all the same.
+
+        That ends the section where the device is in an error that sticks: all else would only repeat it.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.failed = True
+            line = f"{what}: FAILED: {type(error).__name__}: {error}"
+            self.report(section, line, what=what, failed=True, **figures)
+            if not isinstance(error, PensieveError):  # which says all that there is to say
+                traceback.print_exc(file=sys.stderr)
+            try:
+                self.synchronize()
+            except Exception:
+                raise error from None
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

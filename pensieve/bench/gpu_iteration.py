@@ -10,6 +10,7 @@ import random
 import statistics
 import time
 from array import array
+from contextlib import ExitStack
 
 import torch
 
@@ -17,6 +18,7 @@ from pensieve.bench.gpu_harness import Bench
 from pensieve.bench.gpu_model import GREEDY, executor_of, in_fp8
 from pensieve.core.iteration import Iteration, Slice, TurnStart
 from pensieve.core.sampling import Sampling
+from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels import choices
 from pensieve.kernels.choices import chosen
@@ -53,27 +55,32 @@ def section_iteration(bench: Bench, model: LoadedModel) -> None:
             bench.report("iteration", f"{kind}: left out, its kernels are not right", left_out=kind)
             continue
         of_kind = in_fp8(model) if kind.endswith("fp8") else model
-        with chosen(each):  # which a captured graph keeps, and what is planned for it has to follow
-            executor = executor_of(of_kind, bench.device, num_pages, 0, max(sizes), graphs=graphs)
-        for rows in sizes:
-            with chosen(each):
-                host, whole = _decode(bench, executor, rows, context, pages, model.shape.vocab_size)
-            bench.report(
-                "iteration",
-                f"{rows} decodes over {context}, {kind}: {whole * 1e3:.2f} ms, of which the host "
-                f"launches for {host * 1e3:.2f}",
-                kind=kind,
-                rows=rows,
-                host_seconds=host,
-                seconds=whole,
+        # A captured graph keeps its choices, and what is planned for it has to follow them.
+        with bench.noting("iteration", kind, kind=kind), chosen(each), ExitStack() as ends:
+            executor = executor_of(
+                *(of_kind, bench.device, num_pages, 0, max(sizes)), graphs=graphs, filled=True
             )
-        executor.close()
+            ends.callback(executor.close)
+            for rows in sizes:
+                host, whole = _decode(bench, executor, rows, context, pages, model.shape.vocab_size)
+                bench.report(
+                    "iteration",
+                    f"{rows} decodes over {context}, {kind}: {whole * 1e3:.2f} ms, of which the host "
+                    f"launches for {host * 1e3:.2f}",
+                    kind=kind,
+                    rows=rows,
+                    host_seconds=host,
+                    seconds=whole,
+                )
 
 
 def _decode(
     bench: Bench, executor: TorchExecutor, rows: int, context: int, pages: int, vocab_size: int
 ) -> tuple[float, float]:
-    """The medians of the host's time and of the whole time, of one iteration alone."""
+    """The medians of the host's time and of the whole time, of one iteration alone.
+
+    Each row draws a token every time: logits that are no numbers take another way through a kernel.
+    """
     draw = random.Random(rows)
     tokens = array("I", draw.choices(range(vocab_size), k=context))
     started = tuple(TurnStart(turn, tokens, GREEDY) for turn in range(rows))
@@ -95,8 +102,12 @@ def _decode(
         began = time.perf_counter()
         executor.launch(Iteration(index, slices, started=started if index == 0 else ()))
         host.append(time.perf_counter() - began)
-        executor.collect()
+        outcome = executor.collect()
         whole.append(time.perf_counter() - began)
+        if len(outcome.samples) != rows:
+            raise PensieveError(
+                f"{rows} rows: {len(outcome.samples)} tokens, {outcome.failures[:1]}"
+            )
     executor.launch(Iteration(99, (), ended=tuple(range(rows))))
     executor.collect()
     return statistics.median(host[1:]), statistics.median(whole[1:])
@@ -114,12 +125,13 @@ def section_sampler(bench: Bench) -> None:
         cases.append(("temperature 0.7, sorted", OPTIONS["temperature 0.7"], by_sorting))
     for kind, sampling, each in cases:
         turns = [Row(TurnLog(sampling, context, 3, turn), 3) for turn in range(rows)]
-        times = []
-        for _ in range(10):
-            began = time.perf_counter()
-            with chosen(each):
-                sampler.draw(logits, turns).read()
-            times.append(time.perf_counter() - began)
-        seconds = statistics.median(times[1:])
-        line = f"{rows} rows of {vocab_size}, {kind}: {seconds * 1e3:.2f} ms"
-        bench.report("sampler", line, kind=kind, seconds=seconds)
+        with bench.noting("sampler", kind, kind=kind):
+            times = []
+            for _ in range(10):
+                began = time.perf_counter()
+                with chosen(each):
+                    sampler.draw(logits, turns).read()
+                times.append(time.perf_counter() - began)
+            seconds = statistics.median(times[1:])
+            line = f"{rows} rows of {vocab_size}, {kind}: {seconds * 1e3:.2f} ms"
+            bench.report("sampler", line, kind=kind, seconds=seconds)

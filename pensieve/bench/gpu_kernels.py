@@ -1,15 +1,17 @@
 """Sections `kernels`, `attention`, `decode` and `prefill` of the GPU bench.
 
-`kernels` only checks.  `attention`, `decode` and `prefill` check their shapes again and time them.
+`kernels` only checks.  `attention`, `decode` and `prefill` check their shapes again and time them: a shape
+that fails costs itself alone, and KV in fp8 comes when all shapes have their figures.
 """
 
 from __future__ import annotations
 
 import statistics
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -17,13 +19,14 @@ from pensieve.bench.checks import check_close
 from pensieve.bench.gpu_baselines import baselines, usable
 from pensieve.bench.gpu_harness import Bench, Run, captured, check, share_of
 from pensieve.bench.gpu_pages import Paged
+from pensieve.bench.gpu_stages import OPTIONAL
 from pensieve.core.sampling import Sampling
 from pensieve.errors import PensieveError
 from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels import choices, copy_pages, cuda_launch, write_kv
 from pensieve.kernels.attention import cuda, reference
 from pensieve.kernels.choices import chosen
-from pensieve.kernels.kv_format import FP8
+from pensieve.kernels.kv_format import FP8, to_fp8
 from pensieve.kernels.layer.cuda_fused import add_and_norm_launch, gate_and_multiply_launch
 from pensieve.model.sampling.draw import draw
 from pensieve.model.sampling.penalties import Row, TurnLog
@@ -34,6 +37,15 @@ SLICES = {
     "wide": [(0, 1), (0, 33), (32, 8), (500, 130), (200, 0), (7, 40), (4000, 3), (3000, 300)],
 }
 ROTATED_BYTES = 512 << 20  # of inputs that take turns: several times the cache
+
+
+class Timed(NamedTuple):
+    """What was timed over keys and values in elements."""
+
+    what: str
+    slices: list[tuple[int, int]]
+    copies: int  # of inputs over KV in fp8 that are to take turns
+    seconds: float
 
 
 def section_kernels(bench: Bench) -> None:
@@ -56,18 +68,20 @@ def section_kernels(bench: Bench) -> None:
                 worst = max(worst, _check_attention(paged, where))
         agree = f"{kind}: {len(lattice)} shapes agree, worst {worst:.1e}"
         bench.report("kernels", agree, worst=worst, kind=kind)
-    checks = {"write": _check_write, "copy": _check_copy}
+    checks: dict[str, Callable[[torch.device, torch.dtype], None]]
+    checks = {"write": check_write, "copy": _check_copy}
     if device.type == "cuda":
         checks |= {"draw": _check_draw, "fused": _check_fused}
     checks["fp8"] = partial(_check_fp8, small=bench.small)
+    with_rest = {kind: partial(bench.noting, "kernels", kind, kind=kind) for kind in OPTIONAL}
     for kind, check_it in checks.items():
         if kind == "draw" and not choices.current.radix:
             bench.report("kernels", "draw: left out, tokens are drawn by sorting", kind=kind)
             continue
-        with _naming(kind):
+        with with_rest.get(kind, nullcontext)(), _naming(kind):
             for dtype in (torch.bfloat16, torch.float16):
                 check_it(device, dtype)
-        bench.report("kernels", f"{kind}: agrees", kind=kind)
+            bench.report("kernels", f"{kind}: agrees", kind=kind)
 
 
 @contextmanager
@@ -91,7 +105,7 @@ def _check_attention(paged: Paged, where: str) -> float:
     return worst
 
 
-def _check_write(device: torch.device, dtype: torch.dtype) -> None:
+def check_write(device: torch.device, dtype: torch.dtype) -> None:
     arena = torch.zeros(9, 2, 4, PAGE, 128, device=device, dtype=dtype)
     right = arena.clone()
     key = torch.randn(4, 50, 128, device=device).to(dtype).transpose(0, 1)
@@ -101,6 +115,50 @@ def _check_write(device: torch.device, dtype: torch.dtype) -> None:
     reference.write_kv(key, value, slots, right[:, 0], right[:, 1])
     if not torch.equal(arena, right):
         raise PensieveError(f"write_kv {dtype} writes something else")
+    if device.type == "cuda":
+        check_rotation(device, dtype)
+
+
+def check_rotation(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> None:
+    """Keys that are rotated on their way to the pages, as in a fused layer; half of a head is not rotated."""
+    rows = torch.randn(50, 16, 128, device=device).to(dtype)
+    query, key, value = torch.split(rows, [8, 4, 4], dim=1)
+    angles = (torch.rand(50, 32, device=device) * 6).repeat(1, 2)
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    scales = torch.exp2(torch.arange(8, device=device) - 6.0).view(2, 4) if fp8 else None
+    arena = torch.zeros(9, 2, 4, PAGE, 128, device=device).to(FP8.element if fp8 else dtype)
+    slots, out = torch.randperm(9 * PAGE)[:50].to(device), torch.empty_like(query.contiguous())
+    given = (query, key, value, cosine, sine, slots, out, arena[:, 0], arena[:, 1], scales)
+    cuda_launch.launch(cuda.rotate_and_write_kv_launch(*given), device)
+    wide, factors = (key.float(), query.float()), (cosine.float(), sine.float())
+    keys, queries = (_rotated(each, *factors) for each in wide)
+    tolerance = dict.fromkeys((torch.bfloat16, torch.float16), 4e-2)
+    check_close("rotate_and_write_kv of queries", out, queries, tolerance)
+    by_slot = arena.transpose(2, 3).transpose(1, 2).flatten(0, 1)  # (slots, 2, kv_heads, 128)
+    written = by_slot.float()[slots]
+    if scales is None:
+        check_close("rotate_and_write_kv of keys", written[:, 0].to(dtype), keys, tolerance)
+        right = value.float()
+    else:  # by half a step at most: a sum that was rounded otherwise may take the other one of two bytes
+        factor = scales[0, :, None]
+        near = keys.clamp(-448 * factor, 448 * factor)
+        limits = (near.abs() * 2**-4).maximum(factor * 2**-10) * 1.01
+        if not ((written[:, 0] * factor - near).abs() <= limits).all():
+            raise PensieveError(f"rotate_and_write_kv {dtype} writes other keys as fp8")
+        right = to_fp8(value, scales[1]).float()
+    if not torch.equal(written[:, 1], right):
+        raise PensieveError(f"rotate_and_write_kv {dtype} writes other values")
+    others = torch.ones(len(by_slot), dtype=torch.bool, device=device)
+    others[slots] = False
+    if by_slot.float()[others].any():
+        raise PensieveError(f"rotate_and_write_kv {dtype} writes elsewhere, too")
+
+
+def _rotated(rows: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    part = rows[..., : cosine.shape[1]]
+    low, high = part.chunk(2, dim=-1)
+    turned = part * cosine[:, None] + torch.cat((-high, low), dim=-1) * sine[:, None]
+    return torch.cat((turned, rows[..., cosine.shape[1] :]), dim=-1)
 
 
 def _check_fp8(device: torch.device, dtype: torch.dtype, *, small: bool) -> None:
@@ -109,14 +167,25 @@ def _check_fp8(device: torch.device, dtype: torch.dtype, *, small: bool) -> None
     for head_size in (64, 128) if small else cuda.HEAD_SIZES:
         paged = Paged.of(device, slices, 8, 2, head_size, dtype, fp8=True)
         _check_attention(paged, f"attention over fp8, {dtype}, head {head_size}")
+    check_write_fp8(device, dtype)
+
+
+def check_write_fp8(device: torch.device, dtype: torch.dtype) -> None:
+    """Byte for byte what torch rounds to; what is too large is cut off, what is not finite is NaN."""
     arena, right = (torch.zeros(9, 2, 4, PAGE, 128, device=device).to(FP8.element) for _ in "12")
     key, value = (torch.randn(50, 4, 128, device=device).to(dtype) * 3 for _ in range(2))
+    most = torch.finfo(dtype).max
+    extremes = [most, -most, float("inf"), -float("inf"), float("nan"), 0.0]
+    key[:, :, :6] = torch.tensor(extremes, dtype=dtype, device=device)
     scales = torch.exp2(torch.arange(8, device=device) - 9.0).view(2, 4)
     slots = torch.randperm(9 * PAGE)[:50].to(device)
     write_kv(key, value, slots, arena[:, 0], arena[:, 1], scales)
     reference.write_kv(key, value, slots, right[:, 0], right[:, 1], scales)
-    if not torch.equal(arena.view(torch.uint8), right.view(torch.uint8)):
+    found, expected = (each.float().nan_to_num(999.0) for each in (arena, right))  # one NaN
+    if not torch.equal(found, expected):
         raise PensieveError(f"write_kv {dtype} rounds to other bytes of fp8")
+    if device.type == "cuda":
+        check_rotation(device, dtype, fp8=True)
 
 
 def _check_copy(device: torch.device, dtype: torch.dtype) -> None:
@@ -175,20 +244,30 @@ def section_attention(bench: Bench) -> None:
         for head_size in (64, 128):
             for batch in (2,) if bench.small else (32, 8):
                 for context in contexts:
-                    ratio = _against_torch(bench, batch, 8, context, heads, kv_heads, head_size)
-                    ratios.setdefault(f"{heads}/{kv_heads}", []).append(ratio)
+                    sizes = (batch, 8, context, heads, kv_heads, head_size)
+                    what = "batch {}, {} queries, context {}, {}/{} x {}".format(*sizes)
+                    with bench.noting("attention", what):
+                        ratio = _against_torch(bench, what, *sizes)
+                        ratios.setdefault(f"{heads}/{kv_heads}", []).append(ratio)
     for name, each in ratios.items():
         mean = statistics.geometric_mean(each)
         bench.report(
             "attention",
-            f"bf16 {name}: geometric mean {mean:.2f}, worst {max(each):.2f}",
+            f"bf16 {name}: geometric mean {mean:.2f} of {len(each)} shapes, worst {max(each):.2f}",
             mean=mean,
             heads=name,
         )
 
 
 def _against_torch(
-    bench: Bench, batch: int, queries: int, context: int, heads: int, kv_heads: int, head_size: int
+    bench: Bench,
+    what: str,
+    batch: int,
+    queries: int,
+    context: int,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
 ) -> float:
     kv_bytes = 2 * batch * context * kv_heads * head_size * 2
     copies = 1 if bench.small else max(2, min(8, ROTATED_BYTES // kv_bytes))
@@ -214,8 +293,7 @@ def _against_torch(
     share, words = share_of(kv_bytes / seconds, bench.copy_bandwidth, "the bandwidth")
     bench.report(
         "attention",
-        f"batch {batch}, {queries} queries, context {context}, {heads}/{kv_heads} x {head_size}: "
-        f"{seconds * 1e6:.1f} us, {ratio:.2f} x torch ({best}), {words}",
+        f"{what}: {seconds * 1e6:.1f} us, {ratio:.2f} x torch ({best}), {words}",
         ratio=ratio,
         seconds=seconds,
         best=best,
@@ -226,33 +304,58 @@ def _against_torch(
 
 def section_decode(bench: Bench) -> None:
     shapes = [(64, 4096), (16, 8192), (4, 32_768), (1, 65_536)]
+    found: list[Timed] = []
     for batch, context in [(2, 300)] if bench.small else shapes:
-        kv_bytes = 2 * batch * context * 8 * 128 * 2
-        slices = [(context - 1, 1)] * batch
-        copies = 1 if bench.small else max(1, ROTATED_BYTES // kv_bytes)
-        inputs = [Paged.of(bench.device, slices, 32, 8, 128, bench.dtype, i) for i in range(copies)]
-        check("decode", inputs[0].run(), inputs[0].right())
-        seconds = bench.seconds([one.run for one in inputs])
-        share, words = share_of(kv_bytes / seconds, bench.copy_bandwidth, "the copy's bandwidth")
         what = f"batch {batch}, context {context}, 32/8 x 128"
-        bench.report(
-            "decode",
-            f"{what}: {seconds * 1e6:.1f} us, {kv_bytes / seconds / 1e9:.0f} GB/s, {words}",
-            seconds=seconds,
-            share=share,
-        )
-        del inputs
-        _with_fp8(bench, "decode", what, slices, 2 * copies, seconds)
+        with bench.noting("decode", what):
+            found.append(_decode(bench, what, batch, context))
+    _with_fp8(bench, "decode", found)
+
+
+def _decode(bench: Bench, what: str, batch: int, context: int) -> Timed:
+    kv_bytes = 2 * batch * context * 8 * 128 * 2
+    slices = [(context - 1, 1)] * batch
+    copies = 1 if bench.small else max(1, ROTATED_BYTES // kv_bytes)
+    inputs = [Paged.of(bench.device, slices, 32, 8, 128, bench.dtype, i) for i in range(copies)]
+    check("decode", inputs[0].run(), inputs[0].right())
+    seconds = bench.seconds([one.run for one in inputs])
+    share, words = share_of(kv_bytes / seconds, bench.copy_bandwidth, "the copy's bandwidth")
+    bench.report(
+        "decode",
+        f"{what}: {seconds * 1e6:.1f} us, {kv_bytes / seconds / 1e9:.0f} GB/s, {words}",
+        seconds=seconds,
+        share=share,
+    )
+    return Timed(what, slices, 1 if bench.small else 2 * copies, seconds)
 
 
 def section_prefill(bench: Bench) -> None:
     shapes = [(0, 4096, 1), (0, 4096, 4), (16_384 - 512, 512, 1)]
+    found: list[Timed] = []
     for start, length, batch in [(100, 70, 1), (0, 100, 1)] if bench.small else shapes:
-        heads, kv_heads, head_size = 32, 8, 128
-        slices = [(start, length)] * batch
-        one = Paged.of(bench.device, slices, heads, kv_heads, head_size, bench.dtype)
-        right = one.right()
-        check("prefill", one.run(), right)
+        what = f"{batch} x {length} queries over {start + length}"
+        with bench.noting("prefill", what):
+            found.append(_prefill(bench, what, start, length, batch))
+    _with_fp8(bench, "prefill", found)
+
+
+def _prefill(bench: Bench, what: str, start: int, length: int, batch: int) -> Timed:
+    heads, kv_heads, head_size = 32, 8, 128
+    slices = [(start, length)] * batch
+    one = Paged.of(bench.device, slices, heads, kv_heads, head_size, bench.dtype)
+    right = one.right()
+    check("prefill", one.run(), right)
+    seconds = bench.seconds([one.run])
+    pairs = batch * (length * start + length * (length + 1) / 2)
+    rate = 4 * pairs * heads * head_size / seconds
+    share, words = share_of(rate, bench.matrix_rate, "the product's rate")
+    bench.report(
+        "prefill",
+        f"{what}: {seconds * 1e6:.0f} us, {rate / 1e12:.0f} TFLOP/s, {words}",
+        seconds=seconds,
+        share=share,
+    )
+    with bench.noting("prefill", f"{what}, torch"):
         ways = usable(
             baselines(one.query.view(batch, length, heads, head_size), *one.contiguous()),
             right,
@@ -260,38 +363,29 @@ def section_prefill(bench: Bench) -> None:
         )
         times = {name: bench.seconds([run]) for name, run in ways.items()}
         best = min(times, key=lambda name: times[name])
-        seconds = bench.seconds([one.run])
-        pairs = batch * (length * start + length * (length + 1) / 2)
-        rate = 4 * pairs * heads * head_size / seconds
-        share, words = share_of(rate, bench.matrix_rate, "the product's rate")
-        bench.report(
-            "prefill",
-            f"{batch} x {length} queries over {start + length}: {seconds * 1e6:.0f} us, "
-            f"{times[best] / seconds:.2f} x the speed of torch ({best}), {rate / 1e12:.0f} TFLOP/s, "
-            f"{words}",
-            speed=times[best] / seconds,
-            share=share,
-        )
-        what = f"{batch} x {length} queries over {start + length}"
-        _with_fp8(bench, "prefill", what, slices, 1, seconds)
+        speed = times[best] / seconds
+        line = f"{what}: {speed:.2f} x the speed of torch ({best}, {times[best] * 1e6:.0f} us)"
+        bench.report("prefill", line, speed=speed, best=best)
+    return Timed(what, slices, 1, seconds)
 
 
-def _with_fp8(
-    bench: Bench, section: str, what: str, slices: list[tuple[int, int]], copies: int, other: float
-) -> None:
+def _with_fp8(bench: Bench, section: str, found: Sequence[Timed]) -> None:
     """The same over KV in fp8, 32/8 heads of 128, against the seconds that it took over elements."""
-    if "fp8" in bench.wrong:
-        bench.report(section, f"{what}, KV in fp8: left out, its kernels are not right")
-        return
-    copies = 1 if bench.small else copies
-    inputs = [
-        Paged.of(bench.device, slices, 32, 8, 128, bench.dtype, seed, fp8=True)
-        for seed in range(copies)
-    ]
-    check(f"{section} over fp8", inputs[0].run(), inputs[0].right())
-    seconds = bench.seconds([one.run for one in inputs])
-    bench.report(
-        section,
-        f"{what}, KV in fp8: {seconds * 1e6:.1f} us, {other / seconds:.2f} x the speed of {bench.dtype}",
-        fp8_speed=other / seconds,
-    )
+    for what, slices, copies, other in found:
+        name = f"{what}, KV in fp8"
+        if "fp8" in bench.wrong:
+            bench.report(section, f"{name}: left out, its kernels are not right")
+            continue
+        with bench.noting(section, name):
+            inputs = [
+                Paged.of(bench.device, slices, 32, 8, 128, bench.dtype, seed, fp8=True)
+                for seed in range(copies)
+            ]
+            check(f"{section} over fp8", inputs[0].run(), inputs[0].right())
+            seconds = bench.seconds([one.run for one in inputs])
+            bench.report(
+                section,
+                f"{name}: {seconds * 1e6:.1f} us, {other / seconds:.2f} x the speed of {bench.dtype}",
+                fp8_seconds=seconds,
+                fp8_speed=other / seconds,
+            )

@@ -55,22 +55,27 @@ def section_load(bench: Bench, model: LoadedModel) -> None:
             people, lasted = serve(
                 model, executor, kind, shape, arrivals, seconds, max(seconds / 3, 2.0)
             )
-            if people.failures or not people.latencies:
-                raise PensieveError(f"{kind.name}: {people.failures} turns failed")
-            ordered = sorted(people.latencies)
-            p90 = ordered[int(0.9 * (len(ordered) - 1))]
-            throughput = people.output_tokens / lasted
-            found.setdefault(kind.name, []).append((p90, throughput))
-            bench.report(
-                "load",
-                f"{rate:g} conversations/s, {kind.name}: {throughput:.0f} tokens/s, P90 "
-                f"{p90 * 1e3:.1f} ms a token, {len(ordered)} turns, {people.num_cut} cut off at the end",
-                rate=rate,
-                kind=kind.name,
-                throughput=throughput,
-                p90=p90,
-            )
+            what = f"{rate:g} conversations/s, {kind.name}"
+            with bench.noting("load", what):
+                if people.failures or not people.latencies:
+                    failed, ended = people.failures, len(people.latencies)
+                    raise PensieveError(f"{failed} turns failed, {ended} ended")
+                ordered = sorted(people.latencies)
+                p90 = ordered[int(0.9 * (len(ordered) - 1))]
+                throughput = people.output_tokens / lasted
+                found.setdefault(kind.name, []).append((p90, throughput))
+                bench.report(
+                    "load",
+                    f"{what}: {throughput:.0f} tokens/s, P90 {p90 * 1e3:.1f} ms a token, "
+                    f"{len(ordered)} turns, {people.num_cut} cut off at the end",
+                    rate=rate,
+                    kind=kind.name,
+                    throughput=throughput,
+                    p90=p90,
+                )
     executor.close()
+    if "stateless" not in found:
+        raise PensieveError("nothing is known of the stateless engine, so nothing is compared")
     limit = statistics.median(p90 for p90, _ in found["stateless"])
     at_limit = {name: throughput_at(points, limit) for name, points in found.items()}
     for name, throughput in at_limit.items():

@@ -80,11 +80,20 @@ def random_model(device: torch.device, small: bool, *, plain: bool = False) -> L
 
 
 def in_fp8(model: LoadedModel) -> LoadedModel:
-    """The same with its KV kept in fp8; its keys and values are of the size of one, so scales are one."""
+    """The same with its KV kept in fp8.
+
+    Its keys and values are of the size of one, which fits whichever scale they have.  Neighbors have others,
+    so that a scale of another layer, head or side does not go unseen.
+    """
     shape = model.shape
-    ones = ((0,) * shape.num_kv_heads, (0,) * shape.num_kv_heads)
-    kept = replace(shape, kv_dtype=FP8.name, kv_exponents=(ones,) * shape.num_layers)
-    return replace(model, shape=kept)
+    exponents = tuple(
+        (
+            tuple(-((layer + head) % 4) for head in range(shape.num_kv_heads)),
+            tuple(-((layer + head + 2) % 4) for head in range(shape.num_kv_heads)),
+        )
+        for layer in range(shape.num_layers)
+    )
+    return replace(model, shape=replace(shape, kv_dtype=FP8.name, kv_exponents=exponents))
 
 
 def executor_of(
@@ -95,8 +104,14 @@ def executor_of(
     turns_max: int,
     *,
     graphs: bool = True,
+    filled: bool = False,
 ) -> TorchExecutor:
+    """With `filled` its device pages hold numbers, as if whoever decodes had computed a history."""
     memory = KVMemory(model.shape, device_pages, host_pages, PAGE, device)
+    if filled:
+        draw = torch.Generator(device).manual_seed(0)
+        for layer in memory.device_arena:  # the same numbers in every format
+            layer.copy_(torch.randn(layer.shape, generator=draw, device=device))
     captured = None
     if device.type == "cuda" and graphs:
         captured = DecodeGraphs(model.flat, memory, turns_max)

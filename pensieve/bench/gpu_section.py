@@ -74,12 +74,12 @@ def succeeded(
                 torch.cuda.set_device(bench.device)
             recall(bench, folder)
             section_named(name)(bench)
+            return not bench.failed
         except Exception as error:
             kind = getattr(error, "kind", None)
             bench.report(name, f"FAILED: {type(error).__name__}: {error}", failed=True, kind=kind)
             traceback.print_exc(file=sys.stderr)
-            return False
-    return True
+    return False
 
 
 def recall(bench: Bench, folder: Path) -> None:

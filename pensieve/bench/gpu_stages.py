@@ -39,9 +39,11 @@ STAGES = (
         (
             Step("versions", 60),
             Step("device", 60, small=True),
-            Step("kernels", 90, small=True, choices=GUARDED),
+            Step(
+                "kernels", 120, small=True, choices=GUARDED
+            ),  # and compiled here, if nobody did before
             Step("swap", 45, small=True),
-            Step("sanitizer", 120, small=True),
+            Step("sanitizer", 150, small=True),
         ),
     ),
     Stage(
@@ -111,6 +113,7 @@ KERNELS = {
     "fused": "the fused kernels are wrong: fused=0 stays the default, and the run goes on",
     "fp8": "the kernels for KV in fp8 are wrong: no --kv-dtype fp8 until they are mended; the run goes on",
 }
+DIRECTIONS = ("swap_in", "swap_out")
 OPTIONAL = ("fused", "fp8")  # nobody uses them who does not ask for them
 SWITCHED_OFF = {"wide": "hopper=0", "draw": "radix=0"}
 
@@ -130,35 +133,33 @@ def after(number: int, found: Sequence[Figures], wanted: Sequence[str] | None = 
         return After(stop=True)
     if "kernels" not in (sections_of(number) if wanted is None else wanted):
         return After()
-    wrong = wrong_kernel(found)
-    if wrong in SWITCHED_OFF:
-        return After(choices=SWITCHED_OFF[wrong], again=("kernels",))
-    return After(stop=wrong not in (None, *OPTIONAL) or "narrow" not in _right_kernels(found))
+    needed = [kind for kind in found_wrong(found) if kind not in OPTIONAL]
+    if needed and needed[-1] in SWITCHED_OFF:
+        return After(choices=SWITCHED_OFF[needed[-1]], again=("kernels",))
+    return After(stop=bool(needed) or "narrow" not in _right_kernels(found))
 
 
 def _right_kernels(found: Sequence[Figures]) -> set[str | None]:
     return {each.get("kind") for each in of(found, "kernels") if not each.get("failed")}
 
 
-def wrong_kernel(found: Sequence[Figures]) -> str | None:
-    """Which of `KERNELS` section `kernels` found wrong.
+def found_wrong(found: Sequence[Figures]) -> list[str]:
+    """Which of `KERNELS` section `kernels` found wrong, in the order in which it came to them.
 
-    A process that was ended could not say it: then it is the first that had not been found right.
+    A process that was ended could not say it: then it is the first that it had not come to an end with.
     """
     wrong = [each for each in of(found, "kernels") if each.get("failed")]
-    if not wrong:
-        return None
-    named = wrong[-1].get("kind")
-    if named in KERNELS:
-        return str(named)
-    right = _right_kernels(found)
-    return next((kind for kind in KERNELS if kind not in right), "narrow")
+    kinds = [each["kind"] for each in wrong if each.get("kind") in KERNELS]
+    if any(each.get("kind") not in KERNELS for each in wrong):
+        known = _right_kernels(found) | set(kinds)
+        kinds.append(next((kind for kind in KERNELS if kind not in known), "narrow"))
+    return list(dict.fromkeys(kinds))
 
 
 def wrong_kernels(found: Sequence[Figures]) -> frozenset[str]:
     """All that section `kernels`, when it last came to them, did not find right; none if it has not been run.
 
-    It ends at the first that is wrong, so those behind it count as wrong, too: nobody knows.
+    It ends at the first that is wrong and not optional, so those behind it count as wrong, too: nobody knows.
     """
     examined = of(found, "kernels")
     wrong = set(KERNELS) if examined else set()
@@ -184,15 +185,18 @@ def decisions(
 ) -> list[str]:
     """What the figures of a stage say is to be done, in sentences; `wanted` as for `after`."""
     wanted = sections_of(number) if wanted is None else wanted
-    wrong = sorted({each["section"] for each in found if each.get("failed")})
+    failed = [each for each in found if each.get("failed")]
+    wrong = sorted({each["section"] for each in failed})
     missing = [name for name in wanted if not of(found, name)]
-    sentences = [f"{name}: it failed; mend it before its figures are believed" for name in wrong]
+    sentences = [
+        _of_failures(name, [each for each in failed if each["section"] == name]) for name in wrong
+    ]
     sentences += [f"{name}: it was not examined" for name in missing]
     whole = not wrong and not missing
     match number:
         case 1 if "kernels" in wanted:
-            if kernel := wrong_kernel(found):
-                sentences.append(KERNELS[kernel])
+            if kernels := found_wrong(found):
+                sentences += [KERNELS[kind] for kind in kernels]
             elif "narrow" in _right_kernels(found):
                 sentences.append("the kernels agree with the reference: go on")
             else:
@@ -225,6 +229,16 @@ def decisions(
     return sentences
 
 
+def _of_failures(section: str, failed: Sequence[Figures]) -> str:
+    """A part that failed has a name; where nobody could write one down, all of the section has failed."""
+    parts = [each.get("what") for each in failed]
+    if not all(parts):
+        return f"{section}: it failed; mend it before its figures are believed"
+    return (
+        f"{section}: a part of it failed, and the rest was examined: {'; '.join(map(str, parts))}"
+    )
+
+
 def _of_kernels(found: Sequence[Figures]) -> list[str]:
     sentences = []
     for each in of(found, "decode", "share"):
@@ -242,8 +256,8 @@ def _of_kernels(found: Sequence[Figures]) -> list[str]:
     for each in of(found, "decode", "fp8_speed"):
         if each["fp8_speed"] < 1.5:
             sentences.append(
-                f"KV in fp8 is {each['fp8_speed']:.2f} x as fast, of 2 that its bytes allow: what unpacks it "
-                f"is the limit ({each['line']})"
+                f"KV in fp8 is {each['fp8_speed']:.2f} x as fast, of 2 that its bytes allow: see whether "
+                f"what unpacks it is the limit ({each['line']})"
             )
     groups: dict[str, list[Figures]] = {}
     for each in of(found, "choices", "what", "choice", "seconds"):
@@ -261,11 +275,16 @@ def _of_kernels(found: Sequence[Figures]) -> list[str]:
             )
         else:
             sentences.append(f"{what}: {default['choice']} stay")
-    for each in of(found, "choices", "bus_share"):
-        if "copy_engine" in each["choice"] and each["bus_share"] >= 0.9:
-            sentences.append(
-                f"batched copies reach {each['bus_share']:.0%} of the bus: they replace the copy kernel"
-            )
+    shares = {
+        each["what"]: each["bus_share"]
+        for each in of(found, "choices", "what", "bus_share")
+        if "copy_engine" in each["choice"]
+    }
+    if shares:
+        reached = " and ".join(f"{share:.0%} ({what})" for what, share in shares.items())
+        replaces = len(shares) == len(DIRECTIONS) and min(shares.values()) >= 0.9
+        means = "they replace the copy kernel" if replaces else "the copy kernel stays"
+        sentences.append(f"batched copies reach {reached} of the bus: {means}")
     return sentences
 
 

@@ -28,7 +28,7 @@ from pensieve.kernels import choices, cuda_launch, nvrtc
 
 PACKAGES = ("transformers", "tokenizers", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc")
 TOOLS = ("memcheck", "synccheck")
-TOOL_SECONDS = 50
+TOOL_SECONDS = 65
 
 
 def section_versions(bench: Bench) -> None:

@@ -9,9 +9,9 @@ their keys and values were computed by the same model.
             once read only those that they chose: then the ratio may be below 1
     ratio   time of the step over the floor; medians, the two measured by turns
 
-With --weights int8 or --kv-dtype int8 the logits of a few prompts are first compared with those of the
-checkpoint's own weights and KV. Before anything is timed, several turns of the largest batch must get, token
-for token, the reply that they get when they are alone.
+With --weights int8, or KV kept as --kv-dtype says, the logits of a few prompts are first compared with those
+of the checkpoint's own weights and KV. Before anything is timed, several turns of the largest batch must get,
+token for token, the reply that they get when they are alone.
 """
 
 from __future__ import annotations

@@ -11,10 +11,15 @@ from pensieve.launch.model_folder import Report
 
 def usable_device(settings: Settings, report: Report) -> torch.device:
     """The chosen device with its kernels; `auto` falls back to the CPU where a GPU has none."""
+    device = _with_kernels(settings, report)
+    if device.type == "cpu" and settings.kv_dtype == "fp8":
+        report("--kv-dtype fp8 is made for GPUs: on this CPU torch reads and writes it, slowly")
+    return device
+
+
+def _with_kernels(settings: Settings, report: Report) -> torch.device:
     device = chosen_device(settings)
     if device.type != "cuda":
-        if settings.kv_dtype == "fp8":
-            report("--kv-dtype fp8 is made for GPUs: on this CPU torch reads and writes it, slowly")
         return device
     try:
         torch.cuda.set_device(device)

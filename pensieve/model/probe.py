@@ -188,7 +188,7 @@ def _compare(
     if not difference <= tolerance:
         raise UnsupportedModel(
             "its logits through our attention differ from its own by "
-            f"{difference:.1e} of their range (at most {tolerance:.0e} is rounding)"
+            f"{difference:.1e} of their range (at most {tolerance:.1e} is rounding)"
         )
 
 
@@ -200,7 +200,7 @@ def _check_rounded_kv(
     if not difference <= INT8_DIFFERENCE:
         raise UnsupportedModel(
             f"with --kv-dtype {shape.kv_dtype} its logits differ from its own by {difference:.1e} of "
-            f"their range (at most {INT8_DIFFERENCE:.0e} is rounding)"
+            f"their range (at most {INT8_DIFFERENCE:.1e} is rounding)"
         )
 
 

@@ -28,8 +28,8 @@ from pensieve.bench.gpu_stages import (
     Step,
     after,
     decisions,
+    found_wrong,
     small,
-    wrong_kernel,
     wrong_kernels,
 )
 from pensieve.errors import PensieveError
@@ -69,15 +69,18 @@ def test_a_gpu_says_what_the_references_say(
     assert succeeded(section, tmp_path, "cuda", 120, True), capsys.readouterr()
 
 
-@pytest.mark.parametrize("section", ["kernels", "decode"])
+@pytest.mark.parametrize("section", ["kernels", "decode", "prefill", "attention"])
 def test_the_gpu_bench_times_nothing_that_is_wrong(
     section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Paged, "run", lambda self: self.out.fill_(0.5))
     assert not succeeded(section, tmp_path, "cpu", 60, True)
     figures = figures_of(tmp_path)
-    assert [each["section"] for each in figures if each.get("failed")] == [section]
-    assert not any("seconds" in each for each in figures)
+    assert {each["section"] for each in figures if each.get("failed")} == {section}
+    assert not any("seconds" in each or "fp8_speed" in each for each in figures)
+    told = decisions(3, figures, [section])
+    assert any(f"{section}: " in each and "failed" in each for each in told)
+    assert not any("above its limit" in each for each in told)
 
 
 def test_a_baseline_that_is_wrong_is_left_out_and_named() -> None:
@@ -287,6 +290,19 @@ def test_a_stage_that_has_no_time_left_is_left_out(
     assert not figures_of(tmp_path)
 
 
+def test_every_stage_begins_in_45_minutes_however_long_those_before_it_take() -> None:
+    """With what it needs to begin, also where a kernel was switched off and all were examined again."""
+    (examined,) = (step for step in STAGES[0].steps if step.section == "kernels")
+    begins = examined.seconds
+    for stage in STAGES:
+        assert 45 * 60 - begins >= stage.minutes * 60 / 2, stage.number
+        begins += sum(step.seconds for step in stage.steps)
+    (watched,) = (step for step in STAGES[0].steps if step.section == "sanitizer")
+    assert watched.seconds >= len(gpu_versions.TOOLS) * gpu_versions.TOOL_SECONDS + 15, (
+        "and to begin"
+    )
+
+
 def test_a_line_that_was_cut_off_is_no_figure(tmp_path: Path) -> None:
     whole = json.dumps({"section": "device", "small": True, "line": "here"})
     (tmp_path / "figures.jsonl").write_text(f'{whole}\n{{"section": "dec\n{whole}\n')
@@ -342,10 +358,10 @@ def test_what_section_kernels_found_wrong_is_not_timed(tmp_path: Path) -> None:
     assert wrong_kernels([*wrong, *right]) == frozenset(), "it was run again, with a switch"
     assert wrong_kernels([*right, figure("kernels", failed=True, kind="fused")]) == {"fused"}
     (tmp_path / "figures.jsonl").write_text("".join(json.dumps(each) + "\n" for each in wrong))
-    for section in ("decode", "prefill", "iteration"):
+    for section in ("decode", "prefill", "iteration", "exactness"):
         assert succeeded(section, tmp_path, "cpu", 60, True)
     lines = [each["line"] for each in figures_of(tmp_path)[len(wrong) :] if "fp8" in each["line"]]
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert all("left out" in line for line in lines)
 
 
@@ -411,7 +427,7 @@ def test_each_kernel_that_is_wrong_is_called_by_its_own_name(
     assert not succeeded("kernels", tmp_path, "cpu", 60, True)
     figures = figures_of(tmp_path)
     assert [each["kind"] for each in figures][:2] == ["narrow", "wide"]
-    assert wrong_kernel(figures) == kind
+    assert found_wrong(figures) == [kind]
     assert KERNELS[kind] in decisions(1, figures)
 
 
@@ -482,12 +498,39 @@ def test_a_choice_that_fails_costs_itself_alone(
     assert not succeeded("choices", tmp_path, "cpu", 60, True)
     figures = figures_of(tmp_path)
     failed = [each.get("choice") for each in figures if each.get("failed")]
-    assert failed == ["snake=0", "wide_blocks=2, snake=0", None]
+    assert failed == ["snake=0", "wide_blocks=2, snake=0"]
     measured = {each["choice"] for each in figures if "seconds" in each}
     assert {"the defaults", "wide_blocks=2", "hopper=0", "few_rows=1"} < measured
     assert not {"snake=0", "wide_blocks=2, snake=0"} & measured
     lacking = [figure("choices", what="w", choice="snake=0", default=False, seconds=1.0)]
     assert "w: the present choice has no figure, so nothing is decided" in decisions(3, lacking)
+
+
+@pytest.mark.parametrize(
+    ("shares", "means"),
+    [
+        ({"swap_in": 0.95, "swap_out": 0.91}, "they replace the copy kernel"),
+        ({"swap_in": 0.95, "swap_out": 0.8}, "the copy kernel stays"),
+        ({"swap_in": 0.95}, "the copy kernel stays"),
+    ],
+)
+def test_batched_copies_replace_the_kernel_where_both_directions_gain(
+    shares: dict[str, float], means: str
+) -> None:
+    rows = [
+        figure(
+            "choices",
+            what=what,
+            choice="copy_engine=1",
+            default=False,
+            seconds=1.0,
+            bus_share=share,
+        )
+        for what, share in shares.items()
+    ]
+    (told,) = (each for each in decisions(3, rows) if "batched" in each)
+    assert means in told
+    assert "95% (swap_in)" in told
 
 
 def test_a_choice_becomes_the_default_only_where_it_is_faster() -> None:

@@ -66,6 +66,26 @@ def test_int8_is_for_cpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines == [f"computing on the CPU: {flag} int8 is for CPUs: --device cpu"]
 
 
+def test_fp8_on_a_cpu_is_said_to_be_slow_also_where_a_gpu_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise DeviceError("the CUDA kernels need CuPy")
+
+    told: dict[bool, list[str]] = {}
+    for has_gpu in (False, True):
+        lines: list[str] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(device_module, "_check_kernels", refuse)
+        assert usable_device(settings_of(kv_dtype="fp8"), lines.append) == torch.device("cpu")
+        told[has_gpu] = lines
+    (slow,) = told[False]
+    assert "--kv-dtype fp8 is made for GPUs" in slow
+    assert told[True] == ["computing on the CPU: the CUDA kernels need CuPy", slow]
+
+
 def test_a_type_of_kv_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="int4"):
         settings_of(kv_dtype="int4")

@@ -11,6 +11,7 @@ import ctypes
 import subprocess
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,9 @@ class Pretended:
         monkeypatch.setattr(FakeTensor, "data_ptr", lambda tensor: id(tensor) * 16, raising=False)
         monkeypatch.setattr(tensor_map, "map_of", lambda pages: 16)
         monkeypatch.setattr(
-            cuda, "blocks_at_once", lambda device, head_size, stored: BlocksAtOnce(264, 132)
+            cuda,
+            "_blocks_at_once",
+            lambda device, head_size, chosen: BlocksAtOnce(264, 132),
         )
         monkeypatch.setattr(cuda_launch, "multiprocessors", lambda device: 132)
         monkeypatch.setattr(cuda_launch, "architecture", lambda index=0: "sm_90a")
@@ -232,10 +235,10 @@ def flat_on(gpu: Pretended, fused: bool) -> FlatModel:
 
 
 def executor_on(
-    gpu: Pretended, graphs: bool = False, fused: bool = False
+    gpu: Pretended, graphs: bool = False, fused: bool = False, shape: ModelShape = SHAPE
 ) -> tuple[TorchExecutor, KVMemory]:
-    model = LoadedModel("pretended", flat_on(gpu, fused), SHAPE, 4, frozenset())
-    memory = KVMemory(SHAPE, 40, 20, 32, DEVICE)
+    model = LoadedModel("pretended", flat_on(gpu, fused), shape, 4, frozenset())
+    memory = KVMemory(shape, 40, 20, 32, DEVICE)
     assert memory.host_arena.shape[1] == 20
     made = None
     if graphs:
@@ -317,6 +320,31 @@ def test_fused_layers_rotate_rows_on_the_way_to_the_pages(gpu: Pretended, graphs
     eager = layers("rotate_and_write_kv", "multi_token_attention")
     assert gpu.take() == [*([] if graphs else eager), drawn]
     assert [sample.turn_id for sample in executor.collect().samples] == [0]
+    executor.close()
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_kv_in_bytes_takes_the_kernels_for_bytes_and_asks_for_nothing_either(
+    gpu: Pretended, graphs: bool
+) -> None:
+    """Wide pieces, which have no kernel of Hopper's then, decodes, and a page that comes from the host."""
+    shape = replace(SHAPE, kv_dtype="fp8", kv_exponents=(((0, 1), (2, 3)),) * SHAPE.num_layers)
+    executor, memory = executor_on(gpu, graphs, fused=True, shape=shape)
+    assert memory.page_bytes == SHAPE.kv_bytes_per_page(32) // 2
+    first, second = turn_of(0, 150, list(range(5)), PLAIN), turn_of(1, 40, [8, 9], PLAIN)
+    slices = (slice_of(first, 0, 150, True, 32), slice_of(second, 32, 40, True, 32))
+    swap_ins = (SwapIn(1, 4, 8, 32),)
+    executor.launch(Iteration(0, slices, (), swap_ins, started=starts(first, second)))
+    kernels = {launch.kernel for stream, launch in gpu.launched if stream == "compute"}
+    each_layer = layers("rotate_and_write_kv", "multi_token_attention", "merge_parts")
+    assert gpu.take() == [("swap_in", "copy_pages")] * SHAPE.num_layers + each_layer
+    for_bytes = {each.source for each in kernels if "STORED=E4m3" in each.defines}
+    assert for_bytes == {"write_kv.cu", "multi_token_attention.cu"}
+    assert {each.source for each in kernels} == for_bytes | {"merge_parts.cu"}
+    executor.launch(Iteration(1, (slice_of(first, 150, 151, True, 32),)))
+    eager = layers("rotate_and_write_kv", "multi_token_attention")
+    assert gpu.take() == ([] if graphs else eager)
+    assert len(executor.collect().samples) == 2
     executor.close()
 
 

@@ -88,6 +88,31 @@ def test_keys_and_values_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None
     assert not by_slot[others].float().any(), "something was written elsewhere"
 
 
+@pytest.mark.parametrize("kernel", ["write_kv", "rotate_and_write_kv"])
+def test_what_exceeds_a_float_once_it_is_scaled_is_cut_off_and_only_what_is_not_finite_is_nan(
+    kernel: str,
+) -> None:
+    """A scale far below one makes 2^128 of a number that bfloat16 holds."""
+    inf, nan = float("inf"), float("nan")
+    extremes = torch.tensor([3e38, -3e38, 2.0**70, -(2.0**-70), inf, -inf, nan, 0.0])
+    key = extremes.repeat(3, 2, 8).to(torch.bfloat16)
+    value = key.flip(2).contiguous()
+    scales = torch.exp2(torch.tensor([[-60.0, 60.0], [-3.0, 0.0]]))
+    slots, arena = torch.tensor([1, 2, 31]), torch.zeros(1, 2, 2, 32, 64).to(FP8.element)
+    pages = (arena[:, 0], arena[:, 1])
+    if kernel == "write_kv":
+        run(cuda.write_kv_launch(key, value, slots, *pages, scales))
+    else:  # the keys by an angle of zero, and most of them not at all
+        cosine, sine = (torch.full((3, 4), each, dtype=torch.bfloat16) for each in (1.0, 0.0))
+        key[:, :, :4] = extremes[:4]
+        out = torch.empty_like(key)
+        given = (key, key, value, cosine, sine, slots, out, *pages)
+        run(cuda.rotate_and_write_kv_launch(*given, scales))
+    for side, written in enumerate((key, value)):
+        assert same_bytes(arena[0, side, :, slots].transpose(0, 1), to_fp8(written, scales[side]))
+    assert (arena[0, 1, 0, 1].float().abs() == 448.0).any(), "nothing was cut off"
+
+
 @pytest.mark.parametrize(("head_size", "rotated"), [(64, 64), (96, 20)])
 def test_rotated_keys_are_rounded_once(head_size: int, rotated: int) -> None:
     tokens, heads, kv_heads, dtype = 5, 4, 2, torch.bfloat16

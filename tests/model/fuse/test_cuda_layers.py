@@ -11,6 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from pensieve.kernels import cuda_launch
+from pensieve.kernels.attention import cuda as attention_cuda
+from pensieve.kernels.attention.plan import BlocksAtOnce, Work
 from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.layer import cuda
 from pensieve.kernels.layer.protocol import PageIndex
@@ -68,22 +70,31 @@ def models(head_size: int = 64) -> dict[str, Any]:
         "vocab_size": 128,
         "max_position_embeddings": 512,
     }
-    return {
+    made = {
         "llama": LlamaForCausalLM(LlamaConfig(**sizes)),
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**sizes)),  # with norms of queries and keys
     }
+    for (
+        each
+    ) in made.values():  # the second layer's values are larger, and what comes of them is not
+        attention = each.model.layers[1].self_attn
+        attention.v_proj.weight.data *= 64.0
+        attention.o_proj.weight.data /= 64.0
+    return made
 
 
 @needs_x86
+@pytest.mark.parametrize(("kv_dtype", "gap_max"), [("auto", 2e-2), ("fp8", 5e-2)])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_rows_are_rotated_on_their_way_to_the_pages(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, kv_dtype: str, gap_max: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole path of a GPU's layer, its CUDA kernels on emulated threads."""
     torch.manual_seed(0)
     module = models()[family].to(torch.bfloat16).eval().requires_grad_(False)
     flat = FlatModel(module)
-    shape = probe(flat)
+    shape = probe(flat, kv_dtype=kv_dtype)
+    assert len(set(shape.kv_exponents)) == (shape.num_layers if kv_dtype == "fp8" else 0)
     assert flat.whole is not None
     model = LoadedModel("tiny", flat, shape, shape.num_heads, frozenset())
     launched: list[str] = []
@@ -106,7 +117,10 @@ def test_rows_are_rotated_on_their_way_to_the_pages(
             batch.slice_starts,
         )
         dtype, scales = memory.shape.dtype, memory.kv_scales
-        one.paged_rows = cuda.CudaPagedRows(memory.device_arena, index, None, dtype, scales)
+        sizes = (shape.num_heads, shape.num_kv_heads, shape.head_size)
+        plan = attention_cuda.plan(batch.lengths, batch.starts, *sizes, BlocksAtOnce(8))
+        work = Work.of(plan, *sizes[1:], "cpu")
+        one.paged_rows = cuda.CudaPagedRows(memory.device_arena, index, work, dtype, scales)
         wholes.append(one)
 
     monkeypatch.setattr(attention.PagedPass, "__init__", on_a_gpu)
@@ -117,8 +131,8 @@ def test_rows_are_rotated_on_their_way_to_the_pages(
     for _ in range(3):
         world.decode(first, second)
     world.executor.close()
-    assert set(launched) == {"rotate_and_write_kv"}
-    assert len(launched) == 5 * shape.num_layers
+    assert set(launched) == {"rotate_and_write_kv", "multi_token_attention"}
+    assert launched.count("rotate_and_write_kv") == 5 * shape.num_layers
     torch.manual_seed(0)
     plain = models()[family].to(torch.bfloat16).eval()
     for turn in (first, second):
@@ -129,4 +143,4 @@ def test_rows_are_rotated_on_their_way_to_the_pages(
             torch.tensor(turn.tokens[turn.prompt_end :]),
         )
         gap = before.amax(1) - before.gather(1, sampled.long()[:, None])[:, 0]
-        assert float((gap / (before.amax(1) - before.amin(1))).max()) <= 2e-2
+        assert float((gap / (before.amax(1) - before.amin(1))).max()) <= gap_max

@@ -49,18 +49,18 @@ pytestmark = pytest.mark.timeout(1200)
 class ParallelWorld(World):
     """A world whose iterations are carried out by two ranks."""
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
+    def __init__(self, folder: Path, seed: int = 0, kv_dtype: str = "auto") -> None:
         worker_settings = {
             "folder": str(folder),
             "dtype": None,
             "context_max": None,
             "num_threads": 1,
-            "kv_dtype": "auto",
+            "kv_dtype": kv_dtype,
             "check_kv": False,
         }
         self.leader = Leader(2, CPU, worker_settings, programs.RANK)
         try:
-            model = load(folder, rank=self.leader)
+            model = load(folder, rank=self.leader, kv_dtype=kv_dtype)
             self.leader.check_shapes(model.shape)
             super().__init__(model, device_pages=DEVICE_PAGES, host_pages=HOST_PAGES, seed=seed)
             self.leader.allocate(DEVICE_PAGES, HOST_PAGES, CHUNK_TOKENS)
@@ -80,8 +80,8 @@ class ParallelWorld(World):
 
 
 @contextmanager
-def parallel_world(folder: Path, seed: int = 0) -> Iterator[ParallelWorld]:
-    world = ParallelWorld(folder, seed)
+def parallel_world(folder: Path, seed: int = 0, kv_dtype: str = "auto") -> Iterator[ParallelWorld]:
+    world = ParallelWorld(folder, seed, kv_dtype)
     try:
         yield world
     finally:
@@ -179,6 +179,39 @@ def test_two_ranks_say_what_one_rank_says(family: str, folder_of: FolderOf, load
                 assert shared.num_output_tokens > 3
                 assert list(shared.tokens) == list(alone.tokens), f"seed {seed}"
                 assert largest_gap(plain, shared) <= GAP_MAX
+
+
+def test_each_rank_keeps_fp8_by_scales_of_its_own_heads(
+    folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """Which are those that one rank alone chooses for them; pages move between both tiers of both."""
+    plain = plain_model(folder_of("mistral"))
+    group = plain.config.num_attention_heads // plain.config.num_key_value_heads
+    for (
+        layer
+    ) in plain.model.layers:  # the values of each head are larger than those of the one before
+        attention = layer.self_attn
+        for head, rows in enumerate(attention.v_proj.weight.data.split(attention.head_dim)):
+            rows *= 64.0**head
+        for head, rows in enumerate(attention.o_proj.weight.data.split(attention.head_dim, 1)):
+            rows /= 64.0 ** (head // group)
+    plain.save_pretrained(tmp_path)
+    alone = load(tmp_path, kv_dtype="fp8").shape
+    with parallel_world(tmp_path, kv_dtype="fp8") as two:
+        shape = two.memory.shape
+        own = shape.num_kv_heads
+        assert own == alone.num_kv_heads // 2
+        halves = tuple(tuple(side[:own] for side in layer) for layer in alone.kv_exponents)
+        assert shape.kv_exponents == halves
+        assert all(len(set(values)) == len(values) > 1 for _, values in alone.kv_exponents)
+        assert two.memory.page_bytes == alone.kv_bytes_per_page(CHUNK_TOKENS) // 2
+        deeds = traffic(two, 0)
+        assert all(deeds[what] for what in ("dropped", "swapped", "forked"))
+        for turn in two.turns:
+            ids = torch.tensor([list(turn.tokens)])
+            with torch.inference_mode():
+                logits = plain(input_ids=ids, use_cache=False).logits[0]
+            assert largest_gap(plain, turn) <= 0.1 * float(logits.max() - logits.min())
 
 
 class CountedClock:
