@@ -98,7 +98,7 @@ struct Kernel {
 };
 
 bool amx_works();  // requests AMX from the system, and compares its products with AVX-512's, once
-extern const Kernel kAmx, kAvx512Bf16, kAvx512, kAvx2, kNeonBf16, kNeon, kPlain;
+extern const Kernel kAmx, kAvx512Bf16, kAvx512Vnni, kAvx512, kAvx2, kNeonBf16, kNeon, kPlain;
 
 }  // namespace pensieve
 

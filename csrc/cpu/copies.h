@@ -1,4 +1,4 @@
-// Copies of rows as products take them: bytes where weights are int8, floats of fp16.
+// Copies of rows as products take them: bytes where weights are int8, floats where `Dense` widens.
 //
 // Its memory is taken in the thread that calls, before the work is shared: a helper that failed to get some could
 // tell nobody.

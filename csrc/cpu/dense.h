@@ -28,55 +28,68 @@ constexpr int kMiddle = pensieve::kZero;
 
 // -- a product --
 
-template <typename Element>
-inline Floats add_step(Floats sum, Words weights, uint32_t input) {
-  if constexpr (sizeof(Element) == 4 || is_half<Element>) {
+// Where no instruction multiplies pairs of bfloat16, their rows come as floats, and so do those of Half.
+template <typename Input>
+constexpr bool kPairs = !BFLOAT16_DOT && std::is_same_v<Input, uint16_t>;
+template <typename Input>
+constexpr bool kWidened = kPairs<Input> || is_half<Input>;
+
+// A step's weights for a vector of outputs: floats where rows are, of pairs the first and the second of each.
+template <typename Input>
+struct Weights {
+  Words words;
+  Weights(const char* panel, int64_t at) {
+    if constexpr (is_half<Input>)
+      words = (Words)read(reinterpret_cast<const Half*>(panel) + at);
+    else
+      words = load<Words>(reinterpret_cast<const uint32_t*>(panel) + at);
+  }
+  Floats times(const char* row, int64_t step, Floats sum) const {
+    uint32_t input;
+    memcpy(&input, row + 4 * step, sizeof input);
+    if constexpr (std::is_same_v<Input, uint8_t>)  // four inputs times four signed weights; sums are whole numbers
+      return (Floats)dot_add_bytes((Ints)sum, Words{} + input, words);
+#if BFLOAT16_DOT
+    if constexpr (std::is_same_v<Input, uint16_t>) return dot_add(sum, Words{} + input, words);
+#endif
     float value;
     memcpy(&value, &input, sizeof value);
-    return sum + splat(value) * (Floats)weights;
-  } else {
-#if BFLOAT16_DOT
-    return dot_add(sum, Words{} + input, weights);
-#else
-    Words pair = Words{} + input;
-    sum += even_half(pair) * even_half(weights);
-    return sum + odd_half(pair) * odd_half(weights);
-#endif
+    return sum + splat(value) * (Floats)words;
   }
-}
+};
 
-// Four inputs, bytes, times four signed weights; the sums are whole numbers.
+#if !BFLOAT16_DOT
 template <>
-inline Floats add_step<uint8_t>(Floats sum, Words weights, uint32_t input) {
-  return (Floats)dot_add_bytes((Ints)sum, Words{} + input, weights);
-}
+struct Weights<uint16_t> {
+  Floats first, second;
+  Weights(const char* panel, int64_t at) {
+    const Words words = load<Words>(reinterpret_cast<const uint32_t*>(panel) + at);
+    first = even_half(words), second = odd_half(words);
+  }
+  Floats times(const char* row, int64_t step, Floats sum) const {
+    float one, other;
+    memcpy(&one, row + 8 * step, sizeof one);
+    memcpy(&other, row + 8 * step + 4, sizeof other);
+    sum += splat(one) * first;
+    return sum + splat(other) * second;
+  }
+};
+#endif
 
-// A step's weights for a vector of outputs. Those of Half are floats from here on, as their rows are.
-template <typename Element>
-inline Words weights_at(const char* panel, int64_t at) {
-  if constexpr (is_half<Element>)
-    return (Words)read(reinterpret_cast<const Half*>(panel) + at);
-  else
-    return load<Words>(reinterpret_cast<const uint32_t*>(panel) + at);
-}
-
-template <typename Element, int Rows>
+template <typename Input, int Rows>
 void sums_of(const char* panel, const char* rows, int64_t row_bytes, int64_t steps,
              const char* ahead, int lines, float* sums) {
   Floats sum[Rows][2];
 #pragma GCC unroll 16
   for (int r = 0; r < Rows; ++r) sum[r][0] = sum[r][1] = Floats{};
   for (int64_t k = 0; k < steps; ++k) {
-    const Words first = weights_at<Element>(panel, k * kPanel);
-    const Words second = weights_at<Element>(panel, k * kPanel + LANES);
+    const Weights<Input> first(panel, k * kPanel), second(panel, k * kPanel + LANES);
     if (lines > 0) __builtin_prefetch(ahead + k * lines * 64, 0, 3);
     if (lines > 1) __builtin_prefetch(ahead + k * lines * 64 + 64, 0, 3);
 #pragma GCC unroll 16
     for (int r = 0; r < Rows; ++r) {
-      uint32_t input;
-      memcpy(&input, rows + r * row_bytes + 4 * k, sizeof input);
-      sum[r][0] = add_step<Element>(sum[r][0], first, input);
-      sum[r][1] = add_step<Element>(sum[r][1], second, input);
+      sum[r][0] = first.times(rows + r * row_bytes, k, sum[r][0]);
+      sum[r][1] = second.times(rows + r * row_bytes, k, sum[r][1]);
     }
   }
 #pragma GCC unroll 16
@@ -88,9 +101,9 @@ void sums_of(const char* panel, const char* rows, int64_t row_bytes, int64_t ste
 
 using SumsOf = void (*)(const char*, const char*, int64_t, int64_t, const char*, int, float*);
 
-template <typename Element, int... I>
+template <typename Input, int... I>
 inline SumsOf sums_for(int num_rows, std::integer_sequence<int, I...>) {
-  constexpr SumsOf table[] = {sums_of<Element, I + 1>...};
+  constexpr SumsOf table[] = {sums_of<Input, I + 1>...};
   return table[num_rows - 1];
 }
 
@@ -163,14 +176,14 @@ void finish(const Product& product, int32_t panel, int32_t first, int num_rows, 
   }
 }
 
-// Input is the type of the weights: Element, or uint8_t for those of quantised rows. Rows of Half are floats.
+// Input is the type of the weights: Element, or uint8_t for those of quantised rows.
 template <typename Element, typename Input = Element>
 void multiply(const Product& product, int32_t panel, int32_t first, int32_t end,
               const char* ahead) {
   const pensieve::Linear& linear = *product.linear;
   const int64_t steps = is_half<Input> ? linear.inputs : int64_t(linear.inputs) * sizeof(Input) / 4;
   const char* weights = static_cast<const char*>(linear.panels) + panel * linear.panel_bytes;
-  const int64_t row_bytes = product.row_stride * (is_half<Input> ? 4 : sizeof(Input));
+  const int64_t row_bytes = product.row_stride * (kWidened<Input> ? 4 : sizeof(Input));
   const char* rows = static_cast<const char*>(product.rows);
   const int blocks = (end - first + kRows - 1) / kRows;
   alignas(64) float sums[kRows * kPanel];
@@ -371,8 +384,9 @@ float quantise(const void* memory, int32_t width, int32_t padded, uint8_t* out) 
   return largest / 127.0f;
 }
 
-inline void widen_row(const void* memory, int32_t width, float* out) {
-  const Half* row = static_cast<const Half*>(memory);
+template <typename Element>
+void widen_row(const void* memory, int32_t width, float* out) {
+  const Element* row = static_cast<const Element*>(memory);
   int i = 0;
   for (; i + LANES <= width; i += LANES) store(out + i, read(row + i));
   for (; i < width; ++i) out[i] = read_one(row + i);
@@ -402,6 +416,6 @@ inline int32_t largest(const float* row, int32_t width) {
 template <typename Element>
 constexpr pensieve::Dense dense_for = {
     LANES, multiply<Element>, multiply<Element, uint8_t>, quantise<Element>,
-    join<Element>, turn<Element>, largest, choose<Element>, is_half<Element> ? widen_row : nullptr};
+    join<Element>, turn<Element>, largest, choose<Element>, kWidened<Element> ? widen_row<Element> : nullptr};
 
 }  // namespace

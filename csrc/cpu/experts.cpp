@@ -135,7 +135,7 @@ void multiply_pairs(const Dense& dense, Pairs& pairs, const Linear* linears, Cop
     return;
   }
   if (dense.widen) {
-    copies.widen(dense, any.width, product, row_of, num_threads);
+    copies.widen(dense, any.inputs, product, row_of, num_threads);
   } else if (gathered) {
     char* const to = static_cast<char*>(gathered);
     each_row(num_threads, count,
@@ -155,7 +155,7 @@ void run_part(const Dense& dense, const ExpertCall& call, Pairs& pairs, int num_
   const char* const given = static_cast<const char*>(call.rows);
   Product routed{nullptr, call.rows, hidden, rows, buffers.logits, experts.num_experts, 0};
   if (dense.widen)
-    pairs.routed.widen(dense, hidden, routed, [&](int row) { return given + row * row_bytes; }, num_threads);
+    pairs.routed.widen(dense, experts.router.inputs, routed, [&](int row) { return given + row * row_bytes; }, num_threads);
   pairs.groups.assign(1, {0, 0, rows, &experts.router});
   multiply_groups(dense.multiply, dense.lanes, pairs.groups, routed, nullptr, num_threads);
   pairs.experts.resize(count);

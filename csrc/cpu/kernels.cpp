@@ -74,6 +74,9 @@ bool runs(const Kernel& kernel) {
     return runs(kAvx512) && __builtin_cpu_supports("avx512bf16") &&
            __builtin_cpu_supports("avx512vnni");
 #endif
+#if HAS_AVX512_VNNI
+  if (&kernel == &kAvx512Vnni) return runs(kAvx512) && __builtin_cpu_supports("avx512vnni");
+#endif
 #if HAS_AVX512
   if (&kernel == &kAvx512)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -91,12 +94,24 @@ bool runs(const Kernel& kernel) {
   return &kernel == &kPlain;
 }
 
+// Intel's cores multiply pairs of bfloat16 half as fast as floats (their tiles are another matter), AMD's twice as fast.
+bool prefers(const Kernel& kernel) {
+#if HAS_AVX512_VNNI && HAS_AVX512_BF16
+  if (&kernel == &kAvx512Bf16) return !__builtin_cpu_is("intel");
+#endif
+  (void)kernel;
+  return true;
+}
+
 const Kernel* const kKernels[] = {
 #if HAS_AMX
     &kAmx,
 #endif
 #if HAS_AVX512_BF16
     &kAvx512Bf16,
+#endif
+#if HAS_AVX512_VNNI
+    &kAvx512Vnni,
 #endif
 #if HAS_AVX512
     &kAvx512,
@@ -114,9 +129,10 @@ const Kernel* const kKernels[] = {
 
 // The best kernel that runs here and takes this head size; `only` names the one to use, for tests.
 const Kernel* kernel_for(int head_size, const char* only) {
+  const bool any = !only || !*only;
   for (const Kernel* kernel : kKernels)
     if (runs(*kernel) && head_size % kernel->head_multiple == 0 &&
-        (!only || !*only || !std::strcmp(only, kernel->name)))
+        (any ? prefers(*kernel) : !std::strcmp(only, kernel->name)))
       return kernel;
   return nullptr;
 }

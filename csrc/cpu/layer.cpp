@@ -31,7 +31,7 @@ struct Worker {
         element_bytes(Type(type) == Type::kFloat ? 4 : 2),
         num_threads(num_threads) {}
 
-  // Rows are quantised to bytes first where the weights are int8, and widened where they are fp16.
+  // Rows are quantised to bytes first where the weights are int8, and widened where products take floats.
   void multiply(Product product, const Linear* then) const {
     static thread_local Copies copies;
     const Linear& linear = *product.linear;
@@ -42,7 +42,7 @@ struct Worker {
       copies.quantise(dense, linear, product, row_of, num_threads);
       multiply_by(dense.multiply_bytes, dense.multiply_block_bytes, product, then);
     } else if (dense.widen) {
-      copies.widen(dense, linear.width, product, row_of, num_threads);
+      copies.widen(dense, linear.inputs, product, row_of, num_threads);
       multiply_by(dense.multiply, nullptr, product, then);
     } else {
       multiply_by(dense.multiply, dense.multiply_block, product, then);

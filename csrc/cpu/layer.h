@@ -122,7 +122,7 @@ struct Choosing {
 };
 using Choose = void (*)(const Choosing&, int32_t row);
 
-// A row of fp16 as floats, which its products take.
+// A row of fp16, or of bfloat16 where no instruction multiplies pairs of it, as floats, which its products take.
 using Widen = void (*)(const void* row, int32_t width, float* out);
 
 struct Dense {

@@ -2,11 +2,16 @@
 //
 // A file that includes this defines LANES (16, 8 or 4) and is compiled for an instruction set that has
 // vectors of so many floats. It says what else there is, 1 or 0:
-//   BFLOAT16_DOT  a product of pairs of bfloat16, and one of four unsigned bytes and four signed ones
-//   SIGNED_DOT    (0 if it is not defined) without them, one of four signed bytes and four signed ones
+//   BFLOAT16_DOT  a product of pairs of bfloat16
+//   BYTE_DOT      (as BFLOAT16_DOT if it is not defined) one of four unsigned bytes and four signed ones
+//   SIGNED_DOT    (0 if it is not defined) without that, one of four signed bytes and four signed ones
 // Everything is in an anonymous namespace: each instruction set has its own functions of these names, and
 // the linker must not merge them.
 #pragma once
+
+#ifndef BYTE_DOT
+#define BYTE_DOT BFLOAT16_DOT
+#endif
 
 #include <cstdint>
 #include <cstring>
@@ -45,7 +50,12 @@ inline void store(Element* to, Vector vector) {
   memcpy(to, &vector, sizeof vector);
 }
 
-inline Floats splat(float value) { return Floats{} + value; }
+// As a whole number, since 0.0f + -0.0f is 0.0f, so that a sum of floats would be computed before it is spread.
+inline Floats splat(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return (Floats)(Words{} + bits);
+}
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // Lanes I of a, where I < LANES, or I - LANES of b.
@@ -96,9 +106,9 @@ inline Floats dot_add(Floats sum, Words a, Words b) {
 
 // In each lane sum + the four products of a byte of a row (with SIGNED_DOT signed) and one of weights.
 inline Ints dot_add_bytes(Ints sum, Words row, Words weights) {
-#if BFLOAT16_DOT && defined(__aarch64__)
+#if BYTE_DOT && defined(__aarch64__)
   return (Ints)vusdotq_s32((int32x4_t)sum, (uint8x16_t)row, (int8x16_t)weights);
-#elif BFLOAT16_DOT
+#elif BYTE_DOT
   return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)row, (__m512i)weights);
 #elif SIGNED_DOT
   return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)row, (int8x16_t)weights);

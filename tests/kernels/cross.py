@@ -32,6 +32,7 @@ BFLOAT16 = (*WIDE, "-mavx512bf16", "-mavx512vnni")
 X86 = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": WIDE,
+    "avx512vnni": (*WIDE, "-mavx512vnni"),
     "avx512bf16": BFLOAT16,
     "amx": (*BFLOAT16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }

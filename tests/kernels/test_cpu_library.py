@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 import torch
 
 from pensieve.kernels import cpu_library
-from tests.kernels.conftest import SETS
+from tests.kernels.conftest import SETS, runs_here
 
 
 def test_the_library_is_there_and_is_used() -> None:
@@ -16,6 +18,15 @@ def test_the_library_is_there_and_is_used() -> None:
     assert cpu_library.compiled_library() is not None
     assert cpu_library.instruction_set(torch.bfloat16, 64) in SETS
     assert cpu_library.instruction_set(torch.float64, 64) is None
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="only Linux says whose a core is")
+def test_pairs_of_bfloat16_are_multiplied_at_once_where_that_is_faster() -> None:
+    if not runs_here("avx512_bf16") or runs_here("amx"):
+        pytest.skip("this machine has no such instruction, or tiles")
+    intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    expected = "avx512_vnni" if intel else "avx512_bf16"
+    assert cpu_library.instruction_set(torch.bfloat16, 64) == expected
 
 
 def test_without_the_library_torch_does_it_after_one_warning() -> None:
