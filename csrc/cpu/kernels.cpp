@@ -94,13 +94,20 @@ bool runs(const Kernel& kernel) {
   return &kernel == &kPlain;
 }
 
-// Intel's cores multiply pairs of bfloat16 half as fast as floats (their tiles are another matter), AMD's twice as fast.
+// Intel's cores multiply pairs of bfloat16 half as fast as floats, but for tiles; AMD's twice as fast.
 bool prefers(const Kernel& kernel) {
 #if HAS_AVX512_VNNI && HAS_AVX512_BF16
   if (&kernel == &kAvx512Bf16) return !__builtin_cpu_is("intel");
 #endif
   (void)kernel;
   return true;
+}
+
+Attend attend_of(const Kernel& kernel, Type type, Stored stored) {
+#if HAS_AMX && HAS_AVX512_VNNI
+  if (&kernel == &kAmx && stored == Stored::kCodes) return kAvx512Vnni.codes(type).attend;  // it has no tiles
+#endif
+  return kernel.attend(type, stored);
 }
 
 const Kernel* const kKernels[] = {
@@ -297,7 +304,7 @@ int64_t cut(const Call& call, std::vector<Item>& items, std::vector<Cut>& cuts) 
 
 // False if there is no memory for partials.
 bool attend_all(const Call& call, const Kernel& kernel) {
-  const Attend attend = kernel.attend(call.type, call.stored);
+  const Attend attend = attend_of(kernel, call.type, call.stored);
   std::vector<Item> items;
   std::vector<Cut> cuts;
   const int64_t num_kept = cut(call, items, cuts);
