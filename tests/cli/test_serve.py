@@ -386,7 +386,8 @@ def test_the_doctor_finds_what_is_there(capsys: pytest.CaptureFixture[str]) -> N
         "compiled for sm_|shipped for|none: |missing: ", told["findings"]["gpu kernels"]
     )
     assert re.fullmatch(
-        r"(amx|avx\d+(_bf16)?|plain), \d+ threads|missing: .*", told["findings"]["cpu kernels"]
+        r"(amx|(avx\d+|neon)(_bf16|_vnni)?|plain), \d+ threads|missing: .*",
+        told["findings"]["cpu kernels"],
     )
 
 
