@@ -92,7 +92,11 @@ def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:
         cost=cost,
         recompute=recompute,
         scheduler=SchedulerConfig(
-            arguments.token_budget, arguments.turns_max, arguments.prompt_seconds
+            arguments.token_budget,
+            arguments.turns_max,
+            arguments.prompt_seconds,
+            arguments.tbt,
+            cost.computing,
         ),
         keep_gaps=not timeless,
         keep_series=arguments.plot is not None,

@@ -131,6 +131,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "default is 0.05 (default: 0, no limit)",
     )
     parser.add_argument(
+        "--tbt",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="objective for the time between two tokens: prompts join an iteration as far as it is "
+        "predicted to take no longer (default: 0, none)",
+    )
+    parser.add_argument(
         "--turns-max",
         type=int,
         default=256,
@@ -193,10 +201,11 @@ def check(arguments: argparse.Namespace) -> None:
             f"{arguments.token_budget} tokens an iteration are fewer than the {arguments.turns_max} "
             "turns (--turns-max) that may generate in it, one token each",
         )
-    if not arguments.prompt_seconds >= 0:
-        raise InvalidArgument("prompt_seconds", "is at least 0")
-    if arguments.prompt_seconds and arguments.plan:
-        raise InvalidArgument("prompt_seconds", "is not for --plan, which has limits of its own")
+    for name in ("prompt_seconds", "tbt"):
+        if not getattr(arguments, name) >= 0:
+            raise InvalidArgument(name, "is at least 0")
+        if getattr(arguments, name) and arguments.plan:
+            raise InvalidArgument(name, "is not for --plan, which has limits of its own")
     timeless = arguments.hardware == INSTANT and arguments.cost is None
     if timeless and arguments.phases != "unified":
         raise InvalidArgument("phases", "differ in time, and with --hardware instant there is none")

@@ -36,6 +36,7 @@ class Settings:
     chunk_tokens: int
     token_budget: int
     prompt_seconds: float
+    tbt: float
     turns_max: int
     threads: int
     tensor_parallel: int

@@ -135,6 +135,14 @@ SETTINGS: Table = (
         "is too long is computed in pieces (0: no limit)",
         "S",
     ),
+    Setting(
+        "tbt",
+        number(0, 3600),
+        "0",
+        "objective for the time between two tokens of a reply, in seconds: prompts join an iteration as far "
+        "as it is predicted to take no longer (0: none)",
+        "S",
+    ),
     Setting("turns_max", whole(1, 1 << 16), "64", "most turns that run at once", "N"),
     Setting(
         "threads",

@@ -4,23 +4,34 @@ A turn's work is spent from its lowest missing position upward, across the holes
 when a slice is launched every position before its end is on the device, on its way there in the same
 iteration, or in a slice of it.  Planning a slice raises `chunk.filled` at once: a missing chunk that
 several turns share is computed by the first that is planned, and the others find it done.
+
+Where time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit into it behind
+their context, and TOKENS_MIN however little is left: there is room as long as so many would fit at the
+beginning of a context, and for the first prompt always.
 """
 
 from __future__ import annotations
 
 from pensieve.core.cache import Admission
 from pensieve.core.iteration import PageCopy, Slice, SwapIn
+from pensieve.core.iteration_cost import IterationCost, Work
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.turn import Turn
+
+TOKENS_MIN = 16  # of a prompt, where time is short
 
 _new_tuple = tuple.__new__
 
 
 class IterationDraft:
-    def __init__(self, num_tokens_max: int, chunk_tokens: int) -> None:
+    def __init__(self, num_tokens_max: int, chunk_tokens: int, cost: IterationCost) -> None:
         self.num_tokens_max = num_tokens_max
         self.num_tokens_left = num_tokens_max
         self.num_decodes = 0
+        self.seconds_max: float | None = None  # predicted; None: no limit
+        self.seconds_without = 0.0  # prompts, as predicted
+        self._cost = cost
+        self._pairs = self._keys = 0  # see `Work`
         self.slices: list[Slice] = []
         self.copies: list[PageCopy] = []
         self.swap_ins: list[SwapIn] = []
@@ -45,6 +56,8 @@ class IterationDraft:
         turn.num_uncommitted += 1
         turn.pending_tokens += 1
         self.turns.append(turn)
+        self._pairs += num_tokens
+        self._keys += num_tokens
         start, is_last = num_tokens - 1, num_tokens + 1 >= turn.length_max  # `Turn.ends_at`
         token_ids, pages = turn.tokens[start:num_tokens], turn.page_table[: len(chunks)]
         # As `Slice(...)` does, in two thirds of the time: there is one for each turn that generates.
@@ -52,6 +65,24 @@ class IterationDraft:
             _new_tuple(Slice, (turn.turn_id, start, num_tokens, token_ids, pages, True, is_last))
         )
         self.num_tokens_left -= 1
+
+    @property
+    def work(self) -> Work:
+        return Work(self.num_tokens, self._pairs, self._keys)
+
+    def has_room(self) -> bool:
+        """For tokens of another prompt."""
+        left = self.num_tokens_left
+        if left and self.num_tokens > self.num_decodes:
+            return self._within(0) >= min(TOKENS_MIN, left)
+        return left > 0
+
+    def _within(self, start: int) -> int:
+        """How many tokens of a prompt the time allows, behind a context of `start`."""
+        left = self.num_tokens_left
+        if self.seconds_max is None:
+            return left
+        return self._cost.tokens_within(self.seconds_max, self.work, start, left, TOKENS_MIN)
 
     def leave(self, num_tokens: int) -> None:
         """Take no more than so many further tokens."""
@@ -62,7 +93,8 @@ class IterationDraft:
     def fill(self, turn: Turn) -> int:
         """Slices for the turn's missing positions, lowest first, as far as the budget goes; how many."""
         size, end = self._size, len(turn.tokens) + turn.pending_tokens
-        position, left, num_ranges = turn.frontier, self.num_tokens_left, 0
+        position, num_ranges = turn.frontier, 0
+        allowed = left = min(self.num_tokens_left, max(self._within(position), TOKENS_MIN))
         start = None  # of the run of missing positions being gathered
         while position < end and left:
             chunk = turn.chunks[position // size]
@@ -94,7 +126,8 @@ class IterationDraft:
             needs_token = position == end and not turn.warm
             self.slices.append(self._slice(turn, start, position, needs_token))
             turn.pending_tokens += needs_token
-        num_tokens, self.num_tokens_left = self.num_tokens_left - left, left
+        num_tokens = allowed - left
+        self.num_tokens_left -= num_tokens
         if num_tokens:
             turn.num_uncommitted += 1
             self.turns.append(turn)
@@ -107,6 +140,8 @@ class IterationDraft:
         return self.num_tokens_max - self.num_tokens_left
 
     def _slice(self, turn: Turn, start: int, stop: int, needs_token: bool = False) -> Slice:
+        work = Work(0, self._pairs, self._keys).and_piece(start, stop)
+        self._pairs, self._keys = work.pairs, work.keys
         return Slice(
             turn.turn_id,
             start,

@@ -4,7 +4,7 @@ The order of filling: every turn that is generating (one token each), then start
 turns that resume, then new turns; each in queue order, which is first come first served but for priorities
 (`Turn.enqueue`).  Between shares, what each has used decides, for started prefills too (fair_queue.py).  A
 prefill, a recomputed hole and a decode are the same thing, slices of a turn (iteration_draft.py).  Beside
-turns that generate, prefills get as many tokens as do not hold those up for long (prompt_limit.py).
+turns that generate, prefills get as many tokens as do not hold those up for long (time_budget.py).
 
 Suspension.  A generating turn that needs a page when none is available waits one iteration if idle pages are
 being copied out anyway; otherwise the running turn that is last in queue order (warms first) gives up its
@@ -34,9 +34,9 @@ from pensieve.core.fair_queue import QUEUE_ORDER, FairQueue
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
 from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.prefix_tree import Chunk
-from pensieve.core.prompt_limit import PromptLimit
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.scheduler_counters import SchedulerCounters
+from pensieve.core.time_budget import TimeBudget
 from pensieve.core.turn import FinishReason, Turn, TurnState
 
 
@@ -68,7 +68,7 @@ class Scheduler:
         self._ended: list[Ended] = []  # ends that no outcome brings
         self._started: list[TurnStart] = []  # since the last iteration
         self._forgotten: list[int] = []  # turns that have ended since the last iteration
-        self._prompt_limit = PromptLimit(config.prompt_seconds_max)
+        self._time_budget = TimeBudget(config)
         self._cuts: dict[str, int] = {}  # rewinds that wait for an uncommitted slice
         self._evictions: dict[str, bool] = {}  # evictions that do, and whether to the host
         self._num_arrivals = 0
@@ -129,9 +129,9 @@ class Scheduler:
 
     def plan(self, now: float) -> Iteration | None:
         """The next iteration, or None when there is nothing to do."""
-        draft = IterationDraft(self.config.batch_tokens_max, self._size)
+        draft = IterationDraft(self.config.batch_tokens_max, self._size, self.config.cost)
         required_pages, prefills = self._plan_running(draft, now)
-        self._prompt_limit.limit(draft)
+        self._time_budget.limit(draft)
         required_pages = max(required_pages, self._plan_prefills(draft, prefills, now))
         num_ended = len(self._ended)
         self._finish_warms(now)
@@ -176,7 +176,7 @@ class Scheduler:
     def _plan_prefills(self, draft: IterationDraft, started: list[Turn], now: float) -> int:
         """Started ones and turns that wait; how many pages the first of these that does not fit requires."""
         required_pages, may_admit = 0, True
-        while draft.num_tokens_left:
+        while draft.has_room():
             first = self.queued.least_used(started)
             turn = self._next_waiting(started) if may_admit else None
             if first is not None and (
@@ -225,7 +225,7 @@ class Scheduler:
         self._started.clear()
         self._forgotten.clear()
         self._uncommitted.append(_Uncommitted(iteration, draft.turns, draft.sources))
-        self._prompt_limit.planned(draft, now)
+        self._time_budget.planned(draft, now)
         counters = self.counters
         counters.iterations += 1
         counters.tokens += draft.num_tokens
@@ -242,7 +242,7 @@ class Scheduler:
         """
         oldest = self._uncommitted.popleft()
         assert oldest.iteration is iteration, "iterations are committed in order"
-        self._prompt_limit.committed(now)
+        self._time_budget.committed(now)
         self.cache.release_sources(oldest.sources, now)
         for copy_id in outcome.finished_copies:
             self.cache.finish_copy(copy_id, now)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pensieve.core.iteration_cost import IterationCost
+
+# Of no machine in particular: the weights are read in the time of 20 tokens.  Predictions are corrected by
+# what is measured (time_budget.py).
+SOME_COST = IterationCost(0.001, 0.02, 1e-7, 2.5e-6, 0.0)
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     batch_tokens_max: int = 512  # tokens of one iteration
     turns_max: int = 256  # running at once
     prompt_seconds_max: float = 0.0  # that prompts may add to an iteration of others; 0: no limit
+    tbt_seconds: float = 0.0  # objective for the time between two tokens of a reply; 0: none
+    cost: IterationCost = SOME_COST  # of iterations
 
     def __post_init__(self) -> None:
         if self.batch_tokens_max < 1 or self.turns_max < 1:
             raise ValueError("batch_tokens_max and turns_max are at least 1")
-        if not self.prompt_seconds_max >= 0.0:
-            raise ValueError("prompt_seconds_max is at least 0")
+        for name in ("prompt_seconds_max", "tbt_seconds"):
+            if not getattr(self, name) >= 0.0:
+                raise ValueError(f"{name} is at least 0")

@@ -31,6 +31,7 @@ from pensieve import __version__
 from pensieve.core.cache import CacheConfig, IsIntact
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, TurnFailure
+from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.sampling import Sampling
 from pensieve.core.scheduler_config import SchedulerConfig
@@ -42,7 +43,7 @@ from pensieve.engine.messages import Event, Message, SubmitTurn
 from pensieve.errors import ConfigError, one_line
 
 log = logging.getLogger("pensieve")
-VERSION = 2  # 1: outcomes held how a turn ended, and messages a turn's whole log
+VERSION = 3  # 2: no cost of iterations; 1: outcomes held how a turn ended, and messages a turn's whole log
 
 HEADER_BYTES_MAX = 1 << 20
 
@@ -291,8 +292,9 @@ class _ReplayedEngine:
             points, known["other_seconds"], known["measured"], known.get("copy_seconds", 0.0)
         )
         policy = policy_named(header["policy"], cost, cache.chunk_tokens)
+        scheduler = {**header["scheduler"], "cost": IterationCost(**header["scheduler"]["cost"])}
         configs = EngineConfigs(
-            cache, SchedulerConfig(**header["scheduler"]), EngineConfig(**header["engine"])
+            cache, SchedulerConfig(**scheduler), EngineConfig(**header["engine"])
         )
         recorded = _Recorded()
         self._damaged: set[int] = set()  # host pages, as they were found

@@ -115,7 +115,9 @@ def build(
     executor = EchoExecutor(tokenizer, end_id, seconds)
     configs = EngineConfigs.fitted(
         CacheConfig(*pages, size),
-        SchedulerConfig(settings.token_budget, settings.turns_max, settings.prompt_seconds),
+        SchedulerConfig(
+            settings.token_budget, settings.turns_max, settings.prompt_seconds, settings.tbt
+        ),
         min(settings.context_max or CONTEXT_MAX, CONTEXT_MAX),
     )
     cost = CostProfile.analytic(1_000_000, 2, 4, 64, size)

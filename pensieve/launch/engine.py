@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 from pensieve.config import Settings
 from pensieve.core.cache import CacheConfig, IsIntact, trusted
 from pensieve.core.cost import CostProfile
+from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.policies.registry import policy_named
-from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.scheduler_config import SOME_COST, SchedulerConfig
 from pensieve.engine.assembly import EngineConfigs, Ports, assemble
 from pensieve.engine.engine import Engine
 from pensieve.engine.journal import Journal, opened
@@ -29,6 +30,8 @@ from pensieve.errors import ConfigError, ModelError
 from pensieve.launch.model_folder import LoadedTexts, Report
 from pensieve.launch.sizing import TierPages, size_text, tier_pages
 from pensieve.sim import cost_file
+from pensieve.sim.cost import HARDWARE
+from pensieve.sim.fit import assumed_for
 
 if TYPE_CHECKING:
     import torch
@@ -112,12 +115,19 @@ def build_engine(
         executor: TorchExecutor | ParallelExecutor = own
         if ranks.leader is not None:
             executor = ParallelExecutor(own, ranks.leader)
+        computed_by = _computed_by(settings, folder, ranks)
         configs = EngineConfigs.fitted(
             CacheConfig(*tiers.pages, settings.chunk_tokens),
-            SchedulerConfig(settings.token_budget, settings.turns_max, settings.prompt_seconds),
+            SchedulerConfig(
+                settings.token_budget,
+                settings.turns_max,
+                settings.prompt_seconds,
+                settings.tbt,
+                _iteration_cost(settings, ranks, computed_by),
+            ),
             shape.context_max,
         )
-        journal = _journal(settings, folder, ranks, configs, cost)
+        journal = _journal(settings, computed_by, configs, cost)
         is_intact: IsIntact = checksums.is_intact if checksums is not None else trusted
         if journal is not None:
             is_intact = journal.observer.noting(is_intact)
@@ -236,6 +246,32 @@ def _cost(settings: Settings, shape: ModelShape, num_heads: int) -> CostProfile:
     return replace(found.recompute(settings.chunk_tokens), measured=True)
 
 
+def _computed_by(settings: Settings, folder: Path, ranks: ModelRanks) -> dict[str, Any]:
+    """The model and the device, for a journal and for predictions."""
+    shape = ranks.model.shape
+    return {
+        "name": folder.name,
+        "device": str(ranks.model.flat.module.device),
+        "parameters": shape.num_parameters,
+        "layers": shape.num_layers,
+        "heads": ranks.model.num_heads,
+        "head_size": shape.head_size,
+        "weight_bytes": shape.weight_bytes,
+        "kv_bytes_per_token": settings.tensor_parallel * shape.kv_bytes_per_token,
+    }
+
+
+def _iteration_cost(
+    settings: Settings, ranks: ModelRanks, computed_by: Mapping[str, Any]
+) -> IterationCost:
+    """Of this model: measured on this machine, or by data sheets; what is measured corrects it."""
+    if settings.cost is not None:
+        return cost_file.load(settings.cost).computing
+    on_gpu = ranks.model.flat.module.device.type == "cuda"
+    assumed = assumed_for(computed_by, HARDWARE["h200" if on_gpu else "cpu"])
+    return assumed.computing if assumed is not None else SOME_COST
+
+
 class _OpenJournal(NamedTuple):
     observer: Journal
     file: TextIO
@@ -243,8 +279,7 @@ class _OpenJournal(NamedTuple):
 
 def _journal(
     settings: Settings,
-    folder: Path,
-    ranks: ModelRanks,
+    computed_by: Mapping[str, Any],
     configs: EngineConfigs,
     cost: CostProfile,
 ) -> _OpenJournal | None:
@@ -255,17 +290,6 @@ def _journal(
         file = opened(settings.journal)
     except OSError as error:
         raise ConfigError(f"cannot write {settings.journal}: {error.strerror}") from error
-    shape = ranks.model.shape
-    computed_by = {
-        "name": folder.name,
-        "device": str(ranks.model.flat.module.device),
-        "parameters": shape.num_parameters,
-        "layers": shape.num_layers,
-        "heads": ranks.model.num_heads,
-        "head_size": shape.head_size,
-        "weight_bytes": shape.weight_bytes,
-        "kv_bytes_per_token": settings.tensor_parallel * shape.kv_bytes_per_token,
-    }
     observer = Journal(
         file,
         configs.engine,

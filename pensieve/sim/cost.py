@@ -1,10 +1,9 @@
 """What an iteration and a copy cost, in seconds, from published shapes and data sheets.
 
-An iteration is bound by whichever is slower of reading and computing, for the dense part and for attention
-apart:
+The rates of an iteration (core/iteration_cost.py) are
 
-    dense       max(weight bytes / bandwidth, 2 · parameters · tokens / rate)
-    attention   max(KV bytes of the contexts / bandwidth, 4 · layers · heads · head size · pairs / rate)
+    dense       weight bytes / bandwidth, and 2 · parameters / rate for each token
+    attention   KV bytes of a token / bandwidth, and 4 · layers · heads · head size / rate for each pair
 
 plus a fixed overhead.  `EFFICIENCY` is what real kernels reach of a data sheet's figures.  A copy between the
 tiers takes its bytes over the link's rate, each direction by itself.  Several devices (tensor parallel) are
@@ -15,10 +14,10 @@ These are assumptions, and every report says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from pensieve.core.cost import CostProfile
+from pensieve.core.iteration_cost import IterationCost
 
 EFFICIENCY = 0.6
 CHUNK_TOKENS = 32  # of what is simulated
@@ -100,25 +99,10 @@ def host_tokens_of(model: ModelPreset, hardware: HardwarePreset) -> int:
     return int(hardware.devices * hardware.host_bytes / model.kv_bytes_per_token)
 
 
-def work_of(spans: Iterable[tuple[int, int]]) -> tuple[int, int, int]:
-    """Of slices [start, stop): tokens, pairs of a token and one that it sees, keys that are read."""
-    tokens = pairs = keys = 0
-    for start, stop in spans:
-        tokens += stop - start
-        pairs += (stop - start) * (start + stop + 1) // 2
-        keys += stop
-    return tokens, pairs, keys
-
-
 @dataclass(frozen=True)
-class CostModel:
+class CostModel(IterationCost):
     """Seconds of an iteration and of copies, for one model on one machine."""
 
-    dense_seconds_per_token: float
-    dense_seconds_min: float  # reading the weights
-    attention_seconds_per_pair: float  # of a token and one that it sees
-    attention_seconds_per_key: float  # reading a context's KV once
-    overhead_seconds: float
     layers: int
     kv_bytes_per_token: int
     link_bytes_per_second: float
@@ -140,19 +124,10 @@ class CostModel:
             f"{model.name} on {hardware.devices} x {hardware.name}, data sheets x {EFFICIENCY:g}",
         )
 
-    def iteration_seconds(self, spans: list[tuple[int, int]]) -> float:
-        """Of slices [start, stop)."""
-        return self.pass_seconds(*work_of(spans))
-
-    def pass_seconds(self, tokens: int, pairs: int, keys: int) -> float:
-        """Of one pass through the model; see `work_of`."""
-        if not tokens:
-            return 0.0
-        dense = max(self.dense_seconds_min, self.dense_seconds_per_token * tokens)
-        attention = max(
-            self.attention_seconds_per_key * keys, self.attention_seconds_per_pair * pairs
-        )
-        return dense + attention + self.overhead_seconds
+    @property
+    def computing(self) -> IterationCost:
+        """Without the copies."""
+        return IterationCost(*(getattr(self, each.name) for each in fields(IterationCost)))
 
     def copy_seconds(self, tokens: int) -> float:
         return tokens * self.kv_bytes_per_token / self.link_bytes_per_second

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pensieve.core.iteration_cost import work_of
 from pensieve.engine.journal import Replayed
-from pensieve.sim.cost import CostModel, work_of
+from pensieve.sim.cost import CostModel
 
 KINDS = ("decode only", "with prompts", "with copies")
 KEPT_MAX = 4000  # iterations of each kind

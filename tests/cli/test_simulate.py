@@ -93,6 +93,8 @@ def test_tiers_are_as_large_as_the_machine(capsys: pytest.CaptureFixture[str]) -
         ("--devices 0", "1 or more"),
         ("--prompt-seconds -1", "at least 0"),
         ("--prompt-seconds 0.1 --plan", "not for --plan"),
+        ("--tbt -1", "at least 0"),
+        ("--tbt 0.1 --plan", "not for --plan"),
         ("--hardware instant --phases separate", "there is none"),
         ("--count-from 700", "nothing is counted"),
         ("--until 3 --count-from 5", "nothing is counted"),
@@ -110,12 +112,13 @@ def test_prompts_that_are_computed_in_pieces_hold_up_others_for_less(
 ) -> None:
     drawn = "--workload assistant --seconds 30 --rate 2 --model opt-13b --hardware a100-80gb"
     gaps = []
-    for limit in ("0", "0.02"):
-        given = [*drawn.split(), "--policy", "lru", "--prompt-seconds", limit]
+    for limit in ("--prompt-seconds 0", "--prompt-seconds 0.02", "--tbt 0.05"):
+        given = [*drawn.split(), "--policy", "lru", *limit.split()]
         assert main(["simulate", *given, "--json"]) == 0
         (row,) = json.loads(capsys.readouterr().out)["rows"]
         gaps.append(row["gap_p99"])
     assert gaps[1] < 0.3 * gaps[0]
+    assert gaps[2] <= 1.15 * 50.0 < 0.5 * gaps[0]  # milliseconds
 
 
 def test_equal_rows_are_explained_where_nothing_was_evicted(

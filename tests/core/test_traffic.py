@@ -8,10 +8,11 @@ seed in four, after every fifth commit for the others.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from pensieve.core.iteration_draft import IterationDraft
+from pensieve.core.iteration_cost import IterationCost
 from tests.core.world import Shape, World, run
 from tests.scale import SCALE
 
@@ -40,6 +41,17 @@ SHAPES = {
         overlap=True,
         token_seconds=0.001,
         prompt_seconds_max=0.02,
+    ),
+    "prompts in pieces, by an objective": Shape(
+        device_pages=60,
+        host_pages=60,
+        batch_tokens_max=64,
+        prompt_max=60,
+        token_seconds=0.001,
+        key_seconds=0.0001,
+        tbt_seconds=0.03,
+        foreseen=3.0,
+        restless=True,
     ),
     "failing turns": Shape(failing=0.03),
     "failing turns, planned ahead": Shape(overlap=True, failing=0.03, device_pages=9),
@@ -76,7 +88,7 @@ def must_happen(shape: Shape) -> set[str]:
         names |= {"damaged"}
     if shape.overlap:
         names |= {"idle_tokens"}
-    if shape.prompt_seconds_max:
+    if shape.prompt_seconds_max or shape.tbt_seconds:
         names |= {"prompts_cut_by_time"}
     return names
 
@@ -84,14 +96,15 @@ def must_happen(shape: Shape) -> set[str]:
 def traffic(name: str, seeds: range) -> Counter[str]:
     """What happened in these worlds, summed; a note on the error names the world that failed."""
     shape, total = SHAPES[name], Counter[str]()
-    leave = IterationDraft.leave
+    within = IterationCost.tokens_within
 
-    def counted(draft: IterationDraft, num_tokens: int) -> None:
-        total["prompts_cut_by_time"] += draft.num_tokens_left > num_tokens
-        leave(draft, num_tokens)
+    def counted(cost: IterationCost, *given: Any) -> int:
+        found = within(cost, *given)
+        total["prompts_cut_by_time"] += found < given[3]
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(IterationDraft, "leave", counted)
+        patch.setattr(IterationCost, "tokens_within", counted)
         most_ranges = sum_up(shape, name, seeds, total)
     total["repaired_ranges_max"] = most_ranges
     return total

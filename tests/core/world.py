@@ -14,6 +14,7 @@ from zlib import crc32
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration
+from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler import Ended, Scheduler
@@ -73,6 +74,9 @@ class Shape:
     iteration_seconds: float = 0.01  # of an iteration
     token_seconds: float = 0.0  # that each token adds to it
     prompt_seconds_max: float = 0.0
+    tbt_seconds: float = 0.0
+    key_seconds: float = 0.0  # that each position adds that a slice reads
+    foreseen: float = 1.0  # what is predicted of an iteration's time
     restless: bool = False  # many forks, cancels, deletions and evictions
 
 
@@ -98,7 +102,19 @@ class World:
         self.cache = KVCache(config, cost_policy, lambda page: damages.random() >= shape.damaging)
         self.scheduler = Scheduler(
             self.cache,
-            SchedulerConfig(shape.batch_tokens_max, shape.turns_max, shape.prompt_seconds_max),
+            SchedulerConfig(
+                shape.batch_tokens_max,
+                shape.turns_max,
+                shape.prompt_seconds_max,
+                shape.tbt_seconds,
+                IterationCost(
+                    shape.foreseen * shape.token_seconds,
+                    0.0,
+                    0.0,
+                    shape.foreseen * shape.key_seconds,
+                    shape.foreseen * shape.iteration_seconds,
+                ),
+            ),
         )
         self.executor = LedgerExecutor(
             shape.device_pages,
@@ -239,9 +255,7 @@ class World:
             iteration is None or not self.shape.overlap or len(self.launched) > 1
         ):
             oldest = self.launched.pop(0)
-            self.clock.advance(
-                self.shape.iteration_seconds + self.shape.token_seconds * oldest.num_tokens
-            )
+            self.clock.advance(self.seconds_of(oldest))
             news = self.scheduler.commit(oldest, self.executor.collect(), self.clock.now())
             for each in news:
                 if isinstance(each, Ended):
@@ -250,6 +264,11 @@ class World:
                 self.scheduler.check(self.clock.now())
             return True
         return iteration is not None
+
+    def seconds_of(self, iteration: Iteration) -> float:
+        shape, num_keys = self.shape, sum(each.stop for each in iteration.slices)
+        tokens = shape.token_seconds * iteration.num_tokens
+        return shape.iteration_seconds + tokens + shape.key_seconds * num_keys
 
     def run_until_idle(self, checks_every: int = 1) -> None:
         """Run until nothing is left to do; every turn ends."""

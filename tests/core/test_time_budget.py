@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pensieve.core.prompt_limit import PROBE_AFTER, TOKENS_MIN
+from pensieve.core.iteration_draft import TOKENS_MIN
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.time_budget import PROBE_AFTER
 from tests.core.world import Stage
 
 # An iteration takes 10 ms, and 1 ms more for each token.
@@ -44,10 +45,10 @@ def test_two_prompts_share_what_is_allowed() -> None:
     world.ask("writer", 4, 100)
     world.next()
     world.next()
-    world.ask("a", 40, 1)
+    world.ask("a", 30, 1)
     world.ask("b", 40, 1)
     world.next()
-    assert world.slices() == [("writer", 5, 6), ("a", 0, 40), ("b", 0, 8)]
+    assert world.slices() == [("writer", 5, 6), ("a", 0, 30), ("b", 0, 16)]
 
 
 def test_where_nobody_generates_a_prompt_has_the_whole_budget() -> None:
@@ -106,6 +107,8 @@ def test_a_machine_that_becomes_slower_gets_shorter_pieces() -> None:
 def test_a_limit_that_is_no_time_is_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="prompt_seconds_max"):
         SchedulerConfig(prompt_seconds_max=wrong)
+    with pytest.raises(ValueError, match="tbt_seconds"):
+        SchedulerConfig(tbt_seconds=wrong)
 
 
 def busy(decode_seconds: float) -> tuple[Stage, list[int]]:
@@ -136,7 +139,7 @@ def test_prompts_that_never_end_are_not_charged_with_what_others_take() -> None:
     prompts(world, lengths, 20, "before")
     slower(world, 0.2)
     prompts(world, lengths, 80, "after")
-    assert lengths[10] == 48
+    assert lengths[9] == 48, lengths
     assert lengths[-20:].count(48) > 14  # the others are ends of prompts, and measurements
     assert lengths.count(0) < 12
     assert 48 in lengths[20 + PROBE_AFTER : 40 + PROBE_AFTER]
@@ -159,3 +162,92 @@ def test_a_burst_that_comes_first_is_measured_against_an_iteration_without() -> 
     prompts(world, lengths, 40, "reader")
     assert lengths.index(48) < 10
     assert lengths[10:].count(48) > 20
+
+
+# -- the objective --
+
+
+def paced(**changes: float) -> Stage:
+    """Iterations of 10 ms and 1 ms a token are to take 80 ms at most; somebody generates."""
+    times = {"token_seconds": 0.001, "tbt_seconds": 0.08}
+    made = Stage(4000, 0, **{"batch_tokens_max": 256, **times, **changes})
+    made.ask("writer", 4, 900)
+    made.next()
+    made.next()
+    return made
+
+
+def gaps(world: Stage, name: str) -> list[float]:
+    """The times of the iterations that a prompt has a piece of."""
+    found: list[float] = []
+    while name in world.turns and len(world.turns[name].tokens) <= world.turns[name].prompt_end:
+        iteration = world.next()
+        if any(who == name for who, _, _ in world.slices()):
+            found.append(world.seconds_of(iteration))
+    return found
+
+
+def test_an_iteration_is_filled_until_it_is_predicted_to_take_the_objective() -> None:
+    world = paced()
+    world.ask("reader", 640, 4)
+    took = pieces(world, "reader")
+    assert (
+        took == [64] * 10
+    )  # 10 ms, one for the token of the other and 64 of 16 in a piece; 80 would be 91
+
+
+def test_behind_a_long_context_pieces_are_shorter() -> None:
+    world = paced(key_seconds=0.0001)
+    world.ask("reader", 480, 4)
+    times = gaps(world, "reader")
+    assert all(each <= 0.08 for each in times), times
+    world = paced(key_seconds=0.0001)
+    world.ask("reader", 480, 4)
+    took = pieces(world, "reader")
+    assert took[0] == 48  # 11 ms and 5 of its own context
+    assert took[-2] == TOKENS_MIN  # reading the context takes the rest
+
+
+@pytest.mark.parametrize("foreseen", [0.2, 5.0])
+def test_a_wrong_prediction_is_corrected_by_what_was_measured(foreseen: float) -> None:
+    world = paced(foreseen=foreseen, key_seconds=0.00001)
+    world.ask("reader", 1200, 4)
+    times = gaps(world, "reader")
+    # The first one has been predicted by an iteration without prompts alone; 16 tokens are the step.
+    assert all(0.08 - 0.017 <= each <= 0.08 for each in times[1:-1]), times
+
+
+def test_a_machine_that_becomes_slower_or_faster_is_noticed_in_a_few_iterations() -> None:
+    world = paced()
+    for seconds, expected in ((0.004, 16), (0.0005, 128)):
+        object.__setattr__(world.shape, "token_seconds", seconds)
+        name = f"reader {seconds}"
+        world.ask(name, 1200, 4)
+        took = pieces(world, name)
+        assert took[8] == expected, took
+
+
+def test_the_lesser_of_the_objective_and_the_limit_holds() -> None:
+    for limit, expected in ((0.04, 32), (0.5, 64)):
+        world = paced(prompt_seconds_max=limit)
+        world.next()
+        world.ask("reader", 320, 4)
+        assert pieces(world, "reader")[1] == expected
+
+
+def test_a_short_prompt_joins_a_long_one_where_time_is_left() -> None:
+    world = paced()
+    world.ask("long", 16, 1)
+    world.ask("short", 20, 1)
+    world.ask("third", 100, 1)
+    world.next()
+    assert world.slices() == [("writer", 5, 6), ("long", 0, 16), ("short", 0, 20), ("third", 0, 32)]
+
+
+def test_the_first_prompt_advances_even_where_generating_takes_longer_than_the_objective() -> None:
+    world = paced(iteration_seconds=0.2)
+    world.ask("reader", 40, 4)
+    world.ask("other", 40, 4)
+    assert pieces(world, "reader") == [TOKENS_MIN, TOKENS_MIN, 8]
+    world.next()
+    assert ("other", 0, TOKENS_MIN) in world.slices() or len(world.turns["other"].tokens) >= 40

@@ -1,0 +1,109 @@
+"""How much of prompts may join an iteration that turns which generate wait for.
+
+Whoever generates waits for the whole iteration, so a long piece of somebody's prompt is a gap in everybody
+else's reply.  `TimeBudget` predicts what an iteration takes (iteration_cost.py), and prompts join it as
+long as that stays within what is allowed, the lesser of
+
+    tbt_seconds             the objective: the time between two tokens of a reply
+    prompt_seconds_max      what prompts may add to what the iteration takes without them
+
+0 is no limit, and where nobody generates there is none: nobody waits.  A prompt ends however slow the
+machine is: TOKENS_MIN of the first one are always allowed.  They cost little where reading the weights is
+what takes the time.
+
+**A closed loop.**  Both what turns that generate take and what prompts add to it are predicted, and
+corrected by measurement:
+
+    seconds = a · predicted without prompts + b · (predicted - predicted without prompts)
+
+b is the median of the last few ratios (a, while there is none), so one late iteration changes nothing; a is
+that of the last iteration without prompts.  So the prediction need only know how iterations differ
+(contexts, weights that are read anyway), and not how fast the machine is, which other work on it changes.
+a is measured before any prompt joins, and where prompts never end one iteration goes without them after
+PROBE_AFTER with some; else what a prediction for more turns or longer contexts is off by would be charged
+to the prompts, whose pieces would become shorter and shorter.  Where an iteration with prompts takes less
+than it should without, a is measured anew.
+
+The times are those that `plan` and `commit` are given, so the budget is as repeatable as the rest: a journal
+replays to the same pieces.  An iteration that was planned while another was computed began when that one was
+committed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from pensieve.core.iteration_draft import TOKENS_MIN, IterationDraft
+from pensieve.core.scheduler_config import SchedulerConfig
+
+NUM_KEPT = 7  # measurements of what prompts add
+PROBE_AFTER = 16  # iterations with prompts, until there is one without
+ADDED_SHARE_MIN = 0.02  # of an iteration, for what prompts add to be measured
+
+
+class _Planned(NamedTuple):
+    at: float
+    num_prompt_tokens: int
+    without: float  # seconds of its decodes alone, as predicted; 0 without decodes
+    added: float  # by prompts, as predicted
+
+
+class TimeBudget:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._tbt, self._added_max = config.tbt_seconds, config.prompt_seconds_max
+        self._limits = self._tbt > 0.0 or self._added_max > 0.0
+        self._predict = config.cost.pass_seconds
+        self._without: float | None = None  # measured over predicted seconds; None: to be measured
+        self._added: deque[float] = deque(maxlen=NUM_KEPT)  # the same, of what prompts added
+        self._num_with = 0  # iterations with prompts since the last one without
+        self._uncommitted: deque[_Planned] = deque()
+        self._committed_at = float("-inf")
+
+    def limit(self, draft: IterationDraft) -> None:
+        """Let prompts join for so long; the draft has all its decodes and nothing else."""
+        draft.num_decodes = len(draft.slices)
+        if not self._limits or not draft.num_decodes:
+            return
+        draft.seconds_without = self._predict(*draft.work)
+        if self._without is None or self._num_with >= PROBE_AFTER:
+            draft.leave(0)
+        elif each := median(self._added) or self._without:
+            allowed = self._added_max or float("inf")
+            if self._tbt:
+                allowed = min(allowed, self._tbt - self._without * draft.seconds_without)
+            draft.seconds_max = draft.seconds_without + max(allowed, 0.0) / each
+
+    def planned(self, draft: IterationDraft, now: float) -> None:
+        if not self._limits:
+            return
+        num_prompt_tokens = draft.num_tokens - draft.num_decodes
+        self._num_with = self._num_with + 1 if num_prompt_tokens else 0
+        without = draft.seconds_without
+        added = self._predict(*draft.work) - without
+        self._uncommitted.append(_Planned(now, num_prompt_tokens, without, added))
+
+    def committed(self, now: float) -> None:
+        if not self._limits:
+            return
+        planned = self._uncommitted.popleft()
+        measured = now - max(planned.at, self._committed_at)
+        self._committed_at = now
+        if not planned.num_prompt_tokens:
+            if planned.without:
+                self._without = measured / planned.without
+            return
+        added = measured - planned.without * (self._without or 0.0)
+        if planned.without and added < 0.0:
+            self._without = None
+        elif (
+            planned.num_prompt_tokens >= TOKENS_MIN
+            and (planned.without or not self._added)
+            and planned.added > ADDED_SHARE_MIN * planned.without
+        ):
+            self._added.append(max(added, 0.0) / planned.added)
+
+
+def median(values: deque[float]) -> float:
+    """The lower one of two; 0 where there are none."""
+    return sorted(values)[(len(values) - 1) // 2] if values else 0.0
