@@ -20,16 +20,14 @@ from typing import NamedTuple
 class Work(NamedTuple):
     """Of slices: their tokens, pairs of a token and a position that it sees, and positions that are read."""
 
-    tokens: int = 0
-    pairs: int = 0
-    keys: int = 0
+    tokens: int
+    pairs: int
+    keys: int
 
     def and_piece(self, start: int, stop: int) -> Work:
         """With the slice [start, stop) beside it."""
-        tokens, pairs, keys = self
-        num_tokens = stop - start
-        more_pairs = num_tokens * (start + stop + 1) // 2
-        return Work(tokens + num_tokens, pairs + more_pairs, keys + stop)
+        tokens, pairs, keys = work_of([(start, stop)])
+        return Work(self.tokens + tokens, self.pairs + pairs, self.keys + keys)
 
 
 def work_of(spans: Iterable[tuple[int, int]]) -> Work:
@@ -66,14 +64,22 @@ class IterationCost:
         """Of slices [start, stop)."""
         return self.pass_seconds(*work_of(spans))
 
-    def tokens_within(self, seconds: float, work: Work, start: int, most: int, step: int) -> int:
-        """How long a piece from `start` on may be, beside this work, for an iteration to take no more.
+    def piece_seconds(self, start: int, stop: int) -> float:
+        """What the piece [start, stop) of a prompt adds to an iteration that reads the weights anyway."""
+        tokens, pairs, keys = work_of([(start, stop)])
+        attention = max(
+            self.attention_seconds_per_key * keys, self.attention_seconds_per_pair * pairs
+        )
+        return self.dense_seconds_per_token * tokens + attention
+
+    def tokens_within(self, seconds: float, start: int, most: int, step: int) -> int:
+        """How long a piece from `start` on may be to add no more.
 
         A multiple of `step`, or `most` where that fits.
         """
 
         def fits(num_tokens: int) -> bool:
-            return self.pass_seconds(*work.and_piece(start, start + num_tokens)) <= seconds
+            return self.piece_seconds(start, start + num_tokens) <= seconds
 
         if fits(most):
             return most

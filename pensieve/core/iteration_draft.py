@@ -28,8 +28,8 @@ class IterationDraft:
         self.num_tokens_max = num_tokens_max
         self.num_tokens_left = num_tokens_max
         self.num_decodes = 0
-        self.seconds_max: float | None = None  # predicted; None: no limit
-        self.seconds_without = 0.0  # prompts, as predicted
+        self.seconds_max: float | None = None  # that prompts may add, as predicted; None: no limit
+        self.seconds_added = 0.0  # by prompts, as predicted
         self._cost = cost
         self._pairs = self._keys = 0  # see `Work`
         self.slices: list[Slice] = []
@@ -79,10 +79,10 @@ class IterationDraft:
 
     def _within(self, start: int) -> int:
         """How many tokens of a prompt the time allows, behind a context of `start`."""
-        left = self.num_tokens_left
         if self.seconds_max is None:
-            return left
-        return self._cost.tokens_within(self.seconds_max, self.work, start, left, TOKENS_MIN)
+            return self.num_tokens_left
+        seconds = self.seconds_max - self.seconds_added
+        return self._cost.tokens_within(seconds, start, self.num_tokens_left, TOKENS_MIN)
 
     def leave(self, num_tokens: int) -> None:
         """Take no more than so many further tokens."""
@@ -142,6 +142,7 @@ class IterationDraft:
     def _slice(self, turn: Turn, start: int, stop: int, needs_token: bool = False) -> Slice:
         work = Work(0, self._pairs, self._keys).and_piece(start, stop)
         self._pairs, self._keys = work.pairs, work.keys
+        self.seconds_added += self._cost.piece_seconds(start, stop)
         return Slice(
             turn.turn_id,
             start,

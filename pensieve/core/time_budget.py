@@ -11,18 +11,21 @@ long as that stays within what is allowed, the lesser of
 machine is: TOKENS_MIN of the first one are always allowed.  They cost little where reading the weights is
 what takes the time.
 
-**A closed loop.**  Both what turns that generate take and what prompts add to it are predicted, and
+**A closed loop.**  What turns that generate take and what prompts add to it are predicted apart, and each is
 corrected by measurement:
 
-    seconds = a · predicted without prompts + b · (predicted - predicted without prompts)
+    seconds = a · predicted without prompts + b · predicted of the prompts' pieces
 
 b is the median of the last few ratios (a, while there is none), so one late iteration changes nothing; a is
-that of the last iteration without prompts.  So the prediction need only know how iterations differ
-(contexts, weights that are read anyway), and not how fast the machine is, which other work on it changes.
-a is measured before any prompt joins, and where prompts never end one iteration goes without them after
-PROBE_AFTER with some; else what a prediction for more turns or longer contexts is off by would be charged
-to the prompts, whose pieces would become shorter and shorter.  Where an iteration with prompts takes less
-than it should without, a is measured anew.
+that of the last iteration without prompts.  So the prediction need only know how iterations differ, and not
+how fast the machine is, which other work on it changes.  a is measured before any prompt joins, and where
+prompts never end one iteration goes without them after PROBE_AFTER with some; else what a prediction for
+more turns or longer contexts is off by would be charged to the prompts, whose pieces would become shorter
+and shorter.  Where an iteration with prompts takes less than it should without, a is measured anew.
+
+Few tokens cost nothing where reading the weights is what takes the time, and a b learned from them would
+let in pieces that are far too long.  So where the prediction has more than half of a piece for free, a
+ratio counts only if it is above what is believed.
 
 The times are those that `plan` and `commit` are given, so the budget is as repeatable as the rest: a journal
 replays to the same pieces.  An iteration that was planned while another was computed began when that one was
@@ -39,14 +42,16 @@ from pensieve.core.scheduler_config import SchedulerConfig
 
 NUM_KEPT = 7  # measurements of what prompts add
 PROBE_AFTER = 16  # iterations with prompts, until there is one without
-ADDED_SHARE_MIN = 0.02  # of an iteration, for what prompts add to be measured
+FREE_SHARE = 0.5
 
 
 class _Planned(NamedTuple):
     at: float
+    num_decodes: int
     num_prompt_tokens: int
-    without: float  # seconds of its decodes alone, as predicted; 0 without decodes
+    without: float  # seconds of its decodes alone, as predicted; where there are none, of one token
     added: float  # by prompts, as predicted
+    is_free: bool  # more than half of that, where reading the weights takes the time
 
 
 class TimeBudget:
@@ -57,31 +62,38 @@ class TimeBudget:
         self._without: float | None = None  # measured over predicted seconds; None: to be measured
         self._added: deque[float] = deque(maxlen=NUM_KEPT)  # the same, of what prompts added
         self._num_with = 0  # iterations with prompts since the last one without
+        self._predicted_without = 0.0  # of what is being planned
         self._uncommitted: deque[_Planned] = deque()
         self._committed_at = float("-inf")
 
     def limit(self, draft: IterationDraft) -> None:
         """Let prompts join for so long; the draft has all its decodes and nothing else."""
         draft.num_decodes = len(draft.slices)
-        if not self._limits or not draft.num_decodes:
+        if not self._limits:
             return
-        draft.seconds_without = self._predict(*draft.work)
-        if self._without is None or self._num_with >= PROBE_AFTER:
+        without = self._predict(*draft.work) if draft.num_decodes else self._predict(1, 0, 0)
+        self._predicted_without = without
+        if not draft.num_decodes:
+            return
+        a = self._without
+        if a is None or self._num_with >= PROBE_AFTER:
             draft.leave(0)
-        elif each := median(self._added) or self._without:
+        elif a > 0.0:
             allowed = self._added_max or float("inf")
             if self._tbt:
-                allowed = min(allowed, self._tbt - self._without * draft.seconds_without)
-            draft.seconds_max = draft.seconds_without + max(allowed, 0.0) / each
+                allowed = min(allowed, self._tbt - a * without)
+            draft.seconds_max = max(allowed, 0.0) / (median(self._added) or a)
 
     def planned(self, draft: IterationDraft, now: float) -> None:
         if not self._limits:
             return
-        num_prompt_tokens = draft.num_tokens - draft.num_decodes
+        num_decodes, num_prompt_tokens = draft.num_decodes, draft.num_tokens - draft.num_decodes
         self._num_with = self._num_with + 1 if num_prompt_tokens else 0
-        without = draft.seconds_without
-        added = self._predict(*draft.work) - without
-        self._uncommitted.append(_Planned(now, num_prompt_tokens, without, added))
+        without, added = self._predicted_without, draft.seconds_added
+        is_free = self._predict(*draft.work) - without < FREE_SHARE * added
+        self._uncommitted.append(
+            _Planned(now, num_decodes, num_prompt_tokens, without, added, is_free)
+        )
 
     def committed(self, now: float) -> None:
         if not self._limits:
@@ -89,19 +101,21 @@ class TimeBudget:
         planned = self._uncommitted.popleft()
         measured = now - max(planned.at, self._committed_at)
         self._committed_at = now
+        if not planned.without:  # where nothing takes time
+            return
         if not planned.num_prompt_tokens:
-            if planned.without:
+            if planned.num_decodes:
                 self._without = measured / planned.without
             return
         added = measured - planned.without * (self._without or 0.0)
-        if planned.without and added < 0.0:
+        if planned.num_decodes and added < 0.0:
             self._without = None
-        elif (
-            planned.num_prompt_tokens >= TOKENS_MIN
-            and (planned.without or not self._added)
-            and planned.added > ADDED_SHARE_MIN * planned.without
-        ):
-            self._added.append(max(added, 0.0) / planned.added)
+        elif planned.num_prompt_tokens >= TOKENS_MIN and planned.added:
+            if not planned.num_decodes and self._added:
+                return  # nobody waited for it, and it may be of another size altogether
+            ratio, believed = max(added, 0.0) / planned.added, median(self._added) or self._without
+            if not planned.is_free or ratio > (believed or 0.0):
+                self._added.append(ratio)
 
 
 def median(values: deque[float]) -> float:

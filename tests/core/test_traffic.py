@@ -8,11 +8,10 @@ seed in four, after every fifth commit for the others.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 
-from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.iteration_draft import IterationDraft
 from tests.core.world import Shape, World, run
 from tests.scale import SCALE
 
@@ -96,15 +95,15 @@ def must_happen(shape: Shape) -> set[str]:
 def traffic(name: str, seeds: range) -> Counter[str]:
     """What happened in these worlds, summed; a note on the error names the world that failed."""
     shape, total = SHAPES[name], Counter[str]()
-    within = IterationCost.tokens_within
+    within = IterationDraft._within
 
-    def counted(cost: IterationCost, *given: Any) -> int:
-        found = within(cost, *given)
-        total["prompts_cut_by_time"] += found < given[3]
+    def counted(draft: IterationDraft, start: int) -> int:
+        found = within(draft, start)
+        total["prompts_cut_by_time"] += found < draft.num_tokens_left
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(IterationCost, "tokens_within", counted)
+        patch.setattr(IterationDraft, "_within", counted)
         most_ranges = sum_up(shape, name, seeds, total)
     total["repaired_ranges_max"] = most_ranges
     return total
