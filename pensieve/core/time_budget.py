@@ -73,7 +73,7 @@ class TimeBudget:
             return
         without = self._predict(*draft.work) if draft.num_decodes else self._predict(1, 0, 0)
         self._predicted_without = without
-        if not draft.num_decodes:
+        if not draft.num_decodes or not without:  # nobody waits, or nothing takes time
             return
         a = self._without
         if a is None or self._num_with >= PROBE_AFTER:

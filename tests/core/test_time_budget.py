@@ -235,6 +235,12 @@ def test_the_lesser_of_the_objective_and_the_limit_holds() -> None:
         assert pieces(world, "reader")[1] == expected
 
 
+def test_where_nothing_takes_time_there_is_no_limit() -> None:
+    world = paced(foreseen=0.0)
+    world.ask("reader", 300, 4)
+    assert pieces(world, "reader") == [255, 45]
+
+
 def test_a_short_prompt_joins_a_long_one_where_time_is_left() -> None:
     world = paced()
     world.ask("long", 16, 1)
