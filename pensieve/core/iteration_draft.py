@@ -84,11 +84,10 @@ class IterationDraft:
         seconds = self.seconds_max - self.seconds_added
         return self._cost.tokens_within(seconds, start, self.num_tokens_left, TOKENS_MIN)
 
-    def leave(self, num_tokens: int) -> None:
-        """Take no more than so many further tokens."""
-        refused = max(self.num_tokens_left - num_tokens, 0)
-        self.num_tokens_left -= refused
-        self.num_tokens_max -= refused
+    def close(self) -> None:
+        """Take no further tokens."""
+        self.num_tokens_max -= self.num_tokens_left
+        self.num_tokens_left = 0
 
     def fill(self, turn: Turn) -> int:
         """Slices for the turn's missing positions, lowest first, as far as the budget goes; how many."""

@@ -77,7 +77,7 @@ class TimeBudget:
             return
         a = self._without
         if a is None or self._num_with >= PROBE_AFTER:
-            draft.leave(0)
+            draft.close()
         elif a > 0.0:
             allowed = self._added_max or float("inf")
             if self._tbt:
