@@ -37,12 +37,12 @@ class Copies {
   // They become floats.
   template <typename RowOf>
   void widen(const Dense& dense, int32_t width, Product& product, RowOf row_of, int num_threads) {
-    const int64_t stride = apart(int64_t(width) * sizeof(float)) / sizeof(float);
-    floats_.resize(product.num_rows * stride);
+    floats_.resize(int64_t(product.num_rows) * width);
     float* const to = floats_.data();
-    each_row(num_threads, product.num_rows, [&](int row) { dense.widen(row_of(row), width, to + row * stride); });
+    each_row(num_threads, product.num_rows,
+             [&](int row) { dense.widen(row_of(row), width, to + int64_t(row) * width); });
     product.rows = to;
-    product.row_stride = stride;
+    product.row_stride = width;
   }
 
  private:
