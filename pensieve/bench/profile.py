@@ -43,6 +43,7 @@ BASE_TURNS, BASE_CONTEXT = (
 )  # of the iteration that objectives are multiples of (Sarathi-Serve)
 STRICT, RELAXED = 5, 25
 COPY_REPEATS = 9
+SPREAD_MAX = 0.5  # of times of one iteration, beyond which the machine was doing something else
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class Profile(NamedTuple):
     points: list[Measured]
     copies: CopyTimes | None  # medians
     left_out: int  # points that would have taken too long
+
+    @property
+    def spread(self) -> float:
+        """How much longer the same iteration took at one time than at another, in the median."""
+        return statistics.median(each.spread for each in self.points)
 
 
 def run(settings: Settings, options: Options, report: Report) -> Profile:
@@ -159,6 +165,7 @@ def figures_of(profile: Profile) -> dict[str, Any]:
     copies = profile.copies
     return {
         "errors": [each._asdict() for each in profile.errors],
+        "spread": profile.spread,
         "copies": copies._asdict() if copies is not None else None,
         "iterations": [
             {
@@ -206,6 +213,11 @@ def _print(profile: Profile, limits: Limits, path: Path, options: Options, repor
             if each.median is not None and each.p90 is not None
         ],
     )
+    if profile.spread > SPREAD_MAX:
+        report.line(
+            f"the same iteration took {profile.spread:.0%} longer at one time than at another: something "
+            "else was running; profile again when nothing is"
+        )
     if cost.chunk_costs is not None:
         recompute = cost.chunk_costs[1]
         points = recompute.attention_seconds

@@ -6,7 +6,8 @@
    is spread over them.  Cheap ones run a few times in a row, the first time untimed: a server's iterations
    follow others like them.
 
-The median of a point's times counts.
+The median of a point's times counts, of two the lower one: what else a machine does only adds to them.  How
+far they lie apart tells whether it was doing something else.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Measured(NamedTuple):
     point: Point
     seconds: float  # median
     times: int
+    spread: float  # from the least to the most over the median, without a tenth at both ends
 
 
 def measured(
@@ -65,11 +67,12 @@ def measured(
             else:
                 times[point].append(driver.seconds(point))
             done(min((clock() - began) / seconds_max, 1.0))
-    return [
-        Measured(point, statistics.median(times[point]), len(times[point]))
-        for point in points
-        if times.get(point)
-    ]
+    return [_of(point, times[point]) for point in points if times.get(point)]
+
+
+def _of(point: Point, times: Sequence[float]) -> Measured:
+    seconds, ordered, tenth = statistics.median_low(times), sorted(times), len(times) // 10
+    return Measured(point, seconds, len(times), (ordered[-1 - tenth] - ordered[tenth]) / seconds)
 
 
 def _dearness(point: Point) -> float:

@@ -89,6 +89,7 @@ def test_a_planted_law_is_found_through_the_whole_path() -> None:
     assert every.p90 is not None
     assert every.p90 < 0.12
     assert found.left_out == 0
+    assert 0.05 < found.spread < 0.5
     for turns, context in ((1, 64), (8, 1000), (32, 4096)):
         expected = LAW.decode_seconds(turns, context)
         assert found.cost.decode_seconds(turns, context) == pytest.approx(expected, rel=0.05)
@@ -162,6 +163,7 @@ def test_the_dearest_are_left_out_when_time_is_short() -> None:
     assert [each.point for each in found] == [points[0]]
     assert found[0].seconds == pytest.approx(LAW.iteration_seconds([(63, 64)]))
     assert found[0].times >= ROUNDS[0]
+    assert found[0].spread == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_plot_is_drawn(tmp_path: Path) -> None:
