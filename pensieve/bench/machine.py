@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
-
-from pensieve.config.machine import num_cores
-
-CPU_INFO = Path("/proc/cpuinfo")
+from pensieve.config.machine import num_cores, processor_name
 
 
 def machine(device: str = "cpu") -> str:
@@ -17,13 +12,4 @@ def machine(device: str = "cpu") -> str:
 
         return str(torch.cuda.get_device_name(device))
     count = num_cores()
-    return f"{_processor()}, {count} CPU{'s' * (count != 1)}"
-
-
-def _processor() -> str:
-    try:
-        lines = CPU_INFO.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return f"{processor_name()}, {count} CPU{'s' * (count != 1)}"

@@ -49,7 +49,7 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     found = dict(findings())
     if arguments.model:
-        found["model"] = _model(arguments)
+        found.update(_model(arguments))
     problems = list(wrong(found))
     if arguments.json:
         print(json.dumps({"findings": found, "problems": problems}))
@@ -154,24 +154,30 @@ def _gpu_kernels() -> str:
         return f"missing: {text}" if has_gpu else f"none: {text}"
 
 
-def _model(arguments: argparse.Namespace) -> str:
-    """Load it as `serve` would, with the same settings of the environment."""
+def _model(arguments: argparse.Namespace) -> dict[str, str]:
+    """Load it as `serve` would, with the same settings of the environment; its form, and its costs."""
     try:
+        from pensieve.launch import profiles
         from pensieve.launch.model_folder import resolve_model
         from pensieve.launch.model_ranks import load_model
     except ImportError as error:
-        return f"{UNKNOWN}{error.name} is missing"
+        return {"model": f"{UNKNOWN}{error.name} is missing"}
     names = ("model", *(setting.name for setting in LOADING))
     flags = {name: getattr(arguments, name) for name in names}
     try:
         settings = resolve(flags, os.environ).settings
+        folder = resolve_model(settings.model)
         with contextlib.ExitStack() as undo:
-            loaded = load_model(settings, resolve_model(settings.model), _ignored, undo).model
+            loaded = load_model(settings, folder, _ignored, undo).model
+            kept = profiles.kept(profiles.key_of(settings, folder, loaded))
     except PensieveError as error:
-        return f"{REFUSED}{one_line(error)}"
+        return {"model": f"{REFUSED}{one_line(error)}"}
     shape = loaded.shape
     kv = f"KV in {shape.kv_format.in_words}, {shape.kv_bytes_per_token:,} bytes a token"
-    return f"{settings.model}, {loaded.flat.form}; {kv}"
+    return {
+        "model": f"{settings.model}, {loaded.flat.form}; {kv}",
+        "profile": kept if isinstance(kept, str) else kept.in_words,
+    }
 
 
 def _ignored(line: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pensieve import __version__
-from pensieve.cli import admin, backup, bench, chat, doctor, serve, simulate, token
+from pensieve.cli import admin, backup, bench, chat, doctor, profile, serve, simulate, token
 from pensieve.cli.flags import add_settings, with_settings
 from pensieve.config import REACHING, SERVING, SETTINGS, TALKING
 from pensieve.errors import PensieveError
@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     token.add_parser(commands)
     backup.add_parser(commands)
     doctor.add_parser(commands)
+    profile.add_parser(commands)
     bench.add_parser(commands)
     simulate.add_parser(commands)
     return top

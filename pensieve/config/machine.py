@@ -1,4 +1,4 @@
-"""How much of this machine the process may take: memory, and processors.
+"""How much of this machine the process may take: memory, and processors; and their name.
 
 A control group may allow less than there is (a container's limits).  Both versions of control groups are
 read, from the process's own group up to the root, because each of them limits those below it.
@@ -7,11 +7,13 @@ read, from the process's own group up to the root, because each of them limits t
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def available_memory_bytes() -> int:
@@ -33,6 +35,15 @@ def available_memory_bytes() -> int:
                 taken = max(room[1][0] - _cached_bytes(folder), 0)
                 available = min(available, max(room[0][0] - taken, 0))
     return available
+
+
+def processor_name() -> str:
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def num_cores() -> int:

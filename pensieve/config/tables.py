@@ -121,8 +121,9 @@ SETTINGS: Table = (
         "cost",
         file,
         "",
-        "what computing and copying cost on this machine, a file of `pensieve simulate --fit` "
-        "(default: estimated from the model's shape)",
+        "what computing and copying cost on this machine, a file of `pensieve profile --output` or "
+        "`pensieve simulate --fit` (default: what `pensieve profile` has kept, or an estimate from the "
+        "model's shape)",
         "FILE",
     ),
     Setting("chunk_tokens", whole(1, 1024), "32", "tokens per chunk", "N"),

@@ -43,9 +43,22 @@ class CostProfile:
 
     @classmethod
     def measured_at(
-        cls, attention_seconds: Mapping[int, float], other_seconds: float
+        cls,
+        attention_seconds: Mapping[int, float],
+        other_seconds: float,
+        copy_seconds: float = 0.0,
     ) -> CostProfile:
-        return cls(tuple(sorted(attention_seconds.items())), other_seconds, measured=True)
+        points = tuple(sorted(attention_seconds.items()))
+        return cls(points, other_seconds, measured=True, copy_seconds=copy_seconds)
+
+    def of_chunks(self, scale: float) -> CostProfile:
+        """The same machine's for chunks that are so many times as large."""
+        return CostProfile(
+            tuple((context, scale * seconds) for context, seconds in self.attention_seconds),
+            scale * self.other_seconds,
+            self.measured,
+            scale * self.copy_seconds,
+        )
 
     @classmethod
     def analytic(

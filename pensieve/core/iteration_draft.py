@@ -35,7 +35,7 @@ class IterationDraft:
         self.seconds_max: float | None = None  # that prompts may add, as predicted; None: no limit
         self.seconds_added = 0.0  # by prompts, as predicted
         self._cost = cost
-        self._pairs = self._keys = 0  # see `Work`
+        self._pairs = self._keys = self._num_ones = 0  # see `Work`
         self.slices: list[Slice] = []
         self.copies: list[PageCopy] = []
         self.swap_ins: list[SwapIn] = []
@@ -62,6 +62,7 @@ class IterationDraft:
         self.turns.append(turn)
         self._pairs += num_tokens
         self._keys += num_tokens
+        self._num_ones += 1
         start, is_last = num_tokens - 1, num_tokens + 1 >= turn.length_max  # `Turn.ends_at`
         token_ids, pages = turn.tokens[start:num_tokens], turn.page_table[: len(chunks)]
         # As `Slice(...)` does, in two thirds of the time: there is one for each turn that generates.
@@ -90,7 +91,7 @@ class IterationDraft:
 
     @property
     def work(self) -> Work:
-        return Work(self.num_tokens, self._pairs, self._keys)
+        return Work(self.num_tokens, self._pairs, self._keys, self._num_ones)
 
     def has_room(self, held_for: Turn | None = None) -> bool:
         """For tokens of another prompt, beside what is held back for one that came earlier."""
@@ -176,8 +177,8 @@ class IterationDraft:
         return self.num_tokens_max - self.num_tokens_left
 
     def _slice(self, turn: Turn, start: int, stop: int, needs_token: bool = False) -> Slice:
-        work = Work(0, self._pairs, self._keys).and_piece(start, stop)
-        self._pairs, self._keys = work.pairs, work.keys
+        work = self.work.and_piece(start, stop)
+        _, self._pairs, self._keys, self._num_ones = work
         self.seconds_added += self._cost.piece_seconds(start, stop)
         return Slice(
             turn.turn_id,

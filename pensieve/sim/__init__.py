@@ -12,5 +12,6 @@ sweep               one load with every combination of policies, rates and sizes
 recording           the journal of a simulation
 observed            what a replayed journal shows of each iteration
 fit                 what iterations cost on a machine, from that: fit_compute, fit_link, least_squares
+fit_points          the same from a profile's iterations, as points that were measured
 plan/               the load that a replica carries, and how many replicas a load needs
 """

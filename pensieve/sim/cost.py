@@ -5,16 +5,17 @@ The rates of an iteration (core/iteration_cost.py) are
     dense       weight bytes / bandwidth, and 2 · parameters / rate for each token
     attention   KV bytes of a token / bandwidth, and 4 · layers · heads · head size / rate for each pair
 
-plus a fixed overhead.  `EFFICIENCY` is what real kernels reach of a data sheet's figures.  A copy between the
-tiers takes its bytes over the link's rate, each direction by itself.  Several devices (tensor parallel) are
-one that is so many times as large and as fast: communication between them takes no time here.
+plus a fixed overhead.  Those of `pensieve profile` are points that were measured, and so is what recomputing
+a chunk takes (`chunk_costs`).  `EFFICIENCY` is what real kernels reach of a data sheet's figures.  A copy
+between the tiers takes its bytes over the link's rate, each direction by itself.  Several devices (tensor
+parallel) are one that is so many times as large and as fast: communication between them takes no time here.
 
-These are assumptions, and every report says so.
+Those of data sheets are assumptions, and every report says so.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration_cost import IterationCost
@@ -107,6 +108,9 @@ class CostModel(IterationCost):
     kv_bytes_per_token: int
     link_bytes_per_second: float
     source: str
+    chunk_costs: tuple[int, CostProfile] | None = field(
+        default=None, kw_only=True
+    )  # measured, of chunks of so many tokens
 
     @classmethod
     def of(cls, model: ModelPreset, hardware: HardwarePreset) -> CostModel:
@@ -127,13 +131,19 @@ class CostModel(IterationCost):
     @property
     def computing(self) -> IterationCost:
         """Without the copies."""
-        return IterationCost(*(getattr(self, each.name) for each in fields(IterationCost)))
+        return IterationCost(
+            **{each.name: getattr(self, each.name) for each in fields(IterationCost)}
+        )
 
     def copy_seconds(self, tokens: int) -> float:
         return tokens * self.kv_bytes_per_token / self.link_bytes_per_second
 
     def recompute(self, chunk_tokens: int) -> CostProfile:
-        """For retention: the cost of a chunk behind a context, computed in a full batch."""
+        """For retention: the cost of a chunk behind a context, measured, or as in a full batch."""
+        if self.chunk_costs is not None:
+            measured_tokens, profile = self.chunk_costs
+            scale = chunk_tokens / measured_tokens
+            return profile if scale == 1 else profile.of_chunks(scale)
         return CostProfile(
             tuple(
                 (1 << power, self.attention_seconds_per_pair * chunk_tokens * (1 << power))

@@ -1,23 +1,28 @@
 """Reads and writes a cost model as a JSON file.
 
-Costs are fitted to one journal, and serve many simulations.
+Costs are fitted to one journal, or measured by one profile, and serve many simulations and starts of daemons.
 
-One JSON object: the numbers of `CostModel` by name under `cost`, and beside it facts about the fit for people
-(errors, what was found, what was only assumed), which are not read back.
+One JSON object: the numbers of `CostModel` by name under `cost`; under `chunks` what recomputing one takes,
+where that was measured; under `measured_with` what a profile is of, and when it was made.  Beside them are
+facts for people (errors, what was found, what was only assumed), which are not read back.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from pensieve.core.cost import CostProfile
+from pensieve.core.iteration_cost import Points
 from pensieve.errors import ConfigError
 from pensieve.sim.cost import CostModel
 from pensieve.sim.fit import Fit
 
-VERSION = 1
+VERSION = 2
+READ = (1, 2)  # 1: rates alone
 SECONDS = (
     "dense_seconds_per_token",
     "dense_seconds_min",
@@ -25,38 +30,70 @@ SECONDS = (
     "attention_seconds_per_key",
     "overhead_seconds",
 )
+POINTS = ("dense_points", "decode_points")
 COUNTS = ("layers", "kv_bytes_per_token")
 
 
+class CostFile(NamedTuple):
+    """What a file holds."""
+
+    cost: CostModel
+    measured_with: dict[str, Any]  # of a profile: model, machine, versions; else empty
+    errors: dict[str, Any]  # of held-out iterations, by kind
+
+
 def written(fit: Fit) -> str:
-    """The text of the file."""
-    cost = {name: getattr(fit.cost, name) for name in (*SECONDS, *COUNTS)}
-    link = fit.cost.link_bytes_per_second
-    return json.dumps(
+    """The text of a file with what was fitted to a journal."""
+    return text_of(
+        fit.cost,
         {
-            "version": VERSION,
-            "source": fit.cost.source,
-            "cost": {**cost, "link_bytes_per_second": link if math.isfinite(link) else None},
             "errors": [each._asdict() for each in fit.errors],
             "found": fit.found,
             "assumed": fit.assumed,
         },
-        indent=2,
     )
+
+
+def text_of(cost: CostModel, facts: Mapping[str, Any]) -> str:
+    link = cost.link_bytes_per_second
+    given: dict[str, Any] = {
+        "version": VERSION,
+        "source": cost.source,
+        "cost": {
+            **{name: getattr(cost, name) for name in (*SECONDS, *COUNTS)},
+            "link_bytes_per_second": link if math.isfinite(link) else None,
+            **{name: points for name in POINTS if (points := getattr(cost, name))},
+        },
+    }
+    if cost.chunk_costs is not None:
+        tokens, profile = cost.chunk_costs
+        given["chunks"] = {
+            "tokens": tokens,
+            "attention_seconds": profile.attention_seconds,
+            "other_seconds": profile.other_seconds,
+            "copy_seconds": profile.copy_seconds,
+        }
+    return json.dumps({**given, **facts}, indent=2)
 
 
 def read(text: str) -> CostModel:
     """Raises ValueError that names what is wrong."""
+    return parsed(text).cost
+
+
+def parsed(text: str) -> CostFile:
+    """Raises ValueError that names what is wrong."""
     try:
         given = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"is no JSON: {error}") from error
     if not isinstance(given, dict) or not isinstance(given.get("cost"), dict):
-        raise ValueError("is not a file that `pensieve simulate --fit` wrote")
-    if given.get("version") != VERSION:
-        raise ValueError(f"is of version {given.get('version')}; this reads {VERSION}")
+        raise ValueError("is not a file that `pensieve profile` or `pensieve simulate --fit` wrote")
+    if given.get("version") not in READ:
+        known = " and ".join(map(str, READ))
+        raise ValueError(f"is of version {given.get('version')}; this reads {known}")
     cost = given["cost"]
-    unknown = sorted(set(cost) - {*SECONDS, *COUNTS, "link_bytes_per_second"})
+    unknown = sorted(set(cost) - {*SECONDS, *COUNTS, *POINTS, "link_bytes_per_second"})
     if unknown:
         raise ValueError(f"cost.{unknown[0]} is unknown")
     seconds = {name: _number(cost, name) for name in SECONDS}
@@ -71,31 +108,71 @@ def read(text: str) -> CostModel:
         link = _number(cost, "link_bytes_per_second")
         if not link:
             raise ValueError("cost.link_bytes_per_second is above 0 (null: copies take no time)")
-    source = given.get("source")
+    source, measured_with = given.get("source"), given.get("measured_with", {})
     if not isinstance(source, str):
         raise ValueError("source is a text")
-    return CostModel(
+    if not isinstance(measured_with, dict):
+        raise ValueError("measured_with is an object")
+    points = {name: _points("cost", cost, name) if name in cost else () for name in POINTS}
+    model = CostModel(
         **seconds,
+        dense_points=points["dense_points"],
+        decode_points=points["decode_points"],
         layers=int(counts["layers"]),
         kv_bytes_per_token=int(counts["kv_bytes_per_token"]),
         link_bytes_per_second=link,
         source=source,
+        chunk_costs=_chunks(given["chunks"]) if "chunks" in given else None,
+    )
+    errors = given.get("errors")
+    by_kind = {
+        str(each.get("kind")): each
+        for each in (errors if isinstance(errors, list) else [])
+        if isinstance(each, dict)
+    }
+    return CostFile(model, measured_with, by_kind)
+
+
+def _chunks(given: Any) -> tuple[int, CostProfile]:
+    if not isinstance(given, dict):
+        raise ValueError("chunks is an object")
+    tokens = _number(given, "tokens", "chunks")
+    if tokens < 1 or tokens != int(tokens):
+        raise ValueError(f"chunks.tokens is a whole number of at least 1, not {tokens:g}")
+    return int(tokens), CostProfile(
+        _points("chunks", given, "attention_seconds"),
+        _number(given, "other_seconds", "chunks"),
+        measured=True,
+        copy_seconds=_number(given, "copy_seconds", "chunks"),
     )
 
 
-def _number(cost: dict[str, Any], name: str) -> float:
-    if name not in cost:
-        raise ValueError(f"cost.{name} is missing")
-    value = cost[name]
+def _points(where: str, given: dict[str, Any], name: str) -> Points:
+    value = given.get(name)
+    if not isinstance(value, list) or not all(
+        isinstance(each, list) and len(each) == 2 and isinstance(each[0], int) for each in value
+    ):
+        raise ValueError(f"{where}.{name} is a list of pairs of a count and seconds")
+    return tuple((count, _number({name: seconds}, name, where)) for count, seconds in value)
+
+
+def _number(given: dict[str, Any], name: str, where: str = "cost") -> float:
+    if name not in given:
+        raise ValueError(f"{where}.{name} is missing")
+    value = given[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"cost.{name} is a number of at least 0, not {value!r}")
+        raise ValueError(f"{where}.{name} is a number of at least 0, not {value!r}")
     return float(value)
 
 
 def load(path: Path) -> CostModel:
-    """The costs of a file that `save` wrote."""
+    """The costs of a file that `save` or a profile wrote."""
+    return load_all(path).cost
+
+
+def load_all(path: Path) -> CostFile:
     try:
-        return read(path.read_text(encoding="utf-8"))
+        return parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

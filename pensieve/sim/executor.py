@@ -115,9 +115,9 @@ class ModelledExecutor:
                 keys += stop
         if self._separate:
             return cost.pass_seconds(tokens, pairs, keys) + cost.pass_seconds(
-                decodes, decode_keys, decode_keys
+                decodes, decode_keys, decode_keys, decodes
             )
-        return cost.pass_seconds(tokens + decodes, pairs + decode_keys, keys + decode_keys)
+        return cost.pass_seconds(tokens + decodes, pairs + decode_keys, keys + decode_keys, decodes)
 
     def _finished(self, now: float) -> tuple[int, ...]:
         found = []

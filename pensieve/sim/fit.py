@@ -97,9 +97,9 @@ def fitted(seen: Observations, assumed: CostModel, source: str) -> Fit:
     else:
         found.append("link_bytes_per_second")
     held_out = {kind: kept[1::2] for kind, kept in seen.kept.items()}
-    errors = [_error(kind, seen.counts[kind], held_out[kind], cost) for kind in KINDS]
+    errors = [error_of(kind, seen.counts[kind], held_out[kind], cost) for kind in KINDS]
     everything = [row for kept in held_out.values() for row in kept]
-    errors.append(_error("all", sum(seen.counts.values()), everything, cost))
+    errors.append(error_of("all", sum(seen.counts.values()), everything, cost))
     return Fit(replace(cost, source=source), tuple(errors), tuple(found), tuple(notes))
 
 
@@ -107,7 +107,7 @@ def _thinned(rows: list[Observation]) -> list[Observation]:
     return rows[:: -(-len(rows) // FITTED_MAX) or 1]
 
 
-def _error(kind: str, seen: int, rows: Sequence[Observation], cost: CostModel) -> FitError:
+def error_of(kind: str, seen: int, rows: Sequence[Observation], cost: CostModel) -> FitError:
     errors = sorted(abs(expected_seconds(cost, row) / row.seconds - 1) for row in rows)
     if not errors:
         return FitError(kind, seen, 0, None, None)

@@ -1,7 +1,9 @@
-"""Least squares with no negative number, for a handful of unknowns.
+"""Least squares with no negative number, from the normal equations.
 
-From the normal equations: what is best without a negative number is best without bounds on some subset of the
-unknowns, the others being 0; so of few unknowns every subset is tried.
+`nonnegative` is for a handful of unknowns: what is best without a negative number is best without bounds on
+some subset of the unknowns, the others being 0; so every subset is tried.  `nonnegative_many` is Lawson and
+Hanson's way: one unknown after the other joins, that which promises most, as long as one promises anything;
+and what would become negative by it leaves.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 RIDGE = 1e-12  # relative: columns that are proportional share what they explain
+PROMISE_MIN = 1e-9  # of the largest: less is rounding
 
 
 def nonnegative(
@@ -40,6 +43,48 @@ def nonnegative(
             for i, x in zip(chosen, found, strict=True):
                 best[i] = x / scales[i]
     return max(best_left, 0.0), best
+
+
+def nonnegative_many(products: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
+    """Each unknown; one whose column is empty is 0."""
+    scales = [math.sqrt(products[i][i]) or 1.0 for i in range(len(targets))]
+    right = [target / scale for target, scale in zip(targets, scales, strict=True)]
+    matrix = [
+        [each / (scales[i] * scales[j]) + (RIDGE if i == j else 0.0) for j, each in enumerate(row)]
+        for i, row in enumerate(products)
+    ]
+    found, joined = [0.0] * len(right), list[int]()
+    promising = PROMISE_MIN * max(map(abs, right), default=0.0)
+    for _ in range(3 * len(right)):
+        promises = {
+            i: right[i] - sum(matrix[i][j] * found[j] for j in joined)
+            for i in range(len(right))
+            if i not in joined and products[i][i] > 0
+        }
+        best = max(promises, key=lambda i: promises[i], default=None)
+        if best is None or promises[best] <= promising:
+            break
+        joined.append(best)
+        while joined:
+            wanted = solved(
+                [[matrix[i][j] for j in joined] for i in joined], [right[i] for i in joined]
+            )
+            if min(wanted) > 0:
+                for i, value in zip(joined, wanted, strict=True):
+                    found[i] = value
+                break
+            step = min(  # as far as nothing becomes negative
+                found[i] / (found[i] - value)
+                for i, value in zip(joined, wanted, strict=True)
+                if value <= 0
+            )
+            for i, value in zip(joined, wanted, strict=True):
+                found[i] += step * (value - found[i])
+            left = [i for i in joined if found[i] <= 1e-15]
+            for i in left:
+                found[i] = 0.0
+            joined = [i for i in joined if i not in left]
+    return [value / scale for value, scale in zip(found, scales, strict=True)]
 
 
 def solved(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:

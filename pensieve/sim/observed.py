@@ -24,6 +24,7 @@ class Observation(NamedTuple):
     keys: int
     slots_in: int
     seconds: float
+    decodes: int = 0
 
 
 class Observations:
@@ -64,8 +65,9 @@ class Observations:
         if self.counts[kind] % self._strides[kind] == 0:
             kept = self.kept[kind]
             work = work_of((piece.start, piece.stop) for piece in iteration.slices)
+            slots_in = sum(copy.num_slots for copy in iteration.swap_ins)
             kept.append(
-                Observation(*work, sum(copy.num_slots for copy in iteration.swap_ins), seconds)
+                Observation(work.tokens, work.pairs, work.keys, slots_in, seconds, work.decodes)
             )
             if len(kept) > KEPT_MAX:
                 del kept[1::2]
@@ -75,6 +77,6 @@ class Observations:
 
 def expected_seconds(cost: CostModel, seen: Observation) -> float:
     """What the modelled executor would take, on a link that is free."""
-    compute = cost.pass_seconds(seen.tokens, seen.pairs, seen.keys)
+    compute = cost.pass_seconds(seen.tokens, seen.pairs, seen.keys, seen.decodes)
     copying, layers = cost.copy_seconds(seen.slots_in), cost.layers
     return max(compute, copying / layers + compute, copying + compute / layers)

@@ -52,10 +52,14 @@ def test_the_doctor_says_in_which_form_a_models_layers_would_run(tmp_path: Path)
         (line,) = (line for line in told.stdout.splitlines() if line.startswith("model "))
         assert re.fullmatch(rf"model +{re.escape(str(MODEL_PATH))}, {COMPILED}; {KV}", line)
     told = pensieve(
-        "doctor", str(MODEL_PATH), "--device", "cpu", "--json", PENSIEVE_CPU_LIBRARY=str(tmp_path)
+        *("doctor", str(MODEL_PATH), "--device", "cpu", "--json"),
+        PENSIEVE_CPU_LIBRARY=str(tmp_path),
+        XDG_CACHE_HOME=str(tmp_path),
     )
     found = json.loads(told.stdout)["findings"]["model"]
     assert re.fullmatch(rf"{re.escape(str(MODEL_PATH))}, {NO_LIBRARY}; {KV}", found)
+    profile = json.loads(told.stdout)["findings"]["profile"]
+    assert profile == "no profile of this model on this machine"
     told = pensieve(
         *("doctor", str(MODEL_PATH), "--device", "cpu", "--kv-dtype", "int8"),
         PENSIEVE_CPU_LIBRARY=str(tmp_path),

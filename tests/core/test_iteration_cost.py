@@ -2,25 +2,70 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import asdict
 
 import pytest
 
-from pensieve.core.iteration_cost import IterationCost, work_of
+from pensieve.core.iteration_cost import IterationCost, between, work_of
 
 COST = IterationCost(0.001, 0.02, 1e-6, 1e-5, 0.005)
+MEASURED = IterationCost(
+    *(0.001, 0.02, 1e-6, 1e-5, 0.0),
+    dense_points=((2, 0.02), (16, 0.02), (64, 0.08)),
+    decode_points=((0, 0.0), (1, 0.004), (8, 0.011)),
+)
 
 
 def test_the_slower_of_reading_and_computing_counts_for_each_part() -> None:
     assert COST.iteration_seconds([]) == 0.0
     assert COST.iteration_seconds([(0, 1)]) == pytest.approx(0.02 + 1e-5 + 0.005)
-    assert work_of([(1000, 1100)]) == (100, 105_050, 1100)
+    assert work_of([(1000, 1100)]) == (100, 105_050, 1100, 0)
     assert COST.iteration_seconds([(1000, 1100)]) == pytest.approx(0.1 + 0.10505 + 0.005)
 
 
 def test_a_piece_adds_its_tokens_and_its_attention() -> None:
     assert COST.piece_seconds(0, 16) == pytest.approx(0.016 + 0.00016)  # reading takes longer
     assert COST.piece_seconds(1000, 1100) == pytest.approx(0.1 + 0.10505)
+
+
+def test_what_was_measured_is_straight_between_its_points() -> None:
+    points = ((2, 0.02), (16, 0.02), (64, 0.08))
+    found = [between(points, count) for count in (1, 2, 9, 16, 40, 64, 128)]
+    assert found == pytest.approx([0.02, 0.02, 0.02, 0.02, 0.05, 0.08, 0.16])
+    assert between(((0, 3.0), (1, 1.0)), 9) == 0.0  # no iteration takes less than nothing
+
+
+def test_measured_costs_add_reading_to_computing_and_know_decodes() -> None:
+    """Eight turns behind 1,000 tokens each, beside 32 tokens of a prompt."""
+    assert MEASURED.iteration_seconds([]) == 0.0
+    decodes = MEASURED.iteration_seconds([(999, 1000)] * 8)
+    assert decodes == pytest.approx(0.02 + 0.011 + 8000 * 1.1e-5)
+    assert MEASURED.decode_seconds(8, 1000) == decodes
+    mixed = MEASURED.iteration_seconds([*[(999, 1000)] * 8, (0, 32)])
+    assert mixed == pytest.approx(0.05 + 0.011 + 8032 * 1e-5 + (8000 + 528) * 1e-6)
+    assert MEASURED.piece_seconds(0, 32) == pytest.approx(0.032 + 32 * 1e-5 + 528 * 1e-6)
+
+
+def test_a_journal_keeps_what_was_measured() -> None:
+    assert IterationCost(**json.loads(json.dumps(asdict(MEASURED)))) == MEASURED
+
+
+@pytest.mark.parametrize(
+    ("dense", "decoding", "problem"),
+    [
+        (((1, 0.1),), ((0, 0.0), (1, 0.1)), "two or more"),
+        (((4, 0.1), (2, 0.2)), ((0, 0.0), (1, 0.1)), "ascending"),
+        (((2, -0.1), (4, 0.2)), ((0, 0.0), (1, 0.1)), "at least 0"),
+        (((2, 0.1), (4, 0.2)), (), "measured together"),
+    ],
+)
+def test_points_that_nobody_measured_are_refused(
+    dense: tuple[tuple[int, float], ...], decoding: tuple[tuple[int, float], ...], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        IterationCost(0.001, 0.02, 0, 0, 0, dense_points=dense, decode_points=decoding)
 
 
 def test_a_piece_beside_other_work_is_one_more_slice() -> None:

@@ -92,6 +92,11 @@ ROWS = (
     Row("pensieve token --tenant acme >> tokens.toml", (r"token",)),
     Row("pensieve doctor", (r"python +3\.", r"cpu kernels")),
     Row("pensieve doctor MODEL", (r"layers in (C\+\+|torch)",), nightly=True),
+    Row(
+        "pensieve profile --quick --output machine.json",
+        (r"error of the prediction", r"machine\.json"),
+        nightly=True,
+    ),
     # The journal and the simulator.
     Row("pensieve serve --journal run.jsonl", serves=True, alone=True, model=True, nightly=True),
     Row(
@@ -187,6 +192,8 @@ NOT_RUN = {
             "pensieve chat smollm2",
             "pensieve chat smollm2 --temperature 0.2 --top-p 0.9",
             "pensieve serve smollm2",
+            "pensieve profile smollm2",
+            "pensieve profile smollm2 --weights int8",
         ),
         "needs a package index; tests/launch/test_real_models.py has one of its own",
     ),

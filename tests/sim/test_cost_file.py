@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pensieve.core.cost import CostProfile
 from pensieve.sim import cost_file
 from pensieve.sim.cost import CostModel
 from pensieve.sim.fit import fitted
@@ -21,10 +23,28 @@ def test_costs_survive_their_file(tmp_path: Path) -> None:
     assert cost_file.read(cost_file.written(fit)) == fit.cost
 
 
+def test_what_a_profile_measured_survives_its_file() -> None:
+    chunks = CostProfile.measured_at({32: 0.0, 64: 0.5, 128: 1.0}, 2.0, 0.25)
+    cost = replace(
+        A100,
+        dense_points=((2, 0.1), (512, 3.0)),
+        decode_points=((0, 0.0), (64, 0.3)),
+        chunk_costs=(32, chunks),
+    )
+    facts = {"measured_with": {"device": "a machine"}, "errors": [{"kind": "all", "median": 0.04}]}
+    found = cost_file.parsed(cost_file.text_of(cost, facts))
+    assert found.cost == cost
+    assert found.measured_with == {"device": "a machine"}
+    assert found.errors["all"]["median"] == 0.04
+    assert found.cost.recompute(32) == chunks
+    assert found.cost.recompute(16).chunk_seconds(64) == pytest.approx(0.5 * 2.5)
+    assert found.cost.recompute(16).copy_seconds == pytest.approx(0.125)
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"version": 2}, "is of version 2"),
+        ({"version": 3}, "is of version 3; this reads 1 and 2"),
         ({"cost": [1]}, "is not a file that"),
         ({"cost.layers": 1.5}, "cost.layers is a whole number"),
         ({"cost.layers": None}, "cost.layers is a number"),
@@ -34,6 +54,12 @@ def test_costs_survive_their_file(tmp_path: Path) -> None:
         ({"cost.link_bytes_per_second": 0}, "cost.link_bytes_per_second is above 0"),
         ({"cost.speed": 3}, "cost.speed is unknown"),
         ({"source": 3}, "source is a text"),
+        ({"cost.dense_points": [[2, 0.1], [1]]}, "cost.dense_points is a list of pairs"),
+        ({"cost.dense_points": [[2, 0.1], [4, -1]]}, "cost.dense_points is a number of at least 0"),
+        ({"cost.dense_points": [[4, 0.1], [2, 0.1]]}, "dense_points are two or more, in ascending"),
+        ({"chunks": 3}, "chunks is an object"),
+        ({"chunks": {"tokens": 32, "attention_seconds": []}}, "chunks.other_seconds is missing"),
+        ({"measured_with": "a machine"}, "measured_with is an object"),
     ],
 )
 def test_a_wrong_file_of_costs_is_refused(change: dict[str, object], problem: str) -> None:

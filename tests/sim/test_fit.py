@@ -21,10 +21,12 @@ class Noisy(CostModel):
 
     draw = random.Random(0)
 
-    def pass_seconds(self, tokens: int, pairs: int, keys: int) -> float:
+    def pass_seconds(self, tokens: int, pairs: int, keys: int, decodes: int = 0) -> float:
         pause = 5.0 if self.draw.random() < 0.02 else 1.0
         return (
-            super().pass_seconds(tokens, pairs, keys) * pause * math.exp(self.draw.gauss(0, 0.03))
+            super().pass_seconds(tokens, pairs, keys, decodes)
+            * pause
+            * math.exp(self.draw.gauss(0, 0.03))
         )
 
 

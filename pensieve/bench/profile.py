@@ -1,0 +1,242 @@
+"""`pensieve profile` measures what iterations and copies of a model cost on this machine.
+
+An engine's executor is built as `pensieve serve` builds it, with tiers as large, and driven with synthetic
+iterations (profile_points.py, profile_driver.py, profile_measure.py).  From their times come
+
+    the cost of iterations    fitted to the designed ones (sim/fit_points.py); its error is that of mixes
+                              which were drawn at random and not fitted
+    the cost of chunks        to recompute one, behind contexts that are powers of two (core/cost.py)
+    the link                  pages per second between the tiers, each way and both at once
+
+They become one file (sim/cost_file.py), written when all is measured: kept for the next start of a daemon
+(launch/profiles.py), or where --output says.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pensieve.bench.machine import machine
+from pensieve.bench.profile_driver import CopyTimes, Driver
+from pensieve.bench.profile_measure import QUICK_ROUNDS, ROUNDS, Measured, measured
+from pensieve.bench.profile_points import CHUNKS, DECODES, Limits, Point, points_of
+from pensieve.bench.report import Report, progress
+from pensieve.config import Settings
+from pensieve.errors import ModelError
+from pensieve.launch import profiles
+from pensieve.launch.model_folder import resolve_model
+from pensieve.launch.sizing import turns_max
+from pensieve.sim.cost import CostModel
+from pensieve.sim.fit import FitError
+from pensieve.sim.fit_points import chunk_profile, errors_of, fit_points
+
+SECONDS, QUICK_SECONDS = 150.0, 20.0  # for iterations
+TURNS_MAX = 64  # that generate at once
+BASE_TURNS, BASE_CONTEXT = (
+    32,
+    4096,
+)  # of the iteration that objectives are multiples of (Sarathi-Serve)
+STRICT, RELAXED = 5, 25
+COPY_REPEATS = 9
+SPREAD_MAX = 0.5  # of times of one iteration, beyond which the machine was doing something else
+
+
+@dataclass(frozen=True)
+class Options:
+    quick: bool = False
+    output: Path | None = None  # instead of the folder of kept profiles
+
+
+class Profile(NamedTuple):
+    cost: CostModel
+    errors: tuple[FitError, ...]  # of held-out iterations
+    points: list[Measured]
+    copies: CopyTimes | None  # medians
+    left_out: int  # points that would have taken too long
+
+    @property
+    def spread(self) -> float:
+        """How much longer the same iteration took at one time than at another, in the median."""
+        return statistics.median(each.spread for each in self.points)
+
+
+def run(settings: Settings, options: Options, report: Report) -> Profile:
+    from pensieve.launch.executor import build_executor
+    from pensieve.text import Tokenizer
+
+    folder = resolve_model(settings.model, progress)
+    with ExitStack() as undo:
+        tokenizer = Tokenizer.load(folder)
+        built = build_executor(settings, folder, tokenizer, frozenset(), progress, undo)
+        model, memory = built.ranks.model, built.tiers.memory
+        key = profiles.key_of(settings, folder, model)
+        device = str(model.flat.module.device)
+        report.about(
+            key.name,
+            machine(device),
+            f"{key.measured_with['dtype']}, KV in {key.measured_with['kv_dtype']}, "
+            f"{settings.weights} weights, {model.flat.form}",
+        )
+        limits = Limits(
+            turns=min(TURNS_MAX, turns_max(settings, built.tiers.pages.device)),
+            tokens=settings.token_budget,
+            context=model.shape.context_max,
+            pages=built.tiers.pages.device,
+            chunk_tokens=settings.chunk_tokens,
+        )
+        kv_bytes = settings.tensor_parallel * model.shape.kv_bytes_per_token
+        points = points_of(limits, options.quick)
+        driver = Driver(built.executor, limits, model.shape.vocab_size, points)
+        day = time.strftime("%Y-%m-%d")
+        about = about_machine(model.shape.num_layers, kv_bytes, f"{key.name}, {machine(device)}")
+        with _progress_bar() as done:
+            profile = profiled(
+                driver, points, limits, about, memory.host_pages, options.quick, done
+            )
+    path = options.output or key.path
+    figures = figures_of(profile)
+    profiles.write(path, profiles.text_of(key, profile.cost, day, figures))
+    _print(profile, limits, path, options, report)
+    report.finish({"path": str(path), "objectives": objectives(profile.cost, limits), **figures})
+    return profile
+
+
+def about_machine(layers: int, kv_bytes_per_token: int, source: str) -> CostModel:
+    """A cost model of which nothing is measured yet."""
+    return CostModel(
+        0.0, 0.0, 0.0, 0.0, 0.0, layers, kv_bytes_per_token, float("inf"), f"a profile of {source}"
+    )
+
+
+def profiled(
+    driver: Driver,
+    points: Sequence[Point],
+    limits: Limits,
+    about: CostModel,
+    host_pages: int,
+    quick: bool = False,
+    done: Any = lambda share: None,
+) -> Profile:
+    """Measure the points and the copies, and fit; ModelError if the tiers are too small for any of it."""
+    seconds = QUICK_SECONDS if quick else SECONDS
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    found = measured(driver, points, seconds, rounds, done, driver.clock)
+    lone = next(point for point in points if point.kind == DECODES)
+    copies = _medians(driver.copies(lone, host_pages, COPY_REPEATS))
+    if copies is not None:
+        size = copies.pages * limits.chunk_tokens * about.kv_bytes_per_token
+        about = replace(about, link_bytes_per_second=size / copies.inward)
+    rows = [each.point.observed(each.seconds) for each in found if not each.point.held_out]
+    try:
+        cost = fit_points(rows, about)
+    except ValueError as error:
+        raise ModelError(f"a larger --device-cache is needed: {error}") from error
+    chunks = {each.point.spans[0][0]: each.seconds for each in found if each.point.kind == CHUNKS}
+    if (recompute := chunk_profile(chunks, cost, limits.chunk_tokens)) is not None:
+        cost = replace(cost, chunk_costs=(limits.chunk_tokens, recompute))
+    unseen = [
+        (each.point.kind, each.point.observed(each.seconds))
+        for each in found
+        if each.point.held_out
+    ]
+    return Profile(cost, errors_of(cost, unseen), found, copies, len(points) - len(found))
+
+
+def objectives(cost: CostModel, limits: Limits) -> dict[str, float]:
+    """Sarathi's for the time between two tokens: multiples of an iteration of turns that generate."""
+    context = min(BASE_CONTEXT, limits.context)
+    base = cost.decode_seconds(BASE_TURNS, context)
+    return {
+        "turns": BASE_TURNS,
+        "context": context,
+        "iteration_seconds": base,
+        "strict_seconds": STRICT * base,
+        "relaxed_seconds": RELAXED * base,
+    }
+
+
+def figures_of(profile: Profile) -> dict[str, Any]:
+    """What the file has for people."""
+    copies = profile.copies
+    return {
+        "errors": [each._asdict() for each in profile.errors],
+        "spread": profile.spread,
+        "copies": copies._asdict() if copies is not None else None,
+        "iterations": [
+            {
+                **asdict(each.point),
+                "seconds": each.seconds,
+                "predicted": profile.cost.iteration_seconds(each.point.spans),
+                "times": each.times,
+            }
+            for each in profile.points
+        ],
+    }
+
+
+def _medians(times: Sequence[CopyTimes]) -> CopyTimes | None:
+    if not times:
+        return None
+    _, *columns = zip(*times, strict=True)
+    return CopyTimes(times[0].pages, *(statistics.median(column) for column in columns))
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Any]:
+    """Of the time that iterations are measured; where nobody looks, nothing."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("measuring iterations"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda share: bar.update(task, completed=share)
+
+
+def _print(profile: Profile, limits: Limits, path: Path, options: Options, report: Report) -> None:
+    cost, copies = profile.cost, profile.copies
+    fitted = sum(not each.point.held_out for each in profile.points)
+    report.line(f"{fitted} iterations fitted, {len(profile.points) - fitted} held out")
+    if profile.left_out:
+        report.line(f"{profile.left_out} more would have taken too long here, and were left out")
+    report.table(
+        "error of the prediction, of held-out iterations",
+        ("", "iterations", "median", "P90"),
+        [
+            (each.kind, str(each.held_out), f"{each.median:.1%}", f"{each.p90:.1%}")
+            for each in profile.errors
+            if each.median is not None and each.p90 is not None
+        ],
+    )
+    if profile.spread > SPREAD_MAX:
+        report.line(
+            f"the same iteration took {profile.spread:.0%} longer at one time than at another: something "
+            "else was running; profile again when nothing is"
+        )
+    if cost.chunk_costs is not None:
+        recompute = cost.chunk_costs[1]
+        points = recompute.attention_seconds
+        some = [points[0][0], points[len(points) // 2][0], points[-1][0]]
+        told = ", ".join(f"{recompute.chunk_seconds(at) * 1e3:.1f} ms behind {at:,}" for at in some)
+        report.line(f"to recompute a chunk of {limits.chunk_tokens} tokens: {told}")
+    if copies is not None:
+        size = copies.pages * limits.chunk_tokens * cost.kv_bytes_per_token / 1e9
+        report.line(
+            f"pages between the tiers: in {size / copies.inward:.1f} GB/s, out "
+            f"{size / copies.outward:.1f}, both at once {2 * size / copies.both:.1f}; a chunk "
+            f"{cost.copy_seconds(limits.chunk_tokens) * 1e3:.2f} ms"
+        )
+    aims = objectives(cost, limits)
+    report.line(
+        f"{BASE_TURNS} turns that generate behind {aims['context']:,} tokens take "
+        f"{aims['iteration_seconds'] * 1e3:.0f} ms: objectives for the time between tokens (Sarathi) are "
+        f"strict {aims['strict_seconds']:.2f} s, relaxed {aims['relaxed_seconds']:.2f} s"
+    )
+    used = "`--cost FILE` uses it" if options.output else "daemons of this model use it from now on"
+    report.line(f"written to {path}; {used}")

@@ -1,0 +1,164 @@
+"""Drives an executor with synthetic iterations, for their times alone.
+
+It is an engine's executor on an engine's memory, and sees nothing that it would not see there: turns that
+have started, slices on pages that lie scattered, copies between the tiers.  What KV is worth does not matter
+for time, but its bits do (a product with denormal numbers is slow): so a few pages are computed from a prompt
+of random tokens, and copied to all others.  Slices of one iteration never share a page.
+
+Turns are started once, with logs as long as any context, so a slice may be at any position, and at the same
+one again and again.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pensieve.bench.profile_points import Limits, Point, longest
+from pensieve.core.iteration import Iteration, PageCopy, Slice, SwapIn, SwapOut, TurnStart
+from pensieve.core.sampling import Sampling
+from pensieve.engine.ports import Executor
+from pensieve.errors import PensieveError
+
+PIECES_MAX = 8  # slices of prompts in one iteration
+COMPUTED_PAGES = 8
+COPIED_PAGES = 64
+
+
+class CopyTimes(NamedTuple):
+    """Seconds, of as many pages in each direction."""
+
+    pages: int
+    inward: float
+    outward: float
+    both: float  # until all have arrived
+    alone: float  # an iteration of the turns that generate
+    beside: float  # the same one, waiting for the pages that come in
+
+
+class Driver:
+    def __init__(
+        self,
+        executor: Executor,
+        limits: Limits,
+        vocab_size: int,
+        points: Sequence[Point],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._executor, self._limits, self.clock = executor, limits, clock
+        draw = random.Random(0)
+        num_pages = max([*map(limits.pages_of, points), min(COMPUTED_PAGES, limits.pages)])
+        self._pages = draw.sample(range(num_pages), num_pages)
+        length = max(longest(points), COMPUTED_PAGES * limits.chunk_tokens)
+        tokens = array("I", (draw.randrange(vocab_size) for _ in range(length)))
+        self._tokens, self._index, self._copy_id = tokens, 0, 0
+        sampling = Sampling(temperature=0.0, ignore_eos=True, max_tokens=1 << 30)
+        turns = range(1, limits.turns + PIECES_MAX + 1)
+        self._started = tuple(TurnStart(turn_id, tokens, sampling) for turn_id in turns)
+        self._made: dict[Point, tuple[Slice, ...]] = {}
+        self._fill()
+
+    def seconds(self, point: Point) -> float:
+        """What this iteration takes, once."""
+        return self._run(self._slices(point))
+
+    def copies(self, point: Point, host_pages: int, repeats: int) -> list[CopyTimes]:
+        """Pages each way, both at once, and inward beside the iteration of that point."""
+        slices = self._slices(point)
+        busy = {page for each in slices for page in each.page_table}
+        free = [page for page in self._pages if page not in busy]
+        count = min(COPIED_PAGES, host_pages // 2, len(free) // 2)
+        if count < 1:
+            return []
+        inward = tuple(zip(range(count), free, strict=False))
+        outward = tuple(zip(range(count, 2 * count), free[count:], strict=False))
+        self._move((), inward)  # so that these host pages hold something
+        return [
+            CopyTimes(
+                count,
+                self._move(inward, ()),
+                self._move((), outward),
+                self._move(inward, outward),
+                self._run(slices),
+                self._beside(slices, inward),
+            )
+            for _ in range(repeats)
+        ]
+
+    def _fill(self) -> None:
+        size = self._limits.chunk_tokens
+        num_computed = min(COMPUTED_PAGES, len(self._pages), self._limits.context // size) or 1
+        table, at_once = array("i", self._pages[:num_computed]), self._limits.tokens
+        stop = min(num_computed * size, self._limits.context)
+        for start in range(0, stop, at_once):
+            end = min(start + at_once, stop)
+            self._run((Slice(1, start, end, self._tokens[start:end], table),))
+        while num_computed < len(self._pages):
+            pairs = zip(self._pages[:num_computed], self._pages[num_computed:], strict=False)
+            copies = tuple(PageCopy(source, target, size) for source, target in pairs)
+            self._run((), copies)
+            num_computed += len(copies)
+
+    def _slices(self, point: Point) -> tuple[Slice, ...]:
+        if point not in self._made:
+            made, first_page, num_pieces = list[Slice](), 0, 0
+            for start, stop in point.spans:
+                is_decode = stop - start == 1
+                num_pieces += not is_decode
+                turn_id = self._limits.turns + num_pieces
+                if is_decode:
+                    turn_id = len(made) - num_pieces + 1
+                num_pages = -(-stop // self._limits.chunk_tokens)
+                table = array("i", self._pages[first_page : first_page + num_pages])
+                first_page += num_pages
+                made.append(Slice(turn_id, start, stop, self._tokens[start:stop], table, is_decode))
+            self._made[point] = tuple(made)
+        return self._made[point]
+
+    def _run(self, slices: tuple[Slice, ...], copies: tuple[PageCopy, ...] = ()) -> float:
+        return self._timed(self._iteration(slices, copies=copies))[0]
+
+    def _move(self, inward: Sequence[tuple[int, int]], outward: Sequence[tuple[int, int]]) -> float:
+        """Until all have arrived; of pairs of a host page and a device page."""
+        began = self.clock()
+        missing = len(inward) + len(outward)
+        missing -= self._timed(self._iteration((), inward, outward))[1]
+        while missing:
+            missing -= self._timed(self._iteration(()))[1]
+        return self.clock() - began
+
+    def _beside(self, slices: tuple[Slice, ...], inward: Sequence[tuple[int, int]]) -> float:
+        took, arrived = self._timed(self._iteration(slices, inward))
+        while arrived < len(inward):
+            arrived += self._timed(self._iteration(()))[1]
+        return took
+
+    def _iteration(
+        self,
+        slices: tuple[Slice, ...],
+        inward: Sequence[tuple[int, int]] = (),
+        outward: Sequence[tuple[int, int]] = (),
+        copies: tuple[PageCopy, ...] = (),
+    ) -> Iteration:
+        size, ids = self._limits.chunk_tokens, self._copy_id
+        self._copy_id += len(inward) + len(outward)
+        swap_ins = tuple(SwapIn(ids + i, host, at, size) for i, (host, at) in enumerate(inward))
+        swap_outs = tuple(
+            SwapOut(ids + i, at, host, size) for i, (host, at) in enumerate(outward, len(inward))
+        )
+        started, self._started = self._started, ()
+        self._index += 1
+        return Iteration(self._index, slices, copies, swap_ins, swap_outs, started)
+
+    def _timed(self, iteration: Iteration) -> tuple[float, int]:
+        """Seconds, and how many copies were reported."""
+        began = self.clock()
+        self._executor.launch(iteration)
+        outcome = self._executor.collect()
+        took = self.clock() - began
+        if outcome.failures:
+            raise PensieveError(outcome.failures[0].message)
+        return took, len(outcome.finished_copies)

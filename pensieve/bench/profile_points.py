@@ -1,0 +1,153 @@
+"""The iterations that a profile measures: a designed set, chunks to recompute, and mixes that are held out.
+
+    decodes      1, 2, 4, … turns that generate, each set behind several lengths of context
+    prompts      pieces of 2, 4, 8, … tokens, at the beginning and behind contexts
+    mixes        some of both in one iteration
+    chunks       one chunk behind contexts that are powers of two: what recomputing it takes (core/cost.py)
+    held out     drawn at random, with another context for each turn; nothing is fitted to them
+
+All of them fit into the pages, the context and the budget of tokens that an engine would have.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pensieve.core.iteration_cost import Work, work_of
+from pensieve.sim.observed import Observation
+
+CONTEXT_MIN = 64
+BESIDE = (16, 64, 256)  # pieces beside turns that generate
+CONTEXT_MOST = 32_768  # longer ones are straight on from there
+PIECES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+DECODES = "decodes"
+PROMPTS = "prompts"
+MIXES = "decodes and prompts"
+CHUNKS = "chunks"
+
+
+@dataclass(frozen=True)
+class Point:
+    kind: str
+    spans: tuple[tuple[int, int], ...]
+    held_out: bool = False
+
+    @property
+    def work(self) -> Work:
+        return work_of(self.spans)
+
+    def observed(self, seconds: float) -> Observation:
+        work = self.work
+        return Observation(work.tokens, work.pairs, work.keys, 0, seconds, work.decodes)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an iteration of this engine may have."""
+
+    turns: int
+    tokens: int
+    context: int
+    pages: int  # of the device tier
+    chunk_tokens: int
+
+    def allow(self, point: Point) -> bool:
+        spans = point.spans
+        return (
+            bool(spans)
+            and max(stop for _, stop in spans) <= self.context
+            and point.work.tokens <= self.tokens
+            and sum(stop - start == 1 for start, stop in spans) <= self.turns
+            and self.pages_of(point) <= self.pages
+        )
+
+    def pages_of(self, point: Point) -> int:
+        return sum(-(-stop // self.chunk_tokens) for _, stop in point.spans)
+
+    @property
+    def context_most(self) -> int:
+        return min(self.context, CONTEXT_MOST, self.pages * self.chunk_tokens)
+
+
+def points_of(limits: Limits, quick: bool, seed: int = 0) -> list[Point]:
+    """All of them, each once."""
+    num_held_out = 12 if quick else 36
+    every = [*_designed(limits, quick), *_chunks(limits)]
+    fitting = dict.fromkeys(point for point in every if limits.allow(point))
+    return [*fitting, *held_out(limits, num_held_out, seed)]
+
+
+def held_out(limits: Limits, count: int, seed: int) -> list[Point]:
+    """A third of each kind."""
+    draw, found = random.Random(seed), list[Point]()
+    for index in range(count):
+        kind = (DECODES, MIXES, PROMPTS)[index % 3]
+        for _ in range(100):
+            point = Point(kind, tuple(_drawn(limits, kind, draw)), held_out=True)
+            if limits.allow(point):
+                found.append(point)
+                break
+    return found
+
+
+def _designed(limits: Limits, quick: bool) -> Iterator[Point]:
+    contexts = _powers(CONTEXT_MIN, limits.context_most, 16 if quick else 4)
+    batches = _powers(1, limits.turns, 4 if quick else 2)
+    for context in contexts:
+        for batch in batches:
+            yield Point(DECODES, _decodes(batch, context))
+    pieces = [each for each in (*PIECES, limits.tokens) if each <= min(limits.tokens, 512)]
+    starts = [0, *contexts[1:]]
+    for start in starts:
+        for piece in pieces[:: 2 if start else 1]:
+            yield Point(PROMPTS, ((start, start + piece),))
+        yield Point(PROMPTS, ((start, start + pieces[-1]),))
+    for batch in batches[1::2]:
+        for piece in BESIDE:
+            for context in contexts[:2]:
+                yield Point(MIXES, (*_decodes(batch, context), (0, piece)))
+                yield Point(MIXES, (*_decodes(batch, CONTEXT_MIN), (context, context + piece)))
+
+
+def _chunks(limits: Limits) -> Iterator[Point]:
+    size = limits.chunk_tokens
+    if size > 1:
+        for context in _powers(32, limits.context_most - size, 2):
+            yield Point(CHUNKS, ((context, context + size),))
+
+
+def _decodes(batch: int, context: int) -> tuple[tuple[int, int], ...]:
+    return ((context - 1, context),) * batch
+
+
+def _powers(first: int, most: int, factor: int) -> list[int]:
+    found = []
+    while first <= most:
+        found.append(first)
+        first *= factor
+    return found
+
+
+def _drawn(limits: Limits, kind: str, draw: random.Random) -> Iterator[tuple[int, int]]:
+    def log_uniform(least: int, most: int) -> int:
+        return max(least, min(most, round(least * math.pow(most / least, draw.random()))))
+
+    most = limits.context_most
+    if kind != PROMPTS:
+        batch = log_uniform(1, limits.turns)
+        share = max(min(most, limits.pages * limits.chunk_tokens // batch - limits.chunk_tokens), 2)
+        for _ in range(batch):
+            stop = log_uniform(min(16, share), share)
+            yield stop - 1, stop
+    if kind != DECODES:
+        for _ in range(draw.choice((1, 1, 2))):
+            piece = log_uniform(2, min(limits.tokens, 512))
+            start = draw.choice((0, log_uniform(1, most)))
+            yield start, start + piece
+
+
+def longest(points: Sequence[Point]) -> int:
+    return max(stop for point in points for _, stop in point.spans)

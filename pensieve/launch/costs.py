@@ -1,0 +1,87 @@
+"""What computing and copying cost, as one value that a start chooses; from the first of
+
+    --cost FILE     of `pensieve profile --output`, or of `pensieve simulate --fit`, which fits a journal
+    a profile       that `pensieve profile` kept for this model, machine, settings and versions (profiles.py)
+    an estimate     from the model's shape and, for iterations, a data sheet
+
+The retention policy, the choice between copying and computing again, and the time that prompts may take
+beside replies all use this one value.  Its line of the log says where it comes from, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pensieve.config import Settings
+from pensieve.core.cost import CostProfile
+from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.scheduler_config import SOME_COST
+from pensieve.errors import ConfigError
+from pensieve.launch import profiles
+from pensieve.sim import cost_file
+from pensieve.sim.cost import HARDWARE, CostModel
+from pensieve.sim.fit import assumed_for
+
+if TYPE_CHECKING:
+    from pensieve.model.loader import LoadedModel
+
+ADVICE = "`pensieve profile` makes one"
+
+
+class Costs(NamedTuple):
+    """Of this model on this machine."""
+
+    retention: CostProfile  # of chunks
+    iterations: IterationCost
+    in_words: str  # the source, and why it is that one
+
+
+def costs_of(
+    settings: Settings, folder: Path, model: LoadedModel, computed_by: Mapping[str, Any]
+) -> Costs:
+    """ConfigError where the file of --cost is of another model."""
+    if settings.cost is not None:
+        found = cost_file.load_all(settings.cost)
+        _check_model(settings, found.cost, model)
+        kind = "profiled" if found.measured_with else "fitted from a journal"
+        words = f"costs: {kind}, from {settings.cost} (--cost): {found.cost.source}"
+        return _measured(settings, found.cost, words)
+    kept = profiles.kept(profiles.key_of(settings, folder, model))
+    if isinstance(kept, profiles.Kept):
+        words = f"costs: profiled on this machine, {kept.in_words}"
+        return _measured(settings, kept.cost, words)
+    shape = model.shape
+    retention = CostProfile.analytic(
+        shape.num_parameters,
+        shape.num_layers,
+        model.num_heads,
+        shape.head_size,
+        settings.chunk_tokens,
+    )
+    on_gpu = model.flat.module.device.type == "cuda"
+    assumed = assumed_for(computed_by, HARDWARE["h200" if on_gpu else "cpu"])
+    words = f"costs: estimated from the model's shape: {kept}; {ADVICE}"
+    return Costs(retention, assumed.computing if assumed is not None else SOME_COST, words)
+
+
+def _measured(settings: Settings, cost: CostModel, words: str) -> Costs:
+    retention = replace(cost.recompute(settings.chunk_tokens), measured=True)
+    return Costs(retention, cost.computing, words)
+
+
+def _check_model(settings: Settings, found: CostModel, model: LoadedModel) -> None:
+    shape = model.shape
+    if found.layers != shape.num_layers:
+        raise ConfigError(
+            f"{settings.cost} was measured with a model of {found.layers} layers, and this one has "
+            f"{shape.num_layers}"
+        )
+    kv_bytes = settings.tensor_parallel * shape.kv_bytes_per_token
+    if found.kv_bytes_per_token != kv_bytes:
+        raise ConfigError(
+            f"{settings.cost} was measured with a model of {found.kv_bytes_per_token:,} bytes of KV per "
+            f"token, and this one has {kv_bytes:,}"
+        )

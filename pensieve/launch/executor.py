@@ -1,0 +1,112 @@
+"""Loads a model and puts memory and an executor around it: what an engine runs on, and a profile measures."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from pensieve.config import Settings
+from pensieve.errors import ModelError
+from pensieve.launch.model_folder import Report
+from pensieve.launch.model_ranks import ModelRanks, load_model
+from pensieve.launch.sizing import TierPages, size_text, tier_pages, turns_max
+from pensieve.model.executor import TorchExecutor
+from pensieve.model.free_memory import free_for_kv
+from pensieve.model.graphs import DecodeGraphs
+from pensieve.model.kv.checksums import PageChecksums
+from pensieve.model.kv.memory import KVMemory
+from pensieve.model.parallel.executor import ParallelExecutor
+from pensieve.model.sampling.sampler import Sampler
+from pensieve.text import Tokenizer
+
+
+class Tiers(NamedTuple):
+    memory: KVMemory  # of this rank
+    pages: TierPages
+    page_bytes: int  # of all ranks together
+
+
+def _allocate(
+    settings: Settings, ranks: ModelRanks, sampler: Sampler, tokenizer: Tokenizer, report: Report
+) -> Tiers:
+    """Allocate both tiers, in all ranks; on a GPU the device tier is sized by the memory that is left."""
+    model, leader = ranks
+    device: torch.device = model.flat.module.device
+    sizes = (settings.token_budget, turns_max(settings), settings.chunk_tokens)
+    num_ranks = settings.tensor_parallel
+    device_bytes = None  # a CPU: both tiers are in the host's memory
+    if device.type == "cuda":
+        report("measuring what is left of the GPU's memory")
+        if leader is not None:
+            leader.start_measuring(*sizes)
+        device_bytes = free_for_kv(model, *sizes, device, sampler)
+        if leader is not None:
+            device_bytes = num_ranks * min(device_bytes, *leader.measured_bytes())
+    page_bytes = num_ranks * model.shape.kv_bytes_per_page(settings.chunk_tokens)
+    pages = tier_pages(settings, page_bytes, device_bytes)
+    memory = KVMemory(model.shape, *pages, settings.chunk_tokens, device, report)
+    if leader is not None:
+        leader.allocate(*pages, settings.chunk_tokens)
+    tier_sizes = (
+        f"{name} {size_text(num_pages * page_bytes)} = {num_pages * settings.chunk_tokens:,} tokens"
+        for name, num_pages in zip(TierPages._fields, pages, strict=True)
+    )
+    report(f"KV pools: {', '.join(tier_sizes)}, in {memory.format.in_words}")
+    return Tiers(memory, pages, page_bytes)
+
+
+def _graphs(
+    settings: Settings, ranks: ModelRanks, memory: KVMemory, report: Report
+) -> DecodeGraphs | None:
+    """Capture the graphs of decode batches, on a GPU and with one rank."""
+    if ranks.model.flat.module.device.type != "cuda" or ranks.leader is not None:
+        return None
+    num_turns = turns_max(settings, memory.device_pages)
+    graphs = DecodeGraphs(ranks.model.flat, memory, num_turns)
+    with torch.inference_mode():
+        graphs.capture()
+    report(
+        f"decoding runs without graphs: {graphs.failure}"
+        if graphs.failure
+        else f"captured graphs for up to {num_turns} turns"
+    )
+    return graphs
+
+
+class BuiltExecutor(NamedTuple):
+    executor: TorchExecutor | ParallelExecutor
+    ranks: ModelRanks
+    tiers: Tiers
+    checksums: PageChecksums | None
+
+
+def build_executor(
+    settings: Settings,
+    folder: Path,
+    tokenizer: Tokenizer,
+    end_of_turn_ids: frozenset[int],
+    report: Report,
+    undo: ExitStack,
+) -> BuiltExecutor:
+    """`undo` gets callbacks that close all of it."""
+    ranks = load_model(settings, folder, report, undo)
+    shape = ranks.model.shape
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise ModelError(
+            f"the tokenizer knows {tokenizer.vocab_size} tokens, the model {shape.vocab_size}"
+        )
+    sampler = Sampler(shape.vocab_size, ranks.model.eos_token_ids | end_of_turn_ids)
+    tiers = _allocate(settings, ranks, sampler, tokenizer, report)
+    graphs = _graphs(settings, ranks, tiers.memory, report)
+    checksums = PageChecksums(tiers.memory.host_arena) if settings.check_kv else None
+    own = TorchExecutor(
+        ranks.model, tiers.memory, sampler, tokenizer, graphs=graphs, checksums=checksums
+    )
+    undo.callback(own.close)
+    executor: TorchExecutor | ParallelExecutor = own
+    if ranks.leader is not None:
+        executor = ParallelExecutor(own, ranks.leader)
+    return BuiltExecutor(executor, ranks, tiers, checksums)

@@ -1,0 +1,129 @@
+"""The profiles that `pensieve profile` keeps: what a model costs on this machine, in files of cost_file.py.
+
+They are in `profiles` beside the converted models ($XDG_CACHE_HOME/pensieve, ~/.cache/pensieve).  A profile
+is of one model (its shape, by a hash of its config and of the headers of its weights), on one device with its
+kernels and threads, in one form (types, ranks, tokens per chunk).  All of that is in the file's name, as a
+hash; so no profile is found for anything else.  The versions of Pensieve and torch are in the file: where
+they are others than those that run, the profile is not used, and the reason says so.
+
+A file is written whole, or not at all (store/durable.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pensieve import __version__
+from pensieve.config import Settings
+from pensieve.config.machine import processor_name
+from pensieve.errors import ConfigError, one_line
+from pensieve.launch.model_cache import models_folder
+from pensieve.launch.model_folder import fingerprint_of
+from pensieve.sim import cost_file
+from pensieve.sim.cost import CostModel
+
+if TYPE_CHECKING:
+    from pensieve.model.loader import LoadedModel
+
+
+class Key(NamedTuple):
+    """What a profile is of."""
+
+    name: str  # of the model's folder, for people
+    measured_with: dict[str, Any]
+    versions: dict[str, str]
+
+    @property
+    def path(self) -> Path:
+        digest = hashlib.sha256(json.dumps(self.measured_with, sort_keys=True).encode())
+        stem = re.sub(r"[^\w.-]+", "_", self.name)[:64] or "model"
+        return profiles_folder() / f"{stem}-{digest.hexdigest()[:16]}.json"
+
+
+class Kept(NamedTuple):
+    cost: CostModel
+    in_words: str
+
+
+def profiles_folder() -> Path:
+    return models_folder().parent / "profiles"
+
+
+def key_of(settings: Settings, folder: Path, model: LoadedModel) -> Key:
+    """Of a model as these settings have loaded it."""
+    import torch
+
+    from pensieve.kernels import cpu_library
+
+    shape, device = model.shape, model.flat.module.device
+    if device.type == "cuda":
+        machine = {"device": str(torch.cuda.get_device_name(device))}
+    else:
+        machine = {
+            "device": processor_name(),
+            "instructions": cpu_library.instruction_set(shape.dtype, shape.head_size) or "torch",
+            "threads": str(torch.get_num_threads()),
+        }
+    measured_with = {
+        "model": fingerprint_of(folder, ""),
+        **machine,
+        "layers": model.flat.form,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "kv_dtype": shape.kv_format.in_words,
+        "weights": settings.weights,
+        "tensor_parallel": settings.tensor_parallel,
+        "chunk_tokens": settings.chunk_tokens,
+    }
+    name = folder.resolve().name
+    return Key(name, measured_with, {"pensieve": __version__, "torch": torch.__version__})
+
+
+def kept(key: Key) -> Kept | str:
+    """The profile of this key, or why there is none to use."""
+    path = key.path
+    if not path.is_file():
+        return "no profile of this model on this machine"
+    try:
+        found = cost_file.load_all(path)
+    except ConfigError as error:
+        return f"its profile cannot be used ({one_line(error)})"
+    with_versions, at = found.measured_with, found.measured_with.get("at", "an unknown day")
+    if {name: with_versions.get(name) for name in key.measured_with} != key.measured_with:
+        return f"the profile {path} is of something else"
+    versions = with_versions.get("versions")
+    if versions != key.versions:
+        return f"its profile is of {_in_words(versions)}, and this is {_in_words(key.versions)}"
+    median = found.errors.get("all", {}).get("median")
+    off = f", off by {median:.0%} in the median" if isinstance(median, float) else ""
+    return Kept(found.cost, f"{at}{off} ({path})")
+
+
+def _in_words(versions: Any) -> str:
+    if not isinstance(versions, Mapping) or not versions:
+        return "unknown versions"
+    return " and ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def text_of(key: Key, cost: CostModel, at: str, facts: Mapping[str, Any]) -> str:
+    """Of a file that `kept` finds under this key; `at` is the day."""
+    of_machine = {"host": platform.node() or "unknown"}
+    measured_with = {**key.measured_with, **of_machine, "versions": key.versions, "at": at}
+    return cost_file.text_of(cost, {"measured_with": measured_with, **facts}) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    """The whole file or none, whatever happens; ConfigError if it cannot be written."""
+    from pensieve.store.durable import new_file  # it brings SQLite
+
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with new_file(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,148 @@
+"""The costs of computing as points (core/iteration_cost.py), fitted to a profile's measured iterations.
+
+The unknowns are the seconds at each point, and those of attention per key and per pair.  What an iteration
+takes is linear in them: a count between two points takes a share of both.  So they are the least squares that
+are not negative, of errors relative to what was measured; what lies far outside counts less (Huber).
+
+The points are at powers of two.  Of the dense part the first is at two tokens, since a slice of one token is
+a decode: what that takes, and what one decode adds to it, cannot be told apart, and need not be.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from pensieve.core.cost import CostProfile
+from pensieve.sim.cost import CostModel
+from pensieve.sim.fit import FitError, error_of
+from pensieve.sim.least_squares import nonnegative_many
+from pensieve.sim.observed import Observation
+
+ROUNDS = 6
+OUTSIDE = 0.05  # relative error from which an observation counts less
+
+
+def fit_points(rows: Sequence[Observation], about: CostModel) -> CostModel:
+    """`about` with the costs of computing that these rows show; ValueError if they are too few."""
+    tokens = _counts(max(row.tokens for row in rows), 2)
+    decodes = [0, *_counts(max(row.decodes for row in rows), 1)]
+    if len(tokens) < 2 or len(decodes) < 2:
+        raise ValueError("there are too few kinds of iterations to fit")
+    columns = [
+        [
+            *_shares(tokens, row.tokens),
+            *_shares(decodes, row.decodes)[1:],
+            float(row.keys),
+            float(row.pairs),
+        ]
+        for row in rows
+    ]
+    weights = [1 / row.seconds**2 for row in rows]
+    for _ in range(ROUNDS):
+        found = _solved(columns, rows, weights)
+        weights = []
+        for column, row in zip(columns, rows, strict=True):
+            predicted = sum(x * each for x, each in zip(found, column, strict=True))
+            error = abs(predicted / row.seconds - 1)
+            weights.append(
+                min(OUTSIDE / error, 1.0) / row.seconds**2 if error else 1 / row.seconds**2
+            )
+    used = [any(column[i] for column in columns) for i in range(len(found))]
+    dense = [(count, found[i]) for i, count in enumerate(tokens) if used[i]]
+    decoding = [(0, 0.0)]
+    decoding += [(n, found[i]) for i, n in enumerate(decodes[1:], len(tokens)) if used[i]]
+    most, most_seconds = dense[-1]
+    some, some_seconds = dense[max(len(dense) - 3, 0)]  # a quarter of it
+    slope = (most_seconds - some_seconds) / (most - some)
+    return replace(
+        about,
+        dense_seconds_per_token=slope if slope > 0 else most_seconds / most,
+        dense_seconds_min=dense[0][1],
+        attention_seconds_per_key=found[-2],
+        attention_seconds_per_pair=found[-1],
+        overhead_seconds=0.0,
+        dense_points=tuple(dense),
+        decode_points=tuple(decoding),
+    )
+
+
+def _counts(most: int, first: int) -> list[int]:
+    """Powers of two from `first` on, and the most there is, where that is far from the last."""
+    counts = [first << power for power in range(32) if first << power <= most]
+    return [*counts, most] if counts and most >= 1.5 * counts[-1] else counts
+
+
+def _shares(points: Sequence[int], count: int) -> list[float]:
+    """What each point's seconds count of so many, as `between` takes them."""
+    shares = [0.0] * len(points)
+    right = bisect_right(points, count)
+    if not right:
+        shares[0] = 1.0
+        return shares
+    right = min(right, len(points) - 1)
+    low, high = points[right - 1], points[right]
+    share = (count - low) / (high - low)
+    shares[right - 1], shares[right] = 1 - share, share
+    return shares
+
+
+def _solved(
+    columns: Sequence[Sequence[float]], rows: Sequence[Observation], weights: Sequence[float]
+) -> list[float]:
+    size = len(columns[0])
+    products = [[0.0] * size for _ in range(size)]
+    targets = [0.0] * size
+    for column, row, weight in zip(columns, rows, weights, strict=True):
+        some = [(i, value) for i, value in enumerate(column) if value]
+        for i, value in some:
+            targets[i] += weight * value * row.seconds
+            for j, other in some:
+                products[i][j] += weight * value * other
+    return nonnegative_many(products, targets)
+
+
+def errors_of(cost: CostModel, held_out: Sequence[tuple[str, Observation]]) -> tuple[FitError, ...]:
+    """The error of each kind, and of all together."""
+    kinds = list(dict.fromkeys(kind for kind, _ in held_out))
+    by_kind = [(kind, [row for each, row in held_out if each == kind]) for kind in kinds]
+    every = [row for _, row in held_out]
+    return tuple(error_of(kind, len(rows), rows, cost) for kind, rows in [*by_kind, ("all", every)])
+
+
+def chunk_profile(
+    measured: Mapping[int, float], cost: CostModel, chunk_tokens: int
+) -> CostProfile | None:
+    """What recomputing a chunk takes, from what one took alone behind contexts that are powers of two.
+
+    Attention is what it takes longer than behind the shortest one, which is itself as `cost` has it; and as
+    it never takes less behind a longer context, neighbours of which this was measured share their mean.  The
+    rest is that of a chunk in a full batch, as holes are recomputed.  None if there are too few.
+    """
+    if len(measured) < 2:
+        return None
+    contexts = sorted(measured)
+    first = contexts[0]
+    reading, computing = cost.attention_seconds_per_key, cost.attention_seconds_per_pair
+    pairs = chunk_tokens * first + chunk_tokens * (chunk_tokens + 1) // 2
+    base = measured[first] - reading * (first + chunk_tokens) - computing * pairs
+    rising = _rising([max(measured[context] - base, 0.0) for context in contexts])
+    most, most_seconds = cost.dense_points[-1]
+    return CostProfile.measured_at(
+        dict(zip(contexts, rising, strict=True)),
+        most_seconds / most * chunk_tokens,
+        cost.copy_seconds(chunk_tokens),
+    )
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """The nearest values none of which is below the one before."""
+    means = list[tuple[float, int]]()
+    for value in values:
+        mean, count = value, 1
+        while means and means[-1][0] > mean:
+            before, number = means.pop()
+            mean, count = (mean * count + before * number) / (count + number), count + number
+        means.append((mean, count))
+    return [mean for mean, count in means for _ in range(count)]

@@ -1,0 +1,32 @@
+"""What is predicted of a draft is predicted of its slices."""
+
+from __future__ import annotations
+
+import pytest
+
+from pensieve.core.iteration_cost import Work, work_of
+from pensieve.core.iteration_draft import IterationDraft
+from pensieve.core.time_budget import TimeBudget
+from tests.core.world import Stage
+
+
+def test_the_work_of_a_draft_is_that_of_its_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, seen = TimeBudget.planned, list[Work]()
+
+    def compared(self: TimeBudget, draft: IterationDraft, now: float) -> None:
+        assert draft.work == work_of((piece.start, piece.stop) for piece in draft.slices)
+        seen.append(draft.work)
+        planned(self, draft, now)
+
+    monkeypatch.setattr(TimeBudget, "planned", compared)
+    world = Stage(400, 0, batch_tokens_max=64, token_seconds=0.001, prompt_seconds_max=0.05)
+    world.ask("one", 4, 30)
+    world.ask("other", 1, 30)
+    world.next()
+    world.next()
+    world.ask("reader", 150, 4)
+    for _ in range(20):
+        world.next()
+    assert seen[0] == Work(5, 11, 5, 1)
+    assert Work(2, 7, 7, 2) in seen  # both generate
+    assert any(work.tokens > 16 and work.decodes == 2 for work in seen)  # beside a piece
