@@ -143,6 +143,14 @@ SETTINGS: Table = (
         "as it is predicted to take no longer (0: none)",
         "S",
     ),
+    Setting(
+        "ttft",
+        number(0, 3600),
+        "0",
+        "objective for the time to the first token of a reply, in seconds: a turn that would wait longer "
+        "for its turn is refused at once, and told when to come back (0: none)",
+        "S",
+    ),
     Setting("turns_max", whole(1, 1 << 16), "64", "most turns that run at once", "N"),
     Setting(
         "threads",

@@ -39,6 +39,7 @@ class Share:
     name: str
     weight: float = 1.0
     used: float = 0.0  # tokens that were computed for it, divided by its weight
+    num_tokens: int = 0  # that were computed for it
     turns: list[Turn] = field(default_factory=list)  # that wait, in queue order
 
 
@@ -98,6 +99,11 @@ class FairQueue:
     def charge(self, turn: Turn, num_tokens: int) -> None:
         share = self._shares[turn.share]
         share.used += num_tokens / share.weight
+        share.num_tokens += num_tokens
+
+    def num_tokens_of_shares(self) -> dict[str, int]:
+        """What was computed for each, by its name."""
+        return {name: share.num_tokens for name, share in self._shares.items()}
 
     def check(self) -> None:
         for name, share in self._shares.items():

@@ -213,6 +213,7 @@ class Scheduler:
 
     def _launched(self, draft: IterationDraft, swap_outs: list[SwapOut], now: float) -> Iteration:
         self._index += 1
+        predicted_seconds = self._time_budget.planned(draft, now)
         iteration = Iteration(
             self._index,
             tuple(draft.slices),
@@ -221,11 +222,11 @@ class Scheduler:
             tuple(swap_outs),
             tuple(self._started),
             tuple(self._forgotten),
+            predicted_seconds,
         )
         self._started.clear()
         self._forgotten.clear()
         self._uncommitted.append(_Uncommitted(iteration, draft.turns, draft.sources))
-        self._time_budget.planned(draft, now)
         counters = self.counters
         counters.iterations += 1
         counters.tokens += draft.num_tokens

@@ -28,6 +28,7 @@ from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.ports import Sink
 from pensieve.errors import ConfigError, ModelError
 from pensieve.launch.model_folder import LoadedTexts, Report
+from pensieve.launch.objectives import ESTIMATED, Pages, Smallest, smallest_tbt
 from pensieve.launch.sizing import TierPages, size_text, tier_pages
 from pensieve.sim import cost_file
 from pensieve.sim.cost import HARDWARE
@@ -68,6 +69,7 @@ class BuiltEngine:
     computes: Mapping[str, str] = field(
         default_factory=dict
     )  # dtype, kv_dtype, weights, device, layers
+    smallest_tbt: Smallest | None = None  # where there is an objective
 
     @property
     def context_max(self) -> int:
@@ -126,6 +128,7 @@ def build_engine(
                 _iteration_cost(settings, ranks, computed_by),
             ),
             shape.context_max,
+            ttft_seconds=settings.ttft,
         )
         journal = _journal(settings, computed_by, configs, cost)
         is_intact: IsIntact = checksums.is_intact if checksums is not None else trusted
@@ -139,9 +142,24 @@ def build_engine(
             [journal.observer] if journal is not None else [],
             is_intact,
         )
-        if journal is not None:
-            observer = journal.observer
-            engine.metrics.more = lambda: {"journal_given_up": float(observer.given_up)}
+        observer = journal.observer if journal is not None else None
+
+        def figures() -> dict[str, float]:
+            more = {"rows_padded": float(executor.rows_padded)}
+            if observer is not None:
+                more["journal_given_up"] = float(observer.given_up)
+            return more
+
+        engine.metrics.more = figures
+        smallest = None
+        if settings.tbt:
+            smallest = smallest_tbt(
+                configs.scheduler.cost,
+                ESTIMATED if settings.cost is None else f"by {settings.cost}",
+                executor,
+                Pages(tiers.pages.device, settings.chunk_tokens),
+                SystemClock().now,
+            )
         gc.collect()
         gc.freeze()  # the modules' objects live as long as the process; no collection needs to visit them
         undo.pop_all()
@@ -159,6 +177,7 @@ def build_engine(
             "device": str(ranks.model.flat.module.device),
             "layers": ranks.model.flat.form,
         },
+        smallest,
     )
 
 
