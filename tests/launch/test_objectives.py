@@ -120,7 +120,7 @@ def test_a_daemon_does_not_start_with_it_and_starts_with_what_is_named(tmp_path:
         [*(sys.executable, "-m", "pensieve", "serve", "--tbt", "0.01"), *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=60,
         check=False,
     )
     assert ran.returncode == ConfigError.exit_code, ran.stderr
