@@ -76,7 +76,7 @@ def test_only_the_engines_settings_travel_to_it(file: Path) -> None:
         ("grace = [1]", "grace is a string, a number, true or false"),
         ("grace = nan", r"grace \(.*\) is a number in 0..86400, not 'nan'"),
         ('insecure = "perhaps"', r"insecure \(.*\) is true or false, not 'perhaps'"),
-        ("turns_max = 1.5", r"turns_max \(.*\) is a whole number in 1..65536, not '1.5'"),
+        ("turns_max = 1.5", r"turns_max \(.*\) is a whole number in 0..65536, not '1.5'"),
         ("grace = ", "is not valid TOML"),
     ],
 )

@@ -94,7 +94,7 @@ def _add_objectives(table: Any, more: Mapping[str, float]) -> None:
     if more.get("suspensions") or more.get("preemptions"):
         table.add_row(
             "suspended",
-            f"{more['suspensions']:,.0f} times, {more['preemptions']:,.0f} for a higher priority; "
+            f"{more['suspensions']:,.0f} times, {more['preemptions']:,.0f} for turns that were next; "
             f"p50 {_milliseconds(more['suspended_p50_seconds'])}, "
             f"p99 {_milliseconds(more['suspended_p99_seconds'])} in the last 5 minutes",
         )

@@ -97,6 +97,7 @@ def _sweep(arguments: argparse.Namespace, found: list[Point]) -> int:
             arguments.prompt_seconds,
             arguments.tbt,
             cost.computing,
+            arguments.share,
         ),
         keep_gaps=not timeless,
         keep_series=arguments.plot is not None,

@@ -139,6 +139,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "predicted to take no longer (default: 0, none)",
     )
     parser.add_argument(
+        "--share",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of a reply, after which a turn gives its place to one that waits (default: 0, never)",
+    )
+    parser.add_argument(
         "--turns-max",
         type=int,
         default=256,
@@ -201,7 +208,7 @@ def check(arguments: argparse.Namespace) -> None:
             f"{arguments.token_budget} tokens an iteration are fewer than the {arguments.turns_max} "
             "turns (--turns-max) that may generate in it, one token each",
         )
-    for name in ("prompt_seconds", "tbt"):
+    for name in ("prompt_seconds", "tbt", "share"):
         if not getattr(arguments, name) >= 0:
             raise InvalidArgument(name, "is at least 0")
         if getattr(arguments, name) and arguments.plan:

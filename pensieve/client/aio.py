@@ -269,7 +269,7 @@ class AsyncConversation:
             create_if_missing: create the conversation if it does not exist (the default).
             expected_return_seconds: when the next message is expected, as a hint for the cache.
             last_turn: no further message is expected, as a hint for the cache.
-            priority: -8 to 8; a turn with a higher priority waits less and is suspended later.
+            priority: -8 to 8; a turn with a higher priority is next, and takes the place of a lower one.
             metadata: any JSON object of at most 16 KiB; `messages` returns it with what this turn sent.
             timeout: seconds for the whole turn, retries included.
             keep_partial: what stays if the turn is left before its end, by a timeout or in another way (the

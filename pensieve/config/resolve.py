@@ -38,6 +38,7 @@ class Settings:
     prompt_seconds: float
     tbt: float
     ttft: float
+    share: int
     turns_max: int
     threads: int
     tensor_parallel: int

@@ -151,7 +151,21 @@ SETTINGS: Table = (
         "for its turn is refused at once, and told when to come back (0: none)",
         "S",
     ),
-    Setting("turns_max", whole(1, 1 << 16), "64", "most turns that run at once", "N"),
+    Setting(
+        "share",
+        whole(0, 1 << 20),
+        "0",
+        "tokens of a reply, after which a turn gives its place to one that waits, and goes on later: where "
+        "there are too few places first tokens come sooner and replies end later (0: it keeps its place)",
+        "N",
+    ),
+    Setting(
+        "turns_max",
+        whole(0, 1 << 16),
+        "0",
+        "most turns that run at once (0: as many as the device tier and --token-budget have room for)",
+        "N",
+    ),
     Setting(
         "threads",
         whole(0, 1024),

@@ -125,6 +125,27 @@ class KVCache:
     def swap_outs_in_flight(self) -> int:
         return self.tiers.num_swapping_out
 
+    def pages_for(self, turn: Turn, running: Iterable[Turn]) -> tuple[int, int]:
+        """Of a turn that waits: the pages of its whole context, and how many of them it could have.
+
+        So many are not held by these turns that run, or are its own.
+        """
+        pinned = {
+            branch: None
+            for each in running
+            for branch in self.conversations[each.conversation_id].path()
+        }
+        num_left = self.config.device_pages - sum(len(branch.chunks) for branch in pinned)
+        conversation = self.conversations.get(turn.conversation_id)
+        for branch in conversation.path() if conversation is not None else ():
+            num_left += len(branch.chunks) if branch in pinned else 0
+        return -(-len(turn.tokens) // self.config.chunk_tokens), num_left
+
+    def pages_alone(self, turn: Turn) -> int:
+        """That no other running turn holds."""
+        path = self.conversations[turn.conversation_id].path()
+        return sum(len(branch.chunks) for branch in path if branch.num_running == 1)
+
     # -- a turn takes, extends and returns its pages --
 
     def begin(

@@ -1,10 +1,11 @@
-"""Which waiting turn is admitted next: that of the share that has used least, in that share's own order.
+"""Which waiting turn is admitted next: of the share that has used least, the first in that share's own order.
 
 A share is whatever the turns are divided among, most often a tenant; core knows its name and its weight.
-Each share has a counter of the tokens that were computed for it, divided by its weight.  The next turn is
-that of the waiting share with the lowest counter (of several, the one whose first turn came first), and
-within a share the turns keep the order of the queue.  This is fair queueing with token counters (Sheng et
-al., "Fairness in Serving Large Language Models", OSDI 2024):
+
+**Between shares.**  Each has a counter of the tokens that were computed for it, divided by its weight.  The
+next turn is that of the waiting share with the lowest counter (of several, the one whose turn came first).
+This is fair queueing with token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI
+2024):
 
 * **Charged** is what is computed: the positions of a prefill as they come into a batch, then each token
   that a turn samples.  What is found in the cache costs nothing.
@@ -13,25 +14,39 @@ al., "Fairness in Serving Large Language Models", OSDI 2024):
 
 So a share that has put in a thousand turns delays another one's next turn by one of them, not by a
 thousand; and while two shares wait, what they get has the proportion of their weights, up to what their
-running turns may still sample.  With a single share this is a plain queue.
+running turns may still sample.  A prefill that has begun gives way in the same manner.
 
-A prefill that has begun gives way in the same manner: the tokens of an iteration go to the share that has
-used least, so a prompt of a hundred thousand tokens holds up its own share alone.
+**Within a share** turns wait in lines, each first come first served: one for every priority, the higher
+ones first, and of a priority two, one for prompts that fit into an iteration and behind it one for longer
+ones.  A document of a hundred thousand tokens does not keep everybody's next message waiting, and as long
+as it does not fit into memory they do not wait for that.  They do not pass it for ever either: a line that
+so many turns passed which came after its first one,
+
+    TURNS_A_PRIORITY      of the next higher priority (twice as many of the one above that, …)
+    SHORT_TURNS           with short prompts, of the same priority
+
+is overdue, and its first turn is next.
 
 Nobody waits for ever: as long as a share waits, what is computed for another raises that one's counter,
-and no counter that is lower can come.
+and no counter that is lower can come; and within a share each line moves, if slowly.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 from pensieve.core.turn import Turn
 
-QUEUE_ORDER = attrgetter("queue_order")
+TURNS_A_PRIORITY = 64
+SHORT_TURNS = 8
+
+Line = tuple[int, bool]  # priority, and whether its prompts are short; the greatest is served first
+
+
+def _passes_allowed(ahead: Line, behind: Line) -> int:
+    return TURNS_A_PRIORITY * (ahead[0] - behind[0]) or SHORT_TURNS
 
 
 @dataclass(eq=False, slots=True)
@@ -40,56 +55,97 @@ class Share:
     weight: float = 1.0
     used: float = 0.0  # tokens that were computed for it, divided by its weight
     num_tokens: int = 0  # that were computed for it
-    turns: list[Turn] = field(default_factory=list)  # that wait, in queue order
+    lines: dict[Line, deque[Turn]] = field(default_factory=dict)  # that have turns
+    passed: dict[Line, int] = field(
+        default_factory=dict
+    )  # since a line moved: turns that passed it
+
+    def in_order(self) -> list[Turn]:
+        """The first turns of its lines: those that are overdue as they came, then by rank."""
+        if len(self.lines) == 1:
+            (line,) = self.lines.values()
+            return [line[0]]
+        ranked = sorted(self.lines, reverse=True)
+        first = ranked[0]
+        overdue = [
+            line for line in ranked[1:] if self.passed.get(line, 0) >= _passes_allowed(first, line)
+        ]
+        overdue.sort(key=lambda line: self.lines[line][0].arrival)
+        return [self.lines[line][0] for line in dict.fromkeys((*overdue, *ranked))]
+
+    def remove(self, turn: Turn, line: Line) -> None:
+        waiting = self.lines[line]
+        waiting.remove(turn)
+        if not waiting:
+            del self.lines[line]
+            self.passed.pop(line, None)
+
+    def turn_passes(self, turn: Turn, own: Line) -> None:
+        """A turn of this line is admitted."""
+        self.passed.pop(own, None)
+        for line, waiting in self.lines.items():
+            if line < own and waiting[0].arrival < turn.arrival:
+                self.passed[line] = self.passed.get(line, 0) + 1
 
 
 class FairQueue:
     """The turns that wait for their first iteration; all shares that ever had one are remembered."""
 
-    def __init__(self) -> None:
+    def __init__(self, short_tokens_max: int) -> None:
+        """Prompts of at most so many new tokens are short."""
+        self._short_tokens_max = short_tokens_max
         self._shares: dict[str, Share] = {}
         self._waiting: dict[str, Share] = {}  # those with turns
         self._latest: Share | None = None  # admitted last
+        self._num_turns = 0
 
     def __len__(self) -> int:
-        return sum(len(share.turns) for share in self._waiting.values())
+        return self._num_turns
 
     def __contains__(self, turn: object) -> bool:
         return any(each is turn for each in self)
 
     def __iter__(self) -> Iterator[Turn]:
-        """Share by share, each in its order."""
+        """Share by share, and line by line, each as they came."""
         for share in self._waiting.values():
-            yield from share.turns
+            for line in sorted(share.lines, reverse=True):
+                yield from share.lines[line]
 
-    def head(self, busy: Collection[str] = ()) -> Turn | None:
-        """The turn that is next, of the shares that are not these."""
-        waiting = [share for share in self._waiting.values() if share.name not in busy]
-        if not waiting:
-            return None
-        return min(waiting, key=lambda each: (each.used, each.turns[0].queue_order)).turns[0]
+    def heads(self, may_come: Callable[[Turn], bool] = lambda turn: True) -> Iterator[Turn]:
+        """Of each share that waits its next turn, of those that may come."""
+        for share in self._waiting.values():
+            turn = next(filter(may_come, share.in_order()), None)
+            if turn is not None:
+                yield turn
+
+    def head(self, may_come: Callable[[Turn], bool] = lambda turn: True) -> Turn | None:
+        """The turn that is next."""
+        return self.least_used(list(self.heads(may_come)))
 
     def add(self, turn: Turn) -> None:
         share = self._shares.setdefault(turn.share, Share(turn.share))
         share.weight = turn.weight
-        if not share.turns:
+        if not share.lines:
             share.used = max(share.used, self._floor())
             self._waiting[share.name] = share
-        insort(share.turns, turn, key=QUEUE_ORDER)
+        share.lines.setdefault(self.line_of(turn), deque()).append(turn)
+        self._num_turns += 1
 
     def remove(self, turn: Turn) -> None:
         share = self._shares[turn.share]
-        share.turns.remove(turn)
-        if not share.turns:
+        share.remove(turn, self.line_of(turn))
+        self._num_turns -= 1
+        if not share.lines:
             del self._waiting[share.name]
 
     def admit(self, turn: Turn) -> None:
         """Take out a turn that is admitted."""
         self.remove(turn)
         self._latest = self._shares[turn.share]
+        self._latest.turn_passes(turn, self.line_of(turn))
 
     def least_used(self, turns: Collection[Turn]) -> Turn | None:
-        """The one of these whose share has used least, the first of it."""
+        """The one of these whose share has used least; of several the first."""
         return min(turns, key=lambda each: (self.used(each), each.queue_order), default=None)
 
     def used(self, turn: Turn) -> float:
@@ -101,17 +157,32 @@ class FairQueue:
         share.used += num_tokens / share.weight
         share.num_tokens += num_tokens
 
-    def num_tokens_of_shares(self) -> dict[str, int]:
-        """What was computed for each, by its name."""
+    @property
+    def tokens_by_share(self) -> dict[str, int]:
+        """That were computed for each, of those that ever had a turn."""
         return {name: share.num_tokens for name, share in self._shares.items()}
 
+    def line_of(self, turn: Turn) -> Line:
+        """Where in its share it waits."""
+        num_new = turn.prompt_end - turn.history_tokens
+        return turn.options.priority, num_new <= self._short_tokens_max
+
     def check(self) -> None:
+        num_turns = 0
         for name, share in self._shares.items():
-            assert bool(share.turns) == (name in self._waiting), (
+            assert bool(share.lines) == (name in self._waiting), (
                 f"share {name!r} waits and does not"
             )
-            found = [turn.queue_order for turn in share.turns]
-            assert found == sorted(found), f"the turns of share {name!r} are out of order"
+            assert set(share.passed) <= set(share.lines), f"share {name!r} counts for no line"
+            for line, waiting in share.lines.items():
+                assert waiting, f"share {name!r} has an empty line"
+                assert {self.line_of(turn) for turn in waiting} == {line}, (
+                    f"a turn of share {name!r} waits in the wrong line"
+                )
+                found = [turn.arrival for turn in waiting]
+                assert found == sorted(found), f"the turns of share {name!r} are out of order"
+                num_turns += len(waiting)
+        assert num_turns == self._num_turns, "turns that wait are miscounted"
 
     def _floor(self) -> float:
         if self._waiting:

@@ -7,18 +7,22 @@ several turns share is computed by the first that is planned, and the others fin
 
 Where time is limited (time_budget.py), a turn gets as many tokens as are predicted to fit into it behind
 their context, and TOKENS_MIN however little is left: there is room as long as so many would fit at the
-beginning of a context, and for the first prompt always.
+beginning of a context, and for the first prompt always.  A turn that goes before one that came earlier leaves
+that one HELD_BACK of what prompts may take, and TOKENS_MIN at least (prefill_order.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pensieve.core.cache import Admission
-from pensieve.core.iteration import PageCopy, Slice, SwapIn
+from pensieve.core.iteration import Iteration, PageCopy, Slice, SwapIn, SwapOut, TurnStart
 from pensieve.core.iteration_cost import IterationCost, Work
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.turn import Turn
 
 TOKENS_MIN = 16  # of a prompt, where time is short
+HELD_BACK = 0.25
 
 _new_tuple = tuple.__new__
 
@@ -30,6 +34,7 @@ class IterationDraft:
         self.num_decodes = 0
         self.seconds_max: float | None = None  # that prompts may add, as predicted; None: no limit
         self.seconds_added = 0.0  # by prompts, as predicted
+        self.predicted_seconds = 0.0  # of the whole iteration; 0: nothing is known yet
         self._cost = cost
         self._pairs = self._keys = 0  # see `Work`
         self.slices: list[Slice] = []
@@ -66,34 +71,68 @@ class IterationDraft:
         )
         self.num_tokens_left -= 1
 
+    def iteration(
+        self,
+        index: int,
+        swap_outs: Iterable[SwapOut],
+        started: Iterable[TurnStart],
+        ended: Iterable[int],
+    ) -> Iteration:
+        """What is to be launched."""
+        return Iteration(
+            index,
+            tuple(self.slices),
+            tuple(self.copies),
+            tuple(self.swap_ins),
+            tuple(swap_outs),
+            tuple(started),
+            tuple(ended),
+            self.predicted_seconds,
+        )
+
     @property
     def work(self) -> Work:
         return Work(self.num_tokens, self._pairs, self._keys)
 
-    def has_room(self) -> bool:
-        """For tokens of another prompt."""
+    def has_room(self, held_for: Turn | None = None) -> bool:
+        """For tokens of another prompt, beside what is held back for one that came earlier."""
         left = self.num_tokens_left
+        if held_for is not None:
+            return self._within(0, held_for) >= TOKENS_MIN
         if left and self.num_tokens > self.num_decodes:
             return self._within(0) >= min(TOKENS_MIN, left)
         return left > 0
 
-    def _within(self, start: int) -> int:
+    def _within(self, start: int, held_for: Turn | None = None) -> int:
         """How many tokens of a prompt the time allows, behind a context of `start`."""
+        num_held, seconds_held = self._held(held_for) if held_for is not None else (0, 0.0)
+        left = max(self.num_tokens_left - num_held, 0)
         if self.seconds_max is None:
-            return self.num_tokens_left
-        seconds = self.seconds_max - self.seconds_added
-        return self._cost.tokens_within(seconds, start, self.num_tokens_left, TOKENS_MIN)
+            return left
+        seconds = self.seconds_max - self.seconds_added - seconds_held
+        return self._cost.tokens_within(seconds, start, left, TOKENS_MIN)
+
+    def _held(self, turn: Turn) -> tuple[int, float]:
+        """Tokens and seconds of this iteration that are the turn's, whatever goes before it."""
+        start, end = turn.frontier, len(turn.tokens) + turn.pending_tokens
+        num_tokens = int(HELD_BACK * (self.num_tokens_max - self.num_decodes))
+        num_tokens = min(max(num_tokens, TOKENS_MIN), end - start)
+        tile, whole = (
+            self._cost.piece_seconds(start, start + each) for each in (TOKENS_MIN, num_tokens)
+        )
+        return num_tokens, min(max(HELD_BACK * (self.seconds_max or 0.0), tile), whole)
 
     def close(self) -> None:
         """Take no further tokens."""
         self.num_tokens_max -= self.num_tokens_left
         self.num_tokens_left = 0
 
-    def fill(self, turn: Turn) -> int:
+    def fill(self, turn: Turn, held_for: Turn | None = None) -> int:
         """Slices for the turn's missing positions, lowest first, as far as the budget goes; how many."""
         size, end = self._size, len(turn.tokens) + turn.pending_tokens
         position, num_ranges = turn.frontier, 0
-        allowed = left = min(self.num_tokens_left, max(self._within(position), TOKENS_MIN))
+        within = self._within(position, held_for)
+        allowed = left = min(self.num_tokens_left, max(within, TOKENS_MIN))
         start = None  # of the run of missing positions being gathered
         while position < end and left:
             chunk = turn.chunks[position // size]

@@ -1,14 +1,18 @@
 """What runs next: one unified batch per iteration, filled under a token budget.
 
-The order of filling: every turn that is generating (one token each), then started prefills, then suspended
-turns that resume, then new turns; each in queue order, which is first come first served but for priorities
-(`Turn.enqueue`).  Between shares, what each has used decides, for started prefills too (fair_queue.py).  A
-prefill, a recomputed hole and a decode are the same thing, slices of a turn (iteration_draft.py).  Beside
-turns that generate, prefills get as many tokens as do not hold those up for long (time_budget.py).
+The order of filling: every turn that is generating (one token each), then prefills: those that have begun,
+the shortest first (prefill_order.py), suspended turns that resume, and new turns, which come in the order
+of the queue.  Between shares, what each has used decides (fair_queue.py).  A prefill, a recomputed hole and
+a decode are the same thing, slices of a turn (iteration_draft.py).  Beside turns that generate, prefills
+get as many tokens as do not hold those up for long (time_budget.py).
 
-Suspension.  A generating turn that needs a page when none is available waits one iteration if idle pages are
-being copied out anyway; otherwise the running turn that is last in queue order (warms first) gives up its
-pages.  It keeps every token and each chunk whose page nobody takes meanwhile, and resumes ahead of the queue.
+Preemption.  Before anything is planned, running turns may have to give their places to the turn that is next
+(preemption.py).  They are suspended.
+
+Suspension.  A generating turn that needs a page when none is available waits one iteration if idle pages
+are being copied out anyway; otherwise a running turn gives up its pages (`who_is_suspended`).  It keeps
+every token and each chunk whose page nobody takes meanwhile, and resumes ahead of its share's queue, but
+for higher levels.
 
 `plan` may be called while one iteration is uncommitted.  A token that it will sample is then planned
 for as if it were known (`pending_tokens`; the executor resolves it); if the turn turns out finished,
@@ -16,28 +20,33 @@ that slice was computed for nothing and is counted in `idle_tokens`.  A turn wit
 keeps its pages: cancelling, suspending and finishing release them when the last such slice is
 committed.  Until then the turn is in `_releasing`, and a rewind or an eviction of its conversation waits.
 
-Liveness: the head of the queue is admitted as soon as the pages for its whole context are available,
+Liveness: the turn that is next is admitted as soon as the pages for its whole context are available,
 a bounded number of others comes before it (fair_queue.py), every idle page can become available
-(eviction.py), and running turns end.
+(eviction.py), and running turns end; one that is preempted has advanced, or rises (preemption.py).
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from pensieve.core.audit import TurnsByState, audit_turns
 from pensieve.core.cache import Admission, KVCache, Shortage
-from pensieve.core.fair_queue import QUEUE_ORDER, FairQueue
+from pensieve.core.fair_queue import FairQueue
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
 from pensieve.core.iteration_draft import IterationDraft
+from pensieve.core.pending_edits import PendingEdits
+from pensieve.core.preemption import who_gives_way, who_is_suspended
+from pensieve.core.prefill_order import earlier, may_join, next_waiting, prefill_order
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.scheduler_counters import SchedulerCounters
 from pensieve.core.time_budget import TimeBudget
 from pensieve.core.turn import FinishReason, Turn, TurnState
+
+QUEUE_ORDER = attrgetter("queue_order")
 
 
 class Ended(NamedTuple):
@@ -61,7 +70,8 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.running: dict[int, Turn] = {}  # in order of admission
         self.suspended: deque[Turn] = deque()
-        self.queued = FairQueue()
+        self.queued = FairQueue(config.batch_tokens_max)
+        self.claimant: Turn | None = None  # it is next, because others gave way to it
         self._turns: dict[int, Turn] = {}  # every turn that has not ended
         self._releasing: dict[int, Turn] = {}  # ended or suspended, with uncommitted slices
         self._uncommitted: deque[_Uncommitted] = deque()
@@ -69,8 +79,7 @@ class Scheduler:
         self._started: list[TurnStart] = []  # since the last iteration
         self._forgotten: list[int] = []  # turns that have ended since the last iteration
         self._time_budget = TimeBudget(config)
-        self._cuts: dict[str, int] = {}  # rewinds that wait for an uncommitted slice
-        self._evictions: dict[str, bool] = {}  # evictions that do, and whether to the host
+        self._edits = PendingEdits(cache)
         self._num_arrivals = 0
         self._index = 0
         self._size = cache.config.chunk_tokens
@@ -103,11 +112,7 @@ class Scheduler:
         conversation = self.cache.conversations.get(conversation_id)
         if conversation is not None and conversation.turn_id is not None:
             assert conversation.turn_id in self._releasing, "a running turn is cancelled first"
-            cut = self._cuts.get(conversation_id, num_tokens)
-            self._cuts[conversation_id] = min(cut, num_tokens)
-            conversation.log = conversation.log[:num_tokens]  # nobody may build on the rest
-        else:
-            self.cache.rewind(conversation_id, num_tokens, now)
+        self._edits.rewind(conversation_id, num_tokens, now)
 
     def delete(self, conversation_id: str, now: float) -> None:
         turn = self.turn_of(conversation_id)
@@ -121,14 +126,12 @@ class Scheduler:
         How many chunks go, as far as it is known now.
         """
         conversation = self.cache.conversations.get(conversation_id)
-        if conversation is not None and conversation.turn_id in self._releasing:
-            self._evictions[conversation_id] = to_host
-            return sum(chunk.resident for chunk in conversation.chunks())
-        evict = self.cache.move_to_host if to_host else self.cache.evict
-        return evict(conversation_id, now)
+        waits = conversation is not None and conversation.turn_id in self._releasing
+        return self._edits.evict(conversation_id, to_host, now, waits)
 
     def plan(self, now: float) -> Iteration | None:
         """The next iteration, or None when there is nothing to do."""
+        self._preempt(now)
         draft = IterationDraft(self.config.batch_tokens_max, self._size, self.config.cost)
         required_pages, prefills = self._plan_running(draft, now)
         self._time_budget.limit(draft)
@@ -152,13 +155,13 @@ class Scheduler:
         """Decodes; how many pages have to become available for one of them, and the started prefills."""
         required_pages = 0
         prefills: list[Turn] = []
-        size, releasing = self._size, self._releasing
+        size = self._size
         # Oldest first: whoever is suspended for a page has no slice in this iteration yet.
         for turn in sorted(self.running.values(), key=QUEUE_ORDER):
-            if turn.state is not TurnState.RUNNING or turn.turn_id in releasing:
+            if not self._keeps_place(turn):
                 continue
             num_tokens = len(turn.tokens) + turn.pending_tokens
-            if turn.frontier < num_tokens - 1 or turn.warm:
+            if turn.is_prefill:
                 # Only one that generated already, and lost its KV to a failure, may need a page.
                 if num_tokens > len(turn.chunks) * size and not self._extend(turn, now):
                     required_pages = 1
@@ -175,27 +178,23 @@ class Scheduler:
 
     def _plan_prefills(self, draft: IterationDraft, started: list[Turn], now: float) -> int:
         """Started ones and turns that wait; how many pages the first of these that does not fit requires."""
-        required_pages, may_admit = 0, True
+        required_pages, may_admit, used = 0, True, self.queued.used
         while draft.has_room():
-            first = self.queued.least_used(started)
-            turn = self._next_waiting(started) if may_admit else None
-            if first is not None and (
-                turn is None or self.queued.used(turn) > self.queued.used(first)
-            ):
+            started = [each for each in started if self._keeps_place(each)]
+            first = min(started, key=lambda each: (used(each), prefill_order(each)), default=None)
+            turn = self._next_waiting(started, draft) if may_admit else None
+            if first is not None and (turn is None or used(turn) > used(first)):
+                held_for = earlier(first, started)
                 started.remove(first)
-                if first.state is TurnState.RUNNING and first.turn_id not in self._releasing:
-                    self.queued.charge(first, draft.fill(first))
+                if draft.has_room(held_for):
+                    self.queued.charge(first, draft.fill(first, held_for))
                 continue
             if turn is None:
                 break
             admission = self._admit(turn, now, draft.filled_before)
             if isinstance(admission, Admission):
-                if turn in self.suspended:
-                    self.suspended.remove(turn)
-                else:
-                    self.queued.admit(turn)
                 draft.admit(admission)
-                self.queued.charge(turn, draft.fill(turn))
+                self.queued.charge(turn, draft.fill(turn, earlier(turn, started)))
             elif admission is not None and turn.warm:
                 self._finish(turn, FinishReason.WARMED, now)  # best effort
                 self._ended.append(Ended(turn, FinishReason.WARMED))
@@ -203,35 +202,50 @@ class Scheduler:
                 required_pages, may_admit = admission.required_pages if admission else 0, False
         return required_pages
 
-    def _next_waiting(self, started: list[Turn]) -> Turn | None:
-        """A suspended turn, or a new one, of a share that has no started prefill."""
-        if len(self.running) >= min(self.config.turns_max, self.config.batch_tokens_max):
+    def _next_waiting(self, started: list[Turn], draft: IterationDraft) -> Turn | None:
+        """A suspended turn, or a new one, that has a place, and goes before what its share has begun."""
+        turn = self.claimant or next_waiting(
+            self.suspended,
+            self.queued,
+            lambda turn: may_join(turn, started) and draft.has_room(earlier(turn, started)),
+        )
+        if turn is None or self._time_budget.num_over(turn, self.running.values()) > 0:
             return None
-        busy = {each.share for each in started}
-        suspended = next((turn for turn in self.suspended if turn.share not in busy), None)
-        return suspended or self.queued.head(busy)
+        return turn
+
+    def _preempt(self, now: float) -> None:
+        """Turns that run give way to the one that is next, if it is entitled to their places."""
+        if not (self.suspended or self.queued):
+            return
+        running = [turn for turn in self.running.values() if self._keeps_place(turn)]
+        started = [turn for turn in running if turn.is_prefill]
+        turn = self.claimant or next_waiting(
+            self.suspended, self.queued, lambda turn: may_join(turn, started)
+        )
+        if turn is None:
+            return
+        num_over = self._time_budget.num_over(turn, running)
+        for victim in who_gives_way(
+            turn, running, num_over, self.cache, self.queued.used, self.config.time_share
+        ):
+            self.claimant = turn
+            self.counters.preemptions += 1
+            self._num_arrivals += 1
+            victim.give_way(turn, self._num_arrivals)
+            self._suspend(victim, now)
+
+    def _keeps_place(self, turn: Turn) -> bool:
+        """It runs, and has not given up its pages."""
+        return turn.state is TurnState.RUNNING and turn.turn_id not in self._releasing
 
     def _launched(self, draft: IterationDraft, swap_outs: list[SwapOut], now: float) -> Iteration:
         self._index += 1
-        predicted_seconds = self._time_budget.planned(draft, now)
-        iteration = Iteration(
-            self._index,
-            tuple(draft.slices),
-            tuple(draft.copies),
-            tuple(draft.swap_ins),
-            tuple(swap_outs),
-            tuple(self._started),
-            tuple(self._forgotten),
-            predicted_seconds,
-        )
+        draft.predicted_seconds = self._time_budget.planned(draft, now)
+        iteration = draft.iteration(self._index, swap_outs, self._started, self._forgotten)
         self._started.clear()
         self._forgotten.clear()
         self._uncommitted.append(_Uncommitted(iteration, draft.turns, draft.sources))
-        counters = self.counters
-        counters.iterations += 1
-        counters.tokens += draft.num_tokens
-        counters.recomputed_tokens += draft.num_recomputed
-        counters.repaired_ranges_max = max(counters.repaired_ranges_max, draft.num_ranges_max)
+        self.counters.planned(draft)
         return iteration
 
     def commit(
@@ -325,28 +339,24 @@ class Scheduler:
         if conversation is not None and conversation.turn_id is not None:
             return None  # the turn before it has an uncommitted slice
         reserve = self.cache.config.reserve_pages if self.running else 0
+        if turn is self.claimant:
+            reserve = 0  # the pages of those that gave way are on their way to it
         if turn.warm:
             reserve = self.cache.config.swap_out_mark_pages
         found = self.cache.begin(turn, now, reserve, filled_before)
         if isinstance(found, Shortage):
             return found
-        resumed = turn.state is TurnState.SUSPENDED
-        turn.move_to(TurnState.RUNNING)
-        if resumed:
+        if turn.state is TurnState.SUSPENDED:
             self.counters.resumptions += 1
+            self.suspended.remove(turn)
         else:
+            self.queued.admit(turn)
             self._started.append(TurnStart(turn.turn_id, turn.tokens[:], turn.options.sampling))
-            turn.usage.admitted_at = now
-            history_kv = max(turn.history_tokens - 1, 0)
-            turn.computed_to = history_kv
-            found_tokens = found.device_tokens + found.host_tokens
-            turn.usage = replace(
-                turn.usage,
-                device_tokens=found.device_tokens,
-                host_tokens=found.host_tokens,
-                recomputed_tokens=history_kv - found_tokens,
-                new_tokens=turn.prompt_end - history_kv,
-            )
+            turn.first_admitted(found.device_tokens, found.host_tokens, now)
+        if turn is self.claimant:
+            self.claimant = None
+        turn.moved_back, turn.outputs_before = False, turn.num_output_tokens
+        turn.move_to(TurnState.RUNNING)
         self.running[turn.turn_id] = turn
         if found.copied is not None:  # the copy is trusted as far as what it copies
             source, target = found.copied
@@ -360,7 +370,7 @@ class Scheduler:
         while not self.cache.extend(turn, now):
             if self.cache.relief_expected(now) or self._releasing:
                 return False
-            victim = max(self.running.values(), key=lambda each: (each.warm, each.queue_order))
+            victim = who_is_suspended(self.running.values())
             self._suspend(victim, now)
             if victim is turn or victim.turn_id in self._releasing:
                 return False
@@ -400,6 +410,8 @@ class Scheduler:
             away_seconds = turn.options.away_seconds if turn.finish is not None else 0.0
             self.cache.end(turn, now, keep, away_seconds)
         turn.frontier = 0
+        if turn is self.claimant:
+            self.claimant = None
         if turn.finish is None:
             turn.move_to(TurnState.SUSPENDED)
             insort(self.suspended, turn, key=QUEUE_ORDER)
@@ -417,13 +429,7 @@ class Scheduler:
             admitted = turn.usage.admitted_at is not None
             known = turn.keep_tokens if admitted else turn.history_tokens
             self.rewind(turn.conversation_id, min(turn.keep_tokens, known), now)
-        conversation = self.cache.conversations.get(turn.conversation_id)
-        if conversation is not None and conversation.turn_id is not None:
-            return  # of a turn before this one, which was still queued
-        if (cut := self._cuts.pop(turn.conversation_id, None)) is not None:
-            self.cache.rewind(turn.conversation_id, cut, now)
-        if (to_host := self._evictions.pop(turn.conversation_id, None)) is not None:
-            self.evict(turn.conversation_id, to_host, now)
+        self._edits.carry_out(turn.conversation_id, now)
 
     def _discard(self, turn: Turn, now: float) -> None:
         for chunk in self.cache.discard(turn, now):

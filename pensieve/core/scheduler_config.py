@@ -18,10 +18,13 @@ class SchedulerConfig:
     prompt_seconds_max: float = 0.0  # that prompts may add to an iteration of others; 0: no limit
     tbt_seconds: float = 0.0  # objective for the time between two tokens of a reply; 0: none
     cost: IterationCost = SOME_COST  # of iterations
+    time_share: int = (
+        0  # tokens of a reply, after which one that waits may have its place; 0: never
+    )
 
     def __post_init__(self) -> None:
         if self.batch_tokens_max < 1 or self.turns_max < 1:
             raise ValueError("batch_tokens_max and turns_max are at least 1")
-        for name in ("prompt_seconds_max", "tbt_seconds"):
+        for name in ("prompt_seconds_max", "tbt_seconds", "time_share"):
             if not getattr(self, name) >= 0.0:
                 raise ValueError(f"{name} is at least 0")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pensieve.core.iteration_draft import IterationDraft
+
 
 @dataclass
 class SchedulerCounters:
@@ -13,8 +15,14 @@ class SchedulerCounters:
     repaired_ranges_max: int = 0  # most disconnected slices of one turn in one iteration
     suspensions: int = 0
     resumptions: int = 0
-    preemptions: int = 0
-    preempted_seconds: float = 0.0  # for how long, of those that run again or have ended
+    preemptions: int = 0  # of them suspensions, for a turn that was next
     idle_tokens: int = 0  # computed for a turn that had already finished
     finished: int = 0
     failed: int = 0
+
+    def planned(self, draft: IterationDraft) -> None:
+        """An iteration is launched."""
+        self.iterations += 1
+        self.tokens += draft.num_tokens
+        self.recomputed_tokens += draft.num_recomputed
+        self.repaired_ranges_max = max(self.repaired_ranges_max, draft.num_ranges_max)

@@ -7,6 +7,9 @@ long as that stays within what is allowed, the lesser of
     tbt_seconds             the objective: the time between two tokens of a reply
     prompt_seconds_max      what prompts may add to what the iteration takes without them
 
+Nor is a turn admitted beside others that would together miss the objective when all of them generate, without
+any prompt: so a batch is as large as the objective allows.  One that it would miss alone limits no batch.
+
 0 is no limit, and where nobody generates there is none: nobody waits.  A prompt ends however slow the
 machine is: TOKENS_MIN of the first one are always allowed.  They cost little where reading the weights is
 what takes the time.
@@ -38,10 +41,12 @@ committed.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from typing import NamedTuple
 
 from pensieve.core.iteration_draft import TOKENS_MIN, IterationDraft
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.turn import Turn
 
 NUM_KEPT = 7  # measurements of what prompts add
 PROBE_AFTER = 16  # iterations with prompts, until there is one without
@@ -60,6 +65,7 @@ class _Planned(NamedTuple):
 class TimeBudget:
     def __init__(self, config: SchedulerConfig) -> None:
         self._tbt, self._added_max = config.tbt_seconds, config.prompt_seconds_max
+        self._turns_max = min(config.turns_max, config.batch_tokens_max)
         self._limits = self._tbt > 0.0 or self._added_max > 0.0
         self._predict = config.cost.pass_seconds
         self._without: float | None = None  # measured over predicted seconds; None: to be measured
@@ -84,6 +90,20 @@ class TimeBudget:
             if self._tbt:
                 allowed = min(allowed, self._tbt - a * without)
             draft.seconds_max = max(allowed, 0.0) / (median(self._added) or a)
+
+    def num_over(self, turn: Turn, running: Collection[Turn]) -> int:
+        """How many of these would have to go, at least, for this one to run beside the others.
+
+        As many run as may, and as could generate together within the objective, if this one alone could.
+        """
+        num_over = len(running) + 1 - self._turns_max
+        if num_over > 0 or not self._tbt:
+            return num_over
+        alone = len(turn.tokens)
+        num_positions = alone + sum(len(each.tokens) for each in running)
+        most = self._tbt / (self._without or 1.0)
+        together = self._predict(len(running) + 1, num_positions, num_positions)
+        return int(self._predict(1, alone, alone) <= most < together)
 
     def planned(self, draft: IterationDraft, now: float) -> float:
         """What the iteration is predicted to take; 0 where it computes nothing, or nothing is known yet."""

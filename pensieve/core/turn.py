@@ -19,7 +19,6 @@ from pensieve.core.prefix_tree import Chunk
 from pensieve.core.sampling import Sampling
 
 PRIORITY_MIN, PRIORITY_MAX = -8, 8
-PRIORITY_ARRIVALS = 64  # that one step of priority overtakes
 
 
 class FinishReason(StrEnum):
@@ -91,7 +90,11 @@ class Turn:
     weight: float = 1.0  # of that share
     # -- set by the scheduler --
     state: TurnState = TurnState.QUEUED
-    queue_order: tuple[int, int] = (0, 0)  # a share's turns are served in this order; see `enqueue`
+    arrival: int = 0  # it was the so-manieth that came
+    moved_back: bool = False  # suspended because it had its share of time
+    outputs_before: int = 0  # its output tokens when it was admitted, or resumed
+    level: int = 0  # its priority, and one more each time that a higher one took its place
+    queue_order: tuple[int, int] = (0, 0)  # of those of one share: by level, then as they came
     frontier: int = 0
     chunks: list[Chunk] = field(default_factory=list)  # of its whole context, while RUNNING
     page_table: array[int] = field(default_factory=lambda: array("i"))  # their device pages
@@ -111,17 +114,39 @@ class Turn:
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_end
 
+    def first_admitted(self, device_tokens: int, host_tokens: int, now: float) -> None:
+        """So much of its history was found in the tiers; the rest is to be computed again."""
+        history_kv = self.computed_to = max(self.history_tokens - 1, 0)
+        self.usage.admitted_at = now
+        self.usage.device_tokens, self.usage.host_tokens = device_tokens, host_tokens
+        self.usage.recomputed_tokens = history_kv - device_tokens - host_tokens
+        self.usage.new_tokens = self.prompt_end - history_kv
+
+    @property
+    def is_prefill(self) -> bool:
+        """More than its next token is to be computed."""
+        return self.warm or self.frontier < len(self.tokens) + self.pending_tokens - 1
+
     def ends_at(self, num_tokens: int) -> bool:
         """Whether the reply has its maximal length when the log has so many tokens."""
         return num_tokens >= self.length_max
 
     def enqueue(self, arrival: int) -> None:
-        """Take a place in the queue, as the `arrival`-th turn.
+        """It is the `arrival`-th turn that came."""
+        self.arrival, self.level = arrival, self.options.priority
+        self.queue_order = (-self.level, arrival)
 
-        One step of priority is worth a fixed number of arrivals, so only a bounded number of
-        later turns can overtake a turn, and none starves.
+    def give_way(self, other: Turn, arrival: int) -> None:
+        """That one takes its place.
+
+        To a higher one of its share only so often: it rises.  Where it has had its share of time, it is as
+        if it had come now, as the `arrival`-th.
         """
-        self.queue_order = (arrival - PRIORITY_ARRIVALS * self.options.priority, arrival)
+        if other.share == self.share and self.level < other.level:
+            self.level += 1
+        elif other.share == self.share:
+            self.arrival, self.moved_back = arrival, True
+        self.queue_order = (-self.level, self.arrival)
 
     def move_to(self, state: TurnState) -> None:
         assert state in LEGAL_TRANSITIONS[self.state], (self.turn_id, self.state, state)

@@ -89,7 +89,6 @@ class Metrics:
             "suspensions": counters.suspensions,
             "resumptions": counters.resumptions,
             "preemptions": counters.preemptions,
-            "preempted_seconds": counters.preempted_seconds,
             "rows_padded": 0,
             "tenant_tokens.": 0,  # of no tenant
             "chunks_swapped_out": moves.swapped_out,
@@ -104,7 +103,7 @@ class Metrics:
         }
         for reason, count in self._by_finish.items():
             figures[f"turns_{reason.value}"] = count
-        for share, num_tokens in scheduler.queued.num_tokens_of_shares().items():
+        for share, num_tokens in scheduler.queued.tokens_by_share.items():
             figures[f"tenant_tokens.{share}"] = num_tokens
         figures |= self.more()
         padded = figures["rows_padded"]

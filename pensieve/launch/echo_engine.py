@@ -33,7 +33,7 @@ from pensieve.launch import engine_process
 from pensieve.launch.engine import BuiltEngine, SystemClock
 from pensieve.launch.model_folder import Report, load_texts
 from pensieve.launch.objectives import ESTIMATED, Pages, smallest_tbt
-from pensieve.launch.sizing import TierPages
+from pensieve.launch.sizing import TierPages, turns_max
 from pensieve.text import Tokenizer
 from pensieve.text.reply import ReplyText
 
@@ -117,7 +117,11 @@ def build(
     configs = EngineConfigs.fitted(
         CacheConfig(*pages, size),
         SchedulerConfig(
-            settings.token_budget, settings.turns_max, settings.prompt_seconds, settings.tbt
+            settings.token_budget,
+            turns_max(settings, pages.device),
+            settings.prompt_seconds,
+            settings.tbt,
+            time_share=settings.share,
         ),
         min(settings.context_max or CONTEXT_MAX, CONTEXT_MAX),
         ttft_seconds=settings.ttft,

@@ -29,7 +29,7 @@ from pensieve.engine.ports import Sink
 from pensieve.errors import ConfigError, ModelError
 from pensieve.launch.model_folder import LoadedTexts, Report
 from pensieve.launch.objectives import ESTIMATED, Pages, Smallest, smallest_tbt
-from pensieve.launch.sizing import TierPages, size_text, tier_pages
+from pensieve.launch.sizing import TierPages, size_text, tier_pages, turns_max
 from pensieve.sim import cost_file
 from pensieve.sim.cost import HARDWARE
 from pensieve.sim.fit import assumed_for
@@ -122,10 +122,11 @@ def build_engine(
             CacheConfig(*tiers.pages, settings.chunk_tokens),
             SchedulerConfig(
                 settings.token_budget,
-                settings.turns_max,
+                turns_max(settings, tiers.pages.device),
                 settings.prompt_seconds,
                 settings.tbt,
                 _iteration_cost(settings, ranks, computed_by),
+                settings.share,
             ),
             shape.context_max,
             ttft_seconds=settings.ttft,
@@ -196,7 +197,7 @@ def _allocate(
 
     model, leader = ranks
     device: torch.device = model.flat.module.device
-    sizes = (settings.token_budget, settings.turns_max, settings.chunk_tokens)
+    sizes = (settings.token_budget, turns_max(settings), settings.chunk_tokens)
     num_ranks = settings.tensor_parallel
     device_bytes = None  # a CPU: both tiers are in the host's memory
     if device.type == "cuda":
@@ -229,13 +230,14 @@ def _graphs(
 
     from pensieve.model.graphs import DecodeGraphs
 
-    graphs = DecodeGraphs(ranks.model.flat, memory, settings.turns_max)
+    num_turns = turns_max(settings, memory.device_pages)
+    graphs = DecodeGraphs(ranks.model.flat, memory, num_turns)
     with torch.inference_mode():
         graphs.capture()
     report(
         f"decoding runs without graphs: {graphs.failure}"
         if graphs.failure
-        else f"captured graphs for up to {settings.turns_max} turns"
+        else f"captured graphs for up to {num_turns} turns"
     )
     return graphs
 

@@ -10,6 +10,7 @@ from pensieve.errors import ConfigError
 TOKENS_MAX = 500_000  # of a tier whose size is a share of memory: small models need no more
 GPU_TOKENS_MAX = 2_000_000  # models on a GPU are larger
 DEVICE_PAGES_MIN = 4
+PROMPTS_PART = 4  # of a token budget one in so many
 
 
 class TierPages(NamedTuple):
@@ -58,6 +59,19 @@ def tier_pages(settings: Settings, page_bytes: int, device_bytes: int | None) ->
             f"{available / 2**30:.1f} GiB are available; lower --device-cache or --host-cache"
         )
     return TierPages(device_pages, host_pages)
+
+
+def turns_max(settings: Settings, device_pages: int | None = None) -> int:
+    """The most turns that run at once.
+
+    Where no number is set it is a bound that memory and the token budget give, and no limit to aim at: a
+    turn has two pages at least, and prompts find a part of an iteration that nobody who generates takes.
+    Before the pages are counted, what the budget allows.
+    """
+    if settings.turns_max:
+        return settings.turns_max
+    by_budget = settings.token_budget - settings.token_budget // PROMPTS_PART
+    return max(min(by_budget, by_budget if device_pages is None else device_pages // 2), 1)
 
 
 def size_text(num_bytes: int) -> str:

@@ -13,7 +13,7 @@ How long a turn would wait until its own prompt is computed follows from what is
 * the seconds that the prompts ahead take as the engine's cost model predicts, times what such seconds took;
 * as many times the average time between two admissions of the engine while somebody waited, the latest
   counting an eighth, as turns ahead wait for room: there the end of running turns is what is waited for;
-* where anybody waits, the time since the engine admitted the last one.
+* where any of them waits for room, the time since the engine admitted the last one.
 
 Where nothing is ahead there is no wait, whatever was before.  What the turn's own prompt takes is not in it:
 a refusal has to help, and a prompt that takes longer than the objective by itself is no shorter when it comes
@@ -113,7 +113,7 @@ class Admission:
         """How long a turn that came now would wait until its own prompt is computed."""
         ahead = load.ahead()
         wait = self.prompts.wait_seconds(ahead)
-        if load.waiting_since is not None:
+        if load.waiting_since is not None and ahead.num_turns:
             nobody_since = max(self._admitted_at, load.waiting_since)
             for_room = ahead.num_turns * self._seconds_per_admission
             wait = max(wait, for_room, now - nobody_since)

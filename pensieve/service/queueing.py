@@ -3,10 +3,10 @@
 **Ahead** of a turn of a share (a tenant's; see core/fair_queue.py) are the turns that have no token yet and
 that the engine would serve before it:
 
-* of its own share, those that have begun and those that wait before it in queue order;
+* of its own share, those that have begun, and those of no lower priority that wait;
 * of another share, as much as fair queueing gives that one meanwhile: by their weights, and never more than
   it has.  So a tenant that floods is ahead of itself, and of others by a part of what they have ahead anyway;
-* where anybody waits for room, one turn at least: there is no room, whoever is next.
+* nobody else: whoever is next is given a place where others hold more (core/preemption.py).
 
 It is counted in turns that wait for room, and in the seconds that their prompts take as the engine's own
 cost model predicts them (core/iteration_cost.py): by new tokens at first, and with what has to be recomputed
@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pensieve.core.iteration_cost import IterationCost
-from pensieve.core.turn import PRIORITY_ARRIVALS
 from pensieve.service.live_turn import LiveTurn
 
 LATEST_SHARE = 1 / 8
@@ -62,14 +61,11 @@ def ahead_of(
     `seconds_served`: of prompts that have begun and not ended, predicted seconds that were computed already.
     """
     shares: dict[str, _Share] = {}
-    passed = PRIORITY_ARRIVALS * priority
-    number_next = 1 + max((live.number for live in turns), default=0)
     for live in turns:
         share = shares.setdefault(live.tenant, _Share())
         share.weight = live.weight
         if not live.admitted:
-            before = live.number - PRIORITY_ARRIVALS * _priority_of(live) < number_next - passed
-            if live.tenant == tenant and not before:
+            if live.tenant == tenant and _priority_of(live) < priority:
                 continue
             share.num_waiting += 1
         else:
@@ -87,8 +83,7 @@ def ahead_of(
             served = min(other.seconds, own.seconds * other.weight / weight)
             seconds += served
             num_turns += other.num_waiting * served / other.seconds
-    somebody_waits = any(not live.admitted for live in turns)
-    return Ahead(max(num_turns, float(somebody_waits)), seconds)
+    return Ahead(num_turns, seconds)
 
 
 def _priority_of(live: LiveTurn) -> int:

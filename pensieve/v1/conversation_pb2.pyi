@@ -670,9 +670,9 @@ class SendMessageRequest(google.protobuf.message.Message):
     expected_revision: builtins.int
     """If given, the conversation must be at this revision."""
     priority: builtins.int
-    """In -8..8.  A tenant's turns that wait are served in the order of arrival; one step up is worth 64 arrivals, so
-    that none waits for ever.  Under pressure the lowest is suspended first.  A token may have a highest priority;
-    a higher one is lowered to it.
+    """In -8..8.  Of a tenant's turns that wait the highest is next, and where there is no place for it, one of a lower
+    priority that runs gives up its own and goes on later, with all that it has computed.  None waits for ever: of
+    64 turns one is of the next lower priority.  A token may have a highest priority; a higher one is lowered to it.
     """
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewMessage]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from pensieve.bench import plots
 from pensieve.bench.plots import Sheet
 from pensieve.errors import ConfigError, PensieveError
-from scripts.paper_figures import pensieve_paper, sarathi_paper, tables
+from scripts.paper_figures import baton_paper, pensieve_paper, sarathi_paper, tables
 from scripts.paper_figures.study import (
     ASSUMED,
     GPU,
@@ -31,15 +31,19 @@ from scripts.paper_figures.study import (
 
 FOLDER = Path("build/figures")
 COLUMNS = 3  # of the sheet
-FIGURES = {**pensieve_paper.FIGURES, "table-4": sarathi_paper.table_4}
+FIGURES = {
+    **pensieve_paper.FIGURES,
+    "table-4": sarathi_paper.table_4,
+    **baton_paper.FIGURES,
+}
 
 
 def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="scripts/reproduce_figures",
-        description="Computes figures of the Pensieve and Sarathi-Serve papers by simulation: plots, and a "
-        "table with the paper's number beside ours, over several seeds. All figures take about half an hour "
-        "of an idle core, one of them one to seven minutes; the folder is written after each figure.",
+        description="Computes figures of the Pensieve, Sarathi-Serve and Baton papers by simulation: plots, "
+        "and a table with the paper's number beside ours, over several seeds. All figures take about half an "
+        "hour of an idle core, one of them one to seven minutes; the folder is written after each figure.",
     )
     command.add_argument(
         "folder", nargs="?", type=Path, default=FOLDER, help=f"written there (default: {FOLDER})"

@@ -164,7 +164,7 @@ def test_the_table_shows_what_stood_in_the_way() -> None:
     shown = out.getvalue()
     assert "another turn would wait 2,000.0 ms; 5 were refused for it" in shown
     assert "3 gaps between tokens" in shown
-    assert "7 times, 2 for a higher priority; p50 250.0 ms, p99 1,500.0 ms" in shown
+    assert "7 times, 2 for turns that were next; p50 250.0 ms, p99 1,500.0 ms" in shown
     assert "t0 10%, t1 10%" in shown
     assert "t7 10% and 2 more of 955 tokens computed" in shown
     assert "objective" not in shown

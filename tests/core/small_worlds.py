@@ -90,7 +90,7 @@ class ChosenWorld(World):
         verb, name = deed.split()
         idle = name in self.logs and name not in self.turns
         match verb:
-            case "ask":
+            case "ask" | "urge" | "visit":
                 return idle or name not in self.born
             case "fork":
                 return name in self.logs and "b" not in self.born
@@ -103,11 +103,17 @@ class ChosenWorld(World):
     def do(self, deed: str) -> None:
         verb, name = deed.split()
         match verb:
-            case "ask":
+            case "ask" | "urge" | "visit":
                 self.born.add(name)
                 self.logs.setdefault(name, [])
                 self.commits.setdefault(name, [0])
-                self.submit(name, prompt=[ord(name)] * self.small.prompt_tokens, reply_max=2)
+                self.submit(
+                    name,
+                    prompt=[ord(name)] * self.small.prompt_tokens,
+                    reply_max=2,
+                    priority=int(verb == "urge"),
+                    share="visitor" if verb == "visit" else "",
+                )
             case "warm":
                 self.submit(name, warm=True)
             case "rewind":

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pensieve.core import preemption, scheduler
 from pensieve.core.cache import Admission, KVCache
 from pensieve.core.candidates import Candidates
 from pensieve.core.eviction import Eviction
@@ -65,9 +66,9 @@ def swap_outs_at_any_time(original: Any, eviction: Eviction, now: float, require
         tiers.num_swapping_in = swapping_in
 
 
-def jump_over_holes(original: Any, draft: IterationDraft, turn: Turn) -> Any:
+def jump_over_holes(original: Any, draft: IterationDraft, turn: Turn, *rest: Any) -> Any:
     turn.frontier = max(turn.frontier, turn.history_tokens - 1)
-    return original(draft, turn)
+    return original(draft, turn, *rest)
 
 
 def ignore_before(original: Any, cache: KVCache, turn: Any, now: float, n: int, _: Any) -> Any:
@@ -178,13 +179,14 @@ def finish_at_once(original: Any, scheduler: Scheduler, turn: Turn, *rest: Any) 
 
 def overtake(original: Any, scheduler: Scheduler, now: float) -> Any:
     for share in scheduler.queued._waiting.values():
-        share.turns.append(share.turns.pop(0))
+        for line in share.lines.values():
+            line.rotate(-1)
     return original(scheduler, now)
 
 
-def spend_twice(original: Any, draft: IterationDraft, turn: Turn) -> Any:
+def spend_twice(original: Any, draft: IterationDraft, turn: Turn, *rest: Any) -> Any:
     before = draft.num_tokens_left
-    num_tokens = original(draft, turn)
+    num_tokens = original(draft, turn, *rest)
     draft.num_tokens_left += (before - draft.num_tokens_left + 1) // 2
     return num_tokens
 
@@ -193,6 +195,26 @@ def keep_what_was_said(original: Any, cache: KVCache, turn: Turn, *rest: Any) ->
     for chunk in turn.chunks[-1:]:
         chunk.filled = cache.config.chunk_tokens
     original(cache, turn, *rest)
+
+
+def equals_give_way(patch: pytest.MonkeyPatch) -> None:
+    """Whoever waits may have the place of somebody who is no lower."""
+    original = preemption.who_gives_way
+
+    def give_way(waiting: Turn, running: Any, *rest: Any) -> Any:
+        waiting.level += 1
+        try:
+            return original(waiting, running, *rest)
+        finally:
+            waiting.level -= 1
+
+    patch.setattr(scheduler, "who_gives_way", give_way)
+
+
+def forget_the_preempted(original: Any, turn: Turn, *rest: Any) -> None:
+    """It has to begin again, and nobody told its client."""
+    original(turn, *rest)
+    del turn.tokens[turn.prompt_end :]
 
 
 def forget_frontiers(original: Any, scheduler: Scheduler, turn: Turn, now: float) -> None:
@@ -232,6 +254,8 @@ FAULTS: dict[str, Plant] = {
     "a split branch loses a holder": around(PrefixTree, "_split", forget_the_heir),
     "a released copy source never requalifies": around(Candidates, "requalify", lambda f, *a: None),
     "a later turn overtakes": around(Scheduler, "plan", overtake),
+    "a turn gives way to its equal": equals_give_way,
+    "a turn that gave way loses its reply": around(Turn, "give_way", forget_the_preempted),
     "an iteration exceeds its budget": around(IterationDraft, "fill", spend_twice),
     "others trust discarded chunks": around(Scheduler, "_discard", forget_frontiers),
 }

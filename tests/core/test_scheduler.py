@@ -106,18 +106,18 @@ def test_no_more_turns_run_than_the_budget_has_tokens() -> None:
 
 
 def test_nobody_overtakes_the_head_of_the_queue() -> None:
-    stage = Stage(10, 0)
+    stage = Stage(10, 0, batch_tokens_max=32)
     running = stage.ask("a", 12, 8)
     stage.next()
-    stage.ask("large", 24, 1)
-    stage.ask("small", 1, 1)
+    large, small = stage.ask("large", 24, 1), stage.ask("small", 1, 1)
     stage.next()
     assert stage.slices() == [("a", 12, 13)]
     stage.until_ended(running)
     stage.next()
-    stage.next()
-    assert [name for name, _, _ in stage.slices()][:1] == ["large"]
+    assert stage.slices() == [("large", 0, 24)]
+    assert small.usage.admitted_at is None
     stage.run_until_idle()
+    assert large.finish is small.finish is FinishReason.LENGTH
 
 
 # -- values --

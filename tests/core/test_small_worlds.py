@@ -37,6 +37,18 @@ WORLDS = {
         ("ask a", "fork a", "ask b", "delete a", "warm a"),
         num_choices=5 + MORE,
     ),
+    "one place, and turns that are entitled to it": SmallWorld(
+        Shape(6, 2, **{**TINY, "turns_max": 1}),
+        ("ask a", "urge b", "visit c", "cancel b"),
+        num_choices=6 + MORE,
+    ),
+    "few pages, and turns that are entitled to them, planned ahead": SmallWorld(
+        Shape(5, 1, overlap=True, swap_out_below=0.5, **{**TINY, "turns_max": 3}),
+        ("ask a", "urge b", "visit c", "delete a"),
+        num_choices=5 + MORE,
+        first_tokens=1,
+        prompt_tokens=2,
+    ),
     "5 pages, 2 on the host, planned ahead": SmallWorld(
         Shape(5, 2, overlap=True, **TINY),
         ("ask a", "fork a", "ask b", "cancel a", "delete b"),

@@ -257,3 +257,28 @@ def test_the_first_prompt_advances_even_where_generating_takes_longer_than_the_o
     assert pieces(world, "reader") == [TOKENS_MIN, TOKENS_MIN, 8]
     world.next()
     assert ("other", 0, TOKENS_MIN) in world.slices() or len(world.turns["other"].tokens) >= 40
+
+
+def test_a_batch_is_as_large_as_the_objective_allows() -> None:
+    """Iterations of 10 ms and 1 ms a token: 16 turns in 26 ms, the 17th waits, and each ends."""
+    stage = Stage(
+        400,
+        0,
+        batch_tokens_max=64,
+        turns_max=64,
+        iteration_seconds=0.010,
+        token_seconds=0.001,
+        tbt_seconds=0.0265,
+    )
+    turns = [stage.ask(f"t{number}", 4, 12) for number in range(40)]
+    most = 0
+    while stage.turns:
+        before = stage.now
+        stage.next()
+        assert stage.latest is not None
+        decodes = [each for each in stage.latest.slices if each.num_tokens == 1]
+        most = max(most, len(decodes))
+        if len(decodes) == len(stage.latest.slices):
+            assert stage.now - before <= 0.0265
+    assert most == 16
+    assert all(turn.num_output_tokens == 12 for turn in turns)

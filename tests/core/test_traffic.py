@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 
 from pensieve.core.iteration_draft import IterationDraft
+from pensieve.core.turn import Turn
 from tests.core.world import Shape, World, run
 from tests.scale import SCALE
 
@@ -97,8 +98,8 @@ def traffic(name: str, seeds: range) -> Counter[str]:
     shape, total = SHAPES[name], Counter[str]()
     within = IterationDraft._within
 
-    def counted(draft: IterationDraft, start: int) -> int:
-        found = within(draft, start)
+    def counted(draft: IterationDraft, start: int, held_for: Turn | None = None) -> int:
+        found = within(draft, start, held_for)
         total["prompts_cut_by_time"] += found < draft.num_tokens_left
         return found
 

@@ -75,6 +75,7 @@ class Shape:
     token_seconds: float = 0.0  # that each token adds to it
     prompt_seconds_max: float = 0.0
     tbt_seconds: float = 0.0
+    time_share: int = 0
     key_seconds: float = 0.0  # that each position adds that a slice reads
     foreseen: float = 1.0  # what is predicted of an iteration's time
     restless: bool = False  # many forks, cancels, deletions and evictions
@@ -114,6 +115,7 @@ class World:
                     shape.foreseen * shape.key_seconds,
                     shape.foreseen * shape.iteration_seconds,
                 ),
+                shape.time_share,
             ),
         )
         self.executor = LedgerExecutor(
@@ -243,9 +245,10 @@ class World:
 
     def step(self, check: bool = True) -> bool:
         now = self.clock.now()
-        admitted = {id(turn) for turn in self._admitted()}
+        before = Places.of(self.scheduler)
         iteration = self.latest = self.scheduler.plan(now)
-        self._check_order(admitted)
+        if check:
+            before.check_order(self.scheduler)
         self._take_ends()
         if iteration is not None:
             assert iteration.num_tokens <= self.shape.batch_tokens_max
@@ -279,22 +282,6 @@ class World:
         assert not self.turns, f"never ended: {self.turns}"
         assert not self.scheduler.num_turns
 
-    def _admitted(self) -> list[Turn]:
-        return [*self.scheduler.running.values(), *self.scheduler.suspended]
-
-    def _check_order(self, before: set[int]) -> None:
-        """First come first served in a share, and who was suspended comes back ahead of the queue."""
-        scheduler = self.scheduler
-        for turn in self._admitted():
-            new = id(turn) not in before
-            overtaken = (
-                each
-                for each in scheduler.queued
-                if each.share == turn.share and each.queue_order < turn.queue_order
-            )
-            assert not new or next(overtaken, None) is None, f"turn {turn.turn_id} overtook another"
-            assert not (new and scheduler.suspended), f"turn {turn.turn_id} passed a suspended one"
-
     def _take_ends(self) -> None:
         for ended in self.scheduler.drain_ended():
             self._take(ended)
@@ -325,6 +312,52 @@ class World:
             self.commits[name].append(len(tokens))
 
 
+@dataclass(frozen=True)
+class Places:
+    """Who ran, who was suspended and who waited before something was planned."""
+
+    levels: dict[int, int]  # of those that ran, by turn_id
+    suspended: list[Turn]
+    queued: list[Turn]
+    num_preemptions: int
+    claimant: Turn | None
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> Places:
+        levels = {turn.turn_id: turn.level for turn in scheduler.running.values()}
+        suspended, queued = list(scheduler.suspended), list(scheduler.queued)
+        num_preemptions = scheduler.counters.preemptions
+        return cls(levels, suspended, queued, num_preemptions, scheduler.claimant)
+
+    def check_order(self, scheduler: Scheduler) -> None:
+        """First come first served in a line of a share; who was suspended comes back ahead of its level.
+
+        Who gives way to another of its share was of a lower level, and rises.
+        """
+        running, queued = scheduler.running, {turn.turn_id for turn in scheduler.queued}
+        still_suspended = {turn.turn_id for turn in scheduler.suspended}
+        came = [turn for turn in self.queued if turn.turn_id in running]
+        for turn in came:
+            for each in self.queued:
+                if each.turn_id in queued and each.share == turn.share:
+                    same_line = scheduler.queued.line_of(each) == scheduler.queued.line_of(turn)
+                    assert not same_line or each.arrival > turn.arrival, f"{turn} overtook {each}"
+            for each in self.suspended:
+                passed = each.turn_id in still_suspended and each.share == turn.share
+                if passed and turn is not self.claimant and not each.moved_back:
+                    assert each.level < turn.level, f"{turn} passed {each}"
+        for turn in scheduler.turns():
+            level = self.levels.get(turn.turn_id, turn.level)
+            if turn.level == level:
+                continue
+            assert turn.level == level + 1
+            assert scheduler.counters.preemptions > self.num_preemptions
+            waited = [*self.suspended, *self.queued]
+            assert any(each.share == turn.share and each.level > level for each in waited), (
+                f"{turn} gave way to nobody above it"
+            )
+
+
 class Stage(World):
     """A world whose replies have the length that the test says and whose copies finish when it says.
 
@@ -332,9 +365,9 @@ class Stage(World):
     because there is nothing else to do; every other one finishes with `land`.
     """
 
-    def __init__(self, device_pages: int, host_pages: int, **shape: Any) -> None:
+    def __init__(self, device_pages: int, host_pages: int, seed: int = 0, **shape: Any) -> None:
         settings = {"policy": "lru", "late": 1.0, "stops": False, **shape}
-        super().__init__(0, Shape(device_pages, host_pages, **settings))
+        super().__init__(seed, Shape(device_pages, host_pages, **settings))
 
     def ask(
         self,

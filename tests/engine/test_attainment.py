@@ -226,6 +226,6 @@ def test_every_figure_is_in_the_docs() -> None:
     rig = rig_with(tbt=1.0, ttft=1.0)
     found = figures(rig)
     assert set(rig.engine.attainment.figures(0.0)) <= named
-    figures_of_work = {"rows_padded", "idle_share", "preemptions", "preempted_seconds"}
+    figures_of_work = {"rows_padded", "idle_share", "preemptions"}
     assert figures_of_work <= named & found.keys()
     assert {each for each in named if "." not in each and each not in found} <= {"--tbt", "--ttft"}

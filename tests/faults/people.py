@@ -42,6 +42,7 @@ from tests.faults.process import Process
 from tests.faults.texts import text_of, word
 
 WORDS = [number for number in range(5, 997) if not ends_turn(number)]
+PRIORITIES = (0, 0, 1, -1, 0, 2)
 DEEDS_MAX = 4  # under way in one conversation: each order of them is possible
 Reply = tuple[list[int], str, FinishReason, int | None]
 
@@ -62,11 +63,15 @@ class Request:
     told: dict[int, list[int]] = field(default_factory=dict)  # tokens, by attempt
     reply: Reply | None = None  # as it was acknowledged
 
+    @property
+    def priority(self) -> int:
+        return PRIORITIES[self.deed % len(PRIORITIES)]
+
     def ask(self, words: str) -> Ask:
         return Ask(
             self.conversation,
             (Message("user", words),),
-            TurnOptions(Sampling(max_tokens=self.max_tokens)),
+            TurnOptions(Sampling(max_tokens=self.max_tokens), self.priority),
             request_id=self.request_id,
         )
 

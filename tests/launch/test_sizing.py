@@ -6,7 +6,7 @@ import pytest
 
 from pensieve.errors import ConfigError
 from pensieve.launch import sizing as tier_sizing
-from pensieve.launch.sizing import tier_pages
+from pensieve.launch.sizing import tier_pages, turns_max
 from tests.launch.settings import settings_of
 
 GIB = 2**30
@@ -40,3 +40,11 @@ def test_a_gpu_has_memory_of_its_own() -> None:
         tier_pages(settings_of(host_cache="65GiB"), PAGE_BYTES, 100 * GIB)
     with pytest.raises(ConfigError, match="4 are needed"):
         tier_pages(settings_of(), PAGE_BYTES, 0)
+
+
+def test_as_many_turns_run_as_memory_and_the_budget_have_room_for() -> None:
+    assert turns_max(settings_of(token_budget="512")) == 384
+    assert turns_max(settings_of(token_budget="512"), 100_000) == 384
+    assert turns_max(settings_of(token_budget="512"), 100) == 50
+    assert turns_max(settings_of(token_budget="1"), 4) == 1
+    assert turns_max(settings_of(token_budget="512", turns_max="7"), 100_000) == 7

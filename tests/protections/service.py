@@ -6,7 +6,7 @@ PROTECTIONS = (
     protection(
         "the queue estimate is of the present queue",
         "service/admission.py",
-        "        if load.waiting_since is not None:\n"
+        "        if load.waiting_since is not None and ahead.num_turns:\n"
         "            nobody_since = max(self._admitted_at, load.waiting_since)\n"
         "            for_room = ahead.num_turns * self._seconds_per_admission\n"
         "            wait = max(wait, for_room, now - nobody_since)\n"

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from pensieve.sim.cost import HARDWARE, MODELS, CostModel
+from pensieve.sim.cost import HARDWARE, MODELS, CostModel, device_tokens_of
 from pensieve.sim.workload import HABITS, drawn
 from scripts.paper_figures import __main__ as command
+from scripts.paper_figures import baton_paper
 from scripts.paper_figures.equal_latency import GRID_RATIO, first_crossing
 from scripts.paper_figures.sarathi_paper import PREFILL_FIRST, SCHEDULERS, TABLE_4, simulate
 from scripts.paper_figures.scenario import Scenario
@@ -23,6 +24,8 @@ ROWS = {
     "3.12b": 5,
     "3.12b, M11": 1,
     "3.13a": 3,
+    "Baton, table 1": 8,
+    "Baton, table 2": 15,
     "3.13b": 4,
     "3.14": 4,
     "3.15a": 1,
@@ -243,3 +246,30 @@ def test_the_sheet_has_a_panel_for_each_figure_with_every_seed() -> None:
     assert "first of 3 seeds" in said
     (panel,) = sheet.panels
     assert len(panel.axes.lines) == 2 + 2 + 1, "two lines, the other seeds of one, the limit"
+
+
+# -- batches that queries join and leave --
+
+
+def test_who_has_ended_leaves_the_batch_and_nothing_idle_is_computed() -> None:
+    """Baton's tables in shape: static batches wait for their longest reply, more so in smaller ones."""
+    cost = CostModel.of(baton_paper.MODEL, baton_paper.RTX_4090)
+    tokens = device_tokens_of(baton_paper.MODEL, baton_paper.RTX_4090)
+    queries = baton_paper.second_set(0)
+    faster = {}
+    for batch in (2, 10):
+        still = baton_paper.static(cost, queries, batch, ahead=False)
+        ours = baton_paper.simulated(cost, tokens, queries, batch, 2048, "unified")
+        faster[batch] = still.seconds / ours
+        assert 0.1 < still.idle_share < 0.7
+    assert min(faster.values()) > 1.15
+    elastic = baton_paper.simulated(cost, tokens, queries, 256, 2048, "unified")
+    assert elastic < baton_paper.simulated(cost, tokens, queries, 10, 2048, "unified")
+
+
+def test_a_static_batch_takes_what_its_longest_members_take() -> None:
+    cost = CostModel(0.0, 1.0, 0.0, 0.0, 0.0, 1, 1, 1.0, "a second for each pass")
+    queries = [baton_paper.Query(5, 3), baton_paper.Query(2, 9), baton_paper.Query(7, 1)]
+    found = baton_paper.static(cost, queries, 2, ahead=False)
+    assert found.seconds == (1 + 8) + 1
+    assert found.idle_share == 1 - (27 - 3) / (10 + 16 + 7)

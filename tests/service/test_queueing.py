@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from pensieve.core.iteration_cost import IterationCost
-from pensieve.core.turn import PRIORITY_ARRIVALS, TurnOptions
+from pensieve.core.turn import TurnOptions
 from pensieve.service.draft import Ask
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.queueing import Ahead, Pace, Prompts, ahead_of
@@ -44,20 +44,15 @@ def test_of_ones_own_share_everything_is_ahead() -> None:
 
 def test_a_higher_priority_passes_those_that_wait_and_not_what_has_begun() -> None:
     turns = [turn("a", 3.0, begun=True), turn("a", 2.0), turn("a", 0.5, priority=2)]
-    assert ahead_of(turns, "a", 1.0, 1) == Ahead(1, 3.5)
-    assert ahead_of(turns, "a", 1.0, 3) == Ahead(1, 3.0), "there is no room, whoever is next"
-    assert ahead_of(turns, "a", 1.0, -1) == Ahead(2, 5.5)
-    late = [turn("a", 1.0)]
-    for _ in range(PRIORITY_ARRIVALS):
-        next(NUMBERS)
-    late.append(turn("a", 1.0))
-    assert ahead_of(late, "a", 1.0, 1) == Ahead(1, 1.0), "one step of priority passes so many"
+    assert ahead_of(turns, "a", 1.0, 1) == ahead_of(turns, "a", 1.0, 2) == Ahead(1, 3.5)
+    assert ahead_of(turns, "a", 1.0, 3) == Ahead(0, 3.0)
+    assert ahead_of(turns, "a", 1.0, 0) == Ahead(2, 5.5)
 
 
 def test_a_tenant_that_floods_is_ahead_of_itself_alone() -> None:
     flood = [turn("noisy", 2.0) for _ in range(1000)]
     assert ahead_of(flood, "noisy", 1.0, 0) == Ahead(1000, 2000.0)
-    assert ahead_of(flood, "quiet", 1.0, 0) == Ahead(1, 0.0)
+    assert ahead_of(flood, "quiet", 1.0, 0) == Ahead(0, 0.0)
     one_more = [*flood, turn("quiet", 3.0)]
     assert ahead_of(one_more, "quiet", 1.0, 0) == Ahead(1 + 1.5, 3.0 + 3.0)
 

@@ -69,7 +69,7 @@ def test_who_asks_again_has_the_turn_that_waits_already(rig: TokensRig) -> None:
     calls = flooded(rig)
     again = rig.begin("noisy", "n3", ENDLESS, request_id="r3")
     assert more(rig)["refused_for_ttft"] == 0
-    assert more(rig)["queue_wait_seconds"] == pytest.approx(SECONDS_PER_ADMISSION, abs=2)
+    assert more(rig)["queue_wait_seconds"] == 0.0, "of a newcomer"
     for call in (*calls, again):
         call.cancel()
 

@@ -1,0 +1,71 @@
+"""Which prefill gets the tokens of an iteration first, of those of one share.
+
+By level, then **the shortest remaining one first**: somebody whose message takes one iteration does not
+wait for the hundred iterations of somebody else's document, who waits one longer for it.  That is best for
+the mean time to the first token, and alone it would starve the long ones.  So the one that has come first
+is **held a part back for**: the others leave it HELD_BACK of what prompts may take in an iteration, and
+TOKENS_MIN at least (iteration_draft.py).  It takes at most 1 / HELD_BACK times as long for those that pass
+it, and where there is room for one tile only, it has the tile.
+
+A turn that waits is admitted beside prefills of its share if it goes before all of them; else it would take
+pages and no tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from pensieve.core.fair_queue import FairQueue
+from pensieve.core.turn import Turn, TurnState
+
+Order = tuple[int, int, int]
+
+
+def prefill_order(turn: Turn) -> Order:
+    """The least goes first."""
+    return -turn.level, num_missing(turn), turn.arrival
+
+
+def num_missing(turn: Turn) -> int:
+    """At most so many positions of its context are computed before its next token.
+
+    Before its admission nobody knows what of its history is held: its prompt alone counts, and nothing of one
+    that was suspended.
+    """
+    if turn.state is TurnState.RUNNING:
+        return len(turn.tokens) + turn.pending_tokens - turn.frontier
+    if turn.state is TurnState.SUSPENDED:
+        return 0
+    return turn.prompt_end - turn.history_tokens
+
+
+def may_join(turn: Turn, started: Iterable[Turn]) -> bool:
+    """Whether it goes before all prefills of its share that have begun."""
+    own = prefill_order(turn)
+    return all(own < prefill_order(each) for each in started if each.share == turn.share)
+
+
+def next_waiting(
+    suspended: Iterable[Turn], queued: FairQueue, may_come: Callable[[Turn], bool]
+) -> Turn | None:
+    """Of the turns that may come: of the share that has used least, the highest level.
+
+    One that was suspended comes before new ones of its level, unless its share of time was over.
+    """
+    waiting = [*filter(may_come, suspended), *queued.heads(may_come)]
+    return min(
+        waiting,
+        key=lambda turn: (
+            queued.used(turn),
+            -turn.level,
+            turn.state is TurnState.QUEUED or turn.moved_back,
+            turn.arrival,
+        ),
+        default=None,
+    )
+
+
+def earlier(turn: Turn, started: Collection[Turn]) -> Turn | None:
+    """Of the prefills of its share that have begun, the one that came first, if it came before this one."""
+    own = [each for each in started if each.share == turn.share and each.arrival < turn.arrival]
+    return min(own, key=lambda each: each.arrival, default=None)

@@ -1,0 +1,257 @@
+"""Who gives way to whom, what it costs them, and that nobody gives way for ever."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pensieve.core.turn import PRIORITY_MAX, Turn, TurnState
+from tests.core.world import Stage
+
+
+def full(num_turns: int, reply: int = 40, overlap: bool = False, **shape: object) -> Stage:
+    """So many turns generate, and nobody else may run beside them."""
+    shape = {
+        "batch_tokens_max": 64,
+        "turns_max": num_turns,
+        "overlap": overlap,
+        "late": 0.0,
+        **shape,
+    }
+    stage = Stage(20 * num_turns + reply // 4, 400, **shape)
+    for number in range(num_turns):
+        stage.ask(f"low{number}", 6, reply)
+    for _ in range(4):
+        stage.next()
+    assert all(turn.usage.output_tokens >= 1 for turn in stage.turns.values())
+    return stage
+
+
+def iterations_until(stage: Stage, turn: Turn) -> int:
+    """That begin after it came, up to the one that computes its prompt."""
+    for number in range(50):
+        stage.step()
+        pieces = stage.latest.slices if stage.latest is not None else ()
+        if any(piece.turn_id == turn.turn_id for piece in pieces):
+            return number
+    raise AssertionError("it gets no place")
+
+
+# -- by priority --
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_higher_priority_waits_for_at_most_two_iterations(overlap: bool) -> None:
+    """Of places: there were none, and 1,100 others wait for one."""
+    stage = full(6, overlap=overlap)
+    waiting = [stage.ask(f"more{number}", 6, 4) for number in range(1100)]
+    high = stage.ask("high", 6, 4, priority=1)
+    assert iterations_until(stage, high) <= int(overlap)
+    assert stage.scheduler.counters.preemptions == 1
+    assert not any(turn.usage.admitted_at for turn in waiting)
+    stage.run_until_idle(checks_every=50)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_higher_priority_waits_for_at_most_two_iterations_for_pages(overlap: bool) -> None:
+    """Those that give way have nothing on the host yet."""
+    stage = Stage(40, 400, batch_tokens_max=64, turns_max=64, overlap=overlap, late=0.0)
+    low = [stage.ask(f"low{number}", 6, 60) for number in range(10)]
+    while stage.cache.available > 3:
+        stage.next()
+    high = stage.ask("high", 24, 2, priority=3)
+    assert iterations_until(stage, high) <= 2
+    stage.run_until_idle()
+    assert any(turn.usage.suspensions for turn in low)
+    assert high.usage.suspensions == 0
+
+
+def test_the_lowest_and_latest_gives_way_and_is_back_first() -> None:
+    stage = Stage(100, 100, batch_tokens_max=64, turns_max=3)
+    a, b, c = (
+        stage.ask(name, 4, 30, priority=level) for name, level in (("a", 0), ("b", -1), ("c", 0))
+    )
+    stage.next()
+    late = stage.ask("late", 4, 3)
+    high = stage.ask("high", 4, 3, priority=2)
+    stage.next()
+    states = [turn.state for turn in (a, b, c, high, late)]
+    assert states[1] is TurnState.SUSPENDED
+    assert states[0] is states[2] is states[3] is TurnState.RUNNING
+    stage.until_ended(high)
+    stage.next()
+    assert b.state is TurnState.RUNNING, "before the one that never ran, which is of its level now"
+    assert late.state is TurnState.QUEUED
+    stage.run_until_idle()
+
+
+def test_an_equal_waits() -> None:
+    stage = full(2)
+    other = stage.ask("other", 6, 2)
+    for _ in range(10):
+        stage.next()
+    assert other.state is TurnState.QUEUED
+    assert not stage.scheduler.counters.preemptions
+
+
+def test_nothing_that_is_held_is_computed_twice() -> None:
+    """A host that holds everything: each position is computed once, however often its turn gave way."""
+    stage = Stage(24, 400, batch_tokens_max=64, turns_max=64)
+    turns = [stage.ask(f"low{number}", 9, 40) for number in range(6)]
+    drawn = random.Random(1)
+    for number in range(12):
+        for _ in range(drawn.randrange(2, 9)):
+            stage.next()
+        turns.append(stage.ask(f"high{number}", drawn.randrange(1, 30), 5, priority=1 + number % 3))
+    stage.run_until_idle()
+    counters = stage.scheduler.counters
+    assert counters.preemptions >= 3
+    assert stage.cache.counters.dropped == 0
+    assert counters.recomputed_tokens == 0
+    assert counters.tokens == sum(len(turn.tokens) - 1 for turn in turns)
+
+
+def test_who_gave_way_rises_so_nobody_gives_way_for_ever() -> None:
+    stage = full(1, reply=400)
+    (low,) = stage.turns.values()
+    for number in range(40):
+        stage.until_ended(stage.ask(f"high{number}", 2, 1, priority=2))
+        stage.step()
+    assert low.usage.suspensions == 2, "once of level 0, once of level 1"
+    stage.run_until_idle()
+    assert low.level == 2
+
+    stage = full(1, reply=400)
+    (low,) = stage.turns.values()
+    for number in range(40):
+        stage.until_ended(stage.ask(f"high{number}", 2, 1, priority=PRIORITY_MAX))
+        stage.step()
+    assert low.usage.suspensions == PRIORITY_MAX
+
+
+def test_low_priorities_end_beside_a_stream_of_high_ones() -> None:
+    """One of a line at least in TURNS_A_PRIORITY of the next higher one."""
+    stage = Stage(64, 0, batch_tokens_max=64, turns_max=2)
+    low = [stage.ask(f"low{number}", 4, 3) for number in range(4)]
+    for number in range(600):
+        stage.ask(f"high{number}", 4, 3, priority=1)
+        stage.next()
+    assert all(turn.finish is not None for turn in low)
+
+
+# -- between shares --
+
+
+def test_a_share_that_holds_everything_gives_back_a_part() -> None:
+    """96 pages: of three shares each gets some 32, and those that came late do not wait for an end."""
+    stage = Stage(96, 1000, batch_tokens_max=64, turns_max=64, late=0.0)
+    for number in range(40):
+        stage.ask(f"flood{number}", 8, 300, share="flood", priority=PRIORITY_MAX)
+    for _ in range(60):
+        stage.next()
+    assert stage.cache.available < 20
+    ended = stage.scheduler.counters.finished
+    mine = [stage.ask(f"mine{number}", 8, 12, share="mine") for number in range(3)]
+    stage.next()
+    others = [stage.ask(f"other{number}", 8, 12, share="other") for number in range(3)]
+    for _ in range(12):
+        stage.next()
+    assert all(turn.usage.admitted_at is not None for turn in mine + others)
+    assert stage.scheduler.counters.finished - ended <= 6
+    assert stage.scheduler.counters.preemptions >= 2
+
+
+def test_places_do_not_go_to_and_fro() -> None:
+    """Two shares that each want everything: a handful of exchanges, not one in every iteration."""
+    stage = Stage(96, 1000, batch_tokens_max=64, turns_max=64, late=0.0)
+    for name in ("a", "b"):
+        for number in range(30):
+            stage.ask(f"{name}{number}", 8, 60, share=name)
+        for _ in range(20):
+            stage.next()
+    for _ in range(100):
+        stage.next()
+    assert stage.scheduler.counters.preemptions <= 30
+    stage.run_until_idle(checks_every=100)
+
+
+def first_tokens(seed: int, slower: int = 1, only: str = "", flood: int = 0) -> list[float]:
+    """Of two tenants that arrive at random, beside a third that sends so many turns at once.
+
+    With `only` one of them, alone on a machine that is `slower`, of memory, places and speed.
+    """
+    stage = Stage(
+        240 // slower,
+        20_000,
+        batch_tokens_max=256,
+        turns_max=24 // slower,
+        iteration_seconds=0.01 * slower,
+        token_seconds=0.0002 * slower,
+        late=0.0,
+        seed=seed,
+    )
+    drawn = random.Random(seed)
+    for number in range(flood):
+        stage.ask(f"f{number}", 24, 40, share="flood", priority=PRIORITY_MAX)
+    arrivals = sorted(
+        (drawn.uniform(1.5, 13.0), name, drawn.randrange(8, 40)) for name in "ab" for _ in range(60)
+    )
+    mine = []
+    for number, (at, name, size) in enumerate(arrivals):
+        if only and name != only:
+            continue
+        while stage.now < at:
+            if not stage.step(check=False):
+                stage.wait(at - stage.now)
+        mine.append(stage.ask(f"{name}{number}", size, 20, share=name))
+    for turn in mine:
+        stage.until_ended(turn)
+    return [
+        turn.usage.first_token_at - turn.usage.submitted_at
+        for turn in mine
+        if turn.usage.first_token_at is not None
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flood_at_the_highest_priority_leaves_others_their_share(seed: int) -> None:
+    """The P99 of their first tokens is at most 1.1 times what each has alone on a third of the machine."""
+    beside = first_tokens(seed, flood=1100)
+    alone = first_tokens(seed, 3, "a") + first_tokens(seed, 3, "b")
+    assert len(alone) == len(beside) == 120
+    assert sorted(beside)[118] <= 1.1 * sorted(alone)[118]
+
+
+# -- by time --
+
+
+def rounds(time_share: int) -> tuple[float, float, Stage]:
+    """24 turns where about 8 fit: the median first token, and when the last has ended."""
+    stage = Stage(400, 400, batch_tokens_max=64, turns_max=8, late=0.0, time_share=time_share)
+    begun, turns = stage.now, [stage.ask(f"t{number}", 16, 40) for number in range(24)]
+    stage.run_until_idle(checks_every=20)
+    firsts = sorted(turn.usage.first_token_at or 0.0 for turn in turns)
+    return firsts[12] - begun, stage.now - begun, stage
+
+
+def test_where_time_is_shared_everybody_has_a_first_token_sooner() -> None:
+    kept, end_kept, _ = rounds(0)
+    shared, end_shared, stage = rounds(8)
+    assert shared < 0.6 * kept
+    assert end_shared < 1.4 * end_kept
+    assert stage.scheduler.counters.preemptions > 10
+    assert stage.scheduler.counters.recomputed_tokens == 0
+
+
+def test_where_time_is_shared_nobody_gives_way_before_its_share_is_over() -> None:
+    stage = Stage(64, 64, batch_tokens_max=64, turns_max=1, time_share=5)
+    a, b = stage.ask("a", 4, 12), stage.ask("b", 4, 12)
+    said: list[str] = []
+    while a.finish is None or b.finish is None:
+        before = (a.num_output_tokens, b.num_output_tokens)
+        stage.next()
+        said += ["a"] * (a.num_output_tokens - before[0]) + ["b"] * (
+            b.num_output_tokens - before[1]
+        )
+    assert "".join(said) == "aaaaabbbbbaaaaabbbbbaabb"

@@ -1,0 +1,110 @@
+"""Which prompt goes first, of those that have begun and of those that wait."""
+
+from __future__ import annotations
+
+from pensieve.core.fair_queue import SHORT_TURNS
+from pensieve.core.turn import Turn, TurnState
+from tests.core.world import Stage
+
+BUDGET = 128
+
+
+def stage_of_prompts() -> Stage:
+    return Stage(2000, 0, batch_tokens_max=BUDGET, turns_max=64)
+
+
+def tokens_of(stage: Stage, turn: Turn) -> int:
+    """In the last iteration."""
+    assert stage.latest is not None
+    return sum(each.num_tokens for each in stage.latest.slices if each.turn_id == turn.turn_id)
+
+
+def test_the_shortest_remaining_goes_first_and_the_first_that_came_goes_on() -> None:
+    stage = stage_of_prompts()
+    long = stage.ask("long", 1000, 2)
+    stage.next()
+    assert tokens_of(stage, long) == BUDGET
+    short = stage.ask("short", 30, 2)
+    shorter = stage.ask("shorter", 20, 2)
+    stage.next()
+    assert [name for name, _, _ in stage.slices()] == ["short", "shorter", "long"]
+    assert tokens_of(stage, long) == BUDGET - 50
+    middle = stage.ask("middle", 200, 2)
+    stage.next()
+    assert tokens_of(stage, middle) > tokens_of(stage, long) == (BUDGET - 2) // 4
+    stage.run_until_idle()
+    assert short.usage.first_token_at == shorter.usage.first_token_at
+
+
+def test_what_is_held_back_for_the_first_that_came_is_a_quarter() -> None:
+    """However many shorter ones come, it ends: 1,000 tokens in at most so many iterations of 32 of them."""
+    stage = stage_of_prompts()
+    long = stage.ask("long", 1000, 1)
+    stage.next()
+    for number in range(400):
+        stage.ask(f"short{number}", 60, 1)
+    num_iterations = 0
+    while long.finish is None:
+        stage.next()
+        num_iterations += 1
+        if long.num_output_tokens == 0:
+            assert tokens_of(stage, long) >= BUDGET // 4
+    assert num_iterations <= 4 * 1000 / BUDGET + 1
+    stage.run_until_idle(checks_every=50)
+
+
+def test_where_there_is_room_for_one_tile_the_first_that_came_has_it() -> None:
+    stage = Stage(2000, 0, batch_tokens_max=24, turns_max=8)
+    long = stage.ask("long", 100, 1)
+    stage.next()
+    short = stage.ask("short", 10, 1)
+    while not long.num_output_tokens:
+        stage.next()
+        assert tokens_of(stage, long) >= 16 or long.num_output_tokens == 1
+    stage.run_until_idle()
+    assert short.finish is not None
+
+
+def test_a_higher_level_goes_before_a_shorter_prompt() -> None:
+    stage = stage_of_prompts()
+    stage.ask("long", 1000, 1)
+    stage.next()
+    high = stage.ask("high", 300, 1, priority=1)
+    stage.next()
+    short = stage.ask("short", 20, 1)
+    stage.next()
+    assert tokens_of(stage, high) == BUDGET - BUDGET // 4
+    assert short.state is TurnState.QUEUED
+    stage.run_until_idle()
+
+
+def test_short_prompts_pass_long_ones_and_not_for_ever() -> None:
+    """A document waits behind the messages that were there, and of later ones behind SHORT_TURNS."""
+    stage = Stage(2000, 0, batch_tokens_max=BUDGET, turns_max=1)
+    stage.ask("first", 4, 2)
+    stage.next()
+    long = stage.ask("long", BUDGET + 1, 1)
+    short = [stage.ask(f"short{number}", 4, 1) for number in range(SHORT_TURNS + 5)]
+    stage.until_ended(long)
+    assert sum(turn.finish is not None for turn in short) == SHORT_TURNS
+    stage.run_until_idle()
+
+
+def test_what_does_not_fit_into_memory_keeps_no_messages_waiting() -> None:
+    stage = Stage(100, 0, batch_tokens_max=BUDGET, turns_max=64)
+    running = stage.ask("running", 200, 150)
+    for _ in range(4):
+        stage.next()
+    large = stage.ask("large", 300, 1)
+    for number in range(SHORT_TURNS):
+        stage.until_ended(stage.ask(f"small{number}", 4, 2))
+    assert large.state is TurnState.QUEUED
+    last = stage.ask("last", 4, 2)
+    stage.until_ended(large)
+    assert running.finish is not None
+    assert large.usage.first_token_at is not None
+    stage.until_ended(last)
+    assert last.usage.first_token_at is not None
+    assert large.usage.admitted_at is not None
+    assert last.usage.admitted_at is not None
+    assert large.usage.admitted_at <= last.usage.admitted_at
