@@ -5,9 +5,9 @@ from tests.protections import Change, Protection, protection
 PROTECTIONS = (
     protection(
         "the next turn is that of the share that has used least",
-        "core/fair_queue.py",
-        "key=lambda each: (each.used, each.turns[0].queue_order)).turns[0]",
-        "key=lambda each: each.turns[0].queue_order).turns[0]",
+        "core/prefill_order.py",
+        "            queued.used(turn),\n            -turn.level,\n",
+        "            -turn.level,\n",
         "core/test_fair_queue.py::test_a_flood_delays_another_share_by_one_turn",
         "core/test_fair_queue.py::test_a_flood_of_a_high_priority_moves_nobody_else",
         "service/test_tenants.py::test_a_flood_pushes_nobody_behind_its_backlog",
@@ -31,12 +31,56 @@ PROTECTIONS = (
     protection(
         "a long prompt holds up its own share alone",
         "core/scheduler.py",
-        "            if first is not None and (\n"
-        "                turn is None or self.queued.used(turn) > self.queued.used(first)\n"
-        "            ):\n",
+        "            if first is not None and (turn is None or used(turn) > used(first)):\n",
         "            if first is not None:\n",
         "core/test_fair_queue.py::test_a_long_prompt_holds_up_its_own_share_alone",
         "core/test_fair_queue.py::test_two_long_prompts_of_two_shares_grow_alike",
+    ),
+    protection(
+        "a line that was passed often enough is next",
+        "core/fair_queue.py",
+        "if self.passed.get(line, 0) >= _passes_allowed(first, line)",
+        "if self.passed.get(line, 0) < 0",
+        "core/test_preemption.py::test_low_priorities_end_beside_a_stream_of_high_ones",
+        "core/test_prefill_order.py::test_short_prompts_pass_long_ones_and_not_for_ever",
+    ),
+    protection(
+        "a higher level takes the place of a lower one",
+        "core/preemption.py",
+        "            return waiting.level > turn.level or (",
+        "            return (",
+        "core/test_preemption.py::test_a_higher_priority_waits_for_at_most_two_iterations",
+        "core/test_preemption.py::test_the_lowest_and_latest_gives_way_and_is_back_first",
+    ),
+    protection(
+        "who gave way rises",
+        "core/turn.py",
+        "            self.level += 1\n",
+        "            self.level += 0\n",
+        "core/test_preemption.py::test_who_gave_way_rises_so_nobody_gives_way_for_ever",
+    ),
+    protection(
+        "a share that holds most gives pages back",
+        "core/preemption.py",
+        "would_hold < held[turn.share]\n",
+        "would_hold < 0\n",
+        "core/test_preemption.py::test_a_share_that_holds_everything_gives_back_a_part",
+        "core/test_preemption.py::test_a_flood_at_the_highest_priority_leaves_others_their_share",
+    ),
+    protection(
+        "a part of the prompts' tokens is for the one that came first",
+        "core/iteration_draft.py",
+        "HELD_BACK = 0.25\n",
+        "HELD_BACK = 0.0\n",
+        "core/test_prefill_order.py::test_what_is_held_back_for_the_first_that_came_is_a_quarter",
+    ),
+    protection(
+        "the shortest remaining prompt goes first",
+        "core/prefill_order.py",
+        "    return -turn.level, num_missing(turn), turn.arrival\n",
+        "    return -turn.level, 0, turn.arrival\n",
+        "core/test_prefill_order.py"
+        "::test_the_shortest_remaining_goes_first_and_the_first_that_came_goes_on",
     ),
     protection(
         "the last places to wait are left to others",

@@ -490,9 +490,12 @@ def test_a_priority_above_the_tokens_ceiling_is_lowered_to_it(tmp_path: Path) ->
 def order_of_admission(
     folder: Path, limits: dict[str, dict[str, Any]], turns: Sequence[str]
 ) -> list[str]:
-    """The tenants of turns that all wait behind another one, as the engine admits them."""
+    """The tenants of turns that all wait behind another one, as the engine admits them.
+
+    That one keeps its place: by its weight it holds less than anybody.
+    """
     slow, written = (*ECHO, "--seconds=0.002"), {"turns_max": "1"}
-    with TokensRig(folder, {"first": {}, **limits}, slow, written) as rig:
+    with TokensRig(folder, {"first": {"weight": 100}, **limits}, slow, written) as rig:
         admitted: list[str] = []
         on_admitted = rig.daemon.conversations._on_admitted
 
