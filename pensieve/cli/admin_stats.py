@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from pensieve.v1 import admin_pb2 as pb
 
 MIB = 2**20
+TENANTS_SHOWN = 8
 
 
 def stats_table(stats: pb.Stats) -> RenderableType:
@@ -42,6 +44,7 @@ def stats_table(stats: pb.Stats) -> RenderableType:
     for name, times in (("first token", stats.first_token), ("token gap", stats.token_gap)):
         if times.count:
             table.add_row(name, _latency(times))
+    _add_objectives(table, stats.more)
     table.add_row(
         "conversations", f"{stats.conversations_cached:,} cached of {stats.conversations_stored:,}"
     )
@@ -69,7 +72,59 @@ def stats_table(stats: pb.Stats) -> RenderableType:
         f"{stats.iterations:,}, {stats.iterations_per_second:,.1f}/s, "
         f"{stats.tokens_per_iteration:.1f} tokens each, {stats.idle_tokens:,} tokens discarded",
     )
+    _add_work(table, stats.more)
     return table
+
+
+def _add_objectives(table: Any, more: Mapping[str, float]) -> None:
+    """What the engine has attained of its objectives, and what stood in the way."""
+    for name, kind in (("tbt", "tokens"), ("ttft", "first tokens")):
+        if (objective := more.get(f"{name}_objective_seconds", 0.0)) and more[f"{name}_count"]:
+            table.add_row(
+                f"objective {name}",
+                f"{more[f'{name}_attained']:.1%} of {kind} within {_milliseconds(objective)}, "
+                f"p99 {_milliseconds(more[f'{name}_p99_seconds'])} in the last 5 minutes",
+            )
+    refused = more.get("refused_for_ttft", 0)
+    if refused or more.get("queue_wait_seconds"):
+        waits = _milliseconds(more["queue_wait_seconds"])
+        table.add_row("", f"another turn would wait {waits}; {refused:,.0f} were refused for it")
+    if stalls := more.get("stalls", 0):
+        table.add_row("stalls", f"{stalls:,.0f} gaps between tokens since the engine started")
+    if more.get("suspensions") or more.get("preemptions"):
+        table.add_row(
+            "suspended",
+            f"{more['suspensions']:,.0f} times, {more['preemptions']:,.0f} for turns that were next; "
+            f"p50 {_milliseconds(more['suspended_p50_seconds'])}, "
+            f"p99 {_milliseconds(more['suspended_p99_seconds'])} in the last 5 minutes",
+        )
+
+
+def _add_work(table: Any, more: Mapping[str, float]) -> None:
+    """How the engine's time was used."""
+    if more.get("iterations_predicted"):
+        table.add_row(
+            "predicted",
+            f"iterations to within {more['iteration_error_p50']:.0%} (median) and "
+            f"{more['iteration_error_p90']:.0%} (p90) of what they took",
+        )
+        table.add_row(
+            "budget",
+            f"{more['token_budget_used']:.0%} of the token budget used; for nothing "
+            f"{more['idle_share']:.1%} of what was computed, {more['rows_padded']:,.0f} padded rows",
+        )
+    prefix = "tenant_tokens."
+    of_tenants = {
+        name.removeprefix(prefix): num
+        for name, num in more.items()
+        if name.startswith(prefix) and num
+    }
+    if len(of_tenants) > 1:
+        whole = sum(of_tenants.values())
+        most = sorted(of_tenants.items(), key=lambda each: (-each[1], each[0]))[:TENANTS_SHOWN]
+        shown = ", ".join(f"{name or '(none)'} {_share(num, whole)}" for name, num in most)
+        rest = f" and {len(of_tenants) - len(most)} more" if len(of_tenants) > len(most) else ""
+        table.add_row("tenants", f"{shown}{rest} of {whole:,.0f} tokens computed")
 
 
 def _add_service(table: Any, service: pb.Service) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pensieve.sim.observed import Observations
 
 REPORT_EVERY = 200_000  # iterations
+ERRORS_KEPT = 100_000  # of predictions, the latest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from pensieve.engine.attainment import PredictionErrors
     from pensieve.engine.journal import JournalError, NotAJournal, Replay
     from pensieve.sim.observed import Observations
 
@@ -62,11 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidArgument(
             "journal", "a journal holds its own turns; name no trace or --workload"
         )
-    replay, seen = Replay(_lines(path)), Observations()
+    replay, seen, errors = Replay(_lines(path)), Observations(), PredictionErrors(ERRORS_KEPT)
     problem = None
     try:
         for replayed in replay:
             seen.add(replayed)
+            errors.add(replayed.iteration.predicted_seconds, replayed.ended - replayed.begun)
             if replay.num_agreed % REPORT_EVERY == 0:
                 print(f"{replay.num_agreed:,} iterations", file=sys.stderr, flush=True)
     except NotAJournal as error:
@@ -82,8 +85,15 @@ def run(arguments: argparse.Namespace) -> int:
         "lines_cut_off": replay.cut_off,
         "problem": problem,
     }
+    median, p90 = errors.quantiles(0.5, 0.9)
+    if errors:
+        result["prediction_error"] = {"median": median, "p90": p90}
     if not arguments.json:
         print("\n".join(_outcome(path, replay, problem)))
+        if errors:
+            print(
+                f"  predicted before they began, to within {median:.0%} (median), {p90:.0%} (p90)"
+            )
     if problem is None and arguments.fit is not None:
         fit = _fitted(arguments, replay, seen)
         result["fit"] = {

@@ -37,6 +37,7 @@ class Settings:
     token_budget: int
     prompt_seconds: float
     tbt: float
+    ttft: float
     share: int
     turns_max: int
     threads: int

@@ -145,6 +145,14 @@ SETTINGS: Table = (
         "S",
     ),
     Setting(
+        "ttft",
+        number(0, 3600),
+        "0",
+        "objective for the time to the first token of a reply, in seconds: a turn that would wait longer "
+        "for its turn is refused at once, and told when to come back (0: none)",
+        "S",
+    ),
+    Setting(
         "share",
         whole(0, 1 << 20),
         "0",

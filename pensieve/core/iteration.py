@@ -107,6 +107,7 @@ class Iteration:
     swap_outs: tuple[SwapOut, ...] = ()
     started: tuple[TurnStart, ...] = ()
     ended: tuple[int, ...] = ()  # turn ids
+    predicted_seconds: float = 0.0  # that it takes (time_budget.py); 0: nothing is known yet
 
     @property
     def num_tokens(self) -> int:

@@ -34,6 +34,7 @@ class IterationDraft:
         self.num_decodes = 0
         self.seconds_max: float | None = None  # that prompts may add, as predicted; None: no limit
         self.seconds_added = 0.0  # by prompts, as predicted
+        self.predicted_seconds = 0.0  # of the whole iteration; 0: nothing is known yet
         self._cost = cost
         self._pairs = self._keys = self._num_ones = 0  # see `Work`
         self.slices: list[Slice] = []
@@ -87,6 +88,7 @@ class IterationDraft:
             tuple(swap_outs),
             tuple(started),
             tuple(ended),
+            self.predicted_seconds,
         )
 
     @property

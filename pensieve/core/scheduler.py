@@ -240,11 +240,11 @@ class Scheduler:
 
     def _launched(self, draft: IterationDraft, swap_outs: list[SwapOut], now: float) -> Iteration:
         self._index += 1
+        draft.predicted_seconds = self._time_budget.planned(draft, now)
         iteration = draft.iteration(self._index, swap_outs, self._started, self._forgotten)
         self._started.clear()
         self._forgotten.clear()
         self._uncommitted.append(_Uncommitted(iteration, draft.turns, draft.sources))
-        self._time_budget.planned(draft, now)
         self.counters.planned(draft)
         return iteration
 

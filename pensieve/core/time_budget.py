@@ -30,6 +30,9 @@ Few tokens cost nothing where reading the weights is what takes the time, and a 
 let in pieces that are far too long.  So where the prediction has more than half of a piece for free, a
 ratio counts only if it is above what is believed.
 
+The same prediction is made, and corrected, where nothing is limited: `planned` answers with it, so that what
+an iteration was predicted to take can be compared with what it took (Iteration.predicted_seconds).
+
 The times are those that `plan` and `commit` are given, so the budget is as repeatable as the rest: a journal
 replays to the same pieces.  An iteration that was planned while another was computed began when that one was
 committed.
@@ -75,12 +78,10 @@ class TimeBudget:
     def limit(self, draft: IterationDraft) -> None:
         """Let prompts join for so long; the draft has all its decodes and nothing else."""
         draft.num_decodes = len(draft.slices)
-        if not self._limits:
-            return
-        without = self._predict(*draft.work) if draft.num_decodes else self._predict(1, 0, 0)
+        without = self._predict(*draft.work) if draft.num_decodes else self._predict(1, 0, 0, 1)
         self._predicted_without = without
-        if not draft.num_decodes or not without:  # nobody waits, or nothing takes time
-            return
+        if not self._limits or not draft.num_decodes or not without:
+            return  # nobody waits, or nothing takes time
         a = self._without
         if a is None or self._num_with >= PROBE_AFTER:
             draft.close()
@@ -101,23 +102,26 @@ class TimeBudget:
         alone = len(turn.tokens)
         num_positions = alone + sum(len(each.tokens) for each in running)
         most = self._tbt / (self._without or 1.0)
-        together = self._predict(len(running) + 1, num_positions, num_positions)
-        return int(self._predict(1, alone, alone) <= most < together)
+        num_turns = len(running) + 1
+        together = self._predict(num_turns, num_positions, num_positions, num_turns)
+        return int(self._predict(1, alone, alone, 1) <= most < together)
 
-    def planned(self, draft: IterationDraft, now: float) -> None:
-        if not self._limits:
-            return
+    def planned(self, draft: IterationDraft, now: float) -> float:
+        """What the iteration is predicted to take; 0 where it computes nothing, or nothing is known yet."""
         num_decodes, num_prompt_tokens = draft.num_decodes, draft.num_tokens - draft.num_decodes
         self._num_with = self._num_with + 1 if num_prompt_tokens else 0
         without, added = self._predicted_without, draft.seconds_added
-        is_free = self._predict(*draft.work) - without < FREE_SHARE * added
+        whole = self._predict(*draft.work)
+        is_free = whole - without < FREE_SHARE * added
         self._uncommitted.append(
             _Planned(now, num_decodes, num_prompt_tokens, without, added, is_free)
         )
+        a, b = self._without, median(self._added)
+        if is_free or not num_prompt_tokens:
+            return (a or 0.0) * whole
+        return (a or 0.0) * without + (b or a or 0.0) * added
 
     def committed(self, now: float) -> None:
-        if not self._limits:
-            return
         planned = self._uncommitted.popleft()
         measured = now - max(planned.at, self._committed_at)
         self._committed_at = now

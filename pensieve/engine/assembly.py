@@ -36,12 +36,13 @@ class EngineConfigs:
         scheduler: SchedulerConfig,
         context_max: int | None = None,  # the model's own limit, if it has one
         turns_queued_max: int = EngineConfig.turns_queued_max,
+        ttft_seconds: float = 0.0,
     ) -> EngineConfigs:
         """A context is at most what the device tier holds."""
         limit = cache.device_tokens_max
         if context_max is not None:
             limit = min(context_max, limit)
-        return cls(cache, scheduler, EngineConfig(limit, turns_queued_max))
+        return cls(cache, scheduler, EngineConfig(limit, turns_queued_max, ttft_seconds))
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from pensieve import gc_pause
 from pensieve.core.iteration import Iteration, SampledToken
 from pensieve.core.scheduler import Ended, Scheduler
 from pensieve.core.turn import FinishReason, Turn, Usage
+from pensieve.engine.attainment import Attainment
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (
     TOKEN_BYTES,
@@ -68,6 +69,7 @@ IDLE_SECONDS = 1.0  # a round without anything to do; garbage is collected after
 class EngineConfig:
     context_max: int  # tokens; the model's and the device tier's limit
     turns_queued_max: int = 1024  # the next is refused with QUEUE_FULL
+    ttft_seconds: float = 0.0  # objective for the time to the first token of a reply; 0: none
 
 
 class Engine:
@@ -88,7 +90,8 @@ class Engine:
         self.mailbox = mailbox
         self.sink = sink
         self.metrics = Metrics(scheduler, clock.now())
-        self._observers: tuple[Observer, ...] = (self.metrics, *observers)
+        self.attainment = Attainment(scheduler, config.ttft_seconds)
+        self._observers: tuple[Observer, ...] = (self.metrics, self.attainment, *observers)
         self.num_rounds = 0  # of `run`; read by other threads
         self._launched: deque[Iteration] = deque()  # those not collected yet, oldest first
         self._waiting: dict[
@@ -177,7 +180,8 @@ class Engine:
                 locations = cache.locations(conversation_id)
                 return [Answer(query_id, rows=(*locations, *log_lines))]
             case GetStats(query_id):
-                return [Answer(query_id, figures=self.metrics.figures(now))]
+                figures = self.metrics.figures(now) | self.attainment.figures(now)
+                return [Answer(query_id, figures=figures)]
             case CheckIntegrity(query_id):
                 return [Answer(query_id, problems=self._problems(now))]
         return self._ended()
@@ -284,8 +288,14 @@ class Engine:
         for observer in self._observers:
             observer.planned(iteration, now)
         if iteration is not None:
-            self._publish([TurnAdmitted(each.turn_id) for each in iteration.started])
+            self._publish([self._admitted(each.turn_id) for each in iteration.started])
         return iteration
+
+    def _admitted(self, turn_id: int) -> TurnAdmitted:
+        turn = self.scheduler.turn(turn_id)
+        if turn is None:  # a warm that had nothing to compute
+            return TurnAdmitted(turn_id)
+        return TurnAdmitted(turn_id, turn.usage.new_tokens + turn.usage.recomputed_tokens)
 
     # -- out --
 

@@ -5,7 +5,8 @@ each outcome what the core took from it: finished copies, which turns sampled a 
 the reply, and failures.  An outcome belongs to the oldest iteration that has none yet, so the order of the
 lines shows how far planning was ahead.  Given to a fresh scheduler, these lines produce the identical
 iterations, because the scheduler reads no clock and no token's value.  `Replay` does that and compares a
-hash per iteration.
+hash per iteration.  What an iteration was predicted to take is recorded for whoever reads the file: a replay
+predicts it again.
 
 A restarted engine appends to the journal of the one before, so a journal holds one or more engines, and
 each begins with its configuration.  Every line is written at once.  An engine that is killed leaves at most
@@ -43,7 +44,9 @@ from pensieve.engine.messages import Event, Message, SubmitTurn
 from pensieve.errors import ConfigError, one_line
 
 log = logging.getLogger("pensieve")
-VERSION = 3  # 2: no cost of iterations; 1: outcomes held how a turn ended, and messages a turn's whole log
+# 3: no predictions, no objective for the first token; 2: no cost of iterations; 1: outcomes held how a turn
+# ended, and messages a turn's whole log
+VERSION = 4
 
 HEADER_BYTES_MAX = 1 << 20
 
@@ -147,6 +150,8 @@ class Journal:
 
     def planned(self, iteration: Iteration | None, now: float) -> None:
         entry = {"plan": now, "iteration": hash_of(iteration) if iteration else None}
+        if iteration is not None and iteration.predicted_seconds:
+            entry["predicted"] = float(f"{iteration.predicted_seconds:.6g}")
         damaged, self._damaged = self._damaged, []
         self._write(entry | ({"damaged": damaged} if damaged else {}))
 

@@ -130,6 +130,7 @@ class TurnAdmitted:
     """The turn waits no longer: it has its pages, and is part of the next iterations."""
 
     turn_id: int
+    missing_tokens: int = 0  # of its context, that are computed before its first token is sampled
 
 
 @dataclass(frozen=True, slots=True)

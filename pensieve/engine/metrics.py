@@ -88,6 +88,9 @@ class Metrics:
             "ranges_repaired_at_once_max": counters.repaired_ranges_max,
             "suspensions": counters.suspensions,
             "resumptions": counters.resumptions,
+            "preemptions": counters.preemptions,
+            "rows_padded": 0,
+            "tenant_tokens.": 0,  # of no tenant
             "chunks_swapped_out": moves.swapped_out,
             "chunks_swapped_in": moves.swapped_in,
             "chunks_reclaimed": moves.reclaimed,
@@ -100,7 +103,13 @@ class Metrics:
         }
         for reason, count in self._by_finish.items():
             figures[f"turns_{reason.value}"] = count
-        return figures | self.more()
+        for share, num_tokens in scheduler.queued.tokens_by_share.items():
+            figures[f"tenant_tokens.{share}"] = num_tokens
+        figures |= self.more()
+        padded = figures["rows_padded"]
+        idle = counters.idle_tokens + padded
+        figures["idle_share"] = idle / max(counters.tokens + padded, 1)
+        return figures
 
 
 def cached(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from pensieve.config import Resolved, Serving
 from pensieve.errors import ConfigError, InvalidArgument, ServerFault, whole_line
-from pensieve.launch import programs
+from pensieve.launch import objectives, programs
 from pensieve.launch.model_folder import Report, load_texts, model_name, resolve_model
 from pensieve.service.admin_socket import socket_path
 from pensieve.service.daemon import Daemon
@@ -89,6 +89,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         DaemonConfig(
             turns_max=serving.turns_waiting_max,
             grace_seconds=serving.grace,
+            ttft_seconds=resolved.settings.ttft,
             heartbeat_seconds=serving.heartbeat,
             iteration_seconds_max=serving.iteration_timeout,
             limits=auth.limits_of(listening.tokens),
@@ -156,6 +157,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
+            _check_objectives(setup, daemon)
             drain_seconds = setup.drain_seconds
             hooks.report(in_words(server_info(daemon)))
             hooks.ready(address)
@@ -179,6 +181,13 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
             daemon.hurry()
         hurrying.cancel()
         await closing
+
+
+def _check_objectives(setup: DaemonSetup, daemon: Daemon) -> None:
+    """ConfigError where the first engine cannot meet one."""
+    if (ready := daemon.engine.ready) is not None:
+        smallest = objectives.Smallest(ready.tbt_seconds_min, ready.tbt_source)
+        objectives.check(setup.resolved.settings.tbt, smallest)
 
 
 def _kill(engine_pid: int | None) -> None:

@@ -32,6 +32,7 @@ from pensieve.engine.ports import Sink
 from pensieve.launch import engine_process
 from pensieve.launch.engine import BuiltEngine, SystemClock
 from pensieve.launch.model_folder import Report, load_texts
+from pensieve.launch.objectives import ESTIMATED, Pages, smallest_tbt
 from pensieve.launch.sizing import TierPages, turns_max
 from pensieve.text import Tokenizer
 from pensieve.text.reply import ReplyText
@@ -123,11 +124,16 @@ def build(
             time_share=settings.share,
         ),
         min(settings.context_max or CONTEXT_MAX, CONTEXT_MAX),
+        ttft_seconds=settings.ttft,
     )
     cost = CostProfile.analytic(1_000_000, 2, 4, 64, size)
     policy = policy_named(settings.policy, cost, size)
     engine = assemble(configs, policy, executor, Ports(SystemClock(), mailbox, sink))
-    return BuiltEngine(engine, executor, tokenizer.vocab_size, pages, size * 1024)
+    built = BuiltEngine(engine, executor, tokenizer.vocab_size, pages, size * 1024)
+    if settings.tbt:
+        predicted, now = configs.scheduler.cost, SystemClock().now
+        built.smallest_tbt = smallest_tbt(predicted, ESTIMATED, executor, Pages(PAGES, size), now)
+    return built
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class EmbeddedDaemon:
             resolved,
             holder,
             Listening(address="", socket=path, reflection=False),
-            DaemonConfig(),
+            DaemonConfig(ttft_seconds=resolved.settings.ttft),
             engine_program,
             check_history_first=True,  # a person at a terminal waits, and sees what it finds
         )

@@ -27,6 +27,7 @@ from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.ports import Sink
 from pensieve.errors import ConfigError
 from pensieve.launch.model_folder import LoadedTexts, Report
+from pensieve.launch.objectives import ESTIMATED, Pages, Smallest, smallest_tbt
 from pensieve.launch.sizing import TierPages, turns_max
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class BuiltEngine:
     computes: Mapping[str, str] = field(
         default_factory=dict
     )  # dtype, kv_dtype, weights, device, layers
+    smallest_tbt: Smallest | None = None  # where there is an objective
 
     @property
     def context_max(self) -> int:
@@ -102,6 +104,7 @@ def build_engine(
                 settings.share,
             ),
             shape.context_max,
+            ttft_seconds=settings.ttft,
         )
         journal = _journal(settings, computed_by, configs, costs.retention)
         is_intact: IsIntact = checksums.is_intact if checksums is not None else trusted
@@ -115,9 +118,24 @@ def build_engine(
             [journal.observer] if journal is not None else [],
             is_intact,
         )
-        if journal is not None:
-            observer = journal.observer
-            engine.metrics.more = lambda: {"journal_given_up": float(observer.given_up)}
+        observer = journal.observer if journal is not None else None
+
+        def figures() -> dict[str, float]:
+            more = {"rows_padded": float(executor.rows_padded)}
+            if observer is not None:
+                more["journal_given_up"] = float(observer.given_up)
+            return more
+
+        engine.metrics.more = figures
+        smallest = None
+        if settings.tbt:
+            smallest = smallest_tbt(
+                configs.scheduler.cost,
+                f"by {settings.cost or 'its profile'}" if costs.retention.measured else ESTIMATED,
+                executor,
+                Pages(tiers.pages.device, settings.chunk_tokens),
+                SystemClock().now,
+            )
         gc.collect()
         gc.freeze()  # the modules' objects live as long as the process; no collection needs to visit them
         undo.pop_all()
@@ -135,6 +153,7 @@ def build_engine(
             "device": str(ranks.model.flat.module.device),
             "layers": ranks.model.flat.form,
         },
+        smallest,
     )
 
 

@@ -29,6 +29,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 from pensieve import gc_pause
@@ -102,8 +103,11 @@ def _start(
         "host_pages": built.pages.host,
         "page_bytes": built.page_bytes,
         "chunk_tokens": settings.chunk_tokens,
+        "iteration_cost": asdict(built.engine.scheduler.config.cost),
         **built.computes,
     }
+    if (smallest := built.smallest_tbt) is not None:
+        ready["tbt_seconds_min"], ready["tbt_source"] = smallest
     gc_pause.freeze()
     sock.sendall(pack(["ready", ready]))
     return built

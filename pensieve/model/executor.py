@@ -128,6 +128,11 @@ class TorchExecutor:
             self._checksums.finish(finished)
         return Outcome(tuple(samples), finished, tuple(failures))
 
+    @property
+    def rows_padded(self) -> int:
+        """Rows of captured graphs that were computed for no turn, since the start."""
+        return self._forward.rows_padded
+
     def close(self) -> None:
         """End the copier; nothing can be launched afterwards."""
         self._copier.close()

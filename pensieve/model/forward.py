@@ -69,6 +69,11 @@ class Forward:
         self._graphs = graphs
         self._device = memory.device_arena.device
 
+    @property
+    def rows_padded(self) -> int:
+        """Computed for nothing since the start, as a captured graph has more rows than there were turns."""
+        return self._graphs.rows_padded if self._graphs is not None else 0
+
     def run(
         self,
         slices: Sequence[Slice],

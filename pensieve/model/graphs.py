@@ -95,6 +95,7 @@ class DecodeGraphs:
         self._graphs: dict[int, _Bucket] = {}
         self._sizes = buckets(turns_max)
         self.failure = ""  # why nothing could be captured
+        self.rows_padded = 0  # computed for nothing since the start
         rows, pages_max = self._sizes[-1], -(-shape.context_max // memory.chunk_tokens)
         pages_max = min(pages_max, memory.device_pages)
 
@@ -179,6 +180,7 @@ class DecodeGraphs:
         self._starts[:rows].copy_(batch.slice_starts)
         self._page_table[:rows, : batch.page_table.shape[1]].copy_(batch.page_table)
         self._pad(rows, size)
+        self.rows_padded += size - rows
         if self._work is not None:
             planned = plan_of(batch, self._memory, waves_more=0)
             assert planned is not None

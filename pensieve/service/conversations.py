@@ -92,11 +92,13 @@ class Conversations:
         put: Callable[[Message], None],
         config: DaemonConfig,
         *,
-        on_admitted: Callable[[LiveTurn], None],
+        on_admitted: Callable[[LiveTurn, int], None],
         charge: Callable[[str, int], None],
+        on_first_token: Callable[[LiveTurn], None] = lambda live: None,
         weight_of: Callable[[str], float] = lambda tenant: 1.0,
     ) -> None:
-        """`put` takes messages for the engine; `charge` gets tenants, and the tokens that they have used."""
+        """`put` takes messages for the engine; `charge` gets tenants, and the tokens that they have used;
+        `on_admitted` turns, and how many tokens of their contexts have to be computed."""
         self.turns = turns
         self.latencies = Latencies()
         self.arriving = Arriving()
@@ -105,11 +107,10 @@ class Conversations:
             ReaderLimits(config.grace_seconds, config.stall_seconds, config.undelivered_tokens_max),
             lambda live: threads.spawn(self._give_up(live)),
         )
-        self._history = history
-        self._threads = threads
-        self._put = put
+        self._history, self._threads, self._put = history, threads, put
         self._short_characters = config.short_characters
         self._on_admitted = on_admitted
+        self._on_first_token = on_first_token
         self._charge_tokens = charge
         self._weight_of = weight_of
         self._num_lookups = Counts[str]()
@@ -330,11 +331,13 @@ class Conversations:
                     self._charge_tokens(tenant, usage.new_tokens + usage.recomputed_tokens)
             elif isinstance(event, TurnAdmitted):
                 if (live := self.turns.admit(event.turn_id)) is not None:
-                    self._on_admitted(live)
+                    self._on_admitted(live, event.missing_tokens)
             else:
                 self._threads.spawn(self._provide_log(event))
         now = self._threads.loop.time()
         for number, live in longer.items():
+            if live.num_tokens and not live.num_timed:
+                self._on_first_token(live)
             self.latencies.came(live, now)
             self.readers.wake(number)
 

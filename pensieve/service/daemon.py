@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pensieve import gc_pause
 from pensieve.core.sampling import Sampling
@@ -37,7 +35,7 @@ from pensieve.service.admission import Admission, Load
 from pensieve.service.backing_up import BackingUp
 from pensieve.service.cancelling import Cancel, Cancelled, cancel_turn
 from pensieve.service.conversations import Conversations
-from pensieve.service.daemon_config import DaemonConfig
+from pensieve.service.daemon_config import DaemonConfig, Sources
 from pensieve.service.draft import Ask
 from pensieve.service.engine_client import EngineClient, EngineProgram
 from pensieve.service.erasing import Erasing
@@ -62,14 +60,6 @@ CALL_TOKENS = 1  # what a call that changes the history costs at least, where to
 LATE_SECONDS = 1.0  # of the loop, that are worth a warning
 FOUND_BEFORE = "it was when it was looked at before"
 LOADING = "the model is loading; try again in a moment"
-
-
-@dataclass(frozen=True)
-class Sources:
-    """What comes from outside: the time of day, for records only, and random numbers."""
-
-    wall_clock: Callable[[], float] = time.time
-    random_bits: Callable[[int], int] = secrets.randbits
 
 
 class Daemon:
@@ -111,7 +101,10 @@ class Daemon:
             lambda: store.erasure.pending,
             self._damage_found,
         )
-        self.admission = Admission(self.config.turns_max, self.config.limits, self.started_at)
+        config = self.config
+        self.admission = Admission(
+            config.turns_max, config.limits, self.started_at, config.ttft_seconds
+        )
         self._suspects = Suspects()
         self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
         self._queries = Queries(self._loop, self._put, self.config.answer_seconds)
@@ -127,6 +120,7 @@ class Daemon:
     async def start(self) -> None:
         """Until the first engine is ready; then turns may come."""
         ready = await self.engine.start()
+        self.admission.prompts.cost = ready.cost
         history = self._history = History(
             self.store,
             self._texts,
@@ -144,6 +138,7 @@ class Daemon:
             self.config,
             on_admitted=self._on_admitted,
             charge=self._charge,
+            on_first_token=lambda live: self.admission.prompts.ended(live, self._loop.time()),
             weight_of=lambda tenant: self.allowance(tenant).limits.weight,
         )
         gc_pause.freeze()
@@ -231,10 +226,9 @@ class Daemon:
         await conversations.arriving.gone(ask.tenant, ask.conversation_id, ask.request_id)
         if (live := conversations.attach(ask)) is not None:
             return live
+        load = self._load(ask.tenant, ask.conversation_id, ask.options.priority)
         now = self._loop.time()
-        refusal = self._damage() or self.admission.refusal(
-            ask.tenant, self._load(ask.tenant, ask.conversation_id), seconds_left, now
-        )
+        refusal = self._damage() or self.admission.refusal(ask.tenant, load, seconds_left, now)
         if refusal is None:
             return await conversations.begin(ask)
         if (live := await conversations.known(ask)) is not None:
@@ -255,15 +249,15 @@ class Daemon:
         """How long a turn that came now would wait until the engine has room for it."""
         return self.admission.wait_seconds(self._load(), self._loop.time())
 
-    def _load(self, tenant: str = "", conversation_id: str = "") -> Load:
-        conversations = self.conversations
+    def _load(self, tenant: str = "", conversation_id: str = "", priority: int = 0) -> Load:
+        conversations, admission, now = self.conversations, self.admission, self._loop.time()
         turns, arriving = conversations.turns, conversations.arriving
         return Load(
             self.draining,
             self.engine.serving,
             self.num_turns + turns.num_warms,
             turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),
-            turns.num_waiting,
+            lambda: admission.ahead(turns.without_token(), tenant, priority, now),
             turns.waiting_since,
             arriving.num_characters_of(tenant),
         )
@@ -272,8 +266,10 @@ class Daemon:
         """End a turn because its client wants that; what became of it."""
         return await cancel_turn(self._conversations, self.reads, cancel)
 
-    def _on_admitted(self, live: LiveTurn) -> None:
-        self.admission.turn_admitted(live.begun_at, self._loop.time())
+    def _on_admitted(self, live: LiveTurn, missing_tokens: int) -> None:
+        now, is_only = self._loop.time(), self.conversations.turns.num_begun == 1
+        self.admission.turn_admitted(live.begun_at, now)
+        self.admission.prompts.admitted(live, missing_tokens, now, is_only)
 
     def _charge(self, tenant: str, num_tokens: int) -> None:
         self.admission.charge(tenant, num_tokens, self._loop.time())
@@ -303,6 +299,8 @@ class Daemon:
         if isinstance(message, SubmitTurn):
             turns = self.conversations.turns
             live = turns.of_number(message.turn_id)
+            if live is not None:
+                self.admission.prompts.submitted(live)
             if live is not None and self._suspects.must_wait(live, turns.all_live):
                 raise Unavailable("the engine died twice with this turn; it is tried again alone")
         self.engine.put(message)
@@ -349,6 +347,7 @@ class Daemon:
         return True
 
     def _on_up(self) -> None:
+        self.admission.prompts.cost = self.engine.ready.cost if self.engine.ready else None
         self.conversations.turns.engine_started(self._sources.wall_clock())
         self.on_serving(self.serving)
 

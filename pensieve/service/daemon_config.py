@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import secrets
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +22,14 @@ DAY_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True)
+class Sources:
+    """What comes from outside: the time of day, for records only, and random numbers."""
+
+    wall_clock: Callable[[], float] = time.time
+    random_bits: Callable[[int], int] = secrets.randbits
+
+
+@dataclass(frozen=True)
 class BackupConfig:
     folder: Path
     seconds: float = BACKUP_SECONDS  # between two shipments
@@ -34,6 +44,7 @@ class DaemonConfig:
     stall_seconds: float = 40.0
     undelivered_tokens_max: int = 16_384
     answer_seconds: float = 30.0
+    ttft_seconds: float = 0.0  # objective for the time to the first token of a reply; 0: none
     heartbeat_seconds: float = HEARTBEAT_SECONDS  # an engine that is silent for so long is killed
     iteration_seconds_max: float = ITERATION_SECONDS_MAX  # 0: without end
     text_threads: int = 2

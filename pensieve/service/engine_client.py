@@ -33,10 +33,11 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pensieve.core.iteration_cost import IterationCost
 from pensieve.engine import pipe as channel
 from pensieve.engine.messages import Event, Freeing, Message
 from pensieve.errors import ConfigError, DeviceError, ModelError, PensieveError, Unavailable
@@ -68,6 +69,13 @@ class Ready:
     weights: str = ""
     device: str = ""
     layers: str = ""  # in which form they run, for people
+    iteration_cost: Mapping[str, Any] = field(default_factory=dict)  # as in core/iteration_cost.py
+    tbt_seconds_min: float = 0.0  # the smallest objective that can be met; 0: none was given
+    tbt_source: str = ""  # where that comes from, for people
+
+    @property
+    def cost(self) -> IterationCost | None:
+        return IterationCost(**self.iteration_cost) if self.iteration_cost else None
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,8 @@ class LiveTurn:
     tail: str = ""  # text after the last token: what a cancelled turn had withheld
     token_at: float = 0.0  # when its latest tokens came, by the loop's clock
     num_timed: int = 0  # of its tokens, in the latencies
+    weight: float = 1.0  # of its tenant's share
+    prompt_seconds: float = 0.0  # that its prompt takes by itself, as predicted
 
     @property
     def text(self) -> str:

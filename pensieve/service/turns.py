@@ -61,6 +61,7 @@ class Turns:
         self._engine_since = engine_since
         self._live: dict[int, LiveTurn] = {}  # by the number that the engine knows them by
         self._waiting: dict[int, LiveTurn] = {}  # those that the engine has no room for yet
+        self._begun: dict[int, LiveTurn] = {}  # admitted, and without a token
         self._of_request: dict[tuple[str, str, str], LiveTurn] = {}
         self._num_of_tenant = Counts[str]()
         self._numbers = count(1)
@@ -90,6 +91,15 @@ class Turns:
     def waiting_since(self) -> float | None:
         """When the one that has waited longest began."""
         return next((live.begun_at for live in self._waiting.values()), None)
+
+    @property
+    def num_begun(self) -> int:
+        """Admitted by the engine, and without a token."""
+        return len(self._begun)
+
+    def without_token(self) -> list[LiveTurn]:
+        """Those that the engine has begun, then those that wait, as they came."""
+        return [*self._begun.values(), *self._waiting.values()]
 
     def all_live(self) -> list[LiveTurn]:
         return list(self._live.values())
@@ -149,6 +159,7 @@ class Turns:
             ask=begun.ask,
             begun_at=now,
             tenant=turn.tenant,
+            weight=weight,
             number=submit.turn_id,
             request_id=turn.request_id,
             first_revision=begun.first_revision,
@@ -166,11 +177,13 @@ class Turns:
         live = self._waiting.pop(number, None)
         if live is not None:
             live.admitted = True
+            self._begun[number] = live
         return live
 
     def take(self, token: SampledToken) -> LiveTurn | None:
         """Append a token to its turn, unless it takes none any more; the turn, if it is known."""
         live = self._live.get(token.turn_id)
+        self._begun.pop(token.turn_id, None)
         if live is not None and live.phase is Phase.RUNNING and not live.cancelled:
             live.take(token)
         return live
@@ -250,6 +263,7 @@ class Turns:
         if self._live.pop(live.number, None) is not None:
             self._num_of_tenant[live.tenant] -= 1
         self._waiting.pop(live.number, None)
+        self._begun.pop(live.number, None)
         request = (live.tenant, live.conversation_id, live.request_id)
         if self._of_request.get(request) is live:  # not one of a conversation that was made anew
             del self._of_request[request]

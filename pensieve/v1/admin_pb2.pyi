@@ -291,7 +291,7 @@ Global___Stats: typing_extensions.TypeAlias = Stats
 
 @typing.final
 class Latency(google.protobuf.message.Message):
-    """How long something took in the latest five minutes, in seconds, to within 5 %; zeros while there is nothing."""
+    """How long something took in the latest five minutes, in seconds, to within 2 %; zeros while there is nothing."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

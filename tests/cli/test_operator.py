@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from pensieve.cli.admin_stats import stats_table
 from pensieve.cli.main import main
 from pensieve.client import Client
+from pensieve.v1 import admin_pb2 as pb
 from tests.service.rig_daemon import ServeProcess
 
 
@@ -114,3 +119,52 @@ def test_the_operator_is_told_which_model_is_served(
     )
     assert f"ready: built-in at {address} (" in chat.stderr
     assert process.stop() == 0
+
+
+def test_stats_say_what_was_attained_and_whose_the_work_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tokens.toml"
+    tokens = tokens_for(file, capsys, "acme", "beta")
+    objectives = ("--tbt", "100", "--ttft", "200")
+    process = ServeProcess(tmp_path / "data", "--token-file", str(file), *objectives)
+    address, where = process.start(), ("--data", str(tmp_path / "data"))
+    for tenant, length in (("acme", 30), ("beta", 60)):
+        with Client(address, token=tokens[tenant]) as client:
+            client.conversation("c").ask("hello", max_tokens=length, ignore_eos=True)
+    assert run("admin", "stats", *where) == 0
+    shown = capsys.readouterr().out
+    assert "100.0% of tokens within 100,000.0 ms" in shown
+    assert "100.0% of first tokens within 200,000.0 ms" in shown
+    assert "of the token budget used" in shown
+    assert "iterations to within" in shown
+    assert re.search(r"tenants +beta 6\d%, acme 3\d% of \d+ tokens computed", shown)
+    assert run("admin", "stats", *where, "--json") == 0
+    more = json.loads(capsys.readouterr().out)["more"]
+    assert (more["tbt_attained"], more["ttft_attained"], more["ttft_count"]) == (1.0, 1.0, 2)
+    assert more["tenant_tokens.beta"] - more["tenant_tokens.acme"] == 30
+    assert process.stop() == 0
+
+
+def test_the_table_shows_what_stood_in_the_way() -> None:
+    stats = pb.Stats()
+    more = {
+        "stalls": 3,
+        "suspensions": 7,
+        "preemptions": 2,
+        "refused_for_ttft": 5,
+        "suspended_p50_seconds": 0.25,
+        "suspended_p99_seconds": 1.5,
+        "queue_wait_seconds": 2.0,
+        **{f"tenant_tokens.t{number}": 100.0 - number for number in range(10)},
+    }
+    stats.more.update(more)
+    out = io.StringIO()
+    Console(file=out, width=200).print(stats_table(stats))
+    shown = out.getvalue()
+    assert "another turn would wait 2,000.0 ms; 5 were refused for it" in shown
+    assert "3 gaps between tokens" in shown
+    assert "7 times, 2 for turns that were next; p50 250.0 ms, p99 1,500.0 ms" in shown
+    assert "t0 10%, t1 10%" in shown
+    assert "t7 10% and 2 more of 955 tokens computed" in shown
+    assert "objective" not in shown

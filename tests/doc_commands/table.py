@@ -82,6 +82,7 @@ ROWS = (
         serves=True,
         nightly=True,
     ),
+    Row("pensieve serve --tbt 0.1 --ttft 5", serves=True, alone=True, model=True, nightly=True),
     Row("pensieve serve MODEL", serves=True, alone=True, nightly=True),
     # Tokens.
     Row(

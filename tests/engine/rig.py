@@ -6,6 +6,7 @@ import io
 import random
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
@@ -78,6 +79,19 @@ class Auditor:
         return
 
 
+class PacedExecutor(LedgerExecutor):
+    """Its iterations take `seconds`."""
+
+    def __init__(self, clock: VirtualClock, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.clock = clock
+        self.seconds = 0.0
+
+    def collect(self) -> Outcome:
+        self.clock.advance(self.seconds)
+        return super().collect()
+
+
 class Rig:
     def __init__(
         self,
@@ -87,11 +101,14 @@ class Rig:
         depth: int = 1,
         failing: float = 0.0,
         stops: bool = True,
+        scheduler: SchedulerConfig = SCHEDULER,
+        config: EngineConfig = ENGINE,
     ) -> None:
         self.clock = VirtualClock()
         policy = policy_named("value", COST, CACHE.chunk_tokens)
-        self.scheduler = Scheduler(KVCache(CACHE, policy), SCHEDULER)
-        self.executor = LedgerExecutor(
+        self.scheduler = Scheduler(KVCache(CACHE, policy), scheduler)
+        self.executor = PacedExecutor(
+            self.clock,
             CACHE.device_pages,
             CACHE.host_pages,
             CACHE.chunk_tokens,
@@ -104,14 +121,20 @@ class Rig:
         self.auditor = Auditor(self.scheduler)
         observers: list[Observer] = [self.auditor]
         if journal is not None:
-            observers.append(Journal(journal, ENGINE, CACHE, SCHEDULER, "value", COST))
+            observers.append(Journal(journal, config, CACHE, scheduler, "value", COST))
         self.engine = Engine(
-            ENGINE, self.scheduler, self.executor, self.clock, self.mailbox, self.sink, observers
+            config, self.scheduler, self.executor, self.clock, self.mailbox, self.sink, observers
         )
 
     def run(self) -> None:
         while self.engine.step():
             self.clock.advance(0.05)
+
+    def take(self, *seconds: float) -> None:
+        """Iterations that take so long."""
+        for each in seconds:
+            self.executor.seconds = each
+            assert self.engine.step()
 
 
 def packed(tokens: Sequence[int]) -> bytes:

@@ -44,6 +44,7 @@ EVENTS = [
     SampledToken(1, 6, "", True, -0.25, (Logprob(6, -0.25), Logprob(9, -1.5))),
     box.LogNeeded(2, "c", 9),
     box.TurnAdmitted(2),
+    box.TurnAdmitted(3, 77),
     box.TurnEnded(1, "c", FinishReason.STOP, Usage(3, 4, 5, 6, 7, 1, 0.5, 0.75, None, 2.0)),
     box.TurnEnded(2, "c", FinishReason.FAILED, Usage(), "NAN_LOGITS"),
     box.Answer(3, {"pages": 2.0}, ("a page leaked",), (("c", 1.5, math.inf), (0, 3, "host", 1))),

@@ -35,8 +35,8 @@ from pathlib import Path
 from pensieve.core.sampling import Sampling
 from pensieve.errors import DeviceError, StoreError, StoreUnavailable
 from pensieve.launch.model_folder import LoadedTexts
-from pensieve.service.daemon import Daemon, Sources
-from pensieve.service.daemon_config import DaemonConfig
+from pensieve.service.daemon import Daemon
+from pensieve.service.daemon_config import DaemonConfig, Sources
 from pensieve.service.engine_client import EngineProgram
 from pensieve.sim.clock import VirtualClock
 from pensieve.store import conversation_rows

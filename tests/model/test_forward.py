@@ -158,6 +158,7 @@ def test_graphs_say_what_the_model_says(loaded: Loaded, folder_of: FolderOf, dep
     draw = random.Random(depth)
     running: list[Any] = []
     replayed = set()
+    num_padded = 0
     for step in range(60):
         if step % 7 == 0 and len(running) < 8:
             for turn in [
@@ -170,10 +171,12 @@ def test_graphs_say_what_the_model_says(loaded: Loaded, folder_of: FolderOf, dep
         world.decode(*running[:8])
         if captured.replays > before:
             replayed.add(len(running[:8]))
+            num_padded += {3: 1, 5: 3, 6: 2, 7: 1}.get(len(running[:8]), 0)
         if step % 11 == 10:
             running.pop(draw.randrange(len(running)))
     world.executor.close()
     assert len(replayed) >= 4, "graphs were hardly used"
+    assert world.executor.rows_padded == num_padded > 0
     plain = plain_model(folder_of("llama-gqa"))
     assert max(largest_gap(plain, turn) for turn in world.turns) <= GAP_MAX
 
@@ -216,6 +219,7 @@ def test_graphs_run_only_where_nothing_else_happens(
     assert captured.replays == 1, "a swap-in"
     world.decode(first, third)
     assert captured.replays == 2
+    assert world.executor.rows_padded == 0
     world.executor.close()
 
 

@@ -6,10 +6,12 @@ PROTECTIONS = (
     protection(
         "the queue estimate is of the present queue",
         "service/admission.py",
-        "        if load.waiting_since is None:\n            return 0.0\n"
-        "        nobody_since = max(self._admitted_at, load.waiting_since)\n"
-        "        return max(load.num_waiting * self._seconds_per_admission, now - nobody_since)\n",
-        "        return max(load.num_waiting, 1) * self._seconds_per_admission\n",
+        "        if load.waiting_since is not None and ahead.num_turns:\n"
+        "            nobody_since = max(self._admitted_at, load.waiting_since)\n"
+        "            for_room = ahead.num_turns * self._seconds_per_admission\n"
+        "            wait = max(wait, for_room, now - nobody_since)\n"
+        "        return wait\n",
+        "        return max(ahead.num_turns, 1) * self._seconds_per_admission\n",
         "service/test_admission.py::test_nobody_waiting_is_no_wait_whatever_was_before",
         "service/test_admission.py::test_after_a_burst_nobody_is_refused_for_it",
         "service/test_admission.py::test_an_engine_that_admits_nobody_makes_everybody_wait",
@@ -21,6 +23,29 @@ PROTECTIONS = (
         "        if seconds_left is not None and wait < 0:\n",
         "service/test_admission.py::test_the_wait_is_that_of_those_who_wait_now",
         "service/test_admission.py::test_a_refusal_for_the_deadline_says_so",
+    ),
+    protection(
+        "who would wait longer than the objective for the first token is refused",
+        "service/admission.py",
+        "        elif self.ttft_seconds and wait > self.ttft_seconds:\n",
+        "        elif self.ttft_seconds and wait < 0:\n",
+        "service/test_admission.py::test_without_room_the_objective_is_held_against_the_rate_of_admissions",
+        "service/test_ttft.py::test_a_tenant_that_floods_is_refused_and_the_others_are_not",
+    ),
+    protection(
+        "of another tenant only what the queue would serve first is ahead",
+        "service/queueing.py",
+        "            served = min(other.seconds, own.seconds * other.weight / weight)\n",
+        "            served = other.seconds\n",
+        "service/test_queueing.py::test_a_tenant_that_floods_is_ahead_of_itself_alone",
+        "service/test_ttft.py::test_a_tenant_that_floods_is_refused_and_the_others_are_not",
+    ),
+    protection(
+        "an objective that cannot be met is refused at the start",
+        "launch/daemon.py",
+        "            _check_objectives(setup, daemon)\n",
+        "",
+        "launch/test_objectives.py::test_a_daemon_does_not_start_with_it_and_starts_with_what_is_named",
     ),
     protection(
         "turns begun and not ended are limited",
@@ -475,6 +500,11 @@ PROTECTIONS = (
                 "pensieve/service/daemon.py",
                 "        now = self._loop.time()\n        refusal = ",
                 "        now = time.time()\n        refusal = ",
+            ),
+            Change(
+                "pensieve/service/daemon.py",
+                "import logging\n",
+                "import logging\nimport time\n",
             ),
             Change(
                 "pensieve/launch/engine.py",

@@ -19,6 +19,7 @@ from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.draft import Ask
 from pensieve.service.limits import Limits
 from pensieve.service.live_turn import LiveTurn
+from pensieve.service.queueing import Ahead
 from pensieve.text import Message
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.rig_daemon import ECHO, DaemonRig, details, said, stopped_store, wait_for
@@ -27,7 +28,12 @@ LONG = pb.Sampling(max_tokens=60, ignore_eos=True)  # 0.3 s at 5 ms a token
 
 
 def load(num_waiting: int = 0, waiting_since: float | None = None) -> Load:
-    return Load(False, True, num_waiting, num_waiting, num_waiting, waiting_since)
+    return Load(False, True, num_waiting, num_waiting, lambda: Ahead(num_waiting), waiting_since)
+
+
+def behind(seconds: float) -> Load:
+    """Prompts of so many predicted seconds are ahead, and the engine has room for all of them."""
+    return Load(False, True, 1, 1, lambda: Ahead(0, seconds))
 
 
 # -- the estimate --
@@ -67,6 +73,55 @@ def test_time_in_which_nobody_waited_slows_no_estimate() -> None:
     for hour in range(1, 10):
         admission.turn_admitted(3600.0 * hour - 0.2, 3600.0 * hour)
     assert admission.wait_seconds(load(1, 36_000.0), 36_000.0) <= 0.2
+
+
+def prompt(seconds: float) -> LiveTurn:
+    return LiveTurn(1, "c", 0, 0, prompt_seconds=seconds)
+
+
+def paced(seconds_per_predicted: float, **settings: float) -> Admission:
+    """Of an engine that has computed one prompt, of two predicted seconds."""
+    admission = Admission(10, {}, now=0.0, **settings)
+    admission.prompts.pace.begun(0.0, is_only=True)
+    admission.prompts.ended(prompt(2.0), 2.0 * seconds_per_predicted)
+    return admission
+
+
+def test_prompts_ahead_take_what_such_prompts_took() -> None:
+    assert Admission(10, {}, now=0.0).wait_seconds(behind(100.0), 0.0) == 0.0, "nothing is known"
+    admission = paced(1.5)
+    assert admission.wait_seconds(behind(4.0), 3.0) == pytest.approx(6.0)
+    assert admission.wait_seconds(behind(0.0), 3.0) == 0.0
+    refusal = admission.refusal("", behind(4.0), 5.0, 3.0)
+    assert isinstance(refusal, DeadlineExceeded)
+    assert refusal.retry_after_seconds == pytest.approx(1.0)
+    assert admission.refusal("", behind(4.0), 6.5, 3.0) is None
+    admission.engine_lost()
+    assert admission.wait_seconds(behind(4.0), 3.0) == 0.0
+
+
+def test_who_would_wait_longer_than_the_objective_is_refused_and_hears_when_to_come() -> None:
+    admission = paced(1.5, ttft_seconds=2.0)
+    assert admission.refusal("", behind(1.3), None, 3.0) is None
+    refusal = admission.refusal("", behind(4.0), 60.0, 3.0)
+    assert isinstance(refusal, QueueFull)
+    assert refusal.limit == ""
+    assert refusal.retry_after_seconds == pytest.approx(4.0)
+    assert "wait 6.0 s for their first token" in str(refusal)
+    assert "the objective is 2 s" in str(refusal)
+    assert admission.num_refused_for_ttft == 1
+    assert admission.refusal("", load(), None, 3.0) is None, "an idle engine refuses nobody"
+    assert paced(1.5).refusal("", behind(4.0), None, 3.0) is None, "there is no objective"
+
+
+def test_without_room_the_objective_is_held_against_the_rate_of_admissions() -> None:
+    admission = Admission(50, {}, now=0.0, ttft_seconds=0.65)
+    for tenth in range(1, 200):
+        admission.turn_admitted(0.0, tenth / 10)
+    assert admission.refusal("", load(6, 0.0), None, 19.9) is None
+    refusal = admission.refusal("", load(9, 0.0), None, 19.9)
+    assert isinstance(refusal, QueueFull)
+    assert refusal.retry_after_seconds == pytest.approx(0.25)
 
 
 # -- with a daemon --

@@ -43,6 +43,7 @@ class TokensRig(DaemonRig):
         limits: dict[str, dict[str, Any]],
         program: tuple[str, ...] = ECHO,
         written: dict[str, str] | None = None,
+        ttft: float = 0.0,
     ) -> None:
         self.file = folder / "tokens.toml"
         self.secrets: dict[str, str] = {}
@@ -53,7 +54,8 @@ class TokensRig(DaemonRig):
         listening = Listening(
             "127.0.0.1:0", data / "admin.sock", tokens=tokens, token_file=self.file
         )
-        config = DaemonConfig(grace_seconds=0.3, limits=auth.limits_of(tokens))
+        limits_now = auth.limits_of(tokens)
+        config = DaemonConfig(grace_seconds=0.3, limits=limits_now, ttft_seconds=ttft)
         super().__init__(data, config=config, listening=listening, program=program, written=written)
 
     def write(self, limits: dict[str, dict[str, Any]]) -> None:
@@ -497,9 +499,9 @@ def order_of_admission(
         admitted: list[str] = []
         on_admitted = rig.daemon.conversations._on_admitted
 
-        def noted(live: Any) -> None:
+        def noted(live: Any, missing: int) -> None:
             admitted.append(live.tenant)
-            on_admitted(live)
+            on_admitted(live, missing)
 
         rig.daemon.conversations._on_admitted = noted
         first = rig.begin("first", "c")

@@ -53,6 +53,10 @@ class ParallelExecutor:
     def depth(self) -> int:
         return self._own.depth
 
+    @property
+    def rows_padded(self) -> int:
+        return self._own.rows_padded
+
     def launch(self, iteration: Iteration) -> None:
         self._leader.send_iteration(pack(iteration))
         self._launched.append(iteration)

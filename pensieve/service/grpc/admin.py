@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.engine.messages import EvictConversation, Explain, ListCached
+from pensieve.engine.recent_times import Spread
 from pensieve.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -26,7 +27,6 @@ from pensieve.errors import (
 from pensieve.service.daemon import Daemon
 from pensieve.service.figures import Quantiles, num_connections
 from pensieve.service.grpc.server_info import server_info
-from pensieve.service.latencies import Spread
 from pensieve.service.limits import NO_LIMITS, Allowance
 from pensieve.service.live_turn import cache_key, names_of
 from pensieve.v1 import admin_pb2 as pb
@@ -209,6 +209,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             latencies, now = daemon.conversations.latencies, asyncio.get_running_loop().time()
             given.first_token.CopyFrom(_latency(latencies.first_token.spread(now)))
             given.token_gap.CopyFrom(_latency(latencies.token_gap.spread(now)))
+            given.more["queue_wait_seconds"] = daemon.wait_seconds
+        given.more["refused_for_ttft"] = daemon.admission.num_refused_for_ttft
         given.more["erasure_pending"] = daemon.store.erasure.pending
         await self._add_service(given.service)
         given.more.update(daemon.backing_up.figures())

@@ -1,0 +1,163 @@
+"""What turns have of the engine's time, seen from outside: gaps, first tokens, stalls (an observer).
+
+    gap           from a token of a reply to the next one, over whatever lies between: also a suspension
+    first token   from a turn's SubmitTurn to its first token
+    stall         a gap longer than STALL_RATIO times the median of the latest minutes, and longer than the
+                  objective if there is one: what meets it is no stall, however uneven
+    suspension    from when a turn has lost its place to when it runs again or ends; one that lasts is not
+                  in the figures yet
+    error         of an iteration's predicted time, as a share of what it took; the latest ERRORS_KEPT
+
+All but stalls are figures of the latest five minutes (recent_times.py).  Times are the engine's: those at
+which outcomes are taken in.  What the pipe, the service and the network add is not in them.
+
+It is cheap, because of the turns that got a token nearly all got the one before in the same iteration, and
+have the same gap: there is a look-up for each token and a logarithm for each different gap.  The suspended
+turns are looked at in each iteration; as a rule there are none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from pensieve.core.iteration import Iteration, Outcome, SampledToken
+from pensieve.core.scheduler import Scheduler
+from pensieve.core.turn import TurnState
+from pensieve.engine.messages import Event, Message, SubmitTurn, TurnEnded
+from pensieve.engine.recent_times import RecentShare, RecentTimes
+
+STALL_RATIO = 5
+MEDIAN_SECONDS = 1.0  # between two looks at the median gap
+ERRORS_KEPT = 512
+
+
+class PredictionErrors:
+    """Of the latest iterations: by how much of what each took its prediction was wrong."""
+
+    def __init__(self, num_kept: int = ERRORS_KEPT) -> None:
+        self._errors: deque[float] = deque(maxlen=num_kept)
+
+    def __len__(self) -> int:
+        return len(self._errors)
+
+    def add(self, predicted: float, measured: float) -> None:
+        """Nothing is counted where nothing was predicted, or nothing took time."""
+        if predicted and measured > 0.0:
+            self._errors.append(abs(predicted - measured) / measured)
+
+    def quantiles(self, *shares: float) -> list[float]:
+        """Of none, zeros."""
+        found = sorted(self._errors) or [0.0]
+        return [found[max(math.ceil(share * len(found)) - 1, 0)] for share in shares]
+
+
+class Attainment:
+    def __init__(self, scheduler: Scheduler, ttft_seconds: float = 0.0) -> None:
+        self._scheduler = scheduler
+        self._tbt, self._ttft = scheduler.config.tbt_seconds, ttft_seconds
+        self._gaps = RecentTimes(self._tbt or math.inf)
+        self._first_tokens = RecentTimes(self._ttft or math.inf)
+        self._suspensions = RecentTimes()
+        self._budget = RecentShare()
+        self._errors = PredictionErrors()
+        self._num_stalls = 0
+        self._median, self._median_due = 0.0, -math.inf
+        self._received_at: dict[int, float] = {}  # turns without a token
+        self._token_at: dict[int, float] = {}  # the latest of each turn that has one
+        self._suspended_at: dict[int, float] = {}
+        self._num_tokens = 0  # computed by the iterations up to the last one planned
+        self._planned: deque[tuple[float, float]] = deque()  # uncommitted: when, and predicted
+        self._committed_at = -math.inf
+
+    # -- Observer --
+
+    def received(self, message: Message, now: float) -> None:
+        if isinstance(message, SubmitTurn) and not message.warm:
+            self._received_at[message.turn_id] = now
+
+    def planned(self, iteration: Iteration | None, now: float) -> None:
+        scheduler = self._scheduler
+        if scheduler.suspended or self._suspended_at:
+            self._look_at_suspended(now)
+        if iteration is not None:
+            self._planned.append((now, iteration.predicted_seconds))
+            num_tokens, before = scheduler.counters.tokens, self._num_tokens
+            if num_tokens > before:
+                self._budget.add(num_tokens - before, scheduler.config.batch_tokens_max, now)
+                self._num_tokens = num_tokens
+
+    def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
+        planned_at, predicted = self._planned.popleft()
+        measured = now - max(planned_at, self._committed_at)
+        self._committed_at = now
+        self._errors.add(predicted, measured)
+
+    def published(self, events: Sequence[Event]) -> None:
+        """Tokens come right behind `committed`, at its time."""
+        now, token_at = self._committed_at, self._token_at
+        num_since: dict[float, int] = {}  # gaps, by when the token before came
+        for event in events:
+            if isinstance(event, SampledToken):
+                turn_id = event.turn_id
+                before = token_at.get(turn_id)
+                token_at[turn_id] = now
+                if before is not None:
+                    num_since[before] = num_since.get(before, 0) + 1
+                elif (received_at := self._received_at.pop(turn_id, None)) is not None:
+                    self._first_tokens.add(now - received_at, now)
+            elif isinstance(event, TurnEnded):
+                self._received_at.pop(event.turn_id, None)
+                token_at.pop(event.turn_id, None)
+        for before, count in num_since.items():
+            self._add_gap(now - before, count, now)
+
+    # -- reading --
+
+    def figures(self, now: float) -> dict[str, float]:
+        gaps, first, suspended = (
+            each.spread(now) for each in (self._gaps, self._first_tokens, self._suspensions)
+        )
+        p50, p90 = self._errors.quantiles(0.5, 0.9)
+        figures = {
+            "tbt_count": gaps.count,
+            "tbt_p50_seconds": gaps.p50,
+            "tbt_p99_seconds": gaps.p99,
+            "ttft_count": first.count,
+            "ttft_p50_seconds": first.p50,
+            "ttft_p99_seconds": first.p99,
+            "stalls": self._num_stalls,
+            "suspended_count": suspended.count,
+            "suspended_p50_seconds": suspended.p50,
+            "suspended_p99_seconds": suspended.p99,
+            "iterations_predicted": len(self._errors),
+            "iteration_error_p50": p50,
+            "iteration_error_p90": p90,
+            "token_budget_used": self._budget.share(now),
+        }
+        if self._tbt:
+            figures["tbt_objective_seconds"] = self._tbt
+            figures["tbt_attained"] = self._gaps.attained(now)
+        if self._ttft:
+            figures["ttft_objective_seconds"] = self._ttft
+            figures["ttft_attained"] = self._first_tokens.attained(now)
+        return figures
+
+    # -- inside --
+
+    def _add_gap(self, seconds: float, count: int, now: float) -> None:
+        if now >= self._median_due:
+            self._median, self._median_due = self._gaps.spread(now).p50, now + MEDIAN_SECONDS
+        if self._median and seconds > max(STALL_RATIO * self._median, self._tbt):
+            self._num_stalls += count
+        self._gaps.add(seconds, now, count)
+
+    def _look_at_suspended(self, now: float) -> None:
+        for turn in self._scheduler.suspended:
+            self._suspended_at.setdefault(turn.turn_id, now)
+        for turn_id, since in list(self._suspended_at.items()):
+            found = self._scheduler.turn(turn_id)
+            if found is None or found.state is not TurnState.SUSPENDED:
+                self._suspensions.add(now - since, now)
+                del self._suspended_at[turn_id]

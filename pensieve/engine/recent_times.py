@@ -1,0 +1,117 @@
+"""How long something takes, as quantiles of the latest five minutes.
+
+A `RecentTimes` counts times in BUCKETS buckets, each RATIO as wide as the one before, so a quantile is right
+to within 2 % and no single time is kept.  It has such counts for each of the latest SLICES minutes: the
+oldest one is dropped as a whole, and all of it is a few kilobytes however much comes.  Of an objective it
+counts besides, exactly, how many times met it.
+
+A `RecentShare` is a part of a whole over the same minutes.
+
+Both are told the time, so whoever has them may be driven by a clock of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+SLICE_SECONDS = 60.0
+SLICES = 5
+FLOOR_SECONDS = 1e-4  # what is shorter counts as nothing
+RATIO = 1.04
+BUCKETS = 412  # the last one begins at 16 minutes
+_LOG_RATIO = math.log(RATIO)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """In seconds; of none, zeros."""
+
+    count: int = 0
+    p50: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
+
+
+@dataclass(slots=True)
+class _Slice:
+    ends_at: float
+    counts: list[int] = field(default_factory=lambda: [0] * BUCKETS)
+    num_within: int = 0  # the objective
+
+
+class RecentTimes:
+    def __init__(self, objective: float = math.inf) -> None:
+        self.slices: deque[_Slice] = deque()
+        self._objective = objective
+
+    def add(self, seconds: float, now: float, count: int = 1) -> None:
+        if not self.slices or now >= self.slices[-1].ends_at:
+            self._forget(now)
+            self.slices.append(_Slice(now + SLICE_SECONDS))
+        latest = self.slices[-1]
+        latest.counts[_bucket(seconds)] += count
+        if seconds <= self._objective:
+            latest.num_within += count
+
+    def spread(self, now: float) -> Spread:
+        counts = self._counts(now)
+        total = sum(counts)
+        if not total:
+            return Spread()
+        up_to = list(accumulate(counts))
+        ranks = (max(math.ceil(share * total), 1) for share in (0.5, 0.95, 0.99))
+        return Spread(
+            total,
+            *(_middle(next(i for i, num in enumerate(up_to) if num >= rank)) for rank in ranks),
+        )
+
+    def attained(self, now: float) -> float:
+        """The share of times that met the objective; 1 of none."""
+        total = sum(self._counts(now))
+        return sum(each.num_within for each in self.slices) / total if total else 1.0
+
+    def _counts(self, now: float) -> list[int]:
+        self._forget(now)
+        if not self.slices:
+            return []
+        return [sum(column) for column in zip(*(each.counts for each in self.slices), strict=True)]
+
+    def _forget(self, now: float) -> None:
+        while self.slices and self.slices[0].ends_at <= now - (SLICES - 1) * SLICE_SECONDS:
+            self.slices.popleft()
+
+
+class RecentShare:
+    def __init__(self) -> None:
+        self._minutes: deque[list[float]] = deque()  # when each ends, the part, the whole
+
+    def add(self, part: float, whole: float, now: float) -> None:
+        if not self._minutes or now >= self._minutes[-1][0]:
+            self._forget(now)
+            self._minutes.append([now + SLICE_SECONDS, 0.0, 0.0])
+        latest = self._minutes[-1]
+        latest[1] += part
+        latest[2] += whole
+
+    def share(self, now: float) -> float:
+        """0 of nothing."""
+        self._forget(now)
+        whole = sum(each[2] for each in self._minutes)
+        return sum(each[1] for each in self._minutes) / whole if whole else 0.0
+
+    def _forget(self, now: float) -> None:
+        while self._minutes and self._minutes[0][0] <= now - (SLICES - 1) * SLICE_SECONDS:
+            self._minutes.popleft()
+
+
+def _bucket(seconds: float) -> int:
+    if seconds < FLOOR_SECONDS:
+        return 0
+    return min(int(math.log(seconds / FLOOR_SECONDS) / _LOG_RATIO) + 1, BUCKETS - 1)
+
+
+def _middle(bucket: int) -> float:
+    return FLOOR_SECONDS * RATIO ** (bucket - 0.5) if bucket else 0.0

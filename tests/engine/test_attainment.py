@@ -1,0 +1,231 @@
+"""What is attained of the objectives, by iterations whose times are named; figures to be checked by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.engine.attainment import ERRORS_KEPT
+from pensieve.engine.journal import Replay
+from pensieve.engine.messages import CancelTurn, GetStats
+from tests.engine.rig import ENGINE, SCHEDULER, Rig, submit
+
+PAGE = Path(__file__).parents[2] / "docs" / "operating.md"
+EVEN = IterationCost(0.0, 0.1, 0.0, 0.0, 0.0)  # every iteration is predicted to take the same
+
+
+def rig_with(
+    tbt: float = 0.0, ttft: float = 0.0, cost: IterationCost | None = None, depth: int = 1
+) -> Rig:
+    scheduler = SchedulerConfig(16, 8, tbt_seconds=tbt, cost=cost or SCHEDULER.cost)
+    return Rig(
+        stops=False, depth=depth, scheduler=scheduler, config=replace(ENGINE, ttft_seconds=ttft)
+    )
+
+
+def figures(rig: Rig) -> dict[str, float]:
+    rig.mailbox.put(GetStats(99))
+    rig.engine._deliver(rig.mailbox.drain())
+    found: dict[str, float] = rig.sink.events[-1].figures  # type: ignore[union-attr]
+    return found
+
+
+def two_replies(rig: Rig) -> None:
+    """Gaps of 0.1, 0.1, 0.1, 0.2, and of 1.0 for both; first tokens after 0.5 and 0.2 s."""
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=6))
+    rig.take(0.5, 0.1, 0.1, 0.1)
+    rig.mailbox.put(submit(2, "b", [], [5, 6, 7, 8], reply=2))
+    rig.take(0.2, 1.0)
+    assert not rig.scheduler.num_turns
+
+
+def test_gaps_and_first_tokens_are_held_against_their_objectives() -> None:
+    rig = rig_with(tbt=0.25, ttft=0.3)
+    two_replies(rig)
+    found = figures(rig)
+    assert (found["tbt_count"], found["ttft_count"]) == (6, 2)
+    assert found["tbt_attained"] == pytest.approx(4 / 6)
+    assert found["ttft_attained"] == 0.5
+    assert (found["tbt_objective_seconds"], found["ttft_objective_seconds"]) == (0.25, 0.3)
+    assert found["tbt_p50_seconds"] == pytest.approx(0.1, rel=0.02)
+    assert found["tbt_p99_seconds"] == pytest.approx(1.0, rel=0.02)
+    assert found["ttft_p50_seconds"] == pytest.approx(0.2, rel=0.02)
+    assert found["ttft_p99_seconds"] == pytest.approx(0.5, rel=0.02)
+
+
+def test_without_objectives_the_times_are_there_and_nothing_is_attained() -> None:
+    rig = rig_with()
+    two_replies(rig)
+    found = figures(rig)
+    assert found["tbt_p99_seconds"] == pytest.approx(1.0, rel=0.02)
+    assert not {"tbt_attained", "ttft_attained", "tbt_objective_seconds"} & found.keys()
+
+
+@pytest.mark.parametrize(("tbt", "stalls"), [(0.0, 2), (0.25, 2), (1.5, 0)])
+def test_a_gap_far_above_the_median_is_a_stall_unless_the_objective_allows_it(
+    tbt: float, stalls: int
+) -> None:
+    rig = rig_with(tbt)
+    two_replies(rig)
+    assert figures(rig)["stalls"] == stalls
+
+
+def test_a_turn_that_is_gone_leaves_nothing() -> None:
+    rig = rig_with()
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=6))
+    rig.mailbox.put(submit(2, "b", [], [1] * 48))  # more than the context has
+    rig.take(0.5, 0.1)
+    rig.mailbox.put(submit(3, "c", [], [5, 6, 7]))
+    rig.mailbox.put(CancelTurn(3, 0))
+    rig.mailbox.put(CancelTurn(1, 0))
+    rig.run()
+    attainment = rig.engine.attainment
+    assert not attainment._received_at
+    assert not attainment._token_at
+    assert not attainment._planned
+    assert figures(rig)["ttft_count"] == 1
+
+
+def test_a_gap_that_spans_a_suspension_counts_and_so_does_the_suspension() -> None:
+    """Two turns that do not fit beside each other to their ends."""
+    rig = rig_with()
+    for number, name in ((1, "a"), (2, "b")):
+        rig.mailbox.put(submit(number, name, [], [number] * 12, reply=24))
+    suspended_since: dict[int, float] = {}
+    times: list[float] = []
+    rig.executor.seconds = 0.1
+    for _ in range(200):
+        at = rig.clock.now()
+        if not rig.engine.step():
+            break
+        present = {turn.turn_id for turn in rig.scheduler.suspended}
+        times += [at - suspended_since.pop(each) for each in suspended_since.keys() - present]
+        suspended_since |= dict.fromkeys(present - suspended_since.keys(), at)
+    found = figures(rig)
+    assert found["suspensions"] == found["resumptions"] == found["suspended_count"] == len(times)
+    assert len(times) >= 1
+    times.sort()
+    assert found["suspended_p50_seconds"] == pytest.approx(times[(len(times) - 1) // 2], rel=0.02)
+    assert found["suspended_p99_seconds"] == pytest.approx(times[-1], rel=0.02)
+    assert found["tbt_p99_seconds"] >= 0.98 * times[-1]
+    assert not rig.engine.attainment._suspended_at
+
+
+# -- predictions --
+
+
+@pytest.mark.parametrize("tbt", [0.0, 9.0])
+def test_predictions_are_held_against_what_iterations_took(tbt: float) -> None:
+    """Errors of 0, 0, 0, then 0.4 s where 0.2 were predicted, then the reverse, then 0 again."""
+    rig = rig_with(tbt, cost=EVEN)
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=20))
+    rig.take(0.2, 0.2)
+    assert figures(rig)["iterations_predicted"] == 0, "nothing was known before these"
+    rig.take(0.2, 0.2, 0.2, 0.4, 0.2, 0.2)
+    found = figures(rig)
+    assert found["iterations_predicted"] == 6
+    assert found["iteration_error_p50"] == pytest.approx(0.0, abs=1e-9)
+    assert found["iteration_error_p90"] == pytest.approx(1.0)
+
+
+def test_a_piece_of_a_prompt_is_predicted_beside_what_generates() -> None:
+    """10 ms and 1 ms for each token, both predicted as half of that: found out, and right from then on."""
+    rig = rig_with(cost=IterationCost(0.0005, 0.0, 0.0, 0.0, 0.005))
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=30))
+    rig.take(0.014, 0.011, 0.011)
+    for number in range(2, 6):
+        rig.mailbox.put(submit(number, f"c{number}", [], [5] * 6, reply=1))
+        rig.take(0.017, 0.011)
+    found = figures(rig)
+    assert found["iterations_predicted"] >= 8
+    assert found["iteration_error_p50"] < 0.01
+    rig.mailbox.put(submit(9, "d", [], [5] * 6, reply=1))
+    rig.executor.seconds = 0.017
+    rig.engine._deliver(rig.mailbox.drain())
+    planned = rig.scheduler.plan(rig.clock.now())
+    assert planned is not None
+    assert planned.predicted_seconds == pytest.approx(0.017, rel=0.05)
+
+
+def test_an_iteration_that_was_planned_ahead_is_timed_from_the_end_of_the_one_before() -> None:
+    rig = rig_with(cost=EVEN, depth=2)
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=12))
+    while rig.engine.step():
+        rig.executor.seconds = 0.2
+    found = figures(rig)
+    assert found["iterations_predicted"] >= 8
+    assert found["iteration_error_p90"] == pytest.approx(0.0, abs=1e-9)
+    assert found["tbt_p50_seconds"] == pytest.approx(0.2, rel=0.02)
+
+
+def test_errors_are_of_the_latest_iterations() -> None:
+    rig = rig_with(cost=EVEN)
+    for number in range(40):
+        rig.mailbox.put(submit(number + 1, f"c{number}", [], [1, 2, 3], reply=30))
+        rig.take(*(0.1,) * 30)
+    assert figures(rig)["iterations_predicted"] == ERRORS_KEPT
+
+
+def test_a_journal_has_what_was_predicted() -> None:
+    lines = io.StringIO()
+    scheduler = replace(SCHEDULER, cost=EVEN)
+    rig = Rig(0, lines, stops=False, scheduler=scheduler)
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=6))
+    rig.take(0.2, 0.2, 0.2, 0.3, 0.2, 0.2)
+    recorded = [json.loads(line) for line in lines.getvalue().splitlines()]
+    predicted = [entry.get("predicted") for entry in recorded if entry.get("iteration")]
+    assert predicted == [None, None, 0.2, 0.2, pytest.approx(0.3), 0.2]
+    lines.seek(0)
+    replayed = [each.iteration.predicted_seconds for each in Replay(lines)]
+    assert replayed == pytest.approx([each or 0.0 for each in predicted])
+
+
+# -- work --
+
+
+def test_the_budget_is_used_by_the_tokens_of_iterations() -> None:
+    rig = rig_with()
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=4))
+    rig.take(0.1, 0.1, 0.1, 0.1)
+    assert figures(rig)["token_budget_used"] == pytest.approx((4 + 1 + 1 + 1) / (4 * 16))
+
+
+def test_tokens_are_counted_by_share_and_not_by_weight() -> None:
+    rig = rig_with()
+    for number, share, weight in ((1, "a", 1.0), (2, "b", 4.0), (3, "", 1.0), (4, "b", 4.0)):
+        turn = submit(number, f"{share}/c{number}", [], [1, 2, 3], reply=5)
+        rig.mailbox.put(replace(turn, share=share, weight=weight))
+    rig.run()
+    found = figures(rig)
+    of_shares = {name: num for name, num in found.items() if name.startswith("tenant_tokens.")}
+    assert of_shares == {"tenant_tokens.a": 8, "tenant_tokens.b": 16, "tenant_tokens.": 8}
+
+
+def test_what_was_computed_for_nothing_is_a_share_of_all() -> None:
+    rig = rig_with()
+    rig.engine.metrics.more = lambda: {"rows_padded": 3.0}
+    rig.mailbox.put(submit(1, "a", [], [1, 2, 3, 4], reply=4))
+    rig.take(0.1, 0.1, 0.1, 0.1)
+    found = figures(rig)
+    assert (found["tokens_computed"], found["tokens_idle"]) == (7, 0)
+    assert found["idle_share"] == pytest.approx(3 / 10)
+
+
+def test_every_figure_is_in_the_docs() -> None:
+    table = (
+        PAGE.read_text().split("<!-- figures of the engine:")[1].split("<!-- end of the figures")[0]
+    )
+    named = set(re.findall(r"`([a-z0-9_.A-Z]+)`", table))
+    rig = rig_with(tbt=1.0, ttft=1.0)
+    found = figures(rig)
+    assert set(rig.engine.attainment.figures(0.0)) <= named
+    figures_of_work = {"rows_padded", "idle_share", "preemptions"}
+    assert figures_of_work <= named & found.keys()
+    assert {each for each in named if "." not in each and each not in found} <= {"--tbt", "--ttft"}

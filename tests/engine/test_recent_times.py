@@ -1,0 +1,68 @@
+"""Quantiles and shares of the latest minutes, in a few kilobytes."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+
+from pensieve.engine.recent_times import BUCKETS, SLICES, RecentShare, RecentTimes
+
+
+def test_quantiles_are_right_to_within_two_percent() -> None:
+    times = RecentTimes()
+    drawn = random.Random(5)
+    values = sorted(10 ** drawn.uniform(-3.9, 2.8) for _ in range(5000))
+    for value in values:
+        times.add(value, now=100.0)
+    found = times.spread(now=100.0)
+    assert found.count == 5000
+    for share, seconds in ((0.5, found.p50), (0.95, found.p95), (0.99, found.p99)):
+        assert seconds == pytest.approx(values[round(share * 5000) - 1], rel=0.02)
+
+
+def test_what_is_shorter_than_a_tenth_of_a_millisecond_is_nothing_and_hours_are_long() -> None:
+    times = RecentTimes()
+    assert times.spread(now=0.0).p50 == times.spread(now=0.0).count == 0
+    times.add(0.0, now=1.0, count=60)
+    times.add(-1e-9, now=1.0)
+    times.add(1e-5, now=1.0)
+    times.add(86_400.0, now=1.0, count=38)
+    assert times.spread(now=1.0).p50 == 0.0
+    assert times.spread(now=1.0).p99 > 900.0
+
+
+def test_what_was_five_minutes_ago_counts_no_more_and_nothing_grows() -> None:
+    times = RecentTimes()
+    for second in range(100_000):
+        times.add(1.0 if second < 99_000 else 0.01, now=float(second))
+        assert len(times.slices) <= SLICES
+    assert sum(len(each.counts) for each in times.slices) <= SLICES * BUCKETS
+    assert sys.getsizeof(times.slices[0].counts) < 4000
+    found = times.spread(now=99_999.0)
+    assert 200 <= found.count <= 300
+    assert found.p99 == pytest.approx(0.01, rel=0.02)
+    assert times.spread(now=101_000.0).count == 0
+
+
+def test_how_many_met_an_objective_is_counted_exactly() -> None:
+    times = RecentTimes(objective=0.1)
+    assert times.attained(now=0.0) == 1.0
+    times.add(0.1, now=1.0, count=6)
+    times.add(0.1000001, now=1.0)
+    times.add(3.0, now=2.0)
+    assert times.attained(now=2.0) == 6 / 8
+    times.add(0.01, now=400.0)
+    assert times.attained(now=400.0) == 1.0
+
+
+def test_a_share_is_of_the_latest_minutes() -> None:
+    share = RecentShare()
+    assert share.share(now=0.0) == 0.0
+    for second in range(0, 600, 10):
+        share.add(1.0 if second < 300 else 3.0, 4.0, now=float(second))
+        if second == 290:
+            assert share.share(now=290.0) == 0.25
+    assert share.share(now=599.0) == 0.75
+    assert share.share(now=2000.0) == 0.0
