@@ -44,7 +44,8 @@ BASE_TURNS, BASE_CONTEXT = (
 )  # of the iteration that objectives are multiples of (Sarathi-Serve)
 STRICT, RELAXED = 5, 25
 COPY_REPEATS = 9
-SPREAD_MAX = 0.5  # of times of one iteration, beyond which the machine was doing something else
+SPREAD_MAX = 0.5  # of times of one iteration: what is beyond is other work on the machine
+CORES_SHARE_MIN = 0.6  # of a CPU's time: others have had the rest
 
 
 @dataclass(frozen=True)
@@ -95,16 +96,32 @@ def run(settings: Settings, options: Options, report: Report) -> Profile:
         driver = Driver(built.executor, limits, model.shape.vocab_size, points)
         day = time.strftime("%Y-%m-%d")
         about = about_machine(model.shape.num_layers, kv_bytes, f"{key.name}, {machine(device)}")
+        began = time.perf_counter(), time.process_time()
         with _progress_bar() as done:
             profile = profiled(
                 driver, points, limits, about, memory.host_pages, options.quick, done
             )
+        on_cpu = device == "cpu" and settings.tensor_parallel == 1
+        cores_share = _cores_share(*began) if on_cpu else 1.0
     path = options.output or key.path
-    figures = figures_of(profile)
+    figures = {"cores_share": cores_share, **figures_of(profile)}
     profiles.write(path, profiles.text_of(key, profile.cost, day, figures))
+    if cores_share < CORES_SHARE_MIN or profile.spread > SPREAD_MAX:
+        report.line(
+            f"something else was running: this process had {cores_share:.0%} of its cores' time, and the "
+            f"same iteration took {profile.spread:.0%} longer at one time than at another"
+        )
     _print(profile, limits, path, options, report)
     report.finish({"path": str(path), "objectives": objectives(profile.cost, limits), **figures})
     return profile
+
+
+def _cores_share(began: float, cpu_began: float) -> float:
+    """How much of the time of the cores on which it computes this process has had."""
+    import torch
+
+    seconds = torch.get_num_threads() * (time.perf_counter() - began)
+    return min((time.process_time() - cpu_began) / seconds, 1.0)
 
 
 def about_machine(layers: int, kv_bytes_per_token: int, source: str) -> CostModel:
@@ -214,17 +231,14 @@ def _print(profile: Profile, limits: Limits, path: Path, options: Options, repor
             if each.median is not None and each.p90 is not None
         ],
     )
-    if profile.spread > SPREAD_MAX:
-        report.line(
-            f"the same iteration took {profile.spread:.0%} longer at one time than at another: something "
-            "else was running; profile again when nothing is"
-        )
     if cost.chunk_costs is not None:
         recompute = cost.chunk_costs[1]
         points = recompute.attention_seconds
         some = [points[0][0], points[len(points) // 2][0], points[-1][0]]
-        told = ", ".join(f"{recompute.chunk_seconds(at) * 1e3:.1f} ms behind {at:,}" for at in some)
-        report.line(f"to recompute a chunk of {limits.chunk_tokens} tokens: {told}")
+        listed = ", ".join(
+            f"{recompute.chunk_seconds(at) * 1e3:.1f} ms behind {at:,}" for at in some
+        )
+        report.line(f"to recompute a chunk of {limits.chunk_tokens} tokens: {listed}")
     if copies is not None:
         size = copies.pages * limits.chunk_tokens * cost.kv_bytes_per_token / 1e9
         report.line(

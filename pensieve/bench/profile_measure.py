@@ -6,14 +6,13 @@
    is spread over them.  Cheap ones run a few times in a row, the first time untimed: a server's iterations
    follow others like them.
 
-The median of a point's times counts, of two the lower one: what else a machine does only adds to them.  How
-far they lie apart tells whether it was doing something else.
+The lower quartile of a point's times counts, of up to four the least: what else a machine does only adds
+to them, and may last for longer than half of them.  How far they lie apart tells that it did something else.
 """
 
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -33,9 +32,9 @@ class Times(Protocol):
 
 class Measured(NamedTuple):
     point: Point
-    seconds: float  # median
+    seconds: float  # lower quartile
     times: int
-    spread: float  # from the least to the most over the median, without a tenth at both ends
+    spread: float  # from the least to the most over `seconds`, without a tenth at both ends
 
 
 def measured(
@@ -71,7 +70,8 @@ def measured(
 
 
 def _of(point: Point, times: Sequence[float]) -> Measured:
-    seconds, ordered, tenth = statistics.median_low(times), sorted(times), len(times) // 10
+    ordered, tenth = sorted(times), len(times) // 10
+    seconds = ordered[(len(times) - 1) // 4]
     return Measured(point, seconds, len(times), (ordered[-1 - tenth] - ordered[tenth]) / seconds)
 
 

@@ -10,7 +10,7 @@ from pensieve.bench.profile import Profile
 
 
 def plot(profile: Profile, path: Path, facts: Sequence[str]) -> None:
-    sheet = Sheet("What iterations cost on this machine", [*facts, "medians"], 4.0)
+    sheet = Sheet("What iterations cost on this machine", [*facts, "lower quartiles"], 4.0)
     unseen = [each for each in profile.points if each.point.held_out]
     panel = sheet.panel(
         "held-out iterations", "off by at most, %", "share of iterations, %", most=100.0

@@ -53,37 +53,37 @@ def nonnegative_many(products: Sequence[Sequence[float]], targets: Sequence[floa
         [each / (scales[i] * scales[j]) + (RIDGE if i == j else 0.0) for j, each in enumerate(row)]
         for i, row in enumerate(products)
     ]
-    found, joined = [0.0] * len(right), list[int]()
+    found, chosen = [0.0] * len(right), list[int]()
     promising = PROMISE_MIN * max(map(abs, right), default=0.0)
     for _ in range(3 * len(right)):
         promises = {
-            i: right[i] - sum(matrix[i][j] * found[j] for j in joined)
+            i: right[i] - sum(matrix[i][j] * found[j] for j in chosen)
             for i in range(len(right))
-            if i not in joined and products[i][i] > 0
+            if i not in chosen and products[i][i] > 0
         }
         best = max(promises, key=lambda i: promises[i], default=None)
         if best is None or promises[best] <= promising:
             break
-        joined.append(best)
-        while joined:
+        chosen.append(best)
+        while chosen:
             wanted = solved(
-                [[matrix[i][j] for j in joined] for i in joined], [right[i] for i in joined]
+                [[matrix[i][j] for j in chosen] for i in chosen], [right[i] for i in chosen]
             )
             if min(wanted) > 0:
-                for i, value in zip(joined, wanted, strict=True):
+                for i, value in zip(chosen, wanted, strict=True):
                     found[i] = value
                 break
             step = min(  # as far as nothing becomes negative
                 found[i] / (found[i] - value)
-                for i, value in zip(joined, wanted, strict=True)
+                for i, value in zip(chosen, wanted, strict=True)
                 if value <= 0
             )
-            for i, value in zip(joined, wanted, strict=True):
+            for i, value in zip(chosen, wanted, strict=True):
                 found[i] += step * (value - found[i])
-            left = [i for i in joined if found[i] <= 1e-15]
+            left = [i for i in chosen if found[i] <= 1e-15]
             for i in left:
                 found[i] = 0.0
-            joined = [i for i in joined if i not in left]
+            chosen = [i for i in chosen if i not in left]
     return [value / scale for value, scale in zip(found, scales, strict=True)]
 
 
