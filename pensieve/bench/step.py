@@ -176,6 +176,10 @@ class Bench:
         ).tolist()
         return ids
 
+    def fill(self) -> None:
+        """Write something into all KV: what is read takes as long whatever it holds."""
+        self._memory.device_arena.fill_(1)
+
     def step(self, slices: Sequence[Slice], turns: Sequence[Generating]) -> float:
         """Sampled tokens join their turns; the seconds it took."""
         iteration = Iteration(self._index, tuple(slices), started=tuple(self._started))
@@ -234,6 +238,20 @@ def measure(model: LoadedModel, tokenizer: Tokenizer, options: Options) -> Itera
                     yield from part_rows(batch, step, repeats, weight_bytes(model))
     finally:
         bench.close()
+
+
+def decode_seconds(folder: Path, batch: int, context: int, repeats: int) -> float:
+    """Median time of an iteration in which so many turns generate behind contexts of so many tokens."""
+    model, tokenizer = load(folder), Tokenizer.load(folder)
+    bench = Bench(model, tokenizer, batch, context + repeats + 3)
+    try:
+        with torch.inference_mode():
+            bench.fill()
+            turns = [bench.turn(index, bench.prompt(context)) for index in range(batch)]
+            times = [bench.decode(turns) for _ in range(repeats + 2)]
+    finally:
+        bench.close()
+    return statistics.median(times[2:])
 
 
 def _seconds(act: Callable[[], object]) -> float:

@@ -342,10 +342,11 @@ SERVING: Table = (
     ),
     Setting(
         "engine",
-        choice("model", "echo"),
+        choice("model", "echo", "separate"),
         "model",
-        "echo: arithmetic instead of a model, to measure or test the service alone",
-        "model|echo",
+        "echo: arithmetic instead of a model, to measure or test the service alone; separate: prompts in "
+        "passes of their own, to compare with (`pensieve bench capacity`)",
+        "model|echo|separate",
     ),
     Setting(
         "echo_seconds",

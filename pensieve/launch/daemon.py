@@ -81,7 +81,11 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         connections_max=serving.connections_max,
     )
     check_exposure(listening)
-    echo = (*programs.ECHO_ENGINE, f"--seconds={serving.echo_seconds}")
+    engine_programs = {
+        "model": programs.ENGINE,
+        "echo": (*programs.ECHO_ENGINE, f"--seconds={serving.echo_seconds}"),
+        "separate": programs.SEPARATE_ENGINE,
+    }
     return DaemonSetup(
         resolved,
         "pensieve serve",
@@ -97,7 +101,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
             scrub_seconds=serving.scrub * DAY_SECONDS,
             request_keep_seconds=serving.request_keep * DAY_SECONDS,
         ),
-        programs.ENGINE if serving.engine == "model" else echo,
+        engine_programs[serving.engine],
         serving.drain_timeout,
         statement_seconds=serving.statement_timeout,
     )

@@ -11,4 +11,5 @@ def _program(module: str) -> tuple[str, ...]:
 
 ENGINE = _program("engine_process")
 ECHO_ENGINE = _program("echo_engine")  # arithmetic instead of a model, to measure the service
+SEPARATE_ENGINE = _program("separate_engine")  # prompts in passes of their own, to compare
 RANK = _program("rank_process")

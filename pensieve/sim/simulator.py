@@ -15,7 +15,7 @@ it runs, and figures take a fixed amount of memory (series.py).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pensieve.core.cache import CacheConfig
@@ -119,6 +119,8 @@ class Simulator:
         self._stateless = stateless
         self.series = Series(SERIES) if keep_series else None
         self._conversations: dict[str, _Conversation] = {}
+        self._source: Iterator[Arrival] = iter(())
+        self._ahead: Arrival | None = None  # the next of it
         self._due: list[tuple[float, int, Arrival]] = []
         self._num_due = 0
         self._turns: dict[
@@ -131,38 +133,47 @@ class Simulator:
         self, arrivals: Iterable[Arrival], progress: Callable[[float, Counts], None] | None = None
     ) -> Counts:
         """To the end of the trace and of every turn; `progress` is called now and then."""
-        source = iter(arrivals)
-        ahead = next(source, None)
+        self.begin(arrivals)
         num_steps = 0
-        while True:
-            now = self.clock.now()
-            if self._until is not None and now >= self._until:
-                break
-            if self._free_until and now >= self._free_until:
-                self.executor.use_costs(self._cost)
-                self._free_until = 0.0
+        while self.advance():
             num_steps += 1
             if progress is not None and num_steps % STEPS_PER_REPORT == 0:
-                progress(now, self.counts)
-            while ahead is not None and (ahead.at is None or ahead.at <= now):
-                self._arrive(ahead)
-                ahead = next(source, None)
-            while self._due and self._due[0][0] <= now:
-                due, _, arrival = heapq.heappop(self._due)
-                self._submit(arrival, due)
-            if self.engine.step():
-                continue
-            moments = [self._due[0][0]] if self._due else []
-            if ahead is not None and ahead.at is not None:
-                moments.append(ahead.at)
-            if not moments:
-                break
-            moments += [each for each in (self._until, self._free_until) if each]
-            self.clock.advance_to(min(moments))
-        if self._until is not None and self.clock.now() >= self._until:
-            self.counts.seconds = self._until - self._count_from
-        self.counts.iterations = self.scheduler.counters.iterations
+                progress(self.clock.now(), self.counts)
         return self.counts
+
+    def begin(self, arrivals: Iterable[Arrival]) -> None:
+        self._source = iter(arrivals)
+        self._ahead = next(self._source, None)
+
+    def advance(self) -> bool:
+        """A step of the engine, or to the next moment at which something happens; False at the end."""
+        now = self.clock.now()
+        if self._until is not None and now >= self._until:
+            self.counts.seconds = self._until - self._count_from
+            return self._end()
+        if self._free_until and now >= self._free_until:
+            self.executor.use_costs(self._cost)
+            self._free_until = 0.0
+        while self._ahead is not None and (self._ahead.at is None or self._ahead.at <= now):
+            self._arrive(self._ahead)
+            self._ahead = next(self._source, None)
+        while self._due and self._due[0][0] <= now:
+            due, _, arrival = heapq.heappop(self._due)
+            self._submit(arrival, due)
+        if self.engine.step():
+            return True
+        moments = [self._due[0][0]] if self._due else []
+        if self._ahead is not None and self._ahead.at is not None:
+            moments.append(self._ahead.at)
+        if not moments:
+            return self._end()
+        moments += [each for each in (self._until, self._free_until) if each]
+        self.clock.advance_to(min(moments))
+        return True
+
+    def _end(self) -> bool:
+        self.counts.iterations = self.scheduler.counters.iterations
+        return False
 
     # -- messages to the engine --
 

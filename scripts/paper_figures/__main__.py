@@ -11,13 +11,20 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from pensieve.bench import plots
 from pensieve.bench.plots import Sheet
 from pensieve.errors import ConfigError, PensieveError
-from scripts.paper_figures import baton_paper, pensieve_paper, sarathi_paper, tables
+from scripts.paper_figures import (
+    baton_paper,
+    pensieve_paper,
+    sarathi_capacity,
+    sarathi_paper,
+    tables,
+)
 from scripts.paper_figures.study import (
     ASSUMED,
     GPU,
@@ -31,8 +38,11 @@ from scripts.paper_figures.study import (
 
 FOLDER = Path("build/figures")
 COLUMNS = 3  # of the sheet
-FIGURES = {
+FIGURES: dict[str, Callable[[Study], Iterator[Line]]] = {
     **pensieve_paper.FIGURES,
+    "sarathi-9": lambda study: sarathi_capacity.capacities(study, "9"),
+    "sarathi-10": lambda study: sarathi_capacity.capacities(study, "10"),
+    "sarathi-11": sarathi_capacity.figure_11,
     "table-4": sarathi_paper.table_4,
     **baton_paper.FIGURES,
 }
@@ -139,7 +149,7 @@ def sheet(study: Study, quick: bool) -> Sheet:
         lines,
     ]
     too_short = "Too short to mean anything: figures" if quick else "Figures"
-    made = Sheet(f"{too_short} of the Pensieve paper by simulation", facts, width=3.4)
+    made = Sheet(f"{too_short} of papers by simulation", facts, width=3.4)
     for number, panel in enumerate(study.panels):
         if number % COLUMNS == 0:
             made.row()

@@ -1,7 +1,7 @@
 """Table 4 of the Sarathi-Serve paper (Agrawal et al., 2024): long prompts, batched in several ways.
 
-Yi-34B on two A100-80GB, 128 requests, a token budget of 1,024; every request is a conversation of its own, of
-which nothing is in memory.
+Yi-34B on two A100-80GB, 128 requests, a token budget of 1,024; every request is a conversation of its own,
+of which nothing is in memory.
 
     hybrid batches only      prompts uncut, beside the turns that generate
     chunked prefills only    prompts cut, in passes of their own
@@ -11,6 +11,12 @@ which nothing is in memory.
 The rate is not published.  So it is the one at which the combined scheduler's median first token takes what
 the paper's took (`rate_with`); everything else is then a prediction: what the others do under that load, and
 each scheduler's P99 between tokens.
+
+**Why its tails are longer than ours.** Where prompts are cut, the P99 between tokens is an iteration that is
+full of a prompt: it computes, and does not wait for memory.  Iterations that only read are as long as the
+paper's: 32 turns behind 4,096 tokens take a fifth of its strict objective.  So what is assumed too fast is
+arithmetic, and with that of `COMPUTING` of the data sheet in the place of 0.6, chosen so that one of the
+four tails is the paper's, the others should follow, and do.
 """
 
 from __future__ import annotations
@@ -24,7 +30,14 @@ from pensieve.core.cache import CacheConfig
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.sim import report
-from pensieve.sim.cost import CHUNK_TOKENS, HARDWARE, MODELS, CostModel, device_tokens_of
+from pensieve.sim.cost import (
+    CHUNK_TOKENS,
+    EFFICIENCY,
+    HARDWARE,
+    MODELS,
+    CostModel,
+    device_tokens_of,
+)
 from pensieve.sim.simulator import Simulator
 from pensieve.sim.workload import HABITS, drawn
 from scripts.paper_figures.study import Line, Spread, Study, ratio
@@ -38,6 +51,7 @@ SCHEDULERS = {
     "combined": (1024, "unified"),
 }
 PREFILL_FIRST = (WHOLE, "separate")
+COMPUTING = 0.42  # of the data sheet's arithmetic, see above
 TABLE_4 = {  # P50 of the first token and P99 between tokens, seconds
     "requests": {
         "hybrid batches only": (0.56, 1.08),
@@ -61,11 +75,26 @@ class Batched:
     tokens_per_second: Spread
 
 
+def cost_of(computing: float = EFFICIENCY) -> CostModel:
+    """Of the model on its GPUs, with so much of the data sheet's arithmetic."""
+    cost = CostModel.of(MODELS[MODEL], replace(HARDWARE[GPU], devices=NUM_GPUS))
+    slower = EFFICIENCY / computing
+    return replace(
+        cost,
+        dense_seconds_per_token=slower * cost.dense_seconds_per_token,
+        attention_seconds_per_pair=slower * cost.attention_seconds_per_pair,
+    )
+
+
 def simulate(
-    workload: str, rate: float, scheduling: tuple[int, str], requests: int, seeds: int
+    workload: str,
+    rate: float,
+    scheduling: tuple[int, str],
+    requests: int,
+    seeds: int,
+    computing: float = EFFICIENCY,
 ) -> Batched:
-    hardware = replace(HARDWARE[GPU], devices=NUM_GPUS)
-    cost = CostModel.of(MODELS[MODEL], hardware)
+    hardware, cost = replace(HARDWARE[GPU], devices=NUM_GPUS), cost_of(computing)
     budget, phases = scheduling
     rows = []
     for seed in range(seeds):
@@ -86,12 +115,19 @@ def simulate(
     )
 
 
-def rate_with(workload: str, first_token: float, requests: int, seeds: int, halvings: int) -> float:
+def rate_with(
+    workload: str,
+    first_token: float,
+    requests: int,
+    seeds: int,
+    halvings: int,
+    computing: float = EFFICIENCY,
+) -> float:
     """At which the combined scheduler's median first token takes so long, as the mean over the seeds."""
     low, high = 0.01, 4.0
     for _ in range(halvings):
         middle = (low * high) ** 0.5
-        found = simulate(workload, middle, SCHEDULERS["combined"], requests, seeds)
+        found = simulate(workload, middle, SCHEDULERS["combined"], requests, seeds, computing)
         below = statistics.mean(found.first_token.values) < first_token
         low, high = (middle, high) if below else (low, middle)
     return low
@@ -99,37 +135,10 @@ def rate_with(workload: str, first_token: float, requests: int, seeds: int, halv
 
 def table_4(study: Study) -> Iterator[Line]:
     """Both workloads, each under the load that the combined scheduler's first token gives."""
-    requests, seeds = study.extent.requests, study.extent.seeds
-    for workload, published in TABLE_4.items():
-        study.progress(f"table 4, {workload}: the load")
-        halvings = 3 + 3 * study.extent.halvings
-        rate = rate_with(workload, published["combined"][0], requests, seeds, halvings)
-        found = {}
-        for name, scheduling in {**SCHEDULERS, "prefill first": PREFILL_FIRST}.items():
-            found[name] = simulate(workload, rate, scheduling, requests, seeds)
-            study.progress(
-                f"  {name}, {rate:.2f} requests/s: first token {found[name].first_token.median:.2f} s, "
-                f"P99 gap {found[name].gap.median:.2f} s"
-            )
-        study.notes.append(("table 4", f"{workload}: {rate:.3g} requests/s"))
-        for name, (first_token, gap) in published.items():
-            what = f"{MODEL}, {workload}, {name}"
-            sets_load = "its mean sets the load" if name == "combined" else ""
-            yield Line(
-                "table 4",
-                f"{what}: first token P50",
-                f"{first_token:.2f} s",
-                found[name].first_token,
-                "{:.2f} s",
-                sets_load,
-            )
-            yield Line(
-                "table 4",
-                f"{what}: between tokens P99",
-                f"{gap:.2f} s",
-                found[name].gap,
-                "{:.2f} s",
-            )
+    for workload in TABLE_4:
+        found = _under_load(study, workload, {**SCHEDULERS, "prefill first": PREFILL_FIRST})
+        yield from _lines(workload, found, "")
+        published = TABLE_4[workload]
         ours, other = found["combined"], found["prefill first"]
         paper = f"{published['combined'][1] / published['hybrid batches only'][1]:.2f} x (hybrid)"
         same = ratio(ours.tokens_per_second.values, other.tokens_per_second.values)
@@ -140,4 +149,49 @@ def table_4(study: Study) -> Iterator[Line]:
             ratio(ours.gap.values, other.gap.values),
             note=f"throughput {same.shown('{:.2f} x')}",
             aim="0.33 x or less",
+        )
+    for workload in TABLE_4:
+        slower = _under_load(study, workload, SCHEDULERS, COMPUTING)
+        yield from _lines(workload, slower, f"computing at {COMPUTING:g}, ")
+
+
+def _under_load(
+    study: Study,
+    workload: str,
+    schedulers: dict[str, tuple[int, str]],
+    computing: float = EFFICIENCY,
+) -> dict[str, Batched]:
+    requests, seeds = study.extent.requests, study.extent.seeds
+    study.progress(f"table 4, {workload}, computing at {computing:g}: the load")
+    halvings = 3 + 3 * study.extent.halvings
+    first_token = TABLE_4[workload]["combined"][0]
+    rate = rate_with(workload, first_token, requests, seeds, halvings, computing)
+    found = {}
+    for name, scheduling in schedulers.items():
+        found[name] = simulate(workload, rate, scheduling, requests, seeds, computing)
+        study.progress(
+            f"  {name}, {rate:.2f} requests/s: first token {found[name].first_token.median:.2f} s, "
+            f"P99 gap {found[name].gap.median:.2f} s"
+        )
+    study.notes.append(
+        ("table 4", f"{workload}, computing at {computing:g}: {rate:.3g} requests/s")
+    )
+    return found
+
+
+def _lines(workload: str, found: dict[str, Batched], how: str) -> Iterator[Line]:
+    for name, (first_token, gap) in TABLE_4[workload].items():
+        what = f"{MODEL}, {how}{workload}, {name}"
+        sets_load = "its mean sets the load" if name == "combined" else ""
+        batched = found[name]
+        yield Line(
+            "table 4",
+            f"{what}: first token P50",
+            f"{first_token:.2f} s",
+            batched.first_token,
+            "{:.2f} s",
+            sets_load,
+        )
+        yield Line(
+            "table 4", f"{what}: between tokens P99", f"{gap:.2f} s", batched.gap, "{:.2f} s"
         )

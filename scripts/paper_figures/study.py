@@ -114,12 +114,15 @@ class Extent:
     )  # figure 3.14: of the rate at the limit
     requests: int = 128  # table 4
     queries: int = 120  # of Baton's table 1
+    capacity_warm_seconds: float = 30.0  # figures 9 and 10: before figures count,
+    capacity_seconds: float = 150.0  # and that count
+    capacity_resolution: float = 1.1  # of the highest rate
     faster: float = 1.0  # than the guess: where the search for a rate begins
     steady: bool = True  # False: there are no conversations at first
 
 
 # All that the full extent simulates, and nothing to learn from it: an empty system, a single rate each.
-QUICK = Extent(1, 4.0, 8.0, 8.0, 0, 1, (1.0,), 8, 8, 4.0, False)
+QUICK = Extent(1, 4.0, 8.0, 8.0, 0, 1, (1.0,), 8, 8, 1.0, 3.0, math.inf, 4.0, False)
 
 
 @dataclass

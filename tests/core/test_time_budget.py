@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
+from pensieve.core.iteration import Iteration
 from pensieve.core.iteration_draft import TOKENS_MIN
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.time_budget import PROBE_AFTER
@@ -224,7 +227,48 @@ def test_a_machine_that_becomes_slower_or_faster_is_noticed_in_a_few_iterations(
         name = f"reader {seconds}"
         world.ask(name, 1200, 4)
         took = pieces(world, name)
-        assert took[8] == expected, took
+        assert took[6] == expected, took
+
+
+def test_a_machine_that_becomes_slower_is_believed_after_two_iterations() -> None:
+    """What is predicted of each piece before that is what the machine was before."""
+    world = paced()
+    world.ask("reader", 640, 4)
+    pieces(world, "reader")
+    object.__setattr__(world.shape, "token_seconds", 0.002)
+    world.ask("next", 640, 4)
+    took = pieces(world, "next")
+    assert took[:2] == [64, 64]
+    assert set(took[2:-1]) == {32}, took
+
+
+def test_what_is_done_between_iterations_counts_because_whoever_generates_waits_for_it() -> None:
+    world = paced()
+    world.ask("reader", 1600, 4)
+    for _ in range(12):
+        world.wait(0.02)
+        world.next()
+    (piece,) = [stop - start for who, start, stop in world.slices() if who == "reader"]
+    assert piece == 48, "80 ms are 20 outside of an iteration, 11 without a prompt, and 49"
+
+
+def test_where_few_tokens_cost_nothing_pieces_double_until_they_take_time() -> None:
+    """The weights are read in the time of 40 tokens; nothing is learned of more from fewer than that."""
+    world = paced()
+
+    def seconds_of(iteration: Iteration) -> float:
+        return 0.01 + max(0.04, 0.001 * iteration.num_tokens)
+
+    world.seconds_of = seconds_of  # type: ignore[method-assign]
+    for number in range(8):  # short messages, which are free
+        world.ask(f"short {number}", 16, 1)
+        pieces(world, f"short {number}")
+    world.ask("reader", 1600, 4)
+    took = pieces(world, "reader")
+    assert took[0] <= 32, took
+    assert all(after <= 2 * before for before, after in pairwise(took)), took
+    assert set(took[14:-1]) == {64}, took  # 75 ms, and 80 more would be 91
+    assert max(took) == 64
 
 
 def test_the_lesser_of_the_objective_and_the_limit_holds() -> None:

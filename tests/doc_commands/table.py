@@ -153,6 +153,16 @@ ROWS = (
     Row("pensieve bench service --history 100,90000", (r"history of +9\d,",), nightly=True),
     Row("pensieve bench isolation --rounds 5", nightly=True),
     Row("pensieve bench chat --shape pressure", nightly=True),
+    Row(
+        "pensieve bench capacity --tbt 0.5 --seconds 20 --plot capacity.png",
+        (r"conversations/s",),
+        nightly=True,
+    ),
+    Row(
+        "pensieve bench capacity --rate 0.4 --rounds 2",
+        (r"over prefill first: P99 gap",),
+        nightly=True,
+    ),
     Row("pensieve bench swap --history 2000", nightly=True),
     Row("pensieve bench attention --context 512,4096 --dtype bfloat16", nightly=True),
     Row("pensieve bench step --batch 1,16 --weights int8", nightly=True),

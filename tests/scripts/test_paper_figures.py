@@ -11,11 +11,21 @@ from typing import Any
 import pytest
 
 from pensieve.sim.cost import HARDWARE, MODELS, CostModel, device_tokens_of
+from pensieve.sim.plan.load import Window
+from pensieve.sim.plan.replica import Replica, run_replica
 from pensieve.sim.workload import HABITS, drawn
 from scripts.paper_figures import __main__ as command
-from scripts.paper_figures import baton_paper
+from scripts.paper_figures import baton_paper, sarathi_capacity
 from scripts.paper_figures.equal_latency import GRID_RATIO, first_crossing
-from scripts.paper_figures.sarathi_paper import PREFILL_FIRST, SCHEDULERS, TABLE_4, simulate
+from scripts.paper_figures.pipeline import Pipeline, Stages, run_pipeline, stage_of
+from scripts.paper_figures.sarathi_paper import (
+    COMPUTING,
+    PREFILL_FIRST,
+    SCHEDULERS,
+    TABLE_4,
+    cost_of,
+    simulate,
+)
 from scripts.paper_figures.scenario import Scenario
 from scripts.paper_figures.study import QUICK, Panel, Spread, Study, ratio
 
@@ -32,7 +42,10 @@ ROWS = {
     "3.15b": 1,
     "3.16": 3,
     "3.18": 2,
-    "table 4": 12,
+    "9": 24,
+    "10": 24,
+    "11": 3,
+    "table 4": 24,
     "M12": 2,
 }
 
@@ -59,7 +72,7 @@ def test_every_row_and_every_plot(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (folder / "figures.md").read_text() == out
     (sheet,) = folder.glob("*.svg")  # one for all figures
     assert sheet.name == "figures.svg"
-    assert len(result["curves"]) == 10
+    assert len(result["curves"]) == 19
 
 
 def test_a_single_figure_over_several_seeds(
@@ -230,6 +243,54 @@ def test_pieces_of_prompts_keep_whoever_generates_going() -> None:
     assert ours.first_token.median < cut_apart.first_token.median
     assert hybrid.gap.median > 3 * ours.gap.median
     assert set(TABLE_4["documents"]) == set(SCHEDULERS)
+
+
+def test_slower_arithmetic_lengthens_the_tails_of_cut_prompts_and_not_the_pace_of_replies() -> None:
+    """Why table 4's tails are longer than ours: a full iteration computes, one that generates reads."""
+    base, slower = cost_of(), cost_of(COMPUTING)
+    assert slower.iteration_seconds([(0, 1024)]) > 1.3 * base.iteration_seconds([(0, 1024)])
+    decodes = [(4096, 4097)] * 32
+    assert slower.iteration_seconds(decodes) == base.iteration_seconds(decodes)
+
+
+def test_smaller_pieces_cost_more() -> None:
+    """Figure 11's order."""
+    found = [line.ours.median for line in sarathi_capacity.figure_11(Study(QUICK))]
+    assert found == sorted(found, reverse=True)
+    assert 1.0 < found[-1] < found[0] < 1.2
+
+
+def test_one_stage_is_a_replica() -> None:
+    replica = Replica(cost_of(), 100_000, 0, "value", 1024)
+    window = Window(0.0, 2.0, 12.0)
+    arrivals = list(drawn(HABITS["requests"], 1.0, 12.0, 1))
+    alone = run_replica(replica, arrivals, window)
+    assert alone["tokens_per_second"] > 50
+    assert run_pipeline(Pipeline(replica, 1), arrivals, window) == alone
+
+
+def test_iterations_of_different_lengths_leave_bubbles_between_stages() -> None:
+    even, uneven = Stages(2), Stages(2)
+    assert [even.pass_through(float(at), 1.0) for at in range(4)] == [2.0, 3.0, 4.0, 5.0]
+    assert uneven.pass_through(0.0, 1.0) == 2.0
+    assert uneven.pass_through(0.0, 3.0) == 7.0, "the second stage stood idle from 2 to 4"
+    assert uneven.pass_through(2.0, 1.0) == 8.0, "and this one waits in front of both"
+
+
+def test_two_stages_serve_what_one_as_large_serves_and_a_token_takes_as_long() -> None:
+    """Each stage takes half of the time, and each of two engines has half of the requests."""
+    cost = replace(cost_of(), overhead_seconds=0.0)
+    whole = Replica(cost, 200_000, 0, "value", 1024)
+    half = replace(whole, cost=stage_of(cost, 2), device_tokens=100_000)
+    window = Window(0.0, 2.0, 22.0)
+    arrivals = list(drawn(HABITS["requests"], 0.5, 22.0, 1))
+    one, two = (
+        run_replica(whole, arrivals, window),
+        run_pipeline(Pipeline(half, 2), arrivals, window),
+    )
+    assert two["turns_per_second"] == pytest.approx(one["turns_per_second"], abs=0.1)
+    assert two["seconds_per_token"] == pytest.approx(one["seconds_per_token"], rel=0.4)
+    assert two["asked"] == one["asked"] == len(arrivals)
 
 
 def test_the_sheet_has_a_panel_for_each_figure_with_every_seed() -> None:

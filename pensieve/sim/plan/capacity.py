@@ -28,14 +28,20 @@ Progress = Callable[[str], None]
 
 
 def capacity(
-    trial: Callable[[float], Row], slo: Slo, rate: float, step: float = 2.0
+    trial: Callable[[float], Row],
+    slo: Slo,
+    rate: float,
+    step: float = 2.0,
+    *,
+    resolution: float = RESOLUTION,
+    rate_least: float = RATE_LEAST,
 ) -> tuple[float, Row]:
-    """The highest rate that is carried, to within `RESOLUTION`, and its figures.
+    """The highest rate that is carried, to within `resolution`, and its figures.
 
     The search begins at `rate`.
     """
     low, row, high = 0.0, Row(), math.inf
-    while not low or high / low > RESOLUTION:
+    while not low or high / low > resolution:
         if math.isinf(high):
             tried = step * low or min(rate, RATE_MOST)
         else:
@@ -46,7 +52,7 @@ def capacity(
         broken = slo.violations(found)
         if not broken:
             low, row = tried, found
-        elif tried < RATE_LEAST:
+        elif tried < rate_least:
             raise Impossible(f"at {tried:.2g} conversations a second still: {', '.join(broken)}")
         else:
             high = tried

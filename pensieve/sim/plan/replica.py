@@ -75,17 +75,25 @@ class Replica:
     policy: str = DEFAULT
     token_budget: int = 2048
     turns_max: int = 256
+    tbt_seconds: float = 0.0  # objective of the scheduler's; 0: none
+    phases: str = "unified"
 
     def simulator(self, window: Window) -> Simulator:
         return Simulator(
             self.cost,
             policy_named(self.policy, self.cost.recompute(CHUNK_TOKENS), CHUNK_TOKENS),
             CacheConfig(self.device_tokens // CHUNK_TOKENS, self.host_tokens // CHUNK_TOKENS),
-            SchedulerConfig(self.token_budget, self.turns_max),
+            SchedulerConfig(
+                self.token_budget,
+                self.turns_max,
+                tbt_seconds=self.tbt_seconds,
+                cost=self.cost.computing,
+            ),
             keep_gaps=True,
             count_from=window.counted_from,
             until=window.ends,
             free_until=window.free_until,
+            phases=self.phases,
         )
 
     def check(self, slo: Slo, input_tokens: float) -> None:
@@ -115,7 +123,7 @@ class Replica:
             )
 
 
-class _Admitted:
+class Admitted:
     """An observer of the engine: how long turns were queued, and in which tier their histories were found."""
 
     def __init__(self, since: float) -> None:
@@ -152,18 +160,26 @@ class _Admitted:
 def run_replica(replica: Replica, arrivals: Iterable[Arrival], window: Window) -> Row:
     """The figures of one replica under these arrivals."""
     simulator = replica.simulator(window)
-    admitted = _Admitted(window.counted_from)
+    admitted = Admitted(window.counted_from)
     simulator.engine.observe(admitted)
-    counts = simulator.run(arrivals)
-    now = simulator.clock.now()
-    for turn in simulator.scheduler.turns():  # those that still wait count as if they ended now
-        usage = turn.usage
-        admitted.add(usage)
-        if usage.first_token_at is None and usage.submitted_at >= window.counted_from:
-            counts.first_tokens.add(now - usage.submitted_at)
-        if usage.admitted_at is None:
-            admitted.queued.add(now - usage.submitted_at)
-    host, history = simulator.scheduler.cache.host, admitted.history_tokens
+    simulator.run(arrivals)
+    return row_of([simulator], admitted, window)
+
+
+def row_of(simulators: Sequence[Simulator], admitted: Admitted, window: Window) -> Row:
+    """The figures of engines that share their counts; those of one engine, as a rule."""
+    counts = simulators[0].counts
+    for simulator in simulators:
+        now = simulator.clock.now()
+        for turn in simulator.scheduler.turns():  # those that wait count as if they ended now
+            usage = turn.usage
+            admitted.add(usage)
+            if usage.first_token_at is None and usage.submitted_at >= window.counted_from:
+                counts.first_tokens.add(now - usage.submitted_at)
+            if usage.admitted_at is None:
+                admitted.queued.add(now - usage.submitted_at)
+    hosts = [simulator.scheduler.cache.host for simulator in simulators]
+    history = admitted.history_tokens
     return {
         "turns_per_second": counts.turns / window.seconds,
         "tokens_per_second": counts.delivered_tokens / window.seconds,
@@ -175,7 +191,9 @@ def run_replica(replica: Replica, arrivals: Iterable[Arrival], window: Window) -
         "recomputed_tokens": admitted.recomputed_tokens,
         "recomputed_share": admitted.recomputed_tokens / history if history else 0.0,
         "host_share": admitted.host_tokens / history if history else 0.0,
-        "host_full": host.num_pages > 0 and host.num_empty < host.num_pages * 0.02,
+        "host_full": all(
+            host.num_pages > 0 and host.num_empty < host.num_pages * 0.02 for host in hosts
+        ),
         "asked": counts.begun,
         "refused": counts.refused,
     }

@@ -1,0 +1,155 @@
+"""What `pensieve bench capacity` reports: rows, lines, tables and a plot."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pensieve.bench.capacity_load import Figures
+from pensieve.bench.plot_scale import plain
+from pensieve.bench.plots import Sheet
+from pensieve.bench.report import Report
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of one load on one daemon."""
+
+    scheduling: str
+    objective: float
+    rate: float
+    seed: int
+    figures: Figures
+
+    def values(self) -> dict[str, Any]:
+        of = {name: getattr(self, name) for name in ("scheduling", "objective", "rate", "seed")}
+        return {**of, **asdict(self.figures)}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one way to schedule carries within one objective."""
+
+    scheduling: str
+    objective: float
+    rate: float  # 0: none that was tried
+    figures: Figures | None
+    why: str = ""  # why it is none
+
+
+def in_time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def line_of(figures: Figures) -> str:
+    unfinished = f", {figures.unfinished} unfinished" if figures.unfinished else ""
+    return (
+        f"gap P50 {in_time(figures.gap_p50)}, P99 {in_time(figures.gap_p99)}; first token P50 "
+        f"{in_time(figures.first_token_p50)}, P99 {in_time(figures.first_token_p99)}; queue P50 "
+        f"{in_time(figures.queue_p50)}; {figures.tokens_per_second:,.1f} tokens/s "
+        f"({figures.turns} turns{unfinished})"
+    )
+
+
+def in_words(found: Found) -> str:
+    what = f"{found.scheduling} within {in_time(found.objective)}"
+    if found.figures is None:
+        return f"{what}: none ({found.why})"
+    return f"{what}: {found.rate:.3g} conversations/s; {line_of(found.figures)}"
+
+
+def show_found(found: Sequence[Found], report: Report) -> None:
+    rows = []
+    for each in found:
+        figures = each.figures
+        tokens = f"{figures.tokens_per_second:,.1f}" if figures else "-"
+        gap = in_time(figures.gap_p99 or 0.0) if figures else "-"
+        rate = f"{each.rate:.3g}" if figures else "none"
+        rows.append((each.scheduling, in_time(each.objective), rate, tokens, gap))
+    columns = ("scheduling", "P99 between tokens within", "conversations/s", "tokens/s", "P99 gap")
+    report.table("The highest load that is carried", columns, rows)
+
+
+def show_rows(rows: Sequence[Row], compared: Iterable[tuple[str, str]], report: Report) -> None:
+    """A line for each way to schedule; the first of each pair over the second, seed by seed."""
+    table = []
+    for name, objective in dict.fromkeys((row.scheduling, row.objective) for row in rows):
+        some = [row.figures for row in rows if (row.scheduling, row.objective) == (name, objective)]
+        table.append(
+            (
+                name,
+                in_time(objective),
+                over_rounds([each.gap_p50 for each in some]),
+                over_rounds([each.gap_p99 for each in some]),
+                over_rounds([each.attained for each in some], "{:.1%}".format),
+                over_rounds([each.first_token_p50 for each in some]),
+                over_rounds([each.first_token_p99 for each in some]),
+                over_rounds([each.tokens_per_second for each in some], "{:,.1f}".format),
+            )
+        )
+    columns = ("scheduling", "objective", "gap P50", "gap P99", "attained")
+    report.table("One load", (*columns, "first token P50", "first token P99", "tokens/s"), table)
+    for name, other in compared:
+        ours = [row for row in rows if row.scheduling == name]
+        pairs = [
+            (mine, theirs.figures)
+            for mine in ours
+            for theirs in rows
+            if (theirs.scheduling, theirs.objective, theirs.seed)
+            == (other, mine.objective, mine.seed)
+        ]
+        if pairs:
+            gaps = [(a.figures.gap_p99 or 0.0) / (b.gap_p99 or math.nan) for a, b in pairs]
+            speeds = [a.figures.tokens_per_second / b.tokens_per_second for a, b in pairs]
+            held = [(a.figures.gap_p99 or 0.0) / a.objective for a, _ in pairs]
+            report.line(
+                f"{name} over {other}: P99 gap {over_rounds(gaps, _ratio)}, tokens/s "
+                f"{over_rounds(speeds, _ratio)}; P99 gap over the objective {over_rounds(held, _ratio)}"
+            )
+
+
+def over_rounds(values: Sequence[float | None], shown: Callable[[float], str] = in_time) -> str:
+    """The median, and the least and the most."""
+    known = [each for each in values if each is not None]
+    if not known:
+        return "-"
+    least, most, middle = (
+        shown(each) for each in (min(known), max(known), statistics.median(known))
+    )
+    return middle if least == most else f"{middle} ({least} to {most})"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f} x"
+
+
+def plot(rows: Sequence[Row], path: Path, facts: Sequence[str]) -> None:
+    """The P99 gap over the load, a line for each scheduling, and the objectives as levels."""
+    sheet = Sheet("Time between tokens over the load", facts, width=5.0)
+    rates = sorted({row.rate for row in rows})
+    panel = sheet.panel(
+        "P99 of the gaps between tokens", "conversations per second", "seconds", swept=rates
+    )
+    for name in dict.fromkeys(row.scheduling for row in rows):
+        by_rate: dict[float, list[float]] = {}
+        for row in rows:
+            if row.scheduling == name and row.figures.gap_p99 is not None:
+                by_rate.setdefault(row.rate, []).append(row.figures.gap_p99)
+        if by_rate:
+            points = sorted(by_rate.items())
+            panel.line(
+                name,
+                [rate for rate, _ in points],
+                [statistics.median(gaps) for _, gaps in points],
+                [min(gaps) for _, gaps in points],
+                [max(gaps) for _, gaps in points],
+            )
+    for objective in sorted({row.objective for row in rows}):
+        panel.level(f"objective {plain(objective)} s", objective)
+    sheet.save(path)

@@ -1,0 +1,291 @@
+"""Figures 9 to 11 of the Sarathi-Serve paper (Agrawal et al., 2024): capacity, and the cost of pieces.
+
+Figures 9 and 10: the highest load (requests per second, each of a conversation of its own, of which nothing
+is in memory) at which the P99 between tokens is within an objective and the median time in the queue within
+2 s.  Mistral-7B on one A100-80GB and Yi-34B on two (figure 9); LLaMA2-70B on eight A40 and Falcon-180B on
+eight A100-80GB, in two pipeline stages of four each (figure 10; pipeline.py).  Two data sets, and these
+systems, all of them our scheduler and cache:
+
+    Sarathi         a token budget of 512 (strict) or 2,048 (relaxed; LLaMA2-70B 1,536), as in the paper
+    by objective    `--tbt`: as many prompt tokens as are predicted to end within the objective
+    vLLM            whole prompts, as many as the longest context has tokens, in passes of their own
+    Orca            whole prompts, any number, beside the turns that generate; memory for the longest
+                    context is set aside for each turn, so few turns run at once
+
+The objectives are the paper's rule, 5 and 25 times an iteration of 32 turns behind 4,096 tokens, applied to
+the simulated machine.  Rates lie on a grid with steps of 2^(1/8), the same for all systems and seeds.
+
+Figure 11: the time of one prompt in pieces over its time in one, alone on the machine.  No load is drawn for
+it, so seeds are all alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from pensieve.sim.cost import (
+    HARDWARE,
+    MODELS,
+    CostModel,
+    HardwarePreset,
+    ModelPreset,
+    device_tokens_of,
+)
+from pensieve.sim.plan.capacity import capacity
+from pensieve.sim.plan.load import Window
+from pensieve.sim.plan.replica import Impossible, Replica, Row, Slo
+from pensieve.sim.workload import HABITS, drawn
+from scripts.paper_figures.pipeline import Pipeline, run_pipeline, stage_of
+from scripts.paper_figures.study import GPU, Line, Panel, Spread, Study, ratio
+
+STRICT, RELAXED = "strict", "relaxed"
+TIMES = {STRICT: 5.0, RELAXED: 25.0}  # of an iteration of
+BATCH, CONTEXT = 32, 4096
+BY_OBJECTIVE_TOKENS = 8192  # of an iteration, at most
+GRID_STEPS = 8  # in a doubling of the rate
+RATE_LEAST = 0.02
+OURS, BY_OBJECTIVE, VLLM, ORCA = "Sarathi", "by objective", "vLLM", "Orca"
+WORKLOADS = {"requests": "openchat_sharegpt4", "documents": "arxiv_summarization"}
+A40 = HardwarePreset("a40", 149.7e12, 0.696e12, 25e9, 48e9, 0.0)
+FALCON = ModelPreset("falcon-180b", 180e9, 80, 232, 8, 64)
+PROMPTS, PIECES = (2048, 4096, 8192, 16_384), (512, 1024, 2048)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A model on its GPUs, as in the paper."""
+
+    model: ModelPreset
+    hardware: HardwarePreset  # of a stage
+    num_stages: int
+    guess: float  # requests per second: where a search begins, a power of two
+    paper: dict[
+        tuple[str, str, str], str
+    ]  # what its text says of capacity: data set, objective, over
+    budgets: dict[str, int] = field(default_factory=lambda: {STRICT: 512, RELAXED: 2048})
+
+    @property
+    def device_tokens(self) -> int:
+        """Of all stages."""
+        whole = replace(self.hardware, devices=self.hardware.devices * self.num_stages)
+        return device_tokens_of(self.model, whole)
+
+    @property
+    def cost(self) -> CostModel:
+        """Of a stage; of the model where there is one."""
+        return stage_of(CostModel.of(self.model, self.hardware), self.num_stages)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Of the iteration that objectives are multiples of."""
+        return self.num_stages * self.cost.iteration_seconds([(CONTEXT, CONTEXT + 1)] * BATCH)
+
+    def systems(self, workload: str, slo: str) -> dict[str, Pipeline]:
+        """What does not depend on the objective is the same for both."""
+        context_max, stages = HABITS[workload].context_max, self.num_stages
+        tokens = self.device_tokens // stages
+        plain = Replica(self.cost, tokens, 0, "value")
+        tbt = TIMES[slo] * self.decode_seconds
+        found = {
+            OURS: replace(plain, token_budget=self.budgets[slo]),
+            BY_OBJECTIVE: replace(plain, token_budget=BY_OBJECTIVE_TOKENS, tbt_seconds=tbt),
+            VLLM: replace(plain, token_budget=context_max, phases="separate"),
+            ORCA: replace(plain, token_budget=1 << 20, turns_max=max(tokens // context_max, 1)),
+        }
+        return {name: Pipeline(replica, stages) for name, replica in found.items()}
+
+
+A100 = HARDWARE[GPU]
+MACHINES = {
+    "9": (
+        Machine(
+            MODELS["mistral-7b"],
+            A100,
+            1,
+            2.0,
+            {("", "", VLLM): "to 2.6 x", ("requests", STRICT, ORCA): "3.2 x"},
+        ),
+        Machine(
+            MODELS["yi-34b"],
+            replace(A100, devices=2),
+            1,
+            0.5,
+            {("", "", VLLM): "to 2.8 x", ("requests", RELAXED, VLLM): "2.7 x"},
+        ),
+    ),
+    "10": (
+        Machine(
+            MODELS["llama2-70b"],
+            replace(A40, devices=4),
+            2,
+            0.25,
+            {},
+            {STRICT: 512, RELAXED: 1536},
+        ),
+        Machine(FALCON, replace(A100, devices=4), 2, 0.25, {("", "", VLLM): "to 6.9 x"}),
+    ),
+}
+
+
+@dataclass
+class Capacities:
+    """The highest rates, and every simulation that was run for them."""
+
+    study: Study
+    _rows: dict[tuple[Pipeline, str, int, int], Row] = field(default_factory=dict)
+
+    def of(self, replica: Pipeline, workload: str, slo: Slo, guess: float) -> list[float]:
+        """By seed; 0 where no rate is low enough."""
+        found: list[float] = []
+        extent = self.study.extent
+        for seed in range(extent.seeds):
+            begin = found[-1] if found and found[-1] else guess
+
+            def trial(rate: float, seed: int = seed) -> Row:
+                return self._row(replica, workload, rate, seed)
+
+            try:
+                rate, _ = capacity(
+                    trial,
+                    slo,
+                    begin,
+                    2.0**0.5 if begin == guess else 2.0**0.25,
+                    resolution=extent.capacity_resolution,
+                    rate_least=RATE_LEAST,
+                )
+            except Impossible:
+                rate = 0.0
+            found.append(rate)
+        return found
+
+    def _row(self, replica: Pipeline, workload: str, rate: float, seed: int) -> Row:
+        step = round(GRID_STEPS * math.log2(rate))
+        key = (replica, workload, step, seed)
+        if key not in self._rows:
+            extent = self.study.extent
+            window = Window(
+                0.0,
+                extent.capacity_warm_seconds,
+                extent.capacity_warm_seconds + extent.capacity_seconds,
+            )
+            arrivals = drawn(HABITS[workload], 2.0 ** (step / GRID_STEPS), window.ends, seed)
+            self._rows[key] = run_pipeline(replica, arrivals, window)
+        return self._rows[key]
+
+
+def capacities(study: Study, figure: str) -> Iterator[Line]:
+    """Figures 9 and 10: of each machine, under both objectives, for both data sets."""
+    known = Capacities(study)
+    for machine in MACHINES[figure]:
+        for workload in WORKLOADS:
+            yield from _of_one(study, figure, known, machine, workload)
+
+
+def _of_one(
+    study: Study, figure: str, known: Capacities, machine: Machine, workload: str
+) -> Iterator[Line]:
+    model, data_set = machine.model.name, WORKLOADS[workload]
+    seconds = {name: times * machine.decode_seconds for name, times in TIMES.items()}
+    found: dict[str, dict[str, list[float]]] = {}  # by system and objective
+    for objective, limit in seconds.items():
+        for system, pipeline in machine.systems(workload, objective).items():
+            rates = known.of(pipeline, workload, Slo(limit, math.inf), machine.guess)
+            found.setdefault(system, {})[objective] = rates
+            study.progress(
+                f"figure {figure}, {model}, {workload}, {objective} ({limit:.3g} s), {system}: "
+                f"{Spread(tuple(rates)).shown('{:.2f}')} requests/s"
+            )
+        for one, other in ((OURS, VLLM), (OURS, ORCA), (BY_OBJECTIVE, OURS)):
+            paper = machine.paper
+            published = paper.get((workload, objective, other)) or paper.get(("", "", other), "")
+            yield Line(
+                figure,
+                f"{model}, {data_set}, {objective}: capacity, {one} over {other}",
+                published,
+                ratio(found[one][objective], found[other][objective]),
+                note=f"{Spread(tuple(found[one][objective])).shown('{:.2f}')} requests/s",
+                aim="" if one == BY_OBJECTIVE else "more than 1",
+            )
+    study.notes.append(
+        (
+            figure,
+            f"{model}, P99 between tokens within {seconds[STRICT]:.3g} s (strict) and "
+            f"{seconds[RELAXED]:.3g} s (relaxed); {data_set}, requests/s: "
+            + "; ".join(
+                f"{system} {Spread(tuple(rates[STRICT])).shown('{:.2f}')} and "
+                f"{Spread(tuple(rates[RELAXED])).shown('{:.2f}')}"
+                for system, rates in found.items()
+            ),
+        )
+    )
+    _draw(study, f"{figure}: {model}, {data_set}", found, seconds)
+
+
+def _draw(
+    study: Study, title: str, found: dict[str, dict[str, list[float]]], seconds: dict[str, float]
+) -> None:
+    """A line for each system, from the strict objective to the relaxed one."""
+
+    def line(by_slo: dict[str, list[float]], seed: int) -> list[tuple[float, float]]:
+        return [(seconds[slo], by_slo[slo][seed]) for slo in TIMES]
+
+    study.panels.append(
+        Panel(
+            title,
+            title,
+            "P99 between tokens within (s)",
+            "requests per second",
+            {system: line(by_slo, 0) for system, by_slo in found.items()},
+            {
+                system: [line(by_slo, seed) for seed in range(1, study.extent.seeds)]
+                for system, by_slo in found.items()
+            },
+        )
+    )
+
+
+def seconds_in_pieces(cost: CostModel, prompt: int, piece: int) -> float:
+    """Of a prompt, alone on the machine."""
+    return sum(
+        cost.iteration_seconds([(start, min(start + piece, prompt))])
+        for start in range(0, prompt, piece)
+    )
+
+
+def figure_11(study: Study) -> Iterator[Line]:
+    """The overhead of pieces, over prompts and lengths of pieces."""
+    _, machine = MACHINES["9"]
+    model, cost = machine.model.name, machine.cost
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for piece in PIECES:
+        overheads: Sequence[float] = [
+            seconds_in_pieces(cost, prompt, piece) / seconds_in_pieces(cost, prompt, prompt)
+            for prompt in PROMPTS
+        ]
+        lines[f"pieces of {piece:,}"] = list(zip(map(float, PROMPTS), overheads, strict=True))
+        yield Line(
+            "11",
+            f"{model}: a prompt in pieces of {piece:,} tokens over one in one piece, at most",
+            "near 1" if piece == max(PIECES) else "the more the smaller",
+            Spread((max(overheads),) * study.extent.seeds),
+            "{:.3f} x",
+            "no load is drawn: seeds are alike",
+        )
+    study.panels.append(
+        Panel(
+            "11",
+            f"11: {model}, prompts in pieces",
+            "tokens of the prompt",
+            "time over one piece",
+            lines,
+        )
+    )
+    study.notes.append(
+        (
+            "11",
+            "what remains here of the overhead is that of each iteration; that matrices of few rows are "
+            "multiplied less efficiently, and that ranks exchange sums more often, is not simulated",
+        )
+    )
