@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import tee
+from itertools import islice, tee
 
 from pensieve.core.iteration import Slice
 from pensieve.sim.clock import VirtualClock
@@ -89,7 +89,7 @@ def run_pipeline(pipeline: Pipeline, arrivals: Iterable[Arrival], window: Window
         simulator.engine.observe(admitted)
         if simulators:
             simulator.counts = simulators[0].counts
-        simulator.begin(each for position, each in enumerate(part) if position % number == index)
+        simulator.begin(islice(part, index, None, number))
         simulators.append(simulator)
     going = list(simulators)
     while going:

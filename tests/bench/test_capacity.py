@@ -184,8 +184,7 @@ def test_one_load_on_each_daemon(random_model: Path, capsys: pytest.CaptureFixtu
         assert 0 < row["gap_p50"] <= row["gap_p99"]
         assert 0 < row["first_token_p50"] <= row["first_token_p99"]
         assert 0 < row["attained"] <= 1
-    by_name = {name: [r for r in rows if r["scheduling"] == name] for name in (MIXED, FIRST)}
-    assert [r["turns"] for r in by_name[MIXED]] == [r["turns"] for r in by_name[FIRST]]
+        assert row["turns"] >= 10
     assert printed["capacity"] == []
 
 
