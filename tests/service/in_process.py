@@ -65,11 +65,12 @@ class Conversations:
         *,
         request_id: str = "",
         sampling: Sampling | None = None,
+        priority: int = 0,
     ) -> LiveTurn:
         """Begin a turn; `handle` the engine's events until its `finish` is set."""
         if isinstance(messages, str):
             messages = [Message("user", messages)]
-        options = TurnOptions(sampling or self._defaults)
+        options = TurnOptions(sampling or self._defaults, priority)
         drafted = self.history.draft(
             Ask(conversation_id, tuple(messages), options, request_id=request_id)
         )

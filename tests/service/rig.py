@@ -193,14 +193,23 @@ class Crowd:
         self.runtime.conversations.rewind(name, self.random.choice(self.revisions(name)))
 
     def rush(self, size: int = 12) -> None:
-        """So many long replies at once that some are suspended, whatever the tokens are; then forks of
-        all, and both sides go on at once, so that last chunks are copied on write."""
+        """So many long replies at once that some are suspended, whatever the tokens are, and others of a
+        higher priority, which take places; then forks of all, and both sides go on at once, so that last
+        chunks are copied on write."""
         self.num_rushes += 1
         names = [f"r{self.num_rushes}-{i}" for i in range(size)]
         long = Sampling(max_tokens=80, ignore_eos=True)
         for name in names:
             self.create(name)
             self.turns[name] = self.runtime.conversations.send(name, "Oslo", sampling=long)
+        for number in range(3):  # which take the places of some of these
+            for _ in range(6):
+                self.step()
+            names.append(f"h{self.num_rushes}-{number}")
+            self.create(names[-1])
+            self.turns[names[-1]] = self.runtime.conversations.send(
+                names[-1], self.words(4), sampling=long, priority=1 + number
+            )
         self.settle()
         for name in names:
             revision = self.revisions(name)[-1]

@@ -21,6 +21,7 @@ FIRED = (
     "chunks_copied_on_write",
     "suspensions",
     "resumptions",
+    "preemptions",
     "tokens_computed_again",
     "recomputed_tokens",
 )
