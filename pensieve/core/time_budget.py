@@ -1,8 +1,8 @@
 """How much of prompts may join an iteration that turns which generate wait for.
 
 Whoever generates waits for the whole iteration, so a long piece of somebody's prompt is a gap in everybody
-else's reply.  `TimeBudget` predicts what an iteration takes (iteration_cost.py), and prompts join it as
-long as that stays within what is allowed, the lesser of
+else's reply.  `TimeBudget` predicts what an iteration takes (iteration_cost.py), and prompts join it as long
+as that stays within what is allowed, the lesser of
 
     tbt_seconds             the objective: the time between two tokens of a reply
     prompt_seconds_max      what prompts may add to what the iteration takes without them
@@ -19,20 +19,21 @@ corrected by measurement:
 
     seconds = a · predicted without prompts + b · predicted of the prompts' pieces
 
-b is the median of the last few ratios (a, while there is none), so one late iteration changes nothing, or
-that of the last three, if that is more: a machine that has become slower is believed after two iterations,
-one that has become faster after four.  (On two cores beside other work, of iterations full of a document one
-in ten took 1.37 x of what was predicted with the median of seven alone, and 1.19 x with both.)  a is the
-ratio of the last iteration without prompts.  So the prediction need only know how iterations differ, and not
-how fast the machine is, which other work on it changes.  a is measured before any prompt joins, and where
-prompts never end one iteration goes without them after PROBE_AFTER with some; else what a prediction for
-more turns or longer contexts is off by would be charged to the prompts, whose pieces would become shorter
-and shorter.  Where an iteration with prompts takes clearly less than it should without, a is measured anew.
+b is the second highest of the last few ratios (a, while there is none): one late iteration changes nothing,
+two are believed, and a machine whose times vary has shorter pieces, because what counts is the P99 of the
+times and not their median.  (Iterations full of a document, beside other work on two cores, took 1.28 x of
+what was predicted at their P99 with the second highest of seven, 1.47 x with the median; 0.95 and 1.01 x in
+the middle.)  a is the ratio of the last iteration without prompts.  So the prediction need only know how
+iterations differ, and not how fast the machine is, which other work on it changes.  a is measured before any
+prompt joins, and where prompts never end one iteration goes without them after PROBE_AFTER with some; else
+what a prediction for more turns or longer contexts is off by would be charged to the prompts, whose pieces
+would become shorter and shorter.  Where an iteration with prompts takes clearly less than it should without,
+a is measured anew.
 
-Few tokens cost nothing where reading the weights is what takes the time, and a b learned from them would
-let in pieces that are far too long.  So no iteration takes more than GROWTH times as much of prompts as the
-most that was measured lately, and no more than that where the last one took its time: pieces double until
-they take time, or reach what is allowed.
+Few tokens cost nothing where reading the weights is what takes the time, and a b learned from them would let
+in pieces that are far too long.  So no iteration takes more than GROWTH times as much of prompts as the most
+that was measured lately, and no more than that where the last one took its time: pieces double until they
+take time, or reach what is allowed.
 
 The times are those that `plan` and `commit` are given, so the budget is as repeatable as the rest: a journal
 replays to the same pieces.  An iteration in which somebody generates took from the last commit to its own,
@@ -50,7 +51,6 @@ from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Turn
 
 NUM_KEPT = 7  # measurements of what prompts add
-NUM_LATEST = 3  # of these, that make it slower
 PROBE_AFTER = 16  # iterations with prompts, until there is one without
 GROWTH = 2.0  # of what is predicted of prompts, from one iteration to the next
 STALE_SHARE = 0.75  # of what an iteration should take without prompts
@@ -150,8 +150,7 @@ class TimeBudget:
     @property
     def _slowness(self) -> float:
         """b, where anything was measured."""
-        ratios = [each.ratio for each in self._added]
-        return max(median(ratios[-NUM_LATEST:]), median(ratios))
+        return second_highest([each.ratio for each in self._added])
 
     def _predicted_within(self, seconds: float, a: float) -> float:
         """How much may be predicted of prompts that are to take so long."""
@@ -164,6 +163,6 @@ class TimeBudget:
         return seconds / b if seconds else 0.0
 
 
-def median(values: Sequence[float]) -> float:
-    """The lower one of two."""
-    return sorted(values)[(len(values) - 1) // 2]
+def second_highest(values: Sequence[float]) -> float:
+    """Of one value, that."""
+    return sorted(values)[max(len(values) - 2, 0)]

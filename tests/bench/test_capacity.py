@@ -136,7 +136,7 @@ def test_what_does_not_depend_on_the_objective_is_one_daemon() -> None:
     flags = Scheduling(FIRST).flags
     assert flags[flags.index("--engine") + 1] == "separate"
     assert flags[flags.index("--tbt") + 1] == "0"
-    flags = Scheduling(OURS, 0.25).flags
+    flags = Scheduling(OURS, 0.5, 0.5).flags
     assert flags[flags.index("--tbt") + 1] == "0.25"
     assert flags[flags.index("--engine") + 1] == "model"
 

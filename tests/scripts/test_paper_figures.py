@@ -282,15 +282,15 @@ def test_two_stages_serve_what_one_as_large_serves_and_a_token_takes_as_long() -
     cost = replace(cost_of(), overhead_seconds=0.0)
     whole = Replica(cost, 200_000, 0, "value", 1024)
     half = replace(whole, cost=stage_of(cost, 2), device_tokens=100_000)
-    window = Window(0.0, 2.0, 22.0)
-    arrivals = list(drawn(HABITS["requests"], 0.5, 22.0, 1))
+    window = Window(0.0, 2.0, 62.0)
+    arrivals = list(drawn(HABITS["requests"], 0.5, 62.0, 1))
     one, two = (
         run_replica(whole, arrivals, window),
         run_pipeline(Pipeline(half, 2), arrivals, window),
     )
-    assert two["turns_per_second"] == pytest.approx(one["turns_per_second"], abs=0.1)
-    assert two["seconds_per_token"] == pytest.approx(one["seconds_per_token"], rel=0.4)
-    assert two["asked"] == one["asked"] == len(arrivals)
+    assert two["tokens_per_second"] == pytest.approx(one["tokens_per_second"], rel=0.1)
+    assert two["seconds_per_token"] == pytest.approx(one["seconds_per_token"], rel=0.2)
+    assert abs(two["asked"] - one["asked"]) <= 1
 
 
 def test_the_sheet_has_a_panel_for_each_figure_with_every_seed() -> None:
