@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="scripts/reproduce_figures",
         description="Computes figures of the Pensieve and Sarathi-Serve papers by simulation: plots, and a "
-        "table with the paper's number beside ours, over several seeds. All figures take about half an hour "
+        "table with the paper's number beside ours, over several seeds. All figures take about an hour "
         "of an idle core, one of them one to seven minutes; the folder is written after each figure.",
     )
     command.add_argument(
