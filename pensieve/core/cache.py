@@ -35,7 +35,7 @@ from pensieve.core.eviction import Eviction
 from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
 from pensieve.core.policies.protocol import EndedTurn, RetentionPolicy
 from pensieve.core.policies.queue import Role
-from pensieve.core.prefix_tree import Chunk, Conversation, PrefixTree
+from pensieve.core.prefix_tree import Branch, Chunk, Conversation, PrefixTree
 from pensieve.core.tiers import CacheCounters, Tiers
 from pensieve.core.turn import Turn
 
@@ -130,21 +130,16 @@ class KVCache:
 
         So many are not held by these turns that run, or are its own.
         """
-        pinned = {
-            branch: None
-            for each in running
-            for branch in self.conversations[each.conversation_id].path()
-        }
+        pinned = {branch: None for each in running for branch in self.path_of(each)}
         num_left = self.config.device_pages - sum(len(branch.chunks) for branch in pinned)
         conversation = self.conversations.get(turn.conversation_id)
         for branch in conversation.path() if conversation is not None else ():
             num_left += len(branch.chunks) if branch in pinned else 0
         return -(-len(turn.tokens) // self.config.chunk_tokens), num_left
 
-    def pages_alone(self, turn: Turn) -> int:
-        """That no other running turn holds."""
-        path = self.conversations[turn.conversation_id].path()
-        return sum(len(branch.chunks) for branch in path if branch.num_running == 1)
+    def path_of(self, turn: Turn) -> list[Branch]:
+        """What a turn that runs holds."""
+        return self.conversations[turn.conversation_id].path()
 
     # -- a turn takes, extends and returns its pages --
 

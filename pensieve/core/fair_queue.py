@@ -10,7 +10,7 @@ This is fair queueing with token counters (Sheng et al., "Fairness in Serving La
 * **Charged** is what is computed: the positions of a prefill as they come into a batch, then each token
   that a turn samples.  What is found in the cache costs nothing.
 * **Lifted**: a share that begins to wait has saved up nothing while it did not: its counter is raised to
-  the lowest of those that wait, or, if none does, to that of the share that was admitted last.
+  the lowest of the others that have turns, or, if none does, to that of the share that was admitted last.
 
 So a share that has put in a thousand turns delays another one's next turn by one of them, not by a
 thousand; and while two shares wait, what they get has the proportion of their weights, up to what their
@@ -55,6 +55,7 @@ class Share:
     weight: float = 1.0
     used: float = 0.0  # tokens that were computed for it, divided by its weight
     num_tokens: int = 0  # that were computed for it
+    num_turns: int = 0  # that have not ended
     lines: dict[Line, deque[Turn]] = field(default_factory=dict)  # that have turns
     passed: dict[Line, int] = field(
         default_factory=dict
@@ -126,8 +127,9 @@ class FairQueue:
         share = self._shares.setdefault(turn.share, Share(turn.share))
         share.weight = turn.weight
         if not share.lines:
-            share.used = max(share.used, self._floor())
+            share.used = max(share.used, self._floor(share))
             self._waiting[share.name] = share
+        share.num_turns += 1
         share.lines.setdefault(self.line_of(turn), deque()).append(turn)
         self._num_turns += 1
 
@@ -143,6 +145,10 @@ class FairQueue:
         self.remove(turn)
         self._latest = self._shares[turn.share]
         self._latest.turn_passes(turn, self.line_of(turn))
+
+    def end(self, turn: Turn) -> None:
+        """A turn has ended, wherever it was."""
+        self._shares[turn.share].num_turns -= 1
 
     def least_used(self, turns: Collection[Turn]) -> Turn | None:
         """The one of these whose share has used least; of several the first."""
@@ -167,8 +173,10 @@ class FairQueue:
         num_new = turn.prompt_end - turn.history_tokens
         return turn.options.priority, num_new <= self._short_tokens_max
 
-    def check(self) -> None:
+    def check(self, num_all: int) -> None:
+        """`num_all` is the number of turns that have not ended."""
         num_turns = 0
+        assert sum(share.num_turns for share in self._shares.values()) == num_all
         for name, share in self._shares.items():
             assert bool(share.lines) == (name in self._waiting), (
                 f"share {name!r} waits and does not"
@@ -184,7 +192,6 @@ class FairQueue:
                 num_turns += len(waiting)
         assert num_turns == self._num_turns, "turns that wait are miscounted"
 
-    def _floor(self) -> float:
-        if self._waiting:
-            return min(share.used for share in self._waiting.values())
-        return self._latest.used if self._latest is not None else 0.0
+    def _floor(self, own: Share) -> float:
+        others = [each.used for each in self._shares.values() if each.num_turns and each is not own]
+        return min(others, default=self._latest.used if self._latest is not None else 0.0)

@@ -23,6 +23,7 @@ from pensieve.core.turn import Turn
 
 TOKENS_MIN = 16  # of a prompt, where time is short
 HELD_BACK = 0.25
+TILE_EVERY = 4  # iterations, where there is room for one
 
 _new_tuple = tuple.__new__
 
@@ -32,6 +33,7 @@ class IterationDraft:
         self.num_tokens_max = num_tokens_max
         self.num_tokens_left = num_tokens_max
         self.num_decodes = 0
+        self.holds_back = True  # also where there is room for one tile only
         self.seconds_max: float | None = None  # that prompts may add, as predicted; None: no limit
         self.seconds_added = 0.0  # by prompts, as predicted
         self.predicted_seconds = 0.0  # of the whole iteration; 0: nothing is known yet
@@ -99,10 +101,21 @@ class IterationDraft:
         """For tokens of another prompt, beside what is held back for one that came earlier."""
         left = self.num_tokens_left
         if held_for is not None:
-            return self._within(0, held_for) >= TOKENS_MIN
+            if self._within(0, held_for) >= TOKENS_MIN:
+                return True
+            if self.holds_back or not self._is_narrow:
+                return False
         if left and self.num_tokens > self.num_decodes:
             return self._within(0) >= min(TOKENS_MIN, left)
         return left > 0
+
+    @property
+    def _is_narrow(self) -> bool:
+        """There is no room for two tiles, even at the beginning of a context."""
+        two = min(2 * TOKENS_MIN, self.num_tokens_max - self.num_decodes)
+        if self.seconds_max is not None:
+            two = self._cost.tokens_within(self.seconds_max, 0, two, TOKENS_MIN)
+        return two < 2 * TOKENS_MIN
 
     def _within(self, start: int, held_for: Turn | None = None) -> int:
         """How many tokens of a prompt the time allows, behind a context of `start`."""

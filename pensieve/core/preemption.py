@@ -10,14 +10,18 @@ as many run as may, or what running turns hold leaves too few pages.  Others the
 * **Of its own share and level**, where time is shared (`time_share` tokens), they have had so much of their
   replies since they were admitted.  They go to the end of the queue, as if they had come now: with more
   turns than fit, each has its first token after a round and not after the replies of those before it.
-* **Of another share**, if that one has used no less (fair_queue.py), and would still hold no less, of pages
-  over its weight, than the share that gets them: whoever has filled the memory while nobody else wanted it
-  gives a part back when somebody does, until all have theirs.  It cannot take it back the same way, so
-  places do not go to and fro.
+* **Of another share**, if that one has used no less (fair_queue.py), and would still hold no less, of what
+  is missing (pages, or places) over its weight, than the share that gets them: whoever has filled the
+  memory while nobody else wanted it gives a part back when somebody does, until all have theirs.  It cannot
+  take it back the same way, so places do not go to and fro.
 
-First goes who is of another share, which holds most; then the lowest level, and of it the latest.  Nobody
-gives way if that would not be enough for it.  What is kept in reserve for turns that generate is kept where
-it can be.
+First goes who is of another share, which holds most; then a warm, the lowest level, and of it the latest.
+Nobody gives way to a warm, nor if that would not be enough: for its pages, or for all that are left to meet
+the objective together.  What is kept in reserve for turns that generate is kept where it can be.
+
+Whoever others gave way to is next until it runs (`claimant`): also before these, which have risen
+to its level.  It gives the claim up to a higher level, to a share that has used less, and if those that run
+have meanwhile grown into its pages.
 
 **What a preempted turn loses is its place**, and nothing that it has computed.  It is suspended, as if a
 page had been missing (scheduler.py): its chunks stay where they are until somebody takes their pages, leave
@@ -29,67 +33,118 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from pensieve.core.cache import KVCache
+from pensieve.core.fair_queue import FairQueue
+from pensieve.core.prefix_tree import Branch
 from pensieve.core.turn import Turn
 
 
-def who_gives_way(
-    waiting: Turn,
-    running: Collection[Turn],
-    num_over: int,
-    cache: KVCache,
-    used: Callable[[Turn], float],
-    time_share: int,
-) -> list[Turn]:
-    """For the turn that is next, before which `num_over` have to go, or more for their pages.
+class Preemption:
+    def __init__(
+        self,
+        cache: KVCache,
+        queued: FairQueue,
+        has_place: Callable[[Turn, Collection[Turn]], bool],
+        time_share: int,
+    ) -> None:
+        """`has_place` says whether a turn may run beside these; places are kept where `time_share` is 0."""
+        self._cache, self._used = cache, queued.used
+        self._has_place, self._time_share = has_place, time_share
+        self.claimant: Turn | None = None  # it is next, because others gave way to it
 
-    `used` is what a turn's share has; after `time_share` tokens of its reply a turn may have to give way to
-    its like.
-    """
+    def who_gives_way(self, first: Turn | None, running: Collection[Turn]) -> list[Turn]:
+        """Of these turns; `first` is next among those that wait."""
+        before, self.claimant = self.claimant, None
+        turn = before if before is not None and not self._outranks(first, before) else first
+        if turn is None or (turn is not before and not self._may_give(turn, running)):
+            return []
+        num_pages, pages_left = self._cache.pages_for(turn, running)
+        spare = self._cache.config.reserve_pages if turn is not before else 0
+        fits = num_pages <= pages_left and self._has_place(turn, running)
+        chosen: list[Turn] = []
+        if not fits or num_pages + spare > pages_left:
+            chosen = self._chosen(turn, running, num_pages, num_pages + spare - pages_left, spare)
+        if chosen or (turn is before and fits):
+            self.claimant = turn
+        return chosen
 
-    def is_due(turn: Turn) -> bool:
-        return 0 < time_share <= turn.num_output_tokens - turn.outputs_before
+    def ran(self, turn: Turn) -> None:
+        """It runs, or has ended."""
+        if turn is self.claimant:
+            self.claimant = None
 
-    if not any(
-        turn.share != waiting.share or turn.level < waiting.level or is_due(turn)
-        for turn in running
-    ):
-        return []
-    num_pages, pages_left = cache.pages_for(waiting, running)
-    reserve = cache.config.reserve_pages
-    pages_over = num_pages + reserve - pages_left
-    held = _held(running)
-    would_hold = held.get(waiting.share, 0.0) + num_pages / waiting.weight
+    def _outranks(self, first: Turn | None, claimant: Turn) -> bool:
+        if first is None:
+            return False
+        if first.share == claimant.share:
+            return first.level > claimant.level
+        return self._used(first) < self._used(claimant)
 
-    def is_entitled(turn: Turn) -> bool:
-        if turn.share == waiting.share:
-            return waiting.level > turn.level or (waiting.level == turn.level and is_due(turn))
-        return used(waiting) <= used(turn) and would_hold < held[turn.share]
+    def _may_give(self, waiting: Turn, running: Collection[Turn]) -> bool:
+        return any(each.share != waiting.share or self._is_below(each, waiting) for each in running)
 
-    def order(turn: Turn) -> tuple[float, tuple[int, int]]:
-        return (held[turn.share] if turn.share != waiting.share else -1.0), turn.queue_order
+    def _is_below(self, turn: Turn, waiting: Turn) -> bool:
+        """Of its share, and has to give way to it."""
+        if turn.warm or waiting.level > turn.level:
+            return True
+        return waiting.level == turn.level and 0 < self._time_share <= turn.outputs_since
 
-    chosen: list[Turn] = []
-    while num_over > 0 or pages_over > 0:
-        entitled = [turn for turn in running if turn not in chosen and is_entitled(turn)]
-        if not entitled:
-            return chosen if num_over <= 0 and pages_over <= reserve else []
-        victim = max(entitled, key=order)
-        chosen.append(victim)
-        held[victim.share] -= len(victim.chunks) / victim.weight
-        num_over -= 1
-        pages_over -= cache.pages_alone(victim)
-    return chosen
+    def _chosen(
+        self, waiting: Turn, running: Collection[Turn], num_pages: int, pages_over: int, spare: int
+    ) -> list[Turn]:
+        """Who gives way to one that lacks so many pages, of which it can do without the spare ones."""
+        by_pages = pages_over > 0  # else it lacks a place
+        held = _held(running, by_pages)
+        would_hold = (num_pages if by_pages else 1) / waiting.weight + held.get(waiting.share, 0.0)
+        used = self._used(waiting)
+
+        def goes_after(turn: Turn) -> tuple[bool, int, int, int]:
+            """The greatest goes first: a warm, the lowest level, who has had most here, the latest."""
+            had = turn.outputs_since if self._time_share and turn.level == waiting.level else 0
+            return turn.warm, -turn.level, had, turn.arrival
+
+        by_share: dict[str, list[Turn]] = {}  # who goes first is last
+        for turn in sorted(running, key=goes_after):
+            if turn.share != waiting.share or self._is_below(turn, waiting):
+                by_share.setdefault(turn.share, []).append(turn)
+        num_holders: dict[Branch, int] = {}  # of the turns that are left
+        for turn in running:
+            for branch in self._cache.path_of(turn):
+                num_holders[branch] = num_holders.get(branch, 0) + 1
+        left = {turn.turn_id: turn for turn in running}
+        chosen: list[Turn] = []
+        while pages_over > 0 or not self._has_place(waiting, left.values()):
+            others = [
+                share
+                for share, turns in by_share.items()
+                if share != waiting.share
+                and turns
+                and used <= self._used(turns[-1])
+                and would_hold < held[share]
+            ]
+            share = max(others, key=held.__getitem__, default=waiting.share)
+            if not by_share.get(share):
+                enough = pages_over <= spare and self._has_place(waiting, left.values())
+                return chosen if enough else []
+            victim = by_share[share].pop()
+            chosen.append(victim)
+            del left[victim.turn_id]
+            held[share] -= (len(victim.chunks) if by_pages else 1) / victim.weight
+            for branch in self._cache.path_of(victim):
+                num_holders[branch] -= 1
+                pages_over -= 0 if num_holders[branch] else len(branch.chunks)
+        return chosen
 
 
 def who_is_suspended(running: Collection[Turn]) -> Turn:
-    """When a page is missing: a warm; else, of the lowest level, the latest of the share that holds most."""
+    """When a page is missing: a warm; else of the share that holds most the lowest level, and its latest."""
     held = _held(running)
-    return max(running, key=lambda turn: (turn.warm, -turn.level, held[turn.share], turn.arrival))
+    return max(running, key=lambda turn: (turn.warm, held[turn.share], -turn.level, turn.arrival))
 
 
-def _held(running: Collection[Turn]) -> dict[str, float]:
-    """By each share: pages of its running turns, over its weight."""
+def _held(running: Collection[Turn], by_pages: bool = True) -> dict[str, float]:
+    """By each share: pages of its running turns, or how many they are, over its weight."""
     held: dict[str, float] = {}
     for turn in running:
-        held[turn.share] = held.get(turn.share, 0.0) + len(turn.chunks) / turn.weight
+        taken = (len(turn.chunks) if by_pages else 1) / turn.weight
+        held[turn.share] = held.get(turn.share, 0.0) + taken
     return held

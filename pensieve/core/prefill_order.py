@@ -52,7 +52,12 @@ def next_waiting(
 
     One that was suspended comes before new ones of its level, unless its share of time was over.
     """
-    waiting = [*filter(may_come, suspended), *queued.heads(may_come)]
+    first: dict[
+        str, Turn
+    ] = {}  # of each share: if it may not come, no other that was suspended may
+    for turn in suspended:
+        first.setdefault(turn.share, turn)
+    waiting = [*filter(may_come, first.values()), *queued.heads(may_come)]
     return min(
         waiting,
         key=lambda turn: (
@@ -66,6 +71,10 @@ def next_waiting(
 
 
 def earlier(turn: Turn, started: Collection[Turn]) -> Turn | None:
-    """Of the prefills of its share that have begun, the one that came first, if it came before this one."""
-    own = [each for each in started if each.share == turn.share and each.arrival < turn.arrival]
+    """The prefill of its share, of no lower level, that came first, if it came before this one."""
+    own = [
+        each
+        for each in started
+        if each.share == turn.share and each.arrival < turn.arrival and each.level >= turn.level
+    ]
     return min(own, key=lambda each: each.arrival, default=None)

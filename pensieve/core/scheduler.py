@@ -36,9 +36,9 @@ from pensieve.core.audit import TurnsByState, audit_turns
 from pensieve.core.cache import Admission, KVCache, Shortage
 from pensieve.core.fair_queue import FairQueue
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
-from pensieve.core.iteration_draft import IterationDraft
+from pensieve.core.iteration_draft import TILE_EVERY, IterationDraft
 from pensieve.core.pending_edits import PendingEdits
-from pensieve.core.preemption import who_gives_way, who_is_suspended
+from pensieve.core.preemption import Preemption, who_is_suspended
 from pensieve.core.prefill_order import earlier, may_join, next_waiting, prefill_order
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
@@ -71,7 +71,6 @@ class Scheduler:
         self.running: dict[int, Turn] = {}  # in order of admission
         self.suspended: deque[Turn] = deque()
         self.queued = FairQueue(config.batch_tokens_max)
-        self.claimant: Turn | None = None  # it is next, because others gave way to it
         self._turns: dict[int, Turn] = {}  # every turn that has not ended
         self._releasing: dict[int, Turn] = {}  # ended or suspended, with uncommitted slices
         self._uncommitted: deque[_Uncommitted] = deque()
@@ -79,6 +78,9 @@ class Scheduler:
         self._started: list[TurnStart] = []  # since the last iteration
         self._forgotten: list[int] = []  # turns that have ended since the last iteration
         self._time_budget = TimeBudget(config)
+        self.preemption = Preemption(
+            cache, self.queued, self._time_budget.has_place, config.time_share
+        )
         self._edits = PendingEdits(cache)
         self._num_arrivals = 0
         self._index = 0
@@ -133,6 +135,7 @@ class Scheduler:
         """The next iteration, or None when there is nothing to do."""
         self._preempt(now)
         draft = IterationDraft(self.config.batch_tokens_max, self._size, self.config.cost)
+        draft.holds_back = self._index % TILE_EVERY == 0
         required_pages, prefills = self._plan_running(draft, now)
         self._time_budget.limit(draft)
         required_pages = max(required_pages, self._plan_prefills(draft, prefills, now))
@@ -156,7 +159,7 @@ class Scheduler:
         required_pages = 0
         prefills: list[Turn] = []
         size = self._size
-        # Oldest first: whoever is suspended for a page has no slice in this iteration yet.
+        # The highest level and the oldest first: as a rule whoever is suspended for a page comes later.
         for turn in sorted(self.running.values(), key=QUEUE_ORDER):
             if not self._keeps_place(turn):
                 continue
@@ -204,12 +207,12 @@ class Scheduler:
 
     def _next_waiting(self, started: list[Turn], draft: IterationDraft) -> Turn | None:
         """A suspended turn, or a new one, that has a place, and goes before what its share has begun."""
-        turn = self.claimant or next_waiting(
+        turn = self.preemption.claimant or next_waiting(
             self.suspended,
             self.queued,
             lambda turn: may_join(turn, started) and draft.has_room(earlier(turn, started)),
         )
-        if turn is None or self._time_budget.num_over(turn, self.running.values()) > 0:
+        if turn is None or not self._time_budget.has_place(turn, self.running.values()):
             return None
         return turn
 
@@ -219,19 +222,15 @@ class Scheduler:
             return
         running = [turn for turn in self.running.values() if self._keeps_place(turn)]
         started = [turn for turn in running if turn.is_prefill]
-        turn = self.claimant or next_waiting(
-            self.suspended, self.queued, lambda turn: may_join(turn, started)
+        first = next_waiting(
+            self.suspended, self.queued, lambda turn: not turn.warm and may_join(turn, started)
         )
-        if turn is None:
-            return
-        num_over = self._time_budget.num_over(turn, running)
-        for victim in who_gives_way(
-            turn, running, num_over, self.cache, self.queued.used, self.config.time_share
-        ):
-            self.claimant = turn
+        for victim in self.preemption.who_gives_way(first, running):
+            claimant = self.preemption.claimant
+            assert claimant is not None
             self.counters.preemptions += 1
             self._num_arrivals += 1
-            victim.give_way(turn, self._num_arrivals)
+            victim.give_way(claimant, self._num_arrivals)
             self._suspend(victim, now)
 
     def _keeps_place(self, turn: Turn) -> bool:
@@ -339,7 +338,7 @@ class Scheduler:
         if conversation is not None and conversation.turn_id is not None:
             return None  # the turn before it has an uncommitted slice
         reserve = self.cache.config.reserve_pages if self.running else 0
-        if turn is self.claimant:
+        if turn is self.preemption.claimant:
             reserve = 0  # the pages of those that gave way are on their way to it
         if turn.warm:
             reserve = self.cache.config.swap_out_mark_pages
@@ -353,8 +352,7 @@ class Scheduler:
             self.queued.admit(turn)
             self._started.append(TurnStart(turn.turn_id, turn.tokens[:], turn.options.sampling))
             turn.first_admitted(found.device_tokens, found.host_tokens, now)
-        if turn is self.claimant:
-            self.claimant = None
+        self.preemption.ran(turn)
         turn.moved_back, turn.outputs_before = False, turn.num_output_tokens
         turn.move_to(TurnState.RUNNING)
         self.running[turn.turn_id] = turn
@@ -410,8 +408,6 @@ class Scheduler:
             away_seconds = turn.options.away_seconds if turn.finish is not None else 0.0
             self.cache.end(turn, now, keep, away_seconds)
         turn.frontier = 0
-        if turn is self.claimant:
-            self.claimant = None
         if turn.finish is None:
             turn.move_to(TurnState.SUSPENDED)
             insort(self.suspended, turn, key=QUEUE_ORDER)
@@ -421,6 +417,8 @@ class Scheduler:
         elif was is TurnState.QUEUED:
             self.queued.remove(turn)
         turn.move_to(TurnState.FINISHED)
+        self.preemption.ran(turn)
+        self.queued.end(turn)
         turn.written.clear()
         del self._turns[turn.turn_id]
         if was is not TurnState.RUNNING and turn.keep_tokens is not None:
@@ -442,7 +440,7 @@ class Scheduler:
     def check(self, now: float) -> None:
         """Recompute every invariant of the cache and of the turns in it."""
         self.cache.check(now)
-        self.queued.check()
+        self.queued.check(len(self._turns))
         audit_turns(
             TurnsByState(self._turns, self.running, self.suspended, self.queued, self._releasing),
             self.cache.conversations,

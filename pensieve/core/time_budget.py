@@ -100,20 +100,21 @@ class TimeBudget:
                 allowed = min(allowed, self._tbt - a * without)
             draft.seconds_max = self._predicted_within(max(allowed, 0.0), a)
 
-    def num_over(self, turn: Turn, running: Collection[Turn]) -> int:
-        """How many of these would have to go, at least, for this one to run beside the others.
+    def has_place(self, turn: Turn, running: Collection[Turn]) -> bool:
+        """Whether it may run beside these.
 
         As many run as may, and as could generate together within the objective, if this one alone could.
         """
-        num_over = len(running) + 1 - self._turns_max
-        if num_over > 0 or not self._tbt:
-            return num_over
+        if len(running) >= self._turns_max:
+            return False
+        if not self._tbt or not running:
+            return True
         alone = len(turn.tokens)
         num_positions = alone + sum(len(each.tokens) for each in running)
         most = self._tbt / (self._without or 1.0)
         num_turns = len(running) + 1
         together = self._predict(num_turns, num_positions, num_positions, num_turns)
-        return int(self._predict(1, alone, alone, 1) <= most < together)
+        return together <= most or most < self._predict(1, alone, alone, 1)
 
     def planned(self, draft: IterationDraft, now: float) -> float:
         """What the iteration is predicted to take; 0 where it computes nothing, or nothing is known yet."""

@@ -127,6 +127,11 @@ class Turn:
         """More than its next token is to be computed."""
         return self.warm or self.frontier < len(self.tokens) + self.pending_tokens - 1
 
+    @property
+    def outputs_since(self) -> int:
+        """Tokens of its reply since it was admitted or resumed."""
+        return self.num_output_tokens - self.outputs_before
+
     def ends_at(self, num_tokens: int) -> bool:
         """Whether the reply has its maximal length when the log has so many tokens."""
         return num_tokens >= self.length_max

@@ -52,8 +52,8 @@ def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="scripts/reproduce_figures",
         description="Computes figures of the Pensieve, Sarathi-Serve and Baton papers by simulation: plots, "
-        "and a table with the paper's number beside ours, over several seeds. All figures take about half an "
-        "hour of an idle core, one of them one to seven minutes; the folder is written after each figure.",
+        "and a table with the paper's number beside ours, over several seeds. All figures take about an hour "
+        "of an idle core, one of them one to seven minutes; the folder is written after each figure.",
     )
     command.add_argument(
         "folder", nargs="?", type=Path, default=FOLDER, help=f"written there (default: {FOLDER})"

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from pensieve.core import preemption, scheduler
 from pensieve.core.cache import Admission, KVCache
 from pensieve.core.candidates import Candidates
 from pensieve.core.eviction import Eviction
 from pensieve.core.iteration import SampledToken, SwapIn, SwapOut
 from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.policies.queue import QUALIFIES, Role
+from pensieve.core.preemption import Preemption
 from pensieve.core.prefix_tree import Branch, Chunk, PrefixTree
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.tiers import PagePool, Tiers
@@ -197,18 +197,9 @@ def keep_what_was_said(original: Any, cache: KVCache, turn: Turn, *rest: Any) ->
     original(cache, turn, *rest)
 
 
-def equals_give_way(patch: pytest.MonkeyPatch) -> None:
+def equals_give_way(original: Any, preemption: Preemption, turn: Turn, waiting: Turn) -> bool:
     """Whoever waits may have the place of somebody who is no lower."""
-    original = preemption.who_gives_way
-
-    def give_way(waiting: Turn, running: Any, *rest: Any) -> Any:
-        waiting.level += 1
-        try:
-            return original(waiting, running, *rest)
-        finally:
-            waiting.level -= 1
-
-    patch.setattr(scheduler, "who_gives_way", give_way)
+    return waiting.level >= turn.level
 
 
 def forget_the_preempted(original: Any, turn: Turn, *rest: Any) -> None:
@@ -254,7 +245,7 @@ FAULTS: dict[str, Plant] = {
     "a split branch loses a holder": around(PrefixTree, "_split", forget_the_heir),
     "a released copy source never requalifies": around(Candidates, "requalify", lambda f, *a: None),
     "a later turn overtakes": around(Scheduler, "plan", overtake),
-    "a turn gives way to its equal": equals_give_way,
+    "a turn gives way to its equal": around(Preemption, "_is_below", equals_give_way),
     "a turn that gave way loses its reply": around(Turn, "give_way", forget_the_preempted),
     "an iteration exceeds its budget": around(IterationDraft, "fill", spend_twice),
     "others trust discarded chunks": around(Scheduler, "_discard", forget_frontiers),

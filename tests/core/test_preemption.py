@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pensieve.core.turn import PRIORITY_MAX, Turn, TurnState
+from pensieve.core.turn import PRIORITY_MAX, FinishReason, Turn, TurnState
 from tests.core.world import Stage
 
 
@@ -140,6 +140,92 @@ def test_low_priorities_end_beside_a_stream_of_high_ones() -> None:
     assert all(turn.finish is not None for turn in low)
 
 
+def test_a_claim_is_given_up_to_a_higher_level() -> None:
+    """Copies are slow, and the pages of those that gave way come late."""
+    stage = Stage(80, 400, batch_tokens_max=64, turns_max=64, swap_outs_max=1, late=0.5)
+    low = [stage.ask(f"low{number}", 20, 60) for number in range(10)]
+    while stage.cache.available > 8:
+        stage.next()
+    middle = stage.ask("middle", 180, 4, priority=1)
+    stage.next()
+    assert stage.scheduler.preemption.claimant is middle
+    high = stage.ask("high", 4, 2, priority=8)
+    assert iterations_until(stage, high) <= 6
+    assert middle.state is TurnState.QUEUED
+    stage.run_until_idle()
+    assert all(turn.finish is not None for turn in low)
+
+
+def test_nobody_gives_way_if_the_objective_is_missed_all_the_same() -> None:
+    """Iterations of 10 ms, and 0.1 ms for each position: two long contexts are too much together."""
+    stage = Stage(
+        400,
+        400,
+        batch_tokens_max=256,
+        turns_max=64,
+        iteration_seconds=0.010,
+        key_seconds=0.0001,
+        tbt_seconds=0.045,
+        late=0.0,
+    )
+    high = stage.ask("high", 180, 60, priority=5)
+    for number in range(8):
+        stage.ask(f"low{number}", 4, 40)
+    for _ in range(6):
+        stage.next()
+    middle = stage.ask("middle", 200, 2, priority=1)
+    for _ in range(20):
+        stage.next()
+    assert middle.state is TurnState.QUEUED
+    assert stage.scheduler.counters.preemptions == 0
+    assert len(stage.scheduler.running) >= 5
+    stage.run_until_idle()
+    assert high.finish is middle.finish
+
+
+def test_nobody_gives_way_to_a_warm_and_a_warm_gives_way_first() -> None:
+    stage = Stage(60, 200, batch_tokens_max=64, turns_max=64, late=0.0)
+    stage.say("b", 40)
+    stage.cache.evict("b", stage.now)
+    for number in range(12):
+        stage.ask(f"a{number}", 8, 40, share="a")
+    for _ in range(12):
+        stage.next()
+    for _ in range(4):
+        if "b" not in stage.turns:
+            stage.submit("b", warm=True, share="b")
+        stage.step()
+    assert stage.scheduler.counters.preemptions == 0
+    stage.run_until_idle()
+
+    stage = Stage(60, 200, batch_tokens_max=16, turns_max=2, late=0.0)
+    stage.say("b", 60)
+    stage.cache.evict("b", stage.now)
+    other = stage.ask("a", 4, 40)
+    stage.next()
+    warm = stage.warm("b")
+    stage.next()
+    assert warm.state is TurnState.RUNNING
+    new = stage.ask("c", 4, 2)
+    assert iterations_until(stage, new) <= 1
+    assert warm.finish is FinishReason.WARMED
+    assert other.usage.suspensions == 0
+    stage.run_until_idle()
+
+
+def test_a_prefix_that_they_share_is_free_when_all_of_them_have_given_way() -> None:
+    stage = Stage(100, 400, batch_tokens_max=256, turns_max=64, late=0.0)
+    stage.say("root", 200)
+    for number in range(8):
+        stage.fork_at("root", 200, f"low{number}")
+        stage.ask(f"low{number}", 4, 12)
+    stage.next()
+    stage.next()
+    high = stage.ask("high", 240, 2, priority=8)
+    assert iterations_until(stage, high) <= 3
+    stage.run_until_idle()
+
+
 # -- between shares --
 
 
@@ -214,6 +300,24 @@ def first_tokens(seed: int, slower: int = 1, only: str = "", flood: int = 0) -> 
     ]
 
 
+def test_who_generated_while_another_did_not_wait_is_not_passed_by_its_flood() -> None:
+    """Its long reply alone, and then a flood of one who has used next to nothing."""
+    stage = Stage(400, 400, batch_tokens_max=64, turns_max=8, late=0.0)
+    long = stage.ask("long", 4, 900, share="a")
+    stage.next()
+    stage.until_ended(stage.ask("before", 4, 1, share="b"))
+    for _ in range(600):
+        stage.next()
+    flood = [stage.ask(f"flood{number}", 4, 20, share="b") for number in range(200)]
+    for _ in range(10):
+        stage.next()
+    mine = stage.ask("mine", 4, 2, share="a")
+    ended = sum(turn.finish is not None for turn in flood)
+    stage.until_ended(mine)
+    assert sum(turn.finish is not None for turn in flood) - ended <= 16
+    assert long.usage.suspensions == 0
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_flood_at_the_highest_priority_leaves_others_their_share(seed: int) -> None:
     """The P99 of their first tokens is at most 1.1 times what each has alone on a third of the machine."""
@@ -242,6 +346,17 @@ def test_where_time_is_shared_everybody_has_a_first_token_sooner() -> None:
     assert end_shared < 1.4 * end_kept
     assert stage.scheduler.counters.preemptions > 10
     assert stage.scheduler.counters.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("time_share", [1, 2, 5])
+def test_where_time_is_shared_all_places_go_round(time_share: int) -> None:
+    stage = Stage(400, 400, batch_tokens_max=64, turns_max=8, late=0.0, time_share=time_share)
+    turns = [stage.ask(f"t{number}", 8, 30) for number in range(24)]
+    for _ in range(12 * 3):
+        stage.next()
+    had = [turn.num_output_tokens for turn in turns]
+    assert max(had) - min(had) <= 4 + 4 * time_share, had
+    stage.run_until_idle(checks_every=20)
 
 
 def test_where_time_is_shared_nobody_gives_way_before_its_share_is_over() -> None:

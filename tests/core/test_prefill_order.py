@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pensieve.core.fair_queue import SHORT_TURNS
 from pensieve.core.turn import Turn, TurnState
 from tests.core.world import Stage
@@ -53,16 +55,46 @@ def test_what_is_held_back_for_the_first_that_came_is_a_quarter() -> None:
     stage.run_until_idle(checks_every=50)
 
 
-def test_where_there_is_room_for_one_tile_the_first_that_came_has_it() -> None:
-    stage = Stage(2000, 0, batch_tokens_max=24, turns_max=8)
-    long = stage.ask("long", 100, 1)
+def test_where_there_is_room_for_one_tile_they_have_it_by_turns() -> None:
+    """The first that came in every fourth iteration, the shortest in the others."""
+    stage = Stage(2000, 0, batch_tokens_max=16, turns_max=8)
+    long = stage.ask("long", 400, 1)
     stage.next()
-    short = stage.ask("short", 10, 1)
-    while not long.num_output_tokens:
+    short = stage.ask("short", 50, 1)
+    got = []
+    while short.finish is None:
         stage.next()
-        assert tokens_of(stage, long) >= 16 or long.num_output_tokens == 1
+        got.append((tokens_of(stage, short), tokens_of(stage, long)))
+    assert got.count((16, 0)) == 3, got
+    assert got.count((0, 16)) <= 2, got
     stage.run_until_idle()
-    assert short.finish is not None
+
+
+@pytest.mark.parametrize("tbt", [0.0275, 0.0435])
+def test_a_higher_level_does_not_wait_where_pieces_are_small(tbt: float) -> None:
+    """Iterations of 10 ms and 1 ms a token: one tile beside a reply, or two."""
+    stage = Stage(
+        2000,
+        0,
+        batch_tokens_max=BUDGET,
+        turns_max=64,
+        iteration_seconds=0.010,
+        token_seconds=0.001,
+        tbt_seconds=tbt,
+    )
+    stage.ask("writer", 4, 300)
+    for _ in range(4):
+        stage.next()
+    stage.ask("document", 2000, 1, priority=-8)
+    for _ in range(10):
+        stage.next()
+    high, equal = stage.ask("high", 10, 1, priority=8), stage.ask("equal", 10, 1, priority=-8)
+    for _ in range(2):
+        stage.next()
+    assert high.usage.first_token_at is not None
+    for _ in range(6):
+        stage.next()
+    assert equal.usage.first_token_at is not None
 
 
 def test_a_higher_level_goes_before_a_shorter_prompt() -> None:
@@ -73,7 +105,7 @@ def test_a_higher_level_goes_before_a_shorter_prompt() -> None:
     stage.next()
     short = stage.ask("short", 20, 1)
     stage.next()
-    assert tokens_of(stage, high) == BUDGET - BUDGET // 4
+    assert tokens_of(stage, high) == BUDGET, "nothing is held back for lower ones"
     assert short.state is TurnState.QUEUED
     stage.run_until_idle()
 

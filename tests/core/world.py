@@ -327,7 +327,7 @@ class Places:
         levels = {turn.turn_id: turn.level for turn in scheduler.running.values()}
         suspended, queued = list(scheduler.suspended), list(scheduler.queued)
         num_preemptions = scheduler.counters.preemptions
-        return cls(levels, suspended, queued, num_preemptions, scheduler.claimant)
+        return cls(levels, suspended, queued, num_preemptions, scheduler.preemption.claimant)
 
     def check_order(self, scheduler: Scheduler) -> None:
         """First come first served in a line of a share; who was suspended comes back ahead of its level.

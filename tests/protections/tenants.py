@@ -24,7 +24,7 @@ PROTECTIONS = (
     protection(
         "a share that did not wait has saved up nothing",
         "core/fair_queue.py",
-        "            share.used = max(share.used, self._floor())\n",
+        "            share.used = max(share.used, self._floor(share))\n",
         "",
         "core/test_fair_queue.py::test_who_did_not_ask_has_saved_up_nothing",
     ),
@@ -47,8 +47,8 @@ PROTECTIONS = (
     protection(
         "a higher level takes the place of a lower one",
         "core/preemption.py",
-        "            return waiting.level > turn.level or (",
-        "            return (",
+        "        if turn.warm or waiting.level > turn.level:\n",
+        "        if turn.warm:\n",
         "core/test_preemption.py::test_a_higher_priority_waits_for_at_most_two_iterations",
         "core/test_preemption.py::test_the_lowest_and_latest_gives_way_and_is_back_first",
     ),
@@ -62,7 +62,7 @@ PROTECTIONS = (
     protection(
         "a share that holds most gives pages back",
         "core/preemption.py",
-        "would_hold < held[turn.share]\n",
+        "would_hold < held[share]\n",
         "would_hold < 0\n",
         "core/test_preemption.py::test_a_share_that_holds_everything_gives_back_a_part",
         "core/test_preemption.py::test_a_flood_at_the_highest_priority_leaves_others_their_share",

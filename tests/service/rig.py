@@ -58,6 +58,7 @@ def step(runtime: Runtime) -> bool:
     worked = runtime.engine.step()
     while (event := runtime.outbox.get(0)) is not None:
         runtime.conversations.handle(event)
+        worked = True  # it may bring the engine a message, such as a log that it asked for
     return worked
 
 
