@@ -137,6 +137,12 @@ class KVCache:
             num_left += len(branch.chunks) if branch in pinned else 0
         return -(-len(turn.tokens) // self.config.chunk_tokens), num_left
 
+    def is_at_hand(self, turn: Turn) -> bool:
+        """Whether nothing of its context has to come from the host."""
+        conversation = self.conversations.get(turn.conversation_id)
+        chunks = conversation.chunks() if conversation is not None else []
+        return all(chunk.device_page is not None or chunk.host_page is None for chunk in chunks)
+
     def path_of(self, turn: Turn) -> list[Branch]:
         """What a turn that runs holds."""
         return self.conversations[turn.conversation_id].path()

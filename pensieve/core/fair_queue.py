@@ -25,7 +25,7 @@ so many turns passed which came after its first one,
     TURNS_A_PRIORITY      of the next higher priority (twice as many of the one above that, …)
     SHORT_TURNS           with short prompts, of the same priority
 
-is overdue, and its first turn is next.
+is overdue, and its first turn is next.  (Turns that do not fit into memory may be passed, too: lacking.py.)
 
 Nobody waits for ever: as long as a share waits, what is computed for another raises that one's counter,
 and no counter that is lower can come; and within a share each line moves, if slowly.
@@ -34,7 +34,7 @@ and no counter that is lower can come; and within a share each line moves, if sl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pensieve.core.turn import Turn
@@ -61,18 +61,27 @@ class Share:
         default_factory=dict
     )  # since a line moved: turns that passed it
 
-    def in_order(self) -> list[Turn]:
-        """The first turns of its lines: those that are overdue as they came, then by rank."""
+    def in_order(self, but: Collection[Turn]) -> list[Turn]:
+        """The first turns of its lines: those that are overdue as they came, then by rank.
+
+        Of each line the first that is none of these few.
+        """
+        firsts = (self._first_of(line, but) for line in self._lines_in_order())
+        return [turn for turn in firsts if turn is not None]
+
+    def _first_of(self, line: Line, but: Collection[Turn]) -> Turn | None:
+        return next((turn for turn in self.lines[line] if turn not in but), None)
+
+    def _lines_in_order(self) -> Iterable[Line]:
         if len(self.lines) == 1:
-            (line,) = self.lines.values()
-            return [line[0]]
+            return self.lines
         ranked = sorted(self.lines, reverse=True)
         first = ranked[0]
         overdue = [
             line for line in ranked[1:] if self.passed.get(line, 0) >= _passes_allowed(first, line)
         ]
         overdue.sort(key=lambda line: self.lines[line][0].arrival)
-        return [self.lines[line][0] for line in dict.fromkeys((*overdue, *ranked))]
+        return dict.fromkeys((*overdue, *ranked))
 
     def remove(self, turn: Turn, line: Line) -> None:
         waiting = self.lines[line]
@@ -112,10 +121,14 @@ class FairQueue:
             for line in sorted(share.lines, reverse=True):
                 yield from share.lines[line]
 
-    def heads(self, may_come: Callable[[Turn], bool] = lambda turn: True) -> Iterator[Turn]:
-        """Of each share that waits its next turn, of those that may come."""
+    def heads(
+        self,
+        may_come: Callable[[Turn], bool] = lambda turn: True,
+        but: Collection[Turn] = (),
+    ) -> Iterator[Turn]:
+        """Of each share that waits its next turn, of those that may come, and are none of these few."""
         for share in self._waiting.values():
-            turn = next(filter(may_come, share.in_order()), None)
+            turn = next(filter(may_come, share.in_order(but)), None)
             if turn is not None:
                 yield turn
 

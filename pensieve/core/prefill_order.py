@@ -46,7 +46,10 @@ def may_join(turn: Turn, started: Iterable[Turn]) -> bool:
 
 
 def next_waiting(
-    suspended: Iterable[Turn], queued: FairQueue, may_come: Callable[[Turn], bool]
+    suspended: Iterable[Turn],
+    queued: FairQueue,
+    may_come: Callable[[Turn], bool],
+    but: Collection[Turn] = (),
 ) -> Turn | None:
     """Of the turns that may come: of the share that has used least, the highest level.
 
@@ -57,7 +60,7 @@ def next_waiting(
     ] = {}  # of each share: if it may not come, no other that was suspended may
     for turn in suspended:
         first.setdefault(turn.share, turn)
-    waiting = [*filter(may_come, first.values()), *queued.heads(may_come)]
+    waiting = [*filter(may_come, first.values()), *queued.heads(may_come, but)]
     return min(
         waiting,
         key=lambda turn: (

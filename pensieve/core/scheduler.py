@@ -6,13 +6,10 @@ of the queue.  Between shares, what each has used decides (fair_queue.py).  A pr
 a decode are the same thing, slices of a turn (iteration_draft.py).  Beside turns that generate, prefills
 get as many tokens as do not hold those up for long (time_budget.py).
 
-Preemption.  Before anything is planned, running turns may have to give their places to the turn that is next
-(preemption.py).  They are suspended.
-
-Suspension.  A generating turn that needs a page when none is available waits one iteration if idle pages
+Suspension.  Before anything is planned, running turns may have to give their places to the turn that is next
+(preemption.py).  A generating turn that needs a page when none is available waits one iteration if idle pages
 are being copied out anyway; otherwise a running turn gives up its pages (`who_is_suspended`).  It keeps
-every token and each chunk whose page nobody takes meanwhile, and resumes ahead of its share's queue, but
-for higher levels.
+every token and each chunk whose page nobody takes meanwhile, and resumes before new turns of its level.
 
 `plan` may be called while one iteration is uncommitted.  A token that it will sample is then planned
 for as if it were known (`pending_tokens`; the executor resolves it); if the turn turns out finished,
@@ -37,6 +34,7 @@ from pensieve.core.cache import Admission, KVCache, Shortage
 from pensieve.core.fair_queue import FairQueue
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
 from pensieve.core.iteration_draft import TILE_EVERY, IterationDraft
+from pensieve.core.lacking import Lacking
 from pensieve.core.pending_edits import PendingEdits
 from pensieve.core.preemption import Preemption, who_is_suspended
 from pensieve.core.prefill_order import earlier, may_join, next_waiting, prefill_order
@@ -107,7 +105,6 @@ class Scheduler:
             return
         turn.keep_tokens = keep_tokens
         self._finish(turn, FinishReason.CANCELLED, now)
-        self._ended.append(Ended(turn, FinishReason.CANCELLED))
 
     def rewind(self, conversation_id: str, num_tokens: int, now: float) -> None:
         """Cut a conversation; one whose last turn has an uncommitted slice is cut after it."""
@@ -181,11 +178,11 @@ class Scheduler:
 
     def _plan_prefills(self, draft: IterationDraft, started: list[Turn], now: float) -> int:
         """Started ones and turns that wait; how many pages the first of these that does not fit requires."""
-        required_pages, may_admit, used = 0, True, self.queued.used
+        lacking, used = Lacking(self.cache), self.queued.used
         while draft.has_room():
             started = [each for each in started if self._keeps_place(each)]
             first = min(started, key=lambda each: (used(each), prefill_order(each)), default=None)
-            turn = self._next_waiting(started, draft) if may_admit else None
+            turn = self._next_waiting(started, draft, lacking) if lacking.may_admit else None
             if first is not None and (turn is None or used(turn) > used(first)):
                 held_for = earlier(first, started)
                 started.remove(first)
@@ -194,27 +191,32 @@ class Scheduler:
                 continue
             if turn is None:
                 break
+            if lacking.puts_aside(turn):
+                continue
             admission = self._admit(turn, now, draft.filled_before)
             if isinstance(admission, Admission):
+                lacking.passed()
                 draft.admit(admission)
                 self.queued.charge(turn, draft.fill(turn, earlier(turn, started)))
             elif admission is not None and turn.warm:
                 self._finish(turn, FinishReason.WARMED, now)  # best effort
-                self._ended.append(Ended(turn, FinishReason.WARMED))
             else:
-                required_pages, may_admit = admission.required_pages if admission else 0, False
-        return required_pages
+                lacking.add(turn, admission, turn is self.preemption.claimant)
+        return lacking.required_pages
 
-    def _next_waiting(self, started: list[Turn], draft: IterationDraft) -> Turn | None:
+    def _next_waiting(
+        self, started: list[Turn], draft: IterationDraft, lacking: Lacking
+    ) -> Turn | None:
         """A suspended turn, or a new one, that has a place, and goes before what its share has begun."""
+
         turn = self.preemption.claimant or next_waiting(
             self.suspended,
             self.queued,
             lambda turn: may_join(turn, started) and draft.has_room(earlier(turn, started)),
+            lacking.turns,
         )
-        if turn is None or not self._time_budget.has_place(turn, self.running.values()):
-            return None
-        return turn
+        fits = turn is not None and self._time_budget.has_place(turn, self.running.values())
+        return turn if fits else None
 
     def _preempt(self, now: float) -> None:
         """Turns that run give way to the one that is next, if it is entitled to their places."""
@@ -311,7 +313,7 @@ class Scheduler:
         return [turn for turn in self._turns.values() if turn.finish is None]
 
     def turn(self, turn_id: int) -> Turn | None:
-        """A turn that has not given up its pages."""
+        """One that has not given up its pages."""
         return self._turns.get(turn_id)
 
     def turn_of(self, conversation_id: str) -> Turn | None:
@@ -326,7 +328,6 @@ class Scheduler:
         for turn in [turn for turn in self.running.values() if turn.warm]:
             if turn.frontier >= len(turn.tokens) and not turn.num_uncommitted:
                 self._finish(turn, FinishReason.WARMED, now)
-                self._ended.append(Ended(turn, FinishReason.WARMED))
 
     # -- taking and giving pages --
 
@@ -379,7 +380,6 @@ class Scheduler:
         turn.usage.suspensions += 1
         if turn.warm:
             self._finish(turn, FinishReason.WARMED, now)
-            self._ended.append(Ended(turn, FinishReason.WARMED))
         elif turn.num_uncommitted:
             self._releasing[turn.turn_id] = turn
         else:
@@ -390,6 +390,8 @@ class Scheduler:
         turn.finish = reason
         turn.usage.finished_at = now
         self.counters.finished += 1
+        if reason in (FinishReason.CANCELLED, FinishReason.WARMED):  # of which no outcome tells
+            self._ended.append(Ended(turn, reason))
         if turn.usage.admitted_at is not None:
             self._forgotten.append(turn.turn_id)
         if turn.num_uncommitted:

@@ -92,6 +92,7 @@ class Turn:
     state: TurnState = TurnState.QUEUED
     arrival: int = 0  # it was the so-manieth that came
     moved_back: bool = False  # suspended because it had its share of time
+    num_passed: int = 0  # turns that were admitted before it while it lacked pages
     outputs_before: int = 0  # its output tokens when it was admitted, or resumed
     level: int = 0  # its priority, and one more each time that a higher one took its place
     queue_order: tuple[int, int] = (0, 0)  # of those of one share: by level, then as they came

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pensieve.core.fair_queue import TURNS_A_PRIORITY
+from pensieve.core.lacking import PASSES_MAX
 from pensieve.core.turn import TurnState
 from tests.core.world import Stage
 
@@ -65,3 +66,42 @@ def test_all_pages_of_a_context_are_reserved_at_once() -> None:
     stage.next()
     assert stage.slices() == [("a", 0, 4)]
     assert stage.cache.device.num_empty == 12 - 8
+
+
+def test_who_does_not_fit_keeps_a_bounded_number_of_others_waiting_and_is_kept_by_one() -> None:
+    """A message behind a history of two thirds of the device, and short ones behind it."""
+    stage = Stage(100, 400, batch_tokens_max=64, turns_max=64, late=0.0)
+    stage.say("long", 260)
+    stage.run_until_idle()
+    running = stage.ask("running", 220, 120)
+    for _ in range(8):
+        stage.next()
+    blocked = stage.ask("long", 4, 2)
+    small = [stage.ask(f"small{number}", 4, 2) for number in range(20)]
+    for _ in range(40):
+        stage.next()
+    assert blocked.state is TurnState.QUEUED
+    assert sum(turn.finish is not None for turn in small) == PASSES_MAX
+    stage.until_ended(blocked)
+    assert running.finish is not None
+    stage.run_until_idle()
+
+
+def test_who_needs_pages_from_the_host_passes_nobody() -> None:
+    """Its swap-ins would put off the swap-outs that the other one waits for."""
+    stage = Stage(100, 400, batch_tokens_max=64, turns_max=64, late=0.0)
+    stage.say("away", 20)
+    stage.cache.move_to_host("away", stage.now)
+    stage.run_until_idle()
+    stage.say("long", 260)
+    stage.ask("running", 220, 60)
+    for _ in range(8):
+        stage.next()
+    assert set(stage.where("away")) == {"h"}
+    blocked, away = stage.ask("long", 4, 2), stage.ask("away", 4, 2)
+    here = stage.ask("here", 4, 2)
+    for _ in range(6):
+        stage.next()
+    assert here.finish is not None
+    assert away.state is blocked.state is TurnState.QUEUED
+    stage.run_until_idle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pensieve.core.fair_queue import SHORT_TURNS
+from pensieve.core.lacking import PASSES_MAX
 from pensieve.core.turn import Turn, TurnState
 from tests.core.world import Stage
 
@@ -128,7 +129,7 @@ def test_what_does_not_fit_into_memory_keeps_no_messages_waiting() -> None:
     for _ in range(4):
         stage.next()
     large = stage.ask("large", 300, 1)
-    for number in range(SHORT_TURNS):
+    for number in range(SHORT_TURNS + PASSES_MAX):
         stage.until_ended(stage.ask(f"small{number}", 4, 2))
     assert large.state is TurnState.QUEUED
     last = stage.ask("last", 4, 2)

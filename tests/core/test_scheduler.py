@@ -105,17 +105,14 @@ def test_no_more_turns_run_than_the_budget_has_tokens() -> None:
     assert [turn.conversation_id for turn in stage.scheduler.queued] == ["c"]
 
 
-def test_nobody_overtakes_the_head_of_the_queue() -> None:
+def test_who_fits_passes_the_head_of_the_queue_that_does_not() -> None:
     stage = Stage(10, 0, batch_tokens_max=32)
-    running = stage.ask("a", 12, 8)
+    stage.ask("a", 12, 8)
     stage.next()
     large, small = stage.ask("large", 24, 1), stage.ask("small", 1, 1)
     stage.next()
-    assert stage.slices() == [("a", 12, 13)]
-    stage.until_ended(running)
-    stage.next()
-    assert stage.slices() == [("large", 0, 24)]
-    assert small.usage.admitted_at is None
+    assert stage.slices() == [("a", 12, 13), ("small", 0, 1)]
+    assert large.state is TurnState.QUEUED
     stage.run_until_idle()
     assert large.finish is small.finish is FinishReason.LENGTH
 

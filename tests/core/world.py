@@ -15,6 +15,7 @@ from pensieve.core.cache import CacheConfig, KVCache
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration
 from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.lacking import PASSES_MAX
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler import Ended, Scheduler
@@ -341,7 +342,9 @@ class Places:
             for each in self.queued:
                 if each.turn_id in queued and each.share == turn.share:
                     same_line = scheduler.queued.line_of(each) == scheduler.queued.line_of(turn)
-                    assert not same_line or each.arrival > turn.arrival, f"{turn} overtook {each}"
+                    assert each.num_passed <= PASSES_MAX
+                    passed = same_line and each.arrival < turn.arrival
+                    assert not passed or each.num_passed, f"{turn} overtook {each}"
             for each in self.suspended:
                 passed = each.turn_id in still_suspended and each.share == turn.share
                 if passed and turn is not self.claimant and not each.moved_back:

@@ -75,6 +75,14 @@ PROTECTIONS = (
         "core/test_prefill_order.py::test_what_is_held_back_for_the_first_that_came_is_a_quarter",
     ),
     protection(
+        "who does not fit into memory is passed by a few only",
+        "core/lacking.py",
+        "turn.num_passed < PASSES_MAX for turn in self.turns\n",
+        "turn.num_passed < 1000 for turn in self.turns\n",
+        "core/test_admission.py"
+        "::test_who_does_not_fit_keeps_a_bounded_number_of_others_waiting_and_is_kept_by_one",
+    ),
+    protection(
         "the shortest remaining prompt goes first",
         "core/prefill_order.py",
         "    return -turn.level, num_missing(turn), turn.arrival\n",
