@@ -136,6 +136,12 @@ class FairQueue:
         """The turn that is next."""
         return self.least_used(list(self.heads(may_come)))
 
+    def has_other(self, share: str, level: int) -> bool:
+        """Whether anybody waits who is of another share, or above this level."""
+        return any(
+            name != share or max(each.lines)[0] > level for name, each in self._waiting.items()
+        )
+
     def add(self, turn: Turn) -> None:
         share = self._shares.setdefault(turn.share, Share(turn.share))
         share.weight = turn.weight

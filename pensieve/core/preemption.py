@@ -30,12 +30,15 @@ for the host by the policy, and what is still held when it resumes is not comput
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 
 from pensieve.core.cache import KVCache
 from pensieve.core.fair_queue import FairQueue
 from pensieve.core.prefix_tree import Branch
-from pensieve.core.turn import Turn
+from pensieve.core.turn import PRIORITY_MIN, Turn
+
+Place = tuple[str, int]  # a share, and a level of it
 
 
 class Preemption:
@@ -47,9 +50,40 @@ class Preemption:
         time_share: int,
     ) -> None:
         """`has_place` says whether a turn may run beside these; places are kept where `time_share` is 0."""
-        self._cache, self._used = cache, queued.used
+        self._cache, self._queued, self._used = cache, queued, queued.used
         self._has_place, self._time_share = has_place, time_share
         self.claimant: Turn | None = None  # it is next, because others gave way to it
+        self._places: dict[int, Place] = {}  # of the turns that run, by id
+        self._num_running: Counter[Place] = Counter()  # in each
+
+    def began(self, turn: Turn) -> None:
+        """It runs."""
+        level = PRIORITY_MIN - 1 if turn.warm else turn.level
+        place = self._places[turn.turn_id] = (turn.share, level)
+        self._num_running[place] += 1
+        if turn is self.claimant:
+            self.claimant = None
+
+    def ended(self, turn: Turn) -> None:
+        """It has given up its place, or never had one."""
+        if (place := self._places.pop(turn.turn_id, None)) is not None:
+            self._num_running[place] -= 1
+            if not self._num_running[place]:
+                del self._num_running[place]
+        elif turn is self.claimant:
+            self.claimant = None
+
+    def is_out_of_question(self, suspended: Collection[Turn]) -> bool:
+        """At a glance: all are of one share, and nobody waits who is above one that runs."""
+        if not suspended and not len(self._queued):
+            return True
+        if self.claimant is not None or self._time_share or len(self._num_running) > 1:
+            return False
+        return all(
+            not self._queued.has_other(*place)
+            and not any(each.share != place[0] or each.level > place[1] for each in suspended)
+            for place in self._num_running
+        )
 
     def who_gives_way(self, first: Turn | None, running: Collection[Turn]) -> list[Turn]:
         """Of these turns; `first` is next among those that wait."""
@@ -66,11 +100,6 @@ class Preemption:
         if chosen or (turn is before and fits):
             self.claimant = turn
         return chosen
-
-    def ran(self, turn: Turn) -> None:
-        """It runs, or has ended."""
-        if turn is self.claimant:
-            self.claimant = None
 
     def _outranks(self, first: Turn | None, claimant: Turn) -> bool:
         if first is None:

@@ -220,7 +220,7 @@ class Scheduler:
 
     def _preempt(self, now: float) -> None:
         """Turns that run give way to the one that is next, if it is entitled to their places."""
-        if not (self.suspended or self.queued):
+        if self.preemption.is_out_of_question(self.suspended):
             return
         running = [turn for turn in self.running.values() if self._keeps_place(turn)]
         started = [turn for turn in running if turn.is_prefill]
@@ -353,7 +353,7 @@ class Scheduler:
             self.queued.admit(turn)
             self._started.append(TurnStart(turn.turn_id, turn.tokens[:], turn.options.sampling))
             turn.first_admitted(found.device_tokens, found.host_tokens, now)
-        self.preemption.ran(turn)
+        self.preemption.began(turn)
         turn.moved_back, turn.outputs_before = False, turn.num_output_tokens
         turn.move_to(TurnState.RUNNING)
         self.running[turn.turn_id] = turn
@@ -410,6 +410,7 @@ class Scheduler:
             away_seconds = turn.options.away_seconds if turn.finish is not None else 0.0
             self.cache.end(turn, now, keep, away_seconds)
         turn.frontier = 0
+        self.preemption.ended(turn)
         if turn.finish is None:
             turn.move_to(TurnState.SUSPENDED)
             insort(self.suspended, turn, key=QUEUE_ORDER)
@@ -419,7 +420,6 @@ class Scheduler:
         elif was is TurnState.QUEUED:
             self.queued.remove(turn)
         turn.move_to(TurnState.FINISHED)
-        self.preemption.ran(turn)
         self.queued.end(turn)
         turn.written.clear()
         del self._turns[turn.turn_id]

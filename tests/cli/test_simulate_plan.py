@@ -10,6 +10,7 @@ import pytest
 
 from pensieve.cli.main import main
 from pensieve.cli.simulate_plan import text
+from pensieve.sim import cost_file
 from tests.sim.plan.world import COST, LOAD
 
 PLAN = [
@@ -20,9 +21,7 @@ PLAN = [
 
 @pytest.fixture
 def costs(tmp_path: Path) -> str:
-    given = {"version": 1, "source": "made up", "cost": {**vars(COST)}}
-    del given["cost"]["source"]
-    (tmp_path / "costs.json").write_text(json.dumps(given))
+    (tmp_path / "costs.json").write_text(cost_file.text_of(COST, {}))
     return str(tmp_path / "costs.json")
 
 

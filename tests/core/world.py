@@ -351,6 +351,9 @@ class Places:
                     assert each.level < turn.level, f"{turn} passed {each}"
         for turn in scheduler.turns():
             level = self.levels.get(turn.turn_id, turn.level)
+            assert scheduler.config.time_share or not turn.moved_back, (
+                f"{turn} gave way to its equal"
+            )
             if turn.level == level:
                 continue
             assert turn.level == level + 1
