@@ -123,18 +123,14 @@ class FairQueue:
 
     def heads(
         self,
-        may_come: Callable[[Turn], bool] = lambda turn: True,
-        but: Collection[Turn] = (),
+        may_come: Callable[[Turn], bool],
+        but: Collection[Turn],
     ) -> Iterator[Turn]:
         """Of each share that waits its next turn, of those that may come, and are none of these few."""
         for share in self._waiting.values():
             turn = next(filter(may_come, share.in_order(but)), None)
             if turn is not None:
                 yield turn
-
-    def head(self, may_come: Callable[[Turn], bool] = lambda turn: True) -> Turn | None:
-        """The turn that is next."""
-        return self.least_used(list(self.heads(may_come)))
 
     def has_other(self, share: str, level: int) -> bool:
         """Whether anybody waits who is of another share, or above this level."""
@@ -168,10 +164,6 @@ class FairQueue:
     def end(self, turn: Turn) -> None:
         """A turn has ended, wherever it was."""
         self._shares[turn.share].num_turns -= 1
-
-    def least_used(self, turns: Collection[Turn]) -> Turn | None:
-        """The one of these whose share has used least; of several the first."""
-        return min(turns, key=lambda each: (self.used(each), each.queue_order), default=None)
 
     def used(self, turn: Turn) -> float:
         """By its share."""

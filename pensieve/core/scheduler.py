@@ -208,7 +208,6 @@ class Scheduler:
         self, started: list[Turn], draft: IterationDraft, lacking: Lacking
     ) -> Turn | None:
         """A suspended turn, or a new one, that has a place, and goes before what its share has begun."""
-
         turn = self.preemption.claimant or next_waiting(
             self.suspended,
             self.queued,

@@ -29,9 +29,7 @@ class Tiers(NamedTuple):
     page_bytes: int  # of all ranks together
 
 
-def _allocate(
-    settings: Settings, ranks: ModelRanks, sampler: Sampler, tokenizer: Tokenizer, report: Report
-) -> Tiers:
+def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: Report) -> Tiers:
     """Allocate both tiers, in all ranks; on a GPU the device tier is sized by the memory that is left."""
     model, leader = ranks
     device: torch.device = model.flat.module.device
@@ -99,7 +97,7 @@ def build_executor(
             f"the tokenizer knows {tokenizer.vocab_size} tokens, the model {shape.vocab_size}"
         )
     sampler = Sampler(shape.vocab_size, ranks.model.eos_token_ids | end_of_turn_ids)
-    tiers = _allocate(settings, ranks, sampler, tokenizer, report)
+    tiers = _allocate(settings, ranks, sampler, report)
     graphs = _graphs(settings, ranks, tiers.memory, report)
     checksums = PageChecksums(tiers.memory.host_arena) if settings.check_kv else None
     own = TorchExecutor(
