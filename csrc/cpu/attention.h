@@ -1,7 +1,8 @@
 // What an instruction set implements for attention, for one part of one item of work.
 //
 // An item is the rows (query tokens x the query heads of one KV head) of a stretch of one slice; a part
-// is an item over a range of its context's pages. See kernels.cpp for how work is cut and merged.
+// is an item over a range of its context's pages. See multi_token_attention.cpp for how work
+// is cut and merged.
 #pragma once
 
 #include <cstdint>
@@ -100,11 +101,15 @@ struct Kernel {
 bool amx_works();  // requests AMX from the system, and compares its products with AVX-512's, once
 extern const Kernel kAmx, kAvx512Bf16, kAvx512Vnni, kAvx512, kAvx2, kNeonBf16, kNeon, kPlain;
 
+// The best kernel that runs here and takes this head size; `only` names the one to use, for tests. Null: none.
+const Kernel* kernel_for(int head_size, const char* only);
+Attend attend_of(const Kernel& kernel, Type type, Stored stored);
+
 }  // namespace pensieve
 
 #pragma GCC visibility push(default)
 extern "C" {
-// The functions of kernels.cpp that a whole layer calls.
+// The functions of multi_token_attention.cpp and pages.cpp that a whole layer calls.
 int32_t pensieve_multi_token_attention(
     const char* only, int32_t type, int32_t stored, const void* query, int64_t query_token_stride,
     int64_t query_head_stride, const void* keys, const void* values, int64_t page_stride,

@@ -39,6 +39,7 @@ class Settings:
     tbt: float
     ttft: float
     share: int
+    prefill_ahead: int
     turns_max: int
     threads: int
     tensor_parallel: int

@@ -119,13 +119,14 @@ class TurnsByState(NamedTuple):
 def audit_turns(
     turns: TurnsByState, conversations: Mapping[str, Conversation], chunk_tokens: int
 ) -> None:
-    for state, of_state in (
-        (TurnState.RUNNING, turns.running.values()),
-        (TurnState.SUSPENDED, turns.suspended),
-        (TurnState.QUEUED, turns.queued),
+    for states, of_states in (
+        ({TurnState.RUNNING}, turns.running.values()),
+        ({TurnState.SUSPENDED, TurnState.READY}, turns.suspended),
+        ({TurnState.QUEUED}, turns.queued),
     ):
-        for turn in of_state:
-            assert turn.state is state, f"turn {turn.turn_id} is {turn.state}, not {state}"
+        for turn in of_states:
+            assert turn.state in states, f"turn {turn.turn_id} is {turn.state}, not in {states}"
+            assert turn.turn_id in turns.running or not turn.ahead, f"{turn} rests ahead"
             assert turns.every.get(turn.turn_id) is turn, f"turn {turn.turn_id} is unknown"
     num_turns = len(turns.running) + len(turns.suspended) + len(turns.queued)
     assert len(turns.every) == num_turns, "a turn is in no state, or in two"

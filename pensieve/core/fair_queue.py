@@ -45,6 +45,11 @@ SHORT_TURNS = 8
 Line = tuple[int, bool]  # priority, and whether its prompts are short; the greatest is served first
 
 
+def num_new_tokens(turn: Turn) -> int:
+    """Of its prompt."""
+    return turn.prompt_end - turn.history_tokens
+
+
 def _passes_allowed(ahead: Line, behind: Line) -> int:
     return TURNS_A_PRIORITY * (ahead[0] - behind[0]) or SHORT_TURNS
 
@@ -108,6 +113,7 @@ class FairQueue:
         self._waiting: dict[str, Share] = {}  # those with turns
         self._latest: Share | None = None  # admitted last
         self._num_turns = 0
+        self.num_prompt_tokens = 0  # of the turns that wait
 
     def __len__(self) -> int:
         return self._num_turns
@@ -147,11 +153,13 @@ class FairQueue:
         share.num_turns += 1
         share.lines.setdefault(self.line_of(turn), deque()).append(turn)
         self._num_turns += 1
+        self.num_prompt_tokens += num_new_tokens(turn)
 
     def remove(self, turn: Turn) -> None:
         share = self._shares[turn.share]
         share.remove(turn, self.line_of(turn))
         self._num_turns -= 1
+        self.num_prompt_tokens -= num_new_tokens(turn)
         if not share.lines:
             del self._waiting[share.name]
 
@@ -181,8 +189,7 @@ class FairQueue:
 
     def line_of(self, turn: Turn) -> Line:
         """Where in its share it waits."""
-        num_new = turn.prompt_end - turn.history_tokens
-        return turn.options.priority, num_new <= self._short_tokens_max
+        return turn.options.priority, num_new_tokens(turn) <= self._short_tokens_max
 
     def check(self, num_all: int) -> None:
         """`num_all` is the number of turns that have not ended."""
@@ -202,6 +209,8 @@ class FairQueue:
                 assert found == sorted(found), f"the turns of share {name!r} are out of order"
                 num_turns += len(waiting)
         assert num_turns == self._num_turns, "turns that wait are miscounted"
+        num_tokens = sum(map(num_new_tokens, self))
+        assert num_tokens == self.num_prompt_tokens, "tokens that wait are miscounted"
 
     def _floor(self, own: Share) -> float:
         others = [each.used for each in self._shares.values() if each.num_turns and each is not own]

@@ -15,7 +15,8 @@ as many run as may, or what running turns hold leaves too few pages.  Others the
   memory while nobody else wanted it gives a part back when somebody does, until all have theirs.  It cannot
   take it back the same way, so places do not go to and fro.
 
-First goes who is of another share, which holds most; then a warm, the lowest level, and of it the latest.
+First goes who is of another share, which holds most; then a warm, a turn that runs ahead of its place
+(prefill_ahead.py), the lowest level, and of it the latest.
 Nobody gives way to a warm, nor if that would not be enough: for its pages, or for all that are left to meet
 the objective together.  What is kept in reserve for turns that generate is kept where it can be.
 
@@ -35,6 +36,7 @@ from collections.abc import Callable, Collection
 
 from pensieve.core.cache import KVCache
 from pensieve.core.fair_queue import FairQueue
+from pensieve.core.prefill_ahead import with_places
 from pensieve.core.prefix_tree import Branch
 from pensieve.core.turn import PRIORITY_MIN, Turn
 
@@ -58,11 +60,16 @@ class Preemption:
 
     def began(self, turn: Turn) -> None:
         """It runs."""
-        level = PRIORITY_MIN - 1 if turn.warm else turn.level
+        level = PRIORITY_MIN - 1 if turn.warm or turn.ahead else turn.level
         place = self._places[turn.turn_id] = (turn.share, level)
         self._num_running[place] += 1
         if turn is self.claimant:
             self.claimant = None
+
+    def moved(self, turn: Turn) -> None:
+        """It runs, and counts otherwise than it did when it began."""
+        self.ended(turn)
+        self.began(turn)
 
     def ended(self, turn: Turn) -> None:
         """It has given up its place, or never had one."""
@@ -113,7 +120,7 @@ class Preemption:
 
     def _is_below(self, turn: Turn, waiting: Turn) -> bool:
         """Of its share, and has to give way to it."""
-        if turn.warm or waiting.level > turn.level:
+        if turn.warm or turn.ahead or waiting.level > turn.level:
             return True
         return waiting.level == turn.level and 0 < self._time_share <= turn.outputs_since
 
@@ -122,14 +129,16 @@ class Preemption:
     ) -> list[Turn]:
         """Who gives way to one that lacks so many pages, of which it can do without the spare ones."""
         by_pages = pages_over > 0  # else it lacks a place
+        if not by_pages:
+            running = with_places(running)
         held = _held(running, by_pages)
         would_hold = (num_pages if by_pages else 1) / waiting.weight + held.get(waiting.share, 0.0)
         used = self._used(waiting)
 
-        def goes_after(turn: Turn) -> tuple[bool, int, int, int]:
+        def goes_after(turn: Turn) -> tuple[bool, bool, int, int, int]:
             """The greatest goes first: a warm, the lowest level, who has had most here, the latest."""
             had = turn.outputs_since if self._time_share and turn.level == waiting.level else 0
-            return turn.warm, -turn.level, had, turn.arrival
+            return turn.warm, turn.ahead, -turn.level, had, turn.arrival
 
         by_share: dict[str, list[Turn]] = {}  # who goes first is last
         for turn in sorted(running, key=goes_after):
@@ -165,9 +174,13 @@ class Preemption:
 
 
 def who_is_suspended(running: Collection[Turn]) -> Turn:
-    """When a page is missing: a warm; else of the share that holds most the lowest level, and its latest."""
+    """When a page is missing: a warm, or one that runs ahead; else of the share that holds most the lowest
+    level, and its latest."""
     held = _held(running)
-    return max(running, key=lambda turn: (turn.warm, held[turn.share], -turn.level, turn.arrival))
+    return max(
+        running,
+        key=lambda turn: (turn.warm, turn.ahead, held[turn.share], -turn.level, turn.arrival),
+    )
 
 
 def _held(running: Collection[Turn], by_pages: bool = True) -> dict[str, float]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from pensieve.core.fair_queue import FairQueue
+from pensieve.core.fair_queue import FairQueue, num_new_tokens
 from pensieve.core.turn import Turn, TurnState
 
 Order = tuple[int, int, int]
@@ -34,9 +34,9 @@ def num_missing(turn: Turn) -> int:
     """
     if turn.state is TurnState.RUNNING:
         return len(turn.tokens) + turn.pending_tokens - turn.frontier
-    if turn.state is TurnState.SUSPENDED:
-        return 0
-    return turn.prompt_end - turn.history_tokens
+    if turn.state is TurnState.QUEUED:
+        return num_new_tokens(turn)
+    return 0
 
 
 def may_join(turn: Turn, started: Iterable[Turn]) -> bool:

@@ -10,6 +10,7 @@ Suspension.  Before anything is planned, running turns may have to give their pl
 (preemption.py).  A generating turn that needs a page when none is available waits one iteration if idle pages
 are being copied out anyway; otherwise a running turn gives up its pages (`who_is_suspended`).  It keeps
 every token and each chunk whose page nobody takes meanwhile, and resumes before new turns of its level.
+So does one whose prompt was computed ahead of its place (prefill_ahead.py).
 
 `plan` may be called while one iteration is uncommitted.  A token that it will sample is then planned
 for as if it were known (`pending_tokens`; the executor resolves it); if the turn turns out finished,
@@ -26,8 +27,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from operator import attrgetter
-from typing import NamedTuple
 
 from pensieve.core.audit import TurnsByState, audit_turns
 from pensieve.core.cache import Admission, KVCache, Shortage
@@ -37,28 +36,13 @@ from pensieve.core.iteration_draft import TILE_EVERY, IterationDraft
 from pensieve.core.lacking import Lacking
 from pensieve.core.pending_edits import PendingEdits
 from pensieve.core.preemption import Preemption, who_is_suspended
-from pensieve.core.prefill_order import earlier, may_join, next_waiting, prefill_order
+from pensieve.core.prefill_ahead import PrefillAhead
+from pensieve.core.prefill_order import earlier, may_join, next_waiting, num_missing, prefill_order
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.scheduler_counters import SchedulerCounters
 from pensieve.core.time_budget import TimeBudget
-from pensieve.core.turn import FinishReason, Turn, TurnState
-
-QUEUE_ORDER = attrgetter("queue_order")
-
-
-class Ended(NamedTuple):
-    """A turn has ended."""
-
-    turn: Turn
-    finish: FinishReason
-    failure: str | None = None  # why, when it failed
-
-
-class _Uncommitted(NamedTuple):
-    iteration: Iteration
-    turns: list[Turn]  # with a slice in it, each once
-    sources: list[Chunk]  # of its page copies
+from pensieve.core.turn import QUEUE_ORDER, Ended, FinishReason, Turn, TurnState
 
 
 class Scheduler:
@@ -67,11 +51,11 @@ class Scheduler:
         self.config = config
         self.counters = SchedulerCounters()
         self.running: dict[int, Turn] = {}  # in order of admission
-        self.suspended: deque[Turn] = deque()
+        self.suspended: deque[Turn] = deque()  # and those that are ready, in queue order
         self.queued = FairQueue(config.batch_tokens_max)
         self._turns: dict[int, Turn] = {}  # every turn that has not ended
         self._releasing: dict[int, Turn] = {}  # ended or suspended, with uncommitted slices
-        self._uncommitted: deque[_Uncommitted] = deque()
+        self._uncommitted: deque[tuple[Iteration, IterationDraft]] = deque()
         self._ended: list[Ended] = []  # ends that no outcome brings
         self._started: list[TurnStart] = []  # since the last iteration
         self._forgotten: list[int] = []  # turns that have ended since the last iteration
@@ -79,9 +63,11 @@ class Scheduler:
         self.preemption = Preemption(
             cache, self.queued, self._time_budget.has_place, config.time_share
         )
+        self._ahead = PrefillAhead(
+            config.prefill_ahead, self._time_budget.has_place, self.running, self.suspended
+        )
         self._edits = PendingEdits(cache)
-        self._num_arrivals = 0
-        self._index = 0
+        self._num_arrivals = self._index = 0
         self._size = cache.config.chunk_tokens
 
     # -- what happens to a scheduler --
@@ -131,21 +117,24 @@ class Scheduler:
     def plan(self, now: float) -> Iteration | None:
         """The next iteration, or None when there is nothing to do."""
         self._preempt(now)
+        for turn in self._ahead.give_places():
+            self.preemption.moved(turn)
         draft = IterationDraft(self.config.batch_tokens_max, self._size, self.config.cost)
         draft.holds_back = self._index % TILE_EVERY == 0
         required_pages, prefills = self._plan_running(draft, now)
-        self._time_budget.limit(draft)
+        num_waiting = sum(map(num_missing, prefills)) + self.queued.num_prompt_tokens
+        self._time_budget.limit(draft, num_waiting)
         required_pages = max(required_pages, self._plan_prefills(draft, prefills, now))
-        num_ended = len(self._ended)
-        self._finish_warms(now)
+        before = len(self._ended), self.counters.readied
+        self._settle(now)
         available = self.cache.available
         swap_outs = [] if draft.swap_ins else self.cache.plan_swap_outs(now, required_pages)
         if not (draft.slices or draft.copies or draft.swap_ins or swap_outs):
             moving = self.cache.swap_ins_in_flight + self.cache.swap_outs_in_flight
             waiting = self.running or self.suspended or self.queued
             if not moving and not self._uncommitted and waiting:
-                changed = self.cache.available > available or len(self._ended) > num_ended
-                assert changed, "turns wait for nothing"
+                changed = (len(self._ended), self.counters.readied) != before
+                assert changed or self.cache.available > available, "turns wait for nothing"
                 return self.plan(now)  # pages became available without a copy
             if self._uncommitted or not moving:
                 return None
@@ -158,7 +147,7 @@ class Scheduler:
         size = self._size
         # The highest level and the oldest first: as a rule whoever is suspended for a page comes later.
         for turn in sorted(self.running.values(), key=QUEUE_ORDER):
-            if not self._keeps_place(turn):
+            if not self._keeps_place(turn) or turn.is_computed_ahead:
                 continue
             num_tokens = len(turn.tokens) + turn.pending_tokens
             if turn.is_prefill:
@@ -182,7 +171,7 @@ class Scheduler:
         while draft.has_room():
             started = [each for each in started if self._keeps_place(each)]
             first = min(started, key=lambda each: (used(each), prefill_order(each)), default=None)
-            turn = self._next_waiting(started, draft, lacking) if lacking.may_admit else None
+            turn, ahead = self._next_waiting(started, draft, lacking)
             if first is not None and (turn is None or used(turn) > used(first)):
                 held_for = earlier(first, started)
                 started.remove(first)
@@ -193,6 +182,7 @@ class Scheduler:
                 break
             if lacking.puts_aside(turn):
                 continue
+            turn.ahead = ahead
             admission = self._admit(turn, now, draft.filled_before)
             if isinstance(admission, Admission):
                 lacking.passed()
@@ -200,22 +190,34 @@ class Scheduler:
                 self.queued.charge(turn, draft.fill(turn, earlier(turn, started)))
             elif admission is not None and turn.warm:
                 self._finish(turn, FinishReason.WARMED, now)  # best effort
+            elif turn.ahead:
+                turn.ahead = False  # best effort, too
+                break
             else:
                 lacking.add(turn, admission, turn is self.preemption.claimant)
         return lacking.required_pages
 
     def _next_waiting(
         self, started: list[Turn], draft: IterationDraft, lacking: Lacking
-    ) -> Turn | None:
-        """A suspended turn, or a new one, that has a place, and goes before what its share has begun."""
+    ) -> tuple[Turn | None, bool]:
+        """A suspended turn, or a new one, that has a place, and goes before what its share has begun.
+
+        Or a new one that runs ahead of its place; then True.
+        """
+        if not lacking.may_admit:
+            return None, False
+
+        def may_come(turn: Turn) -> bool:
+            return may_join(turn, started) and draft.has_room(earlier(turn, started))
+
         turn = self.preemption.claimant or next_waiting(
-            self.suspended,
-            self.queued,
-            lambda turn: may_join(turn, started) and draft.has_room(earlier(turn, started)),
-            lacking.turns,
+            self.suspended, self.queued, may_come, lacking.turns
         )
-        fits = turn is not None and self._time_budget.has_place(turn, self.running.values())
-        return turn if fits else None
+        if turn is None or self._time_budget.has_place(turn, self.running.values()):
+            return turn, False
+        if lacking.turns or not self._ahead.has_room:
+            return None, False
+        return next_waiting((), self.queued, lambda turn: not turn.warm and may_come(turn)), True
 
     def _preempt(self, now: float) -> None:
         """Turns that run give way to the one that is next, if it is entitled to their places."""
@@ -244,7 +246,7 @@ class Scheduler:
         iteration = draft.iteration(self._index, swap_outs, self._started, self._forgotten)
         self._started.clear()
         self._forgotten.clear()
-        self._uncommitted.append(_Uncommitted(iteration, draft.turns, draft.sources))
+        self._uncommitted.append((iteration, draft))
         self.counters.planned(draft)
         return iteration
 
@@ -255,14 +257,14 @@ class Scheduler:
 
         Tokens of turns that go on or end with them, and ends, in the order in which they are to be sent.
         """
-        oldest = self._uncommitted.popleft()
-        assert oldest.iteration is iteration, "iterations are committed in order"
+        oldest, draft = self._uncommitted.popleft()
+        assert oldest is iteration, "iterations are committed in order"
         self._time_budget.committed(now)
-        self.cache.release_sources(oldest.sources, now)
+        self.cache.release_sources(draft.sources, now)
         for copy_id in outcome.finished_copies:
             self.cache.finish_copy(copy_id, now)
         news: list[SampledToken | Ended] = []
-        for turn in oldest.turns:
+        for turn in draft.turns:
             turn.num_uncommitted -= 1
         for failure in outcome.failures:
             turn = self._turns[failure.turn_id]
@@ -283,11 +285,8 @@ class Scheduler:
             self.queued.charge(turn, 1)
             if turn.usage.first_token_at is None:
                 turn.usage.first_token_at = now
-            finish = None
-            if sample.stopped:
-                finish = FinishReason.STOP
-            elif turn.ends_at(len(turn.tokens)):
-                finish = FinishReason.LENGTH
+            at_length = FinishReason.LENGTH if turn.ends_at(len(turn.tokens)) else None
+            finish = FinishReason.STOP if sample.stopped else at_length
             news.append(sample)
             if finish is not None:
                 self._finish(turn, finish, now)
@@ -317,16 +316,18 @@ class Scheduler:
 
     def turn_of(self, conversation_id: str) -> Turn | None:
         """The conversation's turn that has not finished."""
-        for turn in self._turns.values():
-            if turn.conversation_id == conversation_id and turn.finish is None:
-                return turn
-        return None
+        return next(
+            (turn for turn in self.turns() if turn.conversation_id == conversation_id), None
+        )
 
-    def _finish_warms(self, now: float) -> None:
-        """A warm ends when its context is complete."""
-        for turn in [turn for turn in self.running.values() if turn.warm]:
-            if turn.frontier >= len(turn.tokens) and not turn.num_uncommitted:
+    def _settle(self, now: float) -> None:
+        """A warm ends when its context is complete, a turn that runs ahead is ready with its prompt."""
+        for turn in [each for each in self.running.values() if not each.num_uncommitted]:
+            if turn.warm and turn.frontier >= len(turn.tokens):
                 self._finish(turn, FinishReason.WARMED, now)
+            elif turn.is_computed_ahead:
+                self.counters.readied += 1
+                self._release(turn, now)
 
     # -- taking and giving pages --
 
@@ -340,13 +341,13 @@ class Scheduler:
         reserve = self.cache.config.reserve_pages if self.running else 0
         if turn is self.preemption.claimant:
             reserve = 0  # the pages of those that gave way are on their way to it
-        if turn.warm:
+        if turn.warm or turn.ahead:
             reserve = self.cache.config.swap_out_mark_pages
         found = self.cache.begin(turn, now, reserve, filled_before)
         if isinstance(found, Shortage):
             return found
-        if turn.state is TurnState.SUSPENDED:
-            self.counters.resumptions += 1
+        if turn.state is not TurnState.QUEUED:
+            self.counters.resumptions += turn.state is TurnState.SUSPENDED
             self.suspended.remove(turn)
         else:
             self.queued.admit(turn)
@@ -401,20 +402,21 @@ class Scheduler:
 
     def _release(self, turn: Turn, now: float) -> None:
         """Give up the turn's pages: it is suspended, or it has ended."""
-        was = turn.state
+        was, rests = turn.state, TurnState.SUSPENDED
         if was is TurnState.RUNNING:
+            rests = TurnState.READY if turn.is_computed_ahead else rests
             del self.running[turn.turn_id]
             keep = len(turn.tokens) + 1 if turn.keep_tokens is None else turn.keep_tokens
             turn.computed_to = max(turn.computed_to, turn.frontier)
             away_seconds = turn.options.away_seconds if turn.finish is not None else 0.0
             self.cache.end(turn, now, keep, away_seconds)
-        turn.frontier = 0
+        turn.frontier, turn.ahead = 0, False
         self.preemption.ended(turn)
         if turn.finish is None:
-            turn.move_to(TurnState.SUSPENDED)
+            turn.move_to(rests)
             insort(self.suspended, turn, key=QUEUE_ORDER)
             return
-        if was is TurnState.SUSPENDED:
+        if was in (TurnState.SUSPENDED, TurnState.READY):
             self.suspended.remove(turn)
         elif was is TurnState.QUEUED:
             self.queued.remove(turn)
@@ -442,8 +444,5 @@ class Scheduler:
         """Recompute every invariant of the cache and of the turns in it."""
         self.cache.check(now)
         self.queued.check(len(self._turns))
-        audit_turns(
-            TurnsByState(self._turns, self.running, self.suspended, self.queued, self._releasing),
-            self.cache.conversations,
-            self._size,
-        )
+        sets = self.running, self.suspended, self.queued, self._releasing
+        audit_turns(TurnsByState(self._turns, *sets), self.cache.conversations, self._size)

@@ -22,9 +22,11 @@ class SchedulerConfig:
         0  # tokens of a reply, after which one that waits may have its place; 0: never
     )
 
+    prefill_ahead: int = 0  # turns whose prompts are computed before they have a place
+
     def __post_init__(self) -> None:
         if self.batch_tokens_max < 1 or self.turns_max < 1:
             raise ValueError("batch_tokens_max and turns_max are at least 1")
-        for name in ("prompt_seconds_max", "tbt_seconds", "time_share"):
+        for name in ("prompt_seconds_max", "tbt_seconds", "time_share", "prefill_ahead"):
             if not getattr(self, name) >= 0.0:
                 raise ValueError(f"{name} is at least 0")

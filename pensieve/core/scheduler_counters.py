@@ -15,6 +15,7 @@ class SchedulerCounters:
     repaired_ranges_max: int = 0  # most disconnected slices of one turn in one iteration
     suspensions: int = 0
     resumptions: int = 0
+    readied: int = 0  # whose prompts were computed before they had a place
     preemptions: int = 0  # of them suspensions, for a turn that was next
     idle_tokens: int = 0  # computed for a turn that had already finished
     finished: int = 0

@@ -5,7 +5,8 @@ else's reply.  `TimeBudget` predicts what an iteration takes (iteration_cost.py)
 as that stays within what is allowed, the lesser of
 
     tbt_seconds             the objective: the time between two tokens of a reply
-    prompt_seconds_max      what prompts may add to what the iteration takes without them
+    prompt_seconds_max      what prompts may add to what the iteration takes without them: up to twice that
+                            where more than BACKLOG_SECONDS of prompts wait, in proportion
 
 Nor is a turn admitted beside others that would together miss the objective when all of them generate, without
 any prompt: so a batch is as large as the objective allows.  One that it would miss alone limits no batch.
@@ -47,12 +48,16 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from pensieve.core.iteration_draft import TOKENS_MIN, IterationDraft
+from pensieve.core.prefill_ahead import with_places
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Turn
 
 NUM_KEPT = 7  # measurements of what prompts add
+TYPICAL = 256  # tokens of a piece
 PROBE_AFTER = 16  # iterations with prompts, until there is one without
 GROWTH = 2.0  # of what is predicted of prompts, from one iteration to the next
+BACKLOG_SECONDS = 1.0  # of prompts that wait or have begun, as predicted and corrected
+BACKLOG_FACTOR = 2.0
 STALE_SHARE = 0.75  # of what an iteration should take without prompts
 
 
@@ -75,8 +80,10 @@ class TimeBudget:
     def __init__(self, config: SchedulerConfig) -> None:
         self._tbt, self._added_max = config.tbt_seconds, config.prompt_seconds_max
         self._turns_max = min(config.turns_max, config.batch_tokens_max)
+        self._prefill_ahead = config.prefill_ahead > 0
         self._limits = self._tbt > 0.0 or self._added_max > 0.0
         self._predict = config.cost.pass_seconds
+        self._seconds_per_token = config.cost.piece_seconds(0, TYPICAL) / TYPICAL  # of prompts
         self._without: float | None = None  # measured over predicted seconds; None: to be measured
         self._added: deque[_Measured] = deque(maxlen=NUM_KEPT)
         self._num_with = 0  # iterations with prompts since the last one without
@@ -84,8 +91,11 @@ class TimeBudget:
         self._uncommitted: deque[_Planned] = deque()
         self._committed_at = float("-inf")
 
-    def limit(self, draft: IterationDraft) -> None:
-        """Let prompts join for so long; the draft has all its decodes and nothing else."""
+    def limit(self, draft: IterationDraft, num_waiting: int) -> None:
+        """Let prompts join for so long; the draft has all its decodes and nothing else.
+
+        So many tokens of prompts are to be computed, now or later.
+        """
         draft.num_decodes = len(draft.slices)
         without = self._predict(*draft.work) if draft.num_decodes else self._predict(1, 0, 0, 1)
         self._predicted_without = without
@@ -95,7 +105,7 @@ class TimeBudget:
         if a is None or self._num_with >= PROBE_AFTER:
             draft.close()
         elif a > 0.0:
-            allowed = self._added_max or float("inf")
+            allowed = self._added_max * self._backlog_factor(num_waiting) or float("inf")
             if self._tbt:
                 allowed = min(allowed, self._tbt - a * without)
             draft.seconds_max = self._predicted_within(max(allowed, 0.0), a)
@@ -105,6 +115,8 @@ class TimeBudget:
 
         As many run as may, and as could generate together within the objective, if this one alone could.
         """
+        if self._prefill_ahead:
+            running = with_places(running)
         if len(running) >= self._turns_max:
             return False
         if not self._tbt or not running:
@@ -147,6 +159,12 @@ class TimeBudget:
                 return  # nobody waited for it, and it may be of another size altogether
             ratio = max(measured - base, 0.0) / planned.added
             self._added.append(_Measured(ratio, planned.added))
+
+    def _backlog_factor(self, num_waiting: int) -> float:
+        """Who generates waits a little longer where others wait much longer for their first tokens."""
+        slowness = self._slowness if self._added else self._without or 0.0
+        seconds = slowness * self._seconds_per_token * num_waiting
+        return min(max(seconds / BACKLOG_SECONDS, 1.0), BACKLOG_FACTOR)
 
     @property
     def _slowness(self) -> float:

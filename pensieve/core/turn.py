@@ -1,8 +1,9 @@
 """A turn (a message and its reply), from the queue to its last token, for the scheduler.
 
     QUEUED ──admit──> RUNNING ──finish──> FINISHED
-       ^                 │
-       └───resume── SUSPENDED   (holds no device page; its progress is kept)
+                       │   ^
+                       v   │
+       SUSPENDED, or READY for its first token   (holds no device page; its progress is kept)
 
 A turn's progress is one number, `frontier`: every position below it has its KV on the device or in
 a launched iteration.  `tokens` is the conversation's whole log followed by the new prompt and by
@@ -14,11 +15,14 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from operator import attrgetter
+from typing import NamedTuple
 
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.sampling import Sampling
 
 PRIORITY_MIN, PRIORITY_MAX = -8, 8
+QUEUE_ORDER = attrgetter("queue_order")  # of turns of one share, the least first
 
 
 class FinishReason(StrEnum):
@@ -33,13 +37,15 @@ class TurnState(Enum):
     QUEUED = "queued"
     RUNNING = "running"
     SUSPENDED = "suspended"
+    READY = "ready"  # all but the last token of its prompt was computed ahead; see prefill_ahead.py
     FINISHED = "finished"
 
 
 LEGAL_TRANSITIONS: dict[TurnState, frozenset[TurnState]] = {
     TurnState.QUEUED: frozenset({TurnState.RUNNING, TurnState.FINISHED}),
-    TurnState.RUNNING: frozenset({TurnState.SUSPENDED, TurnState.FINISHED}),
+    TurnState.RUNNING: frozenset({TurnState.SUSPENDED, TurnState.READY, TurnState.FINISHED}),
     TurnState.SUSPENDED: frozenset({TurnState.RUNNING, TurnState.FINISHED}),
+    TurnState.READY: frozenset({TurnState.RUNNING, TurnState.FINISHED}),
     TurnState.FINISHED: frozenset(),
 }
 
@@ -76,6 +82,14 @@ class TurnOptions:
     away_seconds: float = 0.0  # how long the conversation is expected to be idle after it
 
 
+class Ended(NamedTuple):
+    """A turn has ended."""
+
+    turn: Turn
+    finish: FinishReason
+    failure: str | None = None  # why, when it failed
+
+
 @dataclass(slots=True, eq=False)
 class Turn:
     turn_id: int
@@ -91,6 +105,7 @@ class Turn:
     # -- set by the scheduler --
     state: TurnState = TurnState.QUEUED
     arrival: int = 0  # it was the so-manieth that came
+    ahead: bool = False  # it runs without a place: its prompt is computed, but for the last token
     moved_back: bool = False  # suspended because it had its share of time
     num_passed: int = 0  # turns that were admitted before it while it lacked pages
     outputs_before: int = 0  # its output tokens when it was admitted, or resumed
@@ -127,6 +142,16 @@ class Turn:
     def is_prefill(self) -> bool:
         """More than its next token is to be computed."""
         return self.warm or self.frontier < len(self.tokens) + self.pending_tokens - 1
+
+    @property
+    def is_computed_ahead(self) -> bool:
+        """All that is to be computed before it has a place."""
+        return self.ahead and self.frontier >= len(self.tokens) - 1
+
+    def take_place(self) -> None:
+        """It no longer runs ahead; what is left of its prompt is a prefill, if it is one token."""
+        self.ahead = False
+        self.frontier = max(min(self.frontier, len(self.tokens) - 2), 0)
 
     @property
     def outputs_since(self) -> int:

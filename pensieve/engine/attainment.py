@@ -155,7 +155,8 @@ class Attainment:
 
     def _look_at_suspended(self, now: float) -> None:
         for turn in self._scheduler.suspended:
-            self._suspended_at.setdefault(turn.turn_id, now)
+            if turn.state is TurnState.SUSPENDED:
+                self._suspended_at.setdefault(turn.turn_id, now)
         for turn_id, since in list(self._suspended_at.items()):
             found = self._scheduler.turn(turn_id)
             if found is None or found.state is not TurnState.SUSPENDED:

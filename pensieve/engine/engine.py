@@ -35,8 +35,8 @@ from dataclasses import dataclass, replace
 
 from pensieve import gc_pause
 from pensieve.core.iteration import Iteration, SampledToken
-from pensieve.core.scheduler import Ended, Scheduler
-from pensieve.core.turn import FinishReason, Turn, Usage
+from pensieve.core.scheduler import Scheduler
+from pensieve.core.turn import Ended, FinishReason, Turn, Usage
 from pensieve.engine.attainment import Attainment
 from pensieve.engine.mailbox import Mailbox
 from pensieve.engine.messages import (

@@ -9,7 +9,7 @@ from heapq import nlargest, nsmallest
 from pensieve.core.cache import KVCache
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.core.scheduler import Scheduler
-from pensieve.core.turn import FinishReason
+from pensieve.core.turn import FinishReason, TurnState
 from pensieve.engine.messages import Event, Message, TurnEnded
 
 
@@ -60,6 +60,7 @@ class Metrics:
         scheduler, cache = self._scheduler, self._scheduler.cache
         counters, moves = scheduler.counters, cache.counters
         seconds = max(now - self._started_at, 1e-9)
+        num_ready = sum(turn.state is TurnState.READY for turn in scheduler.suspended)
         figures: dict[str, float] = {
             "seconds": seconds,
             "device_pages": cache.device.num_pages,
@@ -69,7 +70,8 @@ class Metrics:
             "host_pages_free": cache.host.num_empty,
             "conversations_cached": len(cache.conversations),
             "turns_running": len(scheduler.running),
-            "turns_suspended": len(scheduler.suspended),
+            "turns_suspended": len(scheduler.suspended) - num_ready,
+            "turns_ready": num_ready,
             "turns_queued": len(scheduler.queued),
             "new_tokens": self._new_tokens,
             "device_tokens": self._device_tokens,
@@ -89,6 +91,7 @@ class Metrics:
             "suspensions": counters.suspensions,
             "resumptions": counters.resumptions,
             "preemptions": counters.preemptions,
+            "readied": counters.readied,
             "rows_padded": 0,
             "tenant_tokens.": 0,  # of no tenant
             "chunks_swapped_out": moves.swapped_out,

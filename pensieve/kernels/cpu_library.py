@@ -3,9 +3,9 @@
 The library is built from csrc/cpu when the package is installed.  Where that failed there is none:
 `compiled_library` warns once and answers None, and the torch implementations do the work.
 
-The C interface, one line per function, is the table `FUNCTIONS`; csrc/cpu/kernels.cpp (attention) and
-csrc/cpu/layer.cpp (the dense parts of a layer) define it.  A function of the table that the library lacks
-makes the whole library unusable, so a caller never finds half of one.
+The C interface, one line per function, is the table `FUNCTIONS`; in csrc/cpu multi_token_attention.cpp,
+pages.cpp (copies), layer.cpp (the dense parts of a layer) and instruction_sets.cpp define it.  A function of
+the table that the library lacks makes the whole library unusable, so a caller never finds half of one.
 
 The kernels have threads of their own (csrc/cpu/threads.cpp), as many as torch is set to use.  Torch's wait
 for one another at barriers, which is slow where a core is shared.

@@ -102,6 +102,7 @@ def build_engine(
                 settings.tbt,
                 costs.iterations,
                 settings.share,
+                settings.prefill_ahead,
             ),
             shape.context_max,
             ttft_seconds=settings.ttft,

@@ -6,10 +6,8 @@
     whole prompts   who has ended leaves the batch and the next comes in; its prompt is computed whole, while
                     the others wait (the paper's "Baton", "equivalent to Orca")
     ours            the scheduler as it is, prompts in pieces beside the replies, with as many turns
+    ours, ahead     and with as many prompts that are computed before there is a place ("Baton-PD")
     ours, elastic   as many turns as memory has room for
-
-"Baton-PD" of the paper has prompts computed beforehand and inserted; here they are slices of the same
-iterations, so "ours" is what is compared with it.
 
 Llama-2-7B on an RTX A6000 (table 1) and on an RTX 4090 (table 2), by data sheets like all else here.  The
 paper ran transformers, whose steps take longer than what the weights allow: so ratios are compared, not
@@ -104,14 +102,18 @@ def static(cost: CostModel, queries: Sequence[Query], batch: int, ahead: bool) -
 
 
 def simulated(
-    cost: CostModel, tokens: int, queries: Sequence[Query], turns: int, budget: int, phases: str
+    cost: CostModel,
+    tokens: int,
+    queries: Sequence[Query],
+    scheduler: SchedulerConfig,
+    phases: str,
 ) -> float:
     """Seconds until the last reply has ended, by the daemon's scheduler."""
     simulator = Simulator(
         cost,
         policy_named("lru", cost.recompute(CHUNK_TOKENS), CHUNK_TOKENS),
         CacheConfig(tokens // CHUNK_TOKENS, 0),
-        SchedulerConfig(budget, turns),
+        scheduler,
         phases=phases,
     )
     counts = simulator.run(
@@ -144,13 +146,14 @@ def table(
         base = [each.seconds for each in still]
         idle = Spread(tuple(100 * each.idle_share for each in still))
         systems = {
-            "whole prompts": (batch, WHOLE, "separate"),
-            "ours": (batch, BUDGET, "unified"),
-            "ours, elastic": (TURNS_MANY, BUDGET, "unified"),
+            "whole prompts": (SchedulerConfig(WHOLE, batch), "separate"),
+            "ours": (SchedulerConfig(BUDGET, batch), "unified"),
+            "ours, ahead": (SchedulerConfig(BUDGET, batch, prefill_ahead=batch), "unified"),
+            "ours, elastic": (SchedulerConfig(BUDGET, TURNS_MANY), "unified"),
         }
         papers = {"whole prompts": seconds[2] if len(seconds) == 4 else seconds[1]}
         if len(seconds) == 4:
-            papers["ours"] = seconds[3]
+            papers["ours, ahead"] = seconds[3]
             ahead = [static(cost, queries, batch, ahead=True).seconds for queries in by_seed]
             yield Line(
                 name,
@@ -158,8 +161,8 @@ def table(
                 f"{seconds[0] / seconds[1]:.2f} x",
                 ratio(base, ahead),
             )
-        for system, (turns, budget, phases) in systems.items():
-            times = [simulated(cost, tokens, queries, turns, budget, phases) for queries in by_seed]
+        for system, (scheduler, phases) in systems.items():
+            times = [simulated(cost, tokens, queries, scheduler, phases) for queries in by_seed]
             paper = f"{seconds[0] / papers[system]:.2f} x" if system in papers else ""
             note = f"static: {idle.shown('{:.0f} %')} idle" if system == "whole prompts" else ""
             yield Line(

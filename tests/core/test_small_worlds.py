@@ -49,6 +49,12 @@ WORLDS = {
         first_tokens=1,
         prompt_tokens=2,
     ),
+    "one place, and prompts ahead of it": SmallWorld(
+        Shape(9, 3, **{**TINY, "turns_max": 1, "prefill_ahead": 2}),
+        ("ask a", "ask b", "urge c", "cancel b"),
+        num_choices=6 + MORE,
+        prompt_tokens=2,
+    ),
     "5 pages, 2 on the host, planned ahead": SmallWorld(
         Shape(5, 2, overlap=True, **TINY),
         ("ask a", "fork a", "ask b", "cancel a", "delete b"),

@@ -54,6 +54,26 @@ def test_two_prompts_share_what_is_allowed() -> None:
     assert world.slices() == [("writer", 5, 6), ("a", 0, 30), ("b", 0, 16)]
 
 
+def test_where_seconds_of_prompts_wait_they_get_up_to_twice_as_much() -> None:
+    """Three seconds of them at first, begun or not."""
+    world = stage()
+    writer = world.ask("writer", 4, 300)
+    world.next()
+    world.next()
+    for number in range(10):
+        world.ask(f"reader {number}", 300, 1)
+    took, missing = [], [3000]
+    while missing[-1] > 100:
+        world.next()
+        took.append(sum(stop - at for who, at, stop in world.slices() if who != "writer"))
+        missing.append(missing[-1] - took[-1])
+    assert writer.finish is None
+    most = [each for each in took if each and each % 16 == 0]  # no ends of prompts, no measurements
+    assert most[0] == 96
+    assert most[-1] == 48
+    assert most == sorted(most, reverse=True)
+
+
 def test_where_nobody_generates_a_prompt_has_the_whole_budget() -> None:
     world = stage()
     world.ask("reader", 300, 4)
@@ -143,7 +163,8 @@ def test_prompts_that_never_end_are_not_charged_with_what_others_take() -> None:
     slower(world, 0.2)
     prompts(world, lengths, 80, "after")
     assert lengths[9] == 48, lengths
-    assert lengths[-20:].count(48) > 14  # the others are ends of prompts, and measurements
+    whole = [each for each in lengths[-20:] if 48 <= each <= 96]  # a second of them waits, or more
+    assert len(whole) > 12  # the others are ends of prompts, and measurements
     assert lengths.count(0) < 12
     assert 48 in lengths[20 + PROBE_AFTER : 40 + PROBE_AFTER]
 
@@ -154,7 +175,7 @@ def test_a_base_that_is_out_of_date_does_not_end_the_limit() -> None:
     prompts(world, lengths, 20, "before")
     slower(world, 0.01)
     prompts(world, lengths, 40, "after")
-    assert max(lengths[30:]) == 48
+    assert 48 <= max(lengths[30:]) <= 96
 
 
 def test_a_burst_that_comes_first_is_measured_against_an_iteration_without() -> None:

@@ -53,6 +53,19 @@ SHAPES = {
         foreseen=3.0,
         restless=True,
     ),
+    "prompts ahead of their places": Shape(turns_max=2, prefill_ahead=3, device_pages=20),
+    "prompts ahead, by an objective, planned ahead, restless": Shape(
+        device_pages=24,
+        turns_max=3,
+        prefill_ahead=4,
+        overlap=True,
+        restless=True,
+        conversations=10,
+        token_seconds=0.001,
+        key_seconds=0.0001,
+        tbt_seconds=0.02,
+        time_share=6,
+    ),
     "failing turns": Shape(failing=0.03),
     "failing turns, planned ahead": Shape(overlap=True, failing=0.03, device_pages=9),
     "damaged host pages": Shape(damaging=0.2, host_pages=20),
@@ -88,6 +101,8 @@ def must_happen(shape: Shape) -> set[str]:
         names |= {"damaged"}
     if shape.overlap:
         names |= {"idle_tokens"}
+    if shape.prefill_ahead:
+        names |= {"readied"}
     if shape.prompt_seconds_max or shape.tbt_seconds:
         names |= {"prompts_cut_by_time"}
     return names

@@ -18,9 +18,9 @@ from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.lacking import PASSES_MAX
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.prefix_tree import Chunk
-from pensieve.core.scheduler import Ended, Scheduler
+from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.core.turn import FinishReason, Turn, TurnOptions
+from pensieve.core.turn import Ended, FinishReason, Turn, TurnOptions
 from pensieve.sim.clock import VirtualClock
 from tests.fakes import VOCAB, LedgerExecutor, reply_to
 
@@ -77,6 +77,7 @@ class Shape:
     prompt_seconds_max: float = 0.0
     tbt_seconds: float = 0.0
     time_share: int = 0
+    prefill_ahead: int = 0
     key_seconds: float = 0.0  # that each position adds that a slice reads
     foreseen: float = 1.0  # what is predicted of an iteration's time
     restless: bool = False  # many forks, cancels, deletions and evictions
@@ -117,6 +118,7 @@ class World:
                     shape.foreseen * shape.iteration_seconds,
                 ),
                 shape.time_share,
+                shape.prefill_ahead,
             ),
         )
         self.executor = LedgerExecutor(
@@ -347,7 +349,7 @@ class Places:
                     assert not passed or each.num_passed, f"{turn} overtook {each}"
             for each in self.suspended:
                 passed = each.turn_id in still_suspended and each.share == turn.share
-                if passed and turn is not self.claimant and not each.moved_back:
+                if passed and turn is not self.claimant and not (each.moved_back or turn.ahead):
                     assert each.level < turn.level, f"{turn} passed {each}"
         for turn in scheduler.turns():
             level = self.levels.get(turn.turn_id, turn.level)

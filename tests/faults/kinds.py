@@ -77,6 +77,7 @@ class Shape:
 def drawn_shape(choose: random.Random, seed: int) -> Shape:
     chunk_tokens = choose.choice((1, 2, 4, 4, 8))
     scale = max(1, 4 // chunk_tokens)
+    places = random.Random(seed)  # its own draws, so that older seeds stay what they were
     engine = EngineShape(
         policy=choose.choice(("lru", "value", "return")),
         device_pages=choose.randint(7, 14) * scale,
@@ -87,6 +88,8 @@ def drawn_shape(choose: random.Random, seed: int) -> Shape:
         chunk_tokens=chunk_tokens,
         batch_tokens_max=choose.choice((5, 16, 24)),
         turns_max=choose.choice((2, 8)),
+        time_share=places.choice((0, 0, 3)),
+        prefill_ahead=places.choice((0, 0, 2)),
         turns_queued_max=choose.choice((2, 64, 64)),
         depth=choose.choice((1, 2)),
         swap_outs_max=choose.choice((1, 64, 64)),

@@ -60,6 +60,8 @@ class EngineShape:
     chunk_tokens: int = 4
     batch_tokens_max: int = 16
     turns_max: int = 8
+    time_share: int = 0
+    prefill_ahead: int = 0
     turns_queued_max: int = 64
     depth: int = 1
     swap_outs_max: int = 64
@@ -140,7 +142,13 @@ class Machine:
         self.mailbox = Mailbox()
         self.cache = KVCache(shape.cache, policy_named(shape.policy, COST, shape.chunk_tokens))
         self.scheduler = Scheduler(
-            self.cache, SchedulerConfig(shape.batch_tokens_max, shape.turns_max)
+            self.cache,
+            SchedulerConfig(
+                shape.batch_tokens_max,
+                shape.turns_max,
+                time_share=shape.time_share,
+                prefill_ahead=shape.prefill_ahead,
+            ),
         )
         self.executor = FaultyLedger(shape, seed, late, strikes)
         self.context_max = shape.cache.device_tokens_max

@@ -1,6 +1,7 @@
-// The C interface of attention and page copies on CPUs, and the choice of instruction set.
+// Attention of an iteration's slices over their turns' whole contexts, in scattered pages: how it is cut into work,
+// and its C interface.
 //
-// How attention is cut into work. An item is the rows of a run of one slice that share a KV head, over the
+// An item is the rows of a run of one slice that share a KV head, over the
 // pages of their context. An item is cut into parts after every kPagesMax pages; the thread that finishes
 // an item's last part merges all of them, in order. Threads take parts from one counter, so few long
 // contexts and many short ones both keep all threads busy. The same pages of all items of a slice and KV head
@@ -11,138 +12,15 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <new>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#elif defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#elif defined(__aarch64__) && defined(__APPLE__)
-#include <sys/sysctl.h>
-#endif
-
 #include "attention.h"
-#include "layer.h"
-#include "rows.h"
 #include "threads.h"
 
 namespace pensieve {
 
 namespace {
-
-#if HAS_AVX2
-bool has_f16c() {  // older compilers cannot be asked for it
-  unsigned a, b, c, d;
-  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-}
-#endif
-
-#if HAS_NEON || HAS_NEON_BF16
-enum class Feature { kDotProduct,
-                     kBfloat16,
-                     kInt8Matrix };
-
-// What the operating system declares of the processor.
-bool has(Feature feature) {
-#if defined(__linux__)
-  constexpr unsigned long kAsimdDp = 1ul << 20;  // of AT_HWCAP; the others of AT_HWCAP2
-  constexpr unsigned long kI8mm = 1ul << 13, kBf16 = 1ul << 14;
-  if (feature == Feature::kDotProduct) return getauxval(AT_HWCAP) & kAsimdDp;
-  return getauxval(AT_HWCAP2) & (feature == Feature::kBfloat16 ? kBf16 : kI8mm);
-#elif defined(__APPLE__)
-  const char* name = feature == Feature::kDotProduct ? "hw.optional.arm.FEAT_DotProd"
-                     : feature == Feature::kBfloat16 ? "hw.optional.arm.FEAT_BF16"
-                                                     : "hw.optional.arm.FEAT_I8MM";
-  int32_t value = 0;
-  size_t size = sizeof value;
-  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value;
-#else
-  (void)feature;
-  return false;
-#endif
-}
-#endif
-
-bool runs(const Kernel& kernel) {
-#if HAS_AMX
-  if (&kernel == &kAmx) return runs(kAvx512Bf16) && amx_works();
-#endif
-#if HAS_AVX512_BF16
-  if (&kernel == &kAvx512Bf16)
-    return runs(kAvx512) && __builtin_cpu_supports("avx512bf16") &&
-           __builtin_cpu_supports("avx512vnni");
-#endif
-#if HAS_AVX512_VNNI
-  if (&kernel == &kAvx512Vnni) return runs(kAvx512) && __builtin_cpu_supports("avx512vnni");
-#endif
-#if HAS_AVX512
-  if (&kernel == &kAvx512)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-#endif
-#if HAS_AVX2
-  if (&kernel == &kAvx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-#endif
-#if HAS_NEON_BF16
-  if (&kernel == &kNeonBf16) return has(Feature::kBfloat16) && has(Feature::kInt8Matrix);
-#endif
-#if HAS_NEON
-  if (&kernel == &kNeon) return has(Feature::kDotProduct);
-#endif
-  return &kernel == &kPlain;
-}
-
-// Intel's cores multiply pairs of bfloat16 half as fast as floats, but for tiles; AMD's twice as fast.
-bool prefers(const Kernel& kernel) {
-#if HAS_AVX512_VNNI && HAS_AVX512_BF16
-  if (&kernel == &kAvx512Bf16) return !__builtin_cpu_is("intel");
-#endif
-  (void)kernel;
-  return true;
-}
-
-Attend attend_of(const Kernel& kernel, Type type, Stored stored) {
-#if HAS_AMX && HAS_AVX512_VNNI
-  if (&kernel == &kAmx && stored == Stored::kCodes) return kAvx512Vnni.codes(type).attend;  // it has no tiles
-#endif
-  return kernel.attend(type, stored);
-}
-
-const Kernel* const kKernels[] = {
-#if HAS_AMX
-    &kAmx,
-#endif
-#if HAS_AVX512_BF16
-    &kAvx512Bf16,
-#endif
-#if HAS_AVX512_VNNI
-    &kAvx512Vnni,
-#endif
-#if HAS_AVX512
-    &kAvx512,
-#endif
-#if HAS_AVX2
-    &kAvx2,
-#endif
-#if HAS_NEON_BF16
-    &kNeonBf16,
-#endif
-#if HAS_NEON
-    &kNeon,
-#endif
-    &kPlain};
-
-// The best kernel that runs here and takes this head size; `only` names the one to use, for tests.
-const Kernel* kernel_for(int head_size, const char* only) {
-  const bool any = !only || !*only;
-  for (const Kernel* kernel : kKernels)
-    if (runs(*kernel) && head_size % kernel->head_multiple == 0 &&
-        (any ? prefers(*kernel) : !std::strcmp(only, kernel->name)))
-      return kernel;
-  return nullptr;
-}
 
 struct Item {
   int slice, kv_head, first_token, num_tokens;
@@ -347,24 +225,12 @@ bool attend_all(const Call& call, const Kernel& kernel) {
 
 }  // namespace
 
-const Dense& dense_of(const char* only, Type type) {
-  const Kernel* kernel = kernel_for(0, only);
-  if (!kernel) kernel = &kPlain;
-  return kernel->dense(type);
-}
-
 }  // namespace pensieve
 
 using namespace pensieve;
 
 #pragma GCC visibility push(default)
 extern "C" {
-
-// The name of the instruction set that would be used; null if none takes this head size.
-const char* pensieve_kernel(int32_t head_size, const char* only) {
-  const Kernel* kernel = kernel_for(head_size, only);
-  return kernel ? kernel->name : nullptr;
-}
 
 // Strides of pages are in what they store (attention.h): in elements, or in bytes where rows are codes.
 // Returns 0; 1: these shapes are not for it; 2: an index is outside of the arena; 3: out of memory.
@@ -391,64 +257,6 @@ int32_t pensieve_multi_token_attention(
   } catch (const std::bad_alloc&) {
     return 3;
   }
-}
-
-// Strides are in bytes, row_bytes those of a row in a page; a slot number is page * slots + slot. `only` and `type`
-// are for rows of codes alone. Returns 0; 1: these rows are not for it; 2: out of the arena, nothing done.
-int32_t pensieve_write_kv(const char* only, int32_t type, int32_t stored, const char* key,
-                          int64_t key_token_stride, int64_t key_head_stride, const char* value,
-                          int64_t value_token_stride, int64_t value_head_stride,
-                          const int64_t* slot_mapping, int64_t num_tokens, int32_t num_kv_heads,
-                          int32_t slots, int64_t row_bytes, char* key_pages, char* value_pages,
-                          int64_t page_stride, int64_t kv_head_stride, int64_t num_pages,
-                          int32_t num_threads) {
-  for (int64_t t = 0; t < num_tokens; ++t)
-    if (slot_mapping[t] < 0 || slot_mapping[t] >= num_pages * slots) return 2;
-  auto each_head = [&](int64_t t, auto write) {
-    const int64_t to = slot_mapping[t] / slots * page_stride + slot_mapping[t] % slots * row_bytes;
-    for (int32_t head = 0; head < num_kv_heads; ++head) {
-      write(key_pages + to + head * kv_head_stride, key + t * key_token_stride + head * key_head_stride);
-      write(value_pages + to + head * kv_head_stride,
-            value + t * value_token_stride + head * value_head_stride);
-    }
-  };
-  if (Stored(stored) == Stored::kElements) {
-    for (int64_t t = 0; t < num_tokens; ++t)
-      each_head(t, [&](char* to, const char* from) { std::memcpy(to, from, row_bytes); });
-    return 0;
-  }
-  const int32_t head_size = int32_t(row_bytes) - kScaleBytes;
-  const Kernel* kernel = kernel_for(head_size, only);
-  if (!kernel) return 1;
-  const WriteCodes write_codes = kernel->codes(Type(type)).write;
-  each_row(num_threads < 1 ? 1 : num_threads, int(num_tokens), [&](int t) {
-    each_head(t, [&](char* to, const char* from) { write_codes(from, head_size, to); });
-  });
-  return 0;
-}
-
-// A page is `num_tiles` (keys and values, times KV heads) tiles of `slots` rows. Returns 0; 2: out of an
-// arena, nothing done.
-int32_t pensieve_copy_pages(const char* source, char* target, const int64_t* source_pages,
-                            const int64_t* target_pages, const int64_t* num_slots, int64_t num_copies,
-                            int32_t num_tiles, int32_t slots, int64_t row_bytes,
-                            int64_t num_source_pages, int64_t num_target_pages) {
-  for (int64_t i = 0; i < num_copies; ++i)
-    if (source_pages[i] < 0 || source_pages[i] >= num_source_pages || target_pages[i] < 0 ||
-        target_pages[i] >= num_target_pages || num_slots[i] < 0 || num_slots[i] > slots)
-      return 2;
-  const int64_t tile_bytes = slots * row_bytes, page_bytes = num_tiles * tile_bytes;
-  for (int64_t i = 0; i < num_copies; ++i) {
-    const char* from = source + source_pages[i] * page_bytes;
-    char* to = target + target_pages[i] * page_bytes;
-    if (num_slots[i] == slots) {
-      std::memcpy(to, from, page_bytes);
-      continue;
-    }
-    for (int32_t tile = 0; tile < num_tiles; ++tile)
-      std::memcpy(to + tile * tile_bytes, from + tile * tile_bytes, num_slots[i] * row_bytes);
-  }
-  return 0;
 }
 }
 #pragma GCC visibility pop
