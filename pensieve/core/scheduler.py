@@ -126,7 +126,7 @@ class Scheduler:
         self._time_budget.limit(draft, num_waiting)
         required_pages = max(required_pages, self._plan_prefills(draft, prefills, now))
         before = len(self._ended), self.counters.readied
-        self._settle(now)
+        self._end_complete(now)
         available = self.cache.available
         swap_outs = [] if draft.swap_ins else self.cache.plan_swap_outs(now, required_pages)
         if not (draft.slices or draft.copies or draft.swap_ins or swap_outs):
@@ -320,7 +320,7 @@ class Scheduler:
             (turn for turn in self.turns() if turn.conversation_id == conversation_id), None
         )
 
-    def _settle(self, now: float) -> None:
+    def _end_complete(self, now: float) -> None:
         """A warm ends when its context is complete, a turn that runs ahead is ready with its prompt."""
         for turn in [each for each in self.running.values() if not each.num_uncommitted]:
             if turn.warm and turn.frontier >= len(turn.tokens):
