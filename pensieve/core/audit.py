@@ -132,6 +132,7 @@ def audit_turns(
     assert len(turns.every) == num_turns, "a turn is in no state, or in two"
     assert set(turns.releasing) <= set(turns.running), "a turn that does not run releases pages"
     for turn in turns.running.values():
+        assert not (turn.ahead and turn.pending_tokens), f"{turn} samples without a place"
         _audit_pages_of(turn, conversations[turn.conversation_id], chunk_tokens)
     for conversation in conversations.values():
         if conversation.turn_id is None:
