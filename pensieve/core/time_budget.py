@@ -56,7 +56,7 @@ NUM_KEPT = 7  # measurements of what prompts add
 TYPICAL = 256  # tokens of a piece
 PROBE_AFTER = 16  # iterations with prompts, until there is one without
 GROWTH = 2.0  # of what is predicted of prompts, from one iteration to the next
-BACKLOG_SECONDS = 1.0  # of prompts that wait or have begun, as predicted and corrected
+BACKLOG_SECONDS = 2.0  # of prompts that wait or have begun, as predicted and corrected
 BACKLOG_FACTOR = 2.0
 STALE_SHARE = 0.75  # of what an iteration should take without prompts
 
