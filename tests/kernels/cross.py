@@ -40,7 +40,15 @@ ARM = {  # the package's clang has its own way to say -march=armv8.2-a+dotprod
     "neon": ("-mcpu=generic+dotprod",),
     "neonbf16": ("-mcpu=generic+dotprod+bf16+i8mm",),
 }
-ANYWHERE = ("experts", "kernels", "layer", "plain", "threads")
+ANYWHERE = (
+    "experts",
+    "instruction_sets",
+    "layer",
+    "multi_token_attention",
+    "pages",
+    "plain",
+    "threads",
+)
 
 needs_clang = pytest.mark.skipif(
     importlib.util.find_spec("ziglang") is None, reason="the package ziglang is not installed"

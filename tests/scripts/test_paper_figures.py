@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.sim.cost import HARDWARE, MODELS, CostModel, device_tokens_of
 from pensieve.sim.plan.load import Window
 from pensieve.sim.plan.replica import Replica, run_replica
@@ -34,8 +35,8 @@ ROWS = {
     "3.12b": 5,
     "3.12b, M11": 1,
     "3.13a": 3,
-    "Baton, table 1": 8,
-    "Baton, table 2": 15,
+    "Baton, table 1": 10,
+    "Baton, table 2": 20,
     "3.13b": 4,
     "3.14": 4,
     "3.15a": 1,
@@ -317,15 +318,20 @@ def test_who_has_ended_leaves_the_batch_and_nothing_idle_is_computed() -> None:
     cost = CostModel.of(baton_paper.MODEL, baton_paper.RTX_4090)
     tokens = device_tokens_of(baton_paper.MODEL, baton_paper.RTX_4090)
     queries = baton_paper.second_set(0)
+
+    def seconds_of(scheduler: SchedulerConfig) -> float:
+        return baton_paper.simulated(cost, tokens, queries, scheduler, "unified")
+
     faster = {}
     for batch in (2, 10):
         still = baton_paper.static(cost, queries, batch, ahead=False)
-        ours = baton_paper.simulated(cost, tokens, queries, batch, 2048, "unified")
+        ours = seconds_of(SchedulerConfig(2048, batch))
         faster[batch] = still.seconds / ours
         assert 0.1 < still.idle_share < 0.7
     assert min(faster.values()) > 1.15
-    elastic = baton_paper.simulated(cost, tokens, queries, 256, 2048, "unified")
-    assert elastic < baton_paper.simulated(cost, tokens, queries, 10, 2048, "unified")
+    ten = seconds_of(SchedulerConfig(2048, 10))
+    assert seconds_of(SchedulerConfig(2048, 10, prefill_ahead=10)) <= 1.02 * ten
+    assert seconds_of(SchedulerConfig(2048, 256)) < ten
 
 
 def test_a_static_batch_takes_what_its_longest_members_take() -> None:

@@ -14,7 +14,10 @@ from pensieve.kernels import cpu_library
 from tests.kernels.conftest import runs_here
 
 ROOT = Path(__file__).parents[3]
-SOURCES = ("kernels", "experts", "layer", "amx", "avx512bf16", "avx512", "plain", "threads")
+SOURCES = (
+    *("instruction_sets", "multi_token_attention", "pages", "experts", "layer", "threads"),
+    *("amx", "avx512bf16", "avx512", "plain"),
+)
 FLAGS = (
     *(
         "-std=c++17",
