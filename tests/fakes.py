@@ -101,6 +101,10 @@ class LedgerExecutor:
         swapping_in = any(isinstance(copy, SwapIn) for copy in self._outstanding.values())
         assert not (iteration.swap_ins and iteration.swap_outs), "both directions in one iteration"
         assert not (iteration.swap_outs and swapping_in), "a swap-out starts during a swap-in"
+        written = {copy.target_page for copy in iteration.copies}
+        assert not any(out.device_page in written for out in iteration.swap_outs), (
+            "a swap-out sees the writes of earlier iterations only"
+        )
         for copy in iteration.copies:
             self._check_idle_page(copy.target_page, "device")
             self._land_into(copy.source_page)

@@ -4,9 +4,10 @@ At an iteration's edge, before it is planned, the turn that is next may find tha
 as many run as may, or what running turns hold leaves too few pages.  Others then give up theirs, if it is
 *entitled* to them:
 
-* **Of its own share**, it is of a higher level than they.  A turn's level is its priority, and one more
-  each time that it was taken the place of in this way.  So nobody is preempted without end, and who was is
-  back before new turns of the level it was preempted by.
+* **Of its own share**, it is of a higher level than they, or they run ahead of their places
+  (prefill_ahead.py; these lose pages and no place, and do not rise for it).  A turn's level is its
+  priority, and one more each time that it was taken the place of in this way.  So nobody is preempted
+  without end, and who was is back before new turns of the level it was preempted by.
 * **Of its own share and level**, where time is shared (`time_share` tokens), they have had so much of their
   replies since they were admitted.  They go to the end of the queue, as if they had come now: with more
   turns than fit, each has its first token after a round and not after the replies of those before it.

@@ -12,15 +12,17 @@ neither: its chunks rest like those of a suspended turn, where they are or by th
 comes before new turns of its level.  Then one token of its prompt is left, so its first token comes with the
 next iteration, whatever its length.
 
-Who has a place comes first.  A turn goes ahead only where nobody with a place lacks pages, and leaves as many
-as a warm does; it gives its own up to whoever lacks some (preemption.py).  It has a place as soon as there is
-one and nobody waits who began before it.
+Nobody goes ahead while a turn that has a place lacks pages, or others give way to one (preemption.py), nor
+into the pages that are kept available (`swap_out_mark_pages`, as for a warm).  It gives its own up to a turn
+of its share that lacks some.  It has a place when there is one that no turn goes before it for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
+from pensieve.core.fair_queue import FairQueue
+from pensieve.core.prefill_order import next_waiting
 from pensieve.core.turn import QUEUE_ORDER, Turn, TurnState
 
 
@@ -31,10 +33,11 @@ class PrefillAhead:
         has_place: Callable[[Turn, Collection[Turn]], bool],
         running: Mapping[int, Turn],
         suspended: Collection[Turn],
+        queued: FairQueue,
     ) -> None:
         """Up to so many turns are ahead or ready; `has_place` says whether one may run beside these."""
         self._turns_max, self._has_place = turns_max, has_place
-        self._running, self._suspended = running, suspended
+        self._running, self._suspended, self._queued = running, suspended, queued
 
     @property
     def has_room(self) -> bool:
@@ -45,17 +48,23 @@ class PrefillAhead:
         num_ready = sum(each.state is TurnState.READY for each in self._suspended)
         return num_ahead + num_ready < self._turns_max
 
-    def give_places(self) -> list[Turn]:
-        """To turns that run ahead, as far as nobody waits who began before them."""
-        if not self._turns_max or self._suspended:
-            return []
-        ahead = [each for each in self._running.values() if each.ahead and each.finish is None]
-        taken = []
+    def give_places(self, keeps_pages: Callable[[Turn], bool]) -> list[Turn]:
+        """To turns that run ahead, as far as there are places, and nobody goes before them."""
+        taken: list[Turn] = []
+        ahead = [each for each in self._running.values() if each.ahead and keeps_pages(each)]
         for turn in sorted(ahead, key=QUEUE_ORDER):
-            if self._has_place(turn, self._running.values()):
+            if self._has_place(turn, self._running.values()) and self._is_next(turn):
                 turn.take_place()
                 taken.append(turn)
         return taken
+
+    def _is_next(self, turn: Turn) -> bool:
+        """Of those that wait for a place; among equals one that is ready, or was suspended, goes first."""
+        first = next_waiting(self._suspended, self._queued, lambda each: not each.warm)
+        if first is None:
+            return True
+        own, other = ((self._queued.used(each), -each.level) for each in (turn, first))
+        return own < other or (own == other and first.state is TurnState.QUEUED)
 
 
 def with_places(running: Collection[Turn]) -> list[Turn]:

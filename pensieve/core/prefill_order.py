@@ -58,7 +58,7 @@ def next_waiting(
     first: dict[
         str, Turn
     ] = {}  # of each share: if it may not come, no other that was suspended may
-    for turn in suspended:
+    for turn in sorted(suspended, key=lambda each: (-each.level, each.moved_back, each.arrival)):
         first.setdefault(turn.share, turn)
     waiting = [*filter(may_come, first.values()), *queued.heads(may_come, but)]
     return min(

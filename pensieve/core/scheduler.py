@@ -37,7 +37,7 @@ from pensieve.core.lacking import Lacking
 from pensieve.core.pending_edits import PendingEdits
 from pensieve.core.preemption import Preemption, who_is_suspended
 from pensieve.core.prefill_ahead import PrefillAhead
-from pensieve.core.prefill_order import earlier, may_join, next_waiting, num_missing, prefill_order
+from pensieve.core.prefill_order import earlier, may_join, next_waiting, prefill_order
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.scheduler_counters import SchedulerCounters
@@ -60,11 +60,10 @@ class Scheduler:
         self._started: list[TurnStart] = []  # since the last iteration
         self._forgotten: list[int] = []  # turns that have ended since the last iteration
         self._time_budget = TimeBudget(config)
-        self.preemption = Preemption(
-            cache, self.queued, self._time_budget.has_place, config.time_share
-        )
+        has_place = self._time_budget.has_place
+        self.preemption = Preemption(cache, self.queued, has_place, config.time_share)
         self._ahead = PrefillAhead(
-            config.prefill_ahead, self._time_budget.has_place, self.running, self.suspended
+            config.prefill_ahead, has_place, self.running, self.suspended, self.queued
         )
         self._edits = PendingEdits(cache)
         self._num_arrivals = self._index = 0
@@ -100,8 +99,7 @@ class Scheduler:
         self._edits.rewind(conversation_id, num_tokens, now)
 
     def delete(self, conversation_id: str, now: float) -> None:
-        turn = self.turn_of(conversation_id)
-        if turn is not None:
+        if (turn := self.turn_of(conversation_id)) is not None:
             self.cancel(turn.turn_id, 0, now)
         self.rewind(conversation_id, 0, now)
 
@@ -114,28 +112,31 @@ class Scheduler:
         waits = conversation is not None and conversation.turn_id in self._releasing
         return self._edits.evict(conversation_id, to_host, now, waits)
 
-    def plan(self, now: float) -> Iteration | None:
+    def plan(self, now: float, extra_pages: int = 0) -> Iteration | None:
         """The next iteration, or None when there is nothing to do."""
         self._preempt(now)
-        for turn in self._ahead.give_places():
+        for turn in self._ahead.give_places(self._keeps_place):
             self.preemption.moved(turn)
         draft = IterationDraft(self.config.batch_tokens_max, self._size, self.config.cost)
         draft.holds_back = self._index % TILE_EVERY == 0
         required_pages, prefills = self._plan_running(draft, now)
-        num_waiting = sum(map(num_missing, prefills)) + self.queued.num_prompt_tokens
-        self._time_budget.limit(draft, num_waiting)
-        required_pages = max(required_pages, self._plan_prefills(draft, prefills, now))
+        self._time_budget.limit(draft, prefills, self.queued.num_prompt_tokens)
+        required_pages = (
+            max(required_pages, self._plan_prefills(draft, prefills, now)) + extra_pages
+        )
         before = len(self._ended), self.counters.readied
         self._end_complete(now)
         available = self.cache.available
-        swap_outs = [] if draft.swap_ins else self.cache.plan_swap_outs(now, required_pages)
+        moves = draft.swap_ins or draft.copies  # no swap-out beside them: it may be of their pages
+        swap_outs = [] if moves else self.cache.plan_swap_outs(now, required_pages)
         if not (draft.slices or draft.copies or draft.swap_ins or swap_outs):
             moving = self.cache.swap_ins_in_flight + self.cache.swap_outs_in_flight
             waiting = self.running or self.suspended or self.queued
             if not moving and not self._uncommitted and waiting:
                 changed = (len(self._ended), self.counters.readied) != before
                 assert changed or self.cache.available > available, "turns wait for nothing"
-                return self.plan(now)  # pages became available without a copy
+                # Pages became available without a copy; but some may be of the turn that lacks them.
+                return self.plan(now, 2 * extra_pages + 1)
             if self._uncommitted or not moving:
                 return None
         return self._launched(draft, swap_outs, now)
@@ -191,8 +192,7 @@ class Scheduler:
             elif admission is not None and turn.warm:
                 self._finish(turn, FinishReason.WARMED, now)  # best effort
             elif turn.ahead:
-                turn.ahead = False  # best effort, too
-                break
+                turn.ahead = lacking.may_admit = False  # best effort, too
             else:
                 lacking.add(turn, admission, turn is self.preemption.claimant)
         return lacking.required_pages
@@ -215,7 +215,7 @@ class Scheduler:
         )
         if turn is None or self._time_budget.has_place(turn, self.running.values()):
             return turn, False
-        if lacking.turns or not self._ahead.has_room:
+        if lacking.turns or self.preemption.claimant is not None or not self._ahead.has_room:
             return None, False
         return next_waiting((), self.queued, lambda turn: not turn.warm and may_come(turn)), True
 
@@ -231,9 +231,10 @@ class Scheduler:
         for victim in self.preemption.who_gives_way(first, running):
             claimant = self.preemption.claimant
             assert claimant is not None
-            self.counters.preemptions += 1
             self._num_arrivals += 1
-            victim.give_way(claimant, self._num_arrivals)
+            if not victim.ahead:  # else it had no place
+                self.counters.preemptions += 1
+                victim.give_way(claimant, self._num_arrivals)
             self._suspend(victim, now)
 
     def _keeps_place(self, turn: Turn) -> bool:
@@ -326,7 +327,6 @@ class Scheduler:
             if turn.warm and turn.frontier >= len(turn.tokens):
                 self._finish(turn, FinishReason.WARMED, now)
             elif turn.is_computed_ahead:
-                self.counters.readied += 1
                 self._release(turn, now)
 
     # -- taking and giving pages --
@@ -376,8 +376,8 @@ class Scheduler:
         return True
 
     def _suspend(self, turn: Turn, now: float) -> None:
-        self.counters.suspensions += 1
-        turn.usage.suspensions += 1
+        self.counters.suspensions += not turn.ahead
+        turn.usage.suspensions += not turn.ahead
         if turn.warm:
             self._finish(turn, FinishReason.WARMED, now)
         elif turn.num_uncommitted:
@@ -404,7 +404,9 @@ class Scheduler:
         """Give up the turn's pages: it is suspended, or it has ended."""
         was, rests = turn.state, TurnState.SUSPENDED
         if was is TurnState.RUNNING:
-            rests = TurnState.READY if turn.is_computed_ahead else rests
+            if turn.is_computed_ahead and turn.finish is None:
+                rests = TurnState.READY
+                self.counters.readied += 1
             del self.running[turn.turn_id]
             keep = len(turn.tokens) + 1 if turn.keep_tokens is None else turn.keep_tokens
             turn.computed_to = max(turn.computed_to, turn.frontier)

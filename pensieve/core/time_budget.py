@@ -44,11 +44,12 @@ because that is what whoever generates waits for: all that is done between two i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pensieve.core.iteration_draft import TOKENS_MIN, IterationDraft
 from pensieve.core.prefill_ahead import with_places
+from pensieve.core.prefill_order import num_missing
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import Turn
 
@@ -91,10 +92,10 @@ class TimeBudget:
         self._uncommitted: deque[_Planned] = deque()
         self._committed_at = float("-inf")
 
-    def limit(self, draft: IterationDraft, num_waiting: int) -> None:
+    def limit(self, draft: IterationDraft, started: Iterable[Turn], num_waiting: int) -> None:
         """Let prompts join for so long; the draft has all its decodes and nothing else.
 
-        So many tokens of prompts are to be computed, now or later.
+        Beside the prefills that have started, so many tokens of prompts wait.
         """
         draft.num_decodes = len(draft.slices)
         without = self._predict(*draft.work) if draft.num_decodes else self._predict(1, 0, 0, 1)
@@ -105,7 +106,8 @@ class TimeBudget:
         if a is None or self._num_with >= PROBE_AFTER:
             draft.close()
         elif a > 0.0:
-            allowed = self._added_max * self._backlog_factor(num_waiting) or float("inf")
+            num_tokens = num_waiting + sum(map(num_missing, started))
+            allowed = self._added_max * self._backlog_factor(num_tokens) or float("inf")
             if self._tbt:
                 allowed = min(allowed, self._tbt - a * without)
             draft.seconds_max = self._predicted_within(max(allowed, 0.0), a)
@@ -160,10 +162,10 @@ class TimeBudget:
             ratio = max(measured - base, 0.0) / planned.added
             self._added.append(_Measured(ratio, planned.added))
 
-    def _backlog_factor(self, num_waiting: int) -> float:
+    def _backlog_factor(self, num_tokens: int) -> float:
         """Who generates waits a little longer where others wait much longer for their first tokens."""
         slowness = self._slowness if self._added else self._without or 0.0
-        seconds = slowness * self._seconds_per_token * num_waiting
+        seconds = slowness * self._seconds_per_token * num_tokens
         return min(max(seconds / BACKLOG_SECONDS, 1.0), BACKLOG_FACTOR)
 
     @property

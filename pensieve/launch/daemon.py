@@ -65,6 +65,11 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         raise InvalidArgument(
             "journal", "the echo engine keeps none: it records what a model's took"
         )
+    if resolved.settings.ttft and resolved.settings.prefill_ahead:
+        raise InvalidArgument(
+            "prefill_ahead",
+            "is not for --ttft: how long ready turns wait for a place would be taken for the time of prompts",
+        )
     listening = Listening(
         address=serving.address,
         socket=socket_path(resolved.settings.data),

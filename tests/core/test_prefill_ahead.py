@@ -172,3 +172,134 @@ def test_who_asks_for_nothing_ahead_gets_none() -> None:
     assert SchedulerConfig().prefill_ahead == 0
     with pytest.raises(ValueError, match="prefill_ahead"):
         SchedulerConfig(prefill_ahead=-1)
+
+
+# -- who goes before whom --
+
+
+def test_a_prompt_that_has_its_place_goes_on_though_another_finds_no_pages() -> None:
+    """The shorter one would go before it, and needs more than is left over."""
+    stage = Stage(30, 0, batch_tokens_max=16, turns_max=1, late=0.0, prefill_ahead=1)
+    stage.ask("long", 100, 2)
+    stage.next()
+    short = stage.ask("short", 8, 2)
+    for start in range(16, 96, 16):
+        stage.next()
+        assert stage.slices() == [("long", start, start + 16)]
+    assert short.state is TurnState.QUEUED
+    stage.run_until_idle()
+
+
+def test_beside_others_it_takes_no_longer_than_without() -> None:
+    def iterations(ahead: int) -> int:
+        stage = Stage(64, 0, batch_tokens_max=16, turns_max=2, late=0.0, prefill_ahead=ahead)
+        stage.ask("writer", 4, 60)
+        stage.next()
+        long = stage.ask("long", 200, 2)
+        stage.next()
+        stage.ask("short", 8, 2)
+        count = 0
+        while not long.num_output_tokens:
+            stage.next()
+            count += 1
+        return count
+
+    assert iterations(1) == iterations(0)
+
+
+def test_nobody_goes_ahead_into_what_others_gave_way_for() -> None:
+    """Planned one iteration ahead, the place is not free yet when the next plan is made."""
+    stage = Stage(400, 400, batch_tokens_max=32, turns_max=1, overlap=True, prefill_ahead=2)
+    low = stage.ask("low", 4, 60)
+    for _ in range(4):
+        stage.next()
+    high = stage.ask("high", 8, 4, priority=1)
+    for _ in range(6):
+        stage.step()
+    assert high.num_output_tokens
+    assert not low.finish
+    stage.run_until_idle()
+    assert stage.scheduler.counters.preemptions == 1
+
+
+def test_a_free_place_is_for_the_higher_level() -> None:
+    stage = Stage(400, 400, batch_tokens_max=32, turns_max=2, late=0.0, prefill_ahead=2)
+    short, long = stage.ask("short", 4, 6, priority=1), stage.ask("long", 4, 60, priority=1)
+    stage.next()
+    low = stage.ask("low", 600, 4)
+    stage.until_ended(short)
+    assert low.ahead
+    high = stage.ask("high", 8, 4, priority=1)
+    stage.next()
+    assert high.num_output_tokens == 1
+    assert low.ahead
+    stage.until_ended(long)
+    stage.run_until_idle()
+    assert stage.scheduler.counters.suspensions == 0
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_free_place_is_for_the_share_that_has_used_less(ahead: int) -> None:
+    stage = Stage(400, 400, batch_tokens_max=32, turns_max=1, late=0.0, prefill_ahead=ahead)
+    stage.ask("one", 4, 12, share="a")
+    stage.next()
+    stage.ask("two", 600, 50, share="a")
+    stage.next()
+    stage.next()
+    other = stage.ask("other", 8, 4, share="b")
+    for _ in range(12):
+        stage.next()
+    assert other.num_output_tokens
+    stage.run_until_idle()
+
+
+def test_one_that_gives_its_pages_up_is_not_moved_back() -> None:
+    """It had no place, so it neither rises nor goes to the end of the queue, and nothing is counted."""
+    stage = full(1, device_pages=40, reply=80, reserve=0.0)
+    turn = stage.ask("next", 90, 2)
+    stage.next()
+    urgent = stage.ask("urgent", 70, 2, priority=1)
+    stage.until_ended(urgent)
+    assert (turn.level, turn.moved_back, turn.usage.suspensions) == (0, False, 0)
+    stage.run_until_idle()
+
+
+# -- what a plan may not do --
+
+
+@pytest.mark.parametrize("policy", ["lru", "value", "return"])
+def test_a_conversation_whose_own_pages_are_freed_for_it_is_planned_in_a_few_steps(
+    policy: str,
+) -> None:
+    """Of a thousand pages, nearly all idle and none on a host, one more is needed than there is."""
+    stage = Stage(
+        2600, 0, batch_tokens_max=2048, late=0.0, policy=policy, reserve=0.0, swap_out_below=0.0
+    )
+    for name, num_pages in (("a", 1400), ("b", 1100)):
+        stage.say(name, 4 * num_pages - 2, 1)
+        stage.wait(100.0)
+    plans = 0
+    once = stage.scheduler.plan
+
+    def counted(*arguments: object) -> object:
+        nonlocal plans
+        plans += 1
+        return once(*arguments)  # type: ignore[arg-type]
+
+    stage.scheduler.plan = counted  # type: ignore[assignment]
+    turn = stage.ask("a", 404, 1)
+    stage.until_ended(turn)
+    assert plans < 40
+
+
+def test_what_a_page_copy_writes_is_not_swapped_out_beside_it() -> None:
+    stage = Stage(16, 200, batch_tokens_max=16, turns_max=3, swap_out_below=0.0, reserve=0.0)
+    stage.say("source", 10, 6)
+    stage.say("other", 30, 2)
+    stage.fork_at("source", 10, "fork")
+    stage.warm("fork")
+    stage.ask("big", 57, 2)
+    first = stage.next()
+    assert first.copies
+    assert not first.swap_outs
+    stage.run_until_idle()

@@ -7,6 +7,7 @@ seed in four, after every fifth commit for the others.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -140,6 +141,48 @@ def sum_up(shape: Shape, name: str, seeds: range, total: Counter[str]) -> int:
         total["replies"] += world.num_replies
         most_ranges = max(most_ranges, world.scheduler.counters.repaired_ranges_max)
     return most_ranges
+
+
+def drawn_shape(seed: int) -> Shape:
+    """Any, with prompts ahead of their places."""
+    choose = random.Random(seed).choice
+    token_seconds = choose((0.0, 0.0, 0.001))
+    by_time = token_seconds > 0.0
+    return Shape(
+        device_pages=choose((8, 12, 16, 24, 40)),
+        host_pages=choose((0, 3, 10, 30)),
+        chunk_tokens=choose((1, 2, 4, 4)),
+        batch_tokens_max=choose((5, 16, 24)),
+        turns_max=choose((1, 1, 2, 3, 5)),
+        policy=choose(("lru", "value", "return")),
+        late=choose((0.0, 0.5, 0.9)),
+        failing=choose((0.0, 0.0, 0.03)),
+        damaging=choose((0.0, 0.0, 0.2)),
+        overlap=choose((False, True)),
+        conversations=choose((3, 6, 10, 14)),
+        prompt_max=choose((2, 9, 14, 30)),
+        reply_max=choose((4, 12, 20)),
+        reserve=choose((0.0, 0.1)),
+        swap_out_below=choose((0.1, 0.25, 0.5)),
+        swap_outs_max=choose((1, 64)),
+        token_seconds=token_seconds,
+        key_seconds=choose((0.0, 0.0001)) if by_time else 0.0,
+        tbt_seconds=choose((0.0, 0.02, 0.04)) if by_time else 0.0,
+        prompt_seconds_max=choose((0.0, 0.01)) if by_time else 0.0,
+        time_share=choose((0, 0, 1, 4)),
+        prefill_ahead=choose((1, 2, 3, 8)),
+        restless=choose((False, False, True)),
+        foreseen=choose((0.5, 1.0, 3.0)),
+    )
+
+
+@pytest.mark.parametrize("first", range(0, 4 * SEEDS, SEEDS))
+def test_prompts_ahead_of_their_places_in_any_world(first: int) -> None:
+    """One in ten of these stood still where whoever found no pages to go ahead ended the plan."""
+    total = Counter[str]()
+    for seed in range(first, first + SEEDS):
+        sum_up(drawn_shape(seed), "any shape", range(seed, seed + 1), total)
+    assert total["readied"] > SEEDS // 2
 
 
 @pytest.mark.parametrize("name", SHAPES)
