@@ -137,7 +137,7 @@ class Preemption:
         used = self._used(waiting)
 
         def goes_after(turn: Turn) -> tuple[bool, bool, int, int, int]:
-            """The greatest goes first: a warm, the lowest level, who has had most here, the latest."""
+            """The greatest goes first: a warm, one ahead, the lowest level, who has had most, the latest."""
             had = turn.outputs_since if self._time_share and turn.level == waiting.level else 0
             return turn.warm, turn.ahead, -turn.level, had, turn.arrival
 
@@ -175,8 +175,7 @@ class Preemption:
 
 
 def who_is_suspended(running: Collection[Turn]) -> Turn:
-    """When a page is missing: a warm, or one that runs ahead; else of the share that holds most the lowest
-    level, and its latest."""
+    """When a page is missing: a warm, one ahead, or of the share that holds most the lowest and latest."""
     held = _held(running)
     return max(
         running,

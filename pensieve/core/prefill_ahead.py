@@ -50,6 +50,8 @@ class PrefillAhead:
 
     def give_places(self, keeps_pages: Callable[[Turn], bool]) -> list[Turn]:
         """To turns that run ahead, as far as there are places, and nobody goes before them."""
+        if not self._turns_max:
+            return []
         taken: list[Turn] = []
         ahead = [each for each in self._running.values() if each.ahead and keeps_pages(each)]
         for turn in sorted(ahead, key=QUEUE_ORDER):

@@ -26,6 +26,11 @@ def prefill_order(turn: Turn) -> Order:
     return -turn.level, num_missing(turn), turn.arrival
 
 
+def resume_order(turn: Turn) -> Order:
+    """Of turns of one share that were suspended, the least comes back first."""
+    return -turn.level, int(turn.moved_back), turn.arrival
+
+
 def num_missing(turn: Turn) -> int:
     """At most so many positions of its context are computed before its next token.
 
@@ -53,12 +58,13 @@ def next_waiting(
 ) -> Turn | None:
     """Of the turns that may come: of the share that has used least, the highest level.
 
-    One that was suspended comes before new ones of its level, unless its share of time was over.
+    Those that were suspended are in `resume_order`.  One of them comes before new ones of its level, unless
+    its share of time was over.
     """
     first: dict[
         str, Turn
     ] = {}  # of each share: if it may not come, no other that was suspended may
-    for turn in sorted(suspended, key=lambda each: (-each.level, each.moved_back, each.arrival)):
+    for turn in suspended:
         first.setdefault(turn.share, turn)
     waiting = [*filter(may_come, first.values()), *queued.heads(may_come, but)]
     return min(

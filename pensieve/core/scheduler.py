@@ -37,7 +37,7 @@ from pensieve.core.lacking import Lacking
 from pensieve.core.pending_edits import PendingEdits
 from pensieve.core.preemption import Preemption, who_is_suspended
 from pensieve.core.prefill_ahead import PrefillAhead
-from pensieve.core.prefill_order import earlier, may_join, next_waiting, prefill_order
+from pensieve.core.prefill_order import earlier, may_join, next_waiting, prefill_order, resume_order
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.scheduler_counters import SchedulerCounters
@@ -51,7 +51,7 @@ class Scheduler:
         self.config = config
         self.counters = SchedulerCounters()
         self.running: dict[int, Turn] = {}  # in order of admission
-        self.suspended: deque[Turn] = deque()  # and those that are ready, in queue order
+        self.suspended: deque[Turn] = deque()  # and those that are ready, in `resume_order`
         self.queued = FairQueue(config.batch_tokens_max)
         self._turns: dict[int, Turn] = {}  # every turn that has not ended
         self._releasing: dict[int, Turn] = {}  # ended or suspended, with uncommitted slices
@@ -113,7 +113,7 @@ class Scheduler:
         return self._edits.evict(conversation_id, to_host, now, waits)
 
     def plan(self, now: float, extra_pages: int = 0) -> Iteration | None:
-        """The next iteration, or None when there is nothing to do."""
+        """The next iteration, or None when there is nothing to do; `extra_pages` are asked for beside."""
         self._preempt(now)
         for turn in self._ahead.give_places(self._keeps_place):
             self.preemption.moved(turn)
@@ -121,14 +121,12 @@ class Scheduler:
         draft.holds_back = self._index % TILE_EVERY == 0
         required_pages, prefills = self._plan_running(draft, now)
         self._time_budget.limit(draft, prefills, self.queued.num_prompt_tokens)
-        required_pages = (
-            max(required_pages, self._plan_prefills(draft, prefills, now)) + extra_pages
-        )
+        required_pages = max(required_pages, self._plan_prefills(draft, prefills, now))
         before = len(self._ended), self.counters.readied
         self._end_complete(now)
         available = self.cache.available
         moves = draft.swap_ins or draft.copies  # no swap-out beside them: it may be of their pages
-        swap_outs = [] if moves else self.cache.plan_swap_outs(now, required_pages)
+        swap_outs = [] if moves else self.cache.plan_swap_outs(now, required_pages + extra_pages)
         if not (draft.slices or draft.copies or draft.swap_ins or swap_outs):
             moving = self.cache.swap_ins_in_flight + self.cache.swap_outs_in_flight
             waiting = self.running or self.suspended or self.queued
@@ -148,7 +146,7 @@ class Scheduler:
         size = self._size
         # The highest level and the oldest first: as a rule whoever is suspended for a page comes later.
         for turn in sorted(self.running.values(), key=QUEUE_ORDER):
-            if not self._keeps_place(turn) or turn.is_computed_ahead:
+            if not self._keeps_place(turn):
                 continue
             num_tokens = len(turn.tokens) + turn.pending_tokens
             if turn.is_prefill:
@@ -157,6 +155,8 @@ class Scheduler:
                     required_pages = 1
                     continue
                 prefills.append(turn)
+            elif turn.ahead:
+                continue  # it is computed as far as it may be
             elif draft.num_tokens_left and not (turn.pending_tokens and turn.ends_at(num_tokens)):
                 if num_tokens > len(turn.chunks) * size:
                     if not self._extend(turn, now):
@@ -192,7 +192,7 @@ class Scheduler:
             elif admission is not None and turn.warm:
                 self._finish(turn, FinishReason.WARMED, now)  # best effort
             elif turn.ahead:
-                turn.ahead = lacking.may_admit = False  # best effort, too
+                turn.ahead, lacking.may_admit = False, False  # best effort, too
             else:
                 lacking.add(turn, admission, turn is self.preemption.claimant)
         return lacking.required_pages
@@ -416,7 +416,7 @@ class Scheduler:
         self.preemption.ended(turn)
         if turn.finish is None:
             turn.move_to(rests)
-            insort(self.suspended, turn, key=QUEUE_ORDER)
+            insort(self.suspended, turn, key=resume_order)
             return
         if was in (TurnState.SUSPENDED, TurnState.READY):
             self.suspended.remove(turn)

@@ -149,7 +149,7 @@ class Turn:
         return self.ahead and self.frontier >= len(self.tokens) - 1
 
     def take_place(self) -> None:
-        """It no longer runs ahead; what is left of its prompt is a prefill, if it is one token."""
+        """It no longer runs ahead; what is left of its prompt is a prefill, even if that is one token."""
         self.ahead = False
         self.frontier = max(min(self.frontier, len(self.tokens) - 2), 0)
 
