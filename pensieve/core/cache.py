@@ -181,6 +181,7 @@ class KVCache:
             self.tree.truncate(conversation, tail.chunk.index * self.config.chunk_tokens, now)
         for branch in conversation.path():
             self.candidates.pin(branch)
+        self.candidates.scan_again()
         admission = Admission()
         self._bring_in(chunks, turn, admission, now)
         if tail is not None:
@@ -232,6 +233,7 @@ class KVCache:
             branch.touch(conversation)
         for branch in path:
             self.candidates.unpin(branch, now)
+        self.candidates.scan_again()
         self.tree.truncate(conversation, min(num_computed, keep_tokens), now)
         self.tree.prune(conversation.leaf)
         self.tree.forget_if_empty(conversation)

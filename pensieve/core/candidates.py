@@ -45,6 +45,11 @@ class Candidates:
         if not branch.num_running:
             self._recount(branch, now)
 
+    def scan_again(self) -> None:
+        """Branches were pinned, or the policy has learned something."""
+        for queue in self.queues:
+            queue.scan_again()
+
     def release(self, chunk: Chunk, now: float) -> None:
         """A copy of it has finished."""
         if self.tiers.release(chunk):

@@ -149,7 +149,7 @@ class Scheduler:
             if not self._keeps_place(turn):
                 continue
             num_tokens = len(turn.tokens) + turn.pending_tokens
-            if turn.is_prefill:
+            if turn.warm or turn.frontier < num_tokens - 1:  # `Turn.is_prefill`
                 # Only one that generated already, and lost its KV to a failure, may need a page.
                 if num_tokens > len(turn.chunks) * size and not self._extend(turn, now):
                     required_pages = 1

@@ -20,7 +20,9 @@ it replaces becomes stale.  Entries of branches that a running turn holds are re
 met; `offer` brings them back when the branch is idle again.
 
 So a decision costs O(classes + log branches), amortized over what happened to the branch, and never
-a walk over what is cached.  The value found is exact up to one class (a ratio of 1.1 for `value`).
+a walk over what is cached.  Decisions of one plan follow each other at the same moment: the branch that
+was found stays the least as long as nothing is queued or pinned, and its next chunk is of the same class.
+The value found is exact up to one class (a ratio of 1.1 for `value`).
 """
 
 from __future__ import annotations
@@ -59,12 +61,37 @@ class RetentionQueue:
         self._serial = 0
         self._num_live = 0
         self._num_stale = 0
+        self._found: tuple[float, QueueEntry] | None = None
+        self._found_at: float | None = None  # None: something has changed since
 
     def least(self, now: float) -> tuple[float, Chunk] | None:
         """The least valuable chunk that qualifies, and its value."""
+        while True:
+            found = self._found if self._found_at == now else self._first(now)
+            if found is None:
+                return None
+            value, entry = found
+            branch, class_index = entry.branch, entry.class_index
+            assert branch is not None
+            chunk = self.candidate(branch)
+            if chunk is None:
+                self._remove_head(class_index)
+            elif (now_class := self.policy.class_of(branch, chunk.index, now)) > class_index:
+                self._remove_head(class_index)
+                self._push(branch, now_class)
+            else:
+                return value, chunk
+
+    def scan_again(self) -> None:
+        """What was found may no longer be the least."""
+        self._found_at = None
+
+    def _first(self, now: float) -> tuple[float, QueueEntry] | None:
+        """The least of the classes' heads, all of which are up to date then."""
         heaps, value_of = self._heaps, self.policy.value
         while True:
-            best_value, best_since, best_class = math.inf, math.inf, -1
+            best_value, best_since = math.inf, math.inf
+            best: QueueEntry | None = None
             outdated = -1
             for class_index in self._occupied:
                 entry = heaps[class_index][0]
@@ -74,25 +101,17 @@ class RetentionQueue:
                     break
                 value = value_of(class_index, now - since)
                 if value < best_value or (value == best_value and since < best_since):
-                    best_value, best_since, best_class = value, since, class_index
+                    best_value, best_since, best = value, since, entry
             if outdated >= 0:
                 self._refresh_head(outdated, now)
                 continue
-            if best_class < 0:
-                return None
-            branch = heaps[best_class][0].branch
-            assert branch is not None
-            chunk = self.candidate(branch)
-            if chunk is None:
-                self._remove_head(best_class)
-            elif (now_class := self.policy.class_of(branch, chunk.index, now)) > best_class:
-                self._remove_head(best_class)
-                self._push(branch, now_class)
-            else:
-                return best_value, chunk
+            self._found = None if best is None else (best_value, best)
+            self._found_at = now
+            return self._found
 
     def offer(self, branch: Branch, now: float) -> None:
         """Something in `branch` may qualify, or its value may have fallen."""
+        self.scan_again()
         chunk = self.candidate(branch)
         if chunk is None:
             return
@@ -110,10 +129,13 @@ class RetentionQueue:
             i = chunk.index - branch.start
             if i < branch.cursors[self.role]:
                 branch.cursors[self.role] = i
+            elif branch.entries[self.role] is not None:
+                return  # for what is worth no more
             self.offer(branch, now)
 
     def withdraw(self, branch: Branch) -> None:
         """Make its entry stale, if it has one."""
+        self.scan_again()
         entry = branch.entries[self.role]
         if entry is not None:
             entry.branch = None
@@ -146,6 +168,7 @@ class RetentionQueue:
             self.offer(branch, now)
 
     def _push(self, branch: Branch, class_index: int) -> None:
+        self.scan_again()
         self._serial += 1
         entry = QueueEntry(branch, class_index, self._serial)
         branch.entries[self.role] = entry
@@ -156,6 +179,7 @@ class RetentionQueue:
         self._num_live += 1
 
     def _pop(self, class_index: int) -> QueueEntry:
+        self.scan_again()
         heap = self._heaps[class_index]
         entry = heappop(heap)
         if not heap:
