@@ -23,13 +23,14 @@ objective, if no more comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pensieve.errors import DeadlineExceeded, Loading, PensieveError, QueueFull, Unavailable
+from pensieve.service.draft import Ask
 from pensieve.service.limits import Allowances, Limits
 from pensieve.service.live_turn import LiveTurn
-from pensieve.service.queueing import LATEST_SHARE, NOTHING, Ahead, Prompts, ahead_of
+from pensieve.service.queueing import LATEST_SHARE, NOTHING, Ahead, Prompts, ahead_of, waiting
 
 RETRY_SECONDS_MIN = 0.1
 ROOM_SHARE = 8
@@ -119,11 +120,23 @@ class Admission:
             wait = max(wait, for_room, now - nobody_since)
         return wait
 
-    def ahead(self, turns: Sequence[LiveTurn], tenant: str, priority: int, now: float) -> Ahead:
+    def ahead(
+        self,
+        turns: Sequence[LiveTurn],
+        arriving: Iterable[Ask],
+        tenant: str,
+        priority: int,
+        now: float,
+    ) -> Ahead:
         """Of a new turn of this tenant; `turns` are those without a token, as they came."""
+        known = [waiting(live) for live in turns]
+        known += [self.prompts.arriving(ask, self._weight_of(ask.tenant)) for ask in arriving]
+        served = self.prompts.pace.served_since(now)
+        return ahead_of(known, tenant, self._weight_of(tenant), priority, served)
+
+    def _weight_of(self, tenant: str) -> float:
         allowance = self.allowances.known(tenant)
-        weight = allowance.limits.weight if allowance is not None else 1.0
-        return ahead_of(turns, tenant, weight, priority, self.prompts.pace.served_since(now))
+        return allowance.limits.weight if allowance is not None else 1.0
 
     def turn_admitted(self, begun_at: float, now: float) -> None:
         """The engine had room for a turn that began then."""

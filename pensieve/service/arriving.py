@@ -8,6 +8,7 @@ waits for its first call (`gone`).  All of it belongs to the loop.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 from pensieve.service.counts import Counts
 from pensieve.service.draft import Ask
@@ -19,16 +20,19 @@ class Arriving:
         self._of_tenant = Counts[str]()
         self._characters_of_tenant = Counts[str]()
         self._of_request = Counts[tuple[str, str, str]]()
+        self._asks: dict[int, Ask] = {}  # as they came, by their identity
         self._waiting: dict[tuple[str, str, str], list[asyncio.Future[None]]] = {}
 
     def add(self, ask: Ask) -> None:
         self.num_turns += 1
+        self._asks[id(ask)] = ask
         self._of_tenant[ask.tenant] += 1
         self._characters_of_tenant[ask.tenant] += ask.num_characters
         self._of_request[_request(ask)] += 1
 
     def remove(self, ask: Ask) -> None:
         self.num_turns -= 1
+        self._asks.pop(id(ask), None)
         self._of_tenant[ask.tenant] -= 1
         self._characters_of_tenant[ask.tenant] -= ask.num_characters
         self._of_request[_request(ask)] -= 1
@@ -43,6 +47,10 @@ class Arriving:
             waiting = asyncio.get_running_loop().create_future()
             self._waiting.setdefault((tenant, conversation_id, request_id), []).append(waiting)
             await waiting
+
+    def asks(self) -> Collection[Ask]:
+        """In the order in which they came."""
+        return self._asks.values()
 
     def num_characters_of(self, tenant: str) -> int:
         """That wait to be tokenized or stored."""

@@ -257,7 +257,7 @@ class Daemon:
             self.engine.serving,
             self.num_turns + turns.num_warms,
             turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),
-            lambda: admission.ahead(turns.without_token(), tenant, priority, now),
+            lambda: admission.ahead(turns.without_token(), arriving.asks(), tenant, priority, now),
             turns.waiting_since,
             arriving.num_characters_of(tenant),
         )

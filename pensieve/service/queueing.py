@@ -8,6 +8,9 @@ that the engine would serve before it:
   it has.  So a tenant that floods is ahead of itself, and of others by a part of what they have ahead anyway;
 * nobody else: whoever is next is given a place where others hold more (core/preemption.py).
 
+Turns that are about to begin (arriving.py) count as if they waited already, or all of a burst that comes at
+once would find nothing ahead.  Their tokens are not known yet: they are what characters made lately.
+
 It is counted in turns that wait for room, and in the seconds that their prompts take as the engine's own
 cost model predicts them (core/iteration_cost.py): by new tokens at first, and with what has to be recomputed
 once the engine has admitted the turn and says so.  Of a prompt that has begun what was computed meanwhile
@@ -28,9 +31,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pensieve.core.iteration_cost import IterationCost
+from pensieve.service.draft import Ask
 from pensieve.service.live_turn import LiveTurn
 
 LATEST_SHARE = 1 / 8
+
+
+class Waiting(NamedTuple):
+    """What is asked of a turn without a token."""
+
+    tenant: str
+    weight: float
+    priority: int
+    prompt_seconds: float  # as predicted
+    admitted: bool = False
 
 
 class Ahead(NamedTuple):
@@ -46,11 +60,11 @@ class _Share:
         self.weight = 1.0
         self.num_waiting = 0
         self.seconds = 0.0
-        self.begun: list[LiveTurn] = []
+        self.begun: list[Waiting] = []
 
 
 def ahead_of(
-    turns: Sequence[LiveTurn],
+    turns: Sequence[Waiting],
     tenant: str,
     weight: float,
     priority: int,
@@ -61,16 +75,16 @@ def ahead_of(
     `seconds_served`: of prompts that have begun and not ended, predicted seconds that were computed already.
     """
     shares: dict[str, _Share] = {}
-    for live in turns:
-        share = shares.setdefault(live.tenant, _Share())
-        share.weight = live.weight
-        if not live.admitted:
-            if live.tenant == tenant and _priority_of(live) < priority:
+    for turn in turns:
+        share = shares.setdefault(turn.tenant, _Share())
+        share.weight = turn.weight
+        if not turn.admitted:
+            if turn.tenant == tenant and turn.priority < priority:
                 continue
             share.num_waiting += 1
         else:
-            share.begun.append(live)
-        share.seconds += live.prompt_seconds
+            share.begun.append(turn)
+        share.seconds += turn.prompt_seconds
     num_begun = sum(bool(share.begun) for share in shares.values())
     for share in shares.values():
         if share.begun:
@@ -86,8 +100,10 @@ def ahead_of(
     return Ahead(num_turns, seconds)
 
 
-def _priority_of(live: LiveTurn) -> int:
-    return live.ask.options.priority if live.ask is not None else 0
+def waiting(live: LiveTurn) -> Waiting:
+    """A turn that has begun, and has no token yet."""
+    priority = live.ask.options.priority if live.ask is not None else 0
+    return Waiting(live.tenant, live.weight, priority, live.prompt_seconds, live.admitted)
 
 
 class Pace:
@@ -126,9 +142,21 @@ class Prompts:
     def __init__(self) -> None:
         self.cost: IterationCost | None = None  # of the present engine
         self.pace = Pace()
+        self._characters = self._tokens = 0.0  # of the latest prompts
 
     def submitted(self, live: LiveTurn) -> None:
         live.prompt_seconds = self._seconds(live, live.prompt_tokens)
+        if live.ask is not None:
+            self._characters += (live.ask.num_characters - self._characters) * LATEST_SHARE
+            self._tokens += (live.prompt_tokens - self._tokens) * LATEST_SHARE
+
+    def arriving(self, ask: Ask, weight: float) -> Waiting:
+        """A turn that is about to begin; 0 seconds while nothing is known of the tokens."""
+        seconds = 0.0
+        if self.cost is not None and self._characters:
+            num_tokens = round(ask.num_characters * self._tokens / self._characters)
+            seconds = self.cost.iteration_seconds([(0, num_tokens)])
+        return Waiting(ask.tenant, weight, ask.options.priority, seconds)
 
     def admitted(self, live: LiveTurn, missing_tokens: int, now: float, is_only: bool) -> None:
         """The engine begins with it, and has so many tokens to compute."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -10,13 +11,17 @@ from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.turn import TurnOptions
 from pensieve.service.draft import Ask
 from pensieve.service.live_turn import LiveTurn
-from pensieve.service.queueing import Ahead, Pace, Prompts, ahead_of
+from pensieve.service.queueing import Ahead, Pace, Prompts, Waiting, ahead_of, waiting
 from pensieve.text import Message
 
 NUMBERS = count(1)
 
 
-def turn(
+def turn(*args: Any, **options: Any) -> Waiting:
+    return waiting(live_turn(*args, **options))
+
+
+def live_turn(
     tenant: str = "",
     seconds: float = 1.0,
     *,
@@ -105,7 +110,7 @@ def test_an_engine_that_becomes_slower_is_found_out() -> None:
 
 
 def test_a_prompt_is_predicted_by_its_new_tokens_and_then_by_what_is_missing() -> None:
-    prompts, live = Prompts(), turn()
+    prompts, live = Prompts(), live_turn()
     prompts.submitted(live)
     assert live.prompt_seconds == 0.0, "no engine has named its costs"
     prompts.cost = IterationCost(0.01, 0.02, 0.0, 0.001, 0.003)
@@ -116,3 +121,19 @@ def test_a_prompt_is_predicted_by_its_new_tokens_and_then_by_what_is_missing() -
     assert live.prompt_seconds == pytest.approx(120 * 0.01 + 150 * 0.001 + 0.003)
     prompts.ended(live, 2.706)
     assert prompts.wait_seconds(Ahead(0, 1.0)) == pytest.approx(2.0)
+
+
+def test_who_is_about_to_begin_counts_by_what_characters_made_lately() -> None:
+    prompts, live = Prompts(), live_turn()
+    ask = Ask("d", (Message("user", "x" * 400),), TurnOptions(priority=3), "b", "r")
+    prompts.cost = IterationCost(0.01, 0.0, 0.0, 0.0, 0.5)
+    assert prompts.arriving(ask, 2.0) == Waiting("b", 2.0, 3, 0.0), "nothing is known"
+    assert live.ask is not None
+    for num_tokens in (30, 10):
+        live.prompt_tokens = num_tokens * live.ask.num_characters
+        prompts.submitted(live)
+    expected = (30 * 7 / 8 + 10) / (7 / 8 + 1)  # the latest counts most
+    seconds = prompts.arriving(ask, 2.0).prompt_seconds
+    assert seconds == pytest.approx(expected * 400 * 0.01 + 0.5, rel=1e-3)
+    assert ahead_of([prompts.arriving(ask, 2.0)], "b", 2.0, 3) == Ahead(1, seconds)
+    assert ahead_of([prompts.arriving(ask, 2.0)], "b", 2.0, 4) == Ahead(0, 0.0)
