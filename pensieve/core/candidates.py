@@ -46,7 +46,7 @@ class Candidates:
             self._recount(branch, now)
 
     def scan_again(self) -> None:
-        """Branches were pinned, or the policy has learned something."""
+        """Branches were pinned, or the policy has learned from a turn's begin or end."""
         for queue in self.queues:
             queue.scan_again()
 

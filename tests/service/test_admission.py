@@ -283,12 +283,12 @@ def test_turns_about_to_begin_are_ahead_of_the_next(one_by_one: DaemonRig) -> No
     def num_ahead(priority: int = 0) -> float:
         return on_the_loop(rig, lambda: rig.daemon._load(priority=priority).ahead().num_turns)
 
-    keep_the_store_busy(rig, 0.5)
-    for name in ("c", "d"):
-        on_the_loop(rig, rig.daemon.threads.spawn, _begun(rig, ask(name, "r1")))
-    wait_for(lambda: rig.daemon.conversations.arriving.num_turns == 2)
-    assert num_ahead() == 2
-    assert num_ahead(priority=1) == 0
+    with stopped_store(rig):
+        for name in ("c", "d"):
+            on_the_loop(rig, rig.daemon.threads.spawn, _begun(rig, ask(name, "r1")))
+        wait_for(lambda: rig.daemon.conversations.arriving.num_turns == 2)
+        assert num_ahead() == 2
+        assert num_ahead(priority=1) == 0
     wait_for(lambda: rig.num_live == 0 and not rig.daemon.conversations.arriving.num_turns)
     assert num_ahead() == 0
 

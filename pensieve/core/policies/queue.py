@@ -83,7 +83,7 @@ class RetentionQueue:
                 return value, chunk
 
     def scan_again(self) -> None:
-        """What was found may no longer be the least."""
+        """What was found may no longer be the least: something was offered, withdrawn, removed or pinned."""
         self._found_at = None
 
     def _first(self, now: float) -> tuple[float, QueueEntry] | None:
@@ -168,7 +168,7 @@ class RetentionQueue:
             self.offer(branch, now)
 
     def _push(self, branch: Branch, class_index: int) -> None:
-        self.scan_again()
+        assert self._found_at is None, "what was found may not be the least now"
         self._serial += 1
         entry = QueueEntry(branch, class_index, self._serial)
         branch.entries[self.role] = entry
