@@ -52,8 +52,11 @@ start a thread that calls `turn.cancel()`.
 """
 
 from pensieve.client.aio import AsyncClient, AsyncConversation
+from pensieve.client.aio_jobs import AsyncJobs
 from pensieve.client.aio_turn import AsyncTurn
 from pensieve.client.client import Client, Conversation
+from pensieve.client.job_values import Job
+from pensieve.client.jobs import Jobs
 from pensieve.client.requests import SamplingOptions, SendOptions
 from pensieve.client.retry import Retry
 from pensieve.client.turn import Turn
@@ -71,11 +74,14 @@ from pensieve.client.values import (
 __all__ = [
     "AsyncClient",
     "AsyncConversation",
+    "AsyncJobs",
     "AsyncTurn",
     "Client",
     "Conversation",
     "ConversationState",
     "Delta",
+    "Job",
+    "Jobs",
     "Message",
     "Reply",
     "Restarted",
