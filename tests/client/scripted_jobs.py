@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -22,6 +23,8 @@ class ScriptedJobs(jobs_pb2_grpc.JobServiceServicer):
         self.breaks: deque[int] = (
             deque()
         )  # streams that break, after so many messages of theirs; -1: not
+        self.is_idle = False  # a watched job does not change
+        self.left = threading.Event()  # somebody has left the watch of such a job
         self.lost_answers = 0  # of CreateJob, whose job is kept
         self.jobs: dict[str, pb.Job] = {}
         self.files: dict[str, bytes] = {}
@@ -127,6 +130,11 @@ class ScriptedJobs(jobs_pb2_grpc.JobServiceServicer):
             number += 1
             yield pb.WatchJobResponse(job=job)
             if job.state == pb.JOB_STATE_ENDED:
+                return
+            if self.is_idle:
+                if not context.add_callback(self.left.set):
+                    self.left.set()
+                self.left.wait(30)
                 return
             job.num_answered += 1
             if job.num_answered == job.num_lines:

@@ -203,10 +203,11 @@ def test_a_watch_goes_on_and_an_end_of_retries_is_an_error(
 
 def test_who_leaves_a_watch_ends_it(server: ScriptedServer, client: Client) -> None:
     client.jobs.create(FILE, job_id="left")
+    server.jobs.is_idle = True
     for job in client.jobs.watch("left"):
         assert job.num_answered == 0
         break
-    assert client.jobs.get("left").state == "running"
+    assert server.jobs.left.wait(30)
 
 
 def test_the_same_with_asyncio(server: ScriptedServer, tmp_path: Path) -> None:
