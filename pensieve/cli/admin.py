@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from pensieve.cli import admin_jobs
 from pensieve.cli.admin_stats import MIB, seconds_text, stats_table
 from pensieve.cli.flags import add_settings, tls_to, with_settings
 from pensieve.config import DATA, REACHING, Resolved
@@ -79,6 +80,9 @@ def add_parser(commands: Any) -> None:
             )
     command("check", check, "recompute every invariant; exit code 1 if something is wrong")
     command("tenants", tenants, "what each tenant has taken, and its limits")
+    admin_jobs.add_arguments(
+        command("jobs", admin_jobs.jobs, "the batch jobs of all tenants: list them, or steer some")
+    )
     command("drain", drain, "take no new turn, finish what runs, and exit")
 
 

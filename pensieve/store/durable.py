@@ -10,10 +10,10 @@ from typing import IO
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[IO[bytes]]:
+def new_file(path: Path, mode: int = 0o600) -> Iterator[IO[bytes]]:
     """Written under another name, synced, and only then renamed; its name is durable as well."""
     partial = path.with_name(f"{path.name}.partial")
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "w+b") as file:
             yield file

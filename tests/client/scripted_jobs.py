@@ -24,7 +24,7 @@ class ScriptedJobs(jobs_pb2_grpc.JobServiceServicer):
             deque()
         )  # streams that break, after so many messages of theirs; -1: not
         self.is_idle = False  # a watched job does not change
-        self.left = threading.Event()  # somebody has left the watch of such a job
+        self.left = threading.Event()  # a watch has ended
         self.lost_answers = 0  # of CreateJob, whose job is kept
         self.jobs: dict[str, pb.Job] = {}
         self.files: dict[str, bytes] = {}
@@ -123,6 +123,8 @@ class ScriptedJobs(jobs_pb2_grpc.JobServiceServicer):
         self, request: pb.WatchJobRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.WatchJobResponse]:
         job, most = self._job("WatchJob", request, context), self._most()
+        if not context.add_callback(self.left.set):
+            self.left.set()
         number = 0
         while True:
             if number == most:
@@ -132,8 +134,6 @@ class ScriptedJobs(jobs_pb2_grpc.JobServiceServicer):
             if job.state == pb.JOB_STATE_ENDED:
                 return
             if self.is_idle:
-                if not context.add_callback(self.left.set):
-                    self.left.set()
                 self.left.wait(30)
                 return
             job.num_answered += 1

@@ -189,6 +189,18 @@ NOT_RUN = {
         ),
         "needs a trace of one's own; tests/cli/test_simulate.py has small ones",
     ),
+    **dict.fromkeys(
+        (
+            "pensieve batch requests.jsonl -o answers.jsonl --address 127.0.0.1:50051",
+            "pensieve batch requests.jsonl smollm2 -o answers.jsonl --errors refused.jsonl",
+            "pensieve batch requests.jsonl --check",
+            "pensieve batch requests.jsonl -o answers.jsonl --again",
+            "pensieve admin jobs",
+            "pensieve admin jobs pause nightly",
+            "pensieve admin jobs delete nightly --tenant acme",
+        ),
+        "needs requests, and jobs of one's own; tests/cli/test_batch.py has some",
+    ),
     "rm -r /var/drill /srv/copy": "not ours",
     "pip install torch && pip install .": "needs a package index",
     "pip install '.[cuda13]'": "needs a package index and a GPU",

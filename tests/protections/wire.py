@@ -118,6 +118,27 @@ PROTECTIONS = (
         "service/test_peers.py::test_who_waits_for_bodies_that_do_not_end_is_given_up_too",
     ),
     protection(
+        "a job's file is whole when its client says so",
+        "service/grpc/jobs.py",
+        '    raise InvalidArgument("complete", "is missing: the file may not be whole")\n',
+        "",
+        "service/test_job_rpcs.py::test_a_client_that_leaves_while_it_sends_leaves_no_job",
+    ),
+    protection(
+        "a tenant sends few files of jobs at once",
+        "service/grpc/incoming.py",
+        "        if self._num_sending[group] >= SENDING_MAX:\n",
+        "        if self._num_sending[group] < 0:\n",
+        "service/test_job_rpcs.py::test_one_tenant_sends_few_files_at_a_time",
+    ),
+    protection(
+        "a client goes on behind the last whole line of results",
+        "client/jobs.py",
+        "                    request.after_line = piece.last_line\n",
+        "",
+        "client/test_jobs.py::test_results_go_on_where_their_stream_broke",
+    ),
+    protection(
         "what a tenant's requests hold while they are handled is bounded",
         "service/grpc/incoming.py",
         "        while self.bytes_held[group] > HELD_BYTES_MAX:\n",

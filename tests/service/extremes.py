@@ -26,6 +26,7 @@ TEXTS = (
     ),
     *("%s%n", "' OR 1=1 --", "x" * 511, "x" * 4096, "x" * 4097, "word " * 4000, "y" * 70_000),
 )
+BYTES = (b"", b"\x00", b"\n", b"{}\n" * 100, b"\xff" * 5000, b"x" * 70_000)
 DOUBLES = (
     *(0.0, -0.0, 1.0, 0.5, -1.0, 2.0, 1e-320, 2.2e-308, 1.8e308, -1.8e308, 1e9, 1e300),
     *(float("nan"), float("inf"), float("-inf"), 0.1, 100.0),
@@ -42,6 +43,8 @@ DEPTH_MAX = 4  # of messages in messages, where chance decides
 
 def values_of(field: Kind) -> tuple[Any, ...]:
     """The extreme values of one element of a field that is no message."""
+    if field.type == Kind.TYPE_BYTES:
+        return BYTES
     match field.cpp_type:
         case Kind.CPPTYPE_STRING:
             return TEXTS

@@ -32,11 +32,10 @@ LOOK_SECONDS = 0.01
 
 
 class ScriptedJobs:
-    """All of it in the loop.  `num_each_look`: how many lines are answered each time a watch looks."""
+    """All of it in the loop."""
 
-    def __init__(self, folder: Path, num_each_look: int = 0) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.num_each_look = num_each_look
         self.store = JobStore.open(folder)
         self.headers: list[tuple[str, JobHeader]] = []
         self.num_chunks = 0
@@ -113,8 +112,6 @@ class ScriptedJobs:
     async def watch(self, tenant: str, job_id: str) -> AsyncIterator[JobView]:
         key, shown = JobKey(tenant, job_id), None
         while True:
-            if self.num_each_look:
-                self.work(key, self.num_each_look)
             view = view_of(self.store.get(key))
             if view != shown:
                 yield view

@@ -357,5 +357,5 @@ def test_a_daemon_without_jobs_says_so(tmp_path: Path) -> None:
         service = jobs_pb2_grpc.JobServiceStub(rig.channel)
         with pytest.raises(grpc.RpcError) as error:
             service.GetJob(pb.GetJobRequest(job_id="x"))
-        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND
         assert "takes no jobs" in error.value.details()

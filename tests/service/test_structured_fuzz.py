@@ -18,7 +18,7 @@ from google.protobuf import descriptor
 
 from pensieve.client import Client
 from pensieve.client.admin import Admin
-from pensieve.v1 import admin_pb2, conversation_pb2, status_pb2
+from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2, status_pb2
 from tests.scale import SCALE, SEED
 from tests.service.extremes import at_random, one_by_one
 from tests.service.rig_daemon import ServeProcess
@@ -40,7 +40,7 @@ class Method(NamedTuple):
 def methods() -> list[Method]:
     """All that the daemon offers, but for what is left out."""
     found = []
-    for module in (conversation_pb2, admin_pb2):
+    for module in (conversation_pb2, jobs_pb2, admin_pb2):
         for service in module.DESCRIPTOR.services_by_name.values():
             assert isinstance(service, descriptor.ServiceDescriptor)
             for each in service.methods:

@@ -282,6 +282,7 @@ def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
         "service/audit_log.py",  # when something was done
         "service/daemon_config.py",  # when the engine began, beside when conversations changed
         "store/conversation_store.py",  # created, updated, finished
+        "store/job_store.py",  # created, started, ended
     }
 
 

@@ -18,7 +18,6 @@ from pensieve.errors import (
     NotFound,
     PermissionDenied,
     QueueFull,
-    Unavailable,
 )
 from pensieve.service.grpc.auth import caller
 from pensieve.service.grpc.translate import timestamp
@@ -65,7 +64,7 @@ class JobService(jobs_pb2_grpc.JobServiceServicer):
     @property
     def _jobs(self) -> Jobs:
         if self._found is None:
-            raise Unavailable("this daemon takes no jobs")
+            raise NotFound("this daemon takes no jobs")
         return self._found
 
     async def CreateJob(

@@ -1,0 +1,332 @@
+"""`pensieve batch` has a file of requests answered by a daemon, as a job that goes on without it.
+
+    FILE ──> the job of this file ──> wait until it has ended ──> OUT and the file of errors
+             (found, or created)
+
+The job's id comes from the file's digest, so the same command finds the same job, whatever has happened to
+this process or the daemon meanwhile, and computes nothing again that was answered.  OUT and the file of
+errors are there as a whole or not at all.  Ctrl-C ends the waiting, and not the job (of a daemon that was
+started for it: the job stays in the data folder); it raises only where nothing is under way (ctrl_c.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pensieve.cli.batch_progress import Progress, summary_of
+from pensieve.cli.ctrl_c import CtrlC
+from pensieve.cli.flags import add_settings, tls_to, with_settings
+from pensieve.cli.reaching import check_reaching, check_whose, daemon_of, reached, start_daemon
+from pensieve.config import REACHING, SETTINGS, Resolved
+from pensieve.errors import (
+    AlreadyExists,
+    ConfigError,
+    InvalidArgument,
+    NotFound,
+    PensieveError,
+    Unavailable,
+)
+
+if TYPE_CHECKING:
+    from pensieve.client import Client, Job
+
+LOOK_SECONDS = (0.05, 1.0)  # between two looks at the job: at first, and at most
+ERRORS_SHOWN = 10
+NAME_CHARACTERS_MAX = 60  # of the file, as the job's name
+DIGEST_DIGITS = 16  # of the file, in the job's id
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "batch",
+        help="have a file of requests answered, beside the conversations",
+        description="Answer a file of requests in OpenAI's Batch format (JSON lines with custom_id, method, "
+        "url and body): through the daemon at --address, else through a `pensieve serve` that has the data "
+        "folder, else through one that is started for it. What requests begin with alike is computed once. "
+        "The same command again goes on with the same job, and answers nothing twice.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="the requests, one in each line")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="OUT", help="the answers, in the order of the lines"
+    )
+    parser.add_argument(
+        "--errors",
+        type=Path,
+        metavar="FILE",
+        help="what is wrong with lines, if anything is (default: OUT with .errors before its suffix)",
+    )
+    parser.add_argument(
+        "--name", metavar="ID", help="id of the job (default: from the digest of the file)"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="compute all of it again, as a job of its own"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say what is wrong with the lines"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_settings(parser, REACHING, SETTINGS)
+    parser.set_defaults(run=with_settings(run))
+
+
+class Requests(NamedTuple):
+    """The file, as it is now."""
+
+    path: Path
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A daemon, and what becomes of a job there when this process ends."""
+
+    client: Client
+    name: str
+    goes_on: str
+
+
+def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
+    requests = _requests(arguments.file)
+    output, errors = _targets(arguments)
+    with CtrlC() as ctrl_c, contextlib.ExitStack() as stack:
+        progress = stack.enter_context(Progress(sys.stderr))
+        daemon = _reach(stack, resolved, progress, ctrl_c)
+        ctrl_c.check()
+        job_id = _job_id(arguments, requests)
+        job = _found_or_created(daemon, job_id, requests, arguments.check, ctrl_c)
+        try:
+            job = _ended(daemon.client, job, progress, ctrl_c)
+            if arguments.check:
+                return _report_check(arguments, daemon.client, job)
+            progress.note("writing")
+            shown = _write_results(daemon.client, job_id, output, errors, ctrl_c)
+        except (KeyboardInterrupt, Unavailable) as error:
+            progress.end()
+            if arguments.check:
+                with contextlib.suppress(PensieveError):
+                    daemon.client.jobs.delete(job_id, timeout=1.0)
+                raise
+            print(_way_back(arguments, job_id, daemon, error), file=sys.stderr)
+            return 130 if isinstance(error, KeyboardInterrupt) else error.exit_code
+    _say(arguments, job, output, errors, shown)
+    return 0 if job.outcome == "completed" and not job.num_refused else 1
+
+
+# -- what is given --
+
+
+def _requests(path: Path) -> Requests:
+    try:
+        with path.open("rb") as file:
+            return Requests(path, hashlib.file_digest(file, "sha256").hexdigest())
+    except OSError as error:
+        raise InvalidArgument("FILE", f"{path} cannot be read: {error.strerror}") from error
+
+
+def _targets(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """Where answers and errors go; whatever is wrong with that is said before anything is computed."""
+    output: Path | None = arguments.output
+    if arguments.check:
+        return Path(), Path()
+    if output is None:
+        raise InvalidArgument("-o", "is needed: the file for the answers")
+    _check_target("-o", output)
+    errors = arguments.errors or output.with_name(f"{output.stem}.errors{output.suffix}")
+    _check_target("--errors", errors)
+    paths = [path.resolve() for path in (arguments.file, output, errors)]
+    if len(set(paths)) < len(paths):
+        raise InvalidArgument("-o", "requests, answers and errors are three files")
+    return output, errors
+
+
+def _check_target(flag: str, path: Path) -> None:
+    if path.is_dir():
+        raise InvalidArgument(flag, f"{path} is a folder")
+    if not os.access(path.parent, os.W_OK):
+        raise InvalidArgument(flag, f"nothing can be written to the folder {path.parent}")
+
+
+def _shown_name(requests: Requests) -> str:
+    return requests.path.name.encode("utf-8", "replace").decode()[:NAME_CHARACTERS_MAX]
+
+
+def _job_id(arguments: argparse.Namespace, requests: Requests) -> str:
+    given: str | None = arguments.name
+    job_id = given or f"batch-{requests.sha256[:DIGEST_DIGITS]}"
+    return f"{job_id}-{secrets.token_hex(4)}" if arguments.again or arguments.check else job_id
+
+
+# -- the daemon and the job --
+
+
+def _reach(
+    stack: contextlib.ExitStack, resolved: Resolved, progress: Progress, ctrl_c: CtrlC
+) -> Reached:
+    from pensieve.client import Client, Retry
+
+    data, address = resolved.settings.data, resolved.values["daemon"]
+    if address is None:
+        check_reaching(resolved)
+        address = daemon_of(data)
+    if address is None:
+        daemon = start_daemon(stack, resolved, "pensieve batch", False, ctrl_c)
+        client = stack.enter_context(Client(daemon.address))
+        goes_on = f"it stays in {data} and is not computed meanwhile"
+        return Reached(client, "the engine", goes_on)
+    token, tls = resolved.values["token"], tls_to(address, resolved)
+    with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as first:
+        info = reached(first)
+    check_whose(resolved, address, info)
+
+    def wait(seconds: float) -> None:
+        progress.note(f"{address} cannot answer yet; trying again, Ctrl-C gives up")
+        if not ctrl_c.sleep(seconds):
+            raise KeyboardInterrupt
+
+    client = stack.enter_context(
+        Client(address, token=token, tls=tls, retry=Retry(retries=12), sleep=wait)
+    )
+    return Reached(client, address, "it goes on there by itself")
+
+
+def _found_or_created(
+    daemon: Reached, job_id: str, requests: Requests, check_only: bool, ctrl_c: CtrlC
+) -> Job:
+    """The job of this file; one whose file is on its way, by another process, is waited for."""
+    jobs = daemon.client.jobs
+    while True:
+        ctrl_c.check()
+        try:
+            job = jobs.get(job_id)
+        except NotFound:
+            try:
+                return jobs.create(
+                    requests.path,
+                    job_id=job_id,
+                    name=requests.path.name[:80],
+                    check_only=check_only,
+                )
+            except AlreadyExists:
+                continue  # another process was quicker
+        if job.state == "receiving":
+            ctrl_c.sleep(LOOK_SECONDS[1])
+            continue
+        if job.sha256 != requests.sha256:
+            raise AlreadyExists(
+                f"the job {job_id!r} was made from another file than {requests.path} is now; --name gives "
+                "this one another id"
+            )
+        return job
+
+
+def _ended(client: Client, job: Job, progress: Progress, ctrl_c: CtrlC) -> Job:
+    """The job, once it has ended."""
+    pause, most = LOOK_SECONDS
+    while job.state != "ended":
+        progress.show(job)
+        if not ctrl_c.sleep(pause):
+            raise KeyboardInterrupt
+        pause = min(2 * pause, most)
+        job = client.jobs.get(job.job_id)
+    progress.show(job)
+    return job
+
+
+def _way_back(
+    arguments: argparse.Namespace, job_id: str, daemon: Reached, error: BaseException
+) -> str:
+    what = f"pensieve: {error}\n" if isinstance(error, PensieveError) else ""
+    same = "the same command again"
+    if arguments.again:
+        same = f"the same command with --name {job_id} in the place of --again"
+    return f"{what}the job is {job_id}: {daemon.goes_on}; {same} goes on with it"
+
+
+# -- results --
+
+
+def _write_results(
+    client: Client, job_id: str, output: Path, errors: Path, ctrl_c: CtrlC
+) -> list[str]:
+    """Both files; returns the first errors in words.  Without errors, there is no file of them."""
+
+    def lines(kind: str) -> Iterator[bytes]:
+        for line in client.jobs.results(job_id, kind):
+            ctrl_c.check()
+            yield line
+
+    _write(output, lines("answers"))
+    refused = lines("errors")
+    first = [*islice(refused, ERRORS_SHOWN)]
+    if first:
+        _write(errors, chain(first, refused))
+    else:
+        errors.unlink(missing_ok=True)  # of an earlier command
+    return [_in_words(line) for line in first]
+
+
+def _write(path: Path, lines: Iterable[bytes]) -> None:
+    from pensieve.store.durable import new_file
+
+    try:
+        with new_file(path, 0o666) as file:  # less what the user's umask takes away
+            file.writelines(line + b"\n" for line in lines)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _in_words(line: bytes) -> str:
+    """The error of a line, as `line 4 ("a-4"): max_tokens must be at least 1`."""
+    error: dict[str, Any] = {}
+    custom_id = None
+    with contextlib.suppress(ValueError, AttributeError):
+        found = json.loads(line)
+        custom_id = found.get("custom_id")
+        response = found.get("response") or {}
+        error = found.get("error") or response.get("body", {}).get("error") or {}
+    where = f"line {error['line']}" if "line" in error else "a line"
+    named = f" ({json.dumps(custom_id)})" if custom_id else ""
+    text = " ".join(str(error.get("message", "has no answer")).split())
+    return f"{where}{named}: {''.join(each if each.isprintable() else '?' for each in text)}"
+
+
+def _report_check(arguments: argparse.Namespace, client: Client, job: Job) -> int:
+    shown = [_in_words(line) for line in client.jobs.results(job.job_id, "errors")]
+    client.jobs.delete(job.job_id)
+    if arguments.json:
+        print(json.dumps({"lines": job.num_lines, "refused": job.num_refused, "problems": shown}))
+    else:
+        print("\n".join(shown) or f"nothing is wrong with {job.num_lines:,} lines")
+    return 1 if job.num_refused or job.outcome != "checked" else 0
+
+
+def _say(
+    arguments: argparse.Namespace, job: Job, output: Path, errors: Path, shown: list[str]
+) -> None:
+    for line in shown:
+        print(line, file=sys.stderr)
+    if job.num_refused > len(shown):
+        print(f"and {job.num_refused - len(shown):,} more, in {errors}", file=sys.stderr)
+    if arguments.json:
+        figures = {
+            name: getattr(job, name)
+            for name in (
+                *("job_id", "outcome", "problem", "num_lines", "num_answered", "num_refused"),
+                *("prompt_tokens", "saved_tokens", "output_tokens"),
+            )
+        }
+        paths = {"output": str(output), "errors": str(errors) if job.num_refused else None}
+        print(json.dumps(figures | paths))
+        return
+    print(f"{summary_of(job)}; answers in {output}" + (f", errors in {errors}" if shown else ""))

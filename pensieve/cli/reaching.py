@@ -1,0 +1,147 @@
+"""Which daemon a command talks to: the one at --address, the one that has the data folder, or its own.
+
+`pensieve chat` and `pensieve batch` look for a daemon in this order, and refuse settings that would be taken
+and ignored.  A daemon of their own is started in the process, on a private socket in the data folder
+(launch/embedded_daemon.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pensieve.cli.ctrl_c import CtrlC
+from pensieve.config import REACHING, SETTINGS, Resolved
+from pensieve.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidArgument,
+    ServerFault,
+    Unavailable,
+)
+
+if TYPE_CHECKING:
+    from pensieve.client import Client, ServerInfo
+    from pensieve.launch.embedded_daemon import EmbeddedDaemon
+
+
+def daemon_of(data: Path) -> str | None:
+    """The socket of the `pensieve serve` that has the data folder now, if there is one."""
+    from pensieve.service.admin_socket import is_listened_to, socket_address, socket_path
+    from pensieve.store.folder import holder_of
+
+    holder = holder_of(data)
+    if not holder.startswith("pensieve serve"):
+        return None
+    try:
+        path = socket_path(data)
+    except ConfigError:
+        return None
+    if not is_listened_to(path):
+        return None
+    print(f"talking through {holder}, which has {data}", file=sys.stderr, flush=True)
+    return socket_address(path)
+
+
+def check_whose(resolved: Resolved, address: str, info: ServerInfo | None) -> None:
+    """Settings of a daemon that is not started here; those that all commands share do not count."""
+    from pensieve.launch.model_folder import model_name
+
+    given = [
+        "MODEL" if setting.name == "model" else setting.flag
+        for setting in SETTINGS
+        if setting.name != "data" and resolved.sources[setting.name] == "flag"
+    ]
+    if "MODEL" in given and info is not None and model_name(resolved.settings.model) == info.model:
+        given.remove("MODEL")
+    if given:
+        what = "its own model and settings; leave out what is for another"
+        raise InvalidArgument(", ".join(given), f"the daemon at {address} has {what}")
+
+
+def check_reaching(resolved: Resolved) -> None:
+    """The daemon of this data folder has neither TLS nor tokens for those who come through its socket."""
+    given = [each.flag for each in REACHING if resolved.sources[each.name] == "flag"]
+    if given:
+        raise InvalidArgument(", ".join(given), "is for a daemon at --address")
+
+
+def start_daemon(
+    stack: contextlib.ExitStack, resolved: Resolved, holder: str, quiet: bool, ctrl_c: CtrlC
+) -> EmbeddedDaemon:
+    """A daemon in this process, ready to be talked to; Ctrl-C meanwhile ends the program."""
+    log_errors(stack)
+    make_model(resolved.settings.model, ctrl_c)
+    with status(quiet) as report:
+        report("opening the history")
+        from pensieve.launch.embedded_daemon import EmbeddedDaemon
+
+        return stack.enter_context(
+            EmbeddedDaemon(resolved, holder, report, given_up=lambda: ctrl_c.pressed)
+        )
+
+
+def make_model(model: str, ctrl_c: CtrlC) -> None:
+    """What is done for a model at its first time, said in lines that stay."""
+    from pensieve.launch.model_folder import needs_making, resolve_model
+
+    def check() -> None:
+        if ctrl_c.pressed:
+            raise KeyboardInterrupt
+
+    if needs_making(model):
+        resolve_model(model, lambda line: print(line, file=sys.stderr, flush=True), check)
+
+
+def reached(client: Client) -> ServerInfo | None:
+    """Whatever is wrong with address, TLS or token is said before a person has written anything.
+
+    One that loads its model, or starts its engine again, is waited for by whatever is sent first.
+    """
+    try:
+        info = client.server_info()
+    except ServerFault:  # a daemon of an earlier version cannot say
+        return None
+    except (Unavailable, DeadlineExceeded) as error:
+        hint = "; `pensieve serve` starts a daemon" if "nothing listens" in str(error) else ""
+        raise Unavailable(f"no daemon can be reached at {client.address}: {error}{hint}") from error
+    if info.state == "draining":
+        raise Unavailable(f"the daemon at {client.address} is about to stop, and takes no turns")
+    return info
+
+
+def log_errors(stack: contextlib.ExitStack) -> None:
+    """Of what a daemon logs, a terminal shows its errors."""
+    log, handler = logging.getLogger("pensieve"), logging.StreamHandler()
+    handler.setLevel(logging.ERROR)
+    handler.setFormatter(logging.Formatter("! %(message)s"))
+    log.addHandler(handler)
+    stack.callback(log.removeHandler, handler)
+
+
+@contextlib.contextmanager
+def status(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Stages on standard error: one changing line on a terminal, plain lines in a log."""
+    if not sys.stderr.isatty():
+        yield (
+            (lambda line: None)
+            if quiet
+            else (lambda line: print(line, file=sys.stderr, flush=True))
+        )
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("starting") as status:
+        keep = ("KV pools", "chat template", "a turn of", "conversation ")
+
+        def report(line: str) -> None:
+            if line.startswith(keep) and not quiet:
+                console.print(line, style="dim", highlight=False)
+            status.update(line)
+
+        yield report
