@@ -15,6 +15,7 @@ import torch
 from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cpu, cuda, reference
 from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.attention.shared import SharedPages
 from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.shapes import Shapes
@@ -32,6 +33,7 @@ def multi_token_attention(
     out: torch.Tensor,  # (tokens, heads, head_size); may not alias query
     work: Work | None = None,  # on a GPU, the plan for these slices; None: it is made here
     kv_scales: torch.Tensor | None = None,  # float32 (2, kv_heads), of pages in fp8
+    shared: SharedPages | None = None,  # on a CPU, which slices share pages; the result is the same
 ) -> None:
     """out[t] = softmax(scaling · query[t] · Kᵀ) · V over positions 0 … position of t, per head.
 
@@ -49,7 +51,7 @@ def multi_token_attention(
                 *tensors, scaling, out, work, kv_scales=kv_scales
             ):
                 cuda_launch.launch(launch, query.device)
-        case "cpu" if cpu.multi_token_attention(*tensors, scaling, out):
+        case "cpu" if cpu.multi_token_attention(*tensors, scaling, out, shared):
             pass
         case _:
             reference.multi_token_attention(*tensors, scaling, out, kv_scales)
