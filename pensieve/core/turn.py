@@ -22,6 +22,7 @@ from pensieve.core.prefix_tree import Chunk
 from pensieve.core.sampling import Sampling
 
 PRIORITY_MIN, PRIORITY_MAX = -8, 8
+BACKGROUND_LEVEL = PRIORITY_MIN - 2  # below all interactive turns, also those without a place
 QUEUE_ORDER = attrgetter("queue_order")  # of turns of one share, the least first
 
 
@@ -80,6 +81,7 @@ class TurnOptions:
     sampling: Sampling = field(default_factory=Sampling)
     priority: int = 0  # PRIORITY_MIN..PRIORITY_MAX
     away_seconds: float = 0.0  # how long the conversation is expected to be idle after it
+    background: bool = False  # nobody waits for it: it takes what the others leave free
 
 
 class Ended(NamedTuple):
@@ -127,6 +129,10 @@ class Turn:
     usage: Usage = field(default_factory=Usage)
 
     @property
+    def is_background(self) -> bool:
+        return self.options.background
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_end
 
@@ -164,7 +170,8 @@ class Turn:
 
     def enqueue(self, arrival: int) -> None:
         """It is the `arrival`-th turn that came."""
-        self.arrival, self.level = arrival, self.options.priority
+        self.arrival = arrival
+        self.level = BACKGROUND_LEVEL if self.is_background else self.options.priority
         self.queue_order = (-self.level, arrival)
 
     def give_way(self, other: Turn, arrival: int) -> None:

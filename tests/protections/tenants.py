@@ -62,8 +62,8 @@ PROTECTIONS = (
     protection(
         "a share that holds most gives pages back",
         "core/preemption.py",
-        "would_hold < held[share]\n",
-        "would_hold < 0\n",
+        "would_hold < held[share])\n",
+        "would_hold < 0)\n",
         "core/test_preemption.py::test_a_share_that_holds_everything_gives_back_a_part",
         "core/test_preemption.py::test_a_flood_at_the_highest_priority_leaves_others_their_share",
     ),
