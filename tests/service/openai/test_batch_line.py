@@ -80,6 +80,8 @@ def test_a_line_may_end_as_lines_do_and_the_first_may_have_a_byte_order_mark():
         (b'{"a": {"b": 1, "b": 2}}', "the line has 'b' twice in one object"),
         (b"[" * 1_000_000, "the line is nested too deeply"),
         (b'{"a":' * 200_000, "the line is nested too deeply"),
+        (b'{"a": [' + b"{}," * 70_000 + b"[]]}", "the line holds more than 65,536 objects and"),
+        (b"{" + b'"a":1,' * 70_000 + b'"b":2}', "the line holds more than 65,536 objects and"),
         (b'{"a": ' + b"1" * 5_000 + b"}", "the line holds a number that is too large"),
     ],
 )
@@ -88,6 +90,13 @@ def test_a_line_that_is_not_json_is_named_by_its_number(text: bytes, message: st
     assert found.message.startswith(message)
     assert found[:3] == (7, None, "invalid_json_line")
     assert found.param is None
+
+
+def test_text_may_hold_any_number_of_brackets_and_quotes():
+    content = '{"a": [1]}\\\n' * 100_000
+    found = read(LINE | {"body": BODY | {"messages": [{"role": "user", "content": content}]}})
+    assert isinstance(found, BatchLine)
+    assert found.request.messages == (Message("user", content),)
 
 
 def test_a_line_has_a_largest_size():
