@@ -165,6 +165,10 @@ class GroupFeed:
     def group_of(self, request: int) -> int:
         return self._group_of[request].index
 
+    def prefix_tokens_of(self, group: int) -> int:
+        """That its requests share; 0: none."""
+        return self._groups[group].prefix_tokens
+
     # -- what happened --
 
     def prefix_computed(self, group: int) -> None:
