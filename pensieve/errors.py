@@ -7,6 +7,7 @@
     │   └── PrefixTaken           the prefix_id already stands for another system prompt or other tools
     ├── TurnRunning               a turn of this conversation is running; `turn_id` names it
     ├── StaleRevision             expected_revision is not the present one
+    ├── WrongJobState             a job is in a state in which this cannot be done: it has ended, say
     ├── ContextFull               the conversation no longer fits; `tokens_max` is the limit
     ├── QueueFull                 a bounded queue is full, or a tenant's `limit` is reached; try again later
     ├── StorageFull               the tenant's conversations take all the space they may; delete some
@@ -128,6 +129,13 @@ class StaleRevision(PensieveError):
         super().__init__(f"expected revision {expected}, the conversation is at {actual}")
         self.expected = expected
         self.actual = actual
+
+
+class WrongJobState(PensieveError):
+    """A job is in a state in which this cannot be done; the message names it."""
+
+    grpc_status = "FAILED_PRECONDITION"
+    reason = "JOB_STATE"
 
 
 class ContextFull(PensieveError):

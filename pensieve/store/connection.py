@@ -1,4 +1,4 @@
-"""The only read-write connection to the database of a history, and read-only ones.
+"""The only read-write connection to the database of a history or of a job, and read-only ones.
 
 One writer.  Nothing else in any process writes or checkpoints this database: the data folder is locked,
 checkpoints happen on this connection, readers open with mode=ro, and there is no mmap.  This also avoids
@@ -67,7 +67,7 @@ class Writer:
     """The connection for one thread at a time; it opens again after an error.
 
     `driver` is pysqlite3 or sqlite3; `on_open` is called with each new sqlite_utils Database; `now` is the
-    clock of the records.
+    clock of the records; `noun` is what errors call it.
     """
 
     def __init__(
@@ -78,11 +78,13 @@ class Writer:
         driver: Any = preferred_driver,
         busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
         statement_seconds: float = STATEMENT_SECONDS,
+        noun: str = "the history",
     ) -> None:
         if driver.sqlite_version_info < SQLITE_VERSION_MIN:
             raise StoreError(f"SQLite {driver.sqlite_version} is too old; 3.37 is needed")
         self.path = path
         self.driver = driver
+        self._noun = noun
         self._on_open = on_open
         self._busy_timeout_seconds = busy_timeout_seconds
         self.figures = WriteFigures(self.journal_path)
@@ -161,7 +163,7 @@ class Writer:
     @contextlib.contextmanager
     def _operation(self) -> Iterator[Any]:
         if not self._in_use.acquire(blocking=False):
-            raise RuntimeError("the history is being used by another thread")
+            raise RuntimeError(f"{self._noun} is being used by another thread")
         try:
             if self._db is None:
                 self._db = self._open()
@@ -170,7 +172,7 @@ class Writer:
         except self.driver.Error as error:
             if _primary_code(error) in REOPEN_AFTER:
                 self._discard()
-            raise explained(error, self.path) from error
+            raise explained(error, self.path, self._noun) from error
         finally:
             if self._db is not None and self._db.conn.in_transaction:
                 self._discard()  # the rollback failed; closing rolls back
@@ -233,15 +235,15 @@ class Writer:
                 db.conn.close()
 
 
-def explained(error: Any, path: Path) -> Exception:
+def explained(error: Any, path: Path, noun: str = "the history") -> Exception:
     """The PensieveError for a driver's error; an error that should not happen is returned as it is."""
     primary = _primary_code(error)
     if primary in UNAVAILABLE:
-        return StoreUnavailable(f"the history {path}: {UNAVAILABLE[primary]}")
+        return StoreUnavailable(f"{noun} {path}: {UNAVAILABLE[primary]}")
     if not primary and UNDECODABLE in str(error):
-        return StoreCorrupt(f"the history {path}: a text is damaged")
+        return StoreCorrupt(f"{noun} {path}: a text is damaged")
     if primary in CORRUPT:
-        return StoreCorrupt(f"the history {path}: {CORRUPT[primary]}")
+        return StoreCorrupt(f"{noun} {path}: {CORRUPT[primary]}")
     assert isinstance(error, Exception)
     return error
 

@@ -25,8 +25,17 @@ RESTORING_NAME = "conversations.db.restoring"
 LOCK_NAME = "lock"
 IDENTITY_NAME = "history"
 DAMAGED_NAME = "damaged"
+JOBS_NAME = "jobs"
 HOLDER_BYTES_MAX = 256
-OUR_NAMES = (LOCK_NAME, IDENTITY_NAME, DAMAGED_NAME, "admin.sock", "chat_history", "lost+found")
+OUR_NAMES = (
+    LOCK_NAME,
+    IDENTITY_NAME,
+    DAMAGED_NAME,
+    JOBS_NAME,
+    "admin.sock",
+    "chat_history",
+    "lost+found",
+)
 
 
 class DataFolder:

@@ -30,6 +30,7 @@ from pensieve.errors import StoreError, StoreTooNew, StoreUnavailable
 from pensieve.store.stored_bytes import ADDED_UP_BEFORE_LOGPROBS
 
 APPLICATION_ID = 0x50656E73  # "Pens"
+LAST_RESORT = "restore a backup from before that (`pensieve restore`)"
 
 
 def m001_initial(db: Any) -> None:
@@ -141,12 +142,21 @@ STEPS: tuple[Step, ...] = (
 )
 
 
-def migrate(db: Any, path: Path, steps: Sequence[Step] = STEPS) -> None:
-    """Bring the database at `path` to the newest schema; raises StoreError if that is not possible."""
+def migrate(
+    db: Any,
+    path: Path,
+    steps: Sequence[Step] = STEPS,
+    application_id: int = APPLICATION_ID,
+    last_resort: str = LAST_RESORT,
+) -> None:
+    """Bring the database at `path` to the newest schema; raises StoreError if that is not possible.
+
+    `last_resort` is what its owner may do with one of a newer schema.
+    """
     migrations = Migrations("pensieve")
     for step in steps:
         migrations()(step)
-    _refuse_foreign(db, path)
+    _refuse_foreign(db, path, application_id)
     (version,) = db.conn.execute("PRAGMA user_version").fetchone()
     applied = [migration.name for migration in migrations.applied(db)]
     unknown = set(applied) - {step.__name__ for step in steps}
@@ -154,7 +164,7 @@ def migrate(db: Any, path: Path, steps: Sequence[Step] = STEPS) -> None:
         raise StoreTooNew(
             f"{path} has schema version {max(version, len(applied))} and this Pensieve knows"
             f" versions up to {len(steps)}; open it with the newer Pensieve that wrote it, or"
-            f" {_way_back(path, len(steps))}"
+            f" {_way_back(path, len(steps)) or last_resort}"
         )
     if version == len(steps):
         return
@@ -163,10 +173,10 @@ def migrate(db: Any, path: Path, steps: Sequence[Step] = STEPS) -> None:
     migrations.apply(db)
 
 
-def _refuse_foreign(db: Any, path: Path) -> None:
+def _refuse_foreign(db: Any, path: Path, our_id: int) -> None:
     (application_id,) = db.conn.execute("PRAGMA application_id").fetchone()
     names = {name for (name,) in db.conn.execute("SELECT name FROM sqlite_schema")}
-    ours = application_id == APPLICATION_ID
+    ours = application_id == our_id
     # sqlite-utils creates its own table before the first migration; a crash in between leaves only that.
     fresh = application_id == 0 and all(Migrations.migrations_table in name for name in names)
     if not ours and not fresh:
@@ -174,12 +184,12 @@ def _refuse_foreign(db: Any, path: Path) -> None:
 
 
 def _way_back(path: Path, version: int) -> str:
-    """What makes a history of a newer schema one that this version opens."""
+    """The copy that this version opens of a database of a newer schema; empty if there is none."""
     for older in range(version, 0, -1):
         copy = path.with_name(f"{path.name}.version{older}")
         if copy.exists():
             return f"put {copy.name} in its place: the history before that, and without what came since"
-    return "restore a backup from before that (`pensieve restore`)"
+    return ""
 
 
 def _back_up(db: Any, path: Path, version: int) -> None:

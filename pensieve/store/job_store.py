@@ -1,0 +1,406 @@
+"""The batch jobs: what was sent, and the result of each line, once.
+
+    create ──> receiving ──> checking ──> waiting <──> running
+                                 │           ^ │          │ ^
+                                 │           │ v          v │
+                                 │           └───paused─────┘
+                                 v                 v
+                               ended (completed | cancelled | failed)      from each of the last four
+
+Each job has a database of its own, `jobs/DIGEST.db` in the data folder, named by a digest of tenant and id:
+
+* deleting a job removes a file.  That takes no space, so it works when the disk is full, erases every byte
+  however large the job was, and shortens nothing and moves nothing of other jobs;
+* a damaged file is one job's.  It can be deleted like any other, and the rest goes on.
+
+Invariants, whatever happens to the process or the disk:
+
+* Every public method is one transaction: its effect is all there or not at all, and is on the disk when
+  the method returns (connection.py).
+* A line has one text, and one result or none.  A second one is passed over and the first stays, so a caller
+  that does not know whether its write was committed writes again.  An ended job takes no results.
+* The counts and sums of a job are those of its results: they are written in the same transaction.
+
+What a kill -9 leaves, and what the next `open` makes of it:
+
+    before create returned, receiving     nothing was acknowledged: the file is removed
+    checking                              stays; the lines are checked again, which gives the same refusals
+    waiting, running, paused              stay, with the results that were committed; other lines are pending
+    ended                                 stays
+    deleting                              the database goes first, then what SQLite keeps beside it, which
+                                          is removed if it was left
+
+A job is known from its file, which is read once when the store is opened (some milliseconds each) and kept in
+memory; after a write that failed it is read again, because nobody knows whether that was committed.  A few
+files are open at a time.  The data folder must be held by this process (folder.py); one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pensieve.errors import (
+    AlreadyExists,
+    NotFound,
+    PensieveError,
+    StoreError,
+    StoreUnavailable,
+    WrongJobState,
+    one_line,
+)
+from pensieve.store import job_rows
+from pensieve.store.connection import BUSY_TIMEOUT_SECONDS, Writer, preferred_driver
+from pensieve.store.conversation_rows import digest
+from pensieve.store.durable import sync
+from pensieve.store.folder import JOBS_NAME
+from pensieve.store.job_records import (
+    JOB_TRANSITIONS,
+    Duplicate,
+    Job,
+    JobKey,
+    JobLine,
+    JobOutcome,
+    JobState,
+    NewAnswer,
+    NewJob,
+    NewRefusal,
+    Result,
+    Which,
+)
+from pensieve.store.records import check_id
+from pensieve.store.time_limit import STATEMENT_SECONDS
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+OPEN_MAX = 4  # files at a time
+OUR_FILE = re.compile(r"(?P<database>[0-9a-f]{32}\.db)(?P<beside>.*)")
+
+
+class JobFile:
+    """The database of one job, and the job as it was last read."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        self.job: Job | None = None  # None before it was read
+        self.is_sure = False  # that it is what the disk has
+
+
+class JobStore:
+    """Open it with `JobStore.open`, and close it before the data folder is released."""
+
+    def __init__(
+        self,
+        path: Path,
+        now: Callable[[], float] = time.time,
+        driver: Any = preferred_driver,
+        busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
+        statement_seconds: float = STATEMENT_SECONDS,
+    ) -> None:
+        self.path = path
+        self.unreadable: dict[str, str] = {}  # files of jobs, by name, and what is wrong with them
+        self._now = now
+        self._driver = driver
+        self._busy_timeout_seconds = busy_timeout_seconds
+        self._statement_seconds = statement_seconds
+        self._files: dict[Path, JobFile] = {}  # of the jobs that can be read
+        self._open: dict[Path, Writer] = {}  # which may be open, the one used last at the end
+        self._look()
+
+    @classmethod
+    def open(cls, folder: Path, **options: Any) -> JobStore:
+        """The jobs of a data folder that this process holds; what a process that died has left is put right.
+
+        A file that cannot be read is in `unreadable`, and is tried again when jobs are listed.
+        """
+        path = folder / JOBS_NAME
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+            sync(folder)
+            return cls(path, **options)
+        except OSError as error:
+            raise StoreUnavailable(f"{path} cannot be used: {error.strerror}") from error
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        for path in [*self._open]:
+            self._close(path)
+
+    def __enter__(self) -> JobStore:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- jobs --
+
+    def create(self, new: NewJob) -> Job:
+        """A job without lines, which is `receiving`; AlreadyExists if its tenant has one of this id."""
+        check_id("job_id", new.key.job_id)
+        path = self._path(new.key)
+        with contextlib.suppress(NotFound):
+            self._require(new.key)
+            raise AlreadyExists(f"there is a job {new.key.job_id!r} already")
+        number = 1 + max((file.job.number for file in self._files.values() if file.job), default=0)
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise StoreUnavailable(f"{path} cannot be made: {error.strerror}") from error
+        file = JobFile(self._writer(path))
+        try:
+            with self._opened(path, file).writing() as conn:
+                job_rows.insert_job(conn, new, number, self._now())
+                file.job = job_rows.find_job(conn)
+            self._sync()
+        except BaseException:
+            self._remove(path)
+            raise
+        assert file.job is not None
+        file.is_sure = True
+        self._files[path] = file
+        return file.job
+
+    def get(self, key: JobKey) -> Job:
+        return self._read(*self._require(key))
+
+    def list_jobs(self, tenant: str | None = None) -> list[Job]:
+        """The jobs of a tenant, or of all of them, in the order of their creation.
+
+        One that cannot be read for now is as it was read last.
+        """
+        if self.unreadable:
+            self._look()
+        jobs = []
+        for path, file in self._files.items():
+            with contextlib.suppress(PensieveError):
+                self._read(path, file)
+            if file.job is not None and tenant in (None, file.job.key.tenant):
+                jobs.append(file.job)
+        return sorted(jobs, key=lambda job: job.number)
+
+    def stored_bytes(self, tenant: str) -> int:
+        """What the lines and results of a tenant's jobs take."""
+        return sum(job.num_bytes for job in self.list_jobs(tenant))
+
+    def set_state(
+        self,
+        key: JobKey,
+        state: JobState,
+        outcome: JobOutcome | None = None,
+        problem: str = "",
+    ) -> Job:
+        """The job in another state; `outcome` is for `ended`, and only for that.
+
+        The state that it has already changes nothing, not even the outcome.  WrongJobState if the state may
+        not follow the present one, and if a job is to be completed that has pending lines.
+        """
+        assert (outcome is not None) == (state is JobState.ENDED)
+        with self._writing(key) as (conn, job):
+            if state is not job.state:
+                if state not in JOB_TRANSITIONS[job.state]:
+                    raise WrongJobState(f"the job {key.job_id!r} is {job.state}, so not {state}")
+                if outcome is JobOutcome.COMPLETED and job.num_pending:
+                    raise WrongJobState(
+                        f"{job.num_pending} lines of the job {key.job_id!r} have no result"
+                    )
+                job_rows.set_state(conn, state, outcome, problem, self._now())
+        return self.get(key)
+
+    def delete(self, key: JobKey) -> None:
+        """Leave nothing of the job on the disk, whatever its state is, also if it cannot be read."""
+        path = self._path(key)
+        if not path.exists():
+            raise NotFound(f"there is no job {key.job_id!r}")
+        self._remove(path)
+
+    def forget_older(self, before: float, limit: int = 16) -> list[JobKey]:
+        """Delete jobs that ended before a time, at most so many; returns which."""
+        old = [
+            job.key
+            for job in self.list_jobs()
+            if job.ended_at is not None and job.ended_at < before
+        ]
+        for key in old[:limit]:
+            self.delete(key)
+        return old[:limit]
+
+    # -- lines --
+
+    def append_lines(self, key: JobKey, lines: Sequence[JobLine]) -> Job:
+        """More lines of a job that is `receiving`; one that it has keeps its text."""
+        with self._writing(key, JobState.RECEIVING) as (conn, _):
+            job_rows.insert_lines(conn, lines)
+        return self.get(key)
+
+    def received(self, key: JobKey) -> Job:
+        """All lines are there: the job is `checking`, and stays if the process is killed."""
+        return self.set_state(key, JobState.CHECKING)
+
+    def name_lines(self, key: JobKey, names: Sequence[tuple[int, str]]) -> list[Duplicate]:
+        """Give lines their custom_ids, in their order; returns those whose custom_id an earlier line has.
+
+        The same again returns the same.
+        """
+        with self._writing(key, JobState.RECEIVING, JobState.CHECKING) as (conn, _):
+            return job_rows.name_lines(conn, names)
+
+    def pending_lines(self, key: JobKey, after: int = 0, limit: int = 1000) -> list[JobLine]:
+        """Lines without a result behind the line `after`, in order, about a MiB of them; empty at the end."""
+        with self._reading(key) as conn:
+            return job_rows.pending_lines(conn, key.job_id, after, limit)
+
+    # -- results --
+
+    def answer(self, key: JobKey, answers: Sequence[NewAnswer]) -> Job:
+        """Answers of lines; a line that has a result keeps that one."""
+        return self._insert(key, answers)
+
+    def refuse(self, key: JobKey, refusals: Sequence[NewRefusal]) -> Job:
+        """What is wrong with lines; a line that has a result keeps that one."""
+        return self._insert(key, refusals)
+
+    def results(
+        self, key: JobKey, after: int = 0, limit: int = 1000, which: Which = Which.ALL
+    ) -> list[Result]:
+        """Results of lines behind the line `after`, in the order of lines, about a MiB of them.
+
+        Empty if there are no more by now.
+        """
+        with self._reading(key) as conn:
+            return job_rows.some_results(conn, key.job_id, after, limit, which)
+
+    # -- inside --
+
+    def _insert(self, key: JobKey, results: Sequence[NewAnswer | NewRefusal]) -> Job:
+        states = set(JobState) - {JobState.RECEIVING, JobState.ENDED}
+        with self._writing(key, *states) as (conn, _):
+            job_rows.insert_results(conn, results)
+        return self.get(key)
+
+    @contextlib.contextmanager
+    def _writing(self, key: JobKey, *states: JobState) -> Iterator[tuple[Connection, Job]]:
+        """One transaction on a job that is in one of these states."""
+        path, file = self._require(key)
+        job = self._read(path, file)
+        if states and job.state not in states:
+            raise WrongJobState(f"the job {key.job_id!r} is {job.state}")
+        file.is_sure = False
+        with self._opened(path, file).writing() as conn:
+            yield conn, job
+            changed = job_rows.find_job(conn)
+        file.job, file.is_sure = changed, True
+
+    @contextlib.contextmanager
+    def _reading(self, key: JobKey) -> Iterator[Connection]:
+        path, file = self._require(key)
+        with self._opened(path, file).reading() as conn:
+            yield conn
+
+    def _read(self, path: Path, file: JobFile) -> Job:
+        """The job, from the disk unless what is known is sure."""
+        if not file.is_sure:
+            with self._opened(path, file).reading() as conn:
+                file.job = job_rows.find_job(conn) or file.job
+            file.is_sure = True
+        assert file.job is not None
+        return file.job
+
+    def _require(self, key: JobKey) -> tuple[Path, JobFile]:
+        path = self._path(key)
+        if path not in self._files:
+            if not path.exists():
+                raise NotFound(f"there is no job {key.job_id!r}")
+            file = self._load(path)
+            if file is None:
+                raise NotFound(f"there is no job {key.job_id!r}")
+            self._files[path] = file
+        return path, self._files[path]
+
+    def _path(self, key: JobKey) -> Path:
+        return self.path / f"{digest(key.tenant, key.job_id).hex()}.db"
+
+    def _look(self) -> None:
+        """Find the jobs that are not known yet, and remove what is none."""
+        self.unreadable.clear()
+        for path in sorted(self.path.iterdir()):
+            if (ours := OUR_FILE.fullmatch(path.name)) is None or path in self._files:
+                continue
+            if ours["beside"]:
+                if not path.with_name(ours["database"]).exists():
+                    path.unlink(missing_ok=True)  # it was being deleted
+                continue
+            try:
+                file = self._load(path)
+            except PensieveError as error:
+                self.unreadable[path.name] = one_line(error)
+                continue
+            if file is not None:
+                self._files[path] = file
+                self._close(path)
+
+    def _load(self, path: Path) -> JobFile | None:
+        """A job that an earlier process made; None, and its file is removed, if it was being received."""
+        file = JobFile(self._writer(path))
+        with self._opened(path, file).reading() as conn:
+            file.job = job_rows.find_job(conn)
+        if file.job is None or file.job.state is JobState.RECEIVING:
+            self._remove(path)
+            return None
+        if self._path(file.job.key) != path:
+            self._close(path)
+            raise StoreError(f"{path} is not where its job belongs")
+        file.is_sure = True
+        return file
+
+    def _writer(self, path: Path) -> Writer:
+        return Writer(
+            path,
+            lambda db: job_rows.migrate_job(db, path),
+            self._now,
+            self._driver,
+            self._busy_timeout_seconds,
+            self._statement_seconds,
+            noun="the job",
+        )
+
+    def _opened(self, path: Path, file: JobFile) -> Writer:
+        """A writer that is about to be used; beyond OPEN_MAX, the one that was used longest ago is closed."""
+        self._open.pop(path, None)
+        while len(self._open) >= OPEN_MAX:
+            self._close(next(iter(self._open)))
+        self._open[path] = file.writer
+        return file.writer
+
+    def _close(self, path: Path) -> None:
+        writer = self._open.pop(path, None)
+        if writer is not None:
+            with contextlib.suppress(
+                PensieveError
+            ):  # the log stays, and is read at the next opening
+                writer.close()
+
+    def _remove(self, path: Path) -> None:
+        """The database first: what is left without it is no job, and is removed when the store is opened."""
+        self._close(path)
+        self._files.pop(path, None)
+        self.unreadable.pop(path.name, None)
+        try:
+            path.unlink(missing_ok=True)
+            self._sync()
+            for beside in self.path.glob(f"{path.name}*"):
+                beside.unlink(missing_ok=True)
+            self._sync()
+        except OSError as error:
+            raise StoreUnavailable(f"{path} cannot be removed: {error.strerror}") from error
+
+    def _sync(self) -> None:
+        try:
+            sync(self.path)
+        except OSError as error:
+            raise StoreUnavailable(f"{self.path} cannot be used: {error.strerror}") from error
