@@ -143,6 +143,16 @@ ROWS = (
         (r"replica",),
         nightly=True,
     ),
+    Row(
+        "pensieve simulate --batch snippets --model mistral-7b --hardware a100-80gb --seed 0,1,2",
+        (r"groups +5\d\.\d%",),
+        nightly=True,
+    ),
+    Row(
+        "pensieve simulate --batch 2000/200x16 --model mistral-7b --hardware a100-80gb --seed 0,1,2",
+        (r"groups +85\.2%",),
+        nightly=True,
+    ),
     # In this process, with the model.
     Row('pensieve chat -q "Hello there." --stats', (r"Hello", r"tokens"), alone=True),
     Row("pensieve chat Qwen/Qwen3-0.6B --conversation trip", stdin=TALK, alone=True, nightly=True),

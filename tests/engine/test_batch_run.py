@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from array import array
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, Sharing
 from pensieve.engine.engine import EngineConfig
+from pensieve.engine.journal import Replay
 from pensieve.engine.messages import CancelTurn, EvictConversation, Message, TurnEnded
 from tests.engine.rig import Rig, submit
 from tests.fakes import reply_to
@@ -403,6 +405,16 @@ def test_undisturbed_every_group_computes_its_prefix_once(turns_max: int) -> Non
             else:  # whoever is no longer than the prefix computes its last token itself
                 expected += lengths[0] + sum(max(each - prefix, 1) for each in lengths[1:])
         assert one.computed_tokens == expected, f"seed {seed}"
+
+
+def test_a_journal_of_a_batch_is_planned_again_as_it_was_recorded() -> None:
+    for seed in range(10):
+        requests = drawn_requests(random.Random(seed), 40)
+        journal = io.StringIO()
+        one = Bench(requests, CacheConfig(14, 6, CHUNK), seed=seed, turns_max=4, journal=journal)
+        one.finish()
+        replay = Replay(journal.getvalue().splitlines())
+        assert len(list(replay)) == replay.num_agreed == one.rig.auditor.num_commits
 
 
 # -- would the tests notice? --
