@@ -37,6 +37,7 @@ class JobOutcome(StrEnum):
     COMPLETED = "completed"  # each line has its result, be it a refusal
     CANCELLED = "cancelled"  # what was answered before stays
     FAILED = "failed"  # `problem` says why
+    CHECKED = "checked"  # no more was wanted than to see what is wrong with its lines
 
 
 JOB_TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {

@@ -5,7 +5,7 @@
                                  │           │ v          v │
                                  │           └───paused─────┘
                                  v                 v
-                               ended (completed | cancelled | failed)      from each of the last four
+                               ended (completed | cancelled | failed | checked)      from each of these four
 
 Each job has a database of its own, `jobs/DIGEST.db` in the data folder, named by a digest of tenant and id:
 

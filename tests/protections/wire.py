@@ -120,8 +120,8 @@ PROTECTIONS = (
     protection(
         "what a tenant's requests hold while they are handled is bounded",
         "service/grpc/incoming.py",
-        "                while self.bytes_held[group] > HELD_BYTES_MAX:\n",
-        "                while False:\n",
+        "        while self.bytes_held[group] > HELD_BYTES_MAX:\n",
+        "        while False:\n",
         "service/test_request_ids.py::test_what_a_tenants_requests_hold_while_they_wait_is_bounded",
     ),
     protection(

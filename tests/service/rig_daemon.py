@@ -25,6 +25,7 @@ from pensieve.service.daemon import Daemon
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc.server import Listening, Server
+from pensieve.service.jobs.values import Jobs
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
@@ -58,8 +59,10 @@ class DaemonRig:
         listening: Listening | None = None,
         program: tuple[str, ...] = ECHO,
         written: dict[str, str] | None = None,
+        jobs: Jobs | None = None,
     ) -> None:
         self._arguments = (data, config, listening, program, written or {})
+        self._jobs = jobs
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.lines: list[str] = []
@@ -86,7 +89,7 @@ class DaemonRig:
             self.lines.append,
         )
         listening = listening or Listening("127.0.0.1:0", data / "admin.sock")
-        self.server = Server(self.daemon, listening)
+        self.server = Server(self.daemon, listening, self._jobs)
         await self.server.listen()
         await self.daemon.start()
         self.owners.watch_daemon(self.daemon)

@@ -18,6 +18,7 @@ from tests.service.rig_daemon import DaemonRig, ServeProcess
 
 SERVICES = {
     "pensieve.v1.ConversationService",
+    "pensieve.v1.JobService",
     "pensieve.v1.AdminService",
     "grpc.health.v1.Health",
     "grpc.reflection.v1.ServerReflection",

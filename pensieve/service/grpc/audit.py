@@ -1,7 +1,8 @@
 """What of the calls goes into the audit log (service/audit_log.py).
 
-    admin    each call of an operator's method, when it has ended: who, which, about what, how it went
-    delete   each deletion: who, which conversation, how it went
+    admin    each call of an operator's method, when it has ended: who, which, about what, how it went; and
+             each call about a job that names its tenant, which only an operator does
+    delete   each deletion: who, which conversation or job, how it went
     token    the first use of a token over a connection, and again in each hour
     refused  a caller who is not known, or may not do this; of many in a short time a number
     reload   the token file or the certificate was read again, or could not be used
@@ -24,7 +25,17 @@ from pensieve.service.limits import Bucket
 AGAIN_SECONDS = 3600.0
 USES_MAX = 10_000  # of tokens over connections that are remembered; the oldest are forgotten
 REFUSED_PER_SECOND = 1.0  # ten seconds' worth can be saved up
-DELETE_METHOD = "/pensieve.v1.ConversationService/DeleteConversation"
+ADMIN_PREFIX = "/pensieve.v1.AdminService/"
+JOB_PREFIX = "/pensieve.v1.JobService/"
+DELETE_METHODS = ("/pensieve.v1.ConversationService/DeleteConversation", f"{JOB_PREFIX}DeleteJob")
+
+
+def is_audited(method: str, request: Any) -> bool:
+    """Whether a call is put down when it has ended; its request may never have come."""
+    tenant: str = getattr(request, "tenant", "")
+    if tenant and method.startswith(JOB_PREFIX):
+        return True
+    return method.startswith((ADMIN_PREFIX, *DELETE_METHODS))
 
 
 class Audit:
@@ -72,16 +83,16 @@ class Audit:
     def ended(
         self, method: str, request: Any, by: Any, peer: str, outcome: str, began: float
     ) -> None:
-        """A call of an operator's method, or a deletion, has ended; its request may never have come."""
+        """A call that is audited has ended; its request may never have come."""
         if self._file is None:
             return
-        about = getattr(request, "conversation_id", "")
-        is_delete = method == DELETE_METHOD
+        is_delete = method in DELETE_METHODS
         self._file.write(
             "delete" if is_delete else "admin",
             method="" if is_delete else _short(method),
-            conversation_id=about,
-            of_tenant="" if is_delete else getattr(request, "tenant", ""),
+            conversation_id=getattr(request, "conversation_id", ""),
+            job_id=getattr(request, "job_id", ""),
+            of_tenant=getattr(request, "tenant", ""),
             token=by.token,
             tenant=by.tenant,
             peer=peer,

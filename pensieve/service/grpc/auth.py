@@ -25,7 +25,7 @@ import secrets
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +45,7 @@ from pensieve.errors import (
     whole_line,
 )
 from pensieve.service.grpc import sizes, translate
-from pensieve.service.grpc.audit import DELETE_METHOD, Audit
+from pensieve.service.grpc.audit import ADMIN_PREFIX, Audit, is_audited
 from pensieve.service.grpc.calls import Call, Calls
 from pensieve.service.grpc.incoming import Held, Incoming
 from pensieve.service.limits import LIMIT_NAMES, NO_LIMITS, WHOLE, Allowances, Limits
@@ -54,7 +54,6 @@ from pensieve.store.records import ID_PATTERN
 log = logging.getLogger("pensieve")
 KEYS = {"sha256", "name", "tenant", "admin", "priority_max", *LIMIT_NAMES}
 SHOWN_DIGITS = 12  # of a digest, where a token has no name
-ADMIN_PREFIX = "/pensieve.v1.AdminService/"
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 WATCH_METHOD = HEALTH_PREFIX + "Watch"
 LOCAL_PREFIX = "unix:"  # of a peer; with its colon, no tenant's name
@@ -216,7 +215,14 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if not by.known:
             is_watch = method == WATCH_METHOD
             return await self._incoming.strangers_body(context, peer, is_watch=is_watch), None
-        return await self._incoming.body(context, LOCAL_PREFIX if _is_local(peer) else by.tenant)
+        return await self._incoming.body(context, _group(by, peer))
+
+    async def _messages(
+        self, context: Any, by: Caller, parse: Callable[[bytes], Any]
+    ) -> AsyncIterator[Any]:
+        """Of a call that sends many; each is received once the one before was taken in."""
+        async for raw in self._incoming.bodies(context, _group(by, context.peer())):
+            yield _parsed(parse, raw)
 
     def _known(self, metadata: Iterable[tuple[str, Any]]) -> Token | None:
         value = next((value for key, value in metadata if key == "authorization"), "")
@@ -239,11 +245,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return None
         metadata = tuple(details.invocation_metadata or ())
         is_counted = not details.method.startswith((ADMIN_PREFIX, HEALTH_PREFIX))
-        is_audited = details.method.startswith((ADMIN_PREFIX, DELETE_METHOD))
         parse = handler.request_deserializer or bytes
 
         async def guarded(
-            act: Callable[[Any, Any], Any], requests: Any, context: Any, takes_one: bool = True
+            act: Callable[[Any, Any], Any], requests: Any, context: Any, takes: str = "one"
         ) -> Any:
             began, peer = asyncio.get_running_loop().time(), context.peer()
             found, outcome = ANONYMOUS, "CANCELLED"
@@ -255,7 +260,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 if is_counted:
                     call = context = self._calls.enter(context, found.tenant)
                     await call.admit(details.method)
-                if takes_one:
+                if takes == "many":
+                    requests = self._messages(context, found, parse)
+                elif takes == "one":
                     raw, held = await self._body(context, found, details.method)
                     requests = _parsed(parse, raw)
                     del raw
@@ -290,7 +297,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             finally:
                 if held is not None:
                     held.release()
-                if is_audited and found is not ANONYMOUS:
+                if found is not ANONYMOUS and is_audited(details.method, requests):
                     self._audit.ended(details.method, requests, found, peer, outcome, began)
 
         if handler.unary_unary is not None:
@@ -311,6 +318,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(
                 streaming, response_serializer=handler.response_serializer
             )
+        if handler.stream_unary is not None:
+            gather = handler.stream_unary
+
+            async def gathering(requests: Any, context: Any) -> Any:
+                return await guarded(gather, requests, context, takes="many")
+
+            return grpc.stream_unary_rpc_method_handler(
+                gathering, response_serializer=handler.response_serializer
+            )
         both = handler.stream_stream  # reflection, the only one that there is
         if both is None:
             return None
@@ -320,7 +336,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 async for response in both(requests, context):
                     await context.write(response)
 
-            await guarded(act, requests, context, takes_one=False)
+            await guarded(act, requests, context, takes="a stream")
 
         return grpc.stream_stream_rpc_method_handler(
             talking,
@@ -334,6 +350,11 @@ def _unauthenticated(metadata: Iterable[tuple[str, Any]]) -> Unauthenticated:
     if any(key == "authorization" for key, _ in metadata):
         return Unauthenticated("the token is not known to this daemon")
     return Unauthenticated("a token is needed")
+
+
+def _group(by: Caller, peer: str) -> str:
+    """With whom a caller shares what may be on its way."""
+    return LOCAL_PREFIX if _is_local(peer) else by.tenant
 
 
 def _is_local(peer: str) -> bool:

@@ -9,6 +9,8 @@ server.py) until somebody reads.  We read when the caller is known (auth.py), an
   group, which is a tenant, or whoever comes by the socket in the data folder, so that nobody keeps the
   operator out.  The others wait, and hold a window each; waiting and receiving may take BODY_SECONDS.  So
   they do while HELD_BYTES_MAX of the group's requests are being handled, each until its answer begins.
+* Of a call that sends many messages (a job's file) one at a time is received, as soon as the one before was
+  taken in; a group has SENDING_MAX such calls, and each message may take BODY_SECONDS.
 * Everybody else may ask for health.  A check is always answered, because an orchestrator ends a daemon that
   does not: nothing that strangers do on other connections counts against it.  The calls of a connection whose
   answers are not taken are few, and so are connections (server.py); of the bodies on their way the oldest
@@ -20,6 +22,7 @@ All of it belongs to the loop.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +30,7 @@ from pensieve.errors import DeadlineExceeded, InvalidArgument, QueueFull
 from pensieve.service.counts import Counts
 
 RECEIVING_MAX = 16
+SENDING_MAX = 4  # calls of a group that send many messages
 BODY_SECONDS = 30.0
 HELD_BYTES_MAX = 32 << 20
 LOOK_SECONDS = 0.05
@@ -73,6 +77,7 @@ class Incoming:
         self._strangers = strangers or StrangersTerms()
         self._slots: dict[str, asyncio.Semaphore] = {}  # by group; as many as in the token file
         self.bytes_held = Counts[str]()  # by group
+        self._num_sending = Counts[str]()  # calls that send many messages, by group
         self._strangers_bodies: list[asyncio.Timeout] = []  # the oldest first
         self._strangers_calls = Counts[str]()  # by connection
         self._num_watches = 0
@@ -83,12 +88,40 @@ class Incoming:
         slots = self._slots.setdefault(group, asyncio.Semaphore(self._known.receiving_max))
         try:
             async with asyncio.timeout(seconds), slots:
-                while self.bytes_held[group] > HELD_BYTES_MAX:
-                    await asyncio.sleep(LOOK_SECONDS)
+                await self._wait_for_room(group)
                 raw = _whole(await context.read())
         except TimeoutError:
             raise _too_late(seconds) from None
         return raw, Held(self.bytes_held, group, len(raw))
+
+    async def bodies(self, context: Any, group: str) -> AsyncIterator[bytes]:
+        """The bytes of each message of a call whose caller is known; QueueFull if there are too many."""
+        if self._num_sending[group] >= SENDING_MAX:
+            raise QueueFull(f"{SENDING_MAX} files are on their way already; try again later")
+        self._num_sending[group] += 1
+
+        def ended(_: Any) -> None:
+            self._num_sending[group] -= 1
+
+        context.add_done_callback(ended)
+        while True:
+            try:
+                async with asyncio.timeout(self._known.seconds):
+                    await self._wait_for_room(group)
+                    raw = await context.read()
+            except TimeoutError:
+                raise _too_late(self._known.seconds) from None
+            if not isinstance(raw, bytes):  # the end of the stream
+                return
+            held = Held(self.bytes_held, group, len(raw))
+            try:
+                yield raw
+            finally:
+                held.release()
+
+    async def _wait_for_room(self, group: str) -> None:
+        while self.bytes_held[group] > HELD_BYTES_MAX:
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def strangers_body(self, context: Any, peer: str, *, is_watch: bool) -> bytes:
         """The same of somebody's who is not known; QueueFull where there are too many calls."""

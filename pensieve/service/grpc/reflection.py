@@ -17,13 +17,14 @@ from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor import Descriptor, FileDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
 
-from pensieve.v1 import admin_pb2, conversation_pb2
+from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2
 from pensieve.v1 import status_pb2 as pb
 
 HEALTH = "grpc.health.v1.Health"
 REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 SERVICES = (
     "pensieve.v1.ConversationService",
+    "pensieve.v1.JobService",
     "pensieve.v1.AdminService",
     HEALTH,
     *REFLECTION,
@@ -44,7 +45,7 @@ class Reflection:
 
     def __init__(self) -> None:
         self._pool = DescriptorPool()
-        for file in (conversation_pb2, admin_pb2):
+        for file in (conversation_pb2, jobs_pb2, admin_pb2):
             for each in _with_imports(file.DESCRIPTOR):
                 self._pool.AddSerializedFile(each.serialized_pb)
         check = (pb.HealthCheckRequest.DESCRIPTOR, pb.HealthCheckResponse.DESCRIPTOR)

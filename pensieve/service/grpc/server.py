@@ -34,16 +34,23 @@ from pensieve.service.grpc import auth, sizes
 from pensieve.service.grpc.admin import AdminService, ServerFacts
 from pensieve.service.grpc.audit import Audit
 from pensieve.service.grpc.conversation import ConversationService
+from pensieve.service.grpc.jobs import JobService
 from pensieve.service.grpc.reflection import HEALTH, Reflection
 from pensieve.service.grpc.reload import Certificates, watch_tokens
-from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc
+from pensieve.service.jobs.values import Jobs
+from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, jobs_pb2_grpc
 from pensieve.v1 import status_pb2 as pb
 
 WINDOW_BYTES = 16 << 10  # of a request that nobody reads yet
 HEADER_BYTES_MAX = 4 << 10
 PENDING_MAX = 1000  # calls that nobody has looked at yet
 IDENTITY = 1  # the bit of "no compression"
-SERVICES = ("", "pensieve.v1.ConversationService", "pensieve.v1.AdminService")
+SERVICES = (
+    "",
+    "pensieve.v1.ConversationService",
+    "pensieve.v1.JobService",
+    "pensieve.v1.AdminService",
+)
 STRANGERS_WATCH_SECONDS = 300.0
 STOP_SECONDS = 0.5  # for streams that watch
 OPTIONS = (
@@ -168,9 +175,9 @@ class _OneQueue:
 
 
 class Server:
-    """A daemon behind its sockets."""
+    """A daemon behind its sockets; without `jobs` it takes none."""
 
-    def __init__(self, daemon: Daemon, listening: Listening) -> None:
+    def __init__(self, daemon: Daemon, listening: Listening, jobs: Jobs | None = None) -> None:
         check_exposure(listening)
         self.daemon = daemon
         self.health = Health()
@@ -195,6 +202,8 @@ class Server:
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
             ConversationService(daemon), services
         )
+        self.jobs = JobService(jobs, daemon.config.stall_seconds)
+        jobs_pb2_grpc.add_JobServiceServicer_to_server(self.jobs, services)
         self.admin = AdminService(daemon, self.stopping.set, self._facts)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self.admin, services)
         self._server.add_generic_rpc_handlers((self.health.handlers(),))

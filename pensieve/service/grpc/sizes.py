@@ -33,6 +33,7 @@ TEXT_BYTES_MAX = 3 << 20  # of the messages of one request together
 SYSTEM_PROMPT_BYTES_MAX = 1 << 20
 TOOLS_MAX = 256
 TOOLS_BYTES_MAX = 256 << 10  # together
+CHUNK_BYTES_MAX = 1 << 20  # of a job's file
 METADATA_BYTES_MAX = 16 << 10
 TEMPLATE_OPTIONS_BYTES_MAX = 16 << 10
 SAMPLING_BYTES_MAX = 64 << 10
@@ -68,6 +69,7 @@ LIMITS: Mapping[str, tuple[int, Mapping[str, Limit]]] = {
             "metadata": METADATA,
         },
     ),
+    "CreateJobRequest": (2 << 20, {"chunk": Limit(CHUNK_BYTES_MAX)}),
     "ForkConversationRequest": (SMALL_REQUEST_BYTES_MAX, {"metadata": METADATA}),
     "NewMessage": (
         TEXT_BYTES_MAX,

@@ -205,8 +205,8 @@ def conversation(found: records.Conversation, context_max: int) -> pb.Conversati
         num_tokens=found.num_tokens,
         context_max_tokens=context_max,
         prefix_id=found.prefix_id,
-        create_time=_timestamp(found.created_at),
-        update_time=_timestamp(found.updated_at),
+        create_time=timestamp(found.created_at),
+        update_time=timestamp(found.updated_at),
     )
     _fill(given, "metadata", [found.metadata], sizes.METADATA_BYTES_MAX)
     _fill(given, "tools", found.tools, sizes.TOOLS_BYTES_MAX)
@@ -231,7 +231,7 @@ def _fill(given: pb.Conversation, name: str, values: Sequence[Any], bytes_max: i
         getattr(given, name).CopyFrom(made[0])
 
 
-def _timestamp(seconds: float) -> timestamp_pb2.Timestamp:
+def timestamp(seconds: float) -> timestamp_pb2.Timestamp:
     return timestamp_pb2.Timestamp(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
 
 

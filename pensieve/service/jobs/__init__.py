@@ -1,0 +1,1 @@
+"""Batch jobs of a daemon: files of requests that are computed beside the conversations."""

@@ -1,0 +1,97 @@
+"""What goes between the jobs of a daemon and the methods of gRPC's JobService.
+
+    Jobs         what JobService asks for; each method is a coroutine of the service's loop
+    JobHeader    what a client creates a job with
+    JobView      a job at one moment, as clients see it
+
+A job that another tenant has does not exist: NotFound.  A state in which something cannot be done is
+WrongJobState.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pensieve.store.job_records import JobOutcome, JobState, Result, Which
+
+
+@dataclass(frozen=True, slots=True)
+class JobHeader:
+    """`sha256` (hexadecimal) and `num_bytes` are those of the file; empty and 0: the client has not said."""
+
+    job_id: str
+    name: str = ""
+    sha256: str = ""
+    num_bytes: int = 0
+    endpoint: str = ""  # the url that each line must have
+    check_only: bool = False  # ends when its lines were checked, with the outcome `checked`
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A job at one moment."""
+
+    job_id: str
+    tenant: str
+    number: int  # in the order of creation
+    name: str
+    sha256: str  # of what has arrived
+    num_bytes: int
+    endpoint: str
+    check_only: bool
+    state: JobState
+    outcome: JobOutcome | None  # once it has ended
+    problem: str  # one line
+    num_lines: int
+    num_answered: int
+    num_refused: int
+    num_running: int
+    prompt_tokens: int
+    saved_tokens: int
+    output_tokens: int
+    tokens_per_second: float
+    seconds_left: float | None  # None: nobody can say
+    created_at: float
+    started_at: float | None
+    ended_at: float | None
+
+
+class Jobs(Protocol):
+    """The jobs of a daemon."""
+
+    async def create(self, tenant: str, header: JobHeader, chunks: AsyncIterator[bytes]) -> JobView:
+        """Store a job, whose lines are all there when this returns.
+
+        An error of the chunks, or a cancellation, leaves no job.  AlreadyExists, before a chunk is read, if
+        the tenant has a job of this id.
+        """
+        ...
+
+    async def get(self, tenant: str, job_id: str) -> JobView: ...
+
+    async def list(self, tenant: str | None) -> Sequence[JobView]:
+        """Those of a tenant, or of all; in any order."""
+        ...
+
+    async def pause(self, tenant: str, job_id: str) -> JobView: ...
+
+    async def resume(self, tenant: str, job_id: str) -> JobView: ...
+
+    async def cancel(self, tenant: str, job_id: str) -> JobView: ...
+
+    async def delete(self, tenant: str, job_id: str) -> None: ...
+
+    def results(
+        self, tenant: str, job_id: str, which: Which, after: int
+    ) -> AsyncIterator[Sequence[Result]]:
+        """The results of lines behind `after` that there are by now, in order, in pages of about a MiB."""
+        ...
+
+    def watch(self, tenant: str, job_id: str) -> AsyncIterator[JobView]:
+        """The job now and when it has changed, about once a second at most; its end is the last view.
+
+        NotFound if it is deleted meanwhile.
+        """
+        ...
