@@ -123,9 +123,9 @@ PROTECTIONS = (
     ),
     protection(
         "a damaged history is not written to",
-        "service/daemon.py",
-        "        if not self.history_problems:\n            return None\n",
-        "        if self.history_problems is not None:\n            return None\n",
+        "service/damage.py",
+        "        if not self.problems:\n            return None\n",
+        "        if self.problems is not None:\n            return None\n",
         "service/test_admission.py::test_a_damaged_history_is_read_and_not_written_to",
     ),
     protection(

@@ -15,7 +15,7 @@ PROTECTIONS = (
         "the check after an unclean stop",
         "launch/daemon.py",
         "            if daemon.store.integrity_check_due:\n"
-        "                daemon.check_history(hooks.report)\n",
+        "                daemon.damage.check(hooks.report)\n",
         "",
         "service/test_crashes.py::test_after_an_unclean_stop_the_history_is_checked_while_it_is_served",
     ),

@@ -214,7 +214,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         given.more["erasure_pending"] = daemon.store.erasure.pending
         await self._add_service(given.service)
         given.more.update(daemon.backing_up.figures())
-        given.more["history_problems"] = len(daemon.history_problems)
+        given.more["history_problems"] = len(daemon.damage.problems)
         given.more["scrub_passes"] = daemon.scrubbing.num_passes
         ready = daemon.engine.ready
         if ready is None or not daemon.engine.serving:

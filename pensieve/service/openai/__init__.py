@@ -11,6 +11,7 @@
 
 from pensieve.service.openai.answer import Heading, PromptTokens, Reply, answer
 from pensieve.service.openai.batch_line import (
+    LINE_BYTES_MAX,
     BatchLine,
     LineError,
     answer_line,
@@ -24,6 +25,7 @@ from pensieve.service.openai.kinds import RequestKind
 from pensieve.service.openai.request import Request, Served, parse
 
 __all__ = [
+    "LINE_BYTES_MAX",
     "BatchLine",
     "Heading",
     "LineError",
