@@ -380,8 +380,8 @@ PROTECTIONS = (
     ),
     protection(
         "damage that was found is remembered beyond a restart",
-        "service/daemon.py",
-        "        self.store.folder.mark_damaged(True)\n",
+        "service/damage.py",
+        "        self._store.folder.mark_damaged(True)\n",
         "",
         "service/test_scrubbing.py::test_damage_of_a_cold_conversation_is_found_and_changes_are_refused",
     ),
