@@ -19,6 +19,10 @@ the later messages would change; so the end of the open reply belongs to the fir
 generation prompt to the last.  The rendering is tokenised as a whole, and a token that crosses a border
 belongs to the later message.
 
+Messages that many conversations begin with have a *head*: the tokens that an opening with them begins with,
+whatever follows.  It ends with a control token, because a tokenizer joins nothing across one.  So the head
+and the tokens of what follows it are exactly those of the opening as a whole.
+
 Templates are the operator's, and trusted.  All constants of a template are `TemplateText`, all data is
 plain text.
 """
@@ -49,6 +53,7 @@ from pensieve.text.template_text import TemplateText, written
 from pensieve.text.tokenizer import Encoded, Tokenizer
 
 REPLY = "\udfff"
+FOLLOWING = ("a", "b")  # of a user, where nothing is known of what follows a head
 MARK = "\udffe"  # stands in for content when a template is tested
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
 FAILURES = (
@@ -69,6 +74,18 @@ class Delta:
 
     token_ids: list[int]
     spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all openings with the same first messages begin with; the spans of these tile its tokens."""
+
+    token_ids: list[int]
+    spans: tuple[tuple[int, int], ...]
+    text: TemplateText  # before its last token, which is a control token
+
+
+NO_HEAD = Head([], (), written(""))
 
 
 class ChatTemplate:
@@ -114,6 +131,57 @@ class ChatTemplate:
         encoded = self.tokenizer.encode(text, at_start=True)
         borders = self._borders(text, [], new, setting)
         return _delta(encoded, borders, skipped=0)
+
+    def head(self, messages: Sequence[Message], setting: Setting) -> Head:
+        """What each opening with these messages and a user's begins with; it may have no token."""
+        first = self._checked(messages, setting, self._refused_first) if messages else []
+        texts = [
+            self._render(
+                [*first, {"role": _ROLE["user"], "content": each}], setting, reply_follows=True
+            )
+            for each in FOLLOWING
+        ]
+        text, end = texts[0], common_prefix(*texts)
+        borders = self._borders(text, [], [*first, {}], setting)[:-1]
+        if borders and borders[-1]:  # else the template refuses a conversation that ends there
+            end = min(end, borders[-1])
+        encoded = self.tokenizer.encode(text, at_start=True)
+        count = bisect_left(encoded.starts, end)
+        while count and not self._ends_with_control(encoded, count, end):
+            count -= 1
+        if not count:
+            return Head([], ((0, 0),) * len(first), written(""))
+        edges = [min(start, count) for start, _ in _delta(encoded, [*borders, len(text)], 0).spans]
+        edges[-1] = count
+        return Head(
+            encoded.ids[:count],
+            tuple(pairwise(edges)),
+            text[: encoded.starts[count - 1]],
+        )
+
+    def behind(
+        self, head: Head, first: Sequence[Message], messages: Sequence[Message], setting: Setting
+    ) -> Delta:
+        """What follows the head of the `first` messages where these open a log with them."""
+        before = self._checked(first, setting, self._refused_first) if first else []
+        is_later = any(each.role == "assistant" for each in first)
+        new = self._checked(
+            messages, setting, self._refused_later if is_later else self._refused_first
+        )
+        text = self._render(before + new, setting, reply_follows=True)
+        written_before = len(head.text)
+        rest, skipped = text[written_before:], min(len(head.token_ids), 1)
+        encoded = self.tokenizer.encode(rest, at_start=not written_before)
+        if (
+            text[:written_before] != head.text
+            or text[:written_before].written != head.text.written
+            or encoded.ids[:skipped] != head.token_ids[-1:]
+        ):
+            raise InvalidArgument(
+                "messages", "before these, the chat template writes the prefix in another way"
+            )
+        borders = self._borders(text, [], before + new, setting, len(before))
+        return _delta(encoded, [max(each - written_before, 0) for each in borders], skipped)
 
     def delta(
         self, messages: Sequence[Message], last_token_id: int | None, setting: Setting
@@ -223,10 +291,11 @@ class ChatTemplate:
         past: list[dict[str, Any]],
         new: list[dict[str, Any]],
         setting: Setting,
+        num_known: int = 0,
     ) -> list[int]:
-        """The character at which each new message ends."""
+        """The character at which each new message ends, but for the first `num_known`."""
         borders = []
-        for count in range(1, len(new)):
+        for count in range(num_known + 1, len(new)):
             try:
                 if past:
                     alone = self._after_reply(past, new[:count], setting, reply_follows=False)
@@ -237,6 +306,11 @@ class ChatTemplate:
                 border = 0
             borders.append(border)
         return [*borders, len(text)]
+
+    def _ends_with_control(self, encoded: Encoded, count: int, end: int) -> bool:
+        """Whether the last of the first `count` tokens is a control token that ends before `end`."""
+        ends_at = encoded.starts[count] if count < len(encoded.starts) else end + 1
+        return ends_at <= end and encoded.ids[count - 1] in self.tokenizer.control_ids
 
     def _closed(self, ids: list[int], last_token_id: int | None) -> int:
         """How many of a delta's first tokens the model has sampled already, as its end of the turn."""
