@@ -16,7 +16,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pensieve.errors import InvalidArgument
-from pensieve.store import conversation_rows, message_rows, stored_bytes, turn_rows
+from pensieve.store import (
+    conversation_rows,
+    declared_prefixes,
+    message_rows,
+    stored_bytes,
+    turn_rows,
+)
 from pensieve.store.connection import Writer, explained, open_read_only
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.records import (
@@ -25,6 +31,7 @@ from pensieve.store.records import (
     Message,
     MessagePage,
     Page,
+    Prefix,
     StoredTurn,
 )
 from pensieve.store.running_rows import RunningRows
@@ -97,6 +104,23 @@ class HistoryReader:
         """A page of conversations, the newest first; new ones do not move the later pages."""
         with self._snapshot() as conn:
             return page_of_conversations(conn, self._running, page_size, page_token, tenant)
+
+    def prefix(self, prefix_id: str, *, tenant: str = "") -> tuple[Prefix, list[Message]]:
+        """A declared prefix and its messages."""
+        with self._snapshot() as conn:
+            found = declared_prefixes.require(conn, prefix_id, tenant)
+            stored_id = declared_prefixes.stored_id(prefix_id)
+            return found, some_messages(conn, stored_id, 0, None, False, tenant)
+
+    def prefixes(self, *, tenant: str = "") -> list[Prefix]:
+        """Those that a tenant has declared."""
+        with self._snapshot() as conn:
+            return declared_prefixes.of_tenant(conn, tenant)
+
+    def all_prefixes(self) -> list[Prefix]:
+        """Those of all tenants."""
+        with self._snapshot() as conn:
+            return declared_prefixes.of_all(conn)
 
     def message_page(
         self, conversation_id: str, start: int, size: int, *, include_token_ids: bool, tenant: str
