@@ -24,6 +24,7 @@ from pensieve.errors import AlreadyExists, NotFound
 from pensieve.store import conversation_rows, message_rows
 from pensieve.store.connection import Writer
 from pensieve.store.records import (
+    PAGE_BYTES_MAX,
     Conversation,
     NewConversation,
     NewPrefix,
@@ -177,10 +178,30 @@ def require(conn: Connection, prefix_id: str, tenant: str) -> Prefix:
     return found
 
 
-def of_tenant(conn: Connection, tenant: str) -> list[Prefix]:
-    """In the order of their declaration."""
-    rows = conn.execute(PREFIX + "WHERE p.tenant = ? ORDER BY p.conversation", (tenant,)).fetchall()
-    return [_prefix(conn, row) for row in rows]
+def page_of_tenant(
+    conn: Connection, tenant: str, after: int, limit: int
+) -> tuple[list[tuple[int, Prefix]], bool]:
+    """Those with row numbers above `after`, in the order of their declaration, and whether there are more.
+
+    At most `limit`, and fewer where the next one would go beyond PAGE_BYTES_MAX.
+    """
+    found = conn.execute(
+        PREFIX + "WHERE p.tenant = ? AND p.conversation > ? ORDER BY p.conversation LIMIT ?",
+        (tenant, after, limit + 1),
+    ).fetchall()
+    page: list[tuple[int, Prefix]] = []
+    num_bytes = 0
+    for row in found:
+        num_bytes += row[3]
+        if page and (len(page) == limit or num_bytes > PAGE_BYTES_MAX):
+            return page, True
+        page.append((row[0], _prefix(conn, row)))
+    return page, False
+
+
+def num_by_tenant(conn: Connection) -> dict[str, int]:
+    """How many each tenant has declared that has any."""
+    return dict(conn.execute("SELECT tenant, count(*) FROM prefixes GROUP BY tenant"))
 
 
 def of_all(conn: Connection) -> list[Prefix]:
@@ -194,13 +215,14 @@ PREFIX = """
     SELECT p.conversation, p.keep_warm,
         (SELECT count(*) - 1 FROM history held WHERE held.message =
             (SELECT h.message FROM history h WHERE h.conversation = p.conversation
-                ORDER BY h.position DESC LIMIT 1))
+                ORDER BY h.position DESC LIMIT 1)),
+        (SELECT length(private) FROM bodies b WHERE b.body = c.body)
     FROM prefixes p JOIN conversations c ON c.tenant = p.tenant AND c.conversation = p.conversation
 """
 
 
-def _prefix(conn: Connection, row: tuple[int, int, int]) -> Prefix:
-    number, keep_warm, num_conversations = row
+def _prefix(conn: Connection, row: tuple[int, int, int, int]) -> Prefix:
+    number, keep_warm, num_conversations, _ = row
     conversation = conversation_rows.conversation_numbered(conn, number)
     return Prefix(
         conversation.conversation_id.removeprefix(MARK),

@@ -216,6 +216,13 @@ class Page(NamedTuple):
     tokens: tuple[str, ...]  # of the page that begins behind each of them
 
 
+class PrefixPage(NamedTuple):
+    """Some declared prefixes of a list."""
+
+    prefixes: tuple[Prefix, ...]
+    next_page_token: str  # empty on the last page
+
+
 class MessagePage(NamedTuple):
     """Some messages of a history."""
 

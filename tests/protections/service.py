@@ -138,7 +138,7 @@ PROTECTIONS = (
     protection(
         "a system prompt is tried out beside the store thread",
         "service/conversations.py",
-        "        num_tokens = await self._tokenized(\n",
+        "        num_tokens = await self.tokenized(\n",
         "        num_tokens = await self._threads.in_store(\n",
         "service/test_fairness.py::test_long_texts_are_tokenized_beside_the_store_thread",
     ),

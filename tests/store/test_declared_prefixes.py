@@ -74,7 +74,14 @@ def test_prefixes_are_counted_apart_and_not_listed(store: ConversationStore) -> 
     assert store.prefixes.num_of("") == 2
     reader = store.reader()
     assert reader.num_conversations() == 2
-    assert [each.prefix_id for each in reader.prefixes()] == ["rules", "other"]
+    assert [each.prefix_id for each in reader.prefixes().prefixes] == ["rules", "other"]
+    first = reader.prefixes(1)
+    assert [each.prefix_id for each in first.prefixes] == ["rules"]
+    second = reader.prefixes(1, first.next_page_token)
+    assert [each.prefix_id for each in second.prefixes] == ["other"]
+    assert second.next_page_token == ""
+    with pytest.raises(InvalidArgument, match="page_token"):
+        reader.prefixes(1, "x")
     found, messages = reader.prefix("rules")
     assert (found.keep_warm, found.num_conversations, found.conversation.num_tokens) == (
         False,
@@ -99,6 +106,7 @@ def test_a_prefix_is_inside_its_tenant(store: ConversationStore) -> None:
     assert store.prefixes.to_keep_warm() == [("b", "rules")]
     reader = store.reader()
     assert [each.conversation.tenant for each in reader.all_prefixes()] == ["a", "b"]
+    assert reader.num_prefixes() == {"a": 1, "b": 1}
     reader.close()
 
 

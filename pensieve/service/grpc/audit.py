@@ -24,7 +24,10 @@ from pensieve.service.limits import Bucket
 AGAIN_SECONDS = 3600.0
 USES_MAX = 10_000  # of tokens over connections that are remembered; the oldest are forgotten
 REFUSED_PER_SECOND = 1.0  # ten seconds' worth can be saved up
-DELETE_METHOD = "/pensieve.v1.ConversationService/DeleteConversation"
+DELETE_METHODS = (
+    "/pensieve.v1.ConversationService/DeleteConversation",
+    "/pensieve.v1.ConversationService/DeletePrefix",
+)
 
 
 class Audit:
@@ -76,11 +79,12 @@ class Audit:
         if self._file is None:
             return
         about = getattr(request, "conversation_id", "")
-        is_delete = method == DELETE_METHOD
+        is_delete = method in DELETE_METHODS
         self._file.write(
             "delete" if is_delete else "admin",
             method="" if is_delete else _short(method),
             conversation_id=about,
+            prefix_id=getattr(request, "prefix_id", ""),
             of_tenant="" if is_delete else getattr(request, "tenant", ""),
             token=by.token,
             tenant=by.tenant,

@@ -45,7 +45,7 @@ from pensieve.errors import (
     whole_line,
 )
 from pensieve.service.grpc import sizes, translate
-from pensieve.service.grpc.audit import DELETE_METHOD, Audit
+from pensieve.service.grpc.audit import DELETE_METHODS, Audit
 from pensieve.service.grpc.calls import Call, Calls
 from pensieve.service.grpc.incoming import Held, Incoming
 from pensieve.service.limits import LIMIT_NAMES, NO_LIMITS, WHOLE, Allowances, Limits
@@ -239,7 +239,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return None
         metadata = tuple(details.invocation_metadata or ())
         is_counted = not details.method.startswith((ADMIN_PREFIX, HEALTH_PREFIX))
-        is_audited = details.method.startswith((ADMIN_PREFIX, DELETE_METHOD))
+        is_audited = details.method.startswith((ADMIN_PREFIX, *DELETE_METHODS))
         parse = handler.request_deserializer or bytes
 
         async def guarded(
