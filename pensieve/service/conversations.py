@@ -368,8 +368,8 @@ class Conversations:
                     )
                     reply = replace(reply, logprobs=packed)
                 committed = await self._threads.in_store(live.tenant, self._history.finish, reply)
-                self._tell(committed.lent)
                 self.turns.finish(live, reply, committed)
+                self._tell(committed.lent)
                 self._ended(live)
         except NotFound:  # its conversation was deleted meanwhile
             self._fail(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)

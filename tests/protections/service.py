@@ -151,7 +151,7 @@ PROTECTIONS = (
     ),
     protection(
         "a text that cannot fit is refused by its length",
-        "service/draft.py",
+        "service/heads.py",
         "    if size > BYTES_PER_TOKEN_MAX * context_max:\n",
         "    if size < 0:\n",
         "service/test_daemon.py::test_a_message_that_cannot_fit_leaves_the_conversation_unharmed",
