@@ -52,8 +52,10 @@ start a thread that calls `turn.cancel()`.
 """
 
 from pensieve.client.aio import AsyncClient, AsyncConversation
+from pensieve.client.aio_prefix import AsyncPrefix
 from pensieve.client.aio_turn import AsyncTurn
 from pensieve.client.client import Client, Conversation
+from pensieve.client.prefix import Prefix
 from pensieve.client.requests import SamplingOptions, SendOptions
 from pensieve.client.retry import Retry
 from pensieve.client.turn import Turn
@@ -61,6 +63,7 @@ from pensieve.client.values import (
     ConversationState,
     Delta,
     Message,
+    PrefixState,
     Reply,
     Restarted,
     ServerInfo,
@@ -71,12 +74,15 @@ from pensieve.client.values import (
 __all__ = [
     "AsyncClient",
     "AsyncConversation",
+    "AsyncPrefix",
     "AsyncTurn",
     "Client",
     "Conversation",
     "ConversationState",
     "Delta",
     "Message",
+    "Prefix",
+    "PrefixState",
     "Reply",
     "Restarted",
     "Retry",

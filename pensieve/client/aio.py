@@ -1,9 +1,9 @@
 """The SDK for asyncio: `AsyncClient` and `AsyncConversation`, from which client.py is generated.
 
-This file and aio_turn.py are the source of both clients: scripts/generate_sync_client leaves out `async` and
-`await`, takes `Async` off the names and writes client.py and turn.py.  So only what reads the same for tasks
-and for threads may stand here.  What differs, the calls themselves, is in aio_connection.py and
-connection.py; what a turn does when its stream ends is decided in turn_progress.py.
+This file, aio_prefix.py and aio_turn.py are the source of both clients: scripts/generate_sync_client leaves
+out `async` and `await`, takes `Async` off the names and writes client.py, prefix.py and turn.py.  So only
+what reads the same for tasks and for threads may stand here.  What differs, the calls themselves, is in
+aio_connection.py and connection.py; what a turn does when its stream ends is decided in turn_progress.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 
 from pensieve.client.aio_connection import AsyncConnection, Sleep
+from pensieve.client.aio_prefix import AsyncPrefix
 from pensieve.client.aio_turn import AsyncTurn
 from pensieve.client.channel import DEFAULT_ADDRESS, Tls
 from pensieve.client.requests import (
@@ -35,10 +36,12 @@ from pensieve.client.turn_progress import TurnCourse
 from pensieve.client.values import (
     ConversationState,
     Message,
+    PrefixState,
     Reply,
     ServerInfo,
     info_of,
     message_of,
+    prefix_of,
     state_of,
 )
 from pensieve.errors import DeadlineExceeded, Loading, PensieveError, Unavailable
@@ -127,6 +130,20 @@ class AsyncClient:
             for each in page.conversations:
                 yield state_of(each)
 
+    def prefix(self, prefix_id: str) -> AsyncPrefix:
+        """The prefix with this `prefix_id`, whether it is declared yet or not; sends nothing."""
+        return AsyncPrefix(self._call_named, check_id(prefix_id, "prefix_id"))
+
+    async def prefixes(self, timeout: float | None = None) -> AsyncIterator[PrefixState]:
+        """Iterate over the declared prefixes of this client's tenant, the oldest first.
+
+        They are without their messages, tools and options.  `timeout` is for each page that is fetched.
+        """
+        method, request = self._connection.stub.ListPrefixes, pb.ListPrefixesRequest()
+        async for page in self._pages(method, request, timeout):
+            for each in page.prefixes:
+                yield prefix_of(each)
+
     async def healthy(self, timeout: float | None = 5.0) -> bool:
         """Whether the daemon can be reached and accepts new turns."""
         check = self._connection.channel.unary_unary(
@@ -170,6 +187,13 @@ class AsyncClient:
                     raise
                 pause = tries.pause(error)
             await self._sleep(pause)
+
+    async def _call_named(
+        self, method: str, request: Any, timeout: float | None, *, repeat: bool = False
+    ) -> Any:
+        """The same, of a method by its name."""
+        named = getattr(self._connection.stub, method)
+        return await self.call(named, request, timeout, repeat=repeat)
 
     async def _pages(
         self,
@@ -223,8 +247,9 @@ class AsyncConversation:
             tools: tools that the model may call, each as the JSON schema its chat template expects.
             template_options: variables for the model's chat template.
             metadata: any JSON object; the server keeps it and returns it with the state.
-            prefix_id: a name that conversations with the same system prompt and tools share, so that
-                their common beginning is computed once.
+            prefix_id: of a declared prefix, which brings its own system prompt, tools and options; else a
+                name that conversations with the same system prompt and tools share, so that their common
+                beginning is computed once.
 
         Raises:
             AlreadyExists: a conversation with this id exists.

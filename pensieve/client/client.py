@@ -14,6 +14,7 @@ import grpc
 
 from pensieve.client.channel import DEFAULT_ADDRESS, Tls
 from pensieve.client.connection import Connection, Sleep
+from pensieve.client.prefix import Prefix
 from pensieve.client.requests import (
     MessageInput,
     PagedRequest,
@@ -32,10 +33,12 @@ from pensieve.client.turn_progress import TurnCourse
 from pensieve.client.values import (
     ConversationState,
     Message,
+    PrefixState,
     Reply,
     ServerInfo,
     info_of,
     message_of,
+    prefix_of,
     state_of,
 )
 from pensieve.errors import DeadlineExceeded, Loading, PensieveError, Unavailable
@@ -124,6 +127,20 @@ class Client:
             for each in page.conversations:
                 yield state_of(each)
 
+    def prefix(self, prefix_id: str) -> Prefix:
+        """The prefix with this `prefix_id`, whether it is declared yet or not; sends nothing."""
+        return Prefix(self._call_named, check_id(prefix_id, "prefix_id"))
+
+    def prefixes(self, timeout: float | None = None) -> Iterator[PrefixState]:
+        """Iterate over the declared prefixes of this client's tenant, the oldest first.
+
+        They are without their messages, tools and options.  `timeout` is for each page that is fetched.
+        """
+        method, request = self._connection.stub.ListPrefixes, pb.ListPrefixesRequest()
+        for page in self._pages(method, request, timeout):
+            for each in page.prefixes:
+                yield prefix_of(each)
+
     def healthy(self, timeout: float | None = 5.0) -> bool:
         """Whether the daemon can be reached and accepts new turns."""
         check = self._connection.channel.unary_unary(
@@ -167,6 +184,13 @@ class Client:
                     raise
                 pause = tries.pause(error)
             self._sleep(pause)
+
+    def _call_named(
+        self, method: str, request: Any, timeout: float | None, *, repeat: bool = False
+    ) -> Any:
+        """The same, of a method by its name."""
+        named = getattr(self._connection.stub, method)
+        return self.call(named, request, timeout, repeat=repeat)
 
     def _pages(
         self,
@@ -220,8 +244,9 @@ class Conversation:
             tools: tools that the model may call, each as the JSON schema its chat template expects.
             template_options: variables for the model's chat template.
             metadata: any JSON object; the server keeps it and returns it with the state.
-            prefix_id: a name that conversations with the same system prompt and tools share, so that
-                their common beginning is computed once.
+            prefix_id: of a declared prefix, which brings its own system prompt, tools and options; else a
+                name that conversations with the same system prompt and tools share, so that their common
+                beginning is computed once.
 
         Raises:
             AlreadyExists: a conversation with this id exists.

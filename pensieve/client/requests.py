@@ -102,7 +102,9 @@ def send_request(
     return request
 
 
-def _add_message(request: pb.SendMessageRequest, message: Mapping[str, str]) -> None:
+def _add_message(
+    request: pb.SendMessageRequest | pb.CreatePrefixRequest, message: Mapping[str, str]
+) -> None:
     if not isinstance(message, Mapping) or "content" not in message:
         raise InvalidArgument("messages", f"each is a mapping of {', '.join(MESSAGE_KEYS)}")
     for key in message:
@@ -159,6 +161,27 @@ def create_request(
     )
 
 
+def prefix_request(
+    prefix_id: str,
+    system_prompt: str,
+    tools: Sequence[Mapping[str, Any]],
+    template_options: Mapping[str, Any] | None,
+    messages: Sequence[Mapping[str, str]],
+    keep_warm: bool,
+) -> pb.CreatePrefixRequest:
+    """The request that declares a prefix."""
+    request = pb.CreatePrefixRequest(
+        prefix_id=prefix_id,
+        system_prompt=check_text("system_prompt", system_prompt),
+        tools=[struct("tools", tool) for tool in tools],
+        template_options=struct("template_options", template_options or {}),
+        keep_warm=keep_warm,
+    )
+    for each in messages:
+        _add_message(request, each)
+    return request
+
+
 def fork_request(
     conversation_id: str,
     at_revision: int | None,
@@ -199,11 +222,11 @@ def check_text(name: str, text: str) -> str:
     return text
 
 
-def check_id(conversation_id: str) -> str:
-    """The id itself, if a conversation can have it."""
-    if not isinstance(conversation_id, str) or not ID_PATTERN.fullmatch(conversation_id):
-        raise InvalidArgument("conversation_id", "must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
-    return conversation_id
+def check_id(given: str, name: str = "conversation_id") -> str:
+    """The id itself, if a conversation or a prefix can have it."""
+    if not isinstance(given, str) or not ID_PATTERN.fullmatch(given):
+        raise InvalidArgument(name, "must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
+    return given
 
 
 def new_id() -> str:

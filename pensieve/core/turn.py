@@ -55,7 +55,8 @@ LEGAL_TRANSITIONS: dict[TurnState, frozenset[TurnState]] = {
 class Usage:
     """Where the tokens of a turn's context came from, and when its stages were reached (engine seconds).
 
-    prompt_tokens = new_tokens + device_tokens + host_tokens + recomputed_tokens.
+    prompt_tokens = new_tokens + device_tokens + host_tokens + recomputed_tokens.  Of device and host tokens,
+    shared_tokens are those that another conversation has computed.
     """
 
     new_tokens: int = 0
@@ -68,6 +69,7 @@ class Usage:
     admitted_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
+    shared_tokens: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -104,6 +106,7 @@ class Turn:
     warm: bool = False  # fill the holes, sample nothing
     share: str = ""  # whose it is, where several share the machine; see fair_queue.py
     weight: float = 1.0  # of that share
+    shared_tokens: int = 0  # with which its conversation begins as another one's fork
     # -- set by the scheduler --
     state: TurnState = TurnState.QUEUED
     arrival: int = 0  # it was the so-manieth that came
@@ -141,6 +144,7 @@ class Turn:
         history_kv = self.computed_to = max(self.history_tokens - 1, 0)
         self.usage.admitted_at = now
         self.usage.device_tokens, self.usage.host_tokens = device_tokens, host_tokens
+        self.usage.shared_tokens = min(self.shared_tokens, device_tokens + host_tokens)
         self.usage.recomputed_tokens = history_kv - device_tokens - host_tokens
         self.usage.new_tokens = self.prompt_end - history_kv
 

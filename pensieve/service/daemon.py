@@ -141,8 +141,10 @@ class Daemon:
             on_admitted=self._on_admitted,
             charge=self._charge,
             on_first_token=lambda live: self.admission.prompts.ended(live, self._loop.time()),
-            weight_of=lambda tenant: self.allowance(tenant).limits.weight,
+            allowance_of=self.allowance,
+            now=self._sources.wall_clock,
         )
+        self._conversations.prefixes.start()
         gc_pause.freeze()
         self.threads.spawn(self._sweep())
         self.backing_up.start()
@@ -238,7 +240,7 @@ class Daemon:
         if exceeded is not None:
             raise exceeded
         self._charge(tenant, CALL_TOKENS)
-        await self.conversations.warm(conversation_id, tenant)
+        await self.conversations.warming.warm(conversation_id, tenant)
 
     @property
     def wait_seconds(self) -> float:
@@ -347,6 +349,7 @@ class Daemon:
     def _on_up(self) -> None:
         self.admission.prompts.cost = self.engine.ready.cost if self.engine.ready else None
         self.conversations.turns.engine_started(self._sources.wall_clock())
+        self.conversations.prefixes.warm_soon()
         self.on_serving(self.serving)
         self.background.engine_started()
 

@@ -138,7 +138,7 @@ PROTECTIONS = (
     protection(
         "a system prompt is tried out beside the store thread",
         "service/conversations.py",
-        "        num_tokens = await self._tokenized(\n",
+        "        num_tokens = await self.tokenized(\n",
         "        num_tokens = await self._threads.in_store(\n",
         "service/test_fairness.py::test_long_texts_are_tokenized_beside_the_store_thread",
     ),
@@ -151,7 +151,7 @@ PROTECTIONS = (
     ),
     protection(
         "a text that cannot fit is refused by its length",
-        "service/draft.py",
+        "service/heads.py",
         "    if size > BYTES_PER_TOKEN_MAX * context_max:\n",
         "    if size < 0:\n",
         "service/test_daemon.py::test_a_message_that_cannot_fit_leaves_the_conversation_unharmed",

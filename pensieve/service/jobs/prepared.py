@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pensieve.core.sampling import Sampling
 from pensieve.engine.batch_run import Finished
 from pensieve.errors import ContextFull, PensieveError
-from pensieve.service.draft import check_length
+from pensieve.service.heads import check_length
 from pensieve.service.openai import (
     BatchLine,
     Heading,
