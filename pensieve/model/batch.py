@@ -11,7 +11,7 @@ with absolute positions, a start, and the page table of the turn that it attends
     logit_rows                           last rows of the slices that need a token
     logit_turn_ids, logit_positions      each such row's turn, and the position of the token to be sampled
     lengths, starts                      of the slices, as numbers on the host
-    shared                               which slices share the pages that they begin with (on a CPU)
+    shared                               which slices share the pages that they begin with
 
 On the host these are arrays of numbers, and one copy takes them all to the device.
 
@@ -131,7 +131,7 @@ class Batch:
             logit_positions=tuple(logit_positions),
             lengths=[piece.stop - piece.start for piece in slices],
             starts=starts.tolist(),
-            shared=shared_pages(slices, chunk_tokens) if device.type == "cpu" else None,
+            shared=shared_pages(slices, chunk_tokens) if device.type in ("cpu", "cuda") else None,
         )
 
 
@@ -153,10 +153,7 @@ def shared_pages(slices: Sequence[Slice], chunk_tokens: int) -> SharedPages | No
                 group_pages.append(group.prefix_tokens)
     if not group_pages:
         return None
-    return SharedPages(
-        torch.frombuffer(slice_groups, dtype=torch.int32),
-        torch.frombuffer(group_pages, dtype=torch.int32),
-    )
+    return SharedPages(slice_groups, group_pages)
 
 
 def staged(columns: Sequence[array[int]], device: torch.device) -> list[torch.Tensor]:

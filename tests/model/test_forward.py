@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import threading
 import weakref
@@ -17,7 +16,9 @@ import torch
 
 from pensieve.core.iteration import PageCopy, Slice, SwapIn, SwapOut
 from pensieve.errors import DeviceError
-from pensieve.kernels.attention.plan import BlocksAtOnce, Tiling, plan_work
+from pensieve.kernels.attention.plan import BlocksAtOnce, plan_work
+from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.tiles import Tiling
 from pensieve.model.forward import halves, is_out_of_memory
 from pensieve.model.graphs import DecodeGraphs, buckets
 from pensieve.model.kv.memory import KVMemory, PageMoves
@@ -309,9 +310,24 @@ def test_a_work_list_of_the_fewest_waves_fits_into_a_graph(seed: int) -> None:
     rows = draw.randint(1, 64)
     starts = [int(40_000 * draw.random() ** draw.choice((1, 6))) for _ in range(rows)]
     blocks = BlocksAtOnce(slots, 132, few=draw.choice((None, slots)))
-    plan = plan_work([1] * rows, starts, 4, kv_heads, Tiling(32, 128), blocks, waves_more=0)
-    assert len(plan.items) <= rows + slots // kv_heads + 1
-    assert len(plan.merges) <= slots // kv_heads + 1
-    assert plan.num_part_rows <= 4 * (rows + slots // kv_heads + 1)
-    for items in itertools.pairwise(plan.items):
-        assert items[0].num_rows == 4
+    groups = [draw.randrange(-1, draw.choice((1, 3, 20))) for _ in range(rows)]
+    pages = [
+        min((start // 32 for start, of in zip(starts, groups, strict=True) if of == g), default=0)
+        for g in range(20)
+    ]
+    for shared in (None, SharedPages(array("i", groups), array("i", pages))):
+        plan = plan_work(
+            [1] * rows, starts, 4, kv_heads, Tiling(32, 128), blocks, waves_more=0, shared=shared
+        )
+        more = slots // kv_heads + 1
+        assert len(plan.items) <= rows + more
+        assert not plan.wide_items
+        if shared is None:
+            assert len(plan.merges) <= more
+            assert plan.num_part_rows <= 4 * (rows + more)
+            assert all(item.num_rows == 4 for item in plan.items)
+        assert len(plan.merges) <= rows
+        assert len(plan.pack_rows) <= 4 * rows
+        assert plan.num_part_rows <= 4 * rows + more * min(4 * rows, 128)
+        assert plan.few_rows == (blocks.few is not None)
+        assert max(item.num_rows for item in plan.items) <= (16 if plan.few_rows else 128)

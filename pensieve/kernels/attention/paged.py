@@ -33,7 +33,7 @@ def multi_token_attention(
     out: torch.Tensor,  # (tokens, heads, head_size); may not alias query
     work: Work | None = None,  # on a GPU, the plan for these slices; None: it is made here
     kv_scales: torch.Tensor | None = None,  # float32 (2, kv_heads), of pages in fp8
-    shared: SharedPages | None = None,  # on a CPU, which slices share pages; the result is the same
+    shared: SharedPages | None = None,  # which slices share pages; of no account beside `work`
 ) -> None:
     """out[t] = softmax(scaling · query[t] · Kᵀ) · V over positions 0 … position of t, per head.
 
@@ -44,7 +44,7 @@ def multi_token_attention(
     tensors = (query, key_pages, value_pages, page_table, slice_offsets, slice_turns, slice_starts)
     match query.device.type:
         case "cuda" if cuda.takes(query.dtype, *key_pages.shape[2:], stored=key_pages.dtype):
-            work = work or cuda.work_of(query, key_pages, slice_offsets, slice_starts)
+            work = work or cuda.work_of(query, key_pages, slice_offsets, slice_starts, shared)
             rows = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
             tensors = (rows, *tensors[1:])
             for launch in cuda.attention_launches(

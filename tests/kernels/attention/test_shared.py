@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 import torch
@@ -53,8 +54,8 @@ def compare(
         head_size**-0.5,
     )
     shared = SharedPages(
-        torch.tensor([g if pages else -1 for g, pages, _, _ in slices], dtype=torch.int32),
-        torch.tensor([pages for pages, _ in groups], dtype=torch.int32),
+        array("i", [g if pages else -1 for g, pages, _, _ in slices]),
+        array("i", [pages for pages, _ in groups]),
     )
     alone, together = (torch.full_like(query, float("nan")) for _ in range(2))
     assert cpu.multi_token_attention(query, arena[:, 0], arena[:, 1], *index, alone)
@@ -103,7 +104,7 @@ def test_shared_pages_are_read_once() -> None:
     ones = torch.tensor([0, 1], dtype=torch.int32)
     starts = torch.full((2,), 13 * 32 + 5, dtype=torch.int32)
     index = (table, torch.tensor([0, 1, 2], dtype=torch.int32), ones, starts, 0.125)
-    shared = SharedPages(torch.zeros(2, dtype=torch.int32), torch.tensor([13], dtype=torch.int32))
+    shared = SharedPages(array("i", [0, 0]), array("i", [13]))
     alone, together = torch.empty_like(query), torch.empty_like(query)
     multi_token_attention(query, arena[:, 0], arena[:, 1], *index, alone)
     multi_token_attention(query, arena[:, 0], arena[:, 1], *index, together, shared=shared)
