@@ -52,9 +52,12 @@ start a thread that calls `turn.cancel()`.
 """
 
 from pensieve.client.aio import AsyncClient, AsyncConversation
+from pensieve.client.aio_jobs import AsyncJobs
 from pensieve.client.aio_prefix import AsyncPrefix
 from pensieve.client.aio_turn import AsyncTurn
 from pensieve.client.client import Client, Conversation
+from pensieve.client.job_values import Job
+from pensieve.client.jobs import Jobs
 from pensieve.client.prefix import Prefix
 from pensieve.client.requests import SamplingOptions, SendOptions
 from pensieve.client.retry import Retry
@@ -74,12 +77,15 @@ from pensieve.client.values import (
 __all__ = [
     "AsyncClient",
     "AsyncConversation",
+    "AsyncJobs",
     "AsyncPrefix",
     "AsyncTurn",
     "Client",
     "Conversation",
     "ConversationState",
     "Delta",
+    "Job",
+    "Jobs",
     "Message",
     "Prefix",
     "PrefixState",

@@ -1,28 +1,23 @@
 """The SDK for asyncio: `AsyncClient` and `AsyncConversation`, from which client.py is generated.
 
-This file, aio_prefix.py and aio_turn.py are the source of both clients: scripts/generate_sync_client leaves
-out `async` and `await`, takes `Async` off the names and writes client.py, prefix.py and turn.py.  So only
-what reads the same for tasks and for threads may stand here.  What differs, the calls themselves, is in
-aio_connection.py and connection.py; what a turn does when its stream ends is decided in turn_progress.py.
+This file, aio_caller.py, aio_turn.py, aio_prefix.py and aio_jobs.py are the source of both clients: the
+script generate_sync_client leaves out `async` and `await`, takes `Async` off the names and writes client.py,
+caller.py, turn.py, prefix.py and jobs.py.  So only what reads the same for tasks and for threads may stand
+here.  What differs, the calls themselves, is in aio_connection.py and connection.py; what a turn does when its
+stream ends is decided in turn_progress.py.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Unpack
 
-import grpc
-
-from pensieve.client.aio_connection import AsyncConnection, Sleep
+from pensieve.client.aio_caller import PAGE_SIZE, AsyncCaller
+from pensieve.client.aio_jobs import AsyncJobs
 from pensieve.client.aio_prefix import AsyncPrefix
 from pensieve.client.aio_turn import AsyncTurn
-from pensieve.client.channel import DEFAULT_ADDRESS, Tls
 from pensieve.client.requests import (
     MessageInput,
-    PagedRequest,
-    PagedResponse,
     SendOptions,
     check_id,
     check_text,
@@ -31,7 +26,6 @@ from pensieve.client.requests import (
     new_id,
     send_request,
 )
-from pensieve.client.retry import Deadline, Retry, Tries
 from pensieve.client.turn_progress import TurnCourse
 from pensieve.client.values import (
     ConversationState,
@@ -44,19 +38,14 @@ from pensieve.client.values import (
     prefix_of,
     state_of,
 )
-from pensieve.errors import DeadlineExceeded, Loading, PensieveError, Unavailable
+from pensieve.errors import DeadlineExceeded, Unavailable
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 
-PAGE_SIZE = 500  # items of a list that one call brings
 HEALTH_METHOD = "/grpc.health.v1.Health/Check"
-Request = TypeVar("Request")
-Response = TypeVar("Response")
-PageRequest = TypeVar("PageRequest", bound=PagedRequest)
-Page = TypeVar("Page", bound=PagedResponse)
 
 
-class AsyncClient:
+class AsyncClient(AsyncCaller):
     """A connection to a Pensieve daemon.
 
     Several tasks may share one client.  Nothing is sent before the first call.  Use the client by
@@ -75,43 +64,6 @@ class AsyncClient:
         sleep: waits between tries; for tests.
     """
 
-    def __init__(
-        self,
-        address: str = DEFAULT_ADDRESS,
-        *,
-        token: str | None = None,
-        tls: Tls = False,
-        timeout: float | None = None,
-        retry: Retry | None = None,
-        sleep: Sleep = asyncio.sleep,
-    ) -> None:
-        self.address = address
-        self.timeout = timeout
-        self.retry = retry or Retry()
-        self._sleep = sleep
-        self._connection = AsyncConnection(address, token, tls)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.address}>"
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connection: calls under way end, and later ones raise InvalidArgument.
-
-        Turns that are being read are left, as by their own `close`.
-        """
-        await self._connection.close()
-
     def conversation(self, conversation_id: str | None = None) -> AsyncConversation:
         """The conversation of this name, whether it exists on the server yet or not; sends nothing.
 
@@ -126,7 +78,7 @@ class AsyncClient:
         `timeout` is for each page that is fetched.
         """
         method, request = self._connection.stub.ListConversations, pb.ListConversationsRequest()
-        async for page in self._pages(method, request, timeout):
+        async for page in self.pages(method, request, timeout):
             for each in page.conversations:
                 yield state_of(each)
 
@@ -140,9 +92,14 @@ class AsyncClient:
         They are without their messages, tools and options.  `timeout` is for each page that is fetched.
         """
         method, request = self._connection.stub.ListPrefixes, pb.ListPrefixesRequest()
-        async for page in self._pages(method, request, timeout):
+        async for page in self.pages(method, request, timeout):
             for each in page.prefixes:
                 yield prefix_of(each)
+
+    @property
+    def jobs(self) -> AsyncJobs:
+        """The batch jobs of this client's tenant."""
+        return AsyncJobs(self)
 
     async def healthy(self, timeout: float | None = 5.0) -> bool:
         """Whether the daemon can be reached and accepts new turns."""
@@ -162,53 +119,12 @@ class AsyncClient:
         method, request = self._connection.stub.GetServerInfo, pb.GetServerInfoRequest()
         return info_of((await self.call(method, request, timeout, repeat=True)).server)
 
-    async def call(
-        self,
-        method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
-        request: Request,
-        timeout: float | None = None,
-        *,
-        repeat: bool = False,
-    ) -> Response:
-        """Call one method of a gRPC stub, with this client's token, timeout and errors.
-
-        With `repeat` the request may be sent more than once, as `retry` says; pass it only for methods
-        whose second call does no harm.  A server that loads its model has done nothing, so that is waited for
-        with any method.
-        """
-        deadline = Deadline(self.timeout if timeout is None else timeout)
-        tries = Tries(self.retry, deadline)
-        await self._connection.wait_for_endings(getattr(request, "conversation_id", ""), deadline)
-        while True:
-            try:
-                return await self._connection.unary(method, request, deadline)
-            except PensieveError as error:
-                if not repeat and not isinstance(error, Loading):
-                    raise
-                pause = tries.pause(error)
-            await self._sleep(pause)
-
     async def _call_named(
         self, method: str, request: Any, timeout: float | None, *, repeat: bool = False
     ) -> Any:
-        """The same, of a method by its name."""
+        """Call a method of ConversationService by its name."""
         named = getattr(self._connection.stub, method)
         return await self.call(named, request, timeout, repeat=repeat)
-
-    async def _pages(
-        self,
-        method: grpc.aio.UnaryUnaryMultiCallable[PageRequest, Page],
-        request: PageRequest,
-        timeout: float | None,
-        page_size: int = PAGE_SIZE,
-    ) -> AsyncIterator[Page]:
-        request.page_size = page_size
-        while True:
-            page = await self.call(method, request, timeout, repeat=True)
-            yield page
-            if not page.next_page_token:
-                return
-            request.page_token = page.next_page_token
 
 
 class AsyncConversation:
@@ -358,7 +274,7 @@ class AsyncConversation:
             conversation_id=self.conversation_id, include_token_ids=include_token_ids
         )
         method = self.client._connection.stub.ListMessages
-        async for page in self.client._pages(method, request, timeout, page_size):
+        async for page in self.client.pages(method, request, timeout, page_size):
             for each in page.messages:
                 yield message_of(each)
 

@@ -11,7 +11,7 @@ a finalizer may do that, in whichever thread it runs.  Once the loop has ended n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Generic, TypeVar, cast
 
 import grpc
@@ -22,7 +22,7 @@ from pensieve.client.retry import END_SECONDS, Deadline, Retry, Tries
 from pensieve.client.turn_progress import TurnCourse
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.v1 import conversation_pb2 as pb
-from pensieve.v1 import conversation_pb2_grpc
+from pensieve.v1 import conversation_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -51,6 +51,7 @@ class AsyncConnection:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channel: grpc.aio.Channel | None = None
         self._stub: conversation_pb2_grpc.ConversationServiceAsyncStub | None = None
+        self._jobs_stub: jobs_pb2_grpc.JobServiceAsyncStub | None = None
 
     @property
     def channel(self) -> grpc.aio.Channel:
@@ -74,6 +75,14 @@ class AsyncConnection:
             self._stub = conversation_pb2_grpc.ConversationServiceStub(self.channel)
         return self._stub
 
+    @property
+    def jobs_stub(self) -> jobs_pb2_grpc.JobServiceAsyncStub:
+        """The methods of JobService on this channel."""
+        self._check_open()
+        if self._jobs_stub is None:
+            self._jobs_stub = jobs_pb2_grpc.JobServiceStub(self.channel)
+        return self._jobs_stub
+
     async def unary(
         self,
         method: grpc.aio.UnaryUnaryMultiCallable[Request, Response],
@@ -84,6 +93,20 @@ class AsyncConnection:
         self._check_open()
         try:
             return await method(request, timeout=deadline.left(), metadata=self._metadata)
+        except grpc.aio.AioRpcError as failure:
+            raise error_of_call(failure, deadline) from None
+        except asyncio.CancelledError:
+            self._check_cancelled()
+            raise
+
+    async def create_job(
+        self, messages: Iterator[jobs_pb2.CreateJobRequest], deadline: Deadline
+    ) -> jobs_pb2.Job:
+        """Send the messages of a file, and wait for the job that it makes."""
+        self._check_open()
+        create, metadata = self.jobs_stub.CreateJob, self._metadata
+        try:
+            return (await create(messages, timeout=deadline.left(), metadata=metadata)).job
         except grpc.aio.AioRpcError as failure:
             raise error_of_call(failure, deadline) from None
         except asyncio.CancelledError:

@@ -5,20 +5,14 @@ Generated from aio.py by scripts/generate_sync_client; do not edit.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Unpack
 
-import grpc
-
-from pensieve.client.channel import DEFAULT_ADDRESS, Tls
-from pensieve.client.connection import Connection, Sleep
+from pensieve.client.caller import PAGE_SIZE, Caller
+from pensieve.client.jobs import Jobs
 from pensieve.client.prefix import Prefix
 from pensieve.client.requests import (
     MessageInput,
-    PagedRequest,
-    PagedResponse,
     SendOptions,
     check_id,
     check_text,
@@ -27,7 +21,6 @@ from pensieve.client.requests import (
     new_id,
     send_request,
 )
-from pensieve.client.retry import Deadline, Retry, Tries
 from pensieve.client.turn import Turn
 from pensieve.client.turn_progress import TurnCourse
 from pensieve.client.values import (
@@ -41,19 +34,14 @@ from pensieve.client.values import (
     prefix_of,
     state_of,
 )
-from pensieve.errors import DeadlineExceeded, Loading, PensieveError, Unavailable
+from pensieve.errors import DeadlineExceeded, Unavailable
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import status_pb2
 
-PAGE_SIZE = 500  # items of a list that one call brings
 HEALTH_METHOD = "/grpc.health.v1.Health/Check"
-Request = TypeVar("Request")
-Response = TypeVar("Response")
-PageRequest = TypeVar("PageRequest", bound=PagedRequest)
-Page = TypeVar("Page", bound=PagedResponse)
 
 
-class Client:
+class Client(Caller):
     """A connection to a Pensieve daemon.
 
     Several threads may share one client.  Nothing is sent before the first call.  Use the client by
@@ -72,43 +60,6 @@ class Client:
         sleep: waits between tries; for tests.
     """
 
-    def __init__(
-        self,
-        address: str = DEFAULT_ADDRESS,
-        *,
-        token: str | None = None,
-        tls: Tls = False,
-        timeout: float | None = None,
-        retry: Retry | None = None,
-        sleep: Sleep = time.sleep,
-    ) -> None:
-        self.address = address
-        self.timeout = timeout
-        self.retry = retry or Retry()
-        self._sleep = sleep
-        self._connection = Connection(address, token, tls)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.address}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection: calls under way end, and later ones raise InvalidArgument.
-
-        Turns that are being read are left, as by their own `close`.
-        """
-        self._connection.close()
-
     def conversation(self, conversation_id: str | None = None) -> Conversation:
         """The conversation of this name, whether it exists on the server yet or not; sends nothing.
 
@@ -123,7 +74,7 @@ class Client:
         `timeout` is for each page that is fetched.
         """
         method, request = self._connection.stub.ListConversations, pb.ListConversationsRequest()
-        for page in self._pages(method, request, timeout):
+        for page in self.pages(method, request, timeout):
             for each in page.conversations:
                 yield state_of(each)
 
@@ -137,9 +88,14 @@ class Client:
         They are without their messages, tools and options.  `timeout` is for each page that is fetched.
         """
         method, request = self._connection.stub.ListPrefixes, pb.ListPrefixesRequest()
-        for page in self._pages(method, request, timeout):
+        for page in self.pages(method, request, timeout):
             for each in page.prefixes:
                 yield prefix_of(each)
+
+    @property
+    def jobs(self) -> Jobs:
+        """The batch jobs of this client's tenant."""
+        return Jobs(self)
 
     def healthy(self, timeout: float | None = 5.0) -> bool:
         """Whether the daemon can be reached and accepts new turns."""
@@ -159,53 +115,12 @@ class Client:
         method, request = self._connection.stub.GetServerInfo, pb.GetServerInfoRequest()
         return info_of((self.call(method, request, timeout, repeat=True)).server)
 
-    def call(
-        self,
-        method: grpc.UnaryUnaryMultiCallable[Request, Response],
-        request: Request,
-        timeout: float | None = None,
-        *,
-        repeat: bool = False,
-    ) -> Response:
-        """Call one method of a gRPC stub, with this client's token, timeout and errors.
-
-        With `repeat` the request may be sent more than once, as `retry` says; pass it only for methods
-        whose second call does no harm.  A server that loads its model has done nothing, so that is waited for
-        with any method.
-        """
-        deadline = Deadline(self.timeout if timeout is None else timeout)
-        tries = Tries(self.retry, deadline)
-        self._connection.wait_for_endings(getattr(request, "conversation_id", ""), deadline)
-        while True:
-            try:
-                return self._connection.unary(method, request, deadline)
-            except PensieveError as error:
-                if not repeat and not isinstance(error, Loading):
-                    raise
-                pause = tries.pause(error)
-            self._sleep(pause)
-
     def _call_named(
         self, method: str, request: Any, timeout: float | None, *, repeat: bool = False
     ) -> Any:
-        """The same, of a method by its name."""
+        """Call a method of ConversationService by its name."""
         named = getattr(self._connection.stub, method)
         return self.call(named, request, timeout, repeat=repeat)
-
-    def _pages(
-        self,
-        method: grpc.UnaryUnaryMultiCallable[PageRequest, Page],
-        request: PageRequest,
-        timeout: float | None,
-        page_size: int = PAGE_SIZE,
-    ) -> Iterator[Page]:
-        request.page_size = page_size
-        while True:
-            page = self.call(method, request, timeout, repeat=True)
-            yield page
-            if not page.next_page_token:
-                return
-            request.page_token = page.next_page_token
 
 
 class Conversation:
@@ -355,7 +270,7 @@ class Conversation:
             conversation_id=self.conversation_id, include_token_ids=include_token_ids
         )
         method = self.client._connection.stub.ListMessages
-        for page in self.client._pages(method, request, timeout, page_size):
+        for page in self.client.pages(method, request, timeout, page_size):
             for each in page.messages:
                 yield message_of(each)
 

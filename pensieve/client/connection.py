@@ -24,7 +24,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -36,7 +36,7 @@ from pensieve.client.retry import END_SECONDS, Deadline, Retry, Tries
 from pensieve.client.turn_progress import TurnCourse
 from pensieve.errors import InvalidArgument, NotFound, PensieveError
 from pensieve.v1 import conversation_pb2 as pb
-from pensieve.v1 import conversation_pb2_grpc
+from pensieve.v1 import conversation_pb2_grpc, jobs_pb2, jobs_pb2_grpc
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -93,6 +93,7 @@ class Connection:
         else:
             self.channel = grpc.secure_channel(target, credentials, options=OPTIONS)
         self.stub = conversation_pb2_grpc.ConversationServiceStub(self.channel)
+        self.jobs_stub = jobs_pb2_grpc.JobServiceStub(self.channel)
         _standby.start()
         _open.add(self)
 
@@ -106,6 +107,17 @@ class Connection:
         self._check_open()
         try:
             return method(request, timeout=deadline.left(), metadata=self._metadata)
+        except grpc.RpcError as failure:
+            raise error_of_call(failure, deadline) from None
+
+    def create_job(
+        self, messages: Iterator[jobs_pb2.CreateJobRequest], deadline: Deadline
+    ) -> jobs_pb2.Job:
+        """Send the messages of a file, and wait for the job that it makes."""
+        self._check_open()
+        create, metadata = self.jobs_stub.CreateJob, self._metadata
+        try:
+            return create(messages, timeout=deadline.left(), metadata=metadata).job
         except grpc.RpcError as failure:
             raise error_of_call(failure, deadline) from None
 

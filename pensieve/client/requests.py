@@ -223,12 +223,12 @@ def check_text(name: str, text: str) -> str:
 
 
 def check_id(given: str, name: str = "conversation_id") -> str:
-    """The id itself, if a conversation or a prefix can have it."""
+    """The id itself, if a conversation can have it, or whatever the name says."""
     if not isinstance(given, str) or not ID_PATTERN.fullmatch(given):
         raise InvalidArgument(name, "must be 1 to 128 of A-Z a-z 0-9 . _ ~ -")
     return given
 
 
 def new_id() -> str:
-    """A random id for a conversation or a request."""
+    """A random id for a conversation, a request or a job."""
     return uuid.uuid4().hex

@@ -20,7 +20,8 @@ from typing import Any, NoReturn, Self
 import grpc
 
 from pensieve.v1 import conversation_pb2 as pb
-from pensieve.v1 import conversation_pb2_grpc, status_pb2
+from pensieve.v1 import conversation_pb2_grpc, jobs_pb2_grpc, status_pb2
+from tests.client.scripted_jobs import ScriptedJobs
 from tests.client.scripted_prefixes import FakePrefixes
 
 TYPE_PREFIX = "type.googleapis.com/google.rpc."
@@ -130,6 +131,8 @@ class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServ
         self._turn_ids = itertools.count(1)
         self._server = grpc.server(futures.ThreadPoolExecutor(24))
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(self, self._server)
+        self.jobs = ScriptedJobs()
+        jobs_pb2_grpc.add_JobServiceServicer_to_server(self.jobs, self._server)
         check = grpc.unary_unary_rpc_method_handler(
             self._check,
             status_pb2.HealthCheckRequest.FromString,

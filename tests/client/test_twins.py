@@ -11,7 +11,9 @@ import pytest
 
 import pensieve.client
 from pensieve.client.admin import Admin
+from pensieve.client.aio_caller import AsyncCaller
 from pensieve.client.aio_connection import AsyncConnection, AsyncStream
+from pensieve.client.caller import Caller
 from pensieve.client.connection import Connection, Stream
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -37,6 +39,8 @@ def test_the_client_for_threads_is_what_the_one_for_asyncio_says() -> None:
         (pensieve.client.Conversation, pensieve.client.AsyncConversation),
         (pensieve.client.Prefix, pensieve.client.AsyncPrefix),
         (pensieve.client.Turn, pensieve.client.AsyncTurn),
+        (pensieve.client.Jobs, pensieve.client.AsyncJobs),
+        (Caller, AsyncCaller),
         (Connection, AsyncConnection),
         (Stream, AsyncStream),
     ],

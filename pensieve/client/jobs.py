@@ -1,0 +1,209 @@
+"""The batch jobs of a daemon, for threads: `Jobs`.
+
+Generated from aio_jobs.py by scripts/generate_sync_client; do not edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypedDict
+
+from pensieve.client.caller import Caller
+from pensieve.client.job_upload import JobSource, JobUpload
+from pensieve.client.job_values import RESULT_KINDS, Job, job_of
+from pensieve.client.requests import check_id, check_text
+from pensieve.client.retry import Deadline, Tries
+from pensieve.errors import AlreadyExists, InvalidArgument, PensieveError, Unavailable
+from pensieve.v1 import jobs_pb2 as pb
+
+
+class Jobs:
+    """The batch jobs of a client's tenant: `client.jobs`.
+
+    A job is a file of requests in OpenAI's Batch format, one JSON object in each line, which the daemon
+    computes beside its conversations, these first.  It goes on without its client; each line has one
+    result, an answer or what is wrong with it, also after crashes.
+
+        job = client.jobs.create("requests.jsonl", job_id="nightly")
+        for job in client.jobs.watch("nightly"):
+            print(job.num_answered, "of", job.num_lines)
+        for line in client.jobs.results("nightly"):
+            print(json.loads(line)["custom_id"])
+
+    Each method takes a `timeout` in seconds, retries included; None is the client's.  All but `delete` are
+    retried when the server is unavailable, and streams go on where they broke.  An operator's client may name
+    the `tenant` of a job; by default it is the client's own.
+    """
+
+    def __init__(self, client: Caller) -> None:
+        self._client = client
+
+    def create(
+        self,
+        source: JobSource,
+        *,
+        job_id: str | None = None,
+        name: str = "",
+        endpoint: str = "",
+        check_only: bool = False,
+        timeout: float | None = None,
+    ) -> Job:
+        """Send a file of requests; returns the job that the daemon has stored.
+
+        Args:
+            source: the path of the file, or its bytes, or an iterable of its pieces.  Pieces are sent once; a
+                file and bytes are sent again when the connection breaks, which makes one job.
+            job_id: the id of the job; random by default.
+            name: what people call it.
+            endpoint: the url that each line must have, such as "/v1/chat/completions"; by default each line
+                says its own.
+            check_only: only find out what is wrong with the lines; nothing is computed.
+
+        Raises:
+            AlreadyExists: there is a job of this id.
+        """
+        upload = JobUpload(source, job_id, name, endpoint, check_only)
+        connection, deadline = self._client._connection, self._deadline(timeout)
+        tries, was_sent = Tries(self._client.retry, deadline), False
+        while True:
+            try:
+                return job_of(connection.create_job(upload.messages(), deadline))
+            except PensieveError as error:
+                if upload.error is not None:
+                    raise upload.error from None
+                failure = error
+            if was_sent and isinstance(failure, AlreadyExists):
+                found = self.get(upload.header.job_id)
+                if found.state != "receiving":
+                    if found.sha256 == upload.header.sha256:
+                        return found
+                    raise failure
+                failure = Unavailable("the server still waits for what an earlier try has sent")
+            if not upload.can_repeat:
+                raise failure
+            was_sent = True
+            self._client._sleep(tries.pause(failure))
+
+    def get(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
+        """The job as it is now.
+
+        Raises:
+            NotFound: there is no such job.
+        """
+        request = pb.GetJobRequest(**_named(job_id, tenant))
+        method = self._client._connection.jobs_stub.GetJob
+        return job_of((self._client.call(method, request, timeout, repeat=True)).job)
+
+    def list(self, *, all_tenants: bool = False, timeout: float | None = None) -> Iterator[Job]:
+        """Iterate over the jobs, the newest first; with `all_tenants`, which is for operators, over all.
+
+        `timeout` is for each page that is fetched.
+        """
+        request = pb.ListJobsRequest(all_tenants=all_tenants)
+        method = self._client._connection.jobs_stub.ListJobs
+        for page in self._client.pages(method, request, timeout):
+            for each in page.jobs:
+                yield job_of(each)
+
+    def pause(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
+        """Begin nothing more of the job until `resume`; what was answered stays."""
+        request = pb.PauseJobRequest(**_named(job_id, tenant))
+        method = self._client._connection.jobs_stub.PauseJob
+        return job_of((self._client.call(method, request, timeout, repeat=True)).job)
+
+    def resume(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
+        """Let a paused job go on when its turn among the jobs comes."""
+        request = pb.ResumeJobRequest(**_named(job_id, tenant))
+        method = self._client._connection.jobs_stub.ResumeJob
+        return job_of((self._client.call(method, request, timeout, repeat=True)).job)
+
+    def cancel(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
+        """End the job for good; what was answered stays."""
+        request = pb.CancelJobRequest(**_named(job_id, tenant))
+        method = self._client._connection.jobs_stub.CancelJob
+        return job_of((self._client.call(method, request, timeout, repeat=True)).job)
+
+    def delete(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> None:
+        """Delete the job with its lines and results, for good.
+
+        Raises:
+            NotFound: there is no such job.
+        """
+        request = pb.DeleteJobRequest(**_named(job_id, tenant))
+        self._client.call(self._client._connection.jobs_stub.DeleteJob, request, timeout)
+
+    def results(
+        self,
+        job_id: str,
+        kind: str = "all",
+        *,
+        after_line: int = 0,
+        tenant: str = "",
+        timeout: float | None = None,
+    ) -> Iterator[bytes]:
+        """Iterate over the results that there are, in the order of the lines: each is a line of JSON.
+
+        Args:
+            kind: "all", "answers" or "errors".
+            after_line: only those of lines behind this one of the file.
+        """
+        if kind not in RESULT_KINDS:
+            raise InvalidArgument("kind", f"is one of {', '.join(RESULT_KINDS)}")
+        request = pb.GetResultsRequest(
+            **_named(job_id, tenant), kind=RESULT_KINDS[kind], after_line=after_line
+        )
+        connection, deadline = self._client._connection, self._deadline(timeout)
+        tries = Tries(self._client.retry, deadline)
+        while True:
+            stream = connection.stream(connection.jobs_stub.GetResults, request, deadline)
+            begun = b""  # a line whose end is still to come
+            try:
+                while (piece := stream.read()) is not None:
+                    *lines, begun = (begun + piece.chunk).split(b"\n")
+                    for line in lines:
+                        yield line
+                        tries.made_progress()
+                    request.after_line = piece.last_line
+                return
+            except PensieveError as error:
+                pause = tries.pause(error)
+            finally:
+                stream.cancel()
+            self._client._sleep(pause)
+
+    def watch(
+        self, job_id: str, *, tenant: str = "", timeout: float | None = None
+    ) -> Iterator[Job]:
+        """Iterate over the job as it changes, from now to its end; about once a second while it runs.
+
+        Raises:
+            NotFound: there is no such job, or it was deleted.
+        """
+        request = pb.WatchJobRequest(**_named(job_id, tenant))
+        connection, deadline = self._client._connection, self._deadline(timeout)
+        tries = Tries(self._client.retry, deadline)
+        while True:
+            stream = connection.stream(connection.jobs_stub.WatchJob, request, deadline)
+            try:
+                while (news := stream.read()) is not None:
+                    tries.made_progress()
+                    yield job_of(news.job)
+                return
+            except PensieveError as error:
+                pause = tries.pause(error)
+            finally:
+                stream.cancel()
+            self._client._sleep(pause)
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self._client.timeout if timeout is None else timeout)
+
+
+class _Named(TypedDict):
+    job_id: str
+    tenant: str
+
+
+def _named(job_id: str, tenant: str) -> _Named:
+    """The fields that say which job is meant."""
+    return {"job_id": check_id(job_id, "job_id"), "tenant": check_text("tenant", tenant)}
