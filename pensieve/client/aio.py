@@ -3,8 +3,8 @@
 This file, aio_caller.py, aio_turn.py, aio_prefix.py and aio_jobs.py are the source of both clients: the
 script generate_sync_client leaves out `async` and `await`, takes `Async` off the names and writes client.py,
 caller.py, turn.py, prefix.py and jobs.py.  So only what reads the same for tasks and for threads may stand
-here.  What differs, the calls themselves, is in aio_connection.py and connection.py; what a turn does when its
-stream ends is decided in turn_progress.py.
+here.  What differs, the calls themselves, is in aio_connection.py and connection.py; what a turn does when
+its stream ends is decided in turn_progress.py.
 """
 
 from __future__ import annotations
