@@ -228,7 +228,7 @@ class DecodeGraphs:
     def _lists_of(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Items, wide items (there are none), merges, rows of packs."""
         sizes = self._sizes_of_lists(size)
-        merges, items, pack_rows = self._lists[: sum(sizes)].split(sizes)
+        merges, items, pack_rows = torch.split(self._lists[: sum(sizes)], list(sizes))
         return items.view(-1, ITEM), items[:0].view(-1, ITEM), merges.view(-1, MERGE), pack_rows
 
     def _write_plan(self, plan: Plan, size: int) -> None:

@@ -227,9 +227,7 @@ def plan_work(
         other = Load.of(packed(tiles, packs, lengths, group), tiling)
         items_max = None if items_more is None else len(tiles) + items_more
         # Even, so that a wide pack is cut into as many parts as are reckoned with.
-        with_packs = part_limit(
-            other.kinds(), num_kv_heads, count, waves_more, step=2, items_max=items_max
-        )
+        with_packs = part_limit(other.kinds(), num_kv_heads, count, step=2, items_max=items_max)
         if packs and with_packs.time < cut.time:
             load, cut = other, with_packs
     parts = _Parts()
@@ -266,59 +264,55 @@ class _Parts:
 
     def cut(self, load: Load, limit: int) -> list[Item]:
         """Its items, longest first; parts begin at multiples of `step` pages from the beginning."""
-        tiles, packs, _, places = load.made
+        (tiles, packs, _, places), step = load.made, load.step
         found: list[tuple[int, Item]] = []
         of_packs = []  # the first part's first row, and how many parts
         for pack, costs in zip(packs, load.pack_costs, strict=True):
-            first = self.num_rows
-            items = self._parts_of(pack, costs, load.step, limit)
-            of_packs.append((first, len(items)))
-            found += items
+            num_parts = _num_parts_of(costs, step, limit)
+            of_packs.append((self.num_rows, num_parts))
+            found += self._parts_of(pack, costs, step, num_parts)
         for index, (tile, costs) in enumerate(zip(tiles, load.tile_costs, strict=True)):
-            _, cost = costs
+            num_parts = _num_parts_of(costs, step, limit)
             place = places.get(index)
-            if cost <= limit and place is None:
-                found.append((-cost, Item(*tile[:5], -1)))
+            if num_parts == 1 and place is None:
+                found.append((-costs[1], Item(*tile[:5], -1)))
                 continue
-            first = self.num_rows
-            items = self._parts_of(tile, costs, load.step, limit)
-            if len(items) == 1 and place is None:
-                self.num_rows = first
-                found.append((-cost, Item(*tile[:5], -1)))
+            merge = (*tile[:3], self.num_rows, num_parts)
+            found += self._parts_of(tile, costs, step, num_parts)
+            if place is None:
+                self.merges.append(Merge(*merge))
                 continue
-            found += items
-            merge = Merge(*tile[:3], first, len(items))
-            if place is not None:
-                which, row = place
-                first_part_row, num_parts = of_packs[which]
-                merge = merge._replace(
-                    first_pack_row=first_part_row + row,
-                    pack_stride=packs[which].num_rows,
-                    num_pack_parts=num_parts,
-                )
-            self.merges.append(merge)
+            which, row = place
+            first_part_row, num_pack_parts = of_packs[which]
+            of_pack = (first_part_row + row, packs[which].num_rows, num_pack_parts)
+            self.merges.append(Merge(*merge, *of_pack))
         found.sort(key=_first)
         return [item for _, item in found]
 
     def _parts_of(
-        self, tile: Tile, costs: tuple[int, int], step: int, limit: int
+        self, tile: Tile, costs: tuple[int, int], step: int, num_parts: int
     ) -> list[tuple[int, Item]]:
         """With what they are sorted by."""
         page_cost, cost = costs
-        num_steps, num_parts = -(-tile.num_pages // step), 1
-        if cost > limit:
-            steps_max = max(limit // page_cost, PART_PAGES_MIN) // step
-            num_parts = -(-num_steps // steps_max)
+        num_steps = cost // page_cost // step
         found, begin = [], 0
         for part in range(1, num_parts + 1):
             end = num_steps * part // num_parts
-            first, last = (tile.key_begin + each * step * PAGE_SLOTS for each in (begin, end))
-            keys = (first, min(last, tile.key_end))
-            item = Item(*tile[:3], *keys, self.num_rows, tile.pack_row)
+            first = tile.key_begin + begin * step * PAGE_SLOTS
+            last = min(tile.key_begin + end * step * PAGE_SLOTS, tile.key_end)
+            item = Item(*tile[:3], first, last, self.num_rows, tile.pack_row)
             found.append(((begin - end) * step * page_cost, item))
             self.num_rows += tile.num_rows
             begin = end
         return found
+
+
+def _num_parts_of(costs: tuple[int, int], step: int, limit: int) -> int:
+    page_cost, cost = costs
+    if cost <= limit:
+        return 1
+    steps_max = max(limit // page_cost, PART_PAGES_MIN) // step
+    return -(-(cost // page_cost // step) // steps_max)
 
 
 def _first(pair: tuple[int, Item]) -> int:

@@ -113,7 +113,7 @@ def packed(
         first, key_end = len(made.rows), pack.num_pages * PAGE_SLOTS
         for member in pack.members:
             tile = tiles[member]
-            made.tiles[member] = tile._replace(key_begin=key_end)
+            made.tiles[member] = Tile(*tile[:3], key_end, tile.key_end)
             made.places[member] = (index, len(made.rows) - first)
             row = first_tokens[tile.slice_index] * group + tile.row_begin
             made.rows.extend(range(row, row + tile.num_rows))

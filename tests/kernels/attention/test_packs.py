@@ -15,8 +15,9 @@ from pensieve.kernels.attention import cuda
 from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Work, plan_work
 from pensieve.kernels.attention.shared import SharedPages
 from pensieve.kernels.attention.tiles import Tiling
+from pensieve.kernels.kv_format import FP8
 from tests.kernels.attention.test_emulated import attend
-from tests.kernels.emulated import needs_x86
+from tests.kernels.emulated import needs_x86, run
 
 TILING = Tiling(32, 128)
 HOPPER = BlocksAtOnce(264, 132)
@@ -112,14 +113,18 @@ def test_each_row_sees_each_position_once(seed: int) -> None:
                 assert all(item.pack_row < 0 for item in plan.wide_items)
 
 
+@pytest.mark.parametrize("waves_more", [None, 0])
 @pytest.mark.parametrize("blocks", [BlocksAtOnce(216), HOPPER])
-def test_decodes_over_shared_pages_read_them_once(blocks: BlocksAtOnce) -> None:
+def test_decodes_over_shared_pages_read_them_once(
+    blocks: BlocksAtOnce, waves_more: int | None
+) -> None:
     """32 slices of one query over 2,048 shared and 128 own tokens: 64 pages for all, and 5 for each."""
     lengths, starts = [1] * 32, [2048 + 128] * 32
     shared = shared_of([0] * 32, [64])
-    plan = plan_work(lengths, starts, 4, 8, TILING, blocks, shared=shared)
+    plan = plan_work(lengths, starts, 4, 8, TILING, blocks, waves_more, shared)
     check(plan, lengths, starts, 4)
     assert pages_read(plan) == 64 + 32 * 5
+    assert plan.num_part_rows * 8 * 129 * 4 < 10e6, "of partial results"
     assert len(plan.merges) == 32
     packs = [item for item in plan.items if item.pack_row >= 0]
     assert {item.num_rows for item in packs} == {128}, "rows of all of them"
@@ -246,6 +251,31 @@ def test_random_groups(seed: int) -> None:
         seed=seed,
         fronts=fronts,
     )
+
+
+@needs_x86
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_value_that_is_no_number_in_a_slices_own_pages_reaches_no_other_of_its_pack(
+    fp8: bool,
+) -> None:
+    arena = torch.randn(12, 2, 1, 32, 64)
+    arena[8, 1, 0, 3, 7] = float("nan")  # behind the shared pages of the second
+    arena = arena.to(FP8.element if fp8 else torch.bfloat16)
+    query = torch.randn(4, 2, 64).to(torch.bfloat16)
+    query[3, 0, 5] = float("nan")
+    table = torch.tensor([[*range(7), 7 + turn] for turn in range(4)], dtype=torch.int32)
+    index = (table, torch.arange(5).int(), torch.arange(4).int(), torch.full((4,), 236).int())
+    shared = shared_of([0] * 4, [7])
+    plan = cuda.plan([1] * 4, [236] * 4, 2, 1, 64, BlocksAtOnce(1), shared=shared)
+    assert len(plan.pack_rows) == 8
+    out, work = torch.empty_like(query), Work.of(plan, 1, 64, "cpu")
+    scales = torch.ones(2, 1) if fp8 else None
+    for launch in cuda.attention_launches(
+        query, arena[:, 0], arena[:, 1], *index, 0.125, out, work, kv_scales=scales
+    ):
+        run(launch)
+    assert [bool(row.isfinite().all()) for row in out] == [True, False, True, False]
+    assert out[3, 1].isfinite().all()
 
 
 def test_a_plan_lies_on_its_device_in_one_piece() -> None:
