@@ -56,14 +56,14 @@ class DeclaredPrefixes:
         self._due = asyncio.Event()
 
     async def create(self, settings: PrefixSettings) -> records.Prefix:
-        tenant, told_at = settings.tenant, self._now()
+        tenant, template_time = settings.tenant, self._now()
         tokens = await self._acts.tokenized(
-            tenant, lambda: self._history.heads.declared(settings, told_at)
+            tenant, lambda: self._history.heads.declared(settings, template_time)
         )
         self._acts.charge(tenant, sum(map(len, tokens)))
         prefixes_max = self._allowance_of(tenant).limits.prefixes_max
         declared = await self._threads.in_store(
-            tenant, self._history.declared.declare, settings, tokens, told_at, prefixes_max
+            tenant, self._history.declared.declare, settings, tokens, template_time, prefixes_max
         )
         if settings.keep_warm:
             await self._warm(tenant, settings.prefix_id)

@@ -78,7 +78,7 @@ class Heads:
                 self._num_characters -= len(self._known.popitem(last=False)[1].text)
         return head
 
-    def declared(self, settings: PrefixSettings, told_at: float) -> list[list[int]]:
+    def declared(self, settings: PrefixSettings, template_time: float) -> list[list[int]]:
         """The tokens of each message that this prefix will be stored with; refuses one that cannot be."""
         messages = settings.all_messages
         if not (messages or settings.tools):
@@ -90,7 +90,7 @@ class Heads:
                 raise InvalidArgument("content", "a message must not be empty")
         size = sum(len(each.content) for each in messages) + sum(map(len, map(str, settings.tools)))
         check_length("prefix", size, self._context_max)
-        now = datetime.fromtimestamp(told_at, UTC)
+        now = datetime.fromtimestamp(template_time, UTC)
         head = self.of(messages, Setting(settings.tools, settings.template_options, now))
         if len(head.token_ids) + 2 > self._context_max:  # beside it, one to read and one to say
             raise ContextFull(len(head.token_ids) + 2, self._context_max)
@@ -102,8 +102,8 @@ class Heads:
 
 
 def _key(messages: Sequence[Message], setting: Setting) -> bytes:
-    told = [list(setting.tools), dict(setting.options), setting.now.timestamp()]
-    return hashlib.blake2b(canonical_json([[asdict(each) for each in messages], told])).digest()
+    given = [list(setting.tools), dict(setting.options), setting.now.timestamp()]
+    return hashlib.blake2b(canonical_json([[asdict(each) for each in messages], given])).digest()
 
 
 def check_length(field_name: str, size: int, context_max: int) -> None:
@@ -157,8 +157,8 @@ def head_of(
 
 
 def setting_of(conversation: records.Conversation) -> Setting:
-    told_at = datetime.fromtimestamp(conversation.told_at, UTC)
-    return Setting(conversation.tools, conversation.template_options, told_at)
+    template_time = datetime.fromtimestamp(conversation.template_time, UTC)
+    return Setting(conversation.tools, conversation.template_options, template_time)
 
 
 def message_of(stored: records.Message) -> Message:

@@ -41,7 +41,7 @@ class PrefixHistory:
         self,
         settings: PrefixSettings,
         tokens: Sequence[Sequence[int]],
-        told_at: float,
+        template_time: float,
         prefixes_max: int,
     ) -> records.Prefix:
         """Store a prefix with the tokens of each of its messages; StorageFull if there are too many."""
@@ -63,7 +63,7 @@ class PrefixHistory:
                 list(settings.tools),
                 dict(settings.template_options),
                 settings.keep_warm,
-                told_at,
+                template_time,
                 settings.tenant,
             )
         )

@@ -87,7 +87,7 @@ class NewConversation:
 class NewPrefix:
     """A prefix to declare: what conversations under it begin with, and the tokens of that.
 
-    The template was told that it is `began_at`; for conversations under it that stays so.
+    To the template it is `began_at`; for conversations under it that stays so.
     """
 
     prefix_id: str
@@ -140,11 +140,11 @@ class Conversation:
     running_turn_id: int | None
     created_at: float
     updated_at: float
-    began_at: float | None = None  # under a declared prefix: the time that its template was told
+    began_at: float | None = None  # under a declared prefix: the time that it is to the template
 
     @property
-    def told_at(self) -> float:
-        """The time that the template is told."""
+    def template_time(self) -> float:
+        """The time that it is to the template."""
         return self.created_at if self.began_at is None else self.began_at
 
 

@@ -25,6 +25,9 @@ ROWS = (
     Row("pensieve admin watch", needs=("shared",), until="turns_running", code=130),
     Row("pensieve admin conversations --least-valuable", (r"trip-42",), ("shared",)),
     Row("pensieve admin explain trip-42", (r"device",), ("shared",)),
+    Row("pensieve chat --prefix rules", needs=("shared",), stdin=TALK),
+    Row("pensieve admin prefixes", (r"rules",), ("shared",)),
+    Row("pensieve admin prefixes --delete rules", (r"is deleted",), ("shared",)),
     Row(DAEMONS["guarded"], starts="guarded"),
     Row(
         "pensieve admin explain trip-42 --tenant acme", (r"device",), ("guarded",), beside="guarded"

@@ -37,7 +37,7 @@ def test_a_conversation_under_a_prefix_begins_with_its_messages_tools_and_option
     made = store.get_conversation("tea")
     assert (made.revision, made.num_messages, made.num_tokens) == (0, 3, 6)
     assert (made.tools, made.template_options) == (({"name": "cup"},), {"loud": True})
-    assert (made.prefix_id, made.told_at, made.fingerprint) == ("rules", 7.5, "f")
+    assert (made.prefix_id, made.template_time, made.fingerprint) == ("rules", 7.5, "f")
     assert list(store.log("tea")) == [1, 2, 3, 4, 5, 6]
     assert [each.content for each in store.messages("tea")] == ["Be kind.", "So?", "Yes."]
     assert store.verify() == []
