@@ -24,7 +24,7 @@ runs without graphs; the reason is reported.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -237,7 +237,7 @@ class DecodeGraphs:
         assert not plan.wide_items, "a graph's rows are narrow tiles"
         assert plan.num_part_rows <= len(self._work.part_sums)
         numbers, end = array("i"), 0
-        lists = (plan.merges, plan.items, (plan.pack_rows,))
+        lists: tuple[Sequence[Sequence[int]], ...] = (plan.merges, plan.items, (plan.pack_rows,))
         for records, most in zip(lists, self._sizes_of_lists(size), strict=True):
             end += most
             numbers.extend(chain.from_iterable(records))
