@@ -50,7 +50,7 @@
 
 namespace {
 
-constexpr int kBlockPages = 4;
+using pensieve::kBlockPages;
 constexpr int kBlockSlots = kBlockPages * kSlots;
 
 struct alignas(64) TileScratch {  // of one thread
@@ -94,7 +94,7 @@ inline void pack_queries(const Part& part, int num_rows, TileScratch& scratch) {
       Words words[LANES] = {};
       for (int r = 0; r < LANES && row + r < num_rows; ++r)
         words[r] = load<Words>(static_cast<const uint16_t*>(part.query) +
-                               (row + r) / part.group * part.token_stride +
+                               query_at(part, (row + r) / part.group) +
                                (row + r) % part.group * part.head_stride + 2 * pair);
       transpose(words);
       for (int i = 0; i < LANES; ++i)
@@ -222,11 +222,14 @@ void attend_in_tiles(const Part& part, Partial& partial, void* memory) {
   const int padded = (num_rows + LANES - 1) / LANES * LANES;
   pack_queries(part, num_rows, scratch);
   for (int r = 0; r < padded; ++r) {
-    scratch.largest[r] = -INFINITY;
-    scratch.sum[r] = 0.0f;
+    const bool more = part.continues && r < num_rows;
+    scratch.largest[r] = more ? partial.largest[r] : -INFINITY;
+    scratch.sum[r] = more ? partial.sum[r] : 0.0f;
     scratch.last[r] = part.position + r / part.group;
   }
   memset(scratch.weighted, 0, sizeof(float) * padded * head_size);
+  if (part.continues)
+    memcpy(scratch.weighted, partial.weighted, sizeof(float) * num_rows * head_size);
   const TileShapes shapes = tile_shapes(2 * kTileRows);
   TILE_SHAPES(shapes);
 
@@ -234,7 +237,7 @@ void attend_in_tiles(const Part& part, Partial& partial, void* memory) {
   int page = part.first_page;
   while (page < part.end_page) {
     auto block_end = [&](int from) {
-      const int end = from == part.first_page ? from + 1 : from + kBlockPages;
+      const int end = from == part.first_page && !part.continues ? from + 1 : from + kBlockPages;
       return end < part.end_page ? end : part.end_page;
     };
     const int end = block_end(page);

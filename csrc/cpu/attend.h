@@ -352,6 +352,11 @@ struct AddValues {
   }
 };
 
+// Of a token of the part, in elements from `query` on.
+inline int64_t query_at(const Part& part, int token) {
+  return (part.rows ? part.rows[token] : token) * part.token_stride;
+}
+
 // The rows of a block are interleaved, so that one pointer reaches the same dimension of all of them.
 template <typename Element, int Rows>
 struct TakeQuery {
@@ -359,7 +364,7 @@ struct TakeQuery {
     const int depth = kDot<Element> ? part.head_size / 2 : part.head_size;
     for (int r = 0; r < Rows; ++r) {
       const Element* from = static_cast<const Element*>(part.query) +
-                            (row + r) / part.group * part.token_stride +
+                            query_at(part, (row + r) / part.group) +
                             (row + r) % part.group * part.head_stride;
       float* to = scratch.query + row * depth + r;
       for (int at = 0; at < depth; ++at)
@@ -377,8 +382,10 @@ void attend(const Part& part, Partial& partial, void* memory) {
   Scratch& scratch = *static_cast<Scratch*>(memory);
   const int head_size = part.head_size, num_rows = part.num_tokens * part.group;
   in_blocks<TakeQuery, Element>(num_rows, scratch, part);
-  for (int r = 0; r < num_rows; ++r) partial.largest[r] = -INFINITY, partial.sum[r] = 0.0f;
-  memset(partial.weighted, 0, sizeof(float) * num_rows * head_size);
+  if (!part.continues) {
+    for (int r = 0; r < num_rows; ++r) partial.largest[r] = -INFINITY, partial.sum[r] = 0.0f;
+    memset(partial.weighted, 0, sizeof(float) * num_rows * head_size);
+  }
 
   const float factor = part.scaling * kLog2E;
   for (float& each : scratch.factors) each = factor;

@@ -13,6 +13,7 @@ constexpr int kSlots = 32;     // of a page
 constexpr int kRowsMax = 64;   // of an item
 constexpr int kPagesMax = 64;  // of a part
 constexpr int kHeadMax = 256;  // head size
+constexpr int kBlockPages = 4;  // that are taken at once, at most, behind a part's first
 
 enum class Type : int32_t { kFloat = 0,
                             kBfloat16 = 1,
@@ -25,7 +26,8 @@ enum class Stored : int32_t { kElements = 0,
 constexpr int kScaleBytes = 4;
 
 struct Part {
-  const void* query;        // of the item's first row
+  const void* query;        // of the item's first row; with `rows`, of the batch's first row
+  const int32_t* rows;      // of the item's tokens, in the batch; null: one after another
   int64_t token_stride;     // elements between query tokens, and between query heads
   int64_t head_stride;
   const void* keys;         // arena of the layer, at this KV head
@@ -33,6 +35,7 @@ struct Part {
   int64_t page_stride;      // between pages, in elements, or in bytes where rows are codes
   const int32_t* pages;     // of the turn
   int32_t first_page, end_page;
+  bool continues;           // the partial holds what the pages before it gave; kBlockPages divides how many, but for one
   const void *keys_after, *values_after;  // tiles that this thread reads next, to prefetch; null: none
   int32_t position;         // of the item's first token
   int32_t num_tokens;       // of the item
@@ -115,7 +118,7 @@ int32_t pensieve_multi_token_attention(
     int64_t query_head_stride, const void* keys, const void* values, int64_t page_stride,
     int64_t kv_head_stride, int64_t num_pages, const int32_t* page_table, int64_t pages_max,
     const int32_t* slice_offsets, const int32_t* slice_turns, const int32_t* slice_starts,
-    int32_t num_slices, int32_t num_heads, int32_t num_kv_heads, int32_t slots, int32_t head_size,
+    const int32_t* slice_groups, const int32_t* group_pages, int32_t num_groups, int32_t num_slices, int32_t num_heads, int32_t num_kv_heads, int32_t slots, int32_t head_size,
     float scaling, void* out, int64_t out_token_stride, int64_t out_head_stride,
     int32_t num_threads);
 int32_t pensieve_write_kv(const char* only, int32_t type, int32_t stored, const char* key,

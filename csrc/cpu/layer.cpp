@@ -139,7 +139,8 @@ struct Pages {
   int32_t rotation_float, rotary;
   const int64_t* slot_mapping;
   const int32_t *page_table, *slice_offsets, *slice_turns, *slice_starts;
-  int64_t pages_max, num_pages;
+  const int32_t *slice_groups, *group_pages;  // slices that share pages (multi_token_attention.cpp)
+  int64_t num_groups, pages_max, num_pages;
   char* arena;  // (layers, pages, keys and values, KV heads, slots, row)
   int32_t slots, num_threads;
   Stored stored;  // what a row is
@@ -301,7 +302,7 @@ int32_t pensieve_layer(const char* only, const Layer* layer, const Buffers* buff
   answer = pensieve_multi_token_attention(
       only, layer->type, int32_t(pages->stored), query, width, size, keys, values, 2 * half, head, pages->num_pages,
       pages->page_table, pages->pages_max, pages->slice_offsets, pages->slice_turns,
-      pages->slice_starts, pages->num_slices, layer->num_heads, layer->num_kv_heads, pages->slots,
+      pages->slice_starts, pages->slice_groups, pages->group_pages, int32_t(pages->num_groups), pages->num_slices, layer->num_heads, layer->num_kv_heads, pages->slots,
       layer->head_size, layer->scaling, buffers->attended, layer->num_heads * size, size,
       pages->num_threads);
   if (answer) return answer;

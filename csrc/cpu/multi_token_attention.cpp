@@ -9,10 +9,18 @@
 // so a long prompt reads the history before it from memory once, and not for each 64 rows. The cuts depend only
 // on positions in the context: a row's result is the same in any batch, in a long slice or alone, and with any
 // number of threads.
+//
+// Slices of a group have the same pages at the front of their contexts, and lie wholly behind those. The rows of several
+// such slices, a *pack*, pass over the shared pages together, so those are read once for all of them. Where the
+// shared pages end within a part, each slice's own item goes on from there, with what the pack left for it. So the
+// steps of each row, and its result, are the same as without any sharing. Packs' work is claimed before any that waits
+// for it, and waits for nothing itself, so no thread waits for ever.
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <new>
+#include <thread>
 #include <vector>
 
 #include "attention.h"
@@ -26,8 +34,23 @@ struct Item {
   int slice, kv_head, first_token, num_tokens;
   int num_pages;
   int num_parts;
-  int64_t kept;  // offset, in floats, of this item's partials, if it has several
+  int pack = -1;  // which it is a member of
+  int64_t kept = -1;  // offset, in floats, of this item's partials, if it has several or is in a pack
 };
+
+// Rows of several slices that share pages, and pass over `num_pages` of them together.
+struct Pack {
+  int first_member, end_member;
+  int first_row, num_tokens;
+  int num_pages;
+};
+
+struct Member {
+  int first_item;  // one for each KV head
+  int first_token, num_tokens;  // of the pack
+};
+
+constexpr int kSeesAll = 1 << 30;  // position of rows that lie behind all pages
 
 struct Memory {  // of one thread
   alignas(64) float weighted[kRowsMax * kHeadMax];
@@ -36,7 +59,18 @@ struct Memory {  // of one thread
 };
 
 struct Cut {
-  int item, part, first_page, end_page;
+  int item;  // -1: of a pack
+  int part, first_page, end_page;
+  int pack = -1, kv_head = 0;  // whose it is; or whom the item goes on from
+};
+
+struct Plan {
+  std::vector<Item> items;
+  std::vector<Cut> cuts;
+  std::vector<Pack> packs;
+  std::vector<Member> members;
+  std::vector<int32_t> rows;  // of the packs' tokens, in the batch
+  int64_t num_kept = 0;       // floats
 };
 
 struct Call {
@@ -49,6 +83,8 @@ struct Call {
   const int32_t* page_table;
   int64_t pages_max;
   const int32_t *slice_offsets, *slice_turns, *slice_starts;
+  const int32_t *slice_groups, *group_pages;  // which group a slice is in, or -1; pages that a group shares
+  int32_t num_groups;
   int32_t num_slices, num_heads, num_kv_heads, head_size;
   float scaling;
   void* out;
@@ -73,6 +109,8 @@ Part part_of(const Call& call, const Item& item, int first_page, int end_page) {
   const int start = call.slice_starts[item.slice];
   const int row = call.slice_offsets[item.slice] + item.first_token;
   Part part{};
+  part.rows = nullptr;
+  part.continues = false;
   part.query = at(call.query,
                   row * call.query_token_stride + item.kv_head * group * call.query_head_stride,
                   call.type);
@@ -89,6 +127,23 @@ Part part_of(const Call& call, const Item& item, int first_page, int end_page) {
   part.group = group;
   part.head_size = call.head_size;
   part.scaling = call.scaling;
+  return part;
+}
+
+Part part_of(const Call& call, const Plan& plan, const Cut& cut) {
+  if (cut.item >= 0) {
+    Part part = part_of(call, plan.items[cut.item], cut.first_page, cut.end_page);
+    part.continues = cut.pack >= 0;
+    return part;
+  }
+  const Pack& pack = plan.packs[cut.pack];
+  const Item& first = plan.items[plan.members[pack.first_member].first_item + cut.kv_head];
+  Part part = part_of(call, first, cut.first_page, cut.end_page);
+  const int group = call.num_heads / call.num_kv_heads;
+  part.query = at(call.query, cut.kv_head * group * call.query_head_stride, call.type);
+  part.rows = plan.rows.data() + pack.first_row;
+  part.num_tokens = pack.num_tokens;
+  part.position = kSeesAll;
   return part;
 }
 
@@ -151,75 +206,203 @@ bool within(const Call& call, int64_t num_pages) {
   return true;
 }
 
-// Lists the items and their parts; returns how many floats the partials of cut items take.
-int64_t cut(const Call& call, std::vector<Item>& items, std::vector<Cut>& cuts) {
+// As many of a group's pages as a pack takes: whole parts, and of the one behind them what ends where the
+// instruction sets that take several pages at once begin with others (amx_attend.h).
+int pages_of_pack(int num_pages) {
+  const int whole = num_pages / kPagesMax * kPagesMax, rest = num_pages - whole;
+  return whole + (rest <= kBlockPages ? 0 : 1 + (rest - 1) / kBlockPages * kBlockPages);
+}
+
+// Puts the slices of each group into packs of as many rows as an item may have.
+void pack(const Call& call, Plan& plan, std::vector<int>& pack_of) {
+  const int tokens_max = kRowsMax / (call.num_heads / call.num_kv_heads);
+  std::vector<std::vector<int>> slices_of(call.num_groups);
+  for (int slice = 0; slice < call.num_slices; ++slice) {
+    const int length = call.slice_offsets[slice + 1] - call.slice_offsets[slice];
+    if (call.slice_groups[slice] >= 0 && length && 2 * length <= tokens_max)
+      slices_of[call.slice_groups[slice]].push_back(slice);
+  }
+  for (int group = 0; group < call.num_groups; ++group) {
+    const int num_pages = pages_of_pack(call.group_pages[group]);
+    const std::vector<int>& slices = slices_of[group];
+    if (!num_pages) continue;
+    for (size_t first = 0, end; first < slices.size(); first = end) {
+      int num_tokens = 0;
+      for (end = first; end < slices.size(); ++end) {
+        const int length = call.slice_offsets[slices[end] + 1] - call.slice_offsets[slices[end]];
+        if (num_tokens + length > tokens_max) break;
+        num_tokens += length;
+      }
+      if (end - first < 2) continue;
+      Pack made{int(plan.members.size()), 0, int(plan.rows.size()), num_tokens, num_pages};
+      int token = 0;
+      for (size_t i = first; i < end; ++i) {
+        const int offset = call.slice_offsets[slices[i]];
+        const int length = call.slice_offsets[slices[i] + 1] - offset;
+        plan.members.push_back({-1, token, length});
+        pack_of[slices[i]] = int(plan.packs.size());
+        for (int t = 0; t < length; ++t) plan.rows.push_back(offset + t);
+        token += length;
+      }
+      made.end_member = int(plan.members.size());
+      plan.packs.push_back(made);
+    }
+  }
+}
+
+Plan planned(const Call& call) {
+  Plan plan;
   const int group = call.num_heads / call.num_kv_heads;
   const int tokens_max = kRowsMax / group;
-  int64_t kept = 0;
+  std::vector<int> pack_of(call.num_slices, -1), num_known;
+  if (call.num_groups) pack(call, plan, pack_of);
+  num_known.resize(plan.packs.size());
+  for (size_t i = 0; i < plan.packs.size(); ++i)
+    for (int head = 0; head < call.num_kv_heads; ++head)
+      for (int first = 0; first < plan.packs[i].num_pages; first += kPagesMax) {
+        const int end = std::min(plan.packs[i].num_pages, first + kPagesMax);
+        plan.cuts.push_back({-1, first / kPagesMax, first, end, int(i), head});
+      }
   for (int slice = 0; slice < call.num_slices; ++slice) {
     const int length = call.slice_offsets[slice + 1] - call.slice_offsets[slice];
     if (length == 0) continue;
+    const int in_pack = pack_of[slice];
+    const int shared = in_pack < 0 ? 0 : plan.packs[in_pack].num_pages;
+    if (in_pack >= 0) {
+      Member& member = plan.members[plan.packs[in_pack].first_member + num_known[in_pack]++];
+      member.first_item = int(plan.items.size());
+    }
     for (int head = 0; head < call.num_kv_heads; ++head) {
-      const int first_item = int(items.size());
+      const int first_item = int(plan.items.size());
       for (int first = 0; first < length; first += tokens_max) {
-        const int count = length - first < tokens_max ? length - first : tokens_max;
+        const int count = std::min(length - first, tokens_max);
         const int pages = (call.slice_starts[slice] + first + count + kSlots - 1) / kSlots;
         const int parts = (pages + kPagesMax - 1) / kPagesMax;
-        items.push_back({slice, head, first, count, pages, parts, kept});
-        if (parts > 1) kept += parts * partial_floats(count * group, call.head_size);
+        Item item{slice, head, first, count, pages, parts, in_pack};
+        if (parts > 1 || in_pack >= 0) {
+          item.kept = plan.num_kept;
+          plan.num_kept += parts * partial_floats(count * group, call.head_size);
+        }
+        plan.items.push_back(item);
       }
-      const int end_item = int(items.size());  // of these the last one has the most parts
-      for (int p = 0; p < items.back().num_parts; ++p)
-        for (int item = first_item; item < end_item; ++item) {
-          const int pages = items[item].num_pages, first = p * kPagesMax;
-          if (p >= items[item].num_parts) continue;
-          cuts.push_back({item, p, first, pages - first < kPagesMax ? pages : first + kPagesMax});
+      const int end_item = int(plan.items.size());  // of these the last one has the most parts
+      for (int p = 0; p < plan.items.back().num_parts; ++p)
+        for (int i = first_item; i < end_item; ++i) {
+          const int end = std::min(plan.items[i].num_pages, (p + 1) * kPagesMax);
+          const int first = std::max(p * kPagesMax, std::min(shared, end));
+          if (p >= plan.items[i].num_parts || first == end) continue;
+          plan.cuts.push_back({i, p, first, end, first > p * kPagesMax ? in_pack : -1, head});
         }
     }
   }
-  return kept;
+  return plan;
 }
+
+// One call's work: its plan, and what is shared between the threads.
+class Work {
+ public:
+  Work(const Call& call, const Kernel& kernel)
+      : call_(call), kernel_(kernel), attend_(attend_of(kernel, call.type, call.stored)), plan_(planned(call)), remaining_(plan_.items.size()), done_(plan_.packs.size() * call.num_kv_heads) {
+    for (size_t i = 0; i < plan_.items.size(); ++i) remaining_[i] = plan_.items[i].num_parts;
+    if (plan_.num_kept)
+      kept_ = static_cast<float*>(std::aligned_alloc(64, plan_.num_kept * sizeof(float)));
+  }
+  ~Work() { std::free(kept_); }
+  Work(const Work&) = delete;
+
+  bool has_memory() const { return kept_ || !plan_.num_kept; }
+
+  void run() {
+    const int num_cuts = int(plan_.cuts.size());
+    each_piece(call_.num_threads, num_cuts, [&](int taken, int following) {
+      const Cut& cut = plan_.cuts[taken];
+      Part part = part_of(call_, plan_, cut);
+      if (following < num_cuts) {
+        const Part then = part_of(call_, plan_, plan_.cuts[following]);
+        const int64_t page = int64_t(then.pages[then.first_page]) * then.page_stride;
+        part.keys_after = in_pages(call_, then.keys, page);
+        part.values_after = in_pages(call_, then.values, page);
+      }
+      if (cut.item < 0)
+        attend_pack(cut, part);
+      else
+        attend_item(cut, part);
+    });
+  }
+
+ private:
+  static Memory& own() {
+    static thread_local Memory memory;
+    return memory;
+  }
+
+  float* kept_of(const Item& item) const { return kept_ + item.kept; }
+
+  int num_rows(const Item& item) const {
+    return item.num_tokens * (call_.num_heads / call_.num_kv_heads);
+  }
+
+  Partial kept_partial(const Item& item, int part) const {
+    float* const at = kept_of(item) + part * partial_floats(num_rows(item), call_.head_size);
+    return partial_at(at, num_rows(item), call_.head_size);
+  }
+
+  void attend_item(const Cut& cut, const Part& part) {
+    const Item& item = plan_.items[cut.item];
+    if (item.kept < 0) {
+      Partial partial{own().largest, own().sum, own().weighted};
+      attend_(part, partial, own().scratch);
+      write_out(call_, kernel_, item, partial);
+      return;
+    }
+    if (part.continues) wait_for(done_[cut.pack * call_.num_kv_heads + cut.kv_head]);
+    Partial partial = kept_partial(item, cut.part);
+    attend_(part, partial, own().scratch);
+    finish_part(cut.item);
+  }
+
+  void attend_pack(const Cut& cut, const Part& part) {
+    Partial partial{own().largest, own().sum, own().weighted};
+    attend_(part, partial, own().scratch);
+    const Pack& pack = plan_.packs[cut.pack];
+    const bool whole = cut.end_page - cut.first_page == kPagesMax;
+    for (int i = pack.first_member; i < pack.end_member; ++i) {
+      const Member& member = plan_.members[i];
+      const int index = member.first_item + cut.kv_head;
+      const Item& item = plan_.items[index];
+      const int rows = num_rows(item), first = member.first_token * part.group;
+      const Partial to = kept_partial(item, cut.part);
+      std::copy_n(partial.largest + first, rows, to.largest);
+      std::copy_n(partial.sum + first, rows, to.sum);
+      std::copy_n(partial.weighted + int64_t(first) * call_.head_size, int64_t(rows) * call_.head_size, to.weighted);
+      if (whole) finish_part(index);
+    }
+    if (!whole) done_[cut.pack * call_.num_kv_heads + cut.kv_head].store(1, std::memory_order_release);
+  }
+
+  void finish_part(int index) {
+    const Item& item = plan_.items[index];
+    if (remaining_[index].fetch_sub(1) > 1) return;
+    write_out(call_, kernel_, item, merge(item, kept_of(item), num_rows(item), call_.head_size));
+  }
+
+  static void wait_for(const std::atomic<int>& done) {
+    while (!done.load(std::memory_order_acquire)) std::this_thread::yield();
+  }
+
+  const Call& call_;
+  const Kernel& kernel_;
+  const Attend attend_;
+  const Plan plan_;
+  std::vector<std::atomic<int>> remaining_, done_;
+  float* kept_ = nullptr;
+};
 
 // False if there is no memory for partials.
 bool attend_all(const Call& call, const Kernel& kernel) {
-  const Attend attend = attend_of(kernel, call.type, call.stored);
-  std::vector<Item> items;
-  std::vector<Cut> cuts;
-  const int64_t num_kept = cut(call, items, cuts);
-  std::vector<std::atomic<int>> remaining(items.size());
-  for (size_t i = 0; i < items.size(); ++i) remaining[i] = items[i].num_parts;
-  float* const kept =
-      num_kept ? static_cast<float*>(std::aligned_alloc(64, num_kept * sizeof(float))) : nullptr;
-  if (num_kept && !kept) return false;
-  const int num_cuts = int(cuts.size());
-  each_piece(call.num_threads, num_cuts, [&](int taken, int following) {
-    static thread_local Memory own;
-    const Cut& each = cuts[taken];
-    const Item& item = items[each.item];
-    Part part = part_of(call, item, each.first_page, each.end_page);
-    if (following < num_cuts) {
-      const Cut& after = cuts[following];
-      const Part then = part_of(call, items[after.item], after.first_page, after.end_page);
-      const int64_t page = int64_t(then.pages[then.first_page]) * then.page_stride;
-      part.keys_after = in_pages(call, then.keys, page);
-      part.values_after = in_pages(call, then.values, page);
-    }
-    if (item.num_parts == 1) {
-      Partial partial{own.largest, own.sum, own.weighted};
-      attend(part, partial, own.scratch);
-      write_out(call, kernel, item, partial);
-      return;
-    }
-    const int num_rows = item.num_tokens * part.group;
-    float* const first = kept + item.kept;
-    Partial partial =
-        partial_at(first + each.part * partial_floats(num_rows, call.head_size),
-                   num_rows, call.head_size);
-    attend(part, partial, own.scratch);
-    if (remaining[each.item].fetch_sub(1) == 1)
-      write_out(call, kernel, item, merge(item, first, num_rows, call.head_size));
-  });
-  std::free(kept);
+  Work work(call, kernel);
+  if (!work.has_memory()) return false;
+  work.run();
   return true;
 }
 
@@ -239,7 +422,7 @@ int32_t pensieve_multi_token_attention(
     int64_t query_head_stride, const void* keys, const void* values, int64_t page_stride,
     int64_t kv_head_stride, int64_t num_pages, const int32_t* page_table, int64_t pages_max,
     const int32_t* slice_offsets, const int32_t* slice_turns, const int32_t* slice_starts,
-    int32_t num_slices, int32_t num_heads, int32_t num_kv_heads, int32_t slots, int32_t head_size,
+    const int32_t* slice_groups, const int32_t* group_pages, int32_t num_groups, int32_t num_slices, int32_t num_heads, int32_t num_kv_heads, int32_t slots, int32_t head_size,
     float scaling, void* out, int64_t out_token_stride, int64_t out_head_stride,
     int32_t num_threads) {
   const Kernel* kernel = kernel_for(head_size, only);
@@ -248,7 +431,7 @@ int32_t pensieve_multi_token_attention(
   const Call call{Type(type), Stored(stored), query, query_token_stride, query_head_stride,
                   keys, values, page_stride, kv_head_stride,
                   page_table, pages_max, slice_offsets, slice_turns,
-                  slice_starts, num_slices, num_heads, num_kv_heads,
+                  slice_starts, slice_groups, group_pages, num_groups, num_slices, num_heads, num_kv_heads,
                   head_size, scaling, out, out_token_stride,
                   out_head_stride, num_threads < 1 ? 1 : num_threads};
   if (!within(call, num_pages)) return 2;

@@ -1,4 +1,4 @@
-// Merges the parts of contexts that were cut for multi_token_attention.
+// Merges the parts of contexts that were cut for multi_token_attention, or whose beginning a pack attended to.
 //
 //   out[row] = Σ over parts of 2^(sum[part] - most) · values[part] / Σ of 2^(sum[part] - most)
 //
@@ -41,13 +41,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   const int row = blockIdx.x % row_runs * WARPS + threadIdx.x / 32;
   if (row >= item.num_rows) return;
   const auto part = [&](int index) {
-    return int64(item.first_part_row + index * item.num_rows + row) * kv_heads + head;
+    const int behind = index - item.num_parts;  // among its pack's, or negative
+    const int first =
+        behind < 0 ? item.first_part_row + index * item.num_rows : item.first_pack_row + behind * item.pack_stride;
+    return int64(first + row) * kv_heads + head;
   };
+  const int num_parts = item.num_parts + item.num_pack_parts;
   float most = ptx::nothing();
-  for (int index = 0; index < item.num_parts; ++index) most = fmaxf(most, part_sums[part(index)]);
+  for (int index = 0; index < num_parts; ++index) most = fmaxf(most, part_sums[part(index)]);
   float total = 0.0f, sums[QUADS][4] = {};
 #pragma unroll UNROLLED
-  for (int index = 0; index < item.num_parts; ++index) {
+  for (int index = 0; index < num_parts; ++index) {
     const float weight = ptx::exp2(part_sums[part(index)] - most);
     const float* const values = part_values + part(index) * HEAD_SIZE;
     total += weight;

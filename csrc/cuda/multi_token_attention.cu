@@ -28,9 +28,10 @@
 // Keys and values may be bytes (STORED=E4m3; e4m3.h).  In narrow items a run has 32 keys, so as many bytes are under
 // way, and a warp unpacks in registers what it has loaded; in wide ones the block unpacks a page once for all
 // warps, into a tile of elements behind the query, and goes on from there as if there were no bytes.  A NaN among them
-// makes every row NaN that a warp, or a block, has at hand: they are all of one turn.
+// makes every row NaN that a warp, or a block, has at hand: all of them see it.
 //
-// A part of a longer context leaves normalised rows and log2 of their sums; merge_parts.cu joins them.
+// A part of a longer context leaves normalised rows and log2 of their sums; merge_parts.cu joins them.  So does a
+// pack, rows of several slices over pages that all of them begin with: it differs in where its queries come from.
 //
 // Versions and what they reached (share of a large copy's bandwidth; of a large product's rate):
 //   1  this one.  Not yet run on a GPU; scripts/bench_gpu prints the figures.
@@ -158,7 +159,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
   constexpr int KEYS = P::KEYS, STAGES = P::STAGES, KEY_COLUMNS = KEYS / 8;
   const int thread = threadIdx.x, warp = thread / 32;
   const Lane lane(thread);
-  const Rows<Element, HEAD, Stored> rows{arguments, item, head};
+  const Rows<Element, HEAD, Stored, true> rows{arguments, item, head};
   const int member = WIDE ? thread : lane.lane;
   const int first_row = WIDE ? warp * 16 * ROW_TILES : 0;  // of this warp, among the item's
 
@@ -170,7 +171,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
       const int row = i / (QUERY_PIECES / 2), piece = i % (QUERY_PIECES / 2) * 2;
       uint32 words[8] = {}, out[8];
       if (row < item.num_rows) {
-        const Element* const source = arguments.query + rows.offset(row, arguments.query_stride) + piece * 8;
+        const Element* const source = arguments.query + rows.query_offset(row) + piece * 8;
 #pragma unroll
         for (int word = 0; word < 8; ++word) words[word] = reinterpret_cast<const uint32*>(source)[word];
       }
@@ -183,7 +184,7 @@ __device__ __forceinline__ void attend(const Arguments<Element, Stored>& argumen
     for (int i = thread; i < P::ROWS * QUERY_PIECES; i += THREADS) {
       const int row = i / QUERY_PIECES, piece = i % QUERY_PIECES;
       const bool there = row < item.num_rows;
-      const int64 offset = there ? rows.offset(row, arguments.query_stride) : 0;
+      const int64 offset = there ? rows.query_offset(row) : 0;
       ptx::copy_16_async(Elements::piece(Elements::row(query, row), piece), arguments.query + offset + piece * 8,
                          there);
     }
@@ -457,6 +458,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                           const int* slice_turns,    // (slices)
                           const int* slice_starts,   // (slices)
                           const WorkItem* items,     // gridDim.x / kv_heads of them
+                          const int* pack_rows,      // which row of the batch a pack's row is
                           int kv_heads, int group, int pages_max, int64 page_stride, int64 query_stride,
                           int64 out_stride, float scale,
                           float* part_values,  // (part rows, kv_heads, head_size)
@@ -464,9 +466,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                           Element* out) {      // (tokens, heads, head_size)
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const Arguments<Element, Stored> arguments{query, key_pages, value_pages, kv_scales, page_table,
-                                             slice_offsets, slice_turns, slice_starts, items, kv_heads, group,
-                                             pages_max, page_stride, query_stride, out_stride, scale, part_values,
-                                             part_sums, out};
+                                             slice_offsets, slice_turns, slice_starts, items, pack_rows, kv_heads,
+                                             group, pages_max, page_stride, query_stride, out_stride, scale,
+                                             part_values, part_sums, out};
   const WorkItem& item = items[blockIdx.x / kv_heads];
   const int head = blockIdx.x % kv_heads;
   if (item.num_rows <= 0) return;

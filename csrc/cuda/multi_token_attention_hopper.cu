@@ -22,6 +22,8 @@
 // The last stage of an item may hold less than 128 keys.  Behind them, scores are masked, and the consumers set the
 // values' rows to zero, because a slot that was never written may hold NaN.
 //
+// Items of packs (work.h) do not come here: their rows may be few, and the list of wide items is not in CUDA graphs.
+//
 // Versions and what they reached (share of a large product's rate):
 //   1  this one.  Not yet run on a GPU; scripts/bench_gpu prints the figures.
 #include <element.h>
@@ -313,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                           Element* out) {      // (tokens, heads, head_size)
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const Arguments<Element> arguments{query, nullptr, nullptr, nullptr, page_table, slice_offsets, slice_turns,
-                                     slice_starts, items, kv_heads, group, pages_max, 0,
+                                     slice_starts, items, nullptr, kv_heads, group, pages_max, 0,
                                      query_stride, out_stride, scale, part_values, part_sums, out};
   const Stages stages{ptx::shared_address(shared_memory)};
   if (threadIdx.x == 0) {

@@ -15,6 +15,7 @@ struct Arguments {
   const int* slice_turns;
   const int* slice_starts;
   const WorkItem* items;
+  const int* pack_rows;
   int kv_heads, group, pages_max;
   int64 page_stride, query_stride, out_stride;  // elements
   float scale;                                  // holds log2(e)
@@ -24,14 +25,14 @@ struct Arguments {
 };
 
 // The rows of an item: where they come from and where they go.  What is seldom needed is read from memory
-// each time, which leaves the registers to the products.
-template <class Element, int HEAD, class Stored = Element>
+// each time, which leaves the registers to the products.  Items of packs are for kernels that say PACKS.
+template <class Element, int HEAD, class Stored = Element, bool PACKS = false>
 struct Rows {
   const Arguments<Element, Stored>& arguments;
   const WorkItem& item;
   int head;
 
-  // Positions that the row sees, within the item's.
+  // Positions that the row sees, within the item's: of a pack all, because its slices lie behind them.
   __device__ __forceinline__ int limit(int row) const {
     if (row >= item.num_rows) return item.key_end;
     const int position = arguments.slice_starts[item.slice] + (item.row_begin + row) / arguments.group;
@@ -42,6 +43,14 @@ struct Rows {
     const int token = (item.row_begin + row) / arguments.group;
     const int member = (item.row_begin + row) % arguments.group;
     return (arguments.slice_offsets[item.slice] + token) * stride + int64(head * arguments.group + member) * HEAD;
+  }
+
+  // Where the row's query begins; `offset` where it is no pack's.
+  __device__ __forceinline__ int64 query_offset(int row) const {
+    if (!PACKS || item.pack_row < 0) return offset(row, arguments.query_stride);
+    const int index = arguments.pack_rows[item.pack_row + row];
+    const int token = index / arguments.group, member = index % arguments.group;
+    return token * arguments.query_stride + int64(head * arguments.group + member) * HEAD;
   }
 
   // Row `row` of the partial results, for this head.

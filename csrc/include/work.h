@@ -7,23 +7,32 @@
 // is a run of rows of one slice; a tile whose context is long is cut into parts at page boundaries.
 // Every item is done once for each KV head.
 //
+// Slices may begin with the same pages.  Then some items are those of a pack: rows of several slices, all of which
+// lie behind the shared pages and see them whole.  A table says which row of the batch each of them is, as token ·
+// group + head.  Each slice has items of its own from there on, and its merge takes its rows of the pack's parts too.
+//
 // Items are sorted longest first.  Items without rows fill the list up to a fixed length (CUDA graphs).
 #pragma once
 
 struct WorkItem {
-  int slice;
+  int slice;      // of a pack: one of its slices, whose page table names the pages
   int row_begin;  // first of the slice's rows
   int num_rows;   // 0: nothing to do
   int key_begin;  // a multiple of the page size
   int key_end;    // positions [key_begin, key_end), as far as the last row sees
-  int part_row;   // where its rows lie among the partial results; -1: straight to `out`
+  int part_row;   // where its rows lie among the partial results; -1: straight to `out`, which is never a pack's
+  int pack_row;   // of a pack: where its rows begin in the table; -1: they are the slice's
 };
 
-// The parts of one tile: `num_parts` runs of `num_rows` rows, one behind another.
+// The parts of one tile: `num_parts` runs of `num_rows` rows, one behind another; and of what its pack left,
+// `num_pack_parts` runs that lie `pack_stride` rows apart.
 struct MergeItem {
   int slice;
   int row_begin;
   int num_rows;
   int first_part_row;
   int num_parts;
+  int first_pack_row;
+  int pack_stride;
+  int num_pack_parts;  // 0: it is in no pack
 };

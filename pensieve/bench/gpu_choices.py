@@ -14,7 +14,7 @@ from pensieve.bench.gpu_device import scattered
 from pensieve.bench.gpu_harness import Bench, check
 from pensieve.bench.gpu_pages import Paged
 from pensieve.errors import PensieveError
-from pensieve.kernels import choices
+from pensieve.kernels import PAGE_SLOTS, choices
 from pensieve.kernels.choices import Choices, chosen
 from pensieve.model.kv.memory import PageMoves
 
@@ -28,6 +28,7 @@ WIDE: tuple[Changes, ...] = (
     {"hopper": 0},
 )
 NARROW: tuple[Changes, ...] = ({}, {"few_rows": 1})
+SHARED: tuple[Changes, ...] = ({}, {"shared": 0})
 COPIES: tuple[Changes, ...] = ({}, {"copy_blocks": 8}, {"copy_blocks": 4}, {"copy_engine": 1})
 
 
@@ -54,17 +55,23 @@ def section_choices(bench: Bench) -> None:
     }
     for what, slices in decodes.items():
         _compare(bench, what, slices, NARROW)
+    for count in (3,) if bench.small else (32, 8):
+        front, own = (6, 40) if bench.small else (64, 128)
+        what = f"{count} decodes over {front * PAGE_SLOTS:,} shared and {own} own"
+        _compare(bench, what, [(front * PAGE_SLOTS + own, 1)] * count, SHARED, front)
     for direction in ("swap_in", "swap_out"):
         _compare_copies(bench, direction)
 
 
-def _compare(bench: Bench, what: str, slices: Slices, tried: Sequence[Changes]) -> None:
-    """Attention of 32/8 heads of 128 over these slices, by each choice."""
+def _compare(
+    bench: Bench, what: str, slices: Slices, tried: Sequence[Changes], front: int = 0
+) -> None:
+    """Attention of 32/8 heads of 128 over these slices, by each choice; all begin with `front` pages."""
     right: torch.Tensor | None = None
     for each in variants(tried):
         with bench.noting("choices", f"{what}: {words(each)}", choice=words(each)):
             with chosen(each):
-                paged = Paged.of(bench.device, slices, 32, 8, 128, bench.dtype)
+                paged = Paged.of(bench.device, slices, 32, 8, 128, bench.dtype, front=front)
                 right = paged.right() if right is None else right
                 check(f"{what}, {words(each)}", paged.run(), right)
                 seconds = bench.seconds([paged.run])

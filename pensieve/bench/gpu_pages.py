@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from pensieve.kernels import PAGE_SLOTS as PAGE
 from pensieve.kernels import multi_token_attention
 from pensieve.kernels.attention import cuda, reference
 from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.attention.shared import SharedPages
 from pensieve.kernels.kv_format import FP8
 
 
@@ -26,6 +28,7 @@ class Paged:
     work: Work | None
     out: torch.Tensor
     kv_scales: torch.Tensor | None = None  # of pages in fp8
+    shared: SharedPages | None = None
 
     @classmethod
     def of(
@@ -39,7 +42,9 @@ class Paged:
         seed: int = 0,
         *,
         fp8: bool = False,
+        front: int = 0,
     ) -> Paged:
+        """All slices begin with the same `front` pages, and lie behind them."""
         draw = torch.Generator(device=device).manual_seed(seed)
         ends = [start + length for start, length in slices]
         per_turn = -(-max(ends) // PAGE)
@@ -53,6 +58,7 @@ class Paged:
         stored = FP8.element if fp8 else dtype
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed))
         table = order[: len(slices) * per_turn].view(len(slices), per_turn).int()
+        table[:, :front] = table[0, :front]
         for index, end in enumerate(ends):  # slots that were never written are NaN
             if end % PAGE:
                 wide[int(table[index, end // PAGE]), :, :, end % PAGE :] = float("nan")
@@ -63,11 +69,14 @@ class Paged:
         def column(numbers: list[int]) -> torch.Tensor:
             return torch.tensor(numbers, dtype=torch.int32, device=device)
 
+        shared = None
+        if front:
+            shared = SharedPages(array("i", [0] * len(slices)), array("i", [front]))
         work = None
         if device.type == "cuda" and cuda.takes(dtype, PAGE, head_size, stored=stored):
             starts = [start for start, _ in slices]
             blocks = cuda.blocks_at_once(device, head_size, stored)
-            plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, blocks)
+            plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, blocks, shared=shared)
             work = Work.of(plan, kv_heads, head_size, device)
         return cls(
             query,
@@ -79,6 +88,7 @@ class Paged:
             work,
             torch.full_like(query, float("nan")),
             kv_scales,
+            shared,
         )
 
     def run(self) -> torch.Tensor:
@@ -89,6 +99,7 @@ class Paged:
             self.out,
             self.work,
             self.kv_scales,
+            self.shared,
         )
         return self.out
 

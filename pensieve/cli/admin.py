@@ -83,6 +83,15 @@ def add_parser(commands: Any) -> None:
     admin_jobs.add_arguments(
         command("jobs", admin_jobs.jobs, "the batch jobs of all tenants: list them, or steer some")
     )
+    listed = command("prefixes", prefixes, "the declared prefixes of all tenants")
+    listed.add_argument(
+        "--delete",
+        metavar="ID",
+        help="delete this one; conversations that began under it stay whole",
+    )
+    listed.add_argument(
+        "--tenant", default="", metavar="NAME", help="the tenant whose prefix is deleted"
+    )
     command("drain", drain, "take no new turn, finish what runs, and exit")
 
 
@@ -244,7 +253,7 @@ def tenants(admin: Admin, arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     table = Table(
-        *("tenant", "turns", "calls", "stored", "not read"),
+        *("tenant", "turns", "calls", "stored", "prefixes", "not read"),
         *("tokens saved", "requests saved", "weight"),
     )
     for column in table.columns[1:]:
@@ -256,6 +265,7 @@ def tenants(admin: Admin, arguments: argparse.Namespace) -> int:
             _of(each.turns, limits.turns_max),
             _of(each.calls, limits.calls_max),
             _of(each.stored_bytes / MIB, limits.storage_bytes / MIB, "MiB"),
+            _of(each.prefixes, limits.prefixes_max),
             _of(each.unread_bytes / MIB, limits.unread_bytes / MIB, "MiB"),
             _of(each.tokens_saved, limits.tokens_per_second, "/s")
             if limits.tokens_per_second
@@ -273,6 +283,33 @@ def _of(taken: float, most: float, unit: str = "") -> str:
     """What was taken of a limit; 0: there is none."""
     words = f"{taken:,.4g}" + (f" of {most:,.4g}" if most else "")
     return f"{words} {unit}" if unit else words
+
+
+def prefixes(admin: Admin, arguments: argparse.Namespace) -> int:
+    if arguments.delete is not None:
+        admin.delete_tenant_prefix(arguments.delete, arguments.tenant)
+        deleted = json.dumps({"deleted": arguments.delete})
+        print(deleted if arguments.json else f"prefix {arguments.delete} is deleted")
+        return 0
+    found = admin.tenant_prefixes()
+    if arguments.json:
+        print(json.dumps({"prefixes": [_plain(each) for each in found]}))
+        return 0
+    from rich.table import Table
+
+    table = Table("prefix", "tenant", "messages", "tokens", "conversations", "kept warm")
+    for column in table.columns[2:5]:
+        column.justify = "right"
+    for each in found:
+        prefix = each.prefix
+        table.add_row(
+            prefix.prefix_id,
+            each.tenant or "(none)",
+            *(f"{n:,}" for n in (prefix.num_messages, prefix.num_tokens, prefix.num_conversations)),
+            "yes" if prefix.keep_warm else "no",
+        )
+    _print(table)
+    return 0
 
 
 def drain(admin: Admin, arguments: argparse.Namespace) -> int:

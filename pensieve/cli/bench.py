@@ -12,7 +12,7 @@ from typing import Any
 from pensieve.bench import plots
 from pensieve.bench.report import Report
 from pensieve.bench.workload import SHAPES, Shape
-from pensieve.cli import bench_capacity, bench_kernels
+from pensieve.cli import bench_batch, bench_capacity, bench_kernels
 from pensieve.cli.bench_kernels import add_model, add_plot, counts
 from pensieve.core.policies.registry import POLICIES
 from pensieve.errors import InvalidArgument
@@ -60,6 +60,7 @@ def add_parser(commands: Any) -> None:
         _service,
         _isolation,
         _chat,
+        bench_batch.batch_parser,
         bench_capacity.capacity_parser,
         _swap,
         bench_kernels.attention_parser,

@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--conversation", metavar="ID", help="continue this conversation, or begin it"
     )
     parser.add_argument(
+        "--prefix",
+        metavar="ID",
+        help="begin new conversations under this declared prefix (see `pensieve admin prefixes`)",
+    )
+    parser.add_argument(
         "-q",
         "--message",
         action="append",
@@ -53,6 +58,10 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         else:
             chat, name = _with_daemon_at(stack, resolved, address, quiet, ctrl_c)
         ctrl_c.check()
+        if arguments.prefix is not None:
+            if resolved.sources["system"] == "flag":
+                raise InvalidArgument("--system", "the prefix brings a system prompt of its own")
+            chat.begin_under(arguments.prefix)
         if arguments.conversation is not None:
             if resolved.sources["system"] == "flag":
                 chat.check_system(arguments.conversation)

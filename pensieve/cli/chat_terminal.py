@@ -103,6 +103,7 @@ class Chat:
         self._ctrl_c = ctrl_c
         self._screen = screen
         self._listed = ChatList(client)
+        self._prefix_id = ""  # of new conversations
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/new": self._new,
@@ -120,6 +121,11 @@ class Chat:
     def open(self, conversation_id: str) -> None:
         """Go on with a conversation; one that is new is created with its first message."""
         self.conversation_id = conversation_id
+
+    def begin_under(self, prefix_id: str) -> None:
+        """Have new conversations begin under a prefix; NotFound if it is not declared."""
+        self._client.prefix(prefix_id).get()
+        self._prefix_id = prefix_id
 
     def check_system(self, conversation_id: str) -> None:
         """Refuse a system prompt for a conversation that has begun without it."""
@@ -173,11 +179,12 @@ class Chat:
     def say(self, message: MessageInput, **options: Any) -> Reply:
         """Stream the reply to the terminal; `options` outrank what is set."""
         conversation = self._conversation()
-        if self._manner.system:
+        if self._manner.system or self._prefix_id:
+            system = "" if self._prefix_id else self._manner.system
             try:
                 conversation.get()
             except NotFound:
-                conversation.create(system_prompt=self._manner.system)
+                conversation.create(system_prompt=system, prefix_id=self._prefix_id)
         turn = conversation.send(message, **{**self._manner.sampling.options, **options})
         with self._ctrl_c.stopping(partial(_cancel, turn), turn.close):
             self._stream(turn)
@@ -334,11 +341,12 @@ def _cancel(turn: Turn) -> None:
 def cost_line(usage: Usage) -> str:
     """Where the tokens of a turn came from, and how fast it was."""
     seconds = usage.total_seconds - usage.first_token_seconds
+    shared = f"; {usage.shared_tokens} of {usage.shared_from}" if usage.shared_tokens else ""
     rate = max(usage.output_tokens - 1, 0) / seconds if seconds > 0 else 0.0
     return (
         f"[{usage.prompt_tokens} tokens: {usage.new_tokens} new, "
         f"{usage.device_tokens} device, {usage.host_tokens} host, "
-        f"{usage.recomputed_tokens} recomputed | "
+        f"{usage.recomputed_tokens} recomputed{shared} | "
         f"first token {usage.first_token_seconds * 1e3:.0f} ms | "
         f"{usage.output_tokens} tokens at {rate:.1f}/s]"
     )

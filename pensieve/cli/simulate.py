@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pensieve.cli import simulate_journal, simulate_options, simulate_plan
+from pensieve.cli import simulate_batch, simulate_journal, simulate_options, simulate_plan
 from pensieve.cli.simulate_options import AUTO, policies_of
 from pensieve.errors import ConfigError, InvalidArgument
 from pensieve.sim.cost import CHUNK_TOKENS, HARDWARE, INSTANT, MODELS
@@ -31,7 +31,9 @@ examples:
   pensieve simulate TRACE --hardware instant --device-tokens 1M,3M --host-tokens 0 --plot figures
       the same on a trace of your own, for two sizes, drawn as one sheet.
   pensieve simulate --workload sharegpt --rate 1,2,4 --policy return --seed 0,1,2
-      what llama3-8b on an H200 delivers under three loads; medians over three seeds."""
+      what llama3-8b on an H200 delivers under three loads; medians over three seeds.
+  pensieve simulate --batch snippets --model mistral-7b --hardware a100-80gb
+      a file of requests that begin alike, with their prefixes shared in three ways."""
 REPORT_SECONDS = 10.0  # how often a long run reports its progress
 
 
@@ -58,6 +60,7 @@ def add_parser(commands: Any) -> None:
     simulate_options.add_arguments(parser)
     simulate_journal.add_arguments(parser)
     simulate_plan.add_arguments(parser)
+    simulate_batch.add_arguments(parser)
     parser.set_defaults(run=command)
 
 
@@ -66,6 +69,8 @@ def command(arguments: argparse.Namespace) -> int:
         return simulate_journal.run(arguments)
     if arguments.fit is not None:
         raise InvalidArgument("fit", "what is fitted is a --journal")
+    if arguments.batch is not None:
+        return simulate_batch.run(arguments, _cost(arguments), _points(arguments)[0].device_tokens)
     simulate_options.check(arguments)
     found = _points(arguments)
     if arguments.plan:

@@ -33,6 +33,7 @@ LIMIT_FLAGS: dict[str, tuple[Callable[[str], float], str, str]] = {
     "--calls-max": (whole(1, 1 << 31), "N", "most calls at once, streams included"),
     "--storage-bytes": (_bytes, "SIZE", "most that its conversations may take (10GiB)"),
     "--unread-bytes": (_bytes, "SIZE", "most of answers that its clients do not take (64MiB)"),
+    "--prefixes-max": (whole(1, 1 << 31), "N", "most prefixes that it may declare (default: 256)"),
     "--weight": (
         number(0.001, 1e6),
         "X",

@@ -53,10 +53,12 @@ start a thread that calls `turn.cancel()`.
 
 from pensieve.client.aio import AsyncClient, AsyncConversation
 from pensieve.client.aio_jobs import AsyncJobs
+from pensieve.client.aio_prefix import AsyncPrefix
 from pensieve.client.aio_turn import AsyncTurn
 from pensieve.client.client import Client, Conversation
 from pensieve.client.job_values import Job
 from pensieve.client.jobs import Jobs
+from pensieve.client.prefix import Prefix
 from pensieve.client.requests import SamplingOptions, SendOptions
 from pensieve.client.retry import Retry
 from pensieve.client.turn import Turn
@@ -64,6 +66,7 @@ from pensieve.client.values import (
     ConversationState,
     Delta,
     Message,
+    PrefixState,
     Reply,
     Restarted,
     ServerInfo,
@@ -75,6 +78,7 @@ __all__ = [
     "AsyncClient",
     "AsyncConversation",
     "AsyncJobs",
+    "AsyncPrefix",
     "AsyncTurn",
     "Client",
     "Conversation",
@@ -83,6 +87,8 @@ __all__ = [
     "Job",
     "Jobs",
     "Message",
+    "Prefix",
+    "PrefixState",
     "Reply",
     "Restarted",
     "Retry",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from pensieve.client.client import Client
-from pensieve.client.requests import check_text
+from pensieve.client.requests import check_id, check_text
 from pensieve.client.retry import Deadline
 from pensieve.v1 import admin_pb2 as pb
 from pensieve.v1 import admin_pb2_grpc
@@ -85,6 +85,18 @@ class Admin(Client):
     def tenants(self) -> list[pb.Tenant]:
         """What each tenant has taken, and what it may take."""
         return list(self.call(self._admin.ListTenants, pb.ListTenantsRequest()).tenants)
+
+    def tenant_prefixes(self) -> list[pb.TenantPrefix]:
+        """The declared prefixes of all tenants, the oldest first."""
+        answer = self.call(self._admin.ListTenantPrefixes, pb.ListTenantPrefixesRequest())
+        return list(answer.prefixes)
+
+    def delete_tenant_prefix(self, prefix_id: str, tenant: str = "") -> None:
+        """Delete the declared prefix `prefix_id` of a tenant; conversations under it stay whole."""
+        request = pb.DeleteTenantPrefixRequest(
+            prefix_id=check_id(prefix_id, "prefix_id"), tenant=check_text("tenant", tenant)
+        )
+        self.call(self._admin.DeleteTenantPrefix, request)
 
     def drain(self) -> int:
         """Let the daemon refuse new turns and finish those that run; returns how many run."""

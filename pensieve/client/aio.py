@@ -1,10 +1,10 @@
 """The SDK for asyncio: `AsyncClient` and `AsyncConversation`, from which client.py is generated.
 
-This file, aio_caller.py, aio_turn.py and aio_jobs.py are the source of both clients: the script
-generate_sync_client leaves out `async` and `await`, takes `Async` off the names and writes client.py,
-caller.py, turn.py and jobs.py.  So only what reads the same for tasks and for threads may stand here.  What
-differs, the calls themselves, is in aio_connection.py and connection.py; what a turn does when its stream
-ends is decided in turn_progress.py.
+This file, aio_caller.py, aio_turn.py, aio_prefix.py and aio_jobs.py are the source of both clients: the
+script generate_sync_client leaves out `async` and `await`, takes `Async` off the names and writes client.py,
+caller.py, turn.py, prefix.py and jobs.py.  So only what reads the same for tasks and for threads may stand
+here.  What differs, the calls themselves, is in aio_connection.py and connection.py; what a turn does when
+its stream ends is decided in turn_progress.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Unpack
 
 from pensieve.client.aio_caller import PAGE_SIZE, AsyncCaller
 from pensieve.client.aio_jobs import AsyncJobs
+from pensieve.client.aio_prefix import AsyncPrefix
 from pensieve.client.aio_turn import AsyncTurn
 from pensieve.client.requests import (
     MessageInput,
@@ -29,10 +30,12 @@ from pensieve.client.turn_progress import TurnCourse
 from pensieve.client.values import (
     ConversationState,
     Message,
+    PrefixState,
     Reply,
     ServerInfo,
     info_of,
     message_of,
+    prefix_of,
     state_of,
 )
 from pensieve.errors import DeadlineExceeded, Unavailable
@@ -79,6 +82,20 @@ class AsyncClient(AsyncCaller):
             for each in page.conversations:
                 yield state_of(each)
 
+    def prefix(self, prefix_id: str) -> AsyncPrefix:
+        """The prefix with this `prefix_id`, whether it is declared yet or not; sends nothing."""
+        return AsyncPrefix(self._call_named, check_id(prefix_id, "prefix_id"))
+
+    async def prefixes(self, timeout: float | None = None) -> AsyncIterator[PrefixState]:
+        """Iterate over the declared prefixes of this client's tenant, the oldest first.
+
+        They are without their messages, tools and options.  `timeout` is for each page that is fetched.
+        """
+        method, request = self._connection.stub.ListPrefixes, pb.ListPrefixesRequest()
+        async for page in self.pages(method, request, timeout):
+            for each in page.prefixes:
+                yield prefix_of(each)
+
     @property
     def jobs(self) -> AsyncJobs:
         """The batch jobs of this client's tenant."""
@@ -101,6 +118,13 @@ class AsyncClient(AsyncCaller):
         """Which model the daemon serves, and how; it answers also while the model is loading."""
         method, request = self._connection.stub.GetServerInfo, pb.GetServerInfoRequest()
         return info_of((await self.call(method, request, timeout, repeat=True)).server)
+
+    async def _call_named(
+        self, method: str, request: Any, timeout: float | None, *, repeat: bool = False
+    ) -> Any:
+        """Call a method of ConversationService by its name."""
+        named = getattr(self._connection.stub, method)
+        return await self.call(named, request, timeout, repeat=repeat)
 
 
 class AsyncConversation:
@@ -139,8 +163,9 @@ class AsyncConversation:
             tools: tools that the model may call, each as the JSON schema its chat template expects.
             template_options: variables for the model's chat template.
             metadata: any JSON object; the server keeps it and returns it with the state.
-            prefix_id: a name that conversations with the same system prompt and tools share, so that
-                their common beginning is computed once.
+            prefix_id: of a declared prefix, which brings its own system prompt, tools and options; else a
+                name that conversations with the same system prompt and tools share, so that their common
+                beginning is computed once.
 
         Raises:
             AlreadyExists: a conversation with this id exists.

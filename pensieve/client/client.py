@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 from pensieve.client.caller import PAGE_SIZE, Caller
 from pensieve.client.jobs import Jobs
+from pensieve.client.prefix import Prefix
 from pensieve.client.requests import (
     MessageInput,
     SendOptions,
@@ -25,10 +26,12 @@ from pensieve.client.turn_progress import TurnCourse
 from pensieve.client.values import (
     ConversationState,
     Message,
+    PrefixState,
     Reply,
     ServerInfo,
     info_of,
     message_of,
+    prefix_of,
     state_of,
 )
 from pensieve.errors import DeadlineExceeded, Unavailable
@@ -75,6 +78,20 @@ class Client(Caller):
             for each in page.conversations:
                 yield state_of(each)
 
+    def prefix(self, prefix_id: str) -> Prefix:
+        """The prefix with this `prefix_id`, whether it is declared yet or not; sends nothing."""
+        return Prefix(self._call_named, check_id(prefix_id, "prefix_id"))
+
+    def prefixes(self, timeout: float | None = None) -> Iterator[PrefixState]:
+        """Iterate over the declared prefixes of this client's tenant, the oldest first.
+
+        They are without their messages, tools and options.  `timeout` is for each page that is fetched.
+        """
+        method, request = self._connection.stub.ListPrefixes, pb.ListPrefixesRequest()
+        for page in self.pages(method, request, timeout):
+            for each in page.prefixes:
+                yield prefix_of(each)
+
     @property
     def jobs(self) -> Jobs:
         """The batch jobs of this client's tenant."""
@@ -97,6 +114,13 @@ class Client(Caller):
         """Which model the daemon serves, and how; it answers also while the model is loading."""
         method, request = self._connection.stub.GetServerInfo, pb.GetServerInfoRequest()
         return info_of((self.call(method, request, timeout, repeat=True)).server)
+
+    def _call_named(
+        self, method: str, request: Any, timeout: float | None, *, repeat: bool = False
+    ) -> Any:
+        """Call a method of ConversationService by its name."""
+        named = getattr(self._connection.stub, method)
+        return self.call(named, request, timeout, repeat=repeat)
 
 
 class Conversation:
@@ -135,8 +159,9 @@ class Conversation:
             tools: tools that the model may call, each as the JSON schema its chat template expects.
             template_options: variables for the model's chat template.
             metadata: any JSON object; the server keeps it and returns it with the state.
-            prefix_id: a name that conversations with the same system prompt and tools share, so that
-                their common beginning is computed once.
+            prefix_id: of a declared prefix, which brings its own system prompt, tools and options; else a
+                name that conversations with the same system prompt and tools share, so that their common
+                beginning is computed once.
 
         Raises:
             AlreadyExists: a conversation with this id exists.

@@ -102,7 +102,9 @@ def send_request(
     return request
 
 
-def _add_message(request: pb.SendMessageRequest, message: Mapping[str, str]) -> None:
+def _add_message(
+    request: pb.SendMessageRequest | pb.CreatePrefixRequest, message: Mapping[str, str]
+) -> None:
     if not isinstance(message, Mapping) or "content" not in message:
         raise InvalidArgument("messages", f"each is a mapping of {', '.join(MESSAGE_KEYS)}")
     for key in message:
@@ -157,6 +159,27 @@ def create_request(
         metadata=struct("metadata", metadata or {}),
         prefix_id=check_text("prefix_id", prefix_id),
     )
+
+
+def prefix_request(
+    prefix_id: str,
+    system_prompt: str,
+    tools: Sequence[Mapping[str, Any]],
+    template_options: Mapping[str, Any] | None,
+    messages: Sequence[Mapping[str, str]],
+    keep_warm: bool,
+) -> pb.CreatePrefixRequest:
+    """The request that declares a prefix."""
+    request = pb.CreatePrefixRequest(
+        prefix_id=prefix_id,
+        system_prompt=check_text("system_prompt", system_prompt),
+        tools=[struct("tools", tool) for tool in tools],
+        template_options=struct("template_options", template_options or {}),
+        keep_warm=keep_warm,
+    )
+    for each in messages:
+        _add_message(request, each)
+    return request
 
 
 def fork_request(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -119,6 +119,10 @@ class Usage:
         first_token_seconds: from the request's arrival to the first token of the reply.
         total_seconds: from the request's arrival to the end of the reply.
         suspensions: how often the turn had to give way to others that needed its memory.
+        shared_tokens: of the device and host tokens, those that were computed for another conversation
+            and that this one begins with; later turns count them as their own.
+        shared_from: whose they are: "prefix:" and the id of a declared prefix, or the id of a conversation
+            under the same prefix_id.
     """
 
     prompt_tokens: int = 0
@@ -132,6 +136,8 @@ class Usage:
     first_token_seconds: float = 0.0
     total_seconds: float = 0.0
     suspensions: int = 0
+    shared_tokens: int = 0
+    shared_from: str = ""
     __repr__ = shown
 
 
@@ -229,6 +235,35 @@ class ConversationState:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixState:
+    """What the server knows of a declared prefix.
+
+    Attributes:
+        prefix_id: its name.
+        num_messages: with which conversations under it begin.
+        num_tokens: with which they begin; 0 if the chat template writes nothing fixed before a message.
+        num_conversations: that began under it, or as a fork of one that did.
+        keep_warm: whether the daemon keeps its KV.
+        created_at: when it was declared, in UTC.
+        messages: what conversations under it begin with; empty in a list, as the next two.  One of the
+            system without a text stands for the tokens of tools.
+        tools: as they were given to `create`.
+        template_options: as they were given to `create`.
+    """
+
+    prefix_id: str
+    num_messages: int
+    num_tokens: int
+    num_conversations: int
+    keep_warm: bool
+    created_at: datetime
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    __repr__ = shown
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
     """Which model a daemon serves, and how.
 
@@ -299,6 +334,28 @@ def state_of(given: pb.Conversation) -> ConversationState:
     )
 
 
+def prefix_of(given: pb.Prefix) -> PrefixState:
+    """From a declared prefix of the wire."""
+    return PrefixState(
+        given.prefix_id,
+        given.num_messages,
+        given.num_tokens,
+        given.num_conversations,
+        given.keep_warm,
+        given.create_time.ToDatetime(UTC),
+    )
+
+
+def whole_prefix_of(given: pb.GetPrefixResponse) -> PrefixState:
+    """The same with its messages, tools and options."""
+    return replace(
+        prefix_of(given.prefix),
+        messages=tuple(message_of(each) for each in given.messages),
+        tools=tuple(plain(tool) for tool in given.tools),
+        template_options=plain(given.template_options),
+    )
+
+
 def info_of(given: pb.ServerInfo) -> ServerInfo:
     """From a daemon's description of the wire."""
     return ServerInfo(
@@ -359,4 +416,6 @@ def usage_of(given: pb.Usage) -> Usage:
         given.first_token_seconds,
         given.total_seconds,
         given.suspensions,
+        given.shared_tokens,
+        given.shared_from,
     )

@@ -17,6 +17,7 @@ holder          a conversation that has a chunk in its path
 pinned, idle    held by a running turn, or by none.  vLLM: `ref_cnt` > 0; SGLang: `lock_ref` > 0
 conversation    a token log that turns extend; it outlives processes.  SGLang: session
 turn            a message and its reply: queued, running, suspended, finished.  Both: request
+group, opener   requests of a batch that share a prefix, and the one of them that computes it
 suspend         a running turn gives up its pages and keeps its tokens.
                 vLLM: preempt; SGLang: retract
 slice           the positions of one turn that are computed in one iteration.

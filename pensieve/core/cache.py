@@ -174,7 +174,7 @@ class KVCache:
         self.conversations[turn.conversation_id] = conversation
         conversation.turn_id = turn.turn_id
         conversation.log = turn.tokens  # which grows until the turn gives up its pages
-        if not resumes:
+        if not (resumes or turn.is_background):  # of those it is known that none returns
             self.policy.turn_began(turn.conversation_id, now)
         if tail is not None:
             self.tiers.hold_source(tail.chunk)
@@ -217,7 +217,7 @@ class KVCache:
                 break
         conversation.turn_id = None
         conversation.idle_since = now - self.policy.initial_idle_seconds(away_seconds)
-        if turn.finish is not None:  # else it is suspended
+        if turn.finish is not None and not turn.is_background:  # else it is suspended
             ended = EndedTurn(
                 turn.prompt_end - turn.history_tokens,
                 turn.num_output_tokens,

@@ -27,6 +27,9 @@ so many turns passed which came after its first one,
 
 is overdue, and its first turn is next.  (Turns that do not fit into memory may be passed, too: lacking.py.)
 
+**Background turns** (of batch jobs) have shares of their own, which are compared with each other alone: what
+a job has used lifts no interactive share, nor the other way round.
+
 Nobody waits for ever: as long as a share waits, what is computed for another raises that one's counter,
 and no counter that is lower can come; and within a share each line moves, if slowly.
 """
@@ -57,6 +60,7 @@ def _passes_allowed(ahead: Line, behind: Line) -> int:
 @dataclass(eq=False, slots=True)
 class Share:
     name: str
+    is_background: bool = False
     weight: float = 1.0
     used: float = 0.0  # tokens that were computed for it, divided by its weight
     num_tokens: int = 0  # that were computed for it
@@ -111,9 +115,9 @@ class FairQueue:
         self._short_tokens_max = short_tokens_max
         self._shares: dict[str, Share] = {}
         self._waiting: dict[str, Share] = {}  # those with turns
-        self._latest: Share | None = None  # admitted last
+        self._latest: dict[bool, Share] = {}  # admitted last, of background and of others
         self._num_turns = 0
-        self.num_prompt_tokens = 0  # of the turns that wait
+        self.num_prompt_tokens = 0  # of the interactive turns that wait
 
     def __len__(self) -> int:
         return self._num_turns
@@ -145,7 +149,7 @@ class FairQueue:
         )
 
     def add(self, turn: Turn) -> None:
-        share = self._shares.setdefault(turn.share, Share(turn.share))
+        share = self._shares.setdefault(turn.share, Share(turn.share, turn.is_background))
         share.weight = turn.weight
         if not share.lines:
             share.used = max(share.used, self._floor(share))
@@ -153,21 +157,21 @@ class FairQueue:
         share.num_turns += 1
         share.lines.setdefault(self.line_of(turn), deque()).append(turn)
         self._num_turns += 1
-        self.num_prompt_tokens += num_new_tokens(turn)
+        self.num_prompt_tokens += 0 if turn.is_background else num_new_tokens(turn)
 
     def remove(self, turn: Turn) -> None:
         share = self._shares[turn.share]
         share.remove(turn, self.line_of(turn))
         self._num_turns -= 1
-        self.num_prompt_tokens -= num_new_tokens(turn)
+        self.num_prompt_tokens -= 0 if turn.is_background else num_new_tokens(turn)
         if not share.lines:
             del self._waiting[share.name]
 
     def admit(self, turn: Turn) -> None:
         """Take out a turn that is admitted."""
         self.remove(turn)
-        self._latest = self._shares[turn.share]
-        self._latest.turn_passes(turn, self.line_of(turn))
+        share = self._latest[turn.is_background] = self._shares[turn.share]
+        share.turn_passes(turn, self.line_of(turn))
 
     def end(self, turn: Turn) -> None:
         """A turn has ended, wherever it was."""
@@ -209,9 +213,14 @@ class FairQueue:
                 assert found == sorted(found), f"the turns of share {name!r} are out of order"
                 num_turns += len(waiting)
         assert num_turns == self._num_turns, "turns that wait are miscounted"
-        num_tokens = sum(map(num_new_tokens, self))
+        num_tokens = sum(num_new_tokens(turn) for turn in self if not turn.is_background)
         assert num_tokens == self.num_prompt_tokens, "tokens that wait are miscounted"
 
     def _floor(self, own: Share) -> float:
-        others = [each.used for each in self._shares.values() if each.num_turns and each is not own]
-        return min(others, default=self._latest.used if self._latest is not None else 0.0)
+        others = [
+            each.used
+            for each in self._shares.values()
+            if each.num_turns and each is not own and each.is_background == own.is_background
+        ]
+        latest = self._latest.get(own.is_background)
+        return min(others, default=latest.used if latest is not None else 0.0)

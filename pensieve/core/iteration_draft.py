@@ -32,7 +32,9 @@ class IterationDraft:
     def __init__(self, num_tokens_max: int, chunk_tokens: int, cost: IterationCost) -> None:
         self.num_tokens_max = num_tokens_max
         self.num_tokens_left = num_tokens_max
-        self.num_decodes = 0
+        self.num_decodes = 0  # of interactive turns
+        self.predicted_without = 0.0  # of its decodes alone; see time_budget.py
+        self.num_interactive: int | None = None  # tokens before the background turns; None: all are
         self.holds_back = True  # also where there is room for one tile only
         self.seconds_max: float | None = None  # that prompts may add, as predicted; None: no limit
         self.seconds_added = 0.0  # by prompts, as predicted
@@ -136,10 +138,16 @@ class IterationDraft:
         )
         return num_tokens, min(max(HELD_BACK * (self.seconds_max or 0.0), tile), whole)
 
-    def close(self) -> None:
-        """Take no further tokens."""
-        self.num_tokens_max -= self.num_tokens_left
-        self.num_tokens_left = 0
+    @property
+    def num_background(self) -> int:
+        """Tokens of background turns; see background_room.py."""
+        return 0 if self.num_interactive is None else self.num_tokens - self.num_interactive
+
+    def limit(self, num_tokens: int) -> None:
+        """Take at most so many further tokens."""
+        over = max(self.num_tokens_left - num_tokens, 0)
+        self.num_tokens_max -= over
+        self.num_tokens_left -= over
 
     def fill(self, turn: Turn, held_for: Turn | None = None) -> int:
         """Slices for the turn's missing positions, lowest first, as far as the budget goes; how many."""

@@ -16,11 +16,13 @@ TURNS_MAX = 4  # that lack pages, in one plan
 
 
 class Lacking:
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, background: bool = False, may_admit: bool = True) -> None:
+        """Of background turns, or of the others."""
         self._cache = cache
+        self.background = background
         self.turns: list[Turn] = []
         self.required_pages = 0  # of the first
-        self.may_admit = True  # whoever is next
+        self.may_admit = may_admit  # whoever is next
 
     def add(self, turn: Turn, shortage: Shortage | None, is_claimant: bool) -> None:
         """It does not fit; None: it waits for a commit."""

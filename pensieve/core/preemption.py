@@ -11,13 +11,14 @@ as many run as may, or what running turns hold leaves too few pages.  Others the
 * **Of its own share and level**, where time is shared (`time_share` tokens), they have had so much of their
   replies since they were admitted.  They go to the end of the queue, as if they had come now: with more
   turns than fit, each has its first token after a round and not after the replies of those before it.
+* **Background turns** (background_room.py) give way to any interactive one, and no turn gives way to them.
 * **Of another share**, if that one has used no less (fair_queue.py), and would still hold no less, of what
   is missing (pages, or places) over its weight, than the share that gets them: whoever has filled the
   memory while nobody else wanted it gives a part back when somebody does, until all have theirs.  It cannot
   take it back the same way, so places do not go to and fro.
 
-First goes who is of another share, which holds most; then a warm, a turn that runs ahead of its place
-(prefill_ahead.py), the lowest level, and of it the latest.
+First goes a background turn; then who is of another share, which holds most; then a warm, a turn that runs
+ahead of its place (prefill_ahead.py), the lowest level, and of it the latest.
 Nobody gives way to a warm, nor if that would not be enough: for its pages, or for all that are left to meet
 the objective together.  What is kept in reserve for turns that generate is kept where it can be.
 
@@ -153,14 +154,16 @@ class Preemption:
         chosen: list[Turn] = []
         while pages_over > 0 or not self._has_place(waiting, left.values()):
             others = [
-                share
+                (turns[-1].is_background, held[share], share)
                 for share, turns in by_share.items()
                 if share != waiting.share
                 and turns
-                and used <= self._used(turns[-1])
-                and would_hold < held[share]
+                and (
+                    turns[-1].is_background
+                    or (used <= self._used(turns[-1]) and would_hold < held[share])
+                )
             ]
-            share = max(others, key=held.__getitem__, default=waiting.share)
+            share = max(others)[-1] if others else waiting.share
             if not by_share.get(share):
                 enough = pages_over <= spare and self._has_place(waiting, left.values())
                 return chosen if enough else []
@@ -175,11 +178,14 @@ class Preemption:
 
 
 def who_is_suspended(running: Collection[Turn]) -> Turn:
-    """When a page is missing: a warm, one ahead, or of the share that holds most the lowest and latest."""
+    """When a page is missing: of a job, a warm, one ahead, or the lowest and latest of who holds most."""
     held = _held(running)
     return max(
         running,
-        key=lambda turn: (turn.warm, turn.ahead, held[turn.share], -turn.level, turn.arrival),
+        key=lambda turn: (
+            turn.is_background,
+            *(turn.warm, turn.ahead, held[turn.share], -turn.level, turn.arrival),
+        ),
     )
 
 

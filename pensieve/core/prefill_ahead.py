@@ -62,7 +62,9 @@ class PrefillAhead:
 
     def _is_next(self, turn: Turn) -> bool:
         """Of those that wait for a place; among equals one that is ready, or was suspended, goes first."""
-        first = next_waiting(self._suspended, self._queued, lambda each: not each.warm)
+        first = next_waiting(
+            self._suspended, self._queued, lambda each: not (each.warm or each.is_background)
+        )
         if first is None:
             return True
         own, other = ((self._queued.used(each), -each.level) for each in (turn, first))

@@ -4,7 +4,8 @@ The order of filling: every turn that is generating (one token each), then prefi
 the shortest first (prefill_order.py), suspended turns that resume, and new turns, which come in the order
 of the queue.  Between shares, what each has used decides (fair_queue.py).  A prefill, a recomputed hole and
 a decode are the same thing, slices of a turn (iteration_draft.py).  Beside turns that generate, prefills
-get as many tokens as do not hold those up for long (time_budget.py).
+get as many tokens as do not hold those up for long (time_budget.py).  Background turns, of batch jobs, come
+behind all others and have what these leave free (background_room.py).
 
 Suspension.  Before anything is planned, running turns may have to give their places to the turn that is next
 (preemption.py).  A generating turn that needs a page when none is available waits one iteration if idle pages
@@ -29,6 +30,7 @@ from bisect import insort
 from collections import deque
 
 from pensieve.core.audit import TurnsByState, audit_turns
+from pensieve.core.background_room import BackgroundRoom
 from pensieve.core.cache import Admission, KVCache, Shortage
 from pensieve.core.fair_queue import FairQueue
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
@@ -37,12 +39,13 @@ from pensieve.core.lacking import Lacking
 from pensieve.core.pending_edits import PendingEdits
 from pensieve.core.preemption import Preemption, who_is_suspended
 from pensieve.core.prefill_ahead import PrefillAhead
-from pensieve.core.prefill_order import earlier, may_join, next_waiting, prefill_order, resume_order
+from pensieve.core.prefill_order import earlier, prefill_order, resume_order
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.scheduler_counters import SchedulerCounters
 from pensieve.core.time_budget import TimeBudget
 from pensieve.core.turn import QUEUE_ORDER, Ended, FinishReason, Turn, TurnState
+from pensieve.core.waiting import Waiting
 
 
 class Scheduler:
@@ -65,8 +68,12 @@ class Scheduler:
         self._ahead = PrefillAhead(
             config.prefill_ahead, has_place, self.running, self.suspended, self.queued
         )
+        self._waiting = Waiting(
+            self.suspended, self.queued, self.running, self.preemption, self._ahead, has_place
+        )
+        self._room = BackgroundRoom()
         self._edits = PendingEdits(cache)
-        self._num_arrivals = self._index = 0
+        self._num_arrivals = self._index = self._num_background = 0
         self._size = cache.config.chunk_tokens
 
     # -- what happens to a scheduler --
@@ -81,6 +88,7 @@ class Scheduler:
         turn.enqueue(self._num_arrivals)
         turn.usage.submitted_at = now
         self._turns[turn.turn_id] = turn
+        self._num_background += turn.is_background
         self.queued.add(turn)
 
     def cancel(self, turn_id: int, keep_tokens: int, now: float) -> None:
@@ -104,10 +112,7 @@ class Scheduler:
         self.rewind(conversation_id, 0, now)
 
     def evict(self, conversation_id: str, to_host: bool, now: float) -> int:
-        """Evict a resting conversation's KV; one whose last turn has an uncommitted slice, after it.
-
-        How many chunks go, as far as it is known now.
-        """
+        """Evict a resting conversation's KV, also after an uncommitted slice; how many chunks go, as yet."""
         conversation = self.cache.conversations.get(conversation_id)
         waits = conversation is not None and conversation.turn_id in self._releasing
         return self._edits.evict(conversation_id, to_host, now, waits)
@@ -121,7 +126,9 @@ class Scheduler:
         draft.holds_back = self._index % TILE_EVERY == 0
         required_pages, prefills = self._plan_running(draft, now)
         self._time_budget.limit(draft, prefills, self.queued.num_prompt_tokens)
-        required_pages = max(required_pages, self._plan_prefills(draft, prefills, now))
+        lacking = Lacking(self.cache)
+        required_pages = max(required_pages, self._plan_prefills(draft, prefills, lacking, now))
+        required_pages = max(required_pages, self._plan_background(draft, lacking, now))
         before = len(self._ended), self.counters.readied
         self._end_complete(now)
         available = self.cache.available
@@ -139,14 +146,27 @@ class Scheduler:
                 return None
         return self._launched(draft, swap_outs, now)
 
-    def _plan_running(self, draft: IterationDraft, now: float) -> tuple[int, list[Turn]]:
+    def _plan_background(self, draft: IterationDraft, lacking: Lacking, now: float) -> int:
+        """Background turns in what is left; none is admitted while an interactive turn lacks pages."""
+        if len(self._turns) > self._num_background:
+            self._room.saw_interactive(now)
+        if not self._num_background:
+            return 0
+        self._room.limit(draft, now)
+        required_pages, prefills = self._plan_running(draft, now, background=True)
+        lacking = Lacking(self.cache, background=True, may_admit=not lacking.turns)
+        return max(required_pages, self._plan_prefills(draft, prefills, lacking, now))
+
+    def _plan_running(
+        self, draft: IterationDraft, now: float, background: bool = False
+    ) -> tuple[int, list[Turn]]:
         """Decodes; how many pages have to become available for one of them, and the started prefills."""
         required_pages = 0
         prefills: list[Turn] = []
         size = self._size
         # The highest level and the oldest first: as a rule whoever is suspended for a page comes later.
         for turn in sorted(self.running.values(), key=QUEUE_ORDER):
-            if not self._keeps_place(turn):
+            if turn.is_background != background or not self._keeps_place(turn):
                 continue
             num_tokens = len(turn.tokens) + turn.pending_tokens
             if turn.warm or turn.frontier < num_tokens - 1:  # `Turn.is_prefill`
@@ -166,13 +186,15 @@ class Scheduler:
                 draft.decode(turn, num_tokens)
         return required_pages, prefills
 
-    def _plan_prefills(self, draft: IterationDraft, started: list[Turn], now: float) -> int:
+    def _plan_prefills(
+        self, draft: IterationDraft, started: list[Turn], lacking: Lacking, now: float
+    ) -> int:
         """Started ones and turns that wait; how many pages the first of these that does not fit requires."""
-        lacking, used = Lacking(self.cache), self.queued.used
+        used = self.queued.used
         while draft.has_room():
             started = [each for each in started if self._keeps_place(each)]
             first = min(started, key=lambda each: (used(each), prefill_order(each)), default=None)
-            turn, ahead = self._next_waiting(started, draft, lacking)
+            turn, ahead = self._waiting.next(started, draft, lacking)
             if first is not None and (turn is None or used(turn) > used(first)):
                 held_for = earlier(first, started)
                 started.remove(first)
@@ -197,37 +219,13 @@ class Scheduler:
                 lacking.add(turn, admission, turn is self.preemption.claimant)
         return lacking.required_pages
 
-    def _next_waiting(
-        self, started: list[Turn], draft: IterationDraft, lacking: Lacking
-    ) -> tuple[Turn | None, bool]:
-        """A suspended turn, or a new one, that has a place, and goes before what its share has begun.
-
-        Or a new one that runs ahead of its place; then True.
-        """
-        if not lacking.may_admit:
-            return None, False
-
-        def may_come(turn: Turn) -> bool:
-            return may_join(turn, started) and draft.has_room(earlier(turn, started))
-
-        turn = self.preemption.claimant or next_waiting(
-            self.suspended, self.queued, may_come, lacking.turns
-        )
-        if turn is None or self._time_budget.has_place(turn, self.running.values()):
-            return turn, False
-        if lacking.turns or self.preemption.claimant is not None or not self._ahead.has_room:
-            return None, False
-        return next_waiting((), self.queued, lambda turn: not turn.warm and may_come(turn)), True
-
     def _preempt(self, now: float) -> None:
         """Turns that run give way to the one that is next, if it is entitled to their places."""
         if self.preemption.is_out_of_question(self.suspended):
             return
         running = [turn for turn in self.running.values() if self._keeps_place(turn)]
         started = [turn for turn in running if turn.is_prefill]
-        first = next_waiting(
-            self.suspended, self.queued, lambda turn: not turn.warm and may_join(turn, started)
-        )
+        first = self._waiting.who_may_preempt(started)
         for victim in self.preemption.who_gives_way(first, running):
             claimant = self.preemption.claimant
             assert claimant is not None
@@ -244,6 +242,7 @@ class Scheduler:
     def _launched(self, draft: IterationDraft, swap_outs: list[SwapOut], now: float) -> Iteration:
         self._index += 1
         draft.predicted_seconds = self._time_budget.planned(draft, now)
+        self._room.planned(draft, now)
         iteration = draft.iteration(self._index, swap_outs, self._started, self._forgotten)
         self._started.clear()
         self._forgotten.clear()
@@ -261,6 +260,7 @@ class Scheduler:
         oldest, draft = self._uncommitted.popleft()
         assert oldest is iteration, "iterations are committed in order"
         self._time_budget.committed(now)
+        self._room.committed(now)
         self.cache.release_sources(draft.sources, now)
         for copy_id in outcome.finished_copies:
             self.cache.finish_copy(copy_id, now)
@@ -426,6 +426,7 @@ class Scheduler:
         self.queued.end(turn)
         turn.written.clear()
         del self._turns[turn.turn_id]
+        self._num_background -= turn.is_background
         if was is not TurnState.RUNNING and turn.keep_tokens is not None:
             # One that was never admitted has computed nothing: what KV there is behind its history
             # belongs to a turn that is in no log, and its own prompt may join the log now.
@@ -439,8 +440,6 @@ class Scheduler:
             for other in self.running.values():
                 if chunk.index < len(other.chunks) and other.chunks[chunk.index] is chunk:
                     other.frontier = min(other.frontier, chunk.index * self._size)
-
-    # -- the audit --
 
     def check(self, now: float) -> None:
         """Recompute every invariant of the cache and of the turns in it."""

@@ -66,7 +66,7 @@ class _Planned(NamedTuple):
     at: float
     num_decodes: int
     num_prompt_tokens: int
-    without: float  # seconds of its decodes alone, as predicted; where there are none, of one token
+    without: float  # seconds of its decodes alone, as predicted; 0: nothing is learned from it
     added: float  # by prompts, as predicted
 
 
@@ -88,7 +88,6 @@ class TimeBudget:
         self._without: float | None = None  # measured over predicted seconds; None: to be measured
         self._added: deque[_Measured] = deque(maxlen=NUM_KEPT)
         self._num_with = 0  # iterations with prompts since the last one without
-        self._predicted_without = 0.0  # of what is being planned
         self._uncommitted: deque[_Planned] = deque()
         self._committed_at = float("-inf")
 
@@ -99,12 +98,12 @@ class TimeBudget:
         """
         draft.num_decodes = len(draft.slices)
         without = self._predict(*draft.work) if draft.num_decodes else self._predict(1, 0, 0, 1)
-        self._predicted_without = without
+        draft.predicted_without = without
         if not self._limits or not draft.num_decodes or not without:
             return  # nobody waits, or nothing takes time
         a = self._without
         if a is None or self._num_with >= PROBE_AFTER:
-            draft.close()
+            draft.limit(0)
         elif a > 0.0:
             num_tokens = num_waiting + sum(map(num_missing, started))
             allowed = self._added_max * self._backlog_factor(num_tokens) or float("inf")
@@ -132,10 +131,12 @@ class TimeBudget:
 
     def planned(self, draft: IterationDraft, now: float) -> float:
         """What the iteration is predicted to take; 0 where it computes nothing, or nothing is known yet."""
-        num_decodes, num_prompt_tokens = draft.num_decodes, draft.num_tokens - draft.num_decodes
+        num_decodes = draft.num_decodes
+        num_prompt_tokens = draft.num_tokens - draft.num_background - num_decodes
         self._num_with = self._num_with + 1 if num_prompt_tokens else 0
-        without, added = self._predicted_without, draft.seconds_added
-        self._uncommitted.append(_Planned(now, num_decodes, num_prompt_tokens, without, added))
+        without, added = draft.predicted_without, draft.seconds_added
+        measured = 0.0 if draft.num_background else without
+        self._uncommitted.append(_Planned(now, num_decodes, num_prompt_tokens, measured, added))
         a, whole = self._without or 0.0, self._predict(*draft.work)
         if not num_prompt_tokens or not self._added:
             return a * whole
@@ -147,7 +148,7 @@ class TimeBudget:
         if not planned.num_decodes or since == float("-inf"):
             since = max(planned.at, since)
         measured, self._committed_at = now - since, now
-        if not planned.without:  # where nothing takes time
+        if not planned.without:  # where nothing takes time, or background turns took some
             return
         if not planned.num_prompt_tokens:
             if planned.num_decodes:

@@ -22,6 +22,7 @@ from pensieve.core.prefix_tree import Chunk
 from pensieve.core.sampling import Sampling
 
 PRIORITY_MIN, PRIORITY_MAX = -8, 8
+BACKGROUND_LEVEL = PRIORITY_MIN - 2  # below all interactive turns, also those without a place
 QUEUE_ORDER = attrgetter("queue_order")  # of turns of one share, the least first
 
 
@@ -54,7 +55,8 @@ LEGAL_TRANSITIONS: dict[TurnState, frozenset[TurnState]] = {
 class Usage:
     """Where the tokens of a turn's context came from, and when its stages were reached (engine seconds).
 
-    prompt_tokens = new_tokens + device_tokens + host_tokens + recomputed_tokens.
+    prompt_tokens = new_tokens + device_tokens + host_tokens + recomputed_tokens.  Of device and host tokens,
+    shared_tokens are those that another conversation has computed.
     """
 
     new_tokens: int = 0
@@ -67,6 +69,7 @@ class Usage:
     admitted_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
+    shared_tokens: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -80,6 +83,7 @@ class TurnOptions:
     sampling: Sampling = field(default_factory=Sampling)
     priority: int = 0  # PRIORITY_MIN..PRIORITY_MAX
     away_seconds: float = 0.0  # how long the conversation is expected to be idle after it
+    background: bool = False  # nobody waits for it: it takes what the others leave free
 
 
 class Ended(NamedTuple):
@@ -102,6 +106,7 @@ class Turn:
     warm: bool = False  # fill the holes, sample nothing
     share: str = ""  # whose it is, where several share the machine; see fair_queue.py
     weight: float = 1.0  # of that share
+    shared_tokens: int = 0  # with which its conversation begins as another one's fork
     # -- set by the scheduler --
     state: TurnState = TurnState.QUEUED
     arrival: int = 0  # it was the so-manieth that came
@@ -127,6 +132,10 @@ class Turn:
     usage: Usage = field(default_factory=Usage)
 
     @property
+    def is_background(self) -> bool:
+        return self.options.background
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_end
 
@@ -135,6 +144,7 @@ class Turn:
         history_kv = self.computed_to = max(self.history_tokens - 1, 0)
         self.usage.admitted_at = now
         self.usage.device_tokens, self.usage.host_tokens = device_tokens, host_tokens
+        self.usage.shared_tokens = min(self.shared_tokens, device_tokens + host_tokens)
         self.usage.recomputed_tokens = history_kv - device_tokens - host_tokens
         self.usage.new_tokens = self.prompt_end - history_kv
 
@@ -164,7 +174,8 @@ class Turn:
 
     def enqueue(self, arrival: int) -> None:
         """It is the `arrival`-th turn that came."""
-        self.arrival, self.level = arrival, self.options.priority
+        self.arrival = arrival
+        self.level = BACKGROUND_LEVEL if self.is_background else self.options.priority
         self.queue_order = (-self.level, arrival)
 
     def give_way(self, other: Turn, arrival: int) -> None:

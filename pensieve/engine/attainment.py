@@ -66,6 +66,7 @@ class Attainment:
         self._median, self._median_due = 0.0, -math.inf
         self._received_at: dict[int, float] = {}  # turns without a token
         self._token_at: dict[int, float] = {}  # the latest of each turn that has one
+        self._background: set[int] = set()  # turns of jobs
         self._suspended_at: dict[int, float] = {}
         self._num_tokens = 0  # computed by the iterations up to the last one planned
         self._planned: deque[tuple[float, float]] = deque()  # uncommitted: when, and predicted
@@ -74,7 +75,11 @@ class Attainment:
     # -- Observer --
 
     def received(self, message: Message, now: float) -> None:
-        if isinstance(message, SubmitTurn) and not message.warm:
+        if not isinstance(message, SubmitTurn) or message.warm:
+            return
+        if message.options.background:  # nobody waits for its tokens
+            self._background.add(message.turn_id)
+        else:
             self._received_at[message.turn_id] = now
 
     def planned(self, iteration: Iteration | None, now: float) -> None:
@@ -101,6 +106,8 @@ class Attainment:
         for event in events:
             if isinstance(event, SampledToken):
                 turn_id = event.turn_id
+                if turn_id in self._background:
+                    continue
                 before = token_at.get(turn_id)
                 token_at[turn_id] = now
                 if before is not None:
@@ -109,6 +116,7 @@ class Attainment:
                     self._first_tokens.add(now - received_at, now)
             elif isinstance(event, TurnEnded):
                 self._received_at.pop(event.turn_id, None)
+                self._background.discard(event.turn_id)
                 token_at.pop(event.turn_id, None)
         for before, count in num_since.items():
             self._add_gap(now - before, count, now)
@@ -155,7 +163,7 @@ class Attainment:
 
     def _look_at_suspended(self, now: float) -> None:
         for turn in self._scheduler.suspended:
-            if turn.state is TurnState.SUSPENDED:
+            if turn.state is TurnState.SUSPENDED and not turn.is_background:
                 self._suspended_at.setdefault(turn.turn_id, now)
         for turn_id, since in list(self._suspended_at.items()):
             found = self._scheduler.turn(turn_id)

@@ -167,6 +167,7 @@ class Engine:
                 return [*ended, *self._ended()]
             case DeleteConversation(conversation_id):
                 ended = self._give_up_waiting(conversation_id, now)
+                self._share_no_more(conversation_id)
                 scheduler.delete(conversation_id, now)
                 return [*ended, *self._ended()]
             case EvictConversation(conversation_id, to_host, query_id):
@@ -224,25 +225,32 @@ class Engine:
     def _begin(self, message: SubmitTurn, known: array[int], now: float) -> None:
         """Submit a turn whose context is complete: `known`, then the tokens that the message brought."""
         known.frombytes(message.tokens)
-        history_tokens = max(message.history_tokens, self._share_prefix(message, now))
+        shared_tokens = self._share_prefix(message, now)
         length_max = len(known) + message.options.sampling.max_tokens
         turn = Turn(
             turn_id=message.turn_id,
             conversation_id=message.conversation_id,
             tokens=known,
-            history_tokens=history_tokens,
+            history_tokens=max(message.history_tokens, shared_tokens),
             prompt_end=len(known),
             length_max=min(length_max, self.config.context_max),
             options=message.options,
             warm=message.warm,
             share=message.share,
             weight=message.weight,
+            shared_tokens=shared_tokens,
         )
         self.scheduler.submit(turn, now)
 
     def _known_log(self, message: SubmitTurn) -> array[int] | None:
-        """A copy of the log before the message's first position, or None if not all of it is known."""
-        conversation = self.scheduler.cache.conversations.get(message.conversation_id)
+        """A copy of the log before the message's first position, or None if not all of it is known.
+
+        That of a new conversation may be the front of the one that it begins as.
+        """
+        conversations = self.scheduler.cache.conversations
+        conversation = conversations.get(message.conversation_id)
+        if conversation is None and message.first_position <= message.prefix_tokens:
+            conversation = conversations.get(message.prefix_of)
         if conversation is None or len(conversation.log) < message.first_position:
             return None
         return conversation.log[: message.first_position]
@@ -271,6 +279,12 @@ class Engine:
                 reason = FinishReason.WARMED if message.warm else FinishReason.CANCELLED
                 ended.append(_ended_at_once(message, reason, now))
         return ended
+
+    def _share_no_more(self, conversation_id: str) -> None:
+        """Turns that wait for their log begin without this prefix: another one may have its name by then."""
+        for turn_id, message in self._waiting.items():
+            if message.prefix_of == conversation_id:
+                self._waiting[turn_id] = replace(message, prefix_of="", prefix_tokens=0)
 
     def _share_prefix(self, message: SubmitTurn, now: float) -> int:
         """Let a new conversation share another one's KV of their common prefix; returns how many tokens."""

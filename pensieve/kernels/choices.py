@@ -20,6 +20,9 @@ VARIABLE = "PENSIEVE_GPU_CHOICES"
 class Choices(NamedTuple):
     wide_blocks: int = 1  # of a multiprocessor, for which wide work is planned; Hopper's runs 1
     snake: int = 1  # Hopper's blocks turn round after each pass over the items; 0: they never do
+    shared: int = (
+        1  # pages that several slices begin with are read for all at once; 0: by each slice
+    )
     few_rows: int = 0  # on Hopper, decodes have a kernel of more blocks for each multiprocessor
     fused: int = 0  # a sum and its norm are one launch, and so are a gate and what it lets through
     hopper: int = 1  # wide work has Hopper's own kernel; 0: the one of other GPUs does it

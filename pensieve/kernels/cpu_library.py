@@ -48,6 +48,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
             *(pointer, pointer, int64, int64, int64),  # key and value pages
             *(pointer, int64),  # page table
             *(pointer, pointer, pointer),  # offsets, turns and starts of the slices
+            *(pointer, pointer, int32),  # groups of slices that share pages
             *(int32, int32, int32, int32, int32),
             float32,  # scaling
             *(pointer, int64, int64),  # out

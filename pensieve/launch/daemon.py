@@ -18,9 +18,16 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from pensieve.config import Resolved, Serving
-from pensieve.errors import ConfigError, InvalidArgument, ServerFault, whole_line
+from pensieve.errors import (
+    ConfigError,
+    InvalidArgument,
+    PensieveError,
+    ServerFault,
+    whole_line,
+)
 from pensieve.launch import objectives, programs
 from pensieve.launch.model_folder import Report, load_texts, model_name, resolve_model
 from pensieve.service.admin_socket import socket_path
@@ -30,7 +37,10 @@ from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening, Server, check_exposure
 from pensieve.service.grpc.server_info import in_words, server_info
+from pensieve.service.history import Texts
+from pensieve.service.jobs.batch_jobs import BatchJobs
 from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.job_store import JobStore
 from pensieve.store.time_limit import STATEMENT_SECONDS
 
 SWITCH_SECONDS = 0.0005  # how long the store's thread may keep the event loop waiting
@@ -148,10 +158,22 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
             name = "echo (arithmetic instead of a model)"
         program = EngineProgram(setup.engine_program, written, folder, name)
         daemon = Daemon(store, texts, program, setup.config, report)
-        return Server(daemon, setup.listening)
+        return Server(daemon, setup.listening, _jobs(daemon, settings.data, texts, report))
     except BaseException:
         store.close()
         raise
+
+
+def _jobs(daemon: Daemon, data: Path, texts: Texts, report: Report) -> BatchJobs | None:
+    """Whatever is wrong with their folder, conversations are served."""
+    try:
+        jobs = JobStore.open(data)
+    except PensieveError as error:
+        report(f"no batch jobs are taken: {whole_line(error)}")
+        return None
+    for name, problem in jobs.unreadable.items():
+        report(f"a batch job cannot be read: {name}: {problem}")
+    return BatchJobs(daemon, jobs, texts)
 
 
 async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.Event) -> None:
@@ -171,7 +193,7 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
             hooks.report(in_words(server_info(daemon)))
             hooks.ready(address)
             if daemon.store.integrity_check_due:
-                daemon.check_history(hooks.report)
+                daemon.damage.check(hooks.report)
             await stopping
         else:
             _kill(daemon.engine.pid)

@@ -88,6 +88,7 @@ class PagedPass:
             batch.slice_offsets,
             batch.slice_turns,
             batch.slice_starts,
+            batch.shared,
         )
         self.paged_rows = paged_rows(
             memory.device_arena, index, work, memory.shape.dtype, memory.kv_scales
@@ -127,6 +128,7 @@ class PagedPass:
             out,
             self._work,
             kv_scales,
+            batch.shared,
         )
         return out
 

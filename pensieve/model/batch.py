@@ -11,6 +11,7 @@ with absolute positions, a start, and the page table of the turn that it attends
     logit_rows                           last rows of the slices that need a token
     logit_turn_ids, logit_positions      each such row's turn, and the position of the token to be sampled
     lengths, starts                      of the slices, as numbers on the host
+    shared                               which slices share the pages that they begin with
 
 On the host these are arrays of numbers, and one copy takes them all to the device.
 
@@ -29,7 +30,11 @@ from typing import NamedTuple
 import torch
 
 from pensieve.core.iteration import Slice
+from pensieve.core.prefix_groups import prefix_groups
+from pensieve.kernels.attention.shared import SharedPages
 from pensieve.model.transfer import upload
+
+SHARED_MIN = 5  # pages; with fewer there is little to gain
 
 
 class SampledIds(NamedTuple):
@@ -53,6 +58,7 @@ class Batch:
     logit_positions: tuple[int, ...]
     lengths: Sequence[int]  # of the slices, for the host
     starts: Sequence[int]
+    shared: SharedPages | None = None
 
     @classmethod
     def from_slices(
@@ -125,7 +131,29 @@ class Batch:
             logit_positions=tuple(logit_positions),
             lengths=[piece.stop - piece.start for piece in slices],
             starts=starts.tolist(),
+            shared=shared_pages(slices, chunk_tokens) if device.type in ("cpu", "cuda") else None,
         )
+
+
+def shared_pages(slices: Sequence[Slice], chunk_tokens: int) -> SharedPages | None:
+    """Groups such that as few pages as possible are read (core/prefix_groups.py); None: nobody shares."""
+    by_page: dict[int, list[int]] = {}
+    for index, piece in enumerate(slices):
+        if piece.start >= SHARED_MIN * chunk_tokens:
+            by_page.setdefault(piece.page_table[0], []).append(index)
+    slice_groups, group_pages = array("i", [-1]) * len(slices), array("i")
+    for indices in by_page.values():
+        if len(indices) == 1:
+            continue
+        before = [slices[i].page_table[: slices[i].start // chunk_tokens] for i in indices]
+        for group in prefix_groups(before):
+            if group.prefix_tokens >= SHARED_MIN:
+                for member in group.members:
+                    slice_groups[indices[member]] = len(group_pages)
+                group_pages.append(group.prefix_tokens)
+    if not group_pages:
+        return None
+    return SharedPages(slice_groups, group_pages)
 
 
 def staged(columns: Sequence[array[int]], device: torch.device) -> list[torch.Tensor]:

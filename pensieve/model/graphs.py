@@ -11,7 +11,9 @@ position 0 of a page that no turn has (`KVMemory.spare_page`), no item of work c
 are not read.
 
 The work list has a fixed length, so the attention is planned with the fewest waves
-(`kernels.attention.plan`), and the rest of the list is filled with empty items.
+(`kernels.attention.plan`), and the rest of the list is filled with empty items.  All lists lie in one tensor,
+one behind another, each as long as the graph reads it: a merge for each row, items, and the rows of packs.
+Every row is one tile, so it is merged once at most, and is in one pack at most.
 
 Logits go to one tensor that all graphs share: they are valid until the next replay.
 
@@ -22,7 +24,7 @@ runs without graphs; the reason is reported.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -62,6 +64,7 @@ def plan_of(batch: Batch, memory: KVMemory, waves_more: int | None = None) -> Pl
         shape.head_size,
         cuda.blocks_at_once(device, shape.head_size, memory.format.element),
         waves_more,
+        batch.shared,
     )
 
 
@@ -117,18 +120,16 @@ class DecodeGraphs:
             group, heads = shape.num_heads // shape.num_kv_heads, shape.num_kv_heads
             at_once = cuda.blocks_at_once(device, shape.head_size, memory.format.element)
             blocks, few_rows = at_once.for_rows(group)
-            self._extra_items = blocks // heads + 1
-            items = rows + self._extra_items
-            # Merges first, so that what a graph reads is the beginning, whatever its number of rows.
-            self._num_merge_numbers = self._extra_items * MERGE
-            self._lists = zeros(self._num_merge_numbers + items * ITEM, dtype=torch.int32)
+            self._group, self._extra_items = group, blocks // heads + 1
+            self._lists = zeros(sum(self._sizes_of_lists(rows)), dtype=torch.int32)
+            # A part of each row's own context; any other may be of a pack as large as they may be.
+            rows_of_pack = min(rows * group, cuda.tiling(shape.head_size).wide)
+            part_rows = rows * group + self._extra_items * rows_of_pack
             self._work = Work(
-                self._lists[self._num_merge_numbers :].view(-1, ITEM),
-                zeros(0, ITEM, dtype=torch.int32),
-                self._lists[: self._num_merge_numbers].view(-1, MERGE),
+                *self._lists_of(rows),
                 group,
-                torch.empty(items * group, heads, shape.head_size, device=device),
-                torch.empty(items * group, heads, device=device),
+                torch.empty(part_rows, heads, shape.head_size, device=device),
+                torch.empty(part_rows, heads, device=device),
                 few_rows,
             )
 
@@ -212,22 +213,38 @@ class DecodeGraphs:
         )
 
     def _work_of(self, size: int) -> Work | None:
-        """The first items of the work list, as many as a plan for `size` rows may need."""
+        """The work list as a graph of `size` rows reads it."""
         if self._work is None:
             return None
-        return self._work._replace(items=self._work.items[: size + self._extra_items])
+        items, wide_items, merges, pack_rows = self._lists_of(size)
+        return self._work._replace(
+            items=items, wide_items=wide_items, merges=merges, pack_rows=pack_rows
+        )
+
+    def _sizes_of_lists(self, size: int) -> tuple[int, int, int]:
+        """Numbers of merges, items and rows of packs, the most that a plan for `size` rows may need."""
+        return size * MERGE, (size + self._extra_items) * ITEM, size * self._group
+
+    def _lists_of(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Items, wide items (there are none), merges, rows of packs."""
+        sizes = self._sizes_of_lists(size)
+        merges, items, pack_rows = torch.split(self._lists[: sum(sizes)], list(sizes))
+        return items.view(-1, ITEM), items[:0].view(-1, ITEM), merges.view(-1, MERGE), pack_rows
 
     def _write_plan(self, plan: Plan, size: int) -> None:
-        """Put both lists in their places, filled up with records of nothing, by one copy."""
-        assert len(plan.items) <= size + self._extra_items, (len(plan.items), size)
-        assert len(plan.merges) <= self._extra_items, (len(plan.merges), self._extra_items)
-        numbers = array("i", chain.from_iterable(plan.merges))
-        numbers.frombytes(bytes(4 * (self._num_merge_numbers - len(numbers))))
-        numbers.extend(chain.from_iterable(plan.items))
-        count = self._num_merge_numbers + (size + self._extra_items) * ITEM
-        numbers.frombytes(bytes(4 * (count - len(numbers))))
+        """Put all lists in their places, filled up with records of nothing, by one copy."""
+        assert self._work is not None
+        assert not plan.wide_items, "a graph's rows are narrow tiles"
+        assert plan.num_part_rows <= len(self._work.part_sums)
+        numbers, end = array("i"), 0
+        lists: tuple[Sequence[Sequence[int]], ...] = (plan.merges, plan.items, (plan.pack_rows,))
+        for records, most in zip(lists, self._sizes_of_lists(size), strict=True):
+            end += most
+            numbers.extend(chain.from_iterable(records))
+            assert len(numbers) <= end, (len(plan.merges), len(plan.items), size)
+            numbers.frombytes(bytes(4 * (end - len(numbers))))
         made = torch.frombuffer(numbers, dtype=torch.int32)
-        self._lists[:count].copy_(upload(made, self._lists.device))
+        self._lists[:end].copy_(upload(made, self._lists.device))
 
 
 def capture_cuda(device: torch.device) -> Capture:

@@ -56,10 +56,12 @@ from pensieve.errors import (
 from pensieve.service.arriving import Arriving
 from pensieve.service.counts import Counts
 from pensieve.service.daemon_config import DaemonConfig
+from pensieve.service.declared_prefixes import Acts, DeclaredPrefixes
 from pensieve.service.draft import Ask, ConversationSettings, Draft, Outdated
 from pensieve.service.erasing import erased
 from pensieve.service.history import History
 from pensieve.service.latencies import Latencies
+from pensieve.service.limits import Allowance
 from pensieve.service.live_turn import (
     Begun,
     Known,
@@ -74,6 +76,7 @@ from pensieve.service.readers import ReaderLimits, Readers, Write, ids_of
 from pensieve.service.threads import Threads
 from pensieve.service.turn_log import turn_ended
 from pensieve.service.turns import Ending, Turns, failure_of
+from pensieve.service.warming import Warming
 from pensieve.store import records
 
 T = TypeVar("T")
@@ -95,10 +98,12 @@ class Conversations:
         on_admitted: Callable[[LiveTurn, int], None],
         charge: Callable[[str, int], None],
         on_first_token: Callable[[LiveTurn], None] = lambda live: None,
-        weight_of: Callable[[str], float] = lambda tenant: 1.0,
+        allowance_of: Callable[[str], Allowance],
+        now: Callable[[], float],
     ) -> None:
         """`put` takes messages for the engine; `charge` gets tenants, and the tokens that they have used;
-        `on_admitted` turns, and how many tokens of their contexts have to be computed."""
+        `on_admitted` turns, and how many tokens of their contexts have to be computed; `now` is the clock of
+        the records."""
         self.turns = turns
         self.latencies = Latencies()
         self.arriving = Arriving()
@@ -112,17 +117,30 @@ class Conversations:
         self._on_admitted = on_admitted
         self._on_first_token = on_first_token
         self._charge_tokens = charge
-        self._weight_of = weight_of
+        self._allowance_of = allowance_of
+        self.warming = Warming(history, turns, threads, self._tell, self._renew, self._weight_of)
+        acts = Acts(self.tokenized, self.delete, charge)
+        self.prefixes = DeclaredPrefixes(
+            *(history, threads, self.warming, acts, now, allowance_of),
+            config.keep_warm_seconds,
+        )
         self._num_lookups = Counts[str]()
+
+    def _weight_of(self, tenant: str) -> float:
+        return self._allowance_of(tenant).limits.weight
 
     # -- conversations --
 
     async def create(self, settings: ConversationSettings) -> records.Conversation:
-        num_tokens = await self._tokenized(
+        num_tokens = await self.tokenized(
             settings.tenant, lambda: self._history.check_settings(settings)
         )
         self._charge_tokens(settings.tenant, num_tokens)
-        return await self._threads.in_store(settings.tenant, self._history.create, settings)
+        while True:
+            found = await self._threads.in_store(settings.tenant, self._history.create, settings)
+            if not isinstance(found, Outdated):
+                return found
+            await self._renew(found)  # its declared prefix
 
     async def fork(
         self,
@@ -160,28 +178,6 @@ class Conversations:
             return rewound
 
         return await self._threads.whole(sequence())
-
-    async def warm(self, conversation_id: str, tenant: str = "") -> None:
-        """Have the engine bring the conversation's KV to the device; best effort."""
-
-        async def sequence() -> None:
-            number, is_put = self.turns.begin_warm(conversation_id, tenant), False
-            try:
-                while True:
-                    found = await self._threads.in_store(
-                        tenant, self._history.warm, conversation_id, number, tenant=tenant
-                    )
-                    if not isinstance(found, Outdated):
-                        break
-                    await self._renew(found)
-                if found is not None:
-                    weight = self._weight_of(tenant)
-                    is_put = self._tell(replace(found, share=tenant, weight=weight))
-            finally:
-                if not is_put:
-                    self.turns.end_warm(number)
-
-        await self._threads.whole(sequence())
 
     async def delete(self, conversation_id: str, tenant: str = "") -> None:
         async def sequence() -> None:
@@ -269,14 +265,14 @@ class Conversations:
             await self._renew(found)
         if not isinstance(found, Draft):
             return found
-        prompt = await self._tokenized(ask.tenant, found.prompt)
+        prompt = await self.tokenized(ask.tenant, found.prompt)
         try:
             return await threads.in_store(ask.tenant, history.begin, found, prompt)
         except ContextFull:
             self._charge_tokens(ask.tenant, sum(map(len, prompt)))
             raise
 
-    async def _tokenized(self, tenant: str, function: Callable[[], T]) -> T:
+    async def tokenized(self, tenant: str, function: Callable[[], T]) -> T:
         """In the text pool; what is too long to fit was tokenized all the same."""
         try:
             return await self._threads.in_text_pool(tenant, function)
@@ -373,6 +369,7 @@ class Conversations:
                     reply = replace(reply, logprobs=packed)
                 committed = await self._threads.in_store(live.tenant, self._history.finish, reply)
                 self.turns.finish(live, reply, committed)
+                self._tell(committed.lent)
                 self._ended(live)
         except NotFound:  # its conversation was deleted meanwhile
             self._fail(live, TurnInterrupted(GIVEN_UP), FinishReason.CANCELLED)

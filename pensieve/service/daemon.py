@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from pensieve import gc_pause
@@ -30,12 +30,14 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 from pensieve.engine.messages import Message as EngineMessage
-from pensieve.errors import Loading, PensieveError, StoreCorrupt, Unavailable
+from pensieve.errors import Loading, Unavailable
 from pensieve.service.admission import Admission, Load
+from pensieve.service.background import Background
 from pensieve.service.backing_up import BackingUp
 from pensieve.service.cancelling import Cancel, Cancelled, cancel_turn
 from pensieve.service.conversations import Conversations
 from pensieve.service.daemon_config import DaemonConfig, Sources
+from pensieve.service.damage import Damage
 from pensieve.service.draft import Ask
 from pensieve.service.engine_client import EngineClient, EngineProgram
 from pensieve.service.erasing import Erasing
@@ -58,7 +60,6 @@ log = logging.getLogger("pensieve")
 SWEEP_SECONDS = 1.0
 CALL_TOKENS = 1  # what a call that changes the history costs at least, where tokens are limited
 LATE_SECONDS = 1.0  # of the loop, that are worth a warning
-FOUND_BEFORE = "it was when it was looked at before"
 LOADING = "the model is loading; try again in a moment"
 
 
@@ -77,10 +78,10 @@ class Daemon:
         self._loop = asyncio.get_running_loop()  # also the clock, but for what is recorded
         self.started_at = self._loop.time()
         self.draining = False
-        self.history_problems: tuple[str, ...] = (FOUND_BEFORE,) if store.folder.is_damaged else ()
         self.refusals = Counter[str]()  # calls that ended with an error, by its reason
         self.on_serving: Callable[[bool], None] = lambda serving: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None  # it cannot go on
+        self.background = Background()  # the turns of batch jobs
         self.engine = EngineClient(
             program,
             patience=Patience(self.config.heartbeat_seconds, self.config.iteration_seconds_max),
@@ -91,6 +92,7 @@ class Daemon:
             report=report,
         )
         self.threads = Threads(self._loop, self.config.text_threads, self._fail)
+        self.damage = Damage(store, self.threads, lambda: self.on_serving(self.serving))
         self.reads = Reads(store.reader(), self.threads)
         self._erasing = Erasing(store.erasure, self.threads)
         self.backing_up = BackingUp(store.backup_source, self.threads, self.config.backup)
@@ -99,7 +101,7 @@ class Daemon:
             self.threads,
             self.config.scrub_seconds,
             lambda: store.erasure.pending,
-            self._damage_found,
+            self.damage.found,
         )
         config = self.config
         self.admission = Admission(
@@ -139,8 +141,10 @@ class Daemon:
             on_admitted=self._on_admitted,
             charge=self._charge,
             on_first_token=lambda live: self.admission.prompts.ended(live, self._loop.time()),
-            weight_of=lambda tenant: self.allowance(tenant).limits.weight,
+            allowance_of=self.allowance,
+            now=self._sources.wall_clock,
         )
+        self._conversations.prefixes.start()
         gc_pause.freeze()
         self.threads.spawn(self._sweep())
         self.backing_up.start()
@@ -148,6 +152,7 @@ class Daemon:
         keep_seconds, now = self.config.request_keep_seconds, self._sources.wall_clock
         ForgettingRequests(self.store, self.threads, keep_seconds, now).start()
         self.on_serving(self.serving)
+        self.background.engine_started()
 
     @property
     def conversations(self) -> Conversations:
@@ -158,7 +163,7 @@ class Daemon:
     @property
     def writable(self) -> Conversations:
         """For whatever changes the history: a damaged one is read, and not written to."""
-        if (damage := self._damage()) is not None:
+        if (damage := self.damage.refusal) is not None:
             raise damage
         return self.conversations
 
@@ -169,13 +174,6 @@ class Daemon:
             raise debt
         self._charge(tenant, CALL_TOKENS)
         return conversations
-
-    def _damage(self) -> StoreCorrupt | None:
-        if not self.history_problems:
-            return None
-        return StoreCorrupt(
-            "the history is damaged and takes no changes; it can be read. The operator's log says more"
-        )
 
     @property
     def context_max(self) -> int:
@@ -209,7 +207,7 @@ class Daemon:
     def serving(self) -> bool:
         """Whether new turns are taken."""
         ready = self.engine.serving and self._conversations is not None
-        return ready and not self.draining and not self.history_problems
+        return ready and not self.draining and not self.damage.problems
 
     @property
     def num_turns(self) -> int:
@@ -228,7 +226,7 @@ class Daemon:
             return live
         load = self._load(ask.tenant, ask.conversation_id, ask.options.priority)
         now = self._loop.time()
-        refusal = self._damage() or self.admission.refusal(ask.tenant, load, seconds_left, now)
+        refusal = self.damage.refusal or self.admission.refusal(ask.tenant, load, seconds_left, now)
         if refusal is None:
             return await conversations.begin(ask)
         if (live := await conversations.known(ask)) is not None:
@@ -242,7 +240,7 @@ class Daemon:
         if exceeded is not None:
             raise exceeded
         self._charge(tenant, CALL_TOKENS)
-        await self.conversations.warm(conversation_id, tenant)
+        await self.conversations.warming.warm(conversation_id, tenant)
 
     @property
     def wait_seconds(self) -> float:
@@ -310,10 +308,11 @@ class Daemon:
         for event in events:
             if isinstance(event, Answer):
                 self._queries.answered(event)
-            else:
+            elif not self.background.take(event):
                 of_turns.append(self._judged(event) if isinstance(event, TurnEnded) else event)
         if self._conversations is not None:
             self._conversations.take(of_turns)
+        self.background.go()
 
     def _judged(self, ended: TurnEnded) -> TurnEnded:
         """An engine that fails ends its turns itself before it dies; for them that is a death."""
@@ -329,6 +328,7 @@ class Daemon:
         log.error("the engine is gone: %s", reason)
         self.on_serving(False)
         self.admission.engine_lost()
+        self.background.engine_lost()
         self.conversations.turns.engine_lost()
         failure = Unavailable("the engine has stopped and is starting again; say it again")
         had_the_rest = not self._engine_has_failed  # else it has ended all that it had
@@ -349,7 +349,9 @@ class Daemon:
     def _on_up(self) -> None:
         self.admission.prompts.cost = self.engine.ready.cost if self.engine.ready else None
         self.conversations.turns.engine_started(self._sources.wall_clock())
+        self.conversations.prefixes.warm_soon()
         self.on_serving(self.serving)
+        self.background.engine_started()
 
     def _fail(self, error: BaseException) -> None:
         """What nobody foresaw, where turns would wait without end: the service ends."""
@@ -384,40 +386,13 @@ class Daemon:
             self.conversations.readers.cancel_stalled()
             self._erasing.sweep()
 
-    def check_history(self, report: Callable[[str], None]) -> None:
-        """After an unclean stop: SQLite's own check, beside the serving."""
-
-        async def check() -> None:
-            try:
-                problems = await asyncio.to_thread(self.store.integrity_check)
-            except StoreCorrupt as error:
-                problems = [str(error)]
-            except PensieveError as error:  # the next start tries again
-                log.error("the history could not be checked: %s", error)
-                return
-            if problems:
-                self._damage_found(problems)
-            else:
-                report("the history is sound")
-                self.history_problems = ()
-                self.on_serving(self.serving)
-
-        self.threads.spawn(check())
-
-    def _damage_found(self, problems: Sequence[str]) -> None:
-        """From now on the history is read, and not written to; also by the next process."""
-        log.error("the history is damaged: %s", problems[0])
-        self.history_problems = tuple(problems)
-        self.store.integrity_check_due = True
-        self.store.folder.mark_damaged(True)
-        self.on_serving(self.serving)
-
     # -- the end --
 
     async def drain(self, seconds: float) -> None:
         """Take no new turn; until the running ones have ended, or have been interrupted."""
         self.draining = True
         self.on_serving(False)
+        self.background.drain()
         if self._conversations is None:
             return
         deadline = self._loop.time() + seconds
@@ -433,6 +408,7 @@ class Daemon:
         self._hurried = True
 
     async def close(self) -> None:
+        await self.background.close()
         await self.engine.stop()
         self.backing_up.stop()
         await self.threads.end_tasks()

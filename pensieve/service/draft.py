@@ -7,17 +7,24 @@ past never change, and a turn of a long conversation costs what a turn of a shor
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from pensieve.core.turn import FinishReason, TurnOptions
-from pensieve.errors import InvalidArgument
+from pensieve.service.heads import (
+    Heads,
+    check_fits,
+    check_length,
+    first_messages,
+    first_turn,
+    head_of,
+    message_of,
+    setting_of,
+    tokens_of,
+)
 from pensieve.store import records
-from pensieve.text import ChatTemplate, Message, Setting, ToolCall
-
-BYTES_PER_TOKEN_MAX = 16  # longer text is refused before it is tokenized
+from pensieve.text import ChatTemplate, Message, Setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,26 +85,35 @@ class Draft:
     ask: Ask
     conversation: records.Conversation
     log_end: array[int]  # its last tokens, as long as the conversation's revision is what it was
-    head: records.Message | None  # a system prompt whose tokens come with the first turn
+    head: Sequence[records.Message]  # what it begins with, before its first turn; else empty
     template: ChatTemplate
+    heads: Heads
 
     @property
     def num_characters(self) -> int:
         """That `prompt` has to render and tokenize."""
-        if self.log_end:
-            return self.ask.num_characters
-        tools = sum(len(str(each)) for each in self.conversation.tools)
-        return self.ask.num_characters + len(self.head.content if self.head else "") + tools
+        conversation, num_characters = self.conversation, self.ask.num_characters
+        if self.log_end and (not self.head or self._knows_head):
+            return num_characters
+        tools = sum(len(str(each)) for each in conversation.tools)
+        return num_characters + sum(len(each.content) for each in self.head) + tools
 
     def prompt(self) -> list[list[int]]:
         """The tokens of each new message."""
         setting = setting_of(self.conversation)
+        if self.head:
+            head = head_of(self.heads, self.head, self.conversation)
+            check_fits(head, self.conversation, self.log_end)
+            first = first_messages(self.head)
+            return first_turn(self.template, head, first, self.ask.messages, setting)
         if self.log_end:
             delta = self.template.delta(self.ask.messages, self.log_end[-1], setting)
             return [delta.token_ids[start:stop] for start, stop in delta.spans]
-        if self.head is None:
-            return opening(self.template, self.ask.messages, setting)
-        return opening(self.template, [message_of(self.head), *self.ask.messages], setting)[1:]
+        return opening(self.template, self.ask.messages, setting)
+
+    @property
+    def _knows_head(self) -> bool:
+        return self.heads.knows(first_messages(self.head), setting_of(self.conversation))
 
 
 class SettingsCheck(NamedTuple):
@@ -116,14 +132,6 @@ class SettingsCheck(NamedTuple):
         # A dry run shows at once whether the template takes them.
         setting = Setting(settings.tools, options)
         return len(self.template.opening([*head, Message("user", "?")], setting).token_ids)
-
-
-def check_length(field_name: str, size: int, context_max: int) -> None:
-    """Refuse before it is tokenized what cannot fit."""
-    if size > BYTES_PER_TOKEN_MAX * context_max:
-        raise InvalidArgument(
-            field_name, f"{size:,} characters cannot fit a context of {context_max:,} tokens"
-        )
 
 
 def opening(
@@ -147,15 +155,30 @@ class Outdated:
     conversation: records.Conversation
     messages: Sequence[records.Message]
     template: ChatTemplate
+    heads: Heads
 
     def tokens(self) -> list[list[int]]:
         """Of each message."""
-        return _tokenized_again(self.template, self.messages, setting_of(self.conversation))
+        setting = setting_of(self.conversation)
+        if self.conversation.began_at is None:
+            return _tokenized_again(self.template, self.messages, setting)
+        before = [each for each in self.messages if not each.revision]
+        head, first = head_of(self.heads, before, self.conversation), first_messages(before)
+        turns = self.messages[len(before) :]
+
+        def begin(new: Sequence[Message]) -> list[list[int]]:
+            return first_turn(self.template, head, first, new, setting)
+
+        return tokens_of(head, len(before)) + _tokenized_again(self.template, turns, setting, begin)
 
 
 def _tokenized_again(
-    template: ChatTemplate, stored: Sequence[records.Message], setting: Setting
+    template: ChatTemplate,
+    stored: Sequence[records.Message],
+    setting: Setting,
+    begin: Callable[[Sequence[Message]], list[list[int]]] | None = None,
 ) -> list[list[int]]:
+    """`begin` makes the tokens of the first turn's messages, if they open no log."""
     tokens: list[list[int]] = []
     since_reply: list[records.Message] = []
     last_token_id: int | None = None
@@ -165,7 +188,7 @@ def _tokenized_again(
             continue
         new = [message_of(each) for each in since_reply]
         if last_token_id is None and not any(tokens):
-            tokens += opening(template, new, setting)
+            tokens += begin(new) if begin is not None else opening(template, new, setting)
         else:
             delta = template.delta(new, last_token_id, setting)
             tokens += [delta.token_ids[start:stop] for start, stop in delta.spans]
@@ -177,11 +200,6 @@ def _tokenized_again(
         since_reply = []
     tokens += [[] for _ in since_reply]  # a system prompt without a turn yet
     return tokens
-
-
-def setting_of(conversation: records.Conversation) -> Setting:
-    began = datetime.fromtimestamp(conversation.created_at, UTC)
-    return Setting(conversation.tools, conversation.template_options, began)
 
 
 def new_messages(ask: Ask, prompt: Sequence[Sequence[int]]) -> list[records.NewMessage]:
@@ -205,17 +223,4 @@ def _new_message(
         ]
     return records.NewMessage(
         message.role, message.content, token_ids, message.tool_call_id or "", extra
-    )
-
-
-def message_of(stored: records.Message) -> Message:
-    """A message of the store as the template takes it."""
-    calls = stored.extra.get("tool_calls", ())
-    return Message(
-        stored.role,
-        stored.content,
-        stored.extra.get("thinking"),
-        tuple(ToolCall(call["name"], call["arguments"], call["id"]) for call in calls),
-        stored.tool_call_id or None,
-        stored.extra.get("name"),
     )

@@ -47,10 +47,11 @@ from pensieve.service.draft import (
     Draft,
     Outdated,
     SettingsCheck,
-    check_length,
     new_messages,
 )
+from pensieve.service.heads import Heads, check_length
 from pensieve.service.live_turn import Begun, Committed, Known, Reply, cache_key, names_of
+from pensieve.service.prefix_history import PrefixHistory
 from pensieve.service.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
 from pensieve.service.prefixes import Prefixes
 from pensieve.store import records
@@ -111,6 +112,8 @@ class History:
         self._vocab_size = vocab_size
         self._random_bits = random_bits
         self._report = report
+        self.heads = Heads(self._template, context_max)
+        self.declared = PrefixHistory(store, self._fingerprint, self._outdated, self._check_storage)
         self._prefixes = Prefixes()
         self._beginnings: dict[int, _Beginning] = {}  # by turn id, while the turn runs
         self._tokenized_again: set[tuple[str, str]] = set()  # conversations, until their next turn
@@ -122,12 +125,15 @@ class History:
 
     # -- conversations --
 
-    def create(self, settings: ConversationSettings) -> records.Conversation:
+    def create(self, settings: ConversationSettings) -> records.Conversation | Outdated:
         """Settings that `check_settings` has let pass.
 
-        The system prompt's tokens come with the first turn: templates differ in where it goes.
+        The system prompt's tokens come with the first turn: templates differ in where it goes.  Those of a
+        declared prefix are there already, but may have to be made anew.
         """
         self._check_storage(settings.tenant)
+        if settings.prefix_id and (begun := self.declared.begin(settings)) is not None:
+            return begun
         system_prompt = settings.system_prompt
         return self._store.create_conversation(
             records.NewConversation(
@@ -205,7 +211,14 @@ class History:
         if not length or conversation.running_turn_id is not None:
             return None
         key = cache_key(tenant, conversation_id)
-        return SubmitTurn(number, key, b"", length, warm=True, first_position=length)
+        prefix_of, prefix_tokens = self.declared.shared(conversation)
+        return SubmitTurn(
+            *(number, key, b"", length),
+            warm=True,
+            first_position=length,
+            prefix_of=prefix_of,
+            prefix_tokens=prefix_tokens,
+        )
 
     def log_for(self, needed: LogNeeded) -> ProvideLog:
         """The tokens that the engine does not know.
@@ -250,7 +263,9 @@ class History:
         except NotFound:
             if not ask.create_if_missing:
                 raise
-            conversation = self.create(ConversationSettings(conversation_id, tenant=tenant))
+            created = self.create(ConversationSettings(conversation_id, tenant=tenant))
+            assert isinstance(created, records.Conversation)
+            conversation = created
         if conversation.fingerprint != self._fingerprint:
             return self._outdated(conversation)
         is_new = not conversation.revision and conversation.running_turn_id is None
@@ -263,12 +278,12 @@ class History:
         if ask.expected_revision not in (None, conversation.revision):
             raise StaleRevision(ask.expected_revision, conversation.revision)
         self._check_storage(tenant)
-        log_end, head = array("I"), None
+        log_end, head = array("I"), list[records.Message]()
         if conversation.num_tokens:
             log_end = self._store.log_end(conversation_id, PROMPT_TAIL_TOKENS, tenant=tenant)
-        elif conversation.num_messages:
-            (head,) = self._store.messages(conversation_id, 0, 1, tenant=tenant)
-        return Draft(ask, conversation, log_end, head, self._template)
+        if conversation.num_messages and not self.declared.has_turns(conversation):
+            head = self._store.messages(conversation_id, tenant=tenant)
+        return Draft(ask, conversation, log_end, head, self._template, self.heads)
 
     def renew(self, outdated: Outdated, tokens: Sequence[Sequence[int]]) -> None:
         """Take the new tokens of its messages; it may have changed since, and is then looked at again."""
@@ -301,15 +316,19 @@ class History:
             expected_created_at=conversation.created_at,
         )
         # Read before the commit: an error behind it would leave a turn that nobody runs.
-        beginning = self._beginning(conversation, tokens) if conversation.prefix_id else None
+        prefix_of, prefix_tokens = self.declared.shared(conversation)
+        is_hint = conversation.prefix_id and not prefix_tokens
+        beginning = self._beginning(conversation, tokens) if is_hint else None
         begun = self._store.begin_turn(conversation_id, request, tenant=tenant)
         if not begun.must_run:
             return self._known(begun.turn)
-        shared = None
         if beginning is not None:
             self._beginnings[begun.turn.turn_id] = beginning
-            if not history_tokens:
-                shared = self._prefixes.shared(tenant, conversation.prefix_id, beginning.tokens)
+            shared = self._prefixes.shared(tenant, conversation.prefix_id, beginning.tokens)
+            if shared is not None and not history_tokens:
+                prefix_of, prefix_tokens = cache_key(tenant, shared[0]), shared[1]
+        elif prefix_tokens and prefix_tokens == history_tokens:
+            self.declared.begun(begun.turn.turn_id, conversation)
         key = (tenant, conversation_id)
         is_tokenized_again = key in self._tokenized_again
         self._tokenized_again.discard(key)
@@ -324,8 +343,8 @@ class History:
                 history_tokens,
                 replace(ask.options, sampling=sampling),
                 first_position=history_tokens,
-                prefix_of=cache_key(tenant, shared.conversation_id) if shared else "",
-                prefix_tokens=shared.num_tokens if shared else 0,
+                prefix_of=prefix_of,
+                prefix_tokens=prefix_tokens,
             ),
             conversation.revision,
             (draft.log_end + tokens)[-PROMPT_TAIL_TOKENS:],
@@ -355,19 +374,25 @@ class History:
                 conversation.conversation_id,
                 beginning.tokens,
             )
-        return Committed(revision, text[len(reply.text) :])
+        lent = self.declared.ended(reply.turn_id)
+        return Committed(revision, text[len(reply.text) :], lent)
 
     def fail(self, turn_id: int, reason: str) -> None:
         """The engine could not finish it."""
-        self._beginnings.pop(turn_id, None)
+        self._forget(turn_id)
         self._store.fail_turn(turn_id, reason)
 
     def interrupt(self, turn_id: int) -> None:
         """Nobody waits for it any more, or the engine is gone."""
-        self._beginnings.pop(turn_id, None)
+        self._forget(turn_id)
         self._store.interrupt_turn(turn_id)
 
     # -- inside --
+
+    def _forget(self, turn_id: int) -> None:
+        """The turn lends its beginning to nobody."""
+        self._beginnings.pop(turn_id, None)
+        self.declared.forget(turn_id)
 
     def _check_storage(self, tenant: str) -> None:
         """Refuse what would store more for a tenant at its limit; what runs is stored all the same."""
@@ -390,7 +415,7 @@ class History:
         if conversation.running_turn_id is not None:
             raise TurnRunning(conversation_id, str(conversation.running_turn_id))
         messages = self._store.messages(conversation_id, tenant=tenant)
-        return Outdated(conversation, messages, self._template)
+        return Outdated(conversation, messages, self._template, self.heads)
 
     def _request(
         self, ask: Ask, request_id: str, prompt: Sequence[Sequence[int]] | None = None

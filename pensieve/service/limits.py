@@ -6,6 +6,7 @@
     requests_per_second   on average, of all methods but the operator's and health
     calls_max             calls at once; a stream is one until its client has taken its end
     storage_bytes         of its conversations; more is refused, what runs is stored all the same
+    prefixes_max          that it has declared
     unread_bytes          of answers that are on their way, or that the client does not take
     weight                of its turns where more wait than can run; see core/fair_queue.py
 
@@ -32,6 +33,7 @@ from pensieve.errors import PensieveError, QueueFull
 
 BURST_SECONDS = 10.0
 UNREAD_BYTES_MAX = 64 << 20
+PREFIXES_MAX = 256
 REFUSALS_PER_SECOND = 10.0
 CALLS_PER_SECOND = 50.0
 PAUSE_SECONDS_MAX = 1.0
@@ -46,11 +48,12 @@ class Limits:
     storage_bytes: int | None = None
     unread_bytes: int = UNREAD_BYTES_MAX
     weight: float = 1.0
+    prefixes_max: int = PREFIXES_MAX
 
 
 NO_LIMITS = Limits()
 LIMIT_NAMES = tuple(each.name for each in fields(Limits))
-WHOLE = frozenset({"turns_max", "calls_max", "storage_bytes", "unread_bytes"})
+WHOLE = frozenset({"turns_max", "calls_max", "storage_bytes", "unread_bytes", "prefixes_max"})
 
 
 class Bucket:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
-from pensieve.engine.messages import SubmitTurn
+from pensieve.engine.messages import ForkConversation, SubmitTurn
 from pensieve.errors import PensieveError
 from pensieve.service.draft import Ask
 from pensieve.service.logprobs import PackedLogprobs, Row, pack
@@ -87,6 +87,7 @@ class Reply:
 class Committed(NamedTuple):
     revision: int
     tail: str  # text after what the readers were given: what a cancelled turn had withheld
+    lent: ForkConversation | None = None  # gives its declared prefix the KV that it has computed
 
 
 @dataclass(slots=True)
@@ -129,6 +130,7 @@ class LiveTurn:
     token_at: float = 0.0  # when its latest tokens came, by the loop's clock
     num_timed: int = 0  # of its tokens, in the latencies
     weight: float = 1.0  # of its tenant's share
+    shared_from: str = ""  # the conversation whose KV it may begin with
     prompt_seconds: float = 0.0  # that its prompt takes by itself, as predicted
 
     @property
@@ -239,6 +241,7 @@ def usage_figures(usage: Usage) -> dict[str, float]:
         "device_tokens": usage.device_tokens,
         "host_tokens": usage.host_tokens,
         "recomputed_tokens": usage.recomputed_tokens,
+        "shared_tokens": usage.shared_tokens,
         "output_tokens": usage.output_tokens,
         "suspensions": usage.suspensions,
         "queue_seconds": admitted - usage.submitted_at,

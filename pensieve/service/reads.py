@@ -48,6 +48,27 @@ class Reads:
         """Those that have a conversation with this id; for the operator."""
         return await self._threads.in_reader("", self._reader.tenants_of, conversation_id)
 
+    async def prefix(
+        self, prefix_id: str, tenant: str = ""
+    ) -> tuple[records.Prefix, list[records.Message]]:
+        """A declared prefix and its messages."""
+        return await self._threads.in_reader(tenant, self._reader.prefix, prefix_id, tenant=tenant)
+
+    async def prefixes(
+        self, page_size: int, page_token: str, tenant: str = ""
+    ) -> records.PrefixPage:
+        return await self._threads.in_reader(
+            tenant, self._reader.prefixes, page_size, page_token, tenant=tenant
+        )
+
+    async def all_prefixes(self) -> list[records.Prefix]:
+        """Those of all tenants; for the operator."""
+        return await self._threads.in_reader("", self._reader.all_prefixes)
+
+    async def num_prefixes(self) -> dict[str, int]:
+        """By tenant."""
+        return await self._threads.in_reader("", self._reader.num_prefixes)
+
     async def messages(
         self,
         conversation_id: str,

@@ -40,6 +40,7 @@ from pensieve.service.live_turn import (
     Phase,
     RecomputeReason,
     Reply,
+    names_of,
     stream_of,
     usage_figures,
 )
@@ -54,6 +55,12 @@ class Ending(NamedTuple):
     failure: str = ""
 
 
+class _Warm(NamedTuple):
+    tenant: str
+    conversation_id: str
+    counts: bool
+
+
 class Turns:
     def __init__(self, tokenizer: Tokenizer, engine_since: float) -> None:
         """`engine_since`: KV of what was last changed before it is gone (wall clock)."""
@@ -65,8 +72,9 @@ class Turns:
         self._of_request: dict[tuple[str, str, str], LiveTurn] = {}
         self._num_of_tenant = Counts[str]()
         self._numbers = count(1)
-        self._warms: dict[int, tuple[str, str]] = {}  # tenant and conversation, by number
+        self._warms: dict[int, _Warm] = {}  # by number
         self._num_warms = Counts[tuple[str, str]]()
+        self._num_counted = 0
 
     # -- looking --
 
@@ -76,7 +84,8 @@ class Turns:
 
     @property
     def num_warms(self) -> int:
-        return len(self._warms)
+        """Those that count for a tenant."""
+        return self._num_counted
 
     def num_of_tenant(self, tenant: str, conversation_id: str = "") -> int:
         """Its turns and warms, but for warms of this conversation, which its next turn takes over."""
@@ -129,21 +138,28 @@ class Turns:
 
     # -- a turn's life --
 
-    def begin_warm(self, conversation_id: str, tenant: str) -> int:
-        """The number of another warm; the engine never gets the same one twice."""
+    def begin_warm(self, conversation_id: str, tenant: str, *, counts: bool = True) -> int:
+        """The number of another warm; the engine never gets the same one twice.
+
+        It counts for its tenant, unless the daemon wants it by itself.
+        """
         number = next(self._numbers)
-        self._warms[number] = (tenant, conversation_id)
-        self._num_warms[tenant, conversation_id] += 1
-        self._num_of_tenant[tenant] += 1
+        self._warms[number] = _Warm(tenant, conversation_id, counts)
+        if counts:
+            self._num_counted += 1
+            self._num_warms[tenant, conversation_id] += 1
+            self._num_of_tenant[tenant] += 1
         return number
 
     def end_warm(self, number: int) -> str | None:
         """It has ended, or was never put; whose it was, if it was one."""
         if (warm := self._warms.pop(number, None)) is None:
             return None
-        self._num_warms[warm] -= 1
-        self._num_of_tenant[warm[0]] -= 1
-        return warm[0]
+        if warm.counts:
+            self._num_counted -= 1
+            self._num_warms[warm.tenant, warm.conversation_id] -= 1
+            self._num_of_tenant[warm.tenant] -= 1
+        return warm.tenant
 
     def begin(self, begun: Begun, now: float, weight: float = 1.0) -> tuple[LiveTurn, SubmitTurn]:
         """The live turn, and what submits it to the engine, with its tenant's weight."""
@@ -166,6 +182,7 @@ class Turns:
             attempt=turn.attempts,
             recompute_reason=self._recompute_reason(begun),
             marker=PartMarker(self._tokenizer, begun.prompt_end),
+            shared_from=names_of(submit.prefix_of)[1],
         )
         self._live[live.number] = self._waiting[live.number] = live
         self._of_request[live.tenant, live.conversation_id, live.request_id] = live
@@ -223,6 +240,8 @@ class Turns:
             return Ending(live, None, ended.failure or "FAILED")
         if ended.usage.recomputed_tokens:
             live.figures["recompute_reason"] = live.recompute_reason
+        if ended.usage.shared_tokens:
+            live.figures["shared_from"] = live.shared_from
         live.figures |= usage_figures(ended.usage) | {"output_tokens": live.num_tokens}
         has_all = live.num_tokens == ended.usage.output_tokens  # else it does not end as it stopped
         reply = Reply(
@@ -238,7 +257,7 @@ class Turns:
 
     def finish(self, live: LiveTurn, reply: Reply, committed: Committed) -> None:
         """Its reply is in the history."""
-        live.revision, live.tail = committed
+        live.revision, live.tail = committed.revision, committed.tail
         self._remove(live, reply.finish)
 
     def fail(

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from pensieve.errors import NotFound
+from pensieve.errors import AlreadyExists, NotFound
 from pensieve.store.bodies import insert_body, read_private, wipe_bodies
 from pensieve.store.records import PAGE_BYTES_MAX, Conversation
 
@@ -58,6 +58,7 @@ def _conversation(row: Any) -> tuple[int, Conversation]:
         running_turn_id=running,
         created_at=created_at,
         updated_at=updated_at,
+        began_at=private.get("began_at"),
     )
 
 
@@ -84,6 +85,12 @@ def require_conversation(
     if found is None:
         raise NotFound(f"there is no conversation {conversation_id!r}")
     return found
+
+
+def refuse_taken(conn: Connection, conversation_id: str, tenant: str) -> None:
+    """Raises AlreadyExists if there is a conversation with this id."""
+    if find_conversation(conn, conversation_id, tenant) is not None:
+        raise AlreadyExists(f"there is a conversation {conversation_id!r} already")
 
 
 def tenants_of(conn: Connection, conversation_id: str, tenants: Iterable[str]) -> list[str]:
@@ -113,8 +120,10 @@ def first_with_prefix(
 
 
 def num_conversations(conn: Connection) -> int:
-    """Those of all tenants."""
-    count: int = conn.execute("SELECT count(*) FROM conversations").fetchone()[0]
+    """Those of all tenants, without declared prefixes."""
+    count: int = conn.execute(
+        "SELECT (SELECT count(*) FROM conversations) - (SELECT count(*) FROM prefixes)"
+    ).fetchone()[0]
     return count
 
 
@@ -123,11 +132,13 @@ def conversations_before(
 ) -> tuple[list[tuple[int, Conversation]], bool]:
     """Conversations with row numbers below `before`, the newest first, and whether there are more.
 
+    A declared prefix is none.
     At most `limit`, and fewer where the next one would go beyond PAGE_BYTES_MAX.
     """
     found = conn.execute(
-        CONVERSATION
-        + "WHERE c.tenant = ? AND c.conversation < ? ORDER BY c.conversation DESC LIMIT ?",
+        CONVERSATION + "WHERE c.tenant = ? AND c.conversation < ? AND NOT EXISTS"
+        " (SELECT 1 FROM prefixes p WHERE p.tenant = c.tenant AND p.conversation = c.conversation)"
+        " ORDER BY c.conversation DESC LIMIT ?",
         (tenant, before, limit + 1),
     )
     page: list[tuple[int, Conversation]] = []
@@ -142,18 +153,19 @@ def conversations_before(
 
 def insert_conversation(conn: Connection, conversation: Conversation) -> int:
     """Insert a row for a conversation without history; returns its number."""
-    body = insert_body(
-        conn,
-        conversation.tenant,
-        {
-            "conversation_id": conversation.conversation_id,
-            "tools": list(conversation.tools),
-            "template_options": conversation.template_options,
-            "metadata": conversation.metadata,
-            "prefix_id": conversation.prefix_id,
-        },
-    )
-    prefix_id = conversation.prefix_id
+    private: dict[str, Any] = {
+        "conversation_id": conversation.conversation_id,
+        "tools": list(conversation.tools),
+        "template_options": conversation.template_options,
+        "metadata": conversation.metadata,
+        "prefix_id": conversation.prefix_id,
+    }
+    is_declared = conversation.began_at is not None
+    if is_declared:
+        private["began_at"] = conversation.began_at
+    body = insert_body(conn, conversation.tenant, private)
+    # Whose prefix is declared does not say what others under the same name begin with.
+    prefix_id = "" if is_declared else conversation.prefix_id
     cursor = conn.execute(
         "INSERT INTO conversations (key, tenant, prefix_key, revision, fingerprint, created_at,"
         " updated_at, body) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -212,4 +224,7 @@ def delete_conversation(conn: Connection, conversation: int, tenant: str) -> Non
     conn.execute(f"UPDATE messages SET turn_id = NULL WHERE turn_id IN {made_here}", name)
     conn.execute("DELETE FROM history WHERE conversation = :conversation", name)
     conn.execute("DELETE FROM turns WHERE conversation = :conversation", name)
+    conn.execute(
+        "DELETE FROM prefixes WHERE tenant = ? AND conversation = ?", (tenant, conversation)
+    )
     conn.execute("DELETE FROM conversations WHERE conversation = :conversation", name)

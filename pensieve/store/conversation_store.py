@@ -32,20 +32,15 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pensieve.errors import (
-    AlreadyExists,
-    InvalidArgument,
-    NotFound,
-    StaleRevision,
-    TurnRunning,
-)
+from pensieve.errors import InvalidArgument, NotFound, StaleRevision, TurnRunning
 from pensieve.store import conversation_rows, message_rows, stored_bytes, turn_rows, verify
 from pensieve.store.backup.source import BackupSource
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.connection import BUSY_TIMEOUT_SECONDS, Writer, preferred_driver
 from pensieve.store.conversation_rows import require_conversation
+from pensieve.store.declared_prefixes import DeclaredPrefixes
 from pensieve.store.erasure import Erasure
 from pensieve.store.folder import DataFolder
 from pensieve.store.forgetting import Forgetting
@@ -71,9 +66,6 @@ from pensieve.store.records import (
 from pensieve.store.running_rows import RunningRows
 from pensieve.store.shared_head import shared_head
 from pensieve.store.time_limit import STATEMENT_SECONDS
-
-if TYPE_CHECKING:
-    from sqlite3 import Connection
 
 CANCELLED = "cancelled"  # the finish_reason that makes a turn's state `cancelled`
 
@@ -106,6 +98,7 @@ class ConversationStore:
         self.backup_source = BackupSource(folder, self._writer, now)
         self._running = RunningRows(self._writer, now)
         self.forgetting = Forgetting(self._writer, self._running)
+        self.prefixes = DeclaredPrefixes(self._writer, self._running, now)
         interrupted = self._running.interrupt_dead()
         self.erasure.resume()
         self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)
@@ -153,7 +146,7 @@ class ConversationStore:
         check_text(new.messages)
         now = self._now()
         with self._running.writing() as conn:
-            self._refuse_taken(conn, new.conversation_id, new.tenant)
+            conversation_rows.refuse_taken(conn, new.conversation_id, new.tenant)
             shared = shared_head(conn, new)
             number = conversation_rows.insert_conversation(
                 conn,
@@ -183,7 +176,7 @@ class ConversationStore:
             return self._running.as_read(require_conversation(conn, conversation_id, tenant)[1])
 
     def num_conversations(self) -> int:
-        """Those of all tenants."""
+        """Those of all tenants, without declared prefixes."""
         with self._writer.reading() as conn:
             return conversation_rows.num_conversations(conn)
 
@@ -216,7 +209,7 @@ class ConversationStore:
         now = self._now()
         with self._running.writing() as conn:
             number, source = require_conversation(conn, source_id, tenant)
-            self._refuse_taken(conn, new_id, tenant)
+            conversation_rows.refuse_taken(conn, new_id, tenant)
             links = message_rows.require_links(conn, number, source, at_revision)
             fork = conversation_rows.insert_conversation(
                 conn,
@@ -436,12 +429,6 @@ class ConversationStore:
             self.integrity_check_due = False
             self.folder.mark_damaged(False)
         return problems
-
-    # -- inside --
-
-    def _refuse_taken(self, conn: Connection, conversation_id: str, tenant: str) -> None:
-        if conversation_rows.find_conversation(conn, conversation_id, tenant) is not None:
-            raise AlreadyExists(f"there is a conversation {conversation_id!r} already")
 
 
 def _refuse_running(conversation: Conversation) -> None:

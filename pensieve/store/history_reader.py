@@ -16,7 +16,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from pensieve.errors import InvalidArgument
-from pensieve.store import conversation_rows, message_rows, stored_bytes, turn_rows
+from pensieve.store import (
+    conversation_rows,
+    declared_prefixes,
+    message_rows,
+    stored_bytes,
+    turn_rows,
+)
 from pensieve.store.connection import Writer, explained, open_read_only
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.records import (
@@ -25,6 +31,8 @@ from pensieve.store.records import (
     Message,
     MessagePage,
     Page,
+    Prefix,
+    PrefixPage,
     StoredTurn,
 )
 from pensieve.store.running_rows import RunningRows
@@ -98,6 +106,33 @@ class HistoryReader:
         with self._snapshot() as conn:
             return page_of_conversations(conn, self._running, page_size, page_token, tenant)
 
+    def prefix(self, prefix_id: str, *, tenant: str = "") -> tuple[Prefix, list[Message]]:
+        """A declared prefix and its messages."""
+        with self._snapshot() as conn:
+            found = declared_prefixes.require(conn, prefix_id, tenant)
+            stored_id = declared_prefixes.stored_id(prefix_id)
+            return found, some_messages(conn, stored_id, 0, None, False, tenant)
+
+    def prefixes(
+        self, page_size: int = 100, page_token: str = "", *, tenant: str = ""
+    ) -> PrefixPage:
+        """A page of those that a tenant has declared, the oldest first."""
+        _check_page(page_size, page_token)
+        with self._snapshot() as conn:
+            after = int(page_token or 0)
+            page, more = declared_prefixes.page_of_tenant(conn, tenant, after, page_size)
+        return PrefixPage(tuple(each for _, each in page), str(page[-1][0]) if more else "")
+
+    def all_prefixes(self) -> list[Prefix]:
+        """Those of all tenants."""
+        with self._snapshot() as conn:
+            return declared_prefixes.of_all(conn)
+
+    def num_prefixes(self) -> dict[str, int]:
+        """By tenant."""
+        with self._snapshot() as conn:
+            return declared_prefixes.num_by_tenant(conn)
+
     def message_page(
         self, conversation_id: str, start: int, size: int, *, include_token_ids: bool, tenant: str
     ) -> MessagePage:
@@ -146,15 +181,19 @@ class HistoryReader:
 def page_of_conversations(
     conn: Connection, running: RunningRows, page_size: int, page_token: str, tenant: str
 ) -> Page:
-    if not 1 <= page_size <= PAGE_SIZE_MAX:
-        raise InvalidArgument("page_size", f"must lie in 1..{PAGE_SIZE_MAX}")
-    if page_token and not PAGE_TOKEN_PATTERN.fullmatch(page_token):
-        raise InvalidArgument("page_token", "is not one that was given out")
+    _check_page(page_size, page_token)
     before = int(page_token) if page_token else 2**63 - 1
     page, more = conversation_rows.conversations_before(conn, tenant, before, page_size)
     conversations = tuple(running.as_read(each) for _, each in page)
     tokens = tuple(str(number) for number, _ in page)
     return Page(conversations, tokens[-1] if more else "", tokens)
+
+
+def _check_page(page_size: int, page_token: str) -> None:
+    if not 1 <= page_size <= PAGE_SIZE_MAX:
+        raise InvalidArgument("page_size", f"must lie in 1..{PAGE_SIZE_MAX}")
+    if page_token and not PAGE_TOKEN_PATTERN.fullmatch(page_token):
+        raise InvalidArgument("page_token", "is not one that was given out")
 
 
 def some_messages(

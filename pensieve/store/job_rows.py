@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,6 +159,12 @@ def set_state(
         " ended_at = CASE WHEN ? = 'ended' THEN ? ELSE NULL END",
         (state, outcome, problem, state, now, state, now),
     )
+
+
+def complete(conn: Connection, sha256: str, options: Mapping[str, Any]) -> None:
+    """What is known of a file once it is there."""
+    written = canonical_json(dict(options)).decode()
+    conn.execute("UPDATE job SET sha256 = ?, options = ?", (sha256, written))
 
 
 def insert_lines(conn: Connection, lines: Iterable[JobLine]) -> None:

@@ -41,7 +41,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -238,9 +238,18 @@ class JobStore:
             job_rows.insert_lines(conn, lines)
         return self.get(key)
 
-    def received(self, key: JobKey) -> Job:
-        """All lines are there: the job is `checking`, and stays if the process is killed."""
-        return self.set_state(key, JobState.CHECKING)
+    def received(
+        self, key: JobKey, sha256: str = "", options: Mapping[str, Any] | None = None
+    ) -> Job:
+        """All lines are there: the job is `checking`, and stays if the process is killed.
+
+        `sha256` and `options`, if given, are known only now, and take the place of those before.
+        """
+        with self._writing(key, JobState.RECEIVING) as (conn, job):
+            known = job.options if options is None else options
+            job_rows.complete(conn, sha256 or job.sha256, known)
+            job_rows.set_state(conn, JobState.CHECKING, None, "", self._now())
+        return self.get(key)
 
     def name_lines(self, key: JobKey, names: Sequence[tuple[int, str]]) -> list[Duplicate]:
         """Give lines their custom_ids, in their order; returns those whose custom_id an earlier line has.

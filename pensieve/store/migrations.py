@@ -12,6 +12,7 @@ The tables:
     bodies          the private part of all three, and logprobs of turns (see bodies.py)
     space           one row: the bytes that wiped bodies waste
     tenants         the bytes that each tenant's conversations take (stored_bytes.py)
+    prefixes        which conversations are declared prefixes (declared_prefixes.py)
 
 A message exists as long as something holds it: a row of `history`, or the turn that made it, which may be
 replayed.  Both are indexed, so whether anything holds a message is a lookup, and there is no reference
@@ -132,6 +133,18 @@ def m004_logprobs(db: Any) -> None:
     db.conn.execute("PRAGMA user_version = 4")
 
 
+def m005_prefixes(db: Any) -> None:
+    """What conversations begin with can be declared.
+
+    A foreign key would need one more index, for a check that `verify` does.
+    """
+    db.conn.execute(
+        "CREATE TABLE prefixes (tenant TEXT NOT NULL, conversation INTEGER NOT NULL,"
+        " keep_warm INTEGER NOT NULL, PRIMARY KEY (tenant, conversation)) STRICT, WITHOUT ROWID"
+    )
+    db.conn.execute("PRAGMA user_version = 5")
+
+
 Step = Callable[[Any], None]  # takes a sqlite_utils Database
 
 STEPS: tuple[Step, ...] = (
@@ -139,6 +152,7 @@ STEPS: tuple[Step, ...] = (
     m002_holders_by_body,
     m003_bytes_of_tenants,
     m004_logprobs,
+    m005_prefixes,
 )
 
 

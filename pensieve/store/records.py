@@ -84,6 +84,23 @@ class NewConversation:
 
 
 @dataclass(frozen=True, slots=True)
+class NewPrefix:
+    """A prefix to declare: what conversations under it begin with, and the tokens of that.
+
+    To the template it is `began_at`; for conversations under it that stays so.
+    """
+
+    prefix_id: str
+    fingerprint: str
+    messages: Sequence[NewMessage]
+    tools: Sequence[Any] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    keep_warm: bool = False
+    began_at: float = 0.0
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TurnRequest:
     """A turn to begin, as its client requested it.
 
@@ -123,6 +140,22 @@ class Conversation:
     running_turn_id: int | None
     created_at: float
     updated_at: float
+    began_at: float | None = None  # under a declared prefix: the time that it is to the template
+
+    @property
+    def template_time(self) -> float:
+        """The time that it is to the template."""
+        return self.created_at if self.began_at is None else self.began_at
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A declared prefix."""
+
+    prefix_id: str
+    conversation: Conversation  # that it is stored as
+    keep_warm: bool
+    num_conversations: int  # that hold its messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +214,13 @@ class Page(NamedTuple):
     conversations: tuple[Conversation, ...]
     next_page_token: str  # empty on the last page
     tokens: tuple[str, ...]  # of the page that begins behind each of them
+
+
+class PrefixPage(NamedTuple):
+    """Some declared prefixes of a list."""
+
+    prefixes: tuple[Prefix, ...]
+    next_page_token: str  # empty on the last page
 
 
 class MessagePage(NamedTuple):

@@ -68,7 +68,14 @@ LINKS_NOT_FOUND = """
         SELECT 1 FROM history i INDEXED BY history_message
         WHERE i.message = r.message AND i.conversation = r.conversation)
 """
-SMALL_TABLES = ("space", "tenants", "sqlite_sequence", "sqlite_schema", "_sqlite_migrations")
+SMALL_TABLES = (
+    "space",
+    "tenants",
+    "prefixes",
+    "sqlite_sequence",
+    "sqlite_schema",
+    "_sqlite_migrations",
+)
 Walk = Callable[["Connection", int, list[str]], int | None]  # from a key on; returns the last one
 
 

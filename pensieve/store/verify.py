@@ -176,6 +176,11 @@ STORE_QUERIES = (
         """,
     ),
     (
+        "prefix number {}: there is no such conversation of its tenant",
+        "SELECT conversation FROM prefixes p WHERE NOT EXISTS (SELECT 1 FROM conversations c"
+        " WHERE c.conversation = p.conversation AND c.tenant = p.tenant)",
+    ),
+    (
         "tenant {!r}: its conversations take {} bytes, and {} are counted",
         f"""
         WITH added (tenant, num_bytes) AS ({ADDED_UP}),

@@ -29,6 +29,7 @@ _OPENING = {
     "<|python_tag|>": Part.TOOL_CALL,  # likewise
     "<｜tool▁calls▁begin｜>": Part.TOOL_CALL,
 }
+_THINKING_MARKS = ("<think>", "[THINK]"), ("</think>", "[/THINK]")  # that open and close it
 _CLOSING = ("</think>", "[/THINK]", "</tool_call>", "<｜tool▁calls▁end｜>")
 
 
@@ -54,3 +55,13 @@ class PartMarker:
         if token_id in self._closing or token_id in self._ends:
             self._part = Part.TEXT
         return part
+
+
+def without_marks(thinking: str) -> str:
+    """The text of a THINKING part without the control tokens around it, if they have a text at all."""
+    thinking = thinking.strip()
+    for opening in _THINKING_MARKS[0]:
+        thinking = thinking.removeprefix(opening)
+    for closing in _THINKING_MARKS[1]:
+        thinking = thinking.removesuffix(closing)
+    return thinking.strip()

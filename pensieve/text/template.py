@@ -19,6 +19,10 @@ the later messages would change; so the end of the open reply belongs to the fir
 generation prompt to the last.  The rendering is tokenised as a whole, and a token that crosses a border
 belongs to the later message.
 
+Messages that many conversations begin with have a *head*: the tokens that an opening with them begins with,
+whatever follows.  It ends with a control token, because a tokenizer joins nothing across one.  So the head
+and the tokens of what follows it are exactly those of the opening as a whole.
+
 Templates are the operator's, and trusted.  All constants of a template are `TemplateText`, all data is
 plain text.
 """
@@ -34,21 +38,13 @@ from typing import Any
 import jinja2
 
 from pensieve.errors import InvalidArgument, ModelError
-from pensieve.text.message import (
-    MESSAGES_MAX,
-    ROLES,
-    Arguments,
-    Message,
-    Setting,
-    ToolCall,
-    plain,
-    plain_text,
-)
+from pensieve.text.message import MESSAGES_MAX, ROLES, Message, Setting, plain
 from pensieve.text.sandbox import Sandbox
+from pensieve.text.template_messages import REPLY, ROLE, as_template_sees, skeleton
 from pensieve.text.template_text import TemplateText, written
 from pensieve.text.tokenizer import Encoded, Tokenizer
 
-REPLY = "\udfff"
+FOLLOWING = ("a", "b")  # of a user, where nothing is known of what follows a head
 MARK = "\udffe"  # stands in for content when a template is tested
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
 FAILURES = (
@@ -69,6 +65,18 @@ class Delta:
 
     token_ids: list[int]
     spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all openings with the same first messages begin with; the spans of these tile its tokens."""
+
+    token_ids: list[int]
+    spans: tuple[tuple[int, int], ...]
+    text: TemplateText  # before its last token, which is a control token
+
+
+NO_HEAD = Head([], (), written(""))
 
 
 class ChatTemplate:
@@ -94,7 +102,7 @@ class ChatTemplate:
         self._strings = {name: written(text) for name, text in tokenizer.special_strings.items()}
         self.options = {name for name in names - GIVEN if not name.endswith("_token")}
         self._refused_first = self._refusals([])
-        self._refused_later = self._refusals(_skeleton(None))
+        self._refused_later = self._refusals(skeleton(None))
         for role in ("user", "assistant"):
             why = self._refused_first.get(role) or self._refused_later.get(role)
             if why is not None:
@@ -115,18 +123,69 @@ class ChatTemplate:
         borders = self._borders(text, [], new, setting)
         return _delta(encoded, borders, skipped=0)
 
+    def head(self, messages: Sequence[Message], setting: Setting) -> Head:
+        """What each opening with these messages and a user's begins with; it may have no token."""
+        first = self._checked(messages, setting, self._refused_first) if messages else []
+        texts = [
+            self._render(
+                [*first, {"role": ROLE["user"], "content": each}], setting, reply_follows=True
+            )
+            for each in FOLLOWING
+        ]
+        text, end = texts[0], common_prefix(*texts)
+        borders = self._borders(text, [], [*first, {}], setting)[:-1]
+        if borders and borders[-1]:  # else the template refuses a conversation that ends there
+            end = min(end, borders[-1])
+        encoded = self.tokenizer.encode(text, at_start=True)
+        count = bisect_left(encoded.starts, end)
+        while count and not self._ends_with_control(encoded, count, end):
+            count -= 1
+        if not count:
+            return Head([], ((0, 0),) * len(first), written(""))
+        edges = [min(start, count) for start, _ in _delta(encoded, [*borders, len(text)], 0).spans]
+        edges[-1] = count
+        return Head(
+            encoded.ids[:count],
+            tuple(pairwise(edges)),
+            text[: encoded.starts[count - 1]],
+        )
+
+    def behind(
+        self, head: Head, first: Sequence[Message], messages: Sequence[Message], setting: Setting
+    ) -> Delta:
+        """What follows the head of the `first` messages where these open a log with them."""
+        before = self._checked(first, setting, self._refused_first) if first else []
+        is_later = any(each.role == "assistant" for each in first)
+        new = self._checked(
+            messages, setting, self._refused_later if is_later else self._refused_first
+        )
+        text = self._render(before + new, setting, reply_follows=True)
+        written_before = len(head.text)
+        rest, skipped = text[written_before:], min(len(head.token_ids), 1)
+        encoded = self.tokenizer.encode(rest, at_start=not written_before)
+        if (
+            text[:written_before] != head.text
+            or text[:written_before].written != head.text.written
+            or encoded.ids[:skipped] != head.token_ids[-1:]
+        ):
+            raise InvalidArgument(
+                "messages", "before these, the chat template writes the prefix in another way"
+            )
+        borders = self._borders(text, [], before + new, setting, len(before))
+        return _delta(encoded, [max(each - written_before, 0) for each in borders], skipped)
+
     def delta(
         self, messages: Sequence[Message], last_token_id: int | None, setting: Setting
     ) -> Delta:
         """What follows a log that ends with a reply; `last_token_id` is the reply's last token."""
         new = self._checked(messages, setting, self._refused_later)
-        past = _skeleton(None)
+        past = skeleton(None)
         try:
             text = self._after_reply(past, new, setting)
         except InvalidArgument:
             if new[0]["role"] != "tool":
                 raise
-            past = _skeleton(new[0])  # some templates need the tool call that is answered
+            past = skeleton(new[0])  # some templates need the tool call that is answered
             text = self._after_reply(past, new, setting)
         encoded = self.tokenizer.encode(text)
         borders = self._borders(text, past, new, setting)
@@ -142,7 +201,7 @@ class ChatTemplate:
     def continuation(self, messages: Sequence[Message], setting: Setting) -> TemplateText:
         """The text of a delta after a reply that has no end-of-turn token yet."""
         new = self._checked(messages, setting, self._refused_later)
-        return self._after_reply(_skeleton(None), new, setting)
+        return self._after_reply(skeleton(None), new, setting)
 
     # -- what comes in --
 
@@ -165,7 +224,7 @@ class ChatTemplate:
                 raise InvalidArgument("role", f"{message.role!r} is not one of {', '.join(ROLES)}")
             if message.role in refusals:
                 raise InvalidArgument("role", refusals[message.role])
-            checked.append(_as_template_sees(message))
+            checked.append(as_template_sees(message))
         return checked
 
     # -- rendering --
@@ -223,10 +282,11 @@ class ChatTemplate:
         past: list[dict[str, Any]],
         new: list[dict[str, Any]],
         setting: Setting,
+        num_known: int = 0,
     ) -> list[int]:
-        """The character at which each new message ends."""
+        """The character at which each new message ends, but for the first `num_known`."""
         borders = []
-        for count in range(1, len(new)):
+        for count in range(num_known + 1, len(new)):
             try:
                 if past:
                     alone = self._after_reply(past, new[:count], setting, reply_follows=False)
@@ -237,6 +297,11 @@ class ChatTemplate:
                 border = 0
             borders.append(border)
         return [*borders, len(text)]
+
+    def _ends_with_control(self, encoded: Encoded, count: int, end: int) -> bool:
+        """Whether the last of the first `count` tokens is a control token that ends before `end`."""
+        ends_at = encoded.starts[count] if count < len(encoded.starts) else end + 1
+        return ends_at <= end and encoded.ids[count - 1] in self.tokenizer.control_ids
 
     def _closed(self, ids: list[int], last_token_id: int | None) -> int:
         """How many of a delta's first tokens the model has sampled already, as its end of the turn."""
@@ -254,9 +319,9 @@ class ChatTemplate:
     def _refusals(self, past: list[dict[str, Any]]) -> dict[str, str]:
         """The roles whose messages the template cannot write after `past`, and why."""
         refusals = {}
-        user = {"role": _ROLE["user"], "content": "."}
+        user = {"role": ROLE["user"], "content": "."}
         for role in ROLES:
-            tested = {"role": _ROLE[role], "content": MARK}
+            tested = {"role": ROLE[role], "content": MARK}
             messages = [*past, tested, user]
             if role == "user":
                 messages = [*past, tested]
@@ -264,7 +329,7 @@ class ChatTemplate:
                 messages = [*past, user, tested, user]
             elif role == "tool":
                 tested |= {"tool_call_id": "call00000", "name": "f"}
-                messages = [*_skeleton(tested), tested]
+                messages = [*skeleton(tested), tested]
             try:
                 text = self._render(messages, Setting(), reply_follows=True)
             except InvalidArgument as error:
@@ -284,9 +349,9 @@ class ChatTemplate:
             "parameters": {"type": "object", "properties": {}},
         }
         setting = Setting(tools=({"type": "function", "function": function},))
-        user = {"role": _ROLE["user"], "content": "."}
+        user = {"role": ROLE["user"], "content": "."}
         differences = []
-        for past in [], _skeleton(None):
+        for past in [], skeleton(None):
             try:
                 without = self._render([*past, user], Setting(), reply_follows=True)
                 given = self._render([*past, user], setting, reply_follows=True)
@@ -298,7 +363,7 @@ class ChatTemplate:
     def _find_closing(self) -> TemplateText:
         """What the template writes after a last reply."""
         try:
-            return self._after_reply(_skeleton(None), [], Setting(), reply_follows=False)
+            return self._after_reply(skeleton(None), [], Setting(), reply_follows=False)
         except InvalidArgument:  # the template needs a user's message at the end
             return written("")
 
@@ -341,45 +406,3 @@ def common_prefix(a: str, b: str) -> int:
         else:
             high = middle - 1
     return low
-
-
-# A template may join a role to a control token ("<|" + role + "|>"), so roles are marked as its own text.
-_ROLE = {role: written(role) for role in ROLES}
-
-
-def _skeleton(answer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The exchange that stands in for all earlier turns; if `answer` is a tool's, the reply calls it."""
-    reply: dict[str, Any] = {"role": _ROLE["assistant"], "content": REPLY}
-    if answer is not None:
-        call = ToolCall(answer.get("name", "f"), {}, answer.get("tool_call_id"))
-        reply["tool_calls"] = [_call_as_template_sees(call)]
-    return [{"role": _ROLE["user"], "content": "."}, reply]
-
-
-def _as_template_sees(message: Message) -> dict[str, Any]:
-    seen: dict[str, Any] = {
-        "role": _ROLE[message.role],
-        "content": plain_text(message.content, "content"),
-    }
-    if message.tool_calls:
-        seen["tool_calls"] = [_call_as_template_sees(call) for call in message.tool_calls]
-        seen["content"] = seen["content"] or None
-    if message.thinking is not None:
-        thinking = plain_text(message.thinking, "thinking")
-        seen |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thinking)
-    if message.tool_call_id is not None:
-        seen["tool_call_id"] = plain_text(message.tool_call_id, "tool_call_id")
-    if message.name is not None:
-        seen["name"] = plain_text(message.name, "name")
-    return seen
-
-
-def _call_as_template_sees(call: ToolCall) -> dict[str, Any]:
-    function = {
-        "name": plain_text(call.name, "tool_calls"),
-        "arguments": Arguments(plain(call.arguments, "tool_calls")),
-    }
-    seen: dict[str, Any] = {"type": "function", "function": function}
-    if call.id is not None:
-        seen["id"] = plain_text(call.id, "tool_calls")
-    return seen

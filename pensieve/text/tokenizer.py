@@ -99,6 +99,7 @@ class Tokenizer:
         self._bytes_of = _byte_reader(definition.get("decoder"))
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._reference_ids = self.encode_text("a")
+        self._start_ids = self._find_start_ids()
         self._reference = self._tokenizer.decode(self._reference_ids, skip_special_tokens=False)
         self._keeps_nul = self.decode(self.encode_text("a\0b")) == "a\0b"
         self._fingerprint = _fingerprint(
@@ -135,6 +136,14 @@ class Tokenizer:
                 raise
             raise ModelError(f"{folder} holds no usable tokenizer: {one_line(error)}") from error
 
+    def _find_start_ids(self) -> list[int]:
+        """What the library's post-processor puts before a text."""
+        ids = self._tokenizer.encode("a", add_special_tokens=True).ids
+        count = len(self._reference_ids)
+        starts = range(len(ids) - count + 1)
+        at = next((at for at in starts if ids[at : at + count] == self._reference_ids), 0)
+        return ids[:at]
+
     # -- text to tokens --
 
     def encode(self, text: str, *, at_start: bool = False) -> Encoded:
@@ -155,6 +164,10 @@ class Tokenizer:
     def encode_text(self, text: str) -> list[int]:
         """The ids of a client's text by itself, without control tokens."""
         return self.encode(str.__str__(text), at_start=True).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a client's text that a log begins with, behind what this model wants at its start."""
+        return [*self._start_ids, *self.encode_text(text)]
 
     def encode_literal(self, text: str) -> list[int]:
         """The ids of a template's text by itself, with the control tokens that it contains."""

@@ -818,6 +818,7 @@ class Tenant(google.protobuf.message.Message):
     TOKENS_SAVED_FIELD_NUMBER: builtins.int
     REQUESTS_SAVED_FIELD_NUMBER: builtins.int
     LIMITS_FIELD_NUMBER: builtins.int
+    PREFIXES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Empty: who needs no token, or has one without a tenant."""
     turns: builtins.int
@@ -832,6 +833,8 @@ class Tenant(google.protobuf.message.Message):
     """Of tokens_per_second, what is saved up; below 0, what is owed.  Not given: there is no limit."""
     requests_saved: builtins.float
     """The same of requests_per_second."""
+    prefixes: builtins.int
+    """That it has declared."""
     @property
     def limits(self) -> Global___TenantLimits:
         """What it may take."""
@@ -847,15 +850,107 @@ class Tenant(google.protobuf.message.Message):
         tokens_saved: builtins.float | None = ...,
         requests_saved: builtins.float | None = ...,
         limits: Global___TenantLimits | None = ...,
+        prefixes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_requests_saved", b"_requests_saved", "_tokens_saved", b"_tokens_saved", "limits", b"limits", "requests_saved", b"requests_saved", "tokens_saved", b"tokens_saved"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_requests_saved", b"_requests_saved", "_tokens_saved", b"_tokens_saved", "calls", b"calls", "limits", b"limits", "name", b"name", "requests_saved", b"requests_saved", "stored_bytes", b"stored_bytes", "tokens_saved", b"tokens_saved", "turns", b"turns", "unread_bytes", b"unread_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_requests_saved", b"_requests_saved", "_tokens_saved", b"_tokens_saved", "calls", b"calls", "limits", b"limits", "name", b"name", "prefixes", b"prefixes", "requests_saved", b"requests_saved", "stored_bytes", b"stored_bytes", "tokens_saved", b"tokens_saved", "turns", b"turns", "unread_bytes", b"unread_bytes"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_requests_saved", b"_requests_saved"]) -> typing.Literal["requests_saved"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_tokens_saved", b"_tokens_saved"]) -> typing.Literal["tokens_saved"] | None: ...
 
 Global___Tenant: typing_extensions.TypeAlias = Tenant
+
+@typing.final
+class ListTenantPrefixesRequest(google.protobuf.message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ListTenantPrefixesRequest: typing_extensions.TypeAlias = ListTenantPrefixesRequest
+
+@typing.final
+class ListTenantPrefixesResponse(google.protobuf.message.Message):
+    """The prefixes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREFIXES_FIELD_NUMBER: builtins.int
+    @property
+    def prefixes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TenantPrefix]:
+        """The oldest first."""
+
+    def __init__(
+        self,
+        *,
+        prefixes: collections.abc.Iterable[Global___TenantPrefix] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["prefixes", b"prefixes"]) -> None: ...
+
+Global___ListTenantPrefixesResponse: typing_extensions.TypeAlias = ListTenantPrefixesResponse
+
+@typing.final
+class TenantPrefix(google.protobuf.message.Message):
+    """A declared prefix of a tenant."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    PREFIX_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """Empty: of who needs no token, or has one without a tenant."""
+    @property
+    def prefix(self) -> pensieve.v1.conversation_pb2.Prefix:
+        """As its tenant sees it."""
+
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        prefix: pensieve.v1.conversation_pb2.Prefix | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["prefix", b"prefix"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["prefix", b"prefix", "tenant", b"tenant"]) -> None: ...
+
+Global___TenantPrefix: typing_extensions.TypeAlias = TenantPrefix
+
+@typing.final
+class DeleteTenantPrefixRequest(google.protobuf.message.Message):
+    """Which prefix."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREFIX_ID_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    prefix_id: builtins.str
+    """Its id."""
+    tenant: builtins.str
+    """Whose it is."""
+    def __init__(
+        self,
+        *,
+        prefix_id: builtins.str = ...,
+        tenant: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["prefix_id", b"prefix_id", "tenant", b"tenant"]) -> None: ...
+
+Global___DeleteTenantPrefixRequest: typing_extensions.TypeAlias = DeleteTenantPrefixRequest
+
+@typing.final
+class DeleteTenantPrefixResponse(google.protobuf.message.Message):
+    """It is gone."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___DeleteTenantPrefixResponse: typing_extensions.TypeAlias = DeleteTenantPrefixResponse
 
 @typing.final
 class TenantLimits(google.protobuf.message.Message):
@@ -870,6 +965,7 @@ class TenantLimits(google.protobuf.message.Message):
     STORAGE_BYTES_FIELD_NUMBER: builtins.int
     UNREAD_BYTES_FIELD_NUMBER: builtins.int
     WEIGHT_FIELD_NUMBER: builtins.int
+    PREFIXES_MAX_FIELD_NUMBER: builtins.int
     turns_max: builtins.int
     """Turns at once."""
     tokens_per_second: builtins.float
@@ -884,6 +980,8 @@ class TenantLimits(google.protobuf.message.Message):
     """Of answers that its clients do not take."""
     weight: builtins.float
     """Its share where turns wait."""
+    prefixes_max: builtins.int
+    """That it has declared."""
     def __init__(
         self,
         *,
@@ -894,11 +992,14 @@ class TenantLimits(google.protobuf.message.Message):
         storage_bytes: builtins.int | None = ...,
         unread_bytes: builtins.int | None = ...,
         weight: builtins.float | None = ...,
+        prefixes_max: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_calls_max", b"_calls_max", "_requests_per_second", b"_requests_per_second", "_storage_bytes", b"_storage_bytes", "_tokens_per_second", b"_tokens_per_second", "_turns_max", b"_turns_max", "_unread_bytes", b"_unread_bytes", "_weight", b"_weight", "calls_max", b"calls_max", "requests_per_second", b"requests_per_second", "storage_bytes", b"storage_bytes", "tokens_per_second", b"tokens_per_second", "turns_max", b"turns_max", "unread_bytes", b"unread_bytes", "weight", b"weight"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_calls_max", b"_calls_max", "_requests_per_second", b"_requests_per_second", "_storage_bytes", b"_storage_bytes", "_tokens_per_second", b"_tokens_per_second", "_turns_max", b"_turns_max", "_unread_bytes", b"_unread_bytes", "_weight", b"_weight", "calls_max", b"calls_max", "requests_per_second", b"requests_per_second", "storage_bytes", b"storage_bytes", "tokens_per_second", b"tokens_per_second", "turns_max", b"turns_max", "unread_bytes", b"unread_bytes", "weight", b"weight"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_calls_max", b"_calls_max", "_prefixes_max", b"_prefixes_max", "_requests_per_second", b"_requests_per_second", "_storage_bytes", b"_storage_bytes", "_tokens_per_second", b"_tokens_per_second", "_turns_max", b"_turns_max", "_unread_bytes", b"_unread_bytes", "_weight", b"_weight", "calls_max", b"calls_max", "prefixes_max", b"prefixes_max", "requests_per_second", b"requests_per_second", "storage_bytes", b"storage_bytes", "tokens_per_second", b"tokens_per_second", "turns_max", b"turns_max", "unread_bytes", b"unread_bytes", "weight", b"weight"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_calls_max", b"_calls_max", "_prefixes_max", b"_prefixes_max", "_requests_per_second", b"_requests_per_second", "_storage_bytes", b"_storage_bytes", "_tokens_per_second", b"_tokens_per_second", "_turns_max", b"_turns_max", "_unread_bytes", b"_unread_bytes", "_weight", b"_weight", "calls_max", b"calls_max", "prefixes_max", b"prefixes_max", "requests_per_second", b"requests_per_second", "storage_bytes", b"storage_bytes", "tokens_per_second", b"tokens_per_second", "turns_max", b"turns_max", "unread_bytes", b"unread_bytes", "weight", b"weight"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_calls_max", b"_calls_max"]) -> typing.Literal["calls_max"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prefixes_max", b"_prefixes_max"]) -> typing.Literal["prefixes_max"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_requests_per_second", b"_requests_per_second"]) -> typing.Literal["requests_per_second"] | None: ...
     @typing.overload

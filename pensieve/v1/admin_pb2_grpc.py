@@ -70,6 +70,16 @@ class AdminServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
                 _registered_method=True)
+        self.ListTenantPrefixes = channel.unary_unary(
+                '/pensieve.v1.AdminService/ListTenantPrefixes',
+                request_serializer=pensieve_dot_v1_dot_admin__pb2.ListTenantPrefixesRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_admin__pb2.ListTenantPrefixesResponse.FromString,
+                _registered_method=True)
+        self.DeleteTenantPrefix = channel.unary_unary(
+                '/pensieve.v1.AdminService/DeleteTenantPrefix',
+                request_serializer=pensieve_dot_v1_dot_admin__pb2.DeleteTenantPrefixRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_admin__pb2.DeleteTenantPrefixResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/pensieve.v1.AdminService/Drain',
                 request_serializer=pensieve_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -135,6 +145,20 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListTenantPrefixes(self, request, context):
+        """The declared prefixes of all tenants.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteTenantPrefix(self, request, context):
+        """Deletes a declared prefix of a tenant.  Conversations that began under it stay whole.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Takes no new turn, finishes what runs, and exits.
         """
@@ -186,6 +210,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListTenants,
                     request_deserializer=pensieve_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_admin__pb2.ListTenantsResponse.SerializeToString,
+            ),
+            'ListTenantPrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenantPrefixes,
+                    request_deserializer=pensieve_dot_v1_dot_admin__pb2.ListTenantPrefixesRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_admin__pb2.ListTenantPrefixesResponse.SerializeToString,
+            ),
+            'DeleteTenantPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteTenantPrefix,
+                    request_deserializer=pensieve_dot_v1_dot_admin__pb2.DeleteTenantPrefixRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_admin__pb2.DeleteTenantPrefixResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -388,6 +422,60 @@ class AdminService(object):
             '/pensieve.v1.AdminService/ListTenants',
             pensieve_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
             pensieve_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenantPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.AdminService/ListTenantPrefixes',
+            pensieve_dot_v1_dot_admin__pb2.ListTenantPrefixesRequest.SerializeToString,
+            pensieve_dot_v1_dot_admin__pb2.ListTenantPrefixesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteTenantPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.AdminService/DeleteTenantPrefix',
+            pensieve_dot_v1_dot_admin__pb2.DeleteTenantPrefixRequest.SerializeToString,
+            pensieve_dot_v1_dot_admin__pb2.DeleteTenantPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

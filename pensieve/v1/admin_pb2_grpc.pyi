@@ -137,6 +137,38 @@ _AdminServiceListTenantsType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminServiceListTenantPrefixesType = typing_extensions.TypeVar(
+    '_AdminServiceListTenantPrefixesType',
+    grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.ListTenantPrefixesRequest,
+        pensieve.v1.admin_pb2.ListTenantPrefixesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.ListTenantPrefixesRequest,
+        pensieve.v1.admin_pb2.ListTenantPrefixesResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.ListTenantPrefixesRequest,
+        pensieve.v1.admin_pb2.ListTenantPrefixesResponse,
+    ],
+)
+
+_AdminServiceDeleteTenantPrefixType = typing_extensions.TypeVar(
+    '_AdminServiceDeleteTenantPrefixType',
+    grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.DeleteTenantPrefixRequest,
+        pensieve.v1.admin_pb2.DeleteTenantPrefixResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.DeleteTenantPrefixRequest,
+        pensieve.v1.admin_pb2.DeleteTenantPrefixResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.DeleteTenantPrefixRequest,
+        pensieve.v1.admin_pb2.DeleteTenantPrefixResponse,
+    ],
+)
+
 _AdminServiceDrainType = typing_extensions.TypeVar(
     '_AdminServiceDrainType',
     grpc.UnaryUnaryMultiCallable[
@@ -169,7 +201,7 @@ _AdminServiceBackUpType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWatchStatsType, _AdminServiceListCachedConversationsType, _AdminServiceExplainConversationType, _AdminServiceEvictConversationType, _AdminServiceCheckIntegrityType, _AdminServiceListTenantsType, _AdminServiceDrainType, _AdminServiceBackUpType]):
+class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWatchStatsType, _AdminServiceListCachedConversationsType, _AdminServiceExplainConversationType, _AdminServiceEvictConversationType, _AdminServiceCheckIntegrityType, _AdminServiceListTenantsType, _AdminServiceListTenantPrefixesType, _AdminServiceDeleteTenantPrefixType, _AdminServiceDrainType, _AdminServiceBackUpType]):
     """Needs the admin token, or the UNIX socket in the data folder."""
 
     @typing.overload
@@ -201,6 +233,14 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
         grpc.UnaryUnaryMultiCallable[
             pensieve.v1.admin_pb2.ListTenantsRequest,
             pensieve.v1.admin_pb2.ListTenantsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            pensieve.v1.admin_pb2.ListTenantPrefixesRequest,
+            pensieve.v1.admin_pb2.ListTenantPrefixesResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            pensieve.v1.admin_pb2.DeleteTenantPrefixRequest,
+            pensieve.v1.admin_pb2.DeleteTenantPrefixResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             pensieve.v1.admin_pb2.DrainRequest,
@@ -243,6 +283,14 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
             pensieve.v1.admin_pb2.ListTenantsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            pensieve.v1.admin_pb2.ListTenantPrefixesRequest,
+            pensieve.v1.admin_pb2.ListTenantPrefixesResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            pensieve.v1.admin_pb2.DeleteTenantPrefixRequest,
+            pensieve.v1.admin_pb2.DeleteTenantPrefixResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             pensieve.v1.admin_pb2.DrainRequest,
             pensieve.v1.admin_pb2.DrainResponse,
         ],
@@ -272,6 +320,12 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
 
     ListTenants: _AdminServiceListTenantsType
     """What each tenant has taken, and what it may take."""
+
+    ListTenantPrefixes: _AdminServiceListTenantPrefixesType
+    """The declared prefixes of all tenants."""
+
+    DeleteTenantPrefix: _AdminServiceDeleteTenantPrefixType
+    """Deletes a declared prefix of a tenant.  Conversations that began under it stay whole."""
 
     Drain: _AdminServiceDrainType
     """Takes no new turn, finishes what runs, and exits."""
@@ -307,6 +361,14 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         pensieve.v1.admin_pb2.ListTenantsRequest,
         pensieve.v1.admin_pb2.ListTenantsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.ListTenantPrefixesRequest,
+        pensieve.v1.admin_pb2.ListTenantPrefixesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.DeleteTenantPrefixRequest,
+        pensieve.v1.admin_pb2.DeleteTenantPrefixResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         pensieve.v1.admin_pb2.DrainRequest,
@@ -376,6 +438,22 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[pensieve.v1.admin_pb2.ListTenantsResponse, collections.abc.Awaitable[pensieve.v1.admin_pb2.ListTenantsResponse]]:
         """What each tenant has taken, and what it may take."""
+
+    @abc.abstractmethod
+    def ListTenantPrefixes(
+        self,
+        request: pensieve.v1.admin_pb2.ListTenantPrefixesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pensieve.v1.admin_pb2.ListTenantPrefixesResponse, collections.abc.Awaitable[pensieve.v1.admin_pb2.ListTenantPrefixesResponse]]:
+        """The declared prefixes of all tenants."""
+
+    @abc.abstractmethod
+    def DeleteTenantPrefix(
+        self,
+        request: pensieve.v1.admin_pb2.DeleteTenantPrefixRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pensieve.v1.admin_pb2.DeleteTenantPrefixResponse, collections.abc.Awaitable[pensieve.v1.admin_pb2.DeleteTenantPrefixResponse]]:
+        """Deletes a declared prefix of a tenant.  Conversations that began under it stay whole."""
 
     @abc.abstractmethod
     def Drain(

@@ -475,7 +475,9 @@ class CreateConversationRequest(google.protobuf.message.Message):
     system_prompt: builtins.str
     """Instructions before the first message, at most 1 MiB."""
     prefix_id: builtins.str
-    """Conversations with the same prefix_id share their system prompt and tools.  The first one fixes them;
+    """Of a declared prefix (CreatePrefix): the conversation begins with its messages, tools and options, and with its
+    KV-tokens; system_prompt, tools or template_options beside it are FAILED_PRECONDITION.
+    Any other is a name that conversations with the same system prompt and tools share.  The first one fixes them;
     another text under the same prefix_id is FAILED_PRECONDITION.  Once one has finished a turn, others begin
     with its KV-tokens for all that their first tokens have in common.
     """
@@ -933,6 +935,8 @@ class Usage(google.protobuf.message.Message):
     FIRST_TOKEN_SECONDS_FIELD_NUMBER: builtins.int
     TOTAL_SECONDS_FIELD_NUMBER: builtins.int
     SUSPENSIONS_FIELD_NUMBER: builtins.int
+    SHARED_TOKENS_FIELD_NUMBER: builtins.int
+    SHARED_FROM_FIELD_NUMBER: builtins.int
     prompt_tokens: builtins.int
     """The whole context at the beginning of the reply."""
     new_tokens: builtins.int
@@ -957,6 +961,14 @@ class Usage(google.protobuf.message.Message):
     """From submission to the last token."""
     suspensions: builtins.int
     """How often it had to make room while it was generating."""
+    shared_tokens: builtins.int
+    """Of the device_tokens and host_tokens, those that were computed for another conversation and that this one begins
+    with.  Later turns count them as their own.
+    """
+    shared_from: builtins.str
+    """Whose they are: "prefix:" and the id of a declared prefix, or the id of a conversation under the same prefix_id.
+    Empty where nothing is shared.
+    """
     def __init__(
         self,
         *,
@@ -971,8 +983,10 @@ class Usage(google.protobuf.message.Message):
         first_token_seconds: builtins.float = ...,
         total_seconds: builtins.float = ...,
         suspensions: builtins.int = ...,
+        shared_tokens: builtins.int = ...,
+        shared_from: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device_tokens", b"device_tokens", "first_token_seconds", b"first_token_seconds", "host_tokens", b"host_tokens", "new_tokens", b"new_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "recompute_reason", b"recompute_reason", "recomputed_tokens", b"recomputed_tokens", "suspensions", b"suspensions", "total_seconds", b"total_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device_tokens", b"device_tokens", "first_token_seconds", b"first_token_seconds", "host_tokens", b"host_tokens", "new_tokens", b"new_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "recompute_reason", b"recompute_reason", "recomputed_tokens", b"recomputed_tokens", "shared_from", b"shared_from", "shared_tokens", b"shared_tokens", "suspensions", b"suspensions", "total_seconds", b"total_seconds"]) -> None: ...
 
 Global___Usage: typing_extensions.TypeAlias = Usage
 
@@ -1222,6 +1236,248 @@ class WarmConversationResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___WarmConversationResponse: typing_extensions.TypeAlias = WarmConversationResponse
+
+@typing.final
+class CreatePrefixRequest(google.protobuf.message.Message):
+    """A prefix to declare: at least a system prompt, tools or messages."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREFIX_ID_FIELD_NUMBER: builtins.int
+    SYSTEM_PROMPT_FIELD_NUMBER: builtins.int
+    TOOLS_FIELD_NUMBER: builtins.int
+    TEMPLATE_OPTIONS_FIELD_NUMBER: builtins.int
+    MESSAGES_FIELD_NUMBER: builtins.int
+    KEEP_WARM_FIELD_NUMBER: builtins.int
+    prefix_id: builtins.str
+    """Chosen by the client; what CreateConversationRequest names."""
+    system_prompt: builtins.str
+    """Instructions before the first message, at most 1 MiB."""
+    keep_warm: builtins.bool
+    """Have the daemon compute its KV-tokens now, and again when they were lost."""
+    @property
+    def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[google.protobuf.struct_pb2.Struct]:
+        """Functions the model may call; as in CreateConversationRequest."""
+
+    @property
+    def template_options(self) -> google.protobuf.struct_pb2.Struct:
+        """Switches of the chat template; as in CreateConversationRequest."""
+
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewMessage]:
+        """Few-shot turns: messages of user, assistant and tool, in a form that a user's message may follow.  At most 127,
+        of 1 MiB together.
+        """
+
+    def __init__(
+        self,
+        *,
+        prefix_id: builtins.str = ...,
+        system_prompt: builtins.str = ...,
+        tools: collections.abc.Iterable[google.protobuf.struct_pb2.Struct] | None = ...,
+        template_options: google.protobuf.struct_pb2.Struct | None = ...,
+        messages: collections.abc.Iterable[Global___NewMessage] | None = ...,
+        keep_warm: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["template_options", b"template_options"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["keep_warm", b"keep_warm", "messages", b"messages", "prefix_id", b"prefix_id", "system_prompt", b"system_prompt", "template_options", b"template_options", "tools", b"tools"]) -> None: ...
+
+Global___CreatePrefixRequest: typing_extensions.TypeAlias = CreatePrefixRequest
+
+@typing.final
+class CreatePrefixResponse(google.protobuf.message.Message):
+    """The new prefix."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: builtins.int
+    @property
+    def prefix(self) -> Global___Prefix:
+        """As declared."""
+
+    def __init__(
+        self,
+        *,
+        prefix: Global___Prefix | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["prefix", b"prefix"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["prefix", b"prefix"]) -> None: ...
+
+Global___CreatePrefixResponse: typing_extensions.TypeAlias = CreatePrefixResponse
+
+@typing.final
+class Prefix(google.protobuf.message.Message):
+    """What is known of a declared prefix."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREFIX_ID_FIELD_NUMBER: builtins.int
+    NUM_MESSAGES_FIELD_NUMBER: builtins.int
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_CONVERSATIONS_FIELD_NUMBER: builtins.int
+    KEEP_WARM_FIELD_NUMBER: builtins.int
+    CREATE_TIME_FIELD_NUMBER: builtins.int
+    prefix_id: builtins.str
+    """Chosen by the client."""
+    num_messages: builtins.int
+    """How many messages conversations under it begin with."""
+    num_tokens: builtins.int
+    """How many tokens they begin with.  0: the chat template writes nothing fixed before a message."""
+    num_conversations: builtins.int
+    """That began under it, or as a fork of one that did, and still have its messages."""
+    keep_warm: builtins.bool
+    """Whether the daemon keeps its KV-tokens warm."""
+    @property
+    def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was declared."""
+
+    def __init__(
+        self,
+        *,
+        prefix_id: builtins.str = ...,
+        num_messages: builtins.int = ...,
+        num_tokens: builtins.int = ...,
+        num_conversations: builtins.int = ...,
+        keep_warm: builtins.bool = ...,
+        create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "keep_warm", b"keep_warm", "num_conversations", b"num_conversations", "num_messages", b"num_messages", "num_tokens", b"num_tokens", "prefix_id", b"prefix_id"]) -> None: ...
+
+Global___Prefix: typing_extensions.TypeAlias = Prefix
+
+@typing.final
+class GetPrefixRequest(google.protobuf.message.Message):
+    """Which prefix."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREFIX_ID_FIELD_NUMBER: builtins.int
+    prefix_id: builtins.str
+    """Its id."""
+    def __init__(
+        self,
+        *,
+        prefix_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["prefix_id", b"prefix_id"]) -> None: ...
+
+Global___GetPrefixRequest: typing_extensions.TypeAlias = GetPrefixRequest
+
+@typing.final
+class GetPrefixResponse(google.protobuf.message.Message):
+    """The prefix."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: builtins.int
+    MESSAGES_FIELD_NUMBER: builtins.int
+    TOOLS_FIELD_NUMBER: builtins.int
+    TEMPLATE_OPTIONS_FIELD_NUMBER: builtins.int
+    @property
+    def prefix(self) -> Global___Prefix:
+        """As it is now."""
+
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Message]:
+        """What conversations under it begin with.  One without a text, of the system, stands for the tokens of tools."""
+
+    @property
+    def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[google.protobuf.struct_pb2.Struct]:
+        """As they were given."""
+
+    @property
+    def template_options(self) -> google.protobuf.struct_pb2.Struct:
+        """As they were given."""
+
+    def __init__(
+        self,
+        *,
+        prefix: Global___Prefix | None = ...,
+        messages: collections.abc.Iterable[Global___Message] | None = ...,
+        tools: collections.abc.Iterable[google.protobuf.struct_pb2.Struct] | None = ...,
+        template_options: google.protobuf.struct_pb2.Struct | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["prefix", b"prefix", "template_options", b"template_options"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["messages", b"messages", "prefix", b"prefix", "template_options", b"template_options", "tools", b"tools"]) -> None: ...
+
+Global___GetPrefixResponse: typing_extensions.TypeAlias = GetPrefixResponse
+
+@typing.final
+class ListPrefixesRequest(google.protobuf.message.Message):
+    """Which page."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    page_size: builtins.int
+    """1 to 1000; 0 means 100.  A page is shorter where prefixes have large tools."""
+    page_token: builtins.str
+    """next_page_token of the page before; empty for the first."""
+    def __init__(
+        self,
+        *,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token"]) -> None: ...
+
+Global___ListPrefixesRequest: typing_extensions.TypeAlias = ListPrefixesRequest
+
+@typing.final
+class ListPrefixesResponse(google.protobuf.message.Message):
+    """One page."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREFIXES_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    """Empty on the last page."""
+    @property
+    def prefixes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Prefix]:
+        """The oldest first."""
+
+    def __init__(
+        self,
+        *,
+        prefixes: collections.abc.Iterable[Global___Prefix] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "prefixes", b"prefixes"]) -> None: ...
+
+Global___ListPrefixesResponse: typing_extensions.TypeAlias = ListPrefixesResponse
+
+@typing.final
+class DeletePrefixRequest(google.protobuf.message.Message):
+    """Which prefix."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREFIX_ID_FIELD_NUMBER: builtins.int
+    prefix_id: builtins.str
+    """Its id."""
+    def __init__(
+        self,
+        *,
+        prefix_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["prefix_id", b"prefix_id"]) -> None: ...
+
+Global___DeletePrefixRequest: typing_extensions.TypeAlias = DeletePrefixRequest
+
+@typing.final
+class DeletePrefixResponse(google.protobuf.message.Message):
+    """It is gone."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___DeletePrefixResponse: typing_extensions.TypeAlias = DeletePrefixResponse
 
 @typing.final
 class GetServerInfoRequest(google.protobuf.message.Message):

@@ -86,6 +86,26 @@ class ConversationServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_conversation__pb2.WarmConversationRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_conversation__pb2.WarmConversationResponse.FromString,
                 _registered_method=True)
+        self.CreatePrefix = channel.unary_unary(
+                '/pensieve.v1.ConversationService/CreatePrefix',
+                request_serializer=pensieve_dot_v1_dot_conversation__pb2.CreatePrefixRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_conversation__pb2.CreatePrefixResponse.FromString,
+                _registered_method=True)
+        self.GetPrefix = channel.unary_unary(
+                '/pensieve.v1.ConversationService/GetPrefix',
+                request_serializer=pensieve_dot_v1_dot_conversation__pb2.GetPrefixRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_conversation__pb2.GetPrefixResponse.FromString,
+                _registered_method=True)
+        self.ListPrefixes = channel.unary_unary(
+                '/pensieve.v1.ConversationService/ListPrefixes',
+                request_serializer=pensieve_dot_v1_dot_conversation__pb2.ListPrefixesRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_conversation__pb2.ListPrefixesResponse.FromString,
+                _registered_method=True)
+        self.DeletePrefix = channel.unary_unary(
+                '/pensieve.v1.ConversationService/DeletePrefix',
+                request_serializer=pensieve_dot_v1_dot_conversation__pb2.DeletePrefixRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_conversation__pb2.DeletePrefixResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/pensieve.v1.ConversationService/GetServerInfo',
                 request_serializer=pensieve_dot_v1_dot_conversation__pb2.GetServerInfoRequest.SerializeToString,
@@ -175,6 +195,36 @@ class ConversationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CreatePrefix(self, request, context):
+        """Declares what many conversations begin with: a system prompt, tools, few-shot turns.  It is tokenized once, and
+        its KV-tokens are computed once.  An id that is taken is ALREADY_EXISTS; more than a tenant may have are
+        RESOURCE_EXHAUSTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPrefix(self, request, context):
+        """One prefix, with its messages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPrefixes(self, request, context):
+        """The oldest first, without their messages, tools and options.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeletePrefix(self, request, context):
+        """No conversation begins under it any more.  Those that did stay whole.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
         """Which model this daemon serves, and how.  It answers also while the model is loading.
         """
@@ -234,6 +284,26 @@ def add_ConversationServiceServicer_to_server(servicer, server):
                     servicer.WarmConversation,
                     request_deserializer=pensieve_dot_v1_dot_conversation__pb2.WarmConversationRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_conversation__pb2.WarmConversationResponse.SerializeToString,
+            ),
+            'CreatePrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreatePrefix,
+                    request_deserializer=pensieve_dot_v1_dot_conversation__pb2.CreatePrefixRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_conversation__pb2.CreatePrefixResponse.SerializeToString,
+            ),
+            'GetPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPrefix,
+                    request_deserializer=pensieve_dot_v1_dot_conversation__pb2.GetPrefixRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_conversation__pb2.GetPrefixResponse.SerializeToString,
+            ),
+            'ListPrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPrefixes,
+                    request_deserializer=pensieve_dot_v1_dot_conversation__pb2.ListPrefixesRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_conversation__pb2.ListPrefixesResponse.SerializeToString,
+            ),
+            'DeletePrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeletePrefix,
+                    request_deserializer=pensieve_dot_v1_dot_conversation__pb2.DeletePrefixRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_conversation__pb2.DeletePrefixResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -513,6 +583,114 @@ class ConversationService(object):
             '/pensieve.v1.ConversationService/WarmConversation',
             pensieve_dot_v1_dot_conversation__pb2.WarmConversationRequest.SerializeToString,
             pensieve_dot_v1_dot_conversation__pb2.WarmConversationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreatePrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/CreatePrefix',
+            pensieve_dot_v1_dot_conversation__pb2.CreatePrefixRequest.SerializeToString,
+            pensieve_dot_v1_dot_conversation__pb2.CreatePrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/GetPrefix',
+            pensieve_dot_v1_dot_conversation__pb2.GetPrefixRequest.SerializeToString,
+            pensieve_dot_v1_dot_conversation__pb2.GetPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/ListPrefixes',
+            pensieve_dot_v1_dot_conversation__pb2.ListPrefixesRequest.SerializeToString,
+            pensieve_dot_v1_dot_conversation__pb2.ListPrefixesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeletePrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.ConversationService/DeletePrefix',
+            pensieve_dot_v1_dot_conversation__pb2.DeletePrefixRequest.SerializeToString,
+            pensieve_dot_v1_dot_conversation__pb2.DeletePrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

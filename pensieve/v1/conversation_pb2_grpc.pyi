@@ -185,6 +185,70 @@ _ConversationServiceWarmConversationType = typing_extensions.TypeVar(
     ],
 )
 
+_ConversationServiceCreatePrefixType = typing_extensions.TypeVar(
+    '_ConversationServiceCreatePrefixType',
+    grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.CreatePrefixRequest,
+        pensieve.v1.conversation_pb2.CreatePrefixResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.CreatePrefixRequest,
+        pensieve.v1.conversation_pb2.CreatePrefixResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.CreatePrefixRequest,
+        pensieve.v1.conversation_pb2.CreatePrefixResponse,
+    ],
+)
+
+_ConversationServiceGetPrefixType = typing_extensions.TypeVar(
+    '_ConversationServiceGetPrefixType',
+    grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.GetPrefixRequest,
+        pensieve.v1.conversation_pb2.GetPrefixResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.GetPrefixRequest,
+        pensieve.v1.conversation_pb2.GetPrefixResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.GetPrefixRequest,
+        pensieve.v1.conversation_pb2.GetPrefixResponse,
+    ],
+)
+
+_ConversationServiceListPrefixesType = typing_extensions.TypeVar(
+    '_ConversationServiceListPrefixesType',
+    grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.ListPrefixesRequest,
+        pensieve.v1.conversation_pb2.ListPrefixesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.ListPrefixesRequest,
+        pensieve.v1.conversation_pb2.ListPrefixesResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.ListPrefixesRequest,
+        pensieve.v1.conversation_pb2.ListPrefixesResponse,
+    ],
+)
+
+_ConversationServiceDeletePrefixType = typing_extensions.TypeVar(
+    '_ConversationServiceDeletePrefixType',
+    grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.DeletePrefixRequest,
+        pensieve.v1.conversation_pb2.DeletePrefixResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.DeletePrefixRequest,
+        pensieve.v1.conversation_pb2.DeletePrefixResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.DeletePrefixRequest,
+        pensieve.v1.conversation_pb2.DeletePrefixResponse,
+    ],
+)
+
 _ConversationServiceGetServerInfoType = typing_extensions.TypeVar(
     '_ConversationServiceGetServerInfoType',
     grpc.UnaryUnaryMultiCallable[
@@ -201,7 +265,7 @@ _ConversationServiceGetServerInfoType = typing_extensions.TypeVar(
     ],
 )
 
-class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversationType, _ConversationServiceGetConversationType, _ConversationServiceListConversationsType, _ConversationServiceDeleteConversationType, _ConversationServiceSendMessageType, _ConversationServiceCancelTurnType, _ConversationServiceListMessagesType, _ConversationServiceForkConversationType, _ConversationServiceRewindConversationType, _ConversationServiceWarmConversationType, _ConversationServiceGetServerInfoType]):
+class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversationType, _ConversationServiceGetConversationType, _ConversationServiceListConversationsType, _ConversationServiceDeleteConversationType, _ConversationServiceSendMessageType, _ConversationServiceCancelTurnType, _ConversationServiceListMessagesType, _ConversationServiceForkConversationType, _ConversationServiceRewindConversationType, _ConversationServiceWarmConversationType, _ConversationServiceCreatePrefixType, _ConversationServiceGetPrefixType, _ConversationServiceListPrefixesType, _ConversationServiceDeletePrefixType, _ConversationServiceGetServerInfoType]):
     """Ids match [A-Za-z0-9._~-]{1,128}.  Errors carry google.rpc details (see status.proto): ErrorInfo with a
     reason and the domain "pensieve" always, BadRequest for a wrong field, RetryInfo where trying again helps.
     """
@@ -247,6 +311,22 @@ class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversat
         grpc.UnaryUnaryMultiCallable[
             pensieve.v1.conversation_pb2.WarmConversationRequest,
             pensieve.v1.conversation_pb2.WarmConversationResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            pensieve.v1.conversation_pb2.CreatePrefixRequest,
+            pensieve.v1.conversation_pb2.CreatePrefixResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            pensieve.v1.conversation_pb2.GetPrefixRequest,
+            pensieve.v1.conversation_pb2.GetPrefixResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            pensieve.v1.conversation_pb2.ListPrefixesRequest,
+            pensieve.v1.conversation_pb2.ListPrefixesResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            pensieve.v1.conversation_pb2.DeletePrefixRequest,
+            pensieve.v1.conversation_pb2.DeletePrefixResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             pensieve.v1.conversation_pb2.GetServerInfoRequest,
@@ -297,6 +377,22 @@ class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversat
             pensieve.v1.conversation_pb2.WarmConversationResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            pensieve.v1.conversation_pb2.CreatePrefixRequest,
+            pensieve.v1.conversation_pb2.CreatePrefixResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            pensieve.v1.conversation_pb2.GetPrefixRequest,
+            pensieve.v1.conversation_pb2.GetPrefixResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            pensieve.v1.conversation_pb2.ListPrefixesRequest,
+            pensieve.v1.conversation_pb2.ListPrefixesResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            pensieve.v1.conversation_pb2.DeletePrefixRequest,
+            pensieve.v1.conversation_pb2.DeletePrefixResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             pensieve.v1.conversation_pb2.GetServerInfoRequest,
             pensieve.v1.conversation_pb2.GetServerInfoResponse,
         ],
@@ -342,6 +438,21 @@ class ConversationServiceStub(typing.Generic[_ConversationServiceCreateConversat
     effort: it returns at once and takes no page that a running turn could want.
     """
 
+    CreatePrefix: _ConversationServiceCreatePrefixType
+    """Declares what many conversations begin with: a system prompt, tools, few-shot turns.  It is tokenized once, and
+    its KV-tokens are computed once.  An id that is taken is ALREADY_EXISTS; more than a tenant may have are
+    RESOURCE_EXHAUSTED.
+    """
+
+    GetPrefix: _ConversationServiceGetPrefixType
+    """One prefix, with its messages."""
+
+    ListPrefixes: _ConversationServiceListPrefixesType
+    """The oldest first, without their messages, tools and options."""
+
+    DeletePrefix: _ConversationServiceDeletePrefixType
+    """No conversation begins under it any more.  Those that did stay whole."""
+
     GetServerInfo: _ConversationServiceGetServerInfoType
     """Which model this daemon serves, and how.  It answers also while the model is loading."""
 
@@ -385,6 +496,22 @@ ConversationServiceAsyncStub: typing_extensions.TypeAlias = ConversationServiceS
     grpc.aio.UnaryUnaryMultiCallable[
         pensieve.v1.conversation_pb2.WarmConversationRequest,
         pensieve.v1.conversation_pb2.WarmConversationResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.CreatePrefixRequest,
+        pensieve.v1.conversation_pb2.CreatePrefixResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.GetPrefixRequest,
+        pensieve.v1.conversation_pb2.GetPrefixResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.ListPrefixesRequest,
+        pensieve.v1.conversation_pb2.ListPrefixesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.conversation_pb2.DeletePrefixRequest,
+        pensieve.v1.conversation_pb2.DeletePrefixResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         pensieve.v1.conversation_pb2.GetServerInfoRequest,
@@ -486,6 +613,41 @@ class ConversationServiceServicer(metaclass=abc.ABCMeta):
         """Brings the conversation's KV-tokens to the device now, because its next message is about to come.  Best
         effort: it returns at once and takes no page that a running turn could want.
         """
+
+    @abc.abstractmethod
+    def CreatePrefix(
+        self,
+        request: pensieve.v1.conversation_pb2.CreatePrefixRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pensieve.v1.conversation_pb2.CreatePrefixResponse, collections.abc.Awaitable[pensieve.v1.conversation_pb2.CreatePrefixResponse]]:
+        """Declares what many conversations begin with: a system prompt, tools, few-shot turns.  It is tokenized once, and
+        its KV-tokens are computed once.  An id that is taken is ALREADY_EXISTS; more than a tenant may have are
+        RESOURCE_EXHAUSTED.
+        """
+
+    @abc.abstractmethod
+    def GetPrefix(
+        self,
+        request: pensieve.v1.conversation_pb2.GetPrefixRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pensieve.v1.conversation_pb2.GetPrefixResponse, collections.abc.Awaitable[pensieve.v1.conversation_pb2.GetPrefixResponse]]:
+        """One prefix, with its messages."""
+
+    @abc.abstractmethod
+    def ListPrefixes(
+        self,
+        request: pensieve.v1.conversation_pb2.ListPrefixesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pensieve.v1.conversation_pb2.ListPrefixesResponse, collections.abc.Awaitable[pensieve.v1.conversation_pb2.ListPrefixesResponse]]:
+        """The oldest first, without their messages, tools and options."""
+
+    @abc.abstractmethod
+    def DeletePrefix(
+        self,
+        request: pensieve.v1.conversation_pb2.DeletePrefixRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pensieve.v1.conversation_pb2.DeletePrefixResponse, collections.abc.Awaitable[pensieve.v1.conversation_pb2.DeletePrefixResponse]]:
+        """No conversation begins under it any more.  Those that did stay whole."""
 
     @abc.abstractmethod
     def GetServerInfo(

@@ -483,7 +483,7 @@ def test_what_was_switched_off_stays_so_in_every_choice_that_is_tried(
     assert len(tried) == len(set(tried)) > 1, "one was tried twice"
     assert [each["choice"] for each in figures_of(tmp_path) if each.get("default")] == [
         "hopper=0, radix=0"
-    ] * 4
+    ] * 5
 
 
 def test_a_choice_that_fails_costs_itself_alone(
@@ -500,7 +500,7 @@ def test_a_choice_that_fails_costs_itself_alone(
     failed = [each.get("choice") for each in figures if each.get("failed")]
     assert failed == ["snake=0", "wide_blocks=2, snake=0"]
     measured = {each["choice"] for each in figures if "seconds" in each}
-    assert {"the defaults", "wide_blocks=2", "hopper=0", "few_rows=1"} < measured
+    assert {"the defaults", "wide_blocks=2", "hopper=0", "few_rows=1", "shared=0"} < measured
     assert not {"snake=0", "wide_blocks=2, snake=0"} & measured
     lacking = [figure("choices", what="w", choice="snake=0", default=False, seconds=1.0)]
     assert "w: the present choice has no figure, so nothing is decided" in decisions(3, lacking)

@@ -318,7 +318,7 @@ def test_without_a_daemon_one_is_started_and_the_job_is_in_the_data_folder(
 
     monkeypatch.setattr(jobs, "get", get)
     monkeypatch.setattr(
-        launch_daemon, "Server", lambda daemon, listening: Server(daemon, listening, jobs)
+        launch_daemon, "Server", lambda daemon, listening, _: Server(daemon, listening, jobs)
     )
     monkeypatch.setattr("pensieve.launch.programs.ENGINE", launch_daemon.programs.ECHO_ENGINE)
     Path("good.jsonl").write_text(GOOD)

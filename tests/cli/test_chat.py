@@ -19,8 +19,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pensieve.cli.main import main
+from pensieve.client import Client
 from pensieve.store import ConversationStore
 from tests.service.rig import write_model
+from tests.service.rig_daemon import ServeProcess
 from tests.text.families import QWEN_2_5
 
 ROOT = Path(__file__).parent.parent.parent
@@ -64,6 +66,27 @@ def test_a_message_is_answered_and_the_conversation_goes_on(
         assert [each.role for each in messages] == ["user", "assistant"] * 2
         assert [messages[1].content + "\n", messages[3].content + "\n"] == [first, second.out]
         assert store.verify() == []
+
+
+def test_new_conversations_begin_under_a_declared_prefix(
+    echo: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = ServeProcess(tmp_path / "data")
+    where = ("--address", process.start())
+    with Client(where[1]) as client:
+        client.prefix("rules").create(system_prompt="Be brief.", messages=[{"content": "So?"}])
+        talk = ("--conversation", "c", "-q", "Hello there.", "--prefix")
+        assert main(["chat", *talk, "rules", *where]) == 0
+        assert [each.text for each in client.conversation("c").messages()][:3] == [
+            *("Be brief.", "So?", "Hello there.")
+        ]
+        assert client.conversation("c").get().prefix_id == "rules"
+        capsys.readouterr()
+        assert main(["chat", "-q", "Hello.", "--prefix", "none", *where]) == 1
+        assert "there is no prefix 'none'" in capsys.readouterr().err
+        assert main(["chat", "-q", "Hello.", "--prefix", "rules", "--system", "x", *where]) == 2
+        assert "a system prompt of its own" in capsys.readouterr().err
+    assert process.stop() == 0
 
 
 def test_a_whole_session_in_a_terminal(model: Path, tmp_path: Path):

@@ -68,6 +68,34 @@ def test_a_tenants_conversation_is_found_by_its_id(
     assert process.stop() == 0
 
 
+def test_the_operator_lists_and_deletes_the_prefixes_of_all_tenants(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tokens.toml"
+    tokens = tokens_for(file, capsys, "acme", "beta")
+    process = ServeProcess(tmp_path / "data", "--token-file", str(file))
+    address, where = process.start(), ("--data", str(tmp_path / "data"))
+    with (
+        Client(address, token=tokens["acme"]) as acme,
+        Client(address, token=tokens["beta"]) as beta,
+    ):
+        for client in (acme, beta):
+            client.prefix("rules").create(system_prompt="Be brief.", keep_warm=client is acme)
+        acme.conversation("c").create(prefix_id="rules")
+        assert run("admin", "prefixes", *where) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if "acme" in line and "yes" in line]
+        assert run("admin", "prefixes", "--delete", "rules", *where) == 1
+        assert "there is no prefix 'rules'" in capsys.readouterr().err
+        assert run("admin", "prefixes", "--delete", "rules", "--tenant", "acme", *where) == 0
+        assert capsys.readouterr().out == "prefix rules is deleted\n"
+        assert run("admin", "prefixes", "--json", *where) == 0
+        (left,) = json.loads(capsys.readouterr().out)["prefixes"]
+        assert (left["tenant"], left["prefix"]["prefix_id"]) == ("beta", "rules")
+        assert acme.conversation("c").get().num_messages == 1
+    assert process.stop() == 0
+
+
 def test_a_socket_that_a_killed_daemon_left_is_one_line_and_in_nobodys_way(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

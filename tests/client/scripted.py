@@ -22,6 +22,7 @@ import grpc
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc, jobs_pb2_grpc, status_pb2
 from tests.client.scripted_jobs import ScriptedJobs
+from tests.client.scripted_prefixes import FakePrefixes
 
 TYPE_PREFIX = "type.googleapis.com/google.rpc."
 PAGE_SIZE = 2
@@ -115,13 +116,14 @@ class FakeConversation:
         )
 
 
-class ScriptedServer(conversation_pb2_grpc.ConversationServiceServicer):
+class ScriptedServer(FakePrefixes, conversation_pb2_grpc.ConversationServiceServicer):
     def __init__(self, listen: str = "127.0.0.1:0") -> None:
         self.mishaps: deque[Mishap] = deque()
         self.refusals: deque[Refusal] = deque()  # of methods that are no streams
         self.calls: list[tuple[str, Any, dict[str, Any]]] = []
         self.abandoned: queue.Queue[str] = queue.Queue()  # request_ids of streams that were left
         self.found: dict[str, FakeConversation] = {}
+        self.declared: dict[str, pb.GetPrefixResponse] = {}
         self.health = status_pb2.HealthCheckResponse.SERVING_STATUS_SERVING
         self.before_cancel: Callable[[], None] = lambda: None
         self.odd = False  # says what only a newer server would
@@ -413,6 +415,9 @@ class ScriptedServer(conversation_pb2_grpc.ConversationServiceServicer):
             over.wait(30)
         if name != "SendMessage" and self.refusals:
             self.refusals.popleft().end(context)
+
+    def _refuse(self, reason: str, context: grpc.ServicerContext) -> None:
+        Refusal(reason, reason).end(context)
 
     def _begin(self, conversation_id: str) -> FakeConversation:
         kept = FakeConversation(pb.Conversation(conversation_id=conversation_id))

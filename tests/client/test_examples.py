@@ -110,6 +110,14 @@ def test_a_model_without_tools_is_said_to_have_none(tmp_path: Path) -> None:
     assert plain.stop() == 0
 
 
+def test_a_prefix_is_shared_and_outlived(daemon: ServeProcess) -> None:
+    said = run("prefix.py", daemon.address).splitlines()
+    assert said[0].startswith("3 messages, ")
+    (shared, new) = re.findall(r"\((\d+) tokens of prefix:guide, (\d+) new\)", "\n".join(said))[-1]
+    assert int(shared) > int(new) > 0
+    assert said[-1] == "the last one has 5 messages"
+
+
 def test_branches_and_undo(daemon: ServeProcess) -> None:
     said = run("branches.py", daemon.address).splitlines()
     assert sum(line.endswith("new tokens)") for line in said) == 3
@@ -195,7 +203,7 @@ def test_the_python_of_the_page_runs(
 ) -> None:
     page = (ROOT / "docs" / "sdk.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         exec(block.replace("127.0.0.1:50051", daemon.address), {})
         assert capsys.readouterr().out.strip()

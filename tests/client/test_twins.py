@@ -37,6 +37,7 @@ def test_the_client_for_threads_is_what_the_one_for_asyncio_says() -> None:
     [
         (pensieve.client.Client, pensieve.client.AsyncClient),
         (pensieve.client.Conversation, pensieve.client.AsyncConversation),
+        (pensieve.client.Prefix, pensieve.client.AsyncPrefix),
         (pensieve.client.Turn, pensieve.client.AsyncTurn),
         (pensieve.client.Jobs, pensieve.client.AsyncJobs),
         (Caller, AsyncCaller),

@@ -80,6 +80,7 @@ class Shape:
     prefill_ahead: int = 0
     key_seconds: float = 0.0  # that each position adds that a slice reads
     foreseen: float = 1.0  # what is predicted of an iteration's time
+    background: float = 0.0  # how likely a turn is one of a batch job
     restless: bool = False  # many forks, cancels, deletions and evictions
 
 
@@ -181,6 +182,7 @@ class World:
         priority: int = 0,
         share: str = "",
         weight: float = 1.0,
+        background: bool = False,
     ) -> None:
         log, longest = self.logs[name], self.cache.config.device_tokens_max
         if prompt is None:
@@ -199,6 +201,10 @@ class World:
         if self.shape.restless:
             share = str(crc32(name.encode()) % 3)
             weight = 1.0 + int(share)
+        if self.shape.background and self.hints.random() < self.shape.background:
+            background = True
+        if background:
+            share = "~batch"
         turn = Turn(
             turn_id=self._num_turns,
             conversation_id=name,
@@ -209,6 +215,7 @@ class World:
             options=TurnOptions(
                 away_seconds=self.hints.choice((0.3, 30.0)) if self.shape.restless else 0.0,
                 priority=self.hints.choice((0, 0, -1, 1)) if self.shape.restless else priority,
+                background=background,
             ),
             warm=warm,
             share=share,
@@ -349,6 +356,8 @@ class Places:
                     assert not passed or each.num_passed, f"{turn} overtook {each}"
             for each in self.suspended:
                 passed = each.turn_id in still_suspended and each.share == turn.share
+                if turn.is_background and each.arrival > turn.arrival:
+                    passed = False  # where there is little room, one that came earlier keeps it
                 if passed and turn is not self.claimant and not (each.moved_back or turn.ahead):
                     assert each.level < turn.level, f"{turn} passed {each}"
         for turn in scheduler.turns():
@@ -387,6 +396,7 @@ class Stage(World):
         priority: int = 0,
         share: str = "",
         weight: float = 1.0,
+        background: bool = False,
     ) -> Turn:
         """A turn enters the queue."""
         self.logs.setdefault(name, [])
@@ -399,6 +409,7 @@ class Stage(World):
             priority=priority,
             share=share,
             weight=weight,
+            background=background,
         )
         turn = self.turns[name]
         turn.options = replace(turn.options, away_seconds=away_seconds)

@@ -25,6 +25,9 @@ ROWS = (
     Row("pensieve admin watch", needs=("shared",), until="turns_running", code=130),
     Row("pensieve admin conversations --least-valuable", (r"trip-42",), ("shared",)),
     Row("pensieve admin explain trip-42", (r"device",), ("shared",)),
+    Row("pensieve chat --prefix rules", needs=("shared",), stdin=TALK),
+    Row("pensieve admin prefixes", (r"rules",), ("shared",)),
+    Row("pensieve admin prefixes --delete rules", (r"is deleted",), ("shared",)),
     Row(DAEMONS["guarded"], starts="guarded"),
     Row(
         "pensieve admin explain trip-42 --tenant acme", (r"device",), ("guarded",), beside="guarded"
@@ -143,6 +146,16 @@ ROWS = (
         (r"replica",),
         nightly=True,
     ),
+    Row(
+        "pensieve simulate --batch snippets --model mistral-7b --hardware a100-80gb --seed 0,1,2",
+        (r"groups +5\d\.\d%",),
+        nightly=True,
+    ),
+    Row(
+        "pensieve simulate --batch 2000/200x16 --model mistral-7b --hardware a100-80gb --seed 0,1,2",
+        (r"groups +85\.2%",),
+        nightly=True,
+    ),
     # In this process, with the model.
     Row('pensieve chat -q "Hello there." --stats', (r"Hello", r"tokens"), alone=True),
     Row("pensieve chat Qwen/Qwen3-0.6B --conversation trip", stdin=TALK, alone=True, nightly=True),
@@ -165,6 +178,12 @@ ROWS = (
     ),
     Row("pensieve bench swap --history 2000", nightly=True),
     Row("pensieve bench attention --context 512,4096 --dtype bfloat16", nightly=True),
+    Row("pensieve bench attention --shared --repeats 5", (r"ms, alone",), nightly=True),
+    Row(
+        "pensieve bench batch --shape 0.03B --requests 24 --prefix 200 --own 60 --output 8",
+        (r"groups over lru",),
+        nightly=True,
+    ),
     Row("pensieve bench step --batch 1,16 --weights int8", nightly=True),
     Row("pensieve bench step --kv-dtype int8", nightly=True),
     Row("pensieve bench step --batch 16 --parts", (r"GB/s of weights",), nightly=True),

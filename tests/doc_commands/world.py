@@ -104,9 +104,10 @@ class World:
             self._done.add(name)
 
     def shared(self) -> None:
-        """A daemon in the usual folder, with a conversation."""
+        """A daemon in the usual folder, with a conversation and a declared prefix."""
         self._start("shared")
         with Client(self._address("50051")) as client:
+            client.prefix("rules").create(system_prompt="Answer in one sentence.")
             client.conversation("trip-42").ask("Hello.", max_tokens=20)
 
     def drill(self) -> None:

@@ -103,15 +103,16 @@ class Rig:
         stops: bool = True,
         scheduler: SchedulerConfig = SCHEDULER,
         config: EngineConfig = ENGINE,
+        cache: CacheConfig = CACHE,
     ) -> None:
         self.clock = VirtualClock()
-        policy = policy_named("value", COST, CACHE.chunk_tokens)
-        self.scheduler = Scheduler(KVCache(CACHE, policy), scheduler)
+        policy = policy_named("value", COST, cache.chunk_tokens)
+        self.scheduler = Scheduler(KVCache(cache, policy), scheduler)
         self.executor = PacedExecutor(
             self.clock,
-            CACHE.device_pages,
-            CACHE.host_pages,
-            CACHE.chunk_tokens,
+            cache.device_pages,
+            cache.host_pages,
+            cache.chunk_tokens,
             seed,
             failing=failing,
             stops=stops,
@@ -121,7 +122,7 @@ class Rig:
         self.auditor = Auditor(self.scheduler)
         observers: list[Observer] = [self.auditor]
         if journal is not None:
-            observers.append(Journal(journal, config, CACHE, scheduler, "value", COST))
+            observers.append(Journal(journal, config, cache, scheduler, "value", COST))
         self.engine = Engine(
             config, self.scheduler, self.executor, self.clock, self.mailbox, self.sink, observers
         )

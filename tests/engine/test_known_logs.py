@@ -252,6 +252,112 @@ def test_a_shared_beginning_is_not_taken_from_what_was_cut() -> None:
     assert end_of(rig, 3).usage.device_tokens == 0
 
 
+def under(turn_id: int, name: str, prefix: list[int], prompt: list[int]) -> SubmitTurn:
+    """The first turn of a conversation under a declared prefix."""
+    length, options = len(prefix), options_of(6)
+    return SubmitTurn(
+        *(turn_id, name, packed(prompt), length, options),
+        first_position=length,
+        prefix_of="p",
+        prefix_tokens=length,
+    )
+
+
+PREFIX = list(range(300, 312))
+
+
+def warmed(rig: Rig, prefix: list[int], turn_id: int = 1) -> None:
+    rig.mailbox.put(warm(turn_id, "p", prefix))
+    rig.engine.step()
+    rig.mailbox.put(ProvideLog(turn_id, packed(prefix)))
+    rig.run()
+
+
+def test_a_conversation_under_a_warm_prefix_needs_no_log_and_computes_its_own_words() -> None:
+    rig = Rig()
+    warmed(rig, PREFIX)
+    before = len(needed(rig))
+    for number, name in enumerate(("a", "b"), 2):
+        rig.mailbox.put(under(number, name, PREFIX, [number]))
+        rig.run()
+        assert rig.sink.reply_of(number) == expected([*PREFIX, number])
+        usage = end_of(rig, number).usage
+        assert usage.shared_tokens == usage.device_tokens == len(PREFIX) - 1
+        assert (usage.new_tokens, usage.recomputed_tokens) == (2, 0)
+    assert len(needed(rig)) == before
+
+
+def test_a_conversation_under_a_prefix_that_is_not_cached_brings_its_log_and_shares_nothing() -> (
+    None
+):
+    rig = Rig()
+    rig.mailbox.put(under(1, "a", PREFIX, [1]))
+    rig.engine.step()
+    assert needed(rig) == [LogNeeded(1, "a", len(PREFIX))]
+    rig.mailbox.put(ProvideLog(1, packed(PREFIX)))
+    rig.run()
+    assert rig.sink.reply_of(1) == expected([*PREFIX, 1])
+    assert end_of(rig, 1).usage.shared_tokens == 0
+
+
+def test_a_conversation_that_was_dropped_takes_its_prefix_from_the_one_that_is_there() -> None:
+    rig = Rig()
+    warmed(rig, PREFIX)
+    rig.mailbox.put(under(2, "a", PREFIX, [2]))
+    rig.run()
+    log = [*PREFIX, 2, *rig.sink.reply_of(2)]
+    rig.mailbox.put(DeleteConversation("a"))  # what an engine that has lost it knows
+    rig.mailbox.put(
+        SubmitTurn(
+            *(3, "a", packed([9]), len(log), options_of(6)),
+            first_position=len(log),
+            prefix_of="p",
+            prefix_tokens=len(PREFIX),
+        )
+    )
+    rig.engine.step()
+    rig.mailbox.put(ProvideLog(3, packed(log)))
+    rig.run()
+    assert rig.sink.reply_of(3) == expected([*log, 9])
+    usage = end_of(rig, 3).usage
+    assert usage.shared_tokens == len(PREFIX)
+    assert usage.recomputed_tokens == len(log) - 1 - len(PREFIX)
+
+
+def test_a_prefix_that_was_declared_anew_while_a_log_was_asked_for_is_not_shared() -> None:
+    """The first turn of a conversation under the old one waits; the new one has other tokens."""
+    rig = Rig()
+    old, fresh = PREFIX, list(range(400, 412))
+    rig.mailbox.put(under(1, "a", old, [1]))
+    rig.engine.step()
+    rig.mailbox.put(DeleteConversation("p"))
+    warmed(rig, fresh, 2)
+    rig.mailbox.put(ProvideLog(1, packed(old)))
+    rig.run()
+    assert rig.sink.reply_of(1) == expected([*old, 1])
+    assert end_of(rig, 1).usage.shared_tokens == 0
+
+
+def test_the_log_of_a_prefix_that_is_being_deleted_is_not_taken() -> None:
+    rig = running_with_a_slice_ahead()
+    fresh = list(range(500, 508))
+    rig.mailbox.put(DeleteConversation("x"))
+    rig.mailbox.put(
+        SubmitTurn(
+            *(3, "y", packed([7]), len(fresh), options_of(6)),
+            first_position=len(fresh),
+            prefix_of="x",
+            prefix_tokens=len(fresh),
+        )
+    )
+    rig.engine.step()
+    assert needed(rig) == [LogNeeded(3, "y", len(fresh))]
+    rig.mailbox.put(ProvideLog(3, packed(fresh)))
+    rig.run()
+    assert rig.sink.reply_of(3) == reply_to([*fresh, 7], len(fresh) + 7, stops=False)
+    assert end_of(rig, 3).usage.shared_tokens == 0
+
+
 def test_a_provided_log_replaces_whatever_is_cached_under_its_name():
     """A fork of another conversation's log may be cached under this name, shorter than the real one."""
     rig = Rig()

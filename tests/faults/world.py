@@ -292,7 +292,7 @@ class World:
         process.owners.watch_daemon(daemon)
         process.daemon = daemon
         if process.store.integrity_check_due:
-            daemon.check_history(lambda line: self.note("service", line))
+            daemon.damage.check(lambda line: self.note("service", line))
 
     def _new_machine(self) -> Machine | None:
         if self.strikes("the engine does not start"):

@@ -67,3 +67,38 @@ def test_a_slice_beyond_what_is_known_or_sampled_is_a_mistake(sampled: SampledId
     turn = turn_of(1, [10, 11], [7, 8])
     with pytest.raises(AssertionError, match=r"lacks token ids|no iteration samples"):
         Batch.from_slices([slice_of(turn, 0, 4 if sampled else 3, True)], 4, sampled=sampled)
+
+
+def test_slices_that_begin_with_the_same_pages_are_grouped() -> None:
+    front, document = list(range(100, 106)), list(range(200, 210))
+    tables = [
+        [*front, *document, 1, 2],
+        [*front, *document, 3, 4],
+        [*front, 5, 6],
+        [7, 8, 9, 10, 11, 12],
+        [*front, 13],
+        [*document, 14],  # not at the front of the others
+    ]
+    turns = [turn_of(i, list(range(4 * len(pages))), pages) for i, pages in enumerate(tables)]
+    slices = [slice_of(turn, len(turn.tokens) - 2, len(turn.tokens), True) for turn in turns]
+    shared = Batch.from_slices(slices, 4).shared
+    assert shared is not None
+    groups = shared.slice_groups.tolist()
+    assert groups[0] == groups[1] >= 0
+    assert groups[2] == groups[4] >= 0
+    assert groups[3] == groups[5] == -1
+    assert [int(shared.group_pages[groups[i]]) for i in (0, 2)] == [16, 6]
+
+
+def test_pages_that_a_slice_writes_to_are_not_shared() -> None:
+    pages = list(range(8))
+    turns = [turn_of(i, list(range(32)), pages) for i in range(3)]
+    starts = (25, 26, 14)  # the last begins in the fourth page
+    slices = [
+        slice_of(turn, start, start + 1, True) for turn, start in zip(turns, starts, strict=True)
+    ]
+    shared = Batch.from_slices(slices, 4).shared
+    assert shared is not None
+    assert shared.slice_groups.tolist() == [0, 0, -1]
+    assert shared.group_pages.tolist() == [6]
+    assert Batch.from_slices(slices[1:], 4).shared is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import threading
 import weakref
@@ -17,7 +16,12 @@ import torch
 
 from pensieve.core.iteration import PageCopy, Slice, SwapIn, SwapOut
 from pensieve.errors import DeviceError
-from pensieve.kernels.attention.plan import BlocksAtOnce, Tiling, plan_work
+from pensieve.kernels.attention import cuda
+from pensieve.kernels.attention.plan import BlocksAtOnce, plan_work
+from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.tiles import Tiling
+from pensieve.model import graphs
+from pensieve.model.batch import Batch
 from pensieve.model.forward import halves, is_out_of_memory
 from pensieve.model.graphs import DecodeGraphs, buckets
 from pensieve.model.kv.memory import KVMemory, PageMoves
@@ -291,6 +295,45 @@ def test_the_halves_of_a_batch_may_both_be_graphs(
     assert max(largest_gap(plain, turn) for turn in turns) <= GAP_MAX
 
 
+def test_a_graph_reads_the_plan_of_its_batch(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six decodes, of which five begin with the same pages, then two that share nothing: one list for all."""
+    monkeypatch.setattr(graphs, "attends", lambda memory: True)
+    monkeypatch.setattr(cuda, "blocks_at_once", lambda *rest: BlocksAtOnce(1, 1))
+    model = loaded("llama-gqa")
+    memory = KVMemory(model.shape, 40, 0, 32)
+    made = DecodeGraphs(model.flat, memory, 8, Captured())
+    seen: list[Any] = []
+    logits = model.flat.logits
+    monkeypatch.setattr(
+        model.flat, "logits", lambda *given: (seen.append(given[-1]._work), logits(*given))[1]
+    )
+    with torch.inference_mode():
+        made.capture()
+        assert not made.failure
+        for sharing, rows in ((5, 6), (0, 2)):
+            tables = [
+                array("i", [*(range(6) if turn < sharing else range(6 + turn, 12 + turn)), 20, 21])
+                for turn in range(rows)
+            ]
+            slices = [
+                Slice(turn, 250 - turn, 251 - turn, array("I", [3]), table, needs_token=True)
+                for turn, table in enumerate(tables)
+            ]
+            batch = Batch.from_slices(slices, 32)
+            made.logits(batch)
+            plan = graphs.plan_of(batch, memory, waves_more=0)
+            assert plan is not None
+            assert bool(plan.pack_rows) == bool(sharing)
+            work = seen[-1]
+            for found, records in ((work.items, plan.items), (work.merges, plan.merges)):
+                assert found[: len(records)].tolist() == [list(record) for record in records]
+                assert not found[len(records) :].any(), "what is behind them is nothing to do"
+            assert tuple(work.pack_rows.tolist())[: len(plan.pack_rows)] == plan.pack_rows
+            assert plan.num_part_rows <= len(work.part_sums)
+
+
 @pytest.mark.parametrize("turns_max", [1, 3, 8, 64, 70, 256])
 def test_buckets_waste_little(turns_max: int) -> None:
     sizes = buckets(turns_max)
@@ -309,9 +352,24 @@ def test_a_work_list_of_the_fewest_waves_fits_into_a_graph(seed: int) -> None:
     rows = draw.randint(1, 64)
     starts = [int(40_000 * draw.random() ** draw.choice((1, 6))) for _ in range(rows)]
     blocks = BlocksAtOnce(slots, 132, few=draw.choice((None, slots)))
-    plan = plan_work([1] * rows, starts, 4, kv_heads, Tiling(32, 128), blocks, waves_more=0)
-    assert len(plan.items) <= rows + slots // kv_heads + 1
-    assert len(plan.merges) <= slots // kv_heads + 1
-    assert plan.num_part_rows <= 4 * (rows + slots // kv_heads + 1)
-    for items in itertools.pairwise(plan.items):
-        assert items[0].num_rows == 4
+    groups = [draw.randrange(-1, draw.choice((1, 3, 20))) for _ in range(rows)]
+    pages = [
+        min((start // 32 for start, of in zip(starts, groups, strict=True) if of == g), default=0)
+        for g in range(20)
+    ]
+    for shared in (None, SharedPages(array("i", groups), array("i", pages))):
+        plan = plan_work(
+            [1] * rows, starts, 4, kv_heads, Tiling(32, 128), blocks, waves_more=0, shared=shared
+        )
+        more = slots // kv_heads + 1
+        assert len(plan.items) <= rows + more
+        assert not plan.wide_items
+        if shared is None:
+            assert len(plan.merges) <= more
+            assert plan.num_part_rows <= 4 * (rows + more)
+            assert all(item.num_rows == 4 for item in plan.items)
+        assert len(plan.merges) <= rows
+        assert len(plan.pack_rows) <= 4 * rows
+        assert plan.num_part_rows <= 4 * rows + more * min(4 * rows, 128)
+        assert plan.few_rows == (blocks.few is not None)
+        assert max(item.num_rows for item in plan.items) <= (16 if plan.few_rows else 128)

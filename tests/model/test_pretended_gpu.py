@@ -25,7 +25,7 @@ from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn, TurnOptions
 from pensieve.kernels import choices, cuda_launch
 from pensieve.kernels.attention import cuda, tensor_map
-from pensieve.kernels.attention.plan import BlocksAtOnce
+from pensieve.kernels.attention.plan import BlocksAtOnce, Plan
 from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.layer.cuda import CudaLayerKernels
 from pensieve.model import attention, fuse, transfer
@@ -363,6 +363,26 @@ def test_a_long_context_is_cut_and_merged_in_every_layer(gpu: Pretended) -> None
     turn = turn_of(0, 500, list(range(16)), PLAIN)
     executor.launch(Iteration(0, (slice_of(turn, 499, 500, True, 32),), started=starts(turn)))
     assert gpu.take() == layers("write_kv", "multi_token_attention", "merge_parts")
+    executor.close()
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_pages_that_turns_share_are_attended_to_once(
+    gpu: Pretended, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that has enough to do: the plan has a pack, and nothing is waited for."""
+    monkeypatch.setattr(cuda, "_blocks_at_once", lambda *rest: BlocksAtOnce(2, 1))
+    planned: list[Plan] = []
+    plan = cuda.plan
+    monkeypatch.setattr(cuda, "plan", lambda *given: (planned.append(plan(*given)), planned[-1])[1])
+    executor, _ = executor_on(gpu, graphs)
+    turns = [turn_of(index, 230, [*range(7), 10 + index], PLAIN) for index in range(6)]
+    slices = tuple(slice_of(turn, 229, 230, True, 32) for turn in turns)
+    executor.launch(Iteration(0, slices, started=starts(*turns)))
+    eager = layers("write_kv", "multi_token_attention", "merge_parts")
+    assert gpu.take() == ([] if graphs else eager)
+    assert sorted(planned[-1].pack_rows) == list(range(12)), "two heads of each turn"
+    assert len(executor.collect().samples) == 6
     executor.close()
 
 

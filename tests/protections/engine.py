@@ -294,8 +294,8 @@ PROTECTIONS = (
     protection(
         "fields and methods keep their numbers and names",
         "v1/conversation_pb2.py",
-        r"\n\rsystem_prompt\x18\x02",
-        r"\n\rsystem_promqt\x18\x02",
+        r"reate_if_missing\x18\x04",
+        r"reate_if_misting\x18\x04",
         "service/test_withstand.py::test_nothing_that_was_promised_has_changed_on_the_wire",
     ),
     protection(

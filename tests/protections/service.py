@@ -123,9 +123,9 @@ PROTECTIONS = (
     ),
     protection(
         "a damaged history is not written to",
-        "service/daemon.py",
-        "        if not self.history_problems:\n            return None\n",
-        "        if self.history_problems is not None:\n            return None\n",
+        "service/damage.py",
+        "        if not self.problems:\n            return None\n",
+        "        if self.problems is not None:\n            return None\n",
         "service/test_admission.py::test_a_damaged_history_is_read_and_not_written_to",
     ),
     protection(
@@ -138,7 +138,7 @@ PROTECTIONS = (
     protection(
         "a system prompt is tried out beside the store thread",
         "service/conversations.py",
-        "        num_tokens = await self._tokenized(\n",
+        "        num_tokens = await self.tokenized(\n",
         "        num_tokens = await self._threads.in_store(\n",
         "service/test_fairness.py::test_long_texts_are_tokenized_beside_the_store_thread",
     ),
@@ -151,7 +151,7 @@ PROTECTIONS = (
     ),
     protection(
         "a text that cannot fit is refused by its length",
-        "service/draft.py",
+        "service/heads.py",
         "    if size > BYTES_PER_TOKEN_MAX * context_max:\n",
         "    if size < 0:\n",
         "service/test_daemon.py::test_a_message_that_cannot_fit_leaves_the_conversation_unharmed",

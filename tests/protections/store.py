@@ -15,7 +15,7 @@ PROTECTIONS = (
         "the check after an unclean stop",
         "launch/daemon.py",
         "            if daemon.store.integrity_check_due:\n"
-        "                daemon.check_history(hooks.report)\n",
+        "                daemon.damage.check(hooks.report)\n",
         "",
         "service/test_crashes.py::test_after_an_unclean_stop_the_history_is_checked_while_it_is_served",
     ),
@@ -380,8 +380,8 @@ PROTECTIONS = (
     ),
     protection(
         "damage that was found is remembered beyond a restart",
-        "service/daemon.py",
-        "        self.store.folder.mark_damaged(True)\n",
+        "service/damage.py",
+        "        self._store.folder.mark_damaged(True)\n",
         "",
         "service/test_scrubbing.py::test_damage_of_a_cold_conversation_is_found_and_changes_are_refused",
     ),

@@ -62,8 +62,8 @@ PROTECTIONS = (
     protection(
         "a share that holds most gives pages back",
         "core/preemption.py",
-        "would_hold < held[share]\n",
-        "would_hold < 0\n",
+        "would_hold < held[share])\n",
+        "would_hold < 0)\n",
         "core/test_preemption.py::test_a_share_that_holds_everything_gives_back_a_part",
         "core/test_preemption.py::test_a_flood_at_the_highest_priority_leaves_others_their_share",
     ),
@@ -129,7 +129,7 @@ PROTECTIONS = (
         "        wait = min(self.seconds_until(1.0, now), PAUSE_SECONDS_MAX)\n",
         "        wait = 0.0\n",
         "service/test_limits.py"
-        "::test_refusals_beyond_a_burst_are_told_at_a_pace_of_a_tenant_beyond_its_limits",
+        "::test_refusals_beyond_a_burst_are_template_time_a_pace_of_a_tenant_beyond_its_limits",
         "service/test_tenants.py"
         "::test_who_is_beyond_its_limits_is_told_so_at_a_pace_and_nobody_else_waits",
     ),

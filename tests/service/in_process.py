@@ -25,7 +25,8 @@ from pensieve.engine.messages import Message as EngineMessage
 from pensieve.errors import QueueFull, TurnInterrupted
 from pensieve.launch.engine import BuiltEngine, build_engine
 from pensieve.launch.model_folder import Report, load_texts, resolve_model
-from pensieve.service.draft import Ask, ConversationSettings, Draft
+from pensieve.service.draft import Ask, ConversationSettings, Draft, Outdated
+from pensieve.service.heads import PrefixSettings
 from pensieve.service.history import History
 from pensieve.service.live_turn import Begun, Known, LiveTurn, cache_key, replayed
 from pensieve.service.turns import Turns, failure_of
@@ -46,7 +47,20 @@ class Conversations:
         self._defaults = defaults
 
     def create(self, conversation_id: str, **settings: Any) -> records.Conversation:
-        return self.history.create(ConversationSettings(conversation_id, **settings))
+        created = self.history.create(ConversationSettings(conversation_id, **settings))
+        assert isinstance(created, records.Conversation)
+        return created
+
+    def declare(self, prefix_id: str, **settings: Any) -> records.Prefix:
+        declared = PrefixSettings(prefix_id, **settings)
+        tokens = self.history.heads.declared(declared, 0.0)
+        return self.history.declared.declare(declared, tokens, 0.0, 1000)
+
+    def warm(self, conversation_id: str) -> None:
+        number = self.turns.begin_warm(conversation_id, "")
+        found = self.history.warm(conversation_id, number)
+        assert not isinstance(found, Outdated)
+        self._tell(found)
 
     def fork(self, source_id: str, new_id: str, at_revision: int) -> None:
         fork = self.history.fork(source_id, new_id, at_revision)
@@ -120,6 +134,7 @@ class Conversations:
                 self.turns.fail(ending.live, failure_of(ending.failure))
             else:
                 committed = self.history.finish(ending.reply)
+                self._tell(committed.lent)
                 self.turns.finish(ending.live, ending.reply, committed)
 
     def _tell(self, message: EngineMessage | None) -> None:

@@ -25,8 +25,11 @@ from pensieve.service.daemon import Daemon
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc.server import Listening, Server
+from pensieve.service.jobs.batch_jobs import BatchJobs
 from pensieve.service.jobs.values import Jobs
+from pensieve.service.jobs.worker import JobsConfig
 from pensieve.store.conversation_store import ConversationStore
+from pensieve.store.job_store import JobStore
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.newcomer import free_port
@@ -60,9 +63,11 @@ class DaemonRig:
         program: tuple[str, ...] = ECHO,
         written: dict[str, str] | None = None,
         jobs: Jobs | None = None,
+        batch_jobs: JobsConfig | None = None,
     ) -> None:
+        """`jobs` are scripted; with `batch_jobs` the daemon has those that people use."""
         self._arguments = (data, config, listening, program, written or {})
-        self._jobs = jobs
+        self._jobs, self._batch_jobs = jobs, batch_jobs
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.lines: list[str] = []
@@ -84,11 +89,14 @@ class DaemonRig:
         self.daemon = Daemon(
             ConversationStore.open(data, "pensieve test"),
             texts,
-            EngineProgram(program, written, MODEL_PATH),
+            EngineProgram(program, written, MODEL_PATH, "builtin"),
             config or DaemonConfig(grace_seconds=0.2),
             self.lines.append,
         )
         listening = listening or Listening("127.0.0.1:0", data / "admin.sock")
+        if self._batch_jobs is not None:
+            self.job_store = JobStore.open(data)
+            self._jobs = BatchJobs(self.daemon, self.job_store, texts, self._batch_jobs)
         self.server = Server(self.daemon, listening, self._jobs)
         await self.server.listen()
         await self.daemon.start()
@@ -137,6 +145,11 @@ class DaemonRig:
 
     def ask(self, conversation_id: str, *contents: str, **fields: Any) -> Said:
         return said(self.send(conversation_id, *contents, **fields))
+
+    @property
+    def batch(self) -> Jobs:
+        assert self._jobs is not None
+        return self._jobs
 
     def messages(self, conversation_id: str) -> list[Any]:
         request = pb.ListMessagesRequest(

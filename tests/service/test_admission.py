@@ -328,8 +328,8 @@ def test_a_damaged_history_is_read_and_not_written_to(
     rig, stub = one_by_one, one_by_one.stub
     rig.ask("c", "hello", request_id="r1", sampling=pb.Sampling(max_tokens=3))
     monkeypatch.setattr(rig.daemon.store, "integrity_check", lambda: ["page 7 is torn"])
-    on_the_loop(rig, lambda: rig.daemon.check_history(rig.lines.append))
-    wait_for(lambda: rig.daemon.history_problems)
+    on_the_loop(rig, lambda: rig.daemon.damage.check(rig.lines.append))
+    wait_for(lambda: rig.daemon.damage.problems)
     for change in (
         lambda: rig.ask("c", "more"),
         lambda: rig.ask("new", "hello"),

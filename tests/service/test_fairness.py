@@ -147,7 +147,7 @@ def test_long_texts_are_tokenized_beside_the_store_thread(
 ) -> None:
     """Also a system prompt: where it is tried out, and where its tokens are made at the first turn."""
     tokenized_by: list[str] = []
-    for name in ("opening", "delta"):
+    for name in ("opening", "delta", "behind"):
         original = getattr(ChatTemplate, name)
 
         def noted(*arguments: Any, original: Any = original) -> Any:

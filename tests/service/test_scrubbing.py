@@ -50,10 +50,10 @@ def test_damage_of_a_cold_conversation_is_found_and_changes_are_refused(
         assert not rig.daemon.serving
 
         async def check() -> None:
-            rig.daemon.check_history(rig.lines.append)
+            rig.daemon.damage.check(rig.lines.append)
 
         rig.call(check())
-        wait_for(lambda: "cold" in rig.daemon.history_problems[0])
+        wait_for(lambda: "cold" in rig.daemon.damage.problems[0])
         assert not rig.daemon.serving
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from pensieve.kernels import cpu_library
+from pensieve.kernels.attention.shared import SharedPages
 from pensieve.kernels.cpu_library import STORED, TYPES, compiled_library, succeeded
 from pensieve.kernels.kv_format import format_of
 
@@ -24,6 +25,7 @@ def multi_token_attention(
     slice_starts: torch.Tensor,
     scaling: float,
     out: torch.Tensor,
+    shared: SharedPages | None = None,
 ) -> bool:
     library = compiled_library() if query.dtype in TYPES else None
     stored = format_of(key_pages, query.dtype)
@@ -55,6 +57,9 @@ def multi_token_attention(
         slice_offsets.data_ptr(),
         slice_turns.data_ptr(),
         slice_starts.data_ptr(),
+        shared.slice_groups.buffer_info()[0] if shared is not None else None,
+        shared.group_pages.buffer_info()[0] if shared is not None else None,
+        len(shared.group_pages) if shared is not None else 0,
         len(slice_turns),
         num_heads,
         num_kv_heads,

@@ -14,7 +14,9 @@ import torch
 
 from pensieve.kernels import choices, cuda_launch
 from pensieve.kernels.attention import tensor_map
-from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Tiling, Work, plan_work
+from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Work, plan_work
+from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.tiles import Tiling
 from pensieve.kernels.choices import Choices
 from pensieve.kernels.cuda_launch import Argument, Launch, pointers
 from pensieve.kernels.kv_format import FP8
@@ -76,9 +78,13 @@ def plan(
     head_size: int,
     blocks: BlocksAtOnce,
     waves_more: int | None = None,
+    shared: SharedPages | None = None,
 ) -> Plan:
     group = num_heads // num_kv_heads
-    return plan_work(lengths, starts, group, num_kv_heads, tiling(head_size), blocks, waves_more)
+    if not choices.current.shared:
+        shared = None
+    rows = tiling(head_size)
+    return plan_work(lengths, starts, group, num_kv_heads, rows, blocks, waves_more, shared)
 
 
 def work_of(
@@ -86,6 +92,7 @@ def work_of(
     key_pages: torch.Tensor,
     slice_offsets: torch.Tensor,
     slice_starts: torch.Tensor,
+    shared: SharedPages | None = None,
 ) -> Work:
     """The plan of one call, from its tensors; it reads them back, so iterations are planned beforehand."""
     offsets = slice_offsets.tolist()
@@ -98,6 +105,7 @@ def work_of(
         num_kv_heads,
         head_size,
         blocks_at_once(query.device, head_size, key_pages.dtype),
+        shared=shared,
     )
     return Work.of(made, num_kv_heads, head_size, query.device)
 
@@ -213,7 +221,7 @@ def attention_launches(
                     *pointers(query, key_pages, value_pages),
                     scales,
                     *index,
-                    *pointers(work.items),
+                    *pointers(work.items, work.pack_rows),
                     *heads_and_pages,
                     ("l", key_pages.stride(0)),
                     *rows,

@@ -15,6 +15,7 @@ import torch
 from pensieve.kernels import cuda_launch
 from pensieve.kernels.attention import cpu, cuda, reference
 from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.attention.shared import SharedPages
 from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.kv_format import format_of
 from pensieve.kernels.shapes import Shapes
@@ -32,6 +33,7 @@ def multi_token_attention(
     out: torch.Tensor,  # (tokens, heads, head_size); may not alias query
     work: Work | None = None,  # on a GPU, the plan for these slices; None: it is made here
     kv_scales: torch.Tensor | None = None,  # float32 (2, kv_heads), of pages in fp8
+    shared: SharedPages | None = None,  # which slices share pages; of no account beside `work`
 ) -> None:
     """out[t] = softmax(scaling · query[t] · Kᵀ) · V over positions 0 … position of t, per head.
 
@@ -42,14 +44,14 @@ def multi_token_attention(
     tensors = (query, key_pages, value_pages, page_table, slice_offsets, slice_turns, slice_starts)
     match query.device.type:
         case "cuda" if cuda.takes(query.dtype, *key_pages.shape[2:], stored=key_pages.dtype):
-            work = work or cuda.work_of(query, key_pages, slice_offsets, slice_starts)
+            work = work or cuda.work_of(query, key_pages, slice_offsets, slice_starts, shared)
             rows = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
             tensors = (rows, *tensors[1:])
             for launch in cuda.attention_launches(
                 *tensors, scaling, out, work, kv_scales=kv_scales
             ):
                 cuda_launch.launch(launch, query.device)
-        case "cpu" if cpu.multi_token_attention(*tensors, scaling, out):
+        case "cpu" if cpu.multi_token_attention(*tensors, scaling, out, shared):
             pass
         case _:
             reference.multi_token_attention(*tensors, scaling, out, kv_scales)

@@ -1,16 +1,14 @@
 """Cuts an iteration's attention into work for a GPU's blocks, once for all layers.
 
-A *row* is one query token with one query head of a KV head's group, so a slice of n tokens has n · group
-rows.  A *tile* is a run of rows of one slice; all its rows see the context up to its last token.  A tile
+Rows are cut into tiles, and tiles of slices that begin with the same pages may form packs (`tiles`).  A tile
 becomes one *item* of work, or several *parts* that are merged afterwards.  csrc/include/work.h has the
 records of items and merges.
 
-How rows are cut.  A slice of few rows (`narrow_max`) is one narrow tile.  A longer one is wide tiles of
-`wide` rows, and what remains is a narrow tile if it fits.
-
 Who does them.  On Hopper the wide tiles have a kernel of their own, which runs before that of the narrow
 ones, with another number of blocks: each kind is planned by itself, for as many blocks as really run
-(`BlocksAtOnce`).  Elsewhere one kernel does both, and a page costs twice as much in a wide tile.
+(`BlocksAtOnce`).  Elsewhere one kernel does both, and a page costs twice as much in a wide tile.  Packs are
+done by the kernel of narrow tiles, which does wide ones too, whatever their number of rows: with them a
+batch that only decodes stays one launch on Hopper, too, and its plan has the form that graphs need.
 
 How a context is cut.  The device runs B blocks at once.  With parts no longer than `limit` there are n
 blocks, which take ⌈n / B⌉ waves, so the time is at most
@@ -25,6 +23,12 @@ fills the machine, and 300 equal contexts on 264 blocks do not leave half of the
 wave.  Where there are many blocks anyway, only what exceeds the mean share is cut.  No part is shorter than
 `PART_PAGES_MIN`.
 
+What is shared.  A pack's results are parts, however short it is: each member's merge takes the parts of its
+own context and, among those of the pack, its rows.  So a pack costs a part more for each row, and a block; it
+is made where that is less than the pages that need not be read (`_worth`).  And the plan with packs is taken
+if its time, as above, is less than that of the plan without any: where a few contexts are cut over a machine
+that is idle otherwise, reading pages twice may cost less than the merge.
+
 Items are sorted longest first: blocks start in this order, and the short ones fill the gaps at the end.
 Hopper's blocks stay, and go through the items there and back (csrc/cuda/multi_token_attention_hopper.cu).
 
@@ -36,11 +40,13 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import torch
 
+from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.tiles import Pack, Packed, Tile, Tiling, packed, packs_of, tiles_of
 from pensieve.kernels.shapes import PAGE_SLOTS
 
 PART_PAGES_MIN = 4
@@ -51,7 +57,7 @@ MERGE_COST = 4  # in pages: a launch more
 # two bytes each.
 ROWS_OF_A_PAGE = PAGE_SLOTS * 2 * 2 // (2 * 4)
 FEW_ROWS = 16  # of csrc/cuda/multi_token_attention.cu
-ITEM, MERGE = 6, 5  # numbers of a record
+ITEM, MERGE = 7, 8  # numbers of a record
 
 
 class Item(NamedTuple):
@@ -61,6 +67,7 @@ class Item(NamedTuple):
     key_begin: int
     key_end: int
     part_row: int  # where its partial result lies; -1: it is no part
+    pack_row: int = -1  # where its rows begin in the table of packs; -1: they are the slice's
 
 
 class Merge(NamedTuple):
@@ -68,14 +75,50 @@ class Merge(NamedTuple):
     row_begin: int
     num_rows: int
     first_part_row: int
-    num_parts: int
+    num_parts: int  # of its own, `num_rows` apart
+    first_pack_row: int = 0  # of its rows in the first part of its pack
+    pack_stride: int = 0  # from a part of the pack to the next
+    num_pack_parts: int = 0
 
 
-class Tiling(NamedTuple):
-    """How many rows a kernel's tiles have."""
+class Cut(NamedTuple):
+    limit: int  # the longest that a part may be, in pages
+    time: float  # that it takes
 
-    narrow_max: int  # of a narrow tile, at most
-    wide: int
+
+Kinds = Counter[tuple[int, int, bool]]  # cost, rows, whether it is a part however short it is
+
+
+class Load(NamedTuple):
+    """What a kernel has to do: packs, and tiles."""
+
+    made: Packed
+    step: int  # pages that it takes at once
+    pack_costs: list[tuple[int, int]]  # of a page, of all in whole steps
+    tile_costs: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, made: Packed, tiling: Tiling | None = None, step: int = 1) -> Load:
+        """Without a `tiling` every page costs 1."""
+
+        def costs(tiles: Sequence[Tile]) -> list[tuple[int, int]]:
+            found = []
+            for tile in tiles:
+                page_cost = 1 if tiling is None else tiling.page_cost(tile.num_rows)
+                found.append((page_cost, -(-tile.num_pages // step) * step * page_cost))
+            return found
+
+        return cls(made, step, costs(made.packs), costs(made.tiles))
+
+    def kinds(self) -> Kinds:
+        tiles, packs, _, places = self.made
+        rows = [tile.num_rows for tile in tiles]
+        are_parts = map(places.__contains__, range(len(tiles))) if places else repeat(False)
+        costs = [cost for _, cost in self.tile_costs]
+        kinds: Kinds = Counter(zip(costs, rows, are_parts, strict=False))
+        for pack, (_, cost) in zip(packs, self.pack_costs, strict=True):
+            kinds[cost, pack.num_rows, True] += 1
+        return kinds
 
 
 class BlocksAtOnce(NamedTuple):
@@ -93,17 +136,6 @@ class BlocksAtOnce(NamedTuple):
         return self.few, True
 
 
-class Tile(NamedTuple):
-    slice_index: int
-    row_begin: int
-    num_rows: int
-    key_end: int
-
-    @property
-    def num_pages(self) -> int:
-        return -(-self.key_end // PAGE_SLOTS)
-
-
 class Plan(NamedTuple):
     items: list[Item]  # longest first
     wide_items: list[Item]  # alike: those for the kernel of wide tiles, where there is one
@@ -112,14 +144,16 @@ class Plan(NamedTuple):
     few_rows: bool = (
         False  # no item of `items` has more than FEW_ROWS, and their kernel is that for few
     )
+    pack_rows: tuple[int, ...] = ()  # of all packs: token · group + member
 
 
 class Work(NamedTuple):
     """A plan on its device, with memory for the results of parts."""
 
-    items: torch.Tensor  # int32 (items, 6)
-    wide_items: torch.Tensor  # int32 (items, 6): those for Hopper's kernel, where it is used
-    merges: torch.Tensor  # int32 (merges, 5)
+    items: torch.Tensor  # int32 (items, ITEM)
+    wide_items: torch.Tensor  # int32 (items, ITEM): those for Hopper's kernel, where it is used
+    merges: torch.Tensor  # int32 (merges, MERGE)
+    pack_rows: torch.Tensor  # int32 (rows of packs)
     merge_rows: int  # the most rows of a merge
     part_values: torch.Tensor  # float (part rows, kv_heads, head_size)
     part_sums: torch.Tensor  # float (part rows, kv_heads)
@@ -136,16 +170,21 @@ class Work(NamedTuple):
     ) -> Work:
         lists: tuple[Sequence[tuple[int, ...]], ...] = (plan.items, plan.wide_items, plan.merges)
         numbers = array("i", chain.from_iterable(chain(*lists)))
+        numbers.extend(plan.pack_rows)
         made = torch.frombuffer(numbers, dtype=torch.int32) if numbers else torch.empty(0).int()
         sizes = [
             len(rows) * columns for rows, columns in zip(lists, (ITEM, ITEM, MERGE), strict=True)
         ]
-        items, wide_items, merges = torch.split(upload(made, torch.device(device)), sizes)
+        sizes.append(len(plan.pack_rows))
+        items, wide_items, merges, pack_rows = torch.split(
+            upload(made, torch.device(device)), sizes
+        )
         rows = plan.num_part_rows
         return cls(
             items.view(-1, ITEM),
             wide_items.view(-1, ITEM),
             merges.view(-1, MERGE),
+            pack_rows,
             max((merge.num_rows for merge in plan.merges), default=0),
             torch.empty(rows, num_kv_heads, head_size, dtype=torch.float32, device=device),
             torch.empty(rows, num_kv_heads, dtype=torch.float32, device=device),
@@ -161,83 +200,119 @@ def plan_work(
     tiling: Tiling,
     blocks: BlocksAtOnce,
     waves_more: int | None = None,
+    shared: SharedPages | None = None,
 ) -> Plan:
     """Work for slices of these lengths that begin at these positions.
 
     With `waves_more` 0 there are at most B / num_kv_heads + 1 items more than narrow tiles, where B is the
-    number of blocks that narrow work is planned for.
+    number of blocks that narrow work is planned for; the items of packs are among them.
     """
     tiles = [
         tile
         for index, (length, start) in enumerate(zip(lengths, starts, strict=True))
         for tile in tiles_of(index, length, start, group, tiling)
     ]
-    parts = _Parts(num_kv_heads, waves_more)
-    if blocks.wide is None:
-        costs = [1 if tile.num_rows <= tiling.narrow_max else 2 for tile in tiles]
-        count, few_rows = blocks.for_rows(max((tile.num_rows for tile in tiles), default=0))
-        items = parts.cut(tiles, costs, 1, count)
-        return Plan(items, [], parts.merges, parts.num_rows, few_rows)
-    wide = [tile for tile in tiles if tile.num_rows > tiling.narrow_max]
-    narrow = tiles
+    wide: list[Tile] = []
+    if blocks.wide is not None:
+        wide = [tile for tile in tiles if tile.num_rows > tiling.narrow_max]
+        if wide:
+            tiles = [tile for tile in tiles if tile.num_rows <= tiling.narrow_max]
+    count, few_rows = blocks.for_rows(max((tile.num_rows for tile in tiles), default=0))
+    load = Load.of(Packed(tiles, [], [], {}), tiling)
+    cut = part_limit(load.kinds(), num_kv_heads, count, waves_more)
+    if shared is not None:
+        items_more = count // num_kv_heads + 1 if waves_more == 0 else None
+        found = packs_of(tiles, shared, Tiling(FEW_ROWS, FEW_ROWS) if few_rows else tiling)
+        packs = _worth(found, tiles, tiling)[:items_more]
+        other = Load.of(packed(tiles, packs, lengths, group), tiling)
+        items_max = None if items_more is None else len(tiles) + items_more
+        # Even, so that a wide pack is cut into as many parts as are reckoned with.
+        with_packs = part_limit(other.kinds(), num_kv_heads, count, step=2, items_max=items_max)
+        if packs and with_packs.time < cut.time:
+            load, cut = other, with_packs
+    parts = _Parts()
+    items = parts.cut(load, cut.limit)
+    wide_items: list[Item] = []
     if wide:
-        narrow = [tile for tile in tiles if tile.num_rows <= tiling.narrow_max]
-    count, few_rows = blocks.for_rows(max((tile.num_rows for tile in narrow), default=0))
-    items = parts.cut(narrow, [1] * len(narrow), 1, count)
-    wide_items = parts.cut(wide, [1] * len(wide), blocks.wide_step, blocks.wide)
-    return Plan(items, wide_items, parts.merges, parts.num_rows, few_rows)
+        assert blocks.wide is not None
+        of_wide = Load.of(Packed(wide, [], [], {}), step=blocks.wide_step)
+        cut = part_limit(
+            of_wide.kinds(), num_kv_heads, blocks.wide, waves_more, step=blocks.wide_step
+        )
+        wide_items = parts.cut(of_wide, cut.limit)
+    rows = tuple(load.made.rows)
+    return Plan(items, wide_items, parts.merges, parts.num_rows, few_rows, rows)
 
 
-def tiles_of(slice_index: int, length: int, start: int, group: int, tiling: Tiling) -> list[Tile]:
-    rows, begin = length * group, 0
-    tiles = []
-    while begin < rows:
-        left = rows - begin
-        num_rows = left if left <= tiling.narrow_max else min(left, tiling.wide)
-        key_end = start + (begin + num_rows - 1) // group + 1
-        tiles.append(Tile(slice_index, begin, num_rows, key_end))
-        begin += num_rows
-    return tiles
+def _worth(packs: Sequence[Pack], tiles: Sequence[Tile], tiling: Tiling) -> list[Pack]:
+    """Those that save more than they cost, those that save most first."""
+
+    def gain(pack: Pack) -> float:  # in pages
+        costs = sum(tiling.page_cost(tiles[member].num_rows) for member in pack.members)
+        saved = pack.num_pages * (costs - tiling.page_cost(pack.num_rows))
+        return saved - 2 * pack.num_rows / ROWS_OF_A_PAGE - WAVE_COST  # parts: its own, the pack's
+
+    return sorted((pack for pack in packs if gain(pack) > 0), key=gain, reverse=True)
 
 
 class _Parts:
-    """Cuts tiles, and numbers the rows of their parts."""
+    """Cuts tiles and packs into items, and numbers the rows of their parts."""
 
-    def __init__(self, num_kv_heads: int, waves_more: int | None) -> None:
-        self._num_kv_heads = num_kv_heads
-        self._waves_more = waves_more
+    def __init__(self) -> None:
         self.merges: list[Merge] = []
         self.num_rows = 0
 
-    def cut(
-        self, tiles: Sequence[Tile], page_costs: Sequence[int], step: int, blocks: int
-    ) -> list[Item]:
-        """The items of these tiles, longest first; parts begin at multiples of `step` pages."""
-        steps = [-(-tile.num_pages // step) for tile in tiles]
-        costs = [count * step * cost for count, cost in zip(steps, page_costs, strict=True)]
-        rows = [tile.num_rows for tile in tiles]
-        limit = part_limit(costs, rows, self._num_kv_heads, blocks, self._waves_more, step)
+    def cut(self, load: Load, limit: int) -> list[Item]:
+        """Its items, longest first; parts begin at multiples of `step` pages from the beginning."""
+        (tiles, packs, _, places), step = load.made, load.step
         found: list[tuple[int, Item]] = []
-        for tile, num_steps, cost, page_cost in zip(tiles, steps, costs, page_costs, strict=True):
-            if cost <= limit:
-                found.append((-cost, Item(*tile[:3], 0, tile.key_end, -1)))
+        of_packs = []  # the first part's first row, and how many parts
+        for pack, costs in zip(packs, load.pack_costs, strict=True):
+            num_parts = _num_parts_of(costs, step, limit)
+            of_packs.append((self.num_rows, num_parts))
+            found += self._parts_of(pack, costs, step, num_parts)
+        for index, (tile, costs) in enumerate(zip(tiles, load.tile_costs, strict=True)):
+            num_parts = _num_parts_of(costs, step, limit)
+            place = places.get(index)
+            if num_parts == 1 and place is None:
+                found.append((-costs[1], Item(*tile[:5], -1)))
                 continue
-            steps_max = max(limit // page_cost, PART_PAGES_MIN) // step
-            num_parts = -(-num_steps // steps_max)
-            if num_parts == 1:
-                found.append((-cost, Item(*tile[:3], 0, tile.key_end, -1)))
+            merge = (*tile[:3], self.num_rows, num_parts)
+            found += self._parts_of(tile, costs, step, num_parts)
+            if place is None:
+                self.merges.append(Merge(*merge))
                 continue
-            self.merges.append(Merge(*tile[:3], self.num_rows, num_parts))
-            begin = 0
-            for part in range(1, num_parts + 1):
-                end = num_steps * part // num_parts
-                key_end = min(end * step * PAGE_SLOTS, tile.key_end)
-                item = Item(*tile[:3], begin * step * PAGE_SLOTS, key_end, self.num_rows)
-                found.append(((begin - end) * step * page_cost, item))
-                self.num_rows += tile.num_rows
-                begin = end
+            which, row = place
+            first_part_row, num_pack_parts = of_packs[which]
+            of_pack = (first_part_row + row, packs[which].num_rows, num_pack_parts)
+            self.merges.append(Merge(*merge, *of_pack))
         found.sort(key=_first)
         return [item for _, item in found]
+
+    def _parts_of(
+        self, tile: Tile, costs: tuple[int, int], step: int, num_parts: int
+    ) -> list[tuple[int, Item]]:
+        """With what they are sorted by."""
+        page_cost, cost = costs
+        num_steps = cost // page_cost // step
+        found, begin = [], 0
+        for part in range(1, num_parts + 1):
+            end = num_steps * part // num_parts
+            first = tile.key_begin + begin * step * PAGE_SLOTS
+            last = min(tile.key_begin + end * step * PAGE_SLOTS, tile.key_end)
+            item = Item(*tile[:3], first, last, self.num_rows, tile.pack_row)
+            found.append(((begin - end) * step * page_cost, item))
+            self.num_rows += tile.num_rows
+            begin = end
+        return found
+
+
+def _num_parts_of(costs: tuple[int, int], step: int, limit: int) -> int:
+    page_cost, cost = costs
+    if cost <= limit:
+        return 1
+    steps_max = max(limit // page_cost, PART_PAGES_MIN) // step
+    return -(-(cost // page_cost // step) // steps_max)
 
 
 def _first(pair: tuple[int, Item]) -> int:
@@ -245,21 +320,35 @@ def _first(pair: tuple[int, Item]) -> int:
 
 
 def part_limit(
-    costs: Sequence[int],
-    rows: Sequence[int],
+    kinds: Kinds,
     num_kv_heads: int,
     blocks_at_once: int,
     waves_more: int | None = None,
     step: int = 1,
-) -> int:
-    """The longest that a part may be, in pages (a multiple of `step`), for tiles of these costs and rows."""
-    if not costs:
-        return PART_PAGES_MIN
-    mean = sum(costs) * num_kv_heads / blocks_at_once
-    fewest = -(-len(costs) * num_kv_heads // blocks_at_once)
-    kinds = Counter(zip(costs, rows, strict=True))
-    best = max(max(costs), PART_PAGES_MIN)
-    least = min(fewest * best, mean + best) + fewest * WAVE_COST  # uncut
+    items_max: int | None = None,
+) -> Cut:
+    """The longest that a part of these may be (a multiple of `step`, or nothing is cut), and the time then.
+
+    With `items_max` there are no more parts than that, unless there are more where nothing is cut.
+    """
+    if not kinds:
+        return Cut(PART_PAGES_MIN, 0.0)
+    num_pieces = kinds.total()
+    mean = sum(cost * count for (cost, *_), count in kinds.items()) * num_kv_heads / blocks_at_once
+    fewest = -(-num_pieces * num_kv_heads // blocks_at_once)
+
+    def time_of(waves: int, limit: int) -> float:
+        part_rows = sum(
+            -(-cost // limit) * of_piece * count
+            for (cost, of_piece, is_part), count in kinds.items()
+            if cost > limit or is_part
+        )
+        price = MERGE_COST + part_rows * num_kv_heads / ROWS_OF_A_PAGE / blocks_at_once
+        merged = price if part_rows else 0.0
+        return min(waves * limit, mean + limit) + waves * WAVE_COST + merged
+
+    longest = max(cost for cost, *_ in kinds)
+    best = Cut(max(longest, PART_PAGES_MIN), time_of(fewest, max(longest, PART_PAGES_MIN)))
     tried: list[tuple[int, int]]  # waves, limit
     if fewest > WAVES_MORE:
         tried = [(fewest, max(-(-(int(mean) + 1) // step) * step, PART_PAGES_MIN))]
@@ -269,29 +358,29 @@ def part_limit(
             (waves, _smallest_limit(kinds, waves * blocks_at_once // num_kv_heads, step))
             for waves in range(fewest, last + 1)
         ]
+    if items_max is not None:
+        least = _smallest_limit(kinds, items_max, step)
+        tried = [(waves, max(limit, least)) for waves, limit in tried]
     for waves, limit in tried:
-        part_rows = sum(
-            -(-cost // limit) * of_tile * count
-            for (cost, of_tile), count in kinds.items()
-            if cost > limit
-        )
-        if not part_rows:
+        if limit >= longest:
             continue
-        price = MERGE_COST + part_rows * num_kv_heads / ROWS_OF_A_PAGE / blocks_at_once
-        time = min(waves * limit, mean + limit) + waves * WAVE_COST + price
-        if time < least:
-            best, least = limit, time
+        time = time_of(waves, limit)
+        if time < best.time:
+            best = Cut(limit, time)
     return best
 
 
-def _smallest_limit(kinds: Counter[tuple[int, int]], blocks_max: int, step: int) -> int:
-    """The smallest limit with which there are at most `blocks_max` parts (one for each tile, or more)."""
+def _num_parts(kinds: Kinds, limit: int) -> int:
+    return sum(-(-cost // limit) * count for (cost, *_), count in kinds.items())
+
+
+def _smallest_limit(kinds: Kinds, parts_max: int, step: int) -> int:
+    """The smallest limit with which there are at most `parts_max` parts (one for each piece, or more)."""
     low = -(-PART_PAGES_MIN // step)
-    high = max(-(-max(cost for cost, _ in kinds) // step), low)
+    high = max(-(-max(cost for cost, *_ in kinds) // step), low)
     while low < high:
         middle = (low + high) // 2
-        limit = middle * step
-        if sum(-(-cost // limit) * count for (cost, _), count in kinds.items()) <= blocks_max:
+        if _num_parts(kinds, middle * step) <= parts_max:
             high = middle
         else:
             low = middle + 1

@@ -26,7 +26,8 @@ class PagesStruct(ctypes.Structure):
         ("slot_mapping", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("page_table", "slice_offsets")),
         *((name, ctypes.c_void_p) for name in ("slice_turns", "slice_starts")),
-        *((name, ctypes.c_int64) for name in ("pages_max", "num_pages")),
+        *((name, ctypes.c_void_p) for name in ("slice_groups", "group_pages")),
+        *((name, ctypes.c_int64) for name in ("num_groups", "pages_max", "num_pages")),
         ("arena", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("slots", "num_threads", "stored")),
     ]
@@ -66,6 +67,7 @@ class CpuPagedRows:
         assert index.slice_offsets.is_contiguous()
         assert index.slice_turns.is_contiguous()
         assert index.slice_starts.is_contiguous()
+        shared = index.shared
         self._kept_alive = (arena, index)  # the structure holds addresses only
         self._rotated_by: object = None
         self.dtype = dtype
@@ -79,6 +81,9 @@ class CpuPagedRows:
             slice_offsets=index.slice_offsets.data_ptr(),
             slice_turns=index.slice_turns.data_ptr(),
             slice_starts=index.slice_starts.data_ptr(),
+            slice_groups=shared.slice_groups.buffer_info()[0] if shared is not None else None,
+            group_pages=shared.group_pages.buffer_info()[0] if shared is not None else None,
+            num_groups=len(shared.group_pages) if shared is not None else 0,
             pages_max=shapes["pages_max"],
             num_pages=shapes["pages"],
             arena=arena.data_ptr(),

@@ -36,6 +36,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+from pensieve.kernels.attention.shared import SharedPages
+
 Activation = Literal["silu", "gelu_tanh", "relu", "gelu"]
 NormName = Literal[
     "attention_before", "query_norm", "key_norm", "attention_after", "mlp_before", "mlp_after"
@@ -118,6 +120,7 @@ class PageIndex:
     slice_offsets: torch.Tensor  # int32 (slices+1)
     slice_turns: torch.Tensor  # int32 (slices)
     slice_starts: torch.Tensor  # int32 (slices)
+    shared: SharedPages | None = None
 
 
 class PackedWeights(Protocol):

@@ -26,6 +26,7 @@ from pensieve.errors import (
 )
 from pensieve.service.daemon import Daemon
 from pensieve.service.figures import Quantiles, num_connections
+from pensieve.service.grpc import translate
 from pensieve.service.grpc.server_info import server_info
 from pensieve.service.limits import NO_LIMITS, Allowance
 from pensieve.service.live_turn import cache_key, names_of
@@ -144,7 +145,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> pb.ListTenantsResponse:
         daemon, now = self.daemon, asyncio.get_running_loop().time()
         allowances = daemon.admission.allowances
-        stored = await daemon.reads.stored_bytes()
+        stored, prefixes = await daemon.reads.stored_bytes(), await daemon.reads.num_prefixes()
         given = pb.ListTenantsResponse()
         for name in sorted({*stored, *allowances.tenants}):
             allowance = allowances.known(name) or Allowance(NO_LIMITS, now)
@@ -153,12 +154,28 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 turns=daemon.num_turns_of(name),
                 calls=allowance.num_calls,
                 stored_bytes=stored.get(name, 0),
+                prefixes=prefixes.get(name, 0),
                 unread_bytes=allowance.num_unread_bytes,
                 tokens_saved=allowance.tokens.level(now),
                 requests_saved=allowance.requests.level(now),
                 limits=pb.TenantLimits(**vars(allowance.limits)),
             )
         return given
+
+    async def ListTenantPrefixes(
+        self, request: pb.ListTenantPrefixesRequest, context: Any
+    ) -> pb.ListTenantPrefixesResponse:
+        given = pb.ListTenantPrefixesResponse()
+        for found in await self.daemon.reads.all_prefixes():
+            tenant = found.conversation.tenant
+            given.prefixes.add(tenant=tenant, prefix=translate.prefix(found))
+        return given
+
+    async def DeleteTenantPrefix(
+        self, request: pb.DeleteTenantPrefixRequest, context: Any
+    ) -> pb.DeleteTenantPrefixResponse:
+        await self.daemon.writable.prefixes.delete(request.prefix_id, request.tenant)
+        return pb.DeleteTenantPrefixResponse()
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         self._stop()
@@ -214,7 +231,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         given.more["erasure_pending"] = daemon.store.erasure.pending
         await self._add_service(given.service)
         given.more.update(daemon.backing_up.figures())
-        given.more["history_problems"] = len(daemon.history_problems)
+        given.more["history_problems"] = len(daemon.damage.problems)
         given.more["scrub_passes"] = daemon.scrubbing.num_passes
         ready = daemon.engine.ready
         if ready is None or not daemon.engine.serving:

@@ -27,7 +27,11 @@ USES_MAX = 10_000  # of tokens over connections that are remembered; the oldest 
 REFUSED_PER_SECOND = 1.0  # ten seconds' worth can be saved up
 ADMIN_PREFIX = "/pensieve.v1.AdminService/"
 JOB_PREFIX = "/pensieve.v1.JobService/"
-DELETE_METHODS = ("/pensieve.v1.ConversationService/DeleteConversation", f"{JOB_PREFIX}DeleteJob")
+DELETE_METHODS = (
+    "/pensieve.v1.ConversationService/DeleteConversation",
+    "/pensieve.v1.ConversationService/DeletePrefix",
+    f"{JOB_PREFIX}DeleteJob",
+)
 
 
 def is_audited(method: str, request: Any) -> bool:
@@ -91,6 +95,7 @@ class Audit:
             "delete" if is_delete else "admin",
             method="" if is_delete else _short(method),
             conversation_id=getattr(request, "conversation_id", ""),
+            prefix_id=getattr(request, "prefix_id", ""),
             job_id=getattr(request, "job_id", ""),
             of_tenant=getattr(request, "tenant", ""),
             token=by.token,

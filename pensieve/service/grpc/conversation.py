@@ -12,6 +12,7 @@ from pensieve.service.draft import ConversationSettings
 from pensieve.service.grpc import json_values, translate
 from pensieve.service.grpc.auth import caller
 from pensieve.service.grpc.server_info import server_info
+from pensieve.service.heads import PrefixSettings
 from pensieve.store import records
 from pensieve.v1 import conversation_pb2 as pb
 from pensieve.v1 import conversation_pb2_grpc
@@ -129,6 +130,44 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             page.next_page_token = str(start + len(page.messages))
         return page
 
+    # -- declared prefixes --
+
+    async def CreatePrefix(
+        self, request: pb.CreatePrefixRequest, context: Any
+    ) -> pb.CreatePrefixResponse:
+        settings = PrefixSettings(
+            _prefix_id(request.prefix_id),
+            system_prompt=request.system_prompt,
+            tools=json_values.objects("tools", request.tools),
+            template_options=json_values.one_object("template_options", request.template_options),
+            messages=translate.messages_of(request.messages) if request.messages else (),
+            keep_warm=request.keep_warm,
+            tenant=caller().tenant,
+        )
+        declared = await self.daemon.writable_by(settings.tenant).prefixes.create(settings)
+        return pb.CreatePrefixResponse(prefix=translate.prefix(declared))
+
+    async def GetPrefix(self, request: pb.GetPrefixRequest, context: Any) -> pb.GetPrefixResponse:
+        prefix_id = _prefix_id(request.prefix_id)
+        found, messages = await self.daemon.reads.prefix(prefix_id, caller().tenant)
+        return translate.whole_prefix(found, messages)
+
+    async def ListPrefixes(
+        self, request: pb.ListPrefixesRequest, context: Any
+    ) -> pb.ListPrefixesResponse:
+        found = await self.daemon.reads.prefixes(
+            request.page_size or PAGE_SIZE, request.page_token, caller().tenant
+        )
+        prefixes = [translate.prefix(each) for each in found.prefixes]
+        return pb.ListPrefixesResponse(prefixes=prefixes, next_page_token=found.next_page_token)
+
+    async def DeletePrefix(
+        self, request: pb.DeletePrefixRequest, context: Any
+    ) -> pb.DeletePrefixResponse:
+        prefix_id = _prefix_id(request.prefix_id)
+        await self.daemon.writable.prefixes.delete(prefix_id, caller().tenant)
+        return pb.DeletePrefixResponse()
+
     # -- turns --
 
     async def SendMessage(  # type: ignore[override]  # it writes to the context instead of yielding
@@ -187,6 +226,12 @@ def _id(conversation_id: str) -> str:
     if not records.ID_PATTERN.fullmatch(conversation_id):
         raise NotFound("there is no such conversation")
     return conversation_id
+
+
+def _prefix_id(prefix_id: str) -> str:
+    """A prefix's id, which a client chooses."""
+    records.check_id("prefix_id", prefix_id)
+    return prefix_id
 
 
 def _drawn() -> str:

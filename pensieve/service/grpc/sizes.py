@@ -31,6 +31,7 @@ RESPONSE_BYTES_MAX = 8 << 20
 
 TEXT_BYTES_MAX = 3 << 20  # of the messages of one request together
 SYSTEM_PROMPT_BYTES_MAX = 1 << 20
+FEW_SHOT_BYTES_MAX = 1 << 20  # of a prefix, together
 TOOLS_MAX = 256
 TOOLS_BYTES_MAX = 256 << 10  # together
 CHUNK_BYTES_MAX = 1 << 20  # of a job's file
@@ -70,6 +71,15 @@ LIMITS: Mapping[str, tuple[int, Mapping[str, Limit]]] = {
         },
     ),
     "CreateJobRequest": (2 << 20, {"chunk": Limit(CHUNK_BYTES_MAX)}),
+    "CreatePrefixRequest": (
+        3 << 20,
+        {
+            "system_prompt": Limit(SYSTEM_PROMPT_BYTES_MAX),
+            "tools": Limit(TOOLS_BYTES_MAX, TOOLS_MAX),
+            "template_options": Limit(TEMPLATE_OPTIONS_BYTES_MAX),
+            "messages": Limit(FEW_SHOT_BYTES_MAX, MESSAGES_MAX - 1),
+        },
+    ),
     "ForkConversationRequest": (SMALL_REQUEST_BYTES_MAX, {"metadata": METADATA}),
     "NewMessage": (
         TEXT_BYTES_MAX,

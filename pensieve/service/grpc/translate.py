@@ -231,6 +231,30 @@ def _fill(given: pb.Conversation, name: str, values: Sequence[Any], bytes_max: i
         getattr(given, name).CopyFrom(made[0])
 
 
+def prefix(found: records.Prefix) -> pb.Prefix:
+    stored = found.conversation
+    return pb.Prefix(
+        prefix_id=found.prefix_id,
+        num_messages=stored.num_messages,
+        num_tokens=stored.num_tokens,
+        num_conversations=found.num_conversations,
+        keep_warm=found.keep_warm,
+        create_time=timestamp(stored.created_at),
+    )
+
+
+def whole_prefix(
+    found: records.Prefix, messages: Iterable[records.Message]
+) -> pb.GetPrefixResponse:
+    stored = found.conversation
+    return pb.GetPrefixResponse(
+        prefix=prefix(found),
+        messages=[message(each) for each in messages],
+        tools=structs(stored.tools),
+        template_options=one_struct(stored.template_options),
+    )
+
+
 def timestamp(seconds: float) -> timestamp_pb2.Timestamp:
     return timestamp_pb2.Timestamp(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
 

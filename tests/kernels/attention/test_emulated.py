@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 import torch
 
 from pensieve.kernels import choices
 from pensieve.kernels.attention import cuda, reference
-from pensieve.kernels.attention.plan import BlocksAtOnce, Tiling, Work, plan_work
+from pensieve.kernels.attention.plan import BlocksAtOnce, Plan, Work, plan_work
+from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.attention.tiles import Tiling
 from pensieve.kernels.cuda_launch import Launch
 from pensieve.kernels.kv_format import FP8
 from pensieve.kernels.nvrtc import Kernel
@@ -38,8 +41,12 @@ def attend(
     early: bool = False,
     few_rows: bool = False,
     fp8: bool = False,
-) -> int:
-    """Compares; how many tiles were cut.  Pages lie anywhere, and what no turn has written is NaN."""
+    fronts: list[tuple[int, list[int]]] | None = None,
+) -> Plan:
+    """Compares.  Pages lie anywhere, and what no turn has written is NaN.
+
+    `fronts`: pages, and the turns that begin with the same ones, and whose slices lie behind them.
+    """
     draw = torch.Generator().manual_seed(seed)
     turns = 1 + max(turn for turn, _, _ in slices)
     ends = [max(start + n for turn, start, n in slices if turn == each) for each in range(turns)]
@@ -48,6 +55,8 @@ def attend(
     arena = arena_of(turns * per_turn + 3, kv_heads, head_size, stored)
     scales = 2.0 ** torch.randint(-5, 3, (2, kv_heads), generator=draw) if fp8 else None
     table = torch.randperm(len(arena), generator=draw)[: turns * per_turn].view(turns, per_turn)
+    for pages, sharing in fronts or ():
+        table[sharing, :pages] = table[sharing[0], :pages]
     for turn, end in enumerate(ends):
         for index in range(-(-end // 32)):
             count = min(32, end - index * 32)
@@ -69,7 +78,14 @@ def attend(
     scaling = head_size**-0.5
     wide = blocks_at_once if hopper or few_rows else None
     blocks = BlocksAtOnce(blocks_at_once, wide, few=blocks_at_once if few_rows else None)
-    plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, blocks)
+    shared = None
+    if fronts is not None:
+        groups = {turn: group for group, (_, sharing) in enumerate(fronts) for turn in sharing}
+        shared = SharedPages(
+            array("i", [groups.get(turn, -1) for turn, _, _ in slices]),
+            array("i", [pages for pages, _ in fronts]),
+        )
+    plan = cuda.plan(lengths, starts, heads, kv_heads, head_size, blocks, shared=shared)
     work = Work.of(plan, kv_heads, head_size, "cpu")
     assert bool(len(work.wide_items)) == hopper
     assert work.few_rows == few_rows
@@ -86,7 +102,7 @@ def attend(
     reference.multi_token_attention(query.float(), wide[:, 0], wide[:, 1], *index, scaling, right)
     assert not out.isnan().any()
     assert float((out.float() - right).abs().max()) <= TOLERANCE[dtype] * max(spread, 1.0)
-    return len(plan.merges)
+    return plan
 
 
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
@@ -103,13 +119,13 @@ def test_half_precision() -> None:
 
 @pytest.mark.parametrize("length", [1, 20])
 def test_long_contexts_are_cut_and_merged(length: int) -> None:
-    assert attend([(0, 1500, length), (1, 40, 1)], 2, 1, 64, blocks_at_once=8) == 1
-    assert attend([(0, 700, length)], 4, 2, 96, blocks_at_once=12) == 1
+    assert len(attend([(0, 1500, length), (1, 40, 1)], 2, 1, 64, blocks_at_once=8).merges) == 1
+    assert len(attend([(0, 700, length)], 4, 2, 96, blocks_at_once=12).merges) == 1
 
 
 def test_wide_tiles_are_cut_and_merged() -> None:
     """Rows in the first part see all of its keys, those of the last not one of a later row's."""
-    assert attend([(0, 300, 80)], 2, 1, 64, blocks_at_once=6) >= 1
+    assert attend([(0, 300, 80)], 2, 1, 64, blocks_at_once=6).merges
 
 
 @pytest.mark.parametrize("head_size", [64, 128])
@@ -124,7 +140,7 @@ def test_hopper_in_half_precision_backwards_and_cut() -> None:
     slices = [(0, 100, 40), (1, 97, 128)]
     attend(slices, 2, 1, 128, torch.float16, hopper=True)
     attend(slices, 2, 1, 64, blocks_at_once=2, backwards=True, hopper=True)
-    assert attend([(0, 900, 40)], 2, 1, 64, blocks_at_once=8, hopper=True) == 1
+    assert len(attend([(0, 900, 40)], 2, 1, 64, blocks_at_once=8, hopper=True).merges) == 1
 
 
 @pytest.mark.parametrize("hopper", [False, True])
@@ -164,7 +180,7 @@ def test_the_kernel_for_few_rows(head_size: int, backwards: bool, early: bool) -
     """Decodes and short pieces of one to sixteen rows, one of them cut, beside a prompt's wide tile."""
     slices = [(0, 0, 1), (1, 31, 4), (2, 900, 1), (3, 63, 2)]
     order = {"backwards": backwards, "early": early, "few_rows": True}
-    assert attend(slices, 4, 1, head_size, blocks_at_once=6, **order) >= 1
+    assert attend(slices, 4, 1, head_size, blocks_at_once=6, **order).merges
     attend([*slices, (4, 30, 35)], 4, 1, head_size, hopper=True, **order)
 
 
@@ -184,7 +200,7 @@ def test_each_of_hoppers_items_is_done_in_either_order(
 @pytest.mark.parametrize("heads", [2, 8, 14])
 def test_merges_of_few_and_of_many_rows_share_a_list(heads: int) -> None:
     """A decode of one to seven rows beside a wide tile: rows that a merge lacks are nobody's."""
-    assert attend([(0, 1500, 1), (1, 900, 64)], heads, 2, 64, blocks_at_once=24) >= 2
+    assert len(attend([(0, 1500, 1), (1, 900, 64)], heads, 2, 64, blocks_at_once=24).merges) >= 2
 
 
 @pytest.mark.parametrize("seed", range(4))

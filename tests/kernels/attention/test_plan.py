@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 
 import pytest
 
@@ -15,10 +16,10 @@ from pensieve.kernels.attention.plan import (
     BlocksAtOnce,
     Item,
     Plan,
-    Tiling,
     part_limit,
     plan_work,
 )
+from pensieve.kernels.attention.tiles import Tiling
 
 NARROW = 32
 TILING = Tiling(NARROW, 128)
@@ -35,7 +36,8 @@ def check(plan: Plan, lengths: list[int], starts: list[int], group: int, tiling:
     assert len(merged) == len(plan.merges)
     parts: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
     for item in plan.items + plan.wide_items:
-        parts.setdefault(item[:3], []).append(item[3:])
+        assert item.pack_row == -1
+        parts.setdefault(item[:3], []).append(item[3:6])
     covered: dict[int, list[tuple[int, int]]] = {}
     taken: list[tuple[int, int]] = []
     for (index, begin, num_rows), runs in parts.items():
@@ -148,7 +150,8 @@ def test_nothing_to_do() -> None:
 
 def test_the_limit_of_parts_is_never_below_the_least() -> None:
     for count, cost, blocks_at_once in itertools.product((1, 3, 50), (1, 2, 4, 100), (1, 8, 500)):
-        assert part_limit([cost] * count, [4] * count, 2, blocks_at_once) >= PART_PAGES_MIN
+        kinds = Counter({(cost, 4, False): count})
+        assert part_limit(kinds, 2, blocks_at_once).limit >= PART_PAGES_MIN
 
 
 # -- Hopper: the kernel of wide tiles has blocks of its own, which stay --

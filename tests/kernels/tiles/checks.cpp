@@ -94,6 +94,37 @@ void a_row_of_attention_is_the_same_in_any_company() {
   }
 }
 
+// Rows that are drawn from a batch and pass over shared pages together, and then each slice over its own: the same to
+// the last bit as in one go.
+void a_row_goes_on_where_shared_pages_end() {
+  const Slice slice;
+  const Part whole = slice.part(10 * kSlots);
+  attend_in_tiles(whole, all, scratch);
+  std::vector<int32_t> rows(kTokens);
+  std::vector<uint16_t> batch(3 * kTokens * kGroup * kHead);
+  for (int token = 0; token < kTokens; ++token) {
+    rows[token] = 3 * ((token * 5 + 2) % kTokens) + 1;
+    memcpy(batch.data() + rows[token] * kGroup * kHead, slice.query.data() + token * kGroup * kHead,
+           2 * kGroup * kHead);
+  }
+  for (int shared : {1, 5, 9}) {
+    Part together = whole;
+    together.query = batch.data();
+    together.rows = rows.data();
+    together.end_page = shared;
+    together.position = 1 << 30;
+    attend_in_tiles(together, some, scratch);
+    Part own = whole;
+    own.first_page = shared;
+    own.continues = true;
+    attend_in_tiles(own, some, scratch);
+    must(!memcmp(sum[1], sum[0], sizeof sum[0]) &&
+             !memcmp(largest_of[1], largest_of[0], sizeof sum[0]) &&
+             !memcmp(weighted[1], weighted[0], sizeof weighted[0]),
+         "a row differs where it goes on behind shared pages");
+  }
+}
+
 // A part of the context that begins behind some of the rows: they get nothing of it.
 void a_row_gets_nothing_of_pages_behind_it() {
   const Slice slice;
@@ -124,6 +155,7 @@ int main(int num_arguments, char**) {
   must(attention_agrees(), "attention differs from that without tiles");
   a_row_of_attention_is_the_same_in_any_company();
   a_row_gets_nothing_of_pages_behind_it();
+  a_row_goes_on_where_shared_pages_end();
 #if !EMULATED_TILES
   must(!traps || trapped::count > 10000, "nothing was trapped");
 #endif

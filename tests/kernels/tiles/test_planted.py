@@ -40,6 +40,17 @@ MISTAKES = {
     "sums that are not rescaled": Mistake(
         ATTEND, "if (rescale == 1.0f) continue;", "if (rescale <= 1.0f) continue;"
     ),
+    "a part that begins anew behind shared pages": Mistake(
+        ATTEND, "const bool more = part.continues &&", "const bool more = false &&"
+    ),
+    "weighted values that begin anew behind shared pages": Mistake(
+        ATTEND, "  if (part.continues)\n    memcpy", "  if (false)\n    memcpy"
+    ),
+    "rows that are not looked up": Mistake(
+        ATTEND,
+        "query_at(part, (row + r) / part.group)",
+        "(row + r) / part.group * part.token_stride",
+    ),
     "a row that does not see itself": Mistake(ATTEND, "slot <= last ?", "slot < last ?"),
     "slots that are not masked": Mistake(
         ATTEND, "- first + 1;  // positions", "- first + 2;  // positions"
@@ -67,8 +78,8 @@ MISTAKES = {
     ),
     "blocks that depend on how many rows there are": Mistake(
         ATTEND,
-        "from == part.first_page ? from + 1",
-        "from == part.first_page ? from + 1 + part.num_tokens % 2",
+        "from == part.first_page && !part.continues ? from + 1",
+        "from == part.first_page && !part.continues ? from + 1 + part.num_tokens % 2",
     ),
     "tiles that stay configured by attention": Mistake(ATTEND, "  TILE_RELEASE();\n", ""),
 }

@@ -1,0 +1,202 @@
+"""`pensieve bench attention --shared` measures attention over pages that slices share.
+
+Each row is one shape: slices of one query each, whose contexts begin with the same pages and go on with
+their own. The same attention is computed
+
+    shared      the shared pages are read once, for the rows of many slices together
+    alone       each slice reads all of its pages, as if it shared none
+
+Both must be equal to the last bit; nothing is timed before. They run by turns, on several copies of the
+inputs, and the ratio is the median of the pairs' ratios. Where nothing is shared, LAYERS times the same
+attention are timed with the search for shared pages before them and without, as in an iteration.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+
+from pensieve.bench.attention import COPIES_BYTES, SLOTS, build
+from pensieve.bench.machine import machine
+from pensieve.bench.report import Report, progress
+from pensieve.core.iteration import Slice
+from pensieve.errors import InvalidArgument, PensieveError
+from pensieve.kernels import multi_token_attention
+from pensieve.kernels.attention.shared import SharedPages
+from pensieve.model.batch import SHARED_MIN, shared_pages
+
+LAYERS = 16
+HEADS = ((16, 16), (16, 4))
+
+
+class Shape(NamedTuple):
+    batch: int
+    shared: int  # tokens
+    own: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Row:
+    batch: int
+    shared: int
+    own: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    dtype: str
+    seconds: float
+    alone_seconds: float
+    ratio: float
+    unshared_ratio: float  # where nothing is shared: the search and LAYERS layers, over the layers
+    search_seconds: float  # once for an iteration's layers
+
+
+class Options(NamedTuple):
+    batches: tuple[int, ...]
+    shared: tuple[int, ...]
+    own: int
+    head_sizes: tuple[int, ...]
+    dtype: str | None
+    repeats: int
+
+
+class Inputs:
+    def __init__(self, shape: Shape, seed: int, *, share: bool) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        dtype = getattr(torch, shape.dtype)
+        front, own = shape.shared // SLOTS, -(-shape.own // SLOTS)
+        num_fronts = 1 if share else shape.batch
+        order = torch.randperm(front * num_fronts + own * shape.batch, generator=draw).int()
+        fronts = order[: front * num_fronts].view(num_fronts, front)
+        tails = order[front * num_fronts :].view(shape.batch, own)
+        self.page_table = torch.cat([fronts.expand(shape.batch, front), tails], dim=1).contiguous()
+        arena = torch.randn(
+            (len(order), 2, shape.kv_heads, SLOTS, shape.head_size), generator=draw
+        ).to(dtype)
+        self.key_pages, self.value_pages = arena[:, 0], arena[:, 1]
+        start = front * SLOTS + shape.own - 1
+        self.slices = [
+            Slice(index, start, start + 1, array("I", [0]), array("i", pages), True, False)
+            for index, pages in enumerate(self.page_table.tolist())
+        ]
+        self.index = (
+            torch.arange(shape.batch + 1, dtype=torch.int32),
+            torch.arange(shape.batch, dtype=torch.int32),
+            torch.full((shape.batch,), start, dtype=torch.int32),
+        )
+        rows = (shape.batch, shape.heads, shape.head_size)
+        self.query = torch.randn(rows, generator=draw).to(dtype)
+        self.out = torch.empty_like(self.query)
+        self.scaling: float = shape.head_size**-0.5
+        self.shared = shared_pages(self.slices, SLOTS)
+
+    def run(self, shared: SharedPages | None) -> torch.Tensor:
+        multi_token_attention(
+            *(self.query, self.key_pages, self.value_pages, self.page_table, *self.index),
+            self.scaling,
+            self.out,
+            shared=shared,
+        )
+        return self.out
+
+
+def run(options: Options, report: Report) -> list[Row]:
+    if min(options.shared) < SHARED_MIN * SLOTS:
+        raise InvalidArgument("shared", f"is at least {SHARED_MIN * SLOTS}: less is not looked for")
+    built = ", ".join(f"{name} {value}" for name, value in build().items())
+    progress(built)
+    report.about(machine(), built, f"slices of one query, {options.own} tokens of their own")
+    rows = []
+    for dtype in ("bfloat16", "float32"):
+        if options.dtype not in (None, dtype):
+            continue
+        for heads, kv_heads in HEADS:
+            for size in options.head_sizes:
+                for batch in options.batches:
+                    for shared in options.shared:
+                        shape = Shape(batch, shared, options.own, heads, kv_heads, size, dtype)
+                        rows.append(measure(shape, options.repeats))
+                        report.line(line_of(rows[-1]))
+    report.finish({**build(), "rows": [asdict(row) for row in rows]})
+    return rows
+
+
+def line_of(row: Row) -> str:
+    return (
+        f"{row.dtype:8} {row.heads}/{row.kv_heads:<2} of {row.head_size:3}, batch {row.batch:3}, "
+        f"{row.shared:5} shared: {row.seconds * 1e3:6.2f} ms, alone {row.alone_seconds * 1e3:6.2f} "
+        f"({row.ratio:.2f} x); nothing shared {row.unshared_ratio:.3f} x; "
+        f"search {row.search_seconds * 1e3:.2f} ms"
+    )
+
+
+@torch.inference_mode()
+def measure(shape: Shape, repeats: int) -> Row:
+    size = getattr(torch, shape.dtype).itemsize
+    per_token = 2 * shape.kv_heads * shape.head_size * int(size)
+    kv_bytes = (shape.shared + shape.own * shape.batch) * per_token
+    alone_bytes = (shape.shared + shape.own) * shape.batch * per_token
+    inputs = _copies(shape, kv_bytes, share=True)
+    for one in inputs:
+        if one.shared is None:
+            raise PensieveError(f"no shared pages were found at {shape}")
+        if not torch.equal(one.run(None).clone(), one.run(one.shared)):
+            raise PensieveError(f"sharing changes a result at {shape}")
+    alone, shared = _by_turns(inputs, repeats, lambda one: None, lambda one: one.shared)
+    unshared = _copies(shape, alone_bytes, share=False)
+    without, searched = _by_turns(unshared, repeats, lambda one: None, _search, layers=LAYERS)
+    began = time.perf_counter()
+    shared_pages(inputs[0].slices, SLOTS)
+    return Row(
+        **shape._asdict(),
+        seconds=statistics.median(shared),
+        alone_seconds=statistics.median(alone),
+        ratio=_ratio(shared, alone),
+        unshared_ratio=_ratio(searched, without),
+        search_seconds=time.perf_counter() - began,
+    )
+
+
+def _copies(shape: Shape, num_bytes: int, *, share: bool) -> list[Inputs]:
+    return [
+        Inputs(shape, seed, share=share)
+        for seed in range(max(2, min(16, COPIES_BYTES // num_bytes)))
+    ]
+
+
+def _by_turns(
+    inputs: list[Inputs],
+    repeats: int,
+    *ways: Callable[[Inputs], SharedPages | None],
+    layers: int = 1,
+) -> list[list[float]]:
+    seconds: list[list[float]] = [[] for _ in ways]
+    turn = 0
+    for _ in range(repeats):
+        for way, times in zip(ways, seconds, strict=True):
+            turn += 1
+            one = inputs[turn // len(ways) % len(inputs)]
+            began = time.perf_counter()
+            shared = way(one)
+            for _ in range(layers):
+                one.run(shared)
+            times.append(time.perf_counter() - began)
+    return seconds
+
+
+def _search(one: Inputs) -> SharedPages | None:
+    return shared_pages(one.slices, SLOTS)
+
+
+def _ratio(times: list[float], others: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(times, others, strict=True))

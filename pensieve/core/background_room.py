@@ -1,0 +1,115 @@
+"""How much of background turns joins an iteration: what interactive turns leave free.
+
+A *background* turn is one that nobody waits for, of a batch job; the others are *interactive*.  An iteration
+is filled with these first, and the scheduler then asks for how many tokens of background turns there is room:
+
+    interactive turns only generate    as many as lengthen the iteration by no more than SHARE
+    somebody's prompt is in it         none: the first token waits for this iteration
+    no interactive turn is in it       as many as take SECONDS, because one may come meanwhile;
+                                       any number, once none has been there for QUIET_SECONDS
+
+**Beside turns that generate.**  What a token more costs depends on the machine: next to nothing where reading
+the weights is what takes the time, and a tenth of the iteration on a CPU with two cores.  So it is measured:
+
+    seconds of a token = (measured - r · predicted without background) / tokens
+
+with r the median of measured over predicted, of the last iterations without background.  The second highest
+of the last few counts, so one late iteration changes nothing, and the number at most doubles from one to
+the next.  Every PROBE_AFTER iterations one goes without, for r; where there is room for none, one token is
+tried every RETRY_AFTER.
+
+**Alone**, the number of tokens follows the seconds that the last such iteration took.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import NamedTuple
+
+from pensieve.core.iteration_draft import TOKENS_MIN, IterationDraft
+
+SHARE = 0.05  # of an iteration
+SECONDS = 0.08
+QUIET_SECONDS = 30.0
+NUM_KEPT = 7
+PROBE_AFTER = 16
+RETRY_AFTER = 256
+GROWTH = 2
+
+
+class _Planned(NamedTuple):
+    at: float
+    interactive_tokens: int
+    background_tokens: int
+    has_prompt: bool  # of an interactive turn
+    predicted: float  # without background
+
+
+class BackgroundRoom:
+    def __init__(self) -> None:
+        self._interactive_at = float("-inf")  # one was there
+        self._ratios: deque[float] = deque(maxlen=NUM_KEPT)
+        self._costs: deque[tuple[int, float]] = deque(maxlen=NUM_KEPT)  # tokens, seconds of each
+        self._num_beside = self._num_without = 0  # iterations in a row, with and without background
+        self._pace = TOKENS_MIN  # tokens of an iteration without interactive turns
+        self._uncommitted: deque[_Planned] = deque()
+        self._committed_at = float("-inf")
+
+    def saw_interactive(self, now: float) -> None:
+        """Such a turn runs or waits."""
+        self._interactive_at = now
+
+    def limit(self, draft: IterationDraft, now: float) -> None:
+        """The draft has all that it has of interactive turns; what it takes now is of background turns."""
+        draft.num_interactive = draft.num_tokens
+        if (num_tokens := self._tokens(draft, now)) is not None:
+            draft.limit(num_tokens)
+
+    def planned(self, draft: IterationDraft, now: float) -> None:
+        interactive = draft.num_tokens - draft.num_background
+        if interactive:
+            self._num_beside = self._num_beside + 1 if draft.num_background else 0
+            self._num_without = 0 if draft.num_background else self._num_without + 1
+        has_prompt = interactive > draft.num_decodes
+        self._uncommitted.append(
+            _Planned(*(now, interactive, draft.num_background, has_prompt, draft.predicted_without))
+        )
+
+    def committed(self, now: float) -> None:
+        planned = self._uncommitted.popleft()
+        seconds, self._committed_at = now - max(planned.at, self._committed_at), now
+        if planned.has_prompt:
+            return
+        if not planned.interactive_tokens:
+            self._set_pace(planned, seconds)
+        elif not planned.background_tokens:
+            if planned.predicted:
+                self._ratios.append(seconds / planned.predicted)
+        elif self._ratios:
+            over = seconds - statistics.median(self._ratios) * planned.predicted
+            num_tokens = planned.background_tokens
+            self._costs.append((num_tokens, max(over, 0.0) / num_tokens))
+
+    def _tokens(self, draft: IterationDraft, now: float) -> int | None:
+        if not draft.num_tokens:
+            return None if now - self._interactive_at >= QUIET_SECONDS else self._pace
+        if draft.num_tokens > draft.num_decodes or not self._ratios:
+            return 0
+        if self._num_beside >= PROBE_AFTER:
+            return 0
+        if not self._costs:
+            return 1
+        predicted = draft.predicted_without * statistics.median(self._ratios)
+        most = GROWTH * max(num_tokens for num_tokens, _ in self._costs)
+        cost = sorted(seconds for _, seconds in self._costs)[max(len(self._costs) - 2, 0)]
+        room = min(int(SHARE * predicted / cost), most) if cost else most
+        return room or int(self._num_without >= RETRY_AFTER)
+
+    def _set_pace(self, planned: _Planned, seconds: float) -> None:
+        num_tokens = planned.background_tokens
+        if not num_tokens or seconds <= 0.0:
+            return
+        within = num_tokens * min(SECONDS / seconds, GROWTH)
+        if num_tokens >= self._pace or within < self._pace:
+            self._pace = max(int(within), TOKENS_MIN)

@@ -1,0 +1,306 @@
+"""Which request of a batch is submitted next, such that requests with a common prefix run together.
+
+All requests are known ahead, and which share which prefix (prefix_groups.py).  A group's requests are
+submitted one after another and the groups in their order, so a prefix is computed once, is used by all of its
+requests while it is there, and is dropped with the last of them (BatchLLM, section 4.3.1).
+
+**A group's prefix is computed by one of its own requests**, the *opener*.  The others wait until it is there:
+
+    waiting ──submit the opener──> opening ──prefix_computed──> open ──the last request has ended──> done
+       ^                              │                          │
+       └────────────── none of its requests is active ───────────┘
+
+It is not brought to the device by a turn of its own: whoever computes it needs it at once, so no page is
+taken for a prefix that nobody uses, and an opener has what every turn has (a place in the queue, pages that
+it waits for, a suspension that loses nothing).  While none of a group's requests is active its prefix may be
+evicted, so the next one that is submitted opens the group again; what is still there it finds.
+
+    A request is waiting, active or done.
+    A group whose prefix is not computed has at most one active request, the opener.
+    A request that came back (`returned`) is submitted again, before later ones.
+
+**Limited by memory, not by a number of requests** (the paper's algorithm 2).  What is planned for are the
+prefixes of groups with active requests, and of each active request its own part: the tokens behind the
+prefix, and the reply that is expected.  So long as this fits into `pages_max` the next request goes, and no
+later one goes before it; one that does not fit goes when no other is active.  A group with more requests than
+fit goes in parts by itself.  While a group is opening, the next one opens if there is room beyond what the
+first is going to need; so prefixes are computed while the groups before them drain.
+
+A reply is expected to be as long as those that ended, their mean and a standard deviation on top, and at
+most as long as it may be.  (While few have ended: as long as it may be.)  It is an estimate: where it is
+wrong, the scheduler suspends.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import sqrt
+from typing import NamedTuple
+
+from pensieve.core.prefix_groups import PrefixGroup
+
+NUM_LEARNED_MIN = 8  # replies that have ended, until their lengths are believed
+
+
+class FeedConfig(NamedTuple):
+    pages_max: int  # of the device, that the batch plans for
+    chunk_tokens: int
+    turns_max: int  # of the batch at once
+
+
+class Submit(NamedTuple):
+    request: int
+    group: int
+    prefix_tokens: int  # that it shares with the others of its group; 0: none
+    opens: bool  # it computes them
+
+
+class DropPrefix(NamedTuple):
+    """All requests of the group have ended."""
+
+    group: int
+
+
+Action = Submit | DropPrefix
+
+
+@dataclass(slots=True)
+class _Group:
+    index: int
+    prefix_tokens: int  # 0: its requests are alone
+    num_left: int  # requests that have not ended
+    waiting: list[int]  # the next one last
+    num_active: int = 0
+    opener: int | None = None  # active, and computes the prefix
+    is_open: bool = False
+    own_pages: int = 0  # planned for when the others of an opener will be submitted
+
+
+@dataclass(slots=True)
+class _Lengths:
+    """Of replies that have ended."""
+
+    count: int = 0
+    total: int = 0
+    squares: int = 0
+
+    def add(self, num_tokens: int) -> None:
+        self.count += 1
+        self.total += num_tokens
+        self.squares += num_tokens * num_tokens
+
+    def expected(self, most: int) -> int:
+        if self.count < NUM_LEARNED_MIN:
+            return most
+        mean = self.total / self.count
+        deviation = sqrt(max(self.squares / self.count - mean * mean, 0.0))
+        return min(most, int(mean + deviation) + 1)
+
+
+@dataclass(slots=True)
+class _Planned:
+    """Pages and turns."""
+
+    pages: int = 0
+    turns: int = 0
+    of_request: dict[int, int] = field(default_factory=dict)  # own pages of those that are active
+
+
+class GroupFeed:
+    def __init__(
+        self,
+        groups: Sequence[PrefixGroup],
+        num_tokens: Sequence[int],
+        max_tokens: Sequence[int],
+        config: FeedConfig,
+    ) -> None:
+        """By request the tokens of its prompt, and how many its reply has at most."""
+        assert min(config.pages_max, config.turns_max) > 0
+        self._config = config
+        self._num_tokens, self._max_tokens = num_tokens, max_tokens
+        self._group_of: dict[int, _Group] = {}
+        self._groups: list[_Group] = []
+        for index, group in enumerate(groups):
+            shared = group.prefix_tokens if self._is_worth_sharing(group) else 0
+            waiting = sorted(group.members, reverse=True)
+            self._groups.append(_Group(index, shared, len(waiting), waiting))
+            for member in waiting:
+                assert member not in self._group_of, f"request {member} is in two groups"
+                self._group_of[member] = self._groups[-1]
+        self._ready = list(range(len(self._groups)))  # a heap; has all with a request that may go
+        self._planned = _Planned()
+        self._coming = _Planned()  # of the other requests of groups that are opening
+        self._lengths = _Lengths()
+        self._dropped: deque[int] = deque()
+        self._done: set[int] = set()
+
+    # -- what goes next --
+
+    def next(self) -> Action | None:
+        """What is to be done now; None: nothing before something has ended or was computed."""
+        if self._dropped:
+            return DropPrefix(self._dropped.popleft())
+        group = self._first_ready()
+        if group is None or not self._fits(group):
+            return None
+        return self._submit(group)
+
+    @property
+    def num_active(self) -> int:
+        return self._planned.turns
+
+    @property
+    def num_left(self) -> int:
+        """Requests that have not ended."""
+        return len(self._group_of) - len(self._done)
+
+    @property
+    def is_done(self) -> bool:
+        return not self.num_left and not self._dropped
+
+    def group_of(self, request: int) -> int:
+        return self._group_of[request].index
+
+    def prefix_tokens_of(self, group: int) -> int:
+        """That its requests share; 0: none."""
+        return self._groups[group].prefix_tokens
+
+    # -- what happened --
+
+    def prefix_computed(self, group: int) -> None:
+        """The prefix of a group with an active request is there; others may use it."""
+        found = self._groups[group]
+        assert found.prefix_tokens, f"group {group} has no prefix"
+        assert found.num_active, f"group {group} computes nothing"
+        if not found.is_open:
+            self._close(found)
+            found.is_open = True
+            self._make_ready(found)
+
+    def ended(self, request: int, num_output_tokens: int | None) -> None:
+        """It has its result; None: that is no reply."""
+        group = self._deactivate(request)
+        self._done.add(request)
+        group.num_left -= 1
+        if num_output_tokens is not None:
+            self._lengths.add(num_output_tokens)
+        if not group.num_left and group.prefix_tokens:
+            self._dropped.append(group.index)
+
+    def returned(self, request: int) -> None:
+        """It runs no more and has no result: it is to be submitted again."""
+        group = self._deactivate(request)
+        insort(group.waiting, request, key=lambda each: -each)
+        self._make_ready(group)
+
+    # -- the parts --
+
+    def _is_worth_sharing(self, group: PrefixGroup) -> bool:
+        return len(group.members) > 1 and group.prefix_tokens >= self._config.chunk_tokens
+
+    def _first_ready(self) -> _Group | None:
+        while self._ready:
+            group = self._groups[self._ready[0]]
+            if group.waiting and (group.is_open or group.opener is None):
+                return group
+            heappop(self._ready)
+        return None
+
+    def _make_ready(self, group: _Group) -> None:
+        if group.waiting:
+            heappush(self._ready, group.index)  # it may be there already, which does no harm
+
+    def _fits(self, group: _Group) -> bool:
+        """Its next request, beside those that are active; and, if it opens, those that were there before."""
+        planned, config = self._planned, self._config
+        if not planned.turns:
+            return True
+        pages = planned.pages + self._own_pages(group.waiting[-1], group)
+        turns = planned.turns + 1
+        if not group.is_open:
+            pages += self._prefix_pages(group) + self._coming.pages
+            turns += self._coming.turns
+        return pages <= config.pages_max and turns <= config.turns_max
+
+    def _submit(self, group: _Group) -> Submit:
+        planned, request = self._planned, group.waiting.pop()
+        if not group.num_active:
+            planned.pages += self._prefix_pages(group)
+        own = planned.of_request[request] = self._own_pages(request, group)
+        planned.pages += own
+        planned.turns += 1
+        group.num_active += 1
+        opens = bool(group.prefix_tokens) and not group.is_open
+        if opens:
+            group.opener = request
+            group.own_pages = sum(self._own_pages(each, group) for each in group.waiting)
+            self._coming.pages += group.own_pages
+            self._coming.turns += len(group.waiting)
+        return Submit(request, group.index, group.prefix_tokens, opens)
+
+    def _deactivate(self, request: int) -> _Group:
+        group, planned = self._group_of[request], self._planned
+        planned.pages -= planned.of_request.pop(request)
+        planned.turns -= 1
+        group.num_active -= 1
+        if group.opener == request:
+            self._close(group)
+            self._make_ready(group)
+        if not group.num_active:
+            planned.pages -= self._prefix_pages(group)
+            group.is_open = False
+        return group
+
+    def _close(self, group: _Group) -> None:
+        """It is no longer opening."""
+        if group.opener is not None:
+            group.opener = None
+            self._coming.pages -= group.own_pages
+            self._coming.turns -= len(group.waiting)
+            group.own_pages = 0
+
+    def _prefix_pages(self, group: _Group) -> int:
+        return group.prefix_tokens // self._config.chunk_tokens
+
+    def _own_pages(self, request: int, group: _Group) -> int:
+        """Beside the whole pages of its prefix."""
+        num_tokens = self._num_tokens[request] + self._lengths.expected(self._max_tokens[request])
+        return -(-num_tokens // self._config.chunk_tokens) - self._prefix_pages(group)
+
+    # -- the audit --
+
+    def check(self) -> None:
+        """Recompute every invariant."""
+        planned, coming, active = self._planned, self._coming, self._planned.of_request
+        states = [request for group in self._groups for request in group.waiting]
+        states += [*active, *self._done]
+        assert sorted(states) == sorted(self._group_of), "a request is waiting, active or done"
+        assert planned.turns == len(active), "turns are miscounted"
+        assert planned.turns <= self._config.turns_max, "more turns than may run"
+        pages, ready = sum(active.values()), set(self._ready)
+        coming_pages = coming_turns = 0
+        for group in self._groups:
+            of_it = {request for request in active if self._group_of[request] is group}
+            assert group.num_active == len(of_it), "a group's requests are miscounted"
+            assert group.num_left == len(of_it) + len(group.waiting), "a group ends too early"
+            assert group.waiting == sorted(group.waiting, reverse=True), "out of order"
+            assert group.opener is None or of_it == {group.opener}, "others before the prefix"
+            assert not group.is_open or of_it, "a prefix is open that may be evicted"
+            if group.prefix_tokens and not group.is_open:
+                assert of_it <= {group.opener}, "others before the prefix"
+            if of_it:
+                pages += self._prefix_pages(group)
+            if group.opener is not None:
+                coming_pages += group.own_pages
+                coming_turns += len(group.waiting)
+            elif group.waiting:
+                assert group.index in ready, f"group {group.index} is forgotten"
+        assert pages == planned.pages, "pages are miscounted"
+        assert pages <= self._config.pages_max or planned.turns == 1, "more pages than there are"
+        assert (coming.pages, coming.turns) == (coming_pages, coming_turns), (
+            "who comes is miscounted"
+        )

@@ -1,0 +1,324 @@
+"""A batch of requests as turns of an engine: what is put into its mailbox, and what its events bring.
+
+Each request is a turn in a conversation that only the engine knows, and that is deleted when the request has
+its result.  What is submitted when is group_feed.py's to decide.
+
+**How a prefix is shared.**  The opener of a group is submitted with its whole prompt.  With its first token
+its prompt is computed, so its conversation is forked where the prefix ends, and the others begin as forks of
+that fork:
+
+    ~batch/night/7      [prefix ··········|its own]                     the opener; deleted when it has ended
+    ~batch/night/p2     [prefix ··········]                             a fork of it; deleted with the group
+    ~batch/night/8      [prefix ··········|its own]                     a fork of p2
+
+Nobody relies on p2.  A fork of what was evicted shares what is left, and the engine computes the rest; and a
+request that had to compute a part of its prefix has it with its first token, so p2 is made anew as a fork of
+that one.  So the same few messages serve after an eviction, a pause and the loss of an engine.
+
+    go ──> messages for the engine          after the beginning, and whenever `take` or `resume` was called
+    take(event) ──> Finished or nothing     of events of its own turns (`owns`)
+
+Each request has one result.  A turn that was cancelled, or that ended because the engine failed or its queue
+was full, is none: its request is submitted again and computed from its beginning.  Its seed is the same, so
+is its reply.
+
+After QUEUE_FULL nothing is submitted until something happens to a turn of the batch, or none is left.
+
+Other ways of sharing, to compare with: `off`, each request by itself, in the order of the file; and `lru`, in
+that order, each as a fork of the latest one that begins like it, while conversations stay in the cache until
+they are evicted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from pensieve.core.group_feed import DropPrefix, FeedConfig, GroupFeed, Submit
+from pensieve.core.iteration import SampledToken
+from pensieve.core.prefix_groups import PrefixGroup, prefix_groups
+from pensieve.core.turn import FinishReason, TurnOptions, Usage
+from pensieve.engine.messages import (
+    CancelTurn,
+    DeleteConversation,
+    Event,
+    ForkConversation,
+    Message,
+    SubmitTurn,
+    TurnAdmitted,
+    TurnEnded,
+)
+
+Sharing = Literal["groups", "lru", "off"]
+OfTurn = SampledToken | TurnAdmitted | TurnEnded  # the events that tell of its turns
+TRIED_AGAIN = ("QUEUE_FULL", "ENGINE_FAILED")  # failures that say nothing of the request
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    tokens: array[int]  # 'I': its whole prompt
+    options: TurnOptions = field(default_factory=TurnOptions)
+
+
+class Finished(NamedTuple):
+    """The result of a request."""
+
+    request: int
+    samples: tuple[SampledToken, ...]
+    finish: FinishReason
+    failure: str | None  # why, when finish is FAILED
+    usage: Usage
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [each.token_id for each in self.samples]
+
+    @property
+    def text(self) -> str:
+        return "".join(each.text for each in self.samples)
+
+
+@dataclass(slots=True)
+class _Active:
+    request: int
+    group: int
+    shared_tokens: int  # of its prompt, that a fork may bring
+    opens: bool
+    missing_tokens: int | None = None  # when it was admitted
+    samples: list[SampledToken] = field(default_factory=list)
+
+    def has_computed_of_prefix(self, num_tokens: int) -> bool:
+        """Of its prompt of so many: more than a fork of a whole prefix would have left it."""
+        return (
+            self.missing_tokens is None or self.missing_tokens > num_tokens - self.shared_tokens + 1
+        )
+
+
+class BatchRun:
+    def __init__(
+        self,
+        name: str,
+        requests: Sequence[BatchRequest],
+        feed: FeedConfig,
+        numbers: Callable[[], int],
+        share: str = "",
+        weight: float = 1.0,
+        sharing: Sharing = "groups",
+    ) -> None:
+        """`numbers` draws ids of turns; `share` and `weight` are as in `SubmitTurn`."""
+        self._name, self._requests, self._numbers = name, requests, numbers
+        self._share, self._weight = share, weight
+        prompts = [each.tokens for each in requests]
+        self._latest = _Latest(prompts, feed.chunk_tokens) if sharing == "lru" else None
+        groups = [PrefixGroup(0, (request,)) for request in range(len(requests))]
+        if sharing == "groups":
+            groups = prefix_groups(prompts)
+        num_tokens = [len(prompt) for prompt in prompts]
+        max_tokens = [each.options.sampling.max_tokens for each in requests]
+        self._feed = GroupFeed(groups, num_tokens, max_tokens, feed)
+        self._active: dict[int, _Active] = {}  # by turn_id
+        self._messages: list[Message] = []  # that follow from events
+        self._kept: dict[str, None] = {}  # conversations that outlive their turn
+        self._is_paused = self._holds_back = False
+        self.saved_tokens = 0  # of prompts, that were found in the cache
+        self.prompt_tokens = 0  # of requests that have their result
+        self.output_tokens = 0
+
+    # -- to the engine --
+
+    def go(self) -> list[Message]:
+        """What is to be put now, in this order."""
+        messages, self._messages = self._messages, []
+        while self._may_go() and (action := self._feed.next()) is not None:
+            if isinstance(action, DropPrefix):
+                messages += self._delete(self._prefix_id(action.group))
+            else:
+                messages.append(self._submit(action))
+        if self._feed.is_done:
+            for kept in list(self._kept):
+                messages += self._delete(kept)
+        return messages
+
+    def pause(self) -> list[Message]:
+        """Cancel what runs: it is computed again after `resume`.  Nothing is submitted until then."""
+        self._is_paused = True
+        return [CancelTurn(turn_id, 0) for turn_id in self._active]
+
+    def resume(self) -> None:
+        self._is_paused = False
+
+    def stop(self) -> list[Message]:
+        """Cancel what runs, and leave nothing behind in the engine."""
+        messages, self._messages = [*self._messages, *self.pause()], []
+        for kept in list(self._kept):
+            messages += self._delete(kept)
+        return messages
+
+    def engine_lost(self) -> None:
+        """Nothing runs any more, and nothing is in the cache; `go` is for the next engine."""
+        self._messages.clear()
+        self._kept.clear()
+        for active in self._active.values():
+            self._feed.returned(active.request)
+        self._active.clear()
+        self._holds_back = False
+        if self._latest is not None:
+            self._latest.forget()
+
+    # -- from the engine --
+
+    def take(self, event: Event) -> Finished | None:
+        """An event of one of its turns; others are ignored."""
+        active = self._active.get(event.turn_id) if isinstance(event, OfTurn) else None
+        if active is None:
+            return None
+        if isinstance(event, TurnEnded):
+            return self._end(active, event)
+        self._holds_back = False
+        if isinstance(event, TurnAdmitted):
+            active.missing_tokens = event.missing_tokens
+        elif isinstance(event, SampledToken):
+            active.samples.append(event)
+            if len(active.samples) == 1:
+                self._prompt_computed(active)
+        return None
+
+    def owns(self, turn_id: int) -> bool:
+        return turn_id in self._active
+
+    def request_of(self, turn_id: int) -> int | None:
+        """Of a turn that has not ended."""
+        active = self._active.get(turn_id)
+        return active.request if active is not None else None
+
+    @property
+    def is_done(self) -> bool:
+        """Each request has its result, and the engine was told to forget them all."""
+        return self._feed.is_done and not self._messages and not self._kept
+
+    @property
+    def num_active(self) -> int:
+        return self._feed.num_active
+
+    @property
+    def num_left(self) -> int:
+        """Requests without a result."""
+        return self._feed.num_left
+
+    def check(self) -> None:
+        self._feed.check()
+        assert len(self._active) == self._feed.num_active, "a turn is of no request, or the reverse"
+
+    # -- the parts --
+
+    def _may_go(self) -> bool:
+        if self._is_paused:
+            return not self._feed.num_left  # what is left is to forget the last prefixes
+        return not (self._holds_back and self._active)
+
+    def _submit(self, action: Submit) -> SubmitTurn:
+        request, turn_id = action.request, self._numbers()
+        tokens, options = self._requests[request].tokens, self._requests[request].options
+        prefix_of, shared = (
+            "",
+            min(action.prefix_tokens, len(tokens) - 1),
+        )  # one token is to be computed
+        if shared > 0:
+            prefix_of = self._prefix_id(action.group)
+        if self._latest is not None:
+            source, shared = self._latest.like(request)
+            prefix_of = self._conversation_id(source) if source is not None else ""
+        self._active[turn_id] = _Active(request, action.group, shared, action.opens)
+        return SubmitTurn(
+            turn_id,
+            self._conversation_id(request),
+            tokens.tobytes(),
+            0,
+            options,
+            prefix_of=prefix_of,
+            prefix_tokens=shared if prefix_of else 0,
+            share=self._share,
+            weight=self._weight,
+        )
+
+    def _prompt_computed(self, active: _Active) -> None:
+        """With its first token; so its prefix is there, for others of its group."""
+        if self._latest is not None:
+            self._latest.computed(active.request)
+        prefix_tokens = self._feed.prefix_tokens_of(active.group)
+        if not prefix_tokens:
+            return
+        if active.has_computed_of_prefix(len(self._requests[active.request].tokens)):
+            prefix_id = self._prefix_id(active.group)
+            if prefix_id in self._kept:
+                self._messages += self._delete(prefix_id)
+            source_id = self._conversation_id(active.request)
+            self._messages.append(ForkConversation(source_id, prefix_tokens, prefix_id))
+            self._kept[prefix_id] = None
+        self._feed.prefix_computed(active.group)
+
+    def _end(self, active: _Active, event: TurnEnded) -> Finished | None:
+        request = active.request
+        del self._active[event.turn_id]
+        self._holds_back = event.failure == "QUEUE_FULL"
+        if event.finish is FinishReason.CANCELLED or event.failure in TRIED_AGAIN:
+            self._feed.returned(request)
+            self._messages += self._delete(self._conversation_id(request))
+            return None
+        has_reply = event.finish in (FinishReason.STOP, FinishReason.LENGTH)
+        self._feed.ended(request, len(active.samples) if has_reply else None)
+        if self._latest is not None and has_reply:
+            self._kept[self._conversation_id(request)] = None
+        else:
+            self._messages += self._delete(self._conversation_id(request))
+        self.saved_tokens += event.usage.device_tokens + event.usage.host_tokens
+        self.prompt_tokens += len(self._requests[request].tokens)
+        self.output_tokens += len(active.samples)
+        return Finished(request, tuple(active.samples), event.finish, event.failure, event.usage)
+
+    def _delete(self, conversation_id: str) -> list[Message]:
+        self._kept.pop(conversation_id, None)
+        return [DeleteConversation(conversation_id)]
+
+    def _conversation_id(self, request: int) -> str:
+        return f"~batch/{self._name}/{request}"
+
+    def _prefix_id(self, group: int) -> str:
+        return f"~batch/{self._name}/p{group}"
+
+
+class _Latest:
+    """By what requests begin with, in whole chunks: the latest whose prompt was computed."""
+
+    def __init__(self, prompts: Sequence[array[int]], chunk_tokens: int) -> None:
+        self._prompts, self._size = prompts, chunk_tokens
+        self._chunks: dict[
+            tuple[int, bytes], int
+        ] = {}  # by the one before and the tokens: a number
+        self._latest: dict[int, int] = {}  # request, by the number of a chunk
+
+    def like(self, request: int) -> tuple[int | None, int]:
+        """Which one begins like it, and how far; no further than before its last token."""
+        found, num_shared = None, 0
+        for count, chunk in enumerate(self._chunks_of(request), 1):
+            if chunk not in self._latest:
+                break
+            found, num_shared = self._latest[chunk], count * self._size
+        return found, min(num_shared, len(self._prompts[request]) - 1)
+
+    def computed(self, request: int) -> None:
+        for chunk in self._chunks_of(request):
+            self._latest[chunk] = request
+
+    def forget(self) -> None:
+        self._latest.clear()
+
+    def _chunks_of(self, request: int) -> list[int]:
+        before, found, prompt = 0, [], self._prompts[request]
+        for end in range(self._size, len(prompt) + 1, self._size):
+            key = (before, prompt[end - self._size : end].tobytes())
+            before = self._chunks.setdefault(key, len(self._chunks) + 1)
+            found.append(before)
+        return found

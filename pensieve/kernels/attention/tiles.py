@@ -1,0 +1,122 @@
+"""An iteration's rows as tiles, and packs: tiles that pass over shared pages together.
+
+A *row* is one query token with one query head of a KV head's group, so a slice of n tokens has n · group
+rows.  A *tile* is a run of rows of one slice; all its rows see the context up to its last token.  A slice of
+few rows (`narrow_max`) is one narrow tile.  A longer one is wide tiles of `wide` rows, and what remains is a
+narrow tile if it fits.
+
+Where slices begin with the same pages (`SharedPages`), their tiles would read those one by one:
+
+    slice 0   ████████████████ 00          pack   ████████████████      rows of 0, 1 and 2
+    slice 1   ████████████████ 1111                                00   and each slice's own pages
+    slice 2   ████████████████ 2                                   1111
+                                                                   2
+
+A *pack* is the rows of several such tiles, one tile behind another.  They lie behind all of the shared pages,
+so every row of a pack sees the same keys, and a pack is attended to like a tile: only which row of the batch
+is which must be told, by a table (`Packed.rows`).  What is left of each member begins behind the shared
+pages.  A tile is in one pack or in none, and never in two pieces.  A pack has no more rows than a tile may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.shapes import PAGE_SLOTS
+
+
+class Tiling(NamedTuple):
+    """How many rows a kernel's tiles have."""
+
+    narrow_max: int  # of a narrow tile, at most
+    wide: int
+
+    def page_cost(self, num_rows: int) -> int:
+        """Of a page, where one kernel does narrow and wide tiles."""
+        return 1 if num_rows <= self.narrow_max else 2
+
+
+class Tile(NamedTuple):
+    slice_index: int  # of a pack: that of its first member, whose page table has the pages
+    row_begin: int
+    num_rows: int
+    key_begin: int  # a multiple of the page size
+    key_end: int
+    pack_row: int = -1  # where a pack's rows begin in the table
+
+    @property
+    def num_pages(self) -> int:
+        return -(-self.key_end // PAGE_SLOTS) - self.key_begin // PAGE_SLOTS
+
+
+class Pack(NamedTuple):
+    members: tuple[int, ...]  # tiles, by their index
+    num_rows: int
+    num_pages: int
+
+
+class Packed(NamedTuple):
+    """Tiles and packs of some of them."""
+
+    tiles: list[Tile]  # in their order; members begin behind their pack's pages
+    packs: list[Tile]
+    rows: list[int]  # of the packs, one behind another: token · group + member of the group
+    places: dict[int, tuple[int, int]]  # of a member: its pack, and its first row there
+
+
+def tiles_of(slice_index: int, length: int, start: int, group: int, tiling: Tiling) -> list[Tile]:
+    rows, begin = length * group, 0
+    tiles = []
+    while begin < rows:
+        left = rows - begin
+        num_rows = left if left <= tiling.narrow_max else min(left, tiling.wide)
+        key_end = start + (begin + num_rows - 1) // group + 1
+        tiles.append(Tile(slice_index, begin, num_rows, 0, key_end))
+        begin += num_rows
+    return tiles
+
+
+def packs_of(tiles: Sequence[Tile], shared: SharedPages, tiling: Tiling) -> list[Pack]:
+    """All that there may be, of two members at least."""
+    by_group: dict[int, list[int]] = {}
+    for index, tile in enumerate(tiles):
+        if (group := shared.slice_groups[tile.slice_index]) >= 0:
+            by_group.setdefault(group, []).append(index)
+    packs: list[Pack] = []
+    for group, indices in by_group.items():
+        left = sum(tiles[index].num_rows for index in indices)
+        members: list[int] = []
+        num_rows = rows_max = 0
+        for index in indices:
+            of_tile = tiles[index].num_rows
+            if num_rows + of_tile > rows_max:
+                packs.append(Pack(tuple(members), num_rows, shared.group_pages[group]))
+                members, num_rows = [], 0
+                rows_max = tiling.narrow_max if left <= tiling.narrow_max else tiling.wide
+            members.append(index)
+            num_rows += of_tile
+            left -= of_tile
+        packs.append(Pack(tuple(members), num_rows, shared.group_pages[group]))
+    return [pack for pack in packs if len(pack.members) > 1]
+
+
+def packed(
+    tiles: Sequence[Tile], packs: Sequence[Pack], lengths: Sequence[int], group: int
+) -> Packed:
+    """What is to be done with these packs; `lengths` are those of the slices."""
+    made = Packed(list(tiles), [], [], {})
+    first_tokens = [0, *accumulate(lengths)]
+    for index, pack in enumerate(packs):
+        first, key_end = len(made.rows), pack.num_pages * PAGE_SLOTS
+        for member in pack.members:
+            tile = tiles[member]
+            made.tiles[member] = Tile(*tile[:3], key_end, tile.key_end)
+            made.places[member] = (index, len(made.rows) - first)
+            row = first_tokens[tile.slice_index] * group + tile.row_begin
+            made.rows.extend(range(row, row + tile.num_rows))
+        leader = tiles[pack.members[0]].slice_index
+        made.packs.append(Tile(leader, 0, pack.num_rows, 0, key_end, first))
+    return made

@@ -1,0 +1,110 @@
+"""Prefixes that clients declare, and those of them that are kept warm; on the loop.
+
+A prefix is tokenized in the text pool and then stored; from then on conversations may begin under it.  Its KV
+is computed by the first of them, and stays as long as the engine keeps it.  One that is to be *kept warm* is
+warmed by the daemon itself: when it was declared, when an engine has started, and every
+`keep_warm_seconds`, so that what was dropped or swapped out comes back and what is there counts as used.
+Where nothing is missing that costs the engine next to nothing.  It is best effort: such a warm waits behind
+turns like any other, and a tenant in debt is passed over.  What it computes is the tenant's to pay for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from pensieve.errors import NotFound, PensieveError
+from pensieve.service.heads import PrefixSettings
+from pensieve.service.history import History
+from pensieve.service.limits import Allowance
+from pensieve.service.threads import Threads
+from pensieve.service.warming import Warming
+from pensieve.store import records
+from pensieve.store.declared_prefixes import stored_id
+
+log = logging.getLogger("pensieve")
+PAUSE_SECONDS = 0.01  # between two of them
+NOBODY = "/prefixes"  # no tenant has this name
+
+
+class Acts(NamedTuple):
+    """What is done with conversations of any kind."""
+
+    tokenized: Callable[[str, Callable[[], Any]], Awaitable[Any]]  # for a tenant, in the text pool
+    delete: Callable[[str, str], Awaitable[None]]  # a conversation of a tenant
+    charge: Callable[[str, int], None]  # a tenant, for tokens
+
+
+class DeclaredPrefixes:
+    def __init__(
+        self,
+        history: History,
+        threads: Threads,
+        warming: Warming,
+        acts: Acts,
+        now: Callable[[], float],
+        allowance_of: Callable[[str], Allowance],
+        keep_warm_seconds: float,
+    ) -> None:
+        """`now`: the clock of the records."""
+        self._history, self._threads, self._warming, self._acts = history, threads, warming, acts
+        self._now, self._allowance_of = now, allowance_of
+        self._keep_warm_seconds = keep_warm_seconds
+        self._due = asyncio.Event()
+
+    async def create(self, settings: PrefixSettings) -> records.Prefix:
+        tenant, template_time = settings.tenant, self._now()
+        tokens = await self._acts.tokenized(
+            tenant, lambda: self._history.heads.declared(settings, template_time)
+        )
+        self._acts.charge(tenant, sum(map(len, tokens)))
+        prefixes_max = self._allowance_of(tenant).limits.prefixes_max
+        declared = await self._threads.in_store(
+            tenant, self._history.declared.declare, settings, tokens, template_time, prefixes_max
+        )
+        if settings.keep_warm:
+            await self._warm(tenant, settings.prefix_id)
+        return declared
+
+    async def delete(self, prefix_id: str, tenant: str = "") -> None:
+        """Conversations under it stay whole, and keep the KV that they share."""
+        try:
+            await self._acts.delete(stored_id(prefix_id), tenant)
+        except NotFound:
+            raise NotFound(f"there is no prefix {prefix_id!r}") from None
+
+    # -- kept warm --
+
+    def start(self) -> None:
+        self._threads.spawn(self._keep_warm())
+
+    def warm_soon(self) -> None:
+        """An engine has started, which has nothing."""
+        self._due.set()
+
+    async def _keep_warm(self) -> None:
+        while True:
+            self._due.clear()
+            try:
+                kept = await self._threads.in_store(NOBODY, self._history.declared.to_keep_warm)
+            except PensieveError as error:  # the next pass tries again
+                log.warning("prefixes could not be kept warm: %s", error)
+                kept = []
+            for tenant, prefix_id in kept:
+                if self._allowance_of(tenant).in_debt(self._threads.loop.time()) is None:
+                    await self._warm(tenant, prefix_id)
+                await asyncio.sleep(PAUSE_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._keep_warm_seconds):
+                    await self._due.wait()
+
+    async def _warm(self, tenant: str, prefix_id: str) -> None:
+        try:
+            await self._warming.warm(stored_id(prefix_id), tenant, counts=False)
+        except NotFound:  # it was deleted meanwhile
+            return
+        except PensieveError as error:
+            log.warning("prefix %s could not be warmed: %s", prefix_id, error)

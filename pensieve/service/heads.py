@@ -1,0 +1,174 @@
+"""What conversations begin with before their first turn, and the tokens of that first turn's messages.
+
+                          what it begins with               its tokens
+    no prefix             a system prompt, or nothing       none: they come with the first turn
+    a declared prefix     system prompt, few-shot turns     the template's head of them; see text/template.py
+
+A first turn is written as the template writes an opening with all of these messages: rendered as a whole, but
+for the head, which was tokenized when the prefix was declared.  So its log is, token for token, that of a
+conversation whose first turn brought all of it.  Where a template writes nothing fixed in front, a head is
+empty, and then a declared prefix is in this like none.
+
+A declared prefix without any message, of tools say, has an empty system message for its tokens (`STAND_IN`).
+The template does not see that one; any other system prompt has a text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from pensieve.errors import ContextFull, InvalidArgument
+from pensieve.store import records
+from pensieve.store.bodies import canonical_json
+from pensieve.text import ChatTemplate, Message, Setting, ToolCall
+from pensieve.text.template import NO_HEAD, Head
+
+BYTES_PER_TOKEN_MAX = 16  # longer text is refused before it is tokenized
+STAND_IN = records.NewMessage("system", "")
+HEADS_MAX = 64  # that are remembered, of
+CHARACTERS_MAX = 8 << 20  # together
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixSettings:
+    """A prefix that a client declares."""
+
+    prefix_id: str
+    system_prompt: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Message] = ()  # the few-shot turns
+    keep_warm: bool = False
+    tenant: str = ""
+
+    @property
+    def all_messages(self) -> list[Message]:
+        system = [Message("system", self.system_prompt)] if self.system_prompt else []
+        return [*system, *self.messages]
+
+
+class Heads:
+    """The heads that were asked for lately; any thread may ask."""
+
+    def __init__(self, template: ChatTemplate, context_max: int) -> None:
+        self._template = template
+        self._context_max = context_max
+        self._lock = threading.Lock()
+        self._known: OrderedDict[bytes, Head] = OrderedDict()
+        self._num_characters = 0
+
+    def of(self, messages: Sequence[Message], setting: Setting) -> Head:
+        """What a log begins with under a prefix of these messages; tokenized once."""
+        key = _key(messages, setting)
+        with self._lock:
+            if (known := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                return known
+        head = self._template.head(messages, setting)
+        with self._lock:
+            if self._known.setdefault(key, head) is head:
+                self._num_characters += len(head.text)
+            while len(self._known) > HEADS_MAX or self._num_characters > CHARACTERS_MAX:
+                self._num_characters -= len(self._known.popitem(last=False)[1].text)
+        return head
+
+    def declared(self, settings: PrefixSettings, template_time: float) -> list[list[int]]:
+        """The tokens of each message that this prefix will be stored with; refuses one that cannot be."""
+        messages = settings.all_messages
+        if not (messages or settings.tools):
+            raise InvalidArgument("prefix", "has a system prompt, tools or messages")
+        for each in settings.messages:
+            if each.role not in ("user", "assistant", "tool"):
+                raise InvalidArgument("messages", "are those of user, assistant and tool")
+            if each.role == "user" and not each.content:
+                raise InvalidArgument("content", "a message must not be empty")
+        size = sum(len(each.content) for each in messages) + sum(map(len, map(str, settings.tools)))
+        check_length("prefix", size, self._context_max)
+        now = datetime.fromtimestamp(template_time, UTC)
+        head = self.of(messages, Setting(settings.tools, settings.template_options, now))
+        if len(head.token_ids) + 2 > self._context_max:  # beside it, one to read and one to say
+            raise ContextFull(len(head.token_ids) + 2, self._context_max)
+        return tokens_of(head, len(messages) or 1)
+
+    def knows(self, messages: Sequence[Message], setting: Setting) -> bool:
+        with self._lock:
+            return _key(messages, setting) in self._known
+
+
+def _key(messages: Sequence[Message], setting: Setting) -> bytes:
+    given = [list(setting.tools), dict(setting.options), setting.now.timestamp()]
+    return hashlib.blake2b(canonical_json([[asdict(each) for each in messages], given])).digest()
+
+
+def check_length(field_name: str, size: int, context_max: int) -> None:
+    """Refuse before it is tokenized what cannot fit."""
+    if size > BYTES_PER_TOKEN_MAX * context_max:
+        raise InvalidArgument(
+            field_name, f"{size:,} characters cannot fit a context of {context_max:,} tokens"
+        )
+
+
+def tokens_of(head: Head, num_messages: int) -> list[list[int]]:
+    """Of each message that a prefix is stored with."""
+    if not head.spans:
+        return [head.token_ids] * num_messages  # of the stand-in, which is alone
+    return [head.token_ids[start:stop] for start, stop in head.spans]
+
+
+def first_messages(stored: Sequence[records.Message]) -> list[Message]:
+    """What a conversation begins with, as the template sees it."""
+    return [message_of(each) for each in stored if each.content or each.role != "system"]
+
+
+def first_turn(
+    template: ChatTemplate,
+    head: Head,
+    first: Sequence[Message],
+    messages: Sequence[Message],
+    setting: Setting,
+) -> list[list[int]]:
+    """The tokens of each message of the first turn, behind the head of the `first` messages."""
+    behind = template.behind(head, first, messages, setting)
+    return [behind.token_ids[start:stop] for start, stop in behind.spans]
+
+
+def check_fits(head: Head, conversation: records.Conversation, log_end: Sequence[int]) -> None:
+    """That the log is this head; else something has changed that no fingerprint knows of."""
+    num_tokens = len(head.token_ids)
+    if num_tokens != conversation.num_tokens or head.token_ids[-len(log_end) :] != list(log_end):
+        raise InvalidArgument(
+            "prefix_id", "the template no longer writes what this prefix was declared with"
+        )
+
+
+def head_of(
+    heads: Heads, stored: Sequence[records.Message], conversation: records.Conversation
+) -> Head:
+    """Of a conversation before its first turn; empty where its first tokens come with that."""
+    if conversation.began_at is None:
+        return NO_HEAD
+    return heads.of(first_messages(stored), setting_of(conversation))
+
+
+def setting_of(conversation: records.Conversation) -> Setting:
+    template_time = datetime.fromtimestamp(conversation.template_time, UTC)
+    return Setting(conversation.tools, conversation.template_options, template_time)
+
+
+def message_of(stored: records.Message) -> Message:
+    """A message of the store as the template takes it."""
+    calls = stored.extra.get("tool_calls", ())
+    return Message(
+        stored.role,
+        stored.content,
+        stored.extra.get("thinking"),
+        tuple(ToolCall(call["name"], call["arguments"], call["id"]) for call in calls),
+        stored.tool_call_id or None,
+        stored.extra.get("name"),
+    )

@@ -1,0 +1,295 @@
+"""The batch jobs of a daemon: received, checked, run one after another, and answered; on the loop.
+
+    the loop            which job is at work, its run in the engine, who watches
+    the jobs' thread    the store of jobs (store/job_store.py), one call at a time
+    the text pool       reading and tokenizing lines, writing answers
+
+Two *activities* go on at most, each with one job: one checks the lines of the oldest job that is `checking`,
+one runs the oldest that is `running` or `waiting`.  So jobs run in the order of their creation, and one
+that is paused lets the next one pass.
+
+What is on the disk is the truth.  An activity begins with the pending lines of its job and ends with none;
+if it ends before (pause, cancel, deletion, the end of the daemon), whatever had no result is pending still.
+An operation on a job first *holds* it: its activity is told to end, and none begins until the operation is
+done.  Then the store says what may follow what.
+
+**Background.**  A job's turns are background turns: the scheduler gives them what interactive turns leave
+free (core/background_room.py), and the job plans for `pages_share` of the device tier and no more, so that
+conversations keep their KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from pensieve.engine.messages import Answer, Event
+from pensieve.errors import PensieveError, QueueFull, StorageFull, Unavailable, one_line
+from pensieve.service.background import Background
+from pensieve.service.daemon import Daemon
+from pensieve.service.history import Texts
+from pensieve.service.jobs.activity import Activity, view_of
+from pensieve.service.jobs.job_run import JobRun
+from pensieve.service.jobs.receiving import Receiving
+from pensieve.service.jobs.store_thread import StoreThread
+from pensieve.service.jobs.values import JobHeader, JobView
+from pensieve.service.jobs.worker import FIRST_NUMBER, JobsConfig, Worker
+from pensieve.store.job_records import Job, JobKey, JobOutcome, JobState, NewJob, Result, Which
+from pensieve.store.job_store import JobStore
+
+T = TypeVar("T")
+log = logging.getLogger("pensieve")
+JOBS_MAX = 100  # of a tenant, that have not ended
+RETRY_SECONDS = 2.0
+LOOK_SECONDS = 1.0
+FORGET_SECONDS = 3600.0
+ACTIVITIES = (JobState.CHECKING,), (JobState.RUNNING, JobState.WAITING)  # of jobs in these states
+
+
+class BatchJobs(Background):
+    def __init__(
+        self,
+        daemon: Daemon,
+        store: JobStore,
+        texts: Texts,
+        config: JobsConfig | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """`now` is the clock of the records."""
+        self._daemon, self._now = daemon, now
+        self._config = config or JobsConfig()
+        self._store = StoreThread(store)
+        self._worker = Worker(daemon, texts, self._store, self._config, now)
+        self._loop = asyncio.get_running_loop()
+        self._activities: dict[JobKey, Activity] = {}
+        self._held: set[JobKey] = set()
+        self._problems: dict[JobKey, str] = {}  # why a job does not go on
+        self._unusable: set[JobKey] = set()  # until the daemon is started again
+        self._closing = False
+        self._news = [asyncio.Event() for _ in ACTIVITIES]  # a job may be there for it
+        self._tasks: list[asyncio.Task[None]] = []
+        daemon.background = self
+
+    # -- the daemon's part --
+
+    def engine_started(self) -> None:
+        """Turns may come."""
+        self._worker.engine_up.set()
+        if not self._tasks:
+            work = [self._work(*each) for each in zip(ACTIVITIES, self._news, strict=True)]
+            self._tasks = [self._loop.create_task(each) for each in (*work, self._forget())]
+
+    def engine_lost(self) -> None:
+        self._worker.engine_up.clear()
+        for run in self._runs():
+            run.engine_lost()
+
+    def take(self, event: Event) -> bool:
+        """Whether it was of a turn of a job, be it of one that nobody knows any more."""
+        if isinstance(event, Answer) or event.turn_id < FIRST_NUMBER:
+            return False
+        for run in self._runs():
+            if run.take(event):
+                break
+        return True
+
+    def go(self) -> None:
+        """The engine has been heard."""
+        for run in self._runs():
+            run.go(self._daemon.engine.put)
+
+    def drain(self) -> None:
+        """End what goes on; the next daemon goes on with it."""
+        self._closing = True
+        for activity in self._activities.values():
+            activity.stop(self._daemon.engine.put)
+        self._tell()
+
+    async def close(self) -> None:
+        self.drain()
+        await asyncio.gather(*(each.ended.wait() for each in list(self._activities.values())))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._store.close()
+
+    # -- what clients ask --
+
+    async def create(self, tenant: str, header: JobHeader, chunks: AsyncIterator[bytes]) -> JobView:
+        key = JobKey(tenant, header.job_id)
+        if self._closing:
+            raise Unavailable("the daemon is shutting down")
+        jobs = await self._store.call(tenant, self._store.jobs.list_jobs, tenant)
+        if sum(job.state is not JobState.ENDED for job in jobs) >= JOBS_MAX:
+            raise QueueFull(f"{JOBS_MAX} jobs have not ended; try again later")
+        allowed = self._daemon.allowance(tenant).limits.storage_bytes
+        used = sum(job.num_bytes for job in jobs)
+        if allowed is not None and used + header.num_bytes > allowed:
+            raise StorageFull(f"this tenant's jobs may take {allowed:,} bytes")
+        left = None if allowed is None else allowed - used
+        options = {"endpoint": header.endpoint, "check_only": header.check_only}
+        receiving = Receiving(header, left)
+        new = NewJob(key, header.name, header.sha256, options)
+        await self._store.call(tenant, self._store.jobs.create, new)
+        try:
+            async for lines in receiving.lines(chunks):
+                await self._store.call(tenant, self._store.jobs.append_lines, key, lines)
+            receiving.check()
+            options["num_bytes"] = receiving.num_bytes
+            job = await self._store.call(
+                tenant, self._store.jobs.received, key, receiving.sha256, options
+            )
+        except BaseException:
+            await asyncio.shield(self._store.call(tenant, self._store.jobs.delete, key))
+            raise
+        self._tell()
+        return self._view(job)
+
+    async def get(self, tenant: str, job_id: str) -> JobView:
+        return self._view(await self._get(JobKey(tenant, job_id)))
+
+    async def list(self, tenant: str | None) -> Sequence[JobView]:
+        jobs = await self._store.call(tenant or "", self._store.jobs.list_jobs, tenant)
+        return [self._view(job) for job in jobs]
+
+    async def pause(self, tenant: str, job_id: str) -> JobView:
+        return await self._change(JobKey(tenant, job_id), JobState.PAUSED)
+
+    async def resume(self, tenant: str, job_id: str) -> JobView:
+        key = JobKey(tenant, job_id)
+        if (await self._get(key)).state is JobState.RUNNING:
+            return await self.get(tenant, job_id)
+        return await self._change(key, JobState.WAITING)
+
+    async def cancel(self, tenant: str, job_id: str) -> JobView:
+        return await self._change(JobKey(tenant, job_id), JobState.ENDED, JobOutcome.CANCELLED)
+
+    async def delete(self, tenant: str, job_id: str) -> None:
+        key = JobKey(tenant, job_id)
+        await self._held_while(key, lambda: self._store.call(tenant, self._store.jobs.delete, key))
+        self._problems.pop(key, None)
+
+    async def results(
+        self, tenant: str, job_id: str, which: Which, after: int
+    ) -> AsyncIterator[Sequence[Result]]:
+        key = JobKey(tenant, job_id)
+        while page := await self._store.call(
+            tenant, self._store.jobs.results, key, after, which=which
+        ):
+            yield page
+            after = page[-1].line
+
+    async def watch(self, tenant: str, job_id: str) -> AsyncIterator[JobView]:
+        before: JobView | None = None
+        while True:
+            view = await self.get(tenant, job_id)
+            if view != before:
+                yield view
+            if view.state is JobState.ENDED:
+                return
+            before = view
+            await asyncio.sleep(LOOK_SECONDS)
+
+    # -- activities --
+
+    def _runs(self) -> Sequence[JobRun]:
+        return [each.run for each in self._activities.values() if each.run is not None]
+
+    async def _work(self, states: Sequence[JobState], news: asyncio.Event) -> None:
+        """One job after another that is in one of these states, the earlier states first."""
+        while not self._closing:
+            news.clear()
+            try:
+                job = await self._next(states)
+            except PensieveError as error:
+                log.error("jobs cannot go on for now: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            if job is None:
+                await news.wait()
+            else:
+                await self._act(job)
+
+    async def _next(self, states: Sequence[JobState]) -> Job | None:
+        jobs = await self._store.call("", self._store.jobs.list_jobs)
+        not_now = self._held | self._unusable
+        found = [job for job in jobs if job.state in states and job.key not in not_now]
+        return min(found, key=lambda job: (states.index(job.state), job.number), default=None)
+
+    async def _act(self, job: Job) -> None:
+        key = job.key
+        if key in self._held or self._closing:
+            return
+        activity = self._activities[key] = Activity(key, self._loop.time())
+        try:
+            if job.state is JobState.CHECKING:
+                await self._worker.check(job, activity)
+            else:
+                await self._worker.run(job, activity)
+            self._problems.pop(key, None)
+        except Unavailable as error:
+            self._problems[key] = one_line(error)
+            log.warning("the job %s of %r waits: %s", key.job_id, key.tenant, error)
+            await asyncio.sleep(RETRY_SECONDS)
+        except Exception as error:
+            log.error("the job %s of %r cannot go on", key.job_id, key.tenant, exc_info=error)
+            await self._give_up(key, one_line(error) or type(error).__name__)
+        finally:
+            activity.stop(self._daemon.engine.put)
+            del self._activities[key]
+            activity.ended.set()
+            self._tell()
+
+    async def _give_up(self, key: JobKey, problem: str) -> None:
+        """The others go on."""
+        ended, failed = JobState.ENDED, JobOutcome.FAILED
+        try:
+            await self._store.set_state(key, ended, failed, problem)
+        except PensieveError:
+            self._unusable.add(key)
+            self._problems[key] = problem
+
+    async def _forget(self) -> None:
+        """Jobs that ended long ago."""
+        while keep := self._config.keep_seconds:
+            try:
+                while await self._store.call("", self._store.jobs.forget_older, self._now() - keep):
+                    await asyncio.sleep(0.1)
+            except PensieveError as error:
+                log.warning("jobs that ended long ago cannot be deleted: %s", error)
+            await asyncio.sleep(FORGET_SECONDS)
+
+    # -- inside --
+
+    async def _change(
+        self, key: JobKey, state: JobState, outcome: JobOutcome | None = None
+    ) -> JobView:
+        job = await self._held_while(key, lambda: self._store.set_state(key, state, outcome))
+        return self._view(job)
+
+    async def _held_while(self, key: JobKey, operation: Callable[[], Awaitable[T]]) -> T:
+        if key in self._held:
+            raise QueueFull("something else is being done with this job; try again in a moment")
+        self._held.add(key)
+        try:
+            if (activity := self._activities.get(key)) is not None:
+                activity.stop(self._daemon.engine.put)
+                await activity.ended.wait()
+            return await operation()
+        finally:
+            self._held.discard(key)
+            self._tell()
+
+    async def _get(self, key: JobKey) -> Job:
+        return await self._store.call(key.tenant, self._store.jobs.get, key)
+
+    def _tell(self) -> None:
+        for each in self._news:
+            each.set()
+
+    def _view(self, job: Job) -> JobView:
+        activity = self._activities.get(job.key)
+        return view_of(job, activity, self._problems.get(job.key, ""), self._loop.time())

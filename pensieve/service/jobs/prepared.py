@@ -1,0 +1,159 @@
+"""A line of a job, read and tokenized: what the engine needs of it, and what its answer says of it.
+
+A line gives the same tokens and the same seeds whenever it is read: a date that the template writes is that
+of the job's creation, and a seed that the body does not name follows from the file, the line and the choice.
+So a line that is computed again, after a crash say, is answered with the same words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from pensieve.core.sampling import Sampling
+from pensieve.engine.batch_run import Finished
+from pensieve.errors import ContextFull, PensieveError
+from pensieve.service.heads import check_length
+from pensieve.service.openai import (
+    BatchLine,
+    Heading,
+    LineError,
+    PromptTokens,
+    Reply,
+    Request,
+    Served,
+    answer,
+    answer_line,
+    error_line,
+    line_error,
+    one_line,
+    read_line,
+)
+from pensieve.store.job_records import Job, JobLine, JobUsage, NewAnswer, NewRefusal
+from pensieve.text import ChatTemplate, PartMarker, Setting
+
+PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that can be computed."""
+
+    line: BatchLine  # without its messages
+    tokens: array[int]  # 'I': of its prompt
+    samplings: tuple[Sampling, ...]  # of its choices
+
+
+class LineReader(NamedTuple):
+    """Reads the lines of one job; in any thread."""
+
+    job: Job
+    served: Served
+    template: ChatTemplate
+    context_max: int
+
+    def read_all(self, lines: Sequence[JobLine]) -> list[Prepared | LineError]:
+        found = map(self.read, lines)
+        return [each for each in found if each is not None]
+
+    def read(self, line: JobLine) -> Prepared | LineError | None:
+        """None: the line is blank."""
+        found = read_line(line.number, line.text, self.served, self.job.options.get("endpoint", ""))
+        if not isinstance(found, BatchLine):
+            return found
+        try:
+            tokens = self._tokens(found.request)
+            if len(tokens) >= self.context_max:
+                raise ContextFull(len(tokens) + 1, self.context_max)
+        except PensieveError as error:
+            return line_error(found, error)
+        samplings = tuple(self._sampling(found, n) for n in range(found.request.num_choices))
+        bare = replace(found.request, messages=(), prompt=None)
+        return Prepared(BatchLine(found.line, found.custom_id, bare), tokens, samplings)
+
+    def _tokens(self, request: Request) -> array[int]:
+        if isinstance(request.prompt, tuple):
+            return array("I", request.prompt)
+        if request.prompt is not None:
+            check_length("prompt", len(request.prompt), self.context_max)
+            self.template.tokenizer.check_text(request.prompt, "prompt")
+            return array("I", self.template.tokenizer.encode_prompt(request.prompt))
+        num_characters = sum(len(each.content) for each in request.messages)
+        check_length("messages", num_characters, self.context_max)
+        began = datetime.fromtimestamp(self.job.created_at, UTC)
+        setting = Setting(request.tools, request.template_options, began)
+        return array("I", self.template.opening(request.messages, setting).token_ids)
+
+    def _sampling(self, line: BatchLine, choice: int) -> Sampling:
+        sampling = line.request.sampling
+        if choice == 0 and "seed" in line.request.given:
+            return sampling
+        named = sampling.seed if "seed" in line.request.given else self.job.sha256
+        words = f"{named}/{line.line}/{choice}".encode()
+        return replace(
+            sampling, seed=int.from_bytes(hashlib.blake2b(words, digest_size=7).digest())
+        )
+
+
+class Writer(NamedTuple):
+    """Makes results of what the engine has answered; in any thread."""
+
+    template: ChatTemplate
+    model: str
+    now: float  # seconds since 1970
+
+    def result(self, prepared: Prepared, choices: Sequence[Finished]) -> NewAnswer | NewRefusal:
+        """Of a line whose choices have all ended."""
+        failure = next((each.failure for each in choices if each.failure), None)
+        if failure is not None:
+            return refusal(failed(prepared.line, failure))
+        line, request = prepared.line, prepared.line.request
+        num_cached = [each.usage.device_tokens + each.usage.host_tokens for each in choices]
+        replies = [self._reply(prepared, each) for each in choices]
+        line_id = f"{line.line}"
+        body = answer(
+            request,
+            replies,
+            PromptTokens(len(prepared.tokens), num_cached[0]),
+            Heading(_answer_id(prepared), int(self.now), request.model or self.model),
+            self.template.tokenizer,
+        )
+        usage = JobUsage(
+            len(prepared.tokens) * len(choices),
+            sum(num_cached),
+            sum(len(each.samples) for each in choices),
+        )
+        text = one_line(answer_line(line_id, line.custom_id, body))
+        return NewAnswer(line.line, text, usage)
+
+    def _reply(self, prepared: Prepared, finished: Finished) -> Reply:
+        tail = prepared.tokens[-PROMPT_TAIL_TOKENS:]
+        marker = PartMarker(self.template.tokenizer, tail)
+        samples = finished.samples
+        with_logprobs = prepared.line.request.sampling.logprobs is not None
+        return Reply(
+            [each.token_id for each in samples],
+            [each.text for each in samples],
+            finished.finish,
+            [marker.push(each.token_id) for each in samples],
+            [(each.logprob or 0.0, each.top_logprobs) for each in samples] if with_logprobs else (),
+        )
+
+
+def refusal(error: LineError) -> NewRefusal:
+    return NewRefusal(error.line, one_line(error_line(f"{error.line}", error)))
+
+
+def failed(line: BatchLine, reason: str) -> LineError:
+    """The engine could not answer a request."""
+    return LineError(line.line, line.custom_id, reason.lower(), f"the request failed ({reason})")
+
+
+def _answer_id(prepared: Prepared) -> str:
+    """The same whenever the line is answered."""
+    words = f"{prepared.line.custom_id}/{prepared.line.line}/{prepared.samplings[0].seed}".encode()
+    return hashlib.blake2b(words, digest_size=12).hexdigest()

@@ -1,0 +1,246 @@
+"""Checks the lines of a job, and runs it: activities that go on until they have ended or are told to stop.
+
+**Checking** looks at each line before anything is computed: what is wrong is known at once, by line.
+
+**Running** reads the pending lines again and gives them to the engine (job_run.py).  When that dies its run
+is over, and the next one begins when it is back.  Lines that it had begun are tried again alone, one at a
+time; what died alone goes to the end of them, and a line with which the engine died DEATHS_MAX times alone is
+refused.  So one request that kills the engine costs a few restarts, and an engine that is killed from outside
+costs nobody an answer.
+
+**A full disk.**  Nothing more is submitted until what was answered is written; the job's `problem` says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+from pensieve.core.group_feed import FeedConfig
+from pensieve.errors import Unavailable, one_line
+from pensieve.service.daemon import Daemon
+from pensieve.service.history import Texts
+from pensieve.service.jobs.activity import Activity
+from pensieve.service.jobs.job_run import JobRun, Ready
+from pensieve.service.jobs.prepared import LineReader, Prepared, Writer, failed, refusal
+from pensieve.service.jobs.store_thread import StoreThread
+from pensieve.service.openai import LineError, Served
+from pensieve.store.job_records import (
+    Job,
+    JobKey,
+    JobLine,
+    JobOutcome,
+    JobState,
+    NewAnswer,
+    NewRefusal,
+)
+
+FIRST_NUMBER = 1 << 40  # of the turns of jobs; those of conversations are counted from 1
+TURNS_MAX = 64  # of a job at once
+LINES_A_HOP = 32  # that are read in the text pool, until others may
+DEATHS_MAX = 2  # of the engine, with a line alone
+RETRY_SECONDS = 2.0
+LOOK_SECONDS = 1.0
+FORGET_SECONDS = 3600.0
+KEEP_SECONDS = 30 * 86_400.0
+
+
+@dataclass(frozen=True)
+class JobsConfig:
+    pages_share: float = 0.5  # of the device tier, that a job may plan for
+    turns_max: int = TURNS_MAX
+    keep_seconds: float = KEEP_SECONDS  # that a job is kept after its end; 0: for ever
+
+
+class Worker:
+    def __init__(
+        self,
+        daemon: Daemon,
+        texts: Texts,
+        store: StoreThread,
+        config: JobsConfig,
+        now: Callable[[], float],
+    ) -> None:
+        """`now` is the clock of the records."""
+        self._daemon, self._texts, self._store, self._now = daemon, texts, store, now
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._numbers = count(FIRST_NUMBER)
+        self._names = count(1)
+        self.engine_up = asyncio.Event()
+
+    async def check(self, job: Job, activity: Activity) -> None:
+        """Look at each line before anything is computed: what is wrong is known at once, by line."""
+        reader, after, key = self._reader(job), 0, job.key
+        while pending := await self._pending(job, after):
+            after = pending[-1].number
+            found = await self._read(reader, pending, activity)
+            if activity.stopping:
+                return
+            lines = [each.line if isinstance(each, Prepared) else each for each in found]
+            names = [(each.line, each.custom_id) for each in lines if each.custom_id is not None]
+            again = await self._store.call(key.tenant, self._store.jobs.name_lines, key, names)
+            wrong = {each.line: each for each in found if isinstance(each, LineError)}
+            for line, custom_id, first in again:
+                text = f"custom_id: line {first} has the same"
+                error = LineError(line, custom_id, "duplicate_custom_id", text, "custom_id")
+                wrong.setdefault(line, error)
+            await self._refuse(job, [wrong[line] for line in sorted(wrong)])
+        if job.options.get("check_only"):
+            await self._store.set_state(key, JobState.ENDED, JobOutcome.CHECKED)
+        else:
+            await self._store.set_state(key, JobState.WAITING)
+
+    async def run(self, job: Job, activity: Activity) -> None:
+        key, deaths = job.key, dict[int, int]()  # of lines, alone
+        await self._store.set_state(key, JobState.RUNNING)
+        left = await self._prepared(job, activity)
+        suspects: list[int] = []  # lines that may have killed the engine
+        while left and not activity.stopping:
+            await self._until_up(activity)
+            suspects = [each for each in suspects if each in left]
+            some = [left[suspects[0]]] if suspects else list(left.values())
+            run = await self._made(key, some)
+            await self._follow(run, job, activity, left)
+            if run.was_lost:
+                suspects = self._suspects(run, suspects, deaths)
+                for line in [each for each in suspects if deaths.get(each) == DEATHS_MAX]:
+                    if line in left:
+                        await self._refuse(job, [failed(left.pop(line).line, "ENGINE_DIED")])
+        if not left and not activity.stopping:
+            await self._store.set_state(key, JobState.ENDED, JobOutcome.COMPLETED)
+
+    @staticmethod
+    def _suspects(run: JobRun, before: list[int], deaths: dict[int, int]) -> list[int]:
+        """Lines to be tried alone, one that was alone when the engine died at the end."""
+        if not before:
+            return sorted(run.begun)
+        for line in run.begun:
+            deaths[line] = deaths.get(line, 0) + 1
+        return [*(each for each in before if each not in run.begun), *run.begun]
+
+    async def _made(self, key: JobKey, some: Sequence[Prepared]) -> JobRun:
+        ready = self._daemon.engine.ready
+        if ready is None:
+            raise Unavailable("the engine is starting")
+        pages = max(int(ready.device_pages * self._config.pages_share), 1)
+        feed = FeedConfig(pages, ready.chunk_tokens, self._config.turns_max)
+        share, weight = f"~batch/{key.tenant}", self._daemon.allowance(key.tenant).limits.weight
+        name = f"{next(self._names)}"
+        return await self._daemon.threads.in_text_pool(
+            key.tenant, lambda: JobRun(name, some, feed, self._numbers.__next__, share, weight)
+        )
+
+    async def _follow(
+        self, run: JobRun, job: Job, activity: Activity, left: dict[int, Prepared]
+    ) -> None:
+        """Until it is over; what is answered meanwhile is written, many lines in one transaction."""
+        if activity.stopping or not self.engine_up.is_set():
+            return
+        activity.run, tenant = run, job.key.tenant
+        try:
+            while True:
+                run.changed.clear()
+                in_debt = self._daemon.allowance(tenant).in_debt(self._loop.time()) is not None
+                run.hold(in_debt)
+                run.go(self._daemon.engine.put)
+                if ready := run.take_ready():
+                    await self._write(ready, run, job, activity)
+                    for each in ready:
+                        left.pop(each.prepared.line.line, None)
+                elif run.is_over:
+                    return
+                else:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_SECONDS):
+                            await run.changed.wait()
+        finally:
+            activity.run = None
+
+    async def _write(
+        self, ready: Sequence[Ready], run: JobRun, job: Job, activity: Activity
+    ) -> None:
+        """The results of lines, until the disk takes them; nothing more is submitted meanwhile."""
+        tenant = job.key.tenant
+        writer = Writer(self._texts.template, self._daemon.engine.model_name, self._now())
+        results = await self._daemon.threads.in_text_pool(
+            tenant, lambda: [writer.result(each.prepared, each.choices) for each in ready]
+        )
+        num_tokens = sum(each.num_tokens for each in ready)
+        self._daemon.admission.charge(tenant, num_tokens, self._loop.time())
+        while not activity.stopping:
+            try:
+                await self._put(job, results)
+            except Unavailable as error:
+                activity.problem = one_line(error)
+                run.hold(True)
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                activity.problem = ""
+                activity.done(len(ready), num_tokens, self._loop.time())
+                return
+
+    async def _put(self, job: Job, results: Sequence[NewAnswer | NewRefusal]) -> None:
+        answers = [each for each in results if isinstance(each, NewAnswer)]
+        refusals = [each for each in results if isinstance(each, NewRefusal)]
+        if answers:
+            await self._store.call(job.key.tenant, self._store.jobs.answer, job.key, answers)
+        if refusals:
+            await self._store.call(job.key.tenant, self._store.jobs.refuse, job.key, refusals)
+
+    async def _prepared(self, job: Job, activity: Activity) -> dict[int, Prepared]:
+        """The lines without a result, by number; one that cannot be read any more is refused."""
+        found: dict[int, Prepared] = {}
+        reader, after = self._reader(job), 0
+        while lines := await self._pending(job, after):
+            after = lines[-1].number
+            for each in await self._read(reader, lines, activity):
+                if isinstance(each, Prepared):
+                    found[each.line.line] = each
+                else:
+                    await self._refuse(job, [each])
+            if activity.stopping:
+                break
+        return found
+
+    async def _pending(self, job: Job, after: int) -> list[JobLine]:
+        return await self._store.call(
+            job.key.tenant, self._store.jobs.pending_lines, job.key, after
+        )
+
+    async def _read(
+        self, reader: LineReader, lines: Sequence[JobLine], activity: Activity
+    ) -> list[Prepared | LineError]:
+        found: list[Prepared | LineError] = []
+        for first in range(0, len(lines), LINES_A_HOP):
+            if activity.stopping:
+                break
+            some = lines[first : first + LINES_A_HOP]
+            found += await self._daemon.threads.in_text_pool(
+                reader.job.key.tenant, partial(reader.read_all, some)
+            )
+        return found
+
+    async def _refuse(self, job: Job, errors: Sequence[LineError]) -> None:
+        await self._put(job, [refusal(each) for each in errors])
+
+    def _reader(self, job: Job) -> LineReader:
+        daemon = self._daemon
+        name = daemon.engine.model_name
+        served = Served(
+            daemon.defaults,
+            {name, name.rpartition("/")[2]},
+            daemon.engine.ready.vocab_size if daemon.engine.ready is not None else None,
+            self._texts.template.options,
+        )
+        return LineReader(job, served, self._texts.template, daemon.context_max)
+
+    async def _until_up(self, activity: Activity) -> None:
+        while not (self.engine_up.is_set() or activity.stopping):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self.engine_up.wait()

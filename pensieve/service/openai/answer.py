@@ -1,0 +1,288 @@
+"""Replies as the bodies of OpenAI's API: a chat completion, a text completion, a response.
+
+A reply is what its tokens released, each with the part of the reply that it belongs to.  Thinking goes into
+`reasoning_content` (of a response: an item of its own) without the control tokens around it, and the white
+space between it and the text is left out.  Everything else is the text, tool calls included, as they were
+sampled.
+
+Logprobs are those of the tokens of the text.  A token that has no text by its nature (the end of a turn) has
+none in the answer either, but it may be among the alternatives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress, groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from pensieve.core.iteration import Logprob
+from pensieve.core.turn import FinishReason
+from pensieve.service.openai.kinds import RequestKind
+from pensieve.service.openai.request import Request
+from pensieve.text.parts import Part, without_marks
+from pensieve.text.tokenizer import Tokenizer
+
+LOGPROB_MIN = -9999.0  # what the API writes for a token that cannot come; JSON has no infinity
+ID_PREFIXES = {
+    RequestKind.CHAT: "chatcmpl-",
+    RequestKind.COMPLETION: "cmpl-",
+    RequestKind.RESPONSE: "resp_",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One choice, token by token."""
+
+    token_ids: Sequence[int]
+    texts: Sequence[str]  # that each token released
+    finish: FinishReason  # STOP or LENGTH
+    parts: Sequence[Part] = ()  # of each token; none: all is text
+    logprobs: Sequence[
+        tuple[float, Sequence[Logprob]]
+    ] = ()  # of each token, if they were requested
+
+    def text_of(self, *parts: Part) -> str:
+        """What the tokens of these parts released."""
+        return "".join(compress(self.texts, self.is_of(*parts)))
+
+    def is_of(self, *parts: Part) -> list[bool]:
+        """Of each token, whether it belongs to one of them."""
+        if not self.parts:
+            return [Part.TEXT in parts] * len(self.texts)
+        return [each in parts for each in self.parts]
+
+    @property
+    def thinking(self) -> str:
+        """Of each run of such tokens, one to a paragraph."""
+        runs = groupby(zip(self.texts, self.is_of(Part.THINKING), strict=True), itemgetter(1))
+        texts = ("".join(text for text, _ in run) for is_thinking, run in runs if is_thinking)
+        return "\n\n".join(filter(None, map(without_marks, texts)))
+
+    @property
+    def content(self) -> str:
+        text = self.text_of(Part.TEXT, Part.TOOL_CALL)
+        return text.lstrip() if Part.THINKING in self.parts else text
+
+    @property
+    def num_thinking(self) -> int:
+        return sum(self.is_of(Part.THINKING))
+
+
+class Heading(NamedTuple):
+    """What an answer says of itself."""
+
+    answer_id: str  # without the prefix that each kind of answer has
+    created: int  # seconds since 1970
+    model: str
+
+
+class PromptTokens(NamedTuple):
+    """How long the prompt was, and how much of it was not computed for this request."""
+
+    num_tokens: int
+    num_cached: int = 0
+
+
+def answer(
+    request: Request,
+    replies: Sequence[Reply],
+    prompt: PromptTokens,
+    heading: Heading,
+    tokenizer: Tokenizer | None = None,
+) -> dict[str, Any]:
+    """The body, one reply for each choice; a tokenizer is needed where logprobs are requested."""
+    assert len(replies) == request.num_choices, (len(replies), request.num_choices)
+    assert all(each.finish in (FinishReason.STOP, FinishReason.LENGTH) for each in replies)
+    assert tokenizer is not None or request.sampling.logprobs is None
+    if request.kind is RequestKind.RESPONSE:
+        return _response(request, replies[0], prompt, heading, tokenizer)
+    is_chat = request.kind is RequestKind.CHAT
+    choice = _chat_choice if is_chat else _text_choice
+    return {
+        "id": ID_PREFIXES[request.kind] + heading.answer_id,
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": heading.created,
+        "model": heading.model,
+        "choices": [
+            {"index": n, **choice(each, request, tokenizer), "finish_reason": each.finish.value}
+            for n, each in enumerate(replies)
+        ],
+        "usage": _usage(replies, prompt),
+        "system_fingerprint": None,
+    }
+
+
+def _chat_choice(reply: Reply, request: Request, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+    if thinking := reply.thinking:
+        message["reasoning_content"] = thinking
+    logprobs = None
+    if request.sampling.logprobs is not None and tokenizer is not None:
+        logprobs = {"content": _tokens(reply, tokenizer), "refusal": None}
+    return {"message": message, "logprobs": logprobs}
+
+
+def _text_choice(reply: Reply, request: Request, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The prompt was no chat, so nothing is a part."""
+    reply = Reply(reply.token_ids, reply.texts, reply.finish, (), reply.logprobs)
+    logprobs = None
+    if request.sampling.logprobs is not None and tokenizer is not None:
+        logprobs = _columns(_tokens(reply, tokenizer))
+    return {"text": reply.content, "logprobs": logprobs}
+
+
+def _usage(replies: Sequence[Reply], prompt: PromptTokens) -> dict[str, Any]:
+    """All choices share one prompt."""
+    num_output = sum(len(each.token_ids) for each in replies)
+    return {
+        "prompt_tokens": prompt.num_tokens,
+        "completion_tokens": num_output,
+        "total_tokens": prompt.num_tokens + num_output,
+        "prompt_tokens_details": {"cached_tokens": prompt.num_cached},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(each.num_thinking for each in replies)
+        },
+    }
+
+
+# -- logprobs --
+
+
+def _tokens(reply: Reply, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The tokens of the text, with their alternatives."""
+    found = []
+    is_first = True
+    rows = zip(reply.token_ids, reply.logprobs, reply.is_of(Part.TEXT, Part.TOOL_CALL), strict=True)
+    for token_id, (logprob, alternatives), is_text in rows:
+        if not is_text or tokenizer.is_silent(token_id):
+            continue
+        top = [_token(tokenizer, each.token_id, each.logprob, is_first) for each in alternatives]
+        found.append({**_token(tokenizer, token_id, logprob, is_first), "top_logprobs": top})
+        is_first = False
+    return found
+
+
+def _token(tokenizer: Tokenizer, token_id: int, logprob: float, is_first: bool) -> dict[str, Any]:
+    piece = b""
+    if 0 <= token_id < tokenizer.vocab_size:  # else it pads the model's vocabulary
+        piece = tokenizer.piece(token_id, first=is_first)
+    return {
+        "token": piece.decode("utf-8", "replace"),
+        "logprob": logprob if math.isfinite(logprob) else LOGPROB_MIN,
+        "bytes": list(piece),
+    }
+
+
+def _columns(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """As a text completion has them; of alternatives with the same text the likeliest counts."""
+    top_logprobs, offsets, offset = [], [], 0
+    for each in tokens:
+        column: dict[str, float] = {}
+        for one in (*each["top_logprobs"], each):
+            column.setdefault(one["token"], one["logprob"])
+        top_logprobs.append(column)
+        offsets.append(offset)
+        offset += len(each["token"])
+    return {
+        "tokens": [each["token"] for each in tokens],
+        "token_logprobs": [each["logprob"] for each in tokens],
+        "top_logprobs": top_logprobs,
+        "text_offset": offsets,
+    }
+
+
+# -- a response --
+
+
+def _response(
+    request: Request,
+    reply: Reply,
+    prompt: PromptTokens,
+    heading: Heading,
+    tokenizer: Tokenizer | None,
+) -> dict[str, Any]:
+    is_whole = reply.finish is FinishReason.STOP
+    status = "completed" if is_whole else "incomplete"
+    echoed, sampling = request.echoed, request.sampling
+    conversation = {"conversation": {"id": request.conversation}} if request.conversation else {}
+    return {
+        "id": ID_PREFIXES[request.kind] + heading.answer_id,
+        "object": "response",
+        "created_at": heading.created,
+        "status": status,
+        "background": False,
+        "error": None,
+        "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+        "instructions": echoed.get("instructions"),
+        "max_output_tokens": sampling.max_tokens if request.max_tokens_given else None,
+        "max_tool_calls": None,
+        "model": heading.model,
+        "output": _output(request, reply, status, heading, tokenizer),
+        "parallel_tool_calls": echoed.get("parallel_tool_calls", True),
+        "previous_response_id": echoed.get("previous_response_id"),
+        "prompt_cache_key": echoed.get("prompt_cache_key"),
+        "reasoning": {"effort": None, "summary": None, **echoed.get("reasoning", {})},
+        "safety_identifier": echoed.get("safety_identifier"),
+        "service_tier": "default",
+        "store": echoed.get("store", True),
+        "temperature": sampling.temperature,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": echoed.get("tool_choice", "auto"),
+        "tools": [
+            {"description": None, "parameters": None, "strict": False, **each}
+            for each in echoed.get("tools", ())
+        ],
+        "top_logprobs": sampling.logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "usage": {
+            "input_tokens": prompt.num_tokens,
+            "input_tokens_details": {"cached_tokens": prompt.num_cached, "cache_write_tokens": 0},
+            "output_tokens": len(reply.token_ids),
+            "output_tokens_details": {"reasoning_tokens": reply.num_thinking},
+            "total_tokens": prompt.num_tokens + len(reply.token_ids),
+        },
+        "user": echoed.get("user"),
+        "metadata": echoed.get("metadata", {}),
+        **conversation,
+    }
+
+
+def _output(
+    request: Request, reply: Reply, status: str, heading: Heading, tokenizer: Tokenizer | None
+) -> list[dict[str, Any]]:
+    """The thinking and the text, each an item; a reply that ended while it thought has no text."""
+    items: list[dict[str, Any]] = []
+    content = reply.content
+    if thinking := reply.thinking:
+        items.append(
+            {
+                "id": f"rs_{heading.answer_id}",
+                "type": "reasoning",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": thinking}],
+                "encrypted_content": None,
+                "status": "completed" if content else status,
+            }
+        )
+    if not content and items:
+        return items
+    wants_logprobs = request.sampling.logprobs is not None and tokenizer is not None
+    text = {
+        "type": "output_text",
+        "text": content,
+        "annotations": [],
+        "logprobs": _tokens(reply, tokenizer) if wants_logprobs and tokenizer else [],
+    }
+    message = {
+        "id": f"msg_{heading.answer_id}",
+        "type": "message",
+        "status": status,
+        "role": "assistant",
+        "content": [text],
+    }
+    return [*items, message]

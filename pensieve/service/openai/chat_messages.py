@@ -1,0 +1,143 @@
+"""The messages and tools of a chat completion, as a template takes them.
+
+Content is text: a string, or a list of text parts, which become lines.  An assistant's message may bring its
+thinking (`reasoning_content`) and tool calls.  What a server adds to a message and a client sends back with
+it (`annotations`, a null `refusal`) says nothing and passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pensieve.service.openai.fields import Fields, Refusal, check_json, quoted
+from pensieve.service.openai.json_text import read_json
+from pensieve.text.message import MESSAGES_MAX, ROLES, Message, ToolCall
+
+TEXT_PARTS = frozenset({"text"})
+
+
+def take_messages(fields: Fields) -> tuple[Message, ...]:
+    given = fields.items("messages")
+    if given is None:
+        raise Refusal(fields.where("messages"), "is required", "missing_required_parameter")
+    if not 1 <= len(given) <= MESSAGES_MAX:
+        raise Refusal(fields.where("messages"), f"a request has 1 to {MESSAGES_MAX} messages")
+    where = fields.where("messages")
+    return tuple(_message(Fields(each, f"{where}[{n}]")) for n, each in enumerate(given))
+
+
+def _message(fields: Fields) -> Message:
+    role = fields.needed_text("role")
+    if role not in ROLES:
+        raise Refusal(fields.where("role"), f"{quoted(role)} is not one of {', '.join(ROLES)}")
+    calls: tuple[ToolCall, ...] = ()
+    thinking = tool_call_id = None
+    if role == "assistant":
+        calls = _tool_calls(fields)
+        thinking = _thinking(fields)
+        fields.only("refusal", "", problem="an earlier refusal is not supported")
+    elif role == "tool":
+        tool_call_id = fields.needed_text("tool_call_id")
+    if not (calls or thinking) and "content" not in fields:
+        raise Refusal(fields.where("content"), "is required", "missing_required_parameter")
+    content = take_content(fields, "content", TEXT_PARTS)
+    name = fields.text("name")
+    fields.take("annotations")
+    fields.end()
+    return Message(role, content, thinking, calls, tool_call_id, name)
+
+
+def _thinking(fields: Fields) -> str | None:
+    """By either of the names that open servers use."""
+    first, second = fields.text("reasoning_content"), fields.text("reasoning")
+    return first if first is not None else second
+
+
+def take_content(fields: Fields, name: str, kinds: frozenset[str]) -> str:
+    """Text, or parts of these kinds, one to a line; empty where it is absent."""
+    given = fields.take(name)
+    if given is None or isinstance(given, str):
+        return given or ""
+    where = fields.where(name)
+    if not isinstance(given, list | tuple):
+        raise Refusal(where, "must be a string or a list of parts", "invalid_type")
+    return "\n".join(_part(Fields(each, f"{where}[{n}]"), kinds) for n, each in enumerate(given))
+
+
+def _part(fields: Fields, kinds: frozenset[str]) -> str:
+    kind = fields.needed_text("type")
+    if kind not in kinds:
+        problem = f"{quoted(kind)} is not supported: content is text"
+        raise Refusal(fields.where("type"), problem, "unsupported_parameter")
+    text = fields.needed_text("text")
+    fields.take("annotations")
+    fields.take("logprobs")  # of an answer that is sent back
+    fields.end()
+    return text
+
+
+def _tool_calls(fields: Fields) -> tuple[ToolCall, ...]:
+    given, where = fields.items("tool_calls") or (), fields.where("tool_calls")
+    return tuple(_tool_call(Fields(each, f"{where}[{n}]")) for n, each in enumerate(given))
+
+
+def _tool_call(fields: Fields) -> ToolCall:
+    call_id = fields.needed_text("id")
+    fields.only("type", "function")
+    fields.take("index")  # of a stream that was put together
+    function = fields.fields("function")
+    if function is None:
+        raise Refusal(fields.where("function"), "is required", "missing_required_parameter")
+    call = ToolCall(function.needed_text("name"), take_arguments(function), call_id)
+    function.end()
+    fields.end()
+    return call
+
+
+def take_arguments(fields: Fields) -> Mapping[str, Any]:
+    """Of a tool call: text that holds an object; no text is an empty one."""
+    text, where = fields.needed_text("arguments"), fields.where("arguments")
+    if not text.strip():
+        return {}
+    found = read_json(text, where)
+    check_json(found, where)
+    if not isinstance(found, dict):
+        raise Refusal(where, "must be the JSON of an object")
+    return found
+
+
+def take_tools(fields: Fields, *, is_nested: bool) -> tuple[Mapping[str, Any], ...]:
+    """The tools that the template is to show, in the shape of a chat completion.
+
+    `is_nested`: what describes a function lies in `function`, and not in the tool itself.
+    """
+    given, where = fields.items("tools") or (), fields.where("tools")
+    tools = tuple(_tool(Fields(each, f"{where}[{n}]"), is_nested) for n, each in enumerate(given))
+    choice = fields.take("tool_choice")
+    if choice not in (None, "auto", "none"):
+        problem = "only 'auto' and 'none' are supported: no call can be forced"
+        raise Refusal(fields.where("tool_choice"), problem, "unsupported_parameter")
+    if not fields.flag("parallel_tool_calls", True) and tools:
+        problem = "the number of calls cannot be limited"
+        raise Refusal(fields.where("parallel_tool_calls"), problem, "unsupported_parameter")
+    return () if choice == "none" else tools
+
+
+def _tool(fields: Fields, is_nested: bool) -> Mapping[str, Any]:
+    kind = fields.needed_text("type")
+    if kind != "function":
+        problem = f"{quoted(kind)} is not supported: a tool is a function"
+        raise Refusal(fields.where("type"), problem, "unsupported_parameter")
+    function = fields.fields("function") if is_nested else fields
+    if function is None:
+        raise Refusal(fields.where("function"), "is required", "missing_required_parameter")
+    described: dict[str, Any] = {"name": function.needed_text("name")}
+    if (description := function.text("description")) is not None:
+        described["description"] = description
+    if (parameters := function.object("parameters")) is not None:
+        described["parameters"] = parameters
+    function.only("strict", False, problem="a call's arguments cannot be constrained")
+    function.end()
+    fields.end()
+    return {"type": "function", "function": described}

@@ -1,0 +1,140 @@
+"""The members of a JSON object, taken one by one with their types; what no one has taken is refused.
+
+* A member that is null is absent.
+* A bool is no number, a number with a point no integer.  Numbers are finite, and no larger than a double.
+* Every problem names its member by the path that leads to it: `messages[2].content[0].type`.
+
+`check_json` comes first, for a whole value: afterwards all its strings can be written as UTF-8, and its depth
+and the number of its values are bounded, so whatever reads it takes no longer than they allow.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pensieve.errors import InvalidArgument
+from pensieve.text.message import DEPTH_MAX, plain_text
+
+VALUES_MAX = 16_384  # of one parameter; an object, a list and each value in them count as one
+NAME_CHARACTERS_MAX = 80  # of what an error quotes
+
+
+class Refusal(InvalidArgument):
+    """A parameter that cannot be read or honoured; `code` is OpenAI's word for what is wrong with it."""
+
+    def __init__(self, field: str, problem: str, code: str = "invalid_value") -> None:
+        super().__init__(field, problem)
+        self.code = code
+
+
+def quoted(text: str) -> str:
+    """A client's text in an error: as a literal of ASCII, and short."""
+    return ascii(text if len(text) <= NAME_CHARACTERS_MAX else text[:NAME_CHARACTERS_MAX] + "...")
+
+
+def check_json(value: Any, where: str) -> None:
+    """Refuse what is no JSON value, or one that is too deep or has too many values."""
+    left, stack = VALUES_MAX - 1, [(value, 0)]
+    while stack:
+        each, depth = stack.pop()
+        if each is None or isinstance(each, bool):
+            continue
+        if isinstance(each, str):
+            plain_text(each, where)
+        elif isinstance(each, int | float):
+            if not abs(each) <= sys.float_info.max:
+                raise Refusal(where, "holds a number that is too large, or none")
+        elif isinstance(each, Mapping | list | tuple):
+            left -= len(each)
+            if left < 0:
+                raise Refusal(where, f"holds more than {VALUES_MAX:,} JSON values")
+            if depth == DEPTH_MAX:
+                raise Refusal(where, f"is nested deeper than {DEPTH_MAX}")
+            if isinstance(each, Mapping):
+                for key in each:
+                    plain_text(key, where)
+            inner = each.values() if isinstance(each, Mapping) else each
+            stack.extend((item, depth + 1) for item in inner)
+        else:
+            raise Refusal(where, f"holds a {type(each).__name__}, which is not JSON")
+
+
+class Fields:
+    """One object.  Taking a member removes it; `end` refuses what is left."""
+
+    def __init__(self, given: Any, path: str = "") -> None:
+        if not isinstance(given, Mapping):
+            raise Refusal(path or "body", "must be a JSON object", "invalid_type")
+        self._left = {name: value for name, value in given.items() if value is not None}
+        self._path = path
+
+    def where(self, name: str) -> str:
+        """The path of a member, as errors name it."""
+        plain = name.isidentifier() and len(name) <= NAME_CHARACTERS_MAX
+        shown = name if plain else quoted(name)
+        return f"{self._path}.{shown}" if self._path else shown
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    def take(self, name: str) -> Any:
+        """Of any type; None if it is absent."""
+        return self._left.pop(name, None)
+
+    def text(self, name: str) -> str | None:
+        found: str | None = self._typed(name, str, "a string")
+        return found
+
+    def needed_text(self, name: str) -> str:
+        found = self.text(name)
+        if found is None:
+            raise Refusal(self.where(name), "is required", "missing_required_parameter")
+        return found
+
+    def integer(self, name: str) -> int | None:
+        found: int | None = self._typed(name, int, "an integer")
+        return found
+
+    def number(self, name: str) -> float | None:
+        found = self._typed(name, int | float, "a number")
+        return None if found is None else float(found)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        found = self._typed(name, bool, "true or false")
+        return default if found is None else bool(found)
+
+    def items(self, name: str) -> Sequence[Any] | None:
+        found: Sequence[Any] | None = self._typed(name, list | tuple, "a list")
+        return found
+
+    def object(self, name: str) -> Mapping[str, Any] | None:
+        found: Mapping[str, Any] | None = self._typed(name, Mapping, "an object")
+        return found
+
+    def fields(self, name: str) -> Fields | None:
+        found = self.take(name)
+        return None if found is None else Fields(found, self.where(name))
+
+    def only(self, name: str, *allowed: Any, problem: str = "") -> None:
+        """A member that changes nothing where it has one of these values; others are not supported."""
+        found = self.take(name)
+        if found is None or any(type(found) is type(each) and found == each for each in allowed):
+            return
+        if not problem:
+            known = " or ".join(repr(each) for each in allowed)
+            problem = f"only {known} is supported" if allowed else "is not supported"
+        raise Refusal(self.where(name), problem, "unsupported_parameter")
+
+    def end(self) -> None:
+        for name in self._left:
+            raise Refusal(self.where(name), "is not supported", "unsupported_parameter")
+
+    def _typed(self, name: str, kind: Any, what: str) -> Any:
+        found = self.take(name)
+        if found is None:
+            return None
+        if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
+            raise Refusal(self.where(name), f"must be {what}", "invalid_type")
+        return found

@@ -1,0 +1,277 @@
+"""A request body of OpenAI's API, as values that a template and the engine take.
+
+    body ──parse──> Request: messages, tools, template options, or a prompt
+                             sampling, and which of it the body sets
+                             how many choices, streamed or not, in which conversation
+
+A parameter is honoured, or it changes nothing about the answer (`user`, `metadata`, `service_tier`, …), or it
+is refused with its name: none is dropped in silence.  What only a stored conversation can mean
+(`previous_response_id`, `conversation`) and `stream` are read here, and refused by who cannot serve them.
+
+Nothing is rendered or tokenized, so a body costs what reading its JSON does.  What template and tokenizer
+refuse later goes by `Request.param`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pensieve.core.sampling import Sampling
+from pensieve.service.openai.chat_messages import take_messages, take_tools
+from pensieve.service.openai.fields import Fields, Refusal, check_json, quoted
+from pensieve.service.openai.kinds import RequestKind
+from pensieve.service.openai.response_items import take_input
+from pensieve.service.openai.sampling_fields import is_token_id, take_sampling
+from pensieve.text.message import Message, plain_text
+
+CHOICES_MAX = 16
+PROMPT_TOKENS_MAX = 1 << 24  # more than any context has
+MESSAGES_PARAMS = {
+    RequestKind.CHAT: "messages",
+    RequestKind.COMPLETION: "prompt",
+    RequestKind.RESPONSE: "input",
+}
+OF_MESSAGES = frozenset(
+    {"messages", "role", "content", "thinking", "tool_calls", "tool_call_id", "name"}
+)
+ECHOED = (
+    *("instructions", "metadata", "previous_response_id", "reasoning", "safety_identifier", "user"),
+    *("store", "tool_choice", "tools", "parallel_tool_calls", "prompt_cache_key"),
+)
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+
+
+class Served(NamedTuple):
+    """What bodies are read against."""
+
+    defaults: Sampling
+    models: Collection[str] | None = None  # the names that are served; None: any
+    vocab_size: int | None = None  # None: token ids are not checked
+    template_options: Collection[str] | None = None  # that the template knows; None: not checked
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a body asks for; a seed for each choice is the caller's to derive."""
+
+    kind: RequestKind
+    model: str
+    sampling: Sampling
+    given: frozenset[str] = frozenset()  # the fields of `sampling` that the body sets
+    messages: tuple[Message, ...] = ()  # of a chat completion or a response
+    prompt: str | tuple[int, ...] | None = None  # of a completion
+    tools: tuple[Mapping[str, Any], ...] = ()  # as a chat completion has them
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    num_choices: int = 1
+    stream: bool = False
+    include_usage: bool = False  # of a stream
+    previous_response_id: str = ""  # of a response
+    conversation: str = ""  # of a response
+    params: Mapping[str, str] = field(default_factory=dict)  # the body's own names of some fields
+    echoed: Mapping[str, Any] = field(default_factory=dict)  # that a response repeats
+
+    @property
+    def max_tokens_given(self) -> bool:
+        return "max_tokens" in self.given
+
+    def param(self, name: str) -> str:
+        """What the body calls a field that the template, the tokenizer or the engine refuses."""
+        if name in OF_MESSAGES:
+            return MESSAGES_PARAMS[self.kind]
+        return self.params.get(name, name)
+
+
+def parse(kind: RequestKind, body: Any, served: Served) -> Request:
+    """Raises InvalidArgument with the name of the parameter, whatever the body is."""
+    fields = Fields(body)
+    for name, value in body.items():
+        plain_text(name, "body")
+        if name != "prompt" or not isinstance(
+            value, list | tuple
+        ):  # it is checked where it is read
+            check_json(value, fields.where(name))
+    values: dict[str, Any] = {"model": _model(fields, served.models)}
+    read = take_sampling(kind, fields, served.defaults, served.vocab_size)
+    values |= {"sampling": read.sampling, "given": read.given}
+    params = {"template_options": "chat_template_kwargs", **read.params}
+    if kind is RequestKind.COMPLETION:
+        values |= _completion(fields, served.vocab_size)
+    else:
+        is_chat = kind is RequestKind.CHAT
+        values |= _chat(fields) if is_chat else _response(fields)
+        values["tools"] = take_tools(fields, is_nested=is_chat)
+        values["template_options"] = _template_options(fields, is_chat, served.template_options)
+    values |= _stream(fields)
+    _pass_over(fields)
+    fields.end()
+    if kind is RequestKind.RESPONSE:
+        values["echoed"] = {name: body[name] for name in ECHOED if body.get(name) is not None}
+    return Request(kind, params=params, **values)
+
+
+def _model(fields: Fields, models: Collection[str] | None) -> str:
+    name = fields.needed_text("model")
+    if not name or (models is not None and name not in models):
+        served = f"; served: {', '.join(sorted(models))}" if models else ""
+        raise Refusal("model", f"{quoted(name)} is not served here{served}", "model_not_found")
+    return name
+
+
+# -- what each endpoint has alone --
+
+
+def _chat(fields: Fields) -> dict[str, Any]:
+    _only_text(fields, "response_format")
+    fields.only("modalities", ["text"])
+    fields.only("verbosity", "medium")
+    fields.object("prediction")  # a hint for speed
+    fields.only("functions", problem="is no longer supported: give tools")
+    fields.only("function_call", problem="is no longer supported: give tool_choice")
+    return {"messages": take_messages(fields), "num_choices": _num_choices(fields)}
+
+
+def _completion(fields: Fields, vocab_size: int | None) -> dict[str, Any]:
+    num_choices = _num_choices(fields)
+    fields.only("best_of", num_choices, problem="choices are not ranked: give n alone")
+    fields.only("echo", False)
+    fields.only("suffix", "", problem="no text can be filled in before a suffix")
+    _only_text(fields, "response_format")
+    return {"prompt": _prompt(fields, vocab_size), "num_choices": num_choices}
+
+
+def _response(fields: Fields) -> dict[str, Any]:
+    fields.only("background", False, problem="an answer cannot be fetched later")
+    fields.only("truncation", "disabled")
+    fields.only("prompt", problem="there are no stored prompts")
+    fields.integer("max_tool_calls")  # of tools that a server runs itself
+    if (text := fields.fields("text")) is not None:
+        _only_text(text, "format")
+        text.only("verbosity", "medium")
+        text.end()
+    previous, conversation = fields.text("previous_response_id"), _conversation(fields)
+    if previous and conversation:
+        raise Refusal("previous_response_id", "is given instead of a conversation, not beside it")
+    return {
+        "messages": take_input(fields),
+        "previous_response_id": previous or "",
+        "conversation": conversation or "",
+    }
+
+
+def _conversation(fields: Fields) -> str | None:
+    given = fields.take("conversation")
+    if given is None or isinstance(given, str):
+        return given
+    inner = Fields(given, fields.where("conversation"))
+    found = inner.needed_text("id")
+    inner.end()
+    return found
+
+
+def _prompt(fields: Fields, vocab_size: int | None) -> str | tuple[int, ...]:
+    given = fields.take("prompt")
+    if isinstance(given, list | tuple) and len(given) == 1 and not is_token_id(given[0]):
+        given = given[0]  # a list of one prompt
+    if given is None:
+        raise Refusal("prompt", "is required", "missing_required_parameter")
+    if isinstance(given, str):
+        if not given:
+            raise Refusal("prompt", "must not be empty")
+        return plain_text(given, "prompt")
+    if not isinstance(given, list | tuple):
+        raise Refusal("prompt", "must be a string or a list of token ids", "invalid_type")
+    if not given:
+        raise Refusal("prompt", "must not be empty")
+    if isinstance(given[0], str | list | tuple):
+        problem = "several prompts in one request are not supported: send a request for each"
+        raise Refusal("prompt", problem, "unsupported_parameter")
+    if len(given) > PROMPT_TOKENS_MAX:
+        raise Refusal("prompt", f"holds more than {PROMPT_TOKENS_MAX:,} token ids")
+    end = 2**32 if vocab_size is None else vocab_size
+    if not all(type(each) is int and 0 <= each < end for each in given):
+        raise Refusal("prompt", f"token ids must be integers in 0..{end - 1}")
+    return tuple(given)
+
+
+# -- what they share --
+
+
+def _num_choices(fields: Fields) -> int:
+    found = fields.integer("n")
+    if found is not None and not 1 <= found <= CHOICES_MAX:
+        raise Refusal("n", f"must lie in 1..{CHOICES_MAX}")
+    return 1 if found is None else found
+
+
+def _only_text(fields: Fields, name: str) -> None:
+    """Of a format: replies are not constrained."""
+    given = fields.fields(name)
+    if given is None:
+        return
+    kind = given.needed_text("type")
+    if kind != "text":
+        problem = f"{quoted(kind)} is not supported: replies cannot be constrained"
+        raise Refusal(given.where("type"), problem, "unsupported_parameter")
+    given.end()
+
+
+def _template_options(
+    fields: Fields, is_chat: bool, known: Collection[str] | None
+) -> dict[str, Any]:
+    """An effort becomes the template's option for it; where it can only switch, `none` and `medium` do."""
+    options = dict(fields.object("chat_template_kwargs") or {})
+    for name in options:
+        if known is not None and name not in known:
+            names = ", ".join(sorted(known)) or "none"
+            problem = (
+                f"has {quoted(name)}, which this model's template does not know; known: {names}"
+            )
+            raise Refusal(fields.where("chat_template_kwargs"), problem, "unsupported_parameter")
+    where, effort = _effort(fields, is_chat)
+    if effort is None:
+        return options
+    if effort not in EFFORTS:
+        raise Refusal(where, f"{quoted(effort)} is not one of {', '.join(EFFORTS)}")
+    if known is None or "reasoning_effort" in known:
+        return {"reasoning_effort": effort, **options}
+    if "enable_thinking" in known and effort in ("none", "medium"):
+        return {"enable_thinking": effort == "medium", **options}
+    raise Refusal(where, "this model's template has no such effort", "unsupported_parameter")
+
+
+def _effort(fields: Fields, is_chat: bool) -> tuple[str, str | None]:
+    """By the name that the endpoint has for it."""
+    if is_chat:
+        return "reasoning_effort", fields.text("reasoning_effort")
+    reasoning = fields.fields("reasoning")
+    if reasoning is None:
+        return "reasoning.effort", None
+    effort = reasoning.text("effort")
+    reasoning.only("summary", "auto", problem="reasoning is not summarised")
+    reasoning.end()
+    return "reasoning.effort", effort
+
+
+def _stream(fields: Fields) -> dict[str, bool]:
+    stream, include_usage = fields.flag("stream"), False
+    if (options := fields.fields("stream_options")) is not None:
+        include_usage = options.flag("include_usage")
+        options.flag("include_obfuscation")
+        options.end()
+        if not stream:
+            raise Refusal("stream_options", "needs stream: true")
+    return {"stream": stream, "include_usage": include_usage}
+
+
+def _pass_over(fields: Fields) -> None:
+    """What changes nothing about an answer; its type is checked, since a response repeats some of it."""
+    for name in ("user", "safety_identifier", "service_tier", "prompt_cache_key"):
+        fields.text(name)
+    fields.text("prompt_cache_retention")
+    fields.object("prompt_cache_options")
+    fields.flag("store")
+    metadata, where = fields.object("metadata"), fields.where("metadata")
+    if metadata and not all(isinstance(each, str) for each in metadata.values()):
+        raise Refusal(where, "must hold strings", "invalid_type")

@@ -1,0 +1,232 @@
+"""Prefixes that were declared: what conversations under them begin with, stored as a conversation.
+
+A declared prefix is a row of `prefixes` and the conversation that it names, which no client can: its id has
+a mark that ids cannot have.  That conversation's messages are the system prompt and the few-shot turns, with
+the tokens that the template writes for them; no turn of it ever runs.  So a prefix is kept, verified,
+counted, backed up and erased like any conversation, and a conversation under it begins as its fork:
+
+* It holds the very messages of the prefix, at revision 0, so no rewind removes them, and they stay whole when
+  the prefix is deleted.
+* As long as both hold the same messages, their first tokens are the same, and so is the KV of these.  Under
+  another tokenizer each is tokenized again by itself (`replace_log`); then they share no more.
+
+Prefixes are not among the conversations that are listed and counted.  Those of a tenant are few, since the
+service limits them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pensieve.errors import AlreadyExists, NotFound
+from pensieve.store import conversation_rows, message_rows
+from pensieve.store.connection import Writer
+from pensieve.store.records import (
+    PAGE_BYTES_MAX,
+    Conversation,
+    NewConversation,
+    NewPrefix,
+    Prefix,
+    check_id,
+    check_text,
+)
+from pensieve.store.running_rows import RunningRows
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+MARK = "prefix:"
+
+
+def stored_id(prefix_id: str) -> str:
+    """The id of the conversation that a prefix is stored as."""
+    return MARK + prefix_id
+
+
+class DeclaredPrefixes:
+    """Used outside of transactions, in the thread of the store."""
+
+    def __init__(self, writer: Writer, running: RunningRows, now: Callable[[], float]) -> None:
+        self._writer = writer
+        self._running = running
+        self._now = now
+
+    def declare(self, new: NewPrefix) -> Prefix:
+        """Raises AlreadyExists if the tenant has declared one with this id."""
+        check_id("prefix_id", new.prefix_id)
+        check_text(new.messages)
+        now, conversation_id = self._now(), stored_id(new.prefix_id)
+        with self._running.writing() as conn:
+            if find(conn, new.prefix_id, new.tenant) is not None:
+                raise AlreadyExists(f"there is a prefix {new.prefix_id!r} already")
+            number = conversation_rows.insert_conversation(
+                conn,
+                Conversation(
+                    conversation_id=conversation_id,
+                    tenant=new.tenant,
+                    revision=0,
+                    num_messages=0,
+                    num_tokens=0,
+                    fingerprint=new.fingerprint,
+                    tools=tuple(new.tools),
+                    template_options=dict(new.template_options),
+                    metadata={},
+                    prefix_id="",
+                    running_turn_id=None,
+                    created_at=now,
+                    updated_at=now,
+                    began_at=new.began_at,
+                ),
+            )
+            head = message_rows.insert_messages(conn, new.tenant, new.messages, None, 0)
+            message_rows.append_history(conn, number, head)
+            conn.execute(
+                "INSERT INTO prefixes (tenant, conversation, keep_warm) VALUES (?, ?, ?)",
+                (new.tenant, number, int(new.keep_warm)),
+            )
+            return require(conn, new.prefix_id, new.tenant)
+
+    def begin(self, new: NewConversation) -> Conversation:
+        """Create a conversation under its declared prefix, whose messages, tools and options it takes."""
+        check_id("conversation_id", new.conversation_id)
+        now = self._now()
+        with self._running.writing() as conn:
+            source_id = stored_id(new.prefix_id)
+            number, source = conversation_rows.require_conversation(conn, source_id, new.tenant)
+            conversation_rows.refuse_taken(conn, new.conversation_id, new.tenant)
+            created = conversation_rows.insert_conversation(
+                conn,
+                replace(
+                    source,
+                    conversation_id=new.conversation_id,
+                    metadata=dict(new.metadata),
+                    prefix_id=new.prefix_id,
+                    created_at=now,
+                    updated_at=now,
+                ),
+            )
+            message_rows.append_history(conn, created, message_rows.links(conn, number, 0))
+            return conversation_rows.conversation_numbered(conn, created)
+
+    def find(self, prefix_id: str, *, tenant: str = "") -> Prefix | None:
+        """None if the tenant has not declared it."""
+        with self._writer.reading() as conn:
+            return find(conn, prefix_id, tenant)
+
+    def num_of(self, tenant: str) -> int:
+        with self._writer.reading() as conn:
+            count = conn.execute("SELECT count(*) FROM prefixes WHERE tenant = ?", (tenant,))
+            return int(count.fetchone()[0])
+
+    def to_keep_warm(self) -> list[tuple[str, str]]:
+        """(tenant, id) of the prefixes that are to be kept warm, in the order of their declaration."""
+        with self._writer.reading() as conn:
+            rows = conn.execute(
+                "SELECT conversation FROM prefixes WHERE keep_warm ORDER BY conversation"
+            ).fetchall()
+            found = [conversation_rows.conversation_numbered(conn, number) for (number,) in rows]
+        return [(each.tenant, each.conversation_id.removeprefix(MARK)) for each in found]
+
+    def num_shared_tokens(self, conversation: Conversation) -> int:
+        """How many first tokens of a conversation are those of its declared prefix, message by message."""
+        with self._writer.reading() as conn:
+            found = conversation_rows.find_conversation(
+                conn, stored_id(conversation.prefix_id), conversation.tenant
+            )
+            if found is None:
+                return 0
+            number, prefix = found
+            key = conversation_rows.conversation_key(
+                conversation.conversation_id, conversation.tenant
+            )
+            (num_held,) = conn.execute(
+                "SELECT count(*) FROM history mine JOIN conversations c USING (conversation)"
+                " JOIN history theirs ON theirs.conversation = ?"
+                " AND theirs.position = mine.position AND theirs.message = mine.message"
+                " WHERE c.key = ? AND mine.position < ?",
+                (number, key, prefix.num_messages),
+            ).fetchone()
+        return prefix.num_tokens if num_held == prefix.num_messages else 0
+
+    def has_turns(self, conversation: Conversation) -> bool:
+        """Whether its history has more than what it began with."""
+        with self._writer.reading() as conn:
+            row = conn.execute(
+                "SELECT h.revision FROM history h JOIN conversations c USING (conversation)"
+                " WHERE c.key = ? ORDER BY h.position DESC LIMIT 1",
+                (
+                    conversation_rows.conversation_key(
+                        conversation.conversation_id, conversation.tenant
+                    ),
+                ),
+            ).fetchone()
+        return row is not None and row[0] > 0
+
+
+def find(conn: Connection, prefix_id: str, tenant: str) -> Prefix | None:
+    key = conversation_rows.conversation_key(stored_id(prefix_id), tenant)
+    row = conn.execute(PREFIX + "WHERE c.key = ?", (key,)).fetchone()
+    return None if row is None else _prefix(conn, row)
+
+
+def require(conn: Connection, prefix_id: str, tenant: str) -> Prefix:
+    """Raises NotFound."""
+    if (found := find(conn, prefix_id, tenant)) is None:
+        raise NotFound(f"there is no prefix {prefix_id!r}")
+    return found
+
+
+def page_of_tenant(
+    conn: Connection, tenant: str, after: int, limit: int
+) -> tuple[list[tuple[int, Prefix]], bool]:
+    """Those with row numbers above `after`, in the order of their declaration, and whether there are more.
+
+    At most `limit`, and fewer where the next one would go beyond PAGE_BYTES_MAX.
+    """
+    found = conn.execute(
+        PREFIX + "WHERE p.tenant = ? AND p.conversation > ? ORDER BY p.conversation LIMIT ?",
+        (tenant, after, limit + 1),
+    ).fetchall()
+    page: list[tuple[int, Prefix]] = []
+    num_bytes = 0
+    for row in found:
+        num_bytes += row[3]
+        if page and (len(page) == limit or num_bytes > PAGE_BYTES_MAX):
+            return page, True
+        page.append((row[0], _prefix(conn, row)))
+    return page, False
+
+
+def num_by_tenant(conn: Connection) -> dict[str, int]:
+    """How many each tenant has declared that has any."""
+    return dict(conn.execute("SELECT tenant, count(*) FROM prefixes GROUP BY tenant"))
+
+
+def of_all(conn: Connection) -> list[Prefix]:
+    """Those of all tenants, in the order of their declaration."""
+    rows = conn.execute(PREFIX + "ORDER BY p.conversation").fetchall()
+    return [_prefix(conn, row) for row in rows]
+
+
+# Who holds its last message holds all of them.
+PREFIX = """
+    SELECT p.conversation, p.keep_warm,
+        (SELECT count(*) - 1 FROM history held WHERE held.message =
+            (SELECT h.message FROM history h WHERE h.conversation = p.conversation
+                ORDER BY h.position DESC LIMIT 1)),
+        (SELECT length(private) FROM bodies b WHERE b.body = c.body)
+    FROM prefixes p JOIN conversations c ON c.tenant = p.tenant AND c.conversation = p.conversation
+"""
+
+
+def _prefix(conn: Connection, row: tuple[int, int, int, int]) -> Prefix:
+    number, keep_warm, num_conversations, _ = row
+    conversation = conversation_rows.conversation_numbered(conn, number)
+    return Prefix(
+        conversation.conversation_id.removeprefix(MARK),
+        conversation,
+        bool(keep_warm),
+        num_conversations,
+    )

@@ -1,0 +1,331 @@
+"""Which request is submitted when: together with its group, within memory, each until it has its result."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from pensieve.core.group_feed import (
+    NUM_LEARNED_MIN,
+    Action,
+    DropPrefix,
+    FeedConfig,
+    GroupFeed,
+    Submit,
+)
+from pensieve.core.prefix_groups import PrefixGroup
+
+CHUNK = 4
+
+
+def feed(
+    groups: Sequence[tuple[int, int]],  # tokens of the prefix, and how many requests
+    pages_max: int = 100,
+    turns_max: int = 100,
+    own: int = 4,
+    reply: int = 4,
+) -> GroupFeed:
+    found: list[PrefixGroup] = []
+    num_tokens: list[int] = []
+    for prefix_tokens, count in groups:
+        first = len(num_tokens)
+        num_tokens += [prefix_tokens + own] * count
+        found.append(PrefixGroup(prefix_tokens, tuple(range(first, first + count))))
+    config = FeedConfig(pages_max, CHUNK, turns_max)
+    return GroupFeed(found, num_tokens, [reply] * len(num_tokens), config)
+
+
+def now(one: GroupFeed) -> list[Action]:
+    found: list[Action] = []
+    while (action := one.next()) is not None:
+        found.append(action)
+        one.check()
+    return found
+
+
+def requests(actions: Sequence[Action]) -> list[int]:
+    return [each.request for each in actions if isinstance(each, Submit)]
+
+
+def test_one_request_computes_the_prefix_and_the_others_come_when_it_is_there() -> None:
+    one = feed([(8, 3)])
+    assert now(one) == [Submit(0, 0, 8, opens=True)]
+    one.prefix_computed(0)
+    assert now(one) == [Submit(1, 0, 8, opens=False), Submit(2, 0, 8, opens=False)]
+    for request in range(3):
+        assert not one.is_done
+        one.ended(request, 4)
+    assert now(one) == [DropPrefix(0)]
+    assert one.is_done
+
+
+def test_the_next_prefix_is_computed_while_the_group_before_it_opens_and_drains() -> None:
+    """Prefixes of 2 pages, requests with 2 of their own: the first three groups take 18."""
+    one = feed([(8, 2)] * 4, pages_max=19)
+    assert requests(now(one)) == [0, 2, 4]
+    one.prefix_computed(1)
+    assert requests(now(one)) == [3]
+    one.prefix_computed(0)
+    assert requests(now(one)) == [1]
+    one.ended(2, 4)
+    assert (
+        now(one) == []
+    )  # 6 + 4 + 4 pages are planned for, 2 are for request 5, and group 3 needs 4
+    one.ended(3, 4)
+    assert now(one) == [DropPrefix(1), Submit(6, 3, 8, opens=True)]
+
+
+def test_a_group_that_is_too_large_goes_in_parts_and_nobody_passes_it() -> None:
+    one = feed([(8, 5), (0, 1)], pages_max=8)
+    assert requests(now(one)) == [0]
+    one.prefix_computed(0)
+    assert requests(now(one)) == [1, 2]
+    one.ended(1, 4)
+    assert requests(now(one)) == [3]
+    one.ended(0, 4)
+    one.ended(3, 4)
+    assert requests(now(one)) == [4, 5]
+
+
+def test_a_request_larger_than_everything_goes_alone() -> None:
+    one = GroupFeed(
+        [PrefixGroup(0, (n,)) for n in range(3)], [4, 400, 4], [4] * 3, FeedConfig(10, CHUNK, 9)
+    )
+    assert requests(now(one)) == [0]
+    one.ended(0, 4)
+    assert requests(now(one)) == [1]
+    one.ended(1, 4)
+    assert requests(now(one)) == [2]
+
+
+def test_no_more_turns_than_may_run_at_once() -> None:
+    one = feed([(8, 4), (0, 1)], turns_max=3)
+    assert requests(now(one)) == [0]  # its others take the places that are left
+    one.prefix_computed(0)
+    assert requests(now(one)) == [1, 2]
+
+
+def test_where_no_request_is_active_the_prefix_may_be_gone_and_is_opened_again() -> None:
+    one = feed([(8, 3)])
+    now(one)
+    one.prefix_computed(0)
+    now(one)
+    one.ended(0, 4)
+    one.returned(2)
+    one.returned(1)
+    assert now(one) == [Submit(1, 0, 8, opens=True)]
+    one.prefix_computed(0)
+    assert now(one) == [Submit(2, 0, 8, opens=False)]
+
+
+def test_an_opener_without_a_result_or_a_reply_leaves_the_prefix_to_the_next() -> None:
+    one = feed([(8, 3)])
+    assert requests(now(one)) == [0]
+    one.returned(0)
+    assert now(one) == [Submit(0, 0, 8, opens=True)]
+    one.ended(0, None)
+    assert now(one) == [Submit(1, 0, 8, opens=True)]
+
+
+def test_a_prefix_shorter_than_a_chunk_is_not_shared() -> None:
+    one = feed([(3, 2), (4, 2)])
+    assert now(one) == [
+        Submit(0, 0, 0, opens=False),
+        Submit(1, 0, 0, opens=False),
+        Submit(2, 1, 4, opens=True),
+    ]
+
+
+def test_replies_are_expected_to_be_as_long_as_those_that_ended() -> None:
+    """10 pages: 4 tokens and 36 of a reply take all of them, 4 and 4 take two."""
+    one = feed([(0, 1)] * 20, pages_max=10, reply=36)
+    for request in range(NUM_LEARNED_MIN):
+        assert requests(now(one)) == [request]
+        one.ended(request, 3)
+    assert len(now(one)) == 5
+
+
+def test_nothing_to_do_is_done() -> None:
+    one = feed([])
+    assert one.is_done
+    assert one.next() is None
+
+
+# -- random worlds --
+
+
+class World:
+    """Random groups; whatever is submitted ends, returns or computes its prefix in any order."""
+
+    def __init__(self, seed: int) -> None:
+        self.choose = choose = random.Random(seed)
+        self.prefixes = [choose.choice((0, 3, 4, 8, 9, 30)) for _ in range(choose.randint(1, 8))]
+        self.groups: list[PrefixGroup] = []
+        num_tokens: list[int] = []
+        for prefix_tokens in self.prefixes:
+            first = len(num_tokens)
+            count = choose.choice((1, 1, 2, 3, 9)) if prefix_tokens else 1
+            num_tokens += [prefix_tokens + choose.randint(1, 20) for _ in range(count)]
+            prefix = prefix_tokens if count > 1 else 0
+            self.groups.append(PrefixGroup(prefix, tuple(range(first, first + count))))
+        self.num_requests = len(num_tokens)
+        self.num_tokens = num_tokens
+        self.max_tokens = [choose.randint(1, 40) for _ in num_tokens]
+        self.config = FeedConfig(choose.randint(3, 40), CHUNK, choose.randint(1, 9))
+        self.feed = GroupFeed(self.groups, num_tokens, self.max_tokens, self.config)
+        self.active: list[int] = []
+        self.there: set[int] = set()  # groups whose prefix is computed
+        self.results: dict[int, int] = {}
+        self.submitted: list[int] = []
+        self.dropped: list[int] = []
+
+    def run(self) -> None:
+        choose, one = self.choose, self.feed
+        returning = choose.choice((0.0, 0.1, 0.4))
+        for _ in range(self.num_requests * 60):
+            self.act()
+            if one.is_done:
+                break
+            assert self.active, "nothing is active and nothing goes"
+            request = choose.choice(self.active)
+            group = one.group_of(request)
+            shares = self.groups[group].prefix_tokens >= CHUNK
+            if shares and group not in self.there and choose.random() < 0.7:
+                self.there.add(group)
+                one.prefix_computed(group)
+                one.check()
+                continue
+            self.active.remove(request)
+            if choose.random() < returning:
+                one.returned(request)
+            else:
+                self.results[request] = self.results.get(request, 0) + 1
+                one.ended(request, choose.choice((None, choose.randint(1, 20))))
+            if not any(one.group_of(each) == group for each in self.active):
+                self.there.discard(group)
+            one.check()
+        assert one.is_done, "requests are left"
+        assert self.results == dict.fromkeys(range(self.num_requests), 1)
+        shared = [n for n, each in enumerate(self.groups) if each.prefix_tokens >= CHUNK]
+        assert sorted(self.dropped) == shared, "each prefix is dropped once"
+        if not returning:
+            by_group = [one.group_of(request) for request in self.submitted]
+            firsts = [by_group.index(n) for n in range(len(self.groups))]
+            assert firsts == sorted(firsts), "groups begin in their order"
+
+    def act(self) -> None:
+        one = self.feed
+        while (action := one.next()) is not None:
+            if isinstance(action, DropPrefix):
+                members = self.groups[action.group].members
+                assert all(self.results.get(each) for each in members), "somebody needs it"
+                self.dropped.append(action.group)
+                continue
+            request = action.request
+            assert request not in self.active
+            assert request not in self.results
+            assert request in self.groups[action.group].members
+            if action.prefix_tokens:
+                assert action.opens == (action.group not in self.there)
+            self.active.append(request)
+            self.submitted.append(request)
+            one.check()
+            self.limits()
+        assert one.num_active == len(self.active)
+        assert one.num_left == self.num_requests - len(self.results)
+
+    def limits(self) -> None:
+        """Without the replies, of which only estimates are known."""
+        assert len(self.active) <= self.config.turns_max
+        pages = 0
+        for group in {self.feed.group_of(request) for request in self.active}:
+            shared = self.groups[group].prefix_tokens // CHUNK
+            own = [each for each in self.active if self.feed.group_of(each) == group]
+            pages += shared + sum(-(-self.num_tokens[each] // CHUNK) - shared for each in own)
+        assert pages <= self.config.pages_max or len(self.active) == 1, "more than memory holds"
+
+
+@pytest.mark.parametrize("first", range(0, 600, 150))
+def test_every_request_has_its_result_within_the_limits(first: int) -> None:
+    run_worlds(range(first, first + 150))
+
+
+Change = Callable[..., Any]
+
+
+def as_if_it_were_longer(original: Change, self: GroupFeed, group: Any) -> Any:
+    return 2 * original(self, group)
+
+
+def regardless_of_the_prefix(original: Change, self: GroupFeed, group: Any) -> Any:
+    action = original(self, group)
+    if action.opens:
+        self.prefix_computed(action.group)
+    return action
+
+
+def always(original: Change, self: GroupFeed, group: Any) -> bool:
+    return True
+
+
+def never_beside_another(original: Change, self: GroupFeed, group: Any) -> Any:
+    return original(self, group) and self._own_pages(group.waiting[-1], group) < 9
+
+
+def forgets_who_came_back(original: Change, self: GroupFeed, request: int) -> None:
+    self._deactivate(request)
+    self._done.add(request)
+
+
+def comes_back_in_vain(original: Change, self: GroupFeed, group: Any) -> None:
+    return
+
+
+def stays_open(original: Change, self: GroupFeed, request: int) -> Any:
+    was_open = self._group_of[request].is_open
+    group = original(self, request)
+    group.is_open = was_open
+    return group
+
+
+def keeps_the_prefix(original: Change, self: GroupFeed, request: int, count: Any) -> None:
+    original(self, request, count)
+    self._dropped.clear()
+
+
+def drops_it_early(original: Change, self: GroupFeed, request: int, count: Any) -> None:
+    original(self, request, count)
+    group = self._group_of[request]
+    if group.prefix_tokens and group.num_left == 1:
+        self._dropped.append(group.index)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("_prefix_pages", as_if_it_were_longer),
+        ("_submit", regardless_of_the_prefix),
+        ("_fits", always),
+        ("_fits", never_beside_another),
+        ("returned", forgets_who_came_back),
+        ("_make_ready", comes_back_in_vain),
+        ("_deactivate", stays_open),
+        ("ended", keeps_the_prefix),
+        ("ended", drops_it_early),
+    ],
+)
+def test_random_worlds_find_a_planted_fault(
+    monkeypatch: pytest.MonkeyPatch, name: str, change: Change
+) -> None:
+    original = getattr(GroupFeed, name)
+    monkeypatch.setattr(GroupFeed, name, lambda self, *rest: change(original, self, *rest))
+    with pytest.raises((AssertionError, IndexError, KeyError)):
+        run_worlds(range(150))
+
+
+def run_worlds(seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        World(seed).run()

@@ -1,0 +1,302 @@
+"""Batch jobs of a daemon: each line has one answer, whatever happens meanwhile, and chats come first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    NotFound,
+    PensieveError,
+    StoreUnavailable,
+)
+from pensieve.service.jobs.values import JobHeader, JobView
+from pensieve.service.jobs.worker import JobsConfig
+from pensieve.store.job_records import JobOutcome, JobState, Which
+from tests.service.rig_daemon import ECHO, DaemonRig, wait_for
+
+URL = "/v1/chat/completions"
+DOCUMENT = "A library keeps books so that somebody may read them in a hundred years. " * 12
+SLOW = (*ECHO, "--seconds=0.02")
+
+
+def line(number: int, **changes: Any) -> dict[str, Any]:
+    content = f"{DOCUMENT} What does sentence {number} say?"
+    body = {
+        "model": "builtin",
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 12,
+        **changes.pop("body", {}),
+    }
+    return {"custom_id": f"r{number}", "method": "POST", "url": URL, "body": body, **changes}
+
+
+def file_of(lines: Iterable[dict[str, Any] | str]) -> bytes:
+    texts = (each if isinstance(each, str) else json.dumps(each) for each in lines)
+    return "".join(f"{each}\n" for each in texts).encode()
+
+
+def rig(data: Path, program: tuple[str, ...] = ECHO, **config: Any) -> DaemonRig:
+    return DaemonRig(data, program=program, batch_jobs=JobsConfig(**config))
+
+
+def send(rig: DaemonRig, job_id: str, file: bytes, tenant: str = "", **fields: Any) -> JobView:
+    async def chunks() -> AsyncIterator[bytes]:
+        for start in range(0, len(file), 1000):
+            yield file[start : start + 1000]
+
+    view: JobView = rig.call(rig.batch.create(tenant, JobHeader(job_id, **fields), chunks()))
+    return view
+
+
+def view(rig: DaemonRig, job_id: str, tenant: str = "") -> JobView:
+    found: JobView = rig.call(rig.batch.get(tenant, job_id))
+    return found
+
+
+def until_ended(rig: DaemonRig, job_id: str) -> JobView:
+    wait_for(lambda: view(rig, job_id).state is JobState.ENDED)
+    return view(rig, job_id)
+
+
+def results(rig: DaemonRig, job_id: str, which: Which = Which.ALL) -> list[dict[str, Any]]:
+    async def read() -> list[dict[str, Any]]:
+        pages = rig.batch.results("", job_id, which, 0)
+        return [json.loads(each.text) async for page in pages for each in page]
+
+    found: list[dict[str, Any]] = rig.call(read())
+    return found
+
+
+def words(rig: DaemonRig, job_id: str) -> dict[str, str]:
+    """What each answered line says."""
+    answers = results(rig, job_id, Which.ANSWERS)
+    said = {
+        each["custom_id"]: each["response"]["body"]["choices"][0]["message"]["content"]
+        for each in answers
+    }
+    assert len(said) == len(answers), "a line has two answers"
+    return said
+
+
+def undisturbed(data: Path, file: bytes) -> dict[str, str]:
+    with rig(data) as alone:
+        send(alone, "j", file)
+        assert until_ended(alone, "j").outcome is JobOutcome.COMPLETED
+        return words(alone, "j")
+
+
+def test_a_job_is_checked_run_and_answered(tmp_path: Path) -> None:
+    file = file_of(line(number) for number in range(20))
+    digest = hashlib.sha256(file).hexdigest()
+    with rig(tmp_path) as daemon:
+        sent = send(daemon, "night", file, name="questions", sha256=digest, num_bytes=len(file))
+        assert (sent.state, sent.num_lines, sent.num_bytes) == (JobState.CHECKING, 20, len(file))
+        ended = until_ended(daemon, "night")
+        assert (ended.outcome, ended.num_answered, ended.num_refused) == ("completed", 20, 0), (
+            results(daemon, "night")
+        )
+        assert ended.saved_tokens > 0.5 * ended.prompt_tokens
+        answers = results(daemon, "night")
+        assert [each["custom_id"] for each in answers] == [f"r{number}" for number in range(20)]
+        body = answers[3]["response"]["body"]
+        assert body["object"] == "chat.completion"
+        assert body["model"] == "builtin"
+        assert body["usage"]["completion_tokens"] <= 12
+        assert body["choices"][0]["message"]["content"]
+
+
+def test_the_answers_are_what_a_conversation_would_have_said(tmp_path: Path) -> None:
+    lines = [line(number) for number in range(6)]
+    with rig(tmp_path) as daemon:
+        send(daemon, "j", file_of(lines))
+        until_ended(daemon, "j")
+        said = words(daemon, "j")
+        for each in lines:
+            content = each["body"]["messages"][0]["content"]
+            told = daemon.ask(each["custom_id"], content, sampling={"max_tokens": 12})
+            assert told.text == said[each["custom_id"]]
+
+
+def test_what_is_wrong_is_named_by_line_and_the_rest_goes_on(tmp_path: Path) -> None:
+    lines: list[Any] = [
+        line(1),
+        "{broken",
+        line(3, custom_id="r1"),
+        line(4, body={"model": "another"}),
+        line(5, body={"messages": [{"role": "user", "content": "word " * 120_000}]}),
+        "",
+        line(7, url="/v1/embeddings"),
+        line(8, body={"stream": True}),
+        line(9),
+    ]
+    with rig(tmp_path) as daemon:
+        send(daemon, "j", file_of(lines))
+        ended = until_ended(daemon, "j")
+        assert (ended.num_lines, ended.num_answered, ended.num_refused) == (8, 2, 6)
+        assert set(words(daemon, "j")) == {"r1", "r9"}
+        errors = [each["error"] for each in results(daemon, "j", Which.ERRORS)]
+        assert [(each["line"], each["code"]) for each in errors] == [
+            (2, "invalid_json_line"),
+            (3, "duplicate_custom_id"),
+            (4, "model_not_found"),
+            (5, "context_length_exceeded"),
+            (7, "invalid_url"),
+            (8, "unsupported_parameter"),
+        ]
+        assert "line 1 has the same" in errors[1]["message"]
+
+
+def test_choices_share_their_prompt_and_differ(tmp_path: Path) -> None:
+    lines = [line(1, body={"n": 4, "temperature": 1.0, "seed": 5})]
+    with rig(tmp_path) as daemon:
+        send(daemon, "j", file_of(lines))
+        ended = until_ended(daemon, "j")
+        (answer,) = results(daemon, "j")
+        choices = answer["response"]["body"]["choices"]
+        assert [each["index"] for each in choices] == [0, 1, 2, 3]
+        assert ended.saved_tokens > 0.6 * ended.prompt_tokens
+
+
+def test_only_checking_computes_nothing(tmp_path: Path) -> None:
+    with rig(tmp_path) as daemon:
+        send(daemon, "j", file_of([line(1), "{", line(3)]), check_only=True)
+        ended = until_ended(daemon, "j")
+        assert (ended.outcome, ended.num_answered, ended.num_refused) == ("checked", 0, 1)
+
+
+def test_a_job_that_is_paused_goes_on_where_it_was(tmp_path: Path) -> None:
+    file = file_of(line(number) for number in range(60))
+    right = undisturbed(tmp_path / "alone", file)
+    with rig(tmp_path / "data", SLOW, turns_max=4) as daemon:
+        send(daemon, "j", file)
+        for least in (3, 10, 20):
+            wait_for(lambda least=least: view(daemon, "j").num_answered >= least)
+            paused = daemon.call(daemon.batch.pause("", "j"))
+            assert (paused.state, paused.num_running) == (JobState.PAUSED, 0)
+            assert paused.num_answered < 60
+            assert daemon.call(daemon.batch.resume("", "j")).state is JobState.WAITING
+        ended = until_ended(daemon, "j")
+        assert (ended.outcome, ended.num_answered) == ("completed", 60)
+        assert words(daemon, "j") == right
+
+
+def test_a_paused_job_lets_the_next_one_pass(tmp_path: Path) -> None:
+    with rig(tmp_path, SLOW, turns_max=2) as daemon:
+        send(daemon, "first", file_of(line(number) for number in range(40)))
+        wait_for(lambda: view(daemon, "first").num_answered)
+        send(daemon, "second", file_of(line(number) for number in range(3)))
+        daemon.call(daemon.batch.pause("", "first"))
+        until_ended(daemon, "second")
+        assert view(daemon, "first").state is JobState.PAUSED
+
+
+def test_a_cancelled_job_keeps_its_answers_and_a_deleted_one_leaves_nothing(tmp_path: Path) -> None:
+    with rig(tmp_path, SLOW, turns_max=2) as daemon:
+        send(daemon, "j", file_of(line(number) for number in range(40)))
+        wait_for(lambda: view(daemon, "j").num_answered > 2)
+        cancelled = daemon.call(daemon.batch.cancel("", "j"))
+        assert (cancelled.state, cancelled.outcome) == ("ended", "cancelled")
+        assert len(words(daemon, "j")) == cancelled.num_answered < 40
+        daemon.call(daemon.batch.delete("", "j"))
+        with pytest.raises(NotFound):
+            view(daemon, "j")
+        assert not [each for each in tmp_path.glob("jobs/*") if each.is_file()]
+        send(daemon, "j", file_of([line(1)]))
+        until_ended(daemon, "j")
+
+
+def test_an_engine_that_is_killed_costs_nobody_an_answer(tmp_path: Path) -> None:
+    file = file_of(line(number) for number in range(80))
+    right = undisturbed(tmp_path / "alone", file)
+    with rig(tmp_path / "data", SLOW, turns_max=8) as daemon:
+        send(daemon, "j", file)
+        for least in (5, 15, 25, 40):
+            wait_for(lambda least=least: view(daemon, "j").num_answered >= least)
+            pid = daemon.daemon.engine.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        ended = until_ended(daemon, "j")
+        assert (ended.num_answered, ended.num_refused) == (80, 0)
+        assert words(daemon, "j") == right
+
+
+def test_a_daemon_that_is_started_again_goes_on_and_answers_nothing_twice(tmp_path: Path) -> None:
+    file = file_of(line(number) for number in range(60))
+    right = undisturbed(tmp_path / "alone", file)
+    data, before = tmp_path / "data", 0
+    for _ in range(3):
+        with rig(data, SLOW, turns_max=4) as daemon:
+            if not before:
+                send(daemon, "j", file)
+            wait_for(lambda least=before + 4: view(daemon, "j").num_answered > least)
+            before = view(daemon, "j").num_answered
+    with rig(data) as daemon:
+        ended = until_ended(daemon, "j")
+        assert ended.num_answered == 60
+        assert words(daemon, "j") == right
+
+
+def test_a_full_disk_stops_a_job_and_not_the_chats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rig(tmp_path, SLOW, turns_max=4) as daemon:
+        right, is_full = daemon.job_store.answer, True
+
+        def answer(key: Any, answers: Any) -> Any:
+            if is_full:
+                raise StoreUnavailable("the job: the disk is full")
+            return right(key, answers)
+
+        monkeypatch.setattr(daemon.job_store, "answer", answer)
+        send(daemon, "j", file_of(line(number) for number in range(12)))
+        wait_for(lambda: "disk is full" in view(daemon, "j").problem)
+        assert daemon.ask("chat", "hello").completed is not None
+        is_full = False
+        ended = until_ended(daemon, "j")
+        assert (ended.num_answered, ended.problem) == (12, "")
+
+
+def test_files_that_are_not_what_was_said_leave_no_job(tmp_path: Path) -> None:
+    with rig(tmp_path) as daemon:
+        file = file_of([line(1)])
+        for fields, field in (
+            ({"sha256": "0" * 64}, "sha256"),
+            ({"num_bytes": 5}, "num_bytes"),
+        ):
+            with pytest.raises(InvalidArgument, match=field):
+                send(daemon, "j", file, **fields)  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgument, match="no line"):
+            send(daemon, "j", b"\n\n")
+        with pytest.raises(NotFound):
+            view(daemon, "j")
+        send(daemon, "j", file)
+        with pytest.raises(AlreadyExists):
+            send(daemon, "j", file)
+        with pytest.raises(NotFound):
+            view(daemon, "j", tenant="another")
+
+
+def test_a_line_that_is_too_long_is_refused_by_its_number(tmp_path: Path) -> None:
+    with rig(tmp_path) as daemon:
+        send(daemon, "j", file_of([line(1), "x" * (9 << 20), line(3)]))
+        ended = until_ended(daemon, "j")
+        assert (ended.num_answered, ended.num_refused) == (2, 1)
+        (error,) = [each["error"] for each in results(daemon, "j", Which.ERRORS)]
+        assert (error["line"], error["code"]) == (2, "line_too_large")
+
+
+def test_a_job_with_an_unknown_id_cannot_be_changed(tmp_path: Path) -> None:
+    with rig(tmp_path) as daemon:
+        for operation in (daemon.batch.pause, daemon.batch.resume, daemon.batch.cancel):
+            with pytest.raises(PensieveError, match="no job"):
+                daemon.call(operation("", "nothing"))

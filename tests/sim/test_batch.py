@@ -1,0 +1,112 @@
+"""A simulated batch: what is drawn, what is saved, and what it takes, by numbers known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from pensieve.core.cache import CacheConfig
+from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.engine.batch_run import Sharing
+from pensieve.sim.batch import (
+    SHAPES,
+    SHARINGS,
+    BatchFigures,
+    BatchSetting,
+    BatchShape,
+    BatchSimulator,
+    bounds,
+    drawn_batch,
+    shape_named,
+)
+from pensieve.sim.cost import instant
+from tests.sim.world import SLOW
+
+FEW = BatchShape(24, 128, 32, 4, output_tokens=8, output_tokens_max=20, varies=False)
+PASS = SLOW.dense_seconds_min  # an iteration reads the weights in 10 ms, and a token takes 1 ms
+
+
+def simulated(
+    shape: BatchShape, sharing: Sharing, device_tokens: int = 9600, turns_max: int = 64
+) -> BatchFigures:
+    setting = BatchSetting(
+        SLOW,
+        instant(32)[1],
+        CacheConfig(device_tokens // 32, 0),
+        SchedulerConfig(256, turns_max, cost=SLOW.computing),
+    )
+    simulator = BatchSimulator(setting, drawn_batch(shape, 0), shape.output_tokens_max, sharing)
+    figures = simulator.finish()
+    simulator.engine.scheduler.check(simulator.clock.now())
+    assert not simulator.engine.scheduler.cache.conversations
+    assert figures.requests == shape.requests
+    return figures
+
+
+def test_a_batch_is_drawn_in_groups_of_a_prefix() -> None:
+    batch = drawn_batch(FEW, 1)
+    assert [len(each.prompt) for each in batch] == [160] * 24
+    prefixes = [each.prompt[:128].tobytes() for each in batch]
+    assert sorted(map(prefixes.count, set(prefixes))) == [4] * 6
+    assert prefixes != sorted(prefixes, key=prefixes.index)  # in no order
+    near = drawn_batch(replace(FEW, apart=0.0), 1)
+    found = [each.prompt[:128].tobytes() for each in near]
+    assert [found.index(each) for each in found] == [n - n % 4 for n in range(24)]
+
+
+def test_a_batch_of_snippets_is_as_reported() -> None:
+    """1,100 + 400 tokens; 56 % could be saved, 55 % with one prefix for each request."""
+    batch = drawn_batch(SHAPES["snippets"], 1)
+    assert len(batch) == 3000
+    assert sum(len(each.prompt) for each in batch) / 3000 == pytest.approx(1500, rel=0.03)
+    could = bounds(batch)
+    assert could["one_prefix"] == pytest.approx(0.55, abs=0.01)
+    assert could["tree"] == pytest.approx(0.56, abs=0.01)
+    assert 99 < sum(each.output_tokens for each in batch) / 3000 < 101
+
+
+def test_the_share_degree_is_that_of_the_requests() -> None:
+    batch = drawn_batch(replace(SHAPES["ranking"], requests=4000, own_tokens=4, prefix_tokens=8), 0)
+    prefixes = [each.prompt[:4].tobytes() for each in batch]
+    sizes = {each: prefixes.count(each) for each in set(prefixes)}
+    assert sum(sizes[each] for each in prefixes) / 4000 == pytest.approx(11.36, rel=0.1)
+
+
+def test_groups_compute_each_prefix_once_and_replies_end_before_they_have_to() -> None:
+    for sharing in SHARINGS:
+        figures = simulated(FEW, sharing)
+        assert figures.prompt_tokens == 24 * 160
+        assert figures.output_tokens == 24 * 8
+        assert figures.suspensions == 0
+    assert simulated(FEW, "groups").computed_tokens == 6 * 128 + 24 * 32
+    assert simulated(FEW, "off").computed_tokens == 24 * 160
+
+
+def test_a_token_saved_is_time_saved() -> None:
+    """Where a token takes as long as any: what is computed, and what reading the weights takes."""
+    groups, off = simulated(FEW, "groups"), simulated(FEW, "off")
+    for figures in (groups, off):
+        tokens = figures.computed_tokens + figures.output_tokens - figures.requests
+        assert figures.iteration_tokens == tokens
+        least = tokens * SLOW.dense_seconds_per_token
+        assert least <= figures.seconds <= least + figures.iterations * PASS
+    assert off.seconds > 1.5 * groups.seconds
+
+
+def test_a_small_cache_that_keeps_what_was_used_last_saves_less_than_groups() -> None:
+    shape = replace(FEW, requests=60)
+    groups, lru = (simulated(shape, sharing, 1600, 8) for sharing in SHARINGS[:2])
+    assert groups.computed_tokens == 15 * 128 + 60 * 32
+    assert groups.computed_tokens < lru.computed_tokens < 60 * 160
+    assert groups.seconds < lru.seconds
+
+
+def test_shapes_are_named() -> None:
+    assert shape_named("snippets") is SHAPES["snippets"]
+    assert shape_named("2000/200x16") == BatchShape(1000, 2000, 200, 16, varies=False)
+    assert shape_named("2000/200x16").apart == math.inf
+    for wrong in ("", "2000", "2000/200", "0/200x4", "200/0x4", "200/20x0", "a/bxc"):
+        with pytest.raises(ValueError, match=r"."):
+            shape_named(wrong)

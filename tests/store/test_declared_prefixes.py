@@ -1,0 +1,200 @@
+"""Prefixes that were declared are kept, shared and deleted like conversations, and are listed as none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from pensieve.errors import AlreadyExists, InvalidArgument, NotFound
+from pensieve.store import ConversationStore
+from pensieve.store.records import NewConversation, NewMessage, NewPrefix
+from pensieve.store.verify import verify
+from tests.store.talk import create, reply, say, user
+
+HEAD = (
+    NewMessage("system", "Be kind.", [1, 2, 3]),
+    NewMessage("user", "So?", [4]),
+    NewMessage("assistant", "Yes.", [5, 6]),
+)
+
+
+def declare(store: ConversationStore, prefix_id: str = "rules", **fields: Any) -> None:
+    fields.setdefault("messages", HEAD)
+    store.prefixes.declare(NewPrefix(prefix_id, "f", **fields))
+
+
+def begin(store: ConversationStore, name: str, prefix_id: str = "rules", tenant: str = "") -> None:
+    store.prefixes.begin(NewConversation(name, "", prefix_id=prefix_id, tenant=tenant))
+
+
+def test_a_conversation_under_a_prefix_begins_with_its_messages_tools_and_options(
+    store: ConversationStore,
+) -> None:
+    declare(store, tools=({"name": "cup"},), template_options={"loud": True}, began_at=7.5)
+    begin(store, "tea")
+    made = store.get_conversation("tea")
+    assert (made.revision, made.num_messages, made.num_tokens) == (0, 3, 6)
+    assert (made.tools, made.template_options) == (({"name": "cup"},), {"loud": True})
+    assert (made.prefix_id, made.template_time, made.fingerprint) == ("rules", 7.5, "f")
+    assert list(store.log("tea")) == [1, 2, 3, 4, 5, 6]
+    assert [each.content for each in store.messages("tea")] == ["Be kind.", "So?", "Yes."]
+    assert store.verify() == []
+
+
+def test_the_text_of_a_prefix_is_stored_once(store: ConversationStore) -> None:
+    declare(store, messages=[NewMessage("system", "x" * 100_000, range(1000))])
+    before = store.stored_bytes()
+    for number in range(10):
+        begin(store, f"c{number}")
+    assert store.stored_bytes() - before < 10_000
+    found = store.prefixes.find("rules")
+    assert found is not None
+    assert found.num_conversations == 10
+
+
+def test_prefixes_are_counted_apart_and_not_listed(store: ConversationStore) -> None:
+    create(store, "tea")
+    declare(store)
+    declare(store, "other")
+    begin(store, "cup")
+    assert store.num_conversations() == 2
+    assert [each.conversation_id for each in store.list_conversations().conversations] == [
+        "cup",
+        "tea",
+    ]
+    page = store.list_conversations(1)
+    assert [each.conversation_id for each in page.conversations] == ["cup"]
+    rest = store.list_conversations(1, page.next_page_token)
+    assert ([each.conversation_id for each in rest.conversations], rest.next_page_token) == (
+        ["tea"],
+        "",
+    )
+    assert store.prefixes.num_of("") == 2
+    reader = store.reader()
+    assert reader.num_conversations() == 2
+    assert [each.prefix_id for each in reader.prefixes().prefixes] == ["rules", "other"]
+    first = reader.prefixes(1)
+    assert [each.prefix_id for each in first.prefixes] == ["rules"]
+    second = reader.prefixes(1, first.next_page_token)
+    assert [each.prefix_id for each in second.prefixes] == ["other"]
+    assert second.next_page_token == ""
+    with pytest.raises(InvalidArgument, match="page_token"):
+        reader.prefixes(1, "x")
+    found, messages = reader.prefix("rules")
+    assert (found.keep_warm, found.num_conversations, found.conversation.num_tokens) == (
+        False,
+        1,
+        6,
+    )
+    assert [each.content for each in messages] == ["Be kind.", "So?", "Yes."]
+    with pytest.raises(NotFound, match="there is no prefix 'none'"):
+        reader.prefix("none")
+    reader.close()
+
+
+def test_a_prefix_is_inside_its_tenant(store: ConversationStore) -> None:
+    declare(store, tenant="a")
+    declare(store, tenant="b", messages=HEAD[:1], keep_warm=True)
+    begin(store, "tea", tenant="b")
+    assert list(store.log("tea", tenant="b")) == [1, 2, 3]
+    assert store.prefixes.find("rules") is None
+    with pytest.raises(NotFound):
+        begin(store, "tea")
+    assert [store.prefixes.num_of(tenant) for tenant in ("", "a", "b")] == [0, 1, 1]
+    assert store.prefixes.to_keep_warm() == [("b", "rules")]
+    reader = store.reader()
+    assert [each.conversation.tenant for each in reader.all_prefixes()] == ["a", "b"]
+    assert reader.num_prefixes() == {"a": 1, "b": 1}
+    reader.close()
+
+
+def test_what_was_made_under_a_prefix_outlives_it(store: ConversationStore) -> None:
+    declare(store)
+    begin(store, "tea")
+    say(store, "tea", "r1", user("hi", 7), reply("hello", 8))
+    store.delete_conversation("prefix:rules")
+    assert store.prefixes.find("rules") is None
+    assert list(store.log("tea")) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert store.verify() == []
+    store.delete_conversation("tea")
+    assert store.verify() == []
+    assert store.stored_bytes() == 0
+    assert b"Be kind" not in store.folder.database_path.read_bytes()
+
+
+def test_no_rewind_removes_what_a_conversation_began_with(store: ConversationStore) -> None:
+    declare(store)
+    begin(store, "tea")
+    conversation = store.get_conversation("tea")
+    assert not store.prefixes.has_turns(conversation)
+    say(store, "tea", "r1", user("hi", 7), reply("hello", 8))
+    assert store.prefixes.has_turns(conversation)
+    store.rewind_conversation("tea", 0)
+    assert not store.prefixes.has_turns(conversation)
+    assert list(store.log("tea")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_who_holds_the_same_messages_shares_their_tokens(store: ConversationStore) -> None:
+    declare(store)
+    begin(store, "tea")
+    say(store, "tea", "r1", user("hi", 7), reply("hello", 8))
+    store.fork_conversation("tea", 1, "fork")
+    shared = store.prefixes.num_shared_tokens
+    assert shared(store.get_conversation("tea")) == shared(store.get_conversation("fork")) == 6
+    store.replace_log("tea", "g", [[1], [2], [3], [4], [5]])
+    assert shared(store.get_conversation("tea")) == 0  # tokenized again by itself
+    assert shared(store.get_conversation("fork")) == 6
+    store.delete_conversation("prefix:rules")
+    assert shared(store.get_conversation("fork")) == 0
+    declare(store)  # the same words, but others' tokens for all that the store knows
+    assert shared(store.get_conversation("fork")) == 0
+
+
+def test_an_id_is_declared_once_and_must_be_one(store: ConversationStore) -> None:
+    declare(store)
+    with pytest.raises(AlreadyExists, match="there is a prefix 'rules' already"):
+        declare(store, messages=HEAD[:1])
+    with pytest.raises(InvalidArgument, match="prefix_id"):
+        declare(store, "prefix:rules")
+    begin(store, "tea")
+    with pytest.raises(AlreadyExists, match="there is a conversation 'tea' already"):
+        begin(store, "tea")
+    with pytest.raises(InvalidArgument, match="conversation_id"):
+        begin(store, "prefix:tea")
+
+
+def test_names_that_are_not_declared_are_the_hints_that_they_were(store: ConversationStore) -> None:
+    """What was declared under a name, and is gone, does not say what that name stands for."""
+    declare(store)
+    begin(store, "tea")
+    store.delete_conversation("prefix:rules")
+    head = [NewMessage("system", "Be loud.")]
+    store.create_conversation(NewConversation("cup", "f", head, prefix_id="rules"))
+    store.create_conversation(NewConversation("pot", "f", head, prefix_id="rules"))
+    assert [each.content for each in store.messages("pot")] == ["Be loud."]
+
+
+def test_prefixes_survive_a_restart(open_store: Callable[..., ConversationStore]) -> None:
+    with open_store() as store:
+        declare(store, keep_warm=True)
+        begin(store, "tea")
+    with open_store() as store:
+        found = store.prefixes.find("rules")
+        assert found is not None
+        assert (found.keep_warm, found.num_conversations) == (True, 1)
+        assert store.prefixes.num_shared_tokens(store.get_conversation("tea")) == 6
+
+
+def test_a_prefix_without_its_conversation_is_damage(store: ConversationStore, driver: Any) -> None:
+    declare(store)
+    path = store.folder.database_path
+    store.close()
+    conn = driver.connect(str(path))
+    conn.execute("UPDATE prefixes SET conversation = 99")
+    conn.commit()
+    conn.close()
+    assert verify(path, driver, None, "") == [
+        "prefix number 99: there is no such conversation of its tenant"
+    ]
