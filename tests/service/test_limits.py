@@ -144,6 +144,7 @@ def test_each_limit_has_a_flag_of_the_command_that_makes_tokens(
         "storage_bytes": "10GiB",
         "unread_bytes": "1MiB",
         "weight": "2.5",
+        "prefixes_max": "5",
         "priority_max": "-2",
     }
     assert flags.keys() == {*LIMIT_NAMES, "priority_max"}
@@ -160,6 +161,7 @@ def test_each_limit_has_a_flag_of_the_command_that_makes_tokens(
         storage_bytes=10 << 30,
         unread_bytes=1 << 20,
         weight=2.5,
+        prefixes_max=5,
     )
     with pytest.raises(SystemExit):
         main(["token", "--storage-bytes", "60%"])
