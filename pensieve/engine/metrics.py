@@ -21,6 +21,7 @@ class Metrics:
         self._by_finish = dict.fromkeys(FinishReason, 0)
         self._new_tokens = 0
         self._device_tokens = 0
+        self._shared_tokens = 0
         self._host_tokens = 0
         self._recomputed_tokens = 0
         self._output_tokens = 0
@@ -50,6 +51,7 @@ class Metrics:
                 usage = event.usage
                 self._new_tokens += usage.new_tokens
                 self._device_tokens += usage.device_tokens
+                self._shared_tokens += usage.shared_tokens
                 self._host_tokens += usage.host_tokens
                 self._recomputed_tokens += usage.recomputed_tokens
                 self._output_tokens += usage.output_tokens
@@ -75,6 +77,7 @@ class Metrics:
             "turns_queued": len(scheduler.queued),
             "new_tokens": self._new_tokens,
             "device_tokens": self._device_tokens,
+            "shared_tokens": self._shared_tokens,
             "host_tokens": self._host_tokens,
             "recomputed_tokens": self._recomputed_tokens,
             "output_tokens": self._output_tokens,

@@ -53,5 +53,7 @@ class DaemonConfig:
     limits: Mapping[str, Limits] = field(default_factory=dict)  # by tenant
     backup: BackupConfig | None = None
     scrub_seconds: float = 0.0  # for a look at the whole history; 0: never
-    keep_warm_seconds: float = KEEP_WARM_SECONDS  # between two looks at prefixes that are kept warm
+    keep_warm_seconds: float = (
+        KEEP_WARM_SECONDS  # between two looks at prefixes that are kept warm; 0: none
+    )
     request_keep_seconds: float = 0.0  # that a request_id is known after its turn; 0: for ever

@@ -79,7 +79,8 @@ class DeclaredPrefixes:
     # -- kept warm --
 
     def start(self) -> None:
-        self._threads.spawn(self._keep_warm())
+        if self._keep_warm_seconds:
+            self._threads.spawn(self._keep_warm())
 
     def warm_soon(self) -> None:
         """An engine has started, which has nothing."""

@@ -16,6 +16,7 @@ The template does not see that one; any other system prompt has a text.
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -64,7 +65,10 @@ class Heads:
         self._num_characters = 0
 
     def of(self, messages: Sequence[Message], setting: Setting) -> Head:
-        """What a log begins with under a prefix of these messages; tokenized once."""
+        """What a log begins with under a prefix of these messages; tokenized once.
+
+        The setting is as the store has it.
+        """
         key = _key(messages, setting)
         with self._lock:
             if (known := self._known.get(key)) is not None:
@@ -91,7 +95,11 @@ class Heads:
         size = sum(len(each.content) for each in messages) + sum(map(len, map(str, settings.tools)))
         check_length("prefix", size, self._context_max)
         now = datetime.fromtimestamp(template_time, UTC)
-        head = self.of(messages, Setting(settings.tools, settings.template_options, now))
+        # As they will be read: the store sorts the keys of objects, and templates write them in their order.
+        tools, options = json.loads(
+            canonical_json([list(settings.tools), dict(settings.template_options)])
+        )
+        head = self.of(messages, Setting(tools, options, now))
         if len(head.token_ids) + 2 > self._context_max:  # beside it, one to read and one to say
             raise ContextFull(len(head.token_ids) + 2, self._context_max)
         return tokens_of(head, len(messages) or 1)

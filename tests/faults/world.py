@@ -283,6 +283,7 @@ class World:
                 heartbeat_seconds=self.shape.heartbeat_seconds,
                 iteration_seconds_max=self.shape.iteration_seconds_max,
                 short_characters=self.shape.short_characters,
+                keep_warm_seconds=0.0,
             ),
             sources=Sources(self._wall, self.random.getrandbits),
         )

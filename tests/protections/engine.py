@@ -4,6 +4,21 @@ from tests.protections import Change, Protection, protection
 
 PROTECTIONS = (
     protection(
+        "a prefix that was deleted is shared by nobody who waits for a log",
+        "engine/engine.py",
+        "                self._share_no_more(conversation_id)\n",
+        "",
+        "engine/test_known_logs.py"
+        "::test_a_prefix_that_was_declared_anew_while_a_log_was_asked_for_is_not_shared",
+    ),
+    protection(
+        "what a prefix begins with is checked in what the template writes",
+        "text/template.py",
+        "            text[:written_before] != head.text\n            or text",
+        "            text",
+        "text/test_template_head.py::test_what_depends_on_later_messages_is_refused_and_never_wrong",
+    ),
+    protection(
         "weights that are no numbers are named",
         "model/probe.py",
         "            _check_finite(module, plain)\n",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pensieve.store import ConversationStore
+from pensieve.store.records import NewConversation, NewPrefix
 from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
 
@@ -43,6 +44,11 @@ def test_the_daily_work_reads_no_whole_table(
     assert len(store.interrupted_at_open) == 1
     store.fail_turn(begin(store, "cup", "r2", "hi", 3), "x")
     store.replace_log("tea", "f2", [[1], [2], [3]])
+    store.prefixes.declare(NewPrefix("rules", "f", [user("head", 1)]))
+    assert store.prefixes.num_of("") == 1
+    ruled = store.prefixes.begin(NewConversation("ruled", "", prefix_id="rules"))
+    assert store.prefixes.num_shared_tokens(ruled) == 1
+    assert not store.prefixes.has_turns(ruled)
     store.rewind_conversation("tea", 0)
     store.list_conversations(2)
     store.messages("tea")
