@@ -69,12 +69,13 @@ def until_ended(rig: DaemonRig, job_id: str) -> JobView:
 
 
 def results(rig: DaemonRig, job_id: str, which: Which = Which.ALL) -> list[dict[str, Any]]:
-    async def read() -> list[dict[str, Any]]:
+    async def read() -> list[bytes]:
         pages = rig.batch.results("", job_id, which, 0)
-        return [json.loads(each.text) async for page in pages for each in page]
+        return [each.text async for page in pages for each in page]
 
-    found: list[dict[str, Any]] = rig.call(read())
-    return found
+    texts: list[bytes] = rig.call(read())
+    assert not any(b"\n" in each for each in texts), "a result is one line"
+    return [json.loads(each) for each in texts]
 
 
 def words(rig: DaemonRig, job_id: str) -> dict[str, str]:

@@ -127,7 +127,7 @@ class Writer(NamedTuple):
             sum(num_cached),
             sum(len(each.samples) for each in choices),
         )
-        text = one_line(answer_line(line_id, line.custom_id, body))
+        text = one_line(answer_line(line_id, line.custom_id, body)).rstrip()
         return NewAnswer(line.line, text, usage)
 
     def _reply(self, prepared: Prepared, finished: Finished) -> Reply:
@@ -145,7 +145,7 @@ class Writer(NamedTuple):
 
 
 def refusal(error: LineError) -> NewRefusal:
-    return NewRefusal(error.line, one_line(error_line(f"{error.line}", error)))
+    return NewRefusal(error.line, one_line(error_line(f"{error.line}", error)).rstrip())
 
 
 def failed(line: BatchLine, reason: str) -> LineError:
