@@ -129,7 +129,7 @@ PROTECTIONS = (
         "        wait = min(self.seconds_until(1.0, now), PAUSE_SECONDS_MAX)\n",
         "        wait = 0.0\n",
         "service/test_limits.py"
-        "::test_refusals_beyond_a_burst_are_template_time_a_pace_of_a_tenant_beyond_its_limits",
+        "::test_refusals_beyond_a_burst_are_told_at_a_pace_of_a_tenant_beyond_its_limits",
         "service/test_tenants.py"
         "::test_who_is_beyond_its_limits_is_told_so_at_a_pace_and_nobody_else_waits",
     ),

@@ -34,7 +34,7 @@ def test_tokens_are_saved_up_for_ten_seconds_and_debts_are_waited_for() -> None:
     assert allowance.exceeded(0, 1000.0) is not None
 
 
-def test_refusals_beyond_a_burst_are_template_time_a_pace_of_a_tenant_beyond_its_limits() -> None:
+def test_refusals_beyond_a_burst_are_told_at_a_pace_of_a_tenant_beyond_its_limits() -> None:
     allowance = Allowance(Limits(turns_max=1, tokens_per_second=5.0), 0.0)
     full, missing = allowance.exceeded(1, 0.0), NotFound("conversation c does not exist")
     assert full is not None
@@ -143,6 +143,7 @@ def test_each_limit_has_a_flag_of_the_command_that_makes_tokens(
         "calls_max": "7",
         "storage_bytes": "10GiB",
         "unread_bytes": "1MiB",
+        "prefixes_max": "9",
         "weight": "2.5",
         "priority_max": "-2",
     }
@@ -159,6 +160,7 @@ def test_each_limit_has_a_flag_of_the_command_that_makes_tokens(
         calls_max=7,
         storage_bytes=10 << 30,
         unread_bytes=1 << 20,
+        prefixes_max=9,
         weight=2.5,
     )
     with pytest.raises(SystemExit):
