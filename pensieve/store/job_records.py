@@ -102,7 +102,7 @@ class JobLine(NamedTuple):
 
 
 class NewAnswer(NamedTuple):
-    """The answer of a line, as it will be in the file of answers."""
+    """The answer of a line, as it will be in the file of answers, with or without its line break."""
 
     line: int
     text: bytes
@@ -110,7 +110,7 @@ class NewAnswer(NamedTuple):
 
 
 class NewRefusal(NamedTuple):
-    """What is wrong with a line, as it will be in the file of errors."""
+    """What is wrong with a line, as it will be in the file of errors; likewise."""
 
     line: int
     text: bytes

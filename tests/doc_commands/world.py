@@ -42,6 +42,13 @@ DAEMONS = {
 }
 RESTORE = "pensieve restore /srv/backup --data /var/drill"
 FIT = "pensieve simulate --journal run.jsonl --fit cost.json"
+# In OpenAI's Batch format.
+REQUESTS = "".join(
+    f'{{"custom_id": "a-{number}", "method": "POST", "url": "/v1/completions",'
+    ' "body": {"model": "echo (arithmetic instead of a model)", "prompt": "Once upon a time",'
+    ' "max_tokens": 5}}\n'
+    for number in range(3)
+)
 # Of a chat template: what the built-in model has.
 TEMPLATE = """{%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
@@ -90,6 +97,7 @@ class World:
         self.desk = folder / "desk"  # where the reader is, with files of his own
         self.desk.mkdir()
         (self.desk / "notes.txt").write_text("The lighthouse stands on a rock.\n")
+        (self.desk / "requests.jsonl").write_text(REQUESTS)
         (self.desk / "pensieve.toml").write_text('policy = "lru"\n')
         (self.desk / "mistral.jinja").write_text(TEMPLATE)
         shutil.copy(CERTS / "server.pem", self.desk / "chain.pem")

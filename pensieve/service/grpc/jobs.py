@@ -187,7 +187,7 @@ def _pieces(page: Sequence[Result], last_line: int) -> Iterator[pb.GetResultsRes
     """The results of a page as lines, in pieces of about CHUNK_BYTES; `last_line` came before them."""
     piece = pb.GetResultsResponse(last_line=last_line)
     for result in page:
-        text = result.text + b"\n"
+        text = result.text.removesuffix(b"\n") + b"\n"
         for first in range(0, len(text), CHUNK_BYTES):
             if len(piece.chunk) >= CHUNK_BYTES:
                 yield piece
