@@ -143,7 +143,6 @@ def test_each_limit_has_a_flag_of_the_command_that_makes_tokens(
         "calls_max": "7",
         "storage_bytes": "10GiB",
         "unread_bytes": "1MiB",
-        "prefixes_max": "9",
         "weight": "2.5",
         "prefixes_max": "5",
         "priority_max": "-2",
@@ -161,7 +160,6 @@ def test_each_limit_has_a_flag_of_the_command_that_makes_tokens(
         calls_max=7,
         storage_bytes=10 << 30,
         unread_bytes=1 << 20,
-        prefixes_max=9,
         weight=2.5,
         prefixes_max=5,
     )
