@@ -110,6 +110,6 @@ class BackgroundRoom:
         num_tokens = planned.background_tokens
         if not num_tokens or seconds <= 0.0:
             return
-        within = num_tokens * min(SECONDS / seconds, GROWTH)
-        if num_tokens >= self._pace or within < self._pace:
+        if num_tokens >= self._pace or seconds > SECONDS:  # else it had less than it might have
+            within = num_tokens * min(SECONDS / seconds, GROWTH)
             self._pace = max(int(within), TOKENS_MIN)

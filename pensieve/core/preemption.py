@@ -11,7 +11,8 @@ as many run as may, or what running turns hold leaves too few pages.  Others the
 * **Of its own share and level**, where time is shared (`time_share` tokens), they have had so much of their
   replies since they were admitted.  They go to the end of the queue, as if they had come now: with more
   turns than fit, each has its first token after a round and not after the replies of those before it.
-* **Background turns** (background_room.py) give way to any interactive one, and no turn gives way to them.
+* **Background turns** (background_room.py) give way to any interactive one, all of them at once, for others
+  may wait behind it; and no turn gives way to them.
 * **Of another share**, if that one has used no less (fair_queue.py), and would still hold no less, of what
   is missing (pages, or places) over its weight, than the share that gets them: whoever has filled the
   memory while nobody else wanted it gives a part back when somebody does, until all have theirs.  It cannot
@@ -106,6 +107,8 @@ class Preemption:
         chosen: list[Turn] = []
         if not fits or num_pages + spare > pages_left:
             chosen = self._chosen(turn, running, num_pages, num_pages + spare - pages_left, spare)
+        if any(each.is_background for each in chosen):
+            chosen += [each for each in running if each.is_background and each not in chosen]
         if chosen or (turn is before and fits):
             self.claimant = turn
         return chosen

@@ -128,10 +128,14 @@ class BatchRun:
 
     # -- to the engine --
 
-    def go(self) -> list[Message]:
-        """What is to be put now, in this order."""
+    def go(self, submits: bool = True) -> list[Message]:
+        """What is to be put now, in this order; without new turns unless it `submits`."""
         messages, self._messages = self._messages, []
-        while self._may_go() and (action := self._feed.next()) is not None:
+        while (
+            (submits or not self.num_left)
+            and self._may_go()
+            and (action := self._feed.next()) is not None
+        ):
             if isinstance(action, DropPrefix):
                 messages += self._delete(self._prefix_id(action.group))
             else:

@@ -291,7 +291,9 @@ class Engine:
         cache = self.scheduler.cache
         if not message.prefix_tokens or message.conversation_id in cache.conversations:
             return 0
-        cache.fork(message.prefix_of, message.prefix_tokens, message.conversation_id, now)
+        num_tokens = message.first_position + len(message.tokens) // TOKEN_BYTES
+        shared = min(message.prefix_tokens, num_tokens - 1)  # one token is to be computed
+        cache.fork(message.prefix_of, shared, message.conversation_id, now)
         forked = cache.conversations.get(message.conversation_id)
         return forked.num_tokens if forked is not None else 0
 

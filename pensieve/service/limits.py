@@ -65,7 +65,7 @@ class Bucket:
         self.saved = 0.0  # below 0: owed
         self._least = least
         self._counted_at = now
-        self.saved = self._most
+        self.saved = self.most
 
     def change(self, rate: float | None, now: float) -> None:
         """Another rate; what was saved or owed stays, as far as there is room."""
@@ -73,7 +73,7 @@ class Bucket:
             return
         self._count(now)
         had_rate, self.rate = self.rate is not None, rate
-        self.saved = min(self.saved, self._most) if had_rate else self._most
+        self.saved = min(self.saved, self.most) if had_rate else self.most
 
     def level(self, now: float) -> float | None:
         """What is saved up now; None without a limit."""
@@ -102,12 +102,12 @@ class Bucket:
         return wait
 
     @property
-    def _most(self) -> float:
+    def most(self) -> float:
         return 0.0 if self.rate is None else max(self.rate * BURST_SECONDS, self._least)
 
     def _count(self, now: float) -> None:
         earned = (self.rate or 0.0) * (now - self._counted_at)
-        self.saved = min(self.saved + earned, self._most)
+        self.saved = min(self.saved + earned, self.most)
         self._counted_at = now
 
 
@@ -146,6 +146,10 @@ class Allowance:
 
     def spend(self, num_tokens: int, now: float) -> None:
         self.tokens.spend(num_tokens, now)
+
+    def has_spare(self, now: float) -> bool:
+        """Half of what can be saved up is: then what nobody waits for may have some of it."""
+        return not self.tokens.seconds_until(self.tokens.most / 2, now)
 
     def request(self, now: float) -> QueueFull | None:
         """Count a request; which limit it exceeds, if it does, and then it counts for nothing."""

@@ -130,14 +130,21 @@ def find_job(conn: Connection) -> Job | None:
     ).fetchone()
     if row is None:
         return None
+    try:
+        options, state = json.loads(row[5]), JobState(row[6])
+        outcome = JobOutcome(row[7]) if row[7] else None
+        if not isinstance(options, dict):
+            raise ValueError("options are no object")
+    except ValueError as error:
+        raise StoreCorrupt(f"a job's row is damaged: {error}") from error
     return Job(
         number=row[0],
         key=JobKey(row[1], row[2]),
         name=row[3],
         sha256=row[4],
-        options=json.loads(row[5]),
-        state=JobState(row[6]),
-        outcome=JobOutcome(row[7]) if row[7] else None,
+        options=options,
+        state=state,
+        outcome=outcome,
         problem=row[8],
         num_lines=row[9],
         num_answered=row[10],

@@ -126,6 +126,31 @@ def test_a_job_gives_its_place_to_an_interactive_turn() -> None:
     stage.run_until_idle()
 
 
+def test_many_who_come_at_once_all_have_their_places_at_once() -> None:
+    stage = Stage(900, 0, **{**CHEAP, "turns_max": 16})
+    job(stage, 16, num_reply=200)
+    stage.next()
+    stage.next()
+    people = [stage.ask(f"person {number}", 4, 2) for number in range(12)]
+    stage.next()
+    stage.next()
+    assert all(person.num_output_tokens for person in people)
+    stage.run_until_idle()
+
+
+def test_an_iteration_with_little_to_do_says_nothing_about_how_much_fits() -> None:
+    stage = Stage(900, 0, **{**DEAR, "batch_tokens_max": 512})
+    stage.say("person", 4, 2)
+    job(stage, 1, num_prompt=300, num_reply=2)
+    stage.run_until_idle()
+    stage.ask("few", 4, 12, background=True, share="~batch")
+    for _ in range(10):
+        stage.next()
+    stage.ask("more", 300, 2, background=True, share="~batch")
+    stage.next()
+    assert sum(stop - start for _, start, stop in stage.slices()) > 4 * TOKENS_MIN
+
+
 def test_what_a_job_has_used_is_no_interactive_share_s_advantage() -> None:
     """A share that begins to wait is lifted to the others that wait, and not to a job that has used less."""
     stage = Stage(400, 0, **{**DEAR, "turns_max": 1, "batch_tokens_max": 16})

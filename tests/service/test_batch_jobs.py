@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,16 @@ from pensieve.errors import (
     InvalidArgument,
     NotFound,
     PensieveError,
+    StorageFull,
+    StoreCorrupt,
     StoreUnavailable,
+    WrongJobState,
 )
+from pensieve.service.daemon_config import DaemonConfig
+from pensieve.service.jobs.prepared import LineReader
 from pensieve.service.jobs.values import JobHeader, JobView
 from pensieve.service.jobs.worker import JobsConfig
+from pensieve.service.limits import Limits
 from pensieve.store.job_records import JobOutcome, JobState, Which
 from tests.service.rig_daemon import ECHO, DaemonRig, wait_for
 
@@ -245,6 +253,107 @@ def test_a_daemon_that_is_started_again_goes_on_and_answers_nothing_twice(tmp_pa
         ended = until_ended(daemon, "j")
         assert ended.num_answered == 60
         assert words(daemon, "j") == right
+
+
+def test_what_may_not_follow_is_refused_and_disturbs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, right, num_calls = threading.Event(), LineReader.read_all, 0
+
+    def read_all(self: LineReader, lines: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        gate.wait(60.0)
+        return right(self, lines)
+
+    monkeypatch.setattr(LineReader, "read_all", read_all)
+    with rig(tmp_path) as daemon:
+        send(daemon, "j", file_of(line(number) for number in range(20)), check_only=True)
+        wait_for(lambda: num_calls)
+        for operation in (daemon.batch.pause, daemon.batch.resume):
+            with pytest.raises(WrongJobState):
+                daemon.call(operation("", "j"))
+        gate.set()
+        ended = until_ended(daemon, "j")
+        assert (ended.outcome, ended.num_answered, num_calls) == ("checked", 0, 1)
+        with pytest.raises(WrongJobState):
+            daemon.call(daemon.batch.resume("", "j"))
+        assert daemon.call(daemon.batch.cancel("", "j")).outcome is JobOutcome.CHECKED
+
+
+def test_a_run_that_fails_leaves_nothing_in_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rig(tmp_path, SLOW, turns_max=8) as daemon:
+
+        def answer(key: Any, answers: Any) -> Any:
+            raise StoreCorrupt("the job is damaged")
+
+        monkeypatch.setattr(daemon.job_store, "answer", answer)
+        lines = (line(number, body={"max_tokens": 3 + 400 * (number > 0)}) for number in range(8))
+        send(daemon, "j", file_of(lines))
+        ended = until_ended(daemon, "j")
+        assert (ended.outcome, ended.problem) == ("failed", "the job is damaged")
+
+        def running() -> float:
+            figures: float = daemon.call(daemon.daemon.stats()).figures["turns_running"]
+            return figures
+
+        wait_for(lambda: not running())
+
+
+def test_tenants_have_their_turns(tmp_path: Path) -> None:
+    with rig(tmp_path, SLOW, turns_max=2) as daemon:
+        for number in range(3):
+            send(daemon, f"a{number}", file_of(line(each) for each in range(6)), tenant="a")
+        send(daemon, "b", file_of([line(1)]), tenant="b")
+        wait_for(lambda: view(daemon, "b", tenant="b").state is JobState.ENDED)
+        assert view(daemon, "a2", tenant="a").state is JobState.WAITING
+
+
+def test_a_file_of_blank_lines_holds_nobody_up(tmp_path: Path) -> None:
+    with rig(tmp_path) as daemon, pytest.raises(InvalidArgument, match="at most 200,000 lines"):
+        send(daemon, "j", b"\n" * 300_000)
+
+
+def test_what_is_on_its_way_counts_for_a_tenants_storage(tmp_path: Path) -> None:
+    file = file_of(line(number) for number in range(4))
+    limits = {"a": Limits(storage_bytes=3 * len(file))}
+
+    async def sends(jobs: Any) -> list[Any]:
+        async def slowly() -> AsyncIterator[bytes]:
+            for start in range(0, len(file), 500):
+                await asyncio.sleep(0.01)
+                yield file[start : start + 500]
+
+        headers = [JobHeader(f"j{number}", num_bytes=len(file)) for number in range(6)]
+        calls = (jobs.create("a", header, slowly()) for header in headers)
+        return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    config = DaemonConfig(limits=limits)
+    with DaemonRig(tmp_path, config=config, batch_jobs=JobsConfig()) as daemon:
+        found = daemon.call(sends(daemon.batch))
+        refused = [each for each in found if isinstance(each, StorageFull)]
+        assert 0 < len(found) - len(refused) < 3, found
+
+
+def test_a_client_that_leaves_at_once_leaves_no_job(tmp_path: Path) -> None:
+    async def leaves(jobs: Any) -> None:
+        async def nothing() -> AsyncIterator[bytes]:
+            await asyncio.sleep(60.0)
+            yield b""
+
+        call = asyncio.ensure_future(jobs.create("", JobHeader("j"), nothing()))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+    with rig(tmp_path) as daemon:
+        daemon.call(leaves(daemon.batch))
+        wait_for(lambda: not list((tmp_path / "jobs").glob("*.db")))
+        send(daemon, "j", file_of([line(1)]))
+        assert until_ended(daemon, "j").num_answered == 1
 
 
 def test_a_full_disk_stops_a_job_and_not_the_chats(

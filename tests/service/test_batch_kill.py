@@ -1,4 +1,4 @@
-"""A job outlives its daemon and its engine, killed at any moment: each line has one answer, always the same."""
+"""A job outlives its daemon and its engine, killed at any moment: each line has one answer, the same one."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@
     the jobs' thread    the store of jobs (store/job_store.py), one call at a time
     the text pool       reading and tokenizing lines, writing answers
 
-Two *activities* go on at most, each with one job: one checks the lines of the oldest job that is `checking`,
-one runs the oldest that is `running` or `waiting`.  So jobs run in the order of their creation, and one
-that is paused lets the next one pass.
+Two *activities* go on at most, each with one job: one checks the lines of a job that is `checking`, one runs
+a job that is `running` or `waiting`.  Tenants have their turns one after another, and a tenant's jobs run in
+the order of their creation; one that is paused lets the next one pass, and so does one that cannot go on for
+now (its file is locked, its tenant owes tokens).
 
 What is on the disk is the truth.  An activity begins with the pending lines of its job and ends with none;
 if it ends before (pause, cancel, deletion, the end of the daemon), whatever had no result is pending still.
@@ -21,13 +22,23 @@ conversations keep their KV.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from functools import partial
 from typing import TypeVar
 
 from pensieve.engine.messages import Answer, Event
-from pensieve.errors import PensieveError, QueueFull, StorageFull, Unavailable, one_line
+from pensieve.errors import (
+    AlreadyExists,
+    NotFound,
+    QueueFull,
+    StorageFull,
+    Unavailable,
+    WrongJobState,
+    one_line,
+)
 from pensieve.service.background import Background
 from pensieve.service.daemon import Daemon
 from pensieve.service.history import Texts
@@ -46,6 +57,8 @@ JOBS_MAX = 100  # of a tenant, that have not ended
 RETRY_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 FORGET_SECONDS = 3600.0
+PUT_OFF_SECONDS = 5.0  # of a job that cannot go on for now
+GOING_ON = {JobState.WAITING, JobState.RUNNING}
 ACTIVITIES = (JobState.CHECKING,), (JobState.RUNNING, JobState.WAITING)  # of jobs in these states
 
 
@@ -67,7 +80,10 @@ class BatchJobs(Background):
         self._activities: dict[JobKey, Activity] = {}
         self._held: set[JobKey] = set()
         self._problems: dict[JobKey, str] = {}  # why a job does not go on
-        self._unusable: set[JobKey] = set()  # until the daemon is started again
+        self._later: dict[JobKey, float] = {}  # jobs that cannot go on before, by the loop's clock
+        self._incoming: dict[JobKey, Receiving] = {}
+        self._turns: dict[str, int] = {}  # tenants, by when they had their last activity
+        self._num_activities = 0
         self._closing = False
         self._news = [asyncio.Event() for _ in ACTIVITIES]  # a job may be there for it
         self._tasks: list[asyncio.Task[None]] = []
@@ -84,8 +100,9 @@ class BatchJobs(Background):
 
     def engine_lost(self) -> None:
         self._worker.engine_up.clear()
+        had_others = self._daemon.conversations.turns.num_live > 0
         for run in self._runs():
-            run.engine_lost()
+            run.engine_lost(had_others)
 
     def take(self, event: Event) -> bool:
         """Whether it was of a turn of a job, be it of one that nobody knows any more."""
@@ -120,57 +137,81 @@ class BatchJobs(Background):
 
     async def create(self, tenant: str, header: JobHeader, chunks: AsyncIterator[bytes]) -> JobView:
         key = JobKey(tenant, header.job_id)
+        jobs = await self._store.call(tenant, self._store.jobs.list_jobs, tenant)
         if self._closing:
             raise Unavailable("the daemon is shutting down")
-        jobs = await self._store.call(tenant, self._store.jobs.list_jobs, tenant)
-        if sum(job.state is not JobState.ENDED for job in jobs) >= JOBS_MAX:
-            raise QueueFull(f"{JOBS_MAX} jobs have not ended; try again later")
-        allowed = self._daemon.allowance(tenant).limits.storage_bytes
-        used = sum(job.num_bytes for job in jobs)
-        if allowed is not None and used + header.num_bytes > allowed:
-            raise StorageFull(f"this tenant's jobs may take {allowed:,} bytes")
-        left = None if allowed is None else allowed - used
+        receiving = self._incoming_of(key, header, jobs)
         options = {"endpoint": header.endpoint, "check_only": header.check_only}
-        receiving = Receiving(header, left)
-        new = NewJob(key, header.name, header.sha256, options)
-        await self._store.call(tenant, self._store.jobs.create, new)
+        in_thread = partial(self._daemon.threads.in_text_pool, tenant)
+        call, store = self._store.call, self._store.jobs
+        self._incoming[key] = receiving
         try:
-            async for lines in receiving.lines(chunks):
-                await self._store.call(tenant, self._store.jobs.append_lines, key, lines)
+            new = NewJob(key, header.name, header.sha256, options)
+            await call(tenant, store.create, new)
+            async for lines in receiving.lines(chunks, in_thread):
+                await call(tenant, store.append_lines, key, lines)
             receiving.check()
             options["num_bytes"] = receiving.num_bytes
-            job = await self._store.call(
-                tenant, self._store.jobs.received, key, receiving.sha256, options
-            )
-        except BaseException:
-            await asyncio.shield(self._store.call(tenant, self._store.jobs.delete, key))
+            job = await call(tenant, store.received, key, receiving.sha256, options)
+        except BaseException as error:
+            if not isinstance(error, AlreadyExists):
+                await asyncio.shield(self._forget_incoming(key))
             raise
+        finally:
+            del self._incoming[key]
         self._tell()
         return self._view(job)
 
+    def _incoming_of(self, key: JobKey, header: JobHeader, jobs: Sequence[Job]) -> Receiving:
+        """If the tenant may have another job, beside those that are on their way."""
+        if key in self._incoming or any(job.key == key for job in jobs):
+            raise AlreadyExists(f"there is a job {key.job_id!r} already")
+        others = [each for each in self._incoming if each.tenant == key.tenant]
+        unended = [job for job in jobs if job.state is not JobState.ENDED]
+        if len({job.key for job in unended} | set(others)) >= JOBS_MAX:
+            raise QueueFull(f"{JOBS_MAX} jobs have not ended; try again later")
+        allowed = self._daemon.allowance(key.tenant).limits.storage_bytes
+        if allowed is None:
+            return Receiving(header)
+        used = sum(job.num_bytes for job in jobs if job.key not in self._incoming)
+        used += sum(self._incoming[each].num_bytes_max for each in others)
+        if used + header.num_bytes >= allowed:
+            raise StorageFull(f"this tenant's jobs may take {allowed:,} bytes")
+        return Receiving(header, header.num_bytes or allowed - used)
+
+    async def _forget_incoming(self, key: JobKey) -> None:
+        with contextlib.suppress(NotFound):
+            await self._store.call(key.tenant, self._store.jobs.delete, key)
+
     async def get(self, tenant: str, job_id: str) -> JobView:
-        return self._view(await self._get(JobKey(tenant, job_id)))
+        key = JobKey(tenant, job_id)
+        return self._view(await self._store.call(tenant, self._store.jobs.get, key))
 
     async def list(self, tenant: str | None) -> Sequence[JobView]:
         jobs = await self._store.call(tenant or "", self._store.jobs.list_jobs, tenant)
         return [self._view(job) for job in jobs]
 
     async def pause(self, tenant: str, job_id: str) -> JobView:
-        return await self._change(JobKey(tenant, job_id), JobState.PAUSED)
+        return await self._change(JobKey(tenant, job_id), JobState.PAUSED, GOING_ON)
 
     async def resume(self, tenant: str, job_id: str) -> JobView:
         key = JobKey(tenant, job_id)
-        if (await self._get(key)).state is JobState.RUNNING:
-            return await self.get(tenant, job_id)
-        return await self._change(key, JobState.WAITING)
+        job = await self._store.call(tenant, self._store.jobs.get, key)
+        if job.state in GOING_ON:
+            return self._view(job)
+        return await self._change(key, JobState.WAITING, {JobState.PAUSED})
 
     async def cancel(self, tenant: str, job_id: str) -> JobView:
-        return await self._change(JobKey(tenant, job_id), JobState.ENDED, JobOutcome.CANCELLED)
+        states = set(JobState) - {JobState.RECEIVING}
+        return await self._change(
+            JobKey(tenant, job_id), JobState.ENDED, states, JobOutcome.CANCELLED
+        )
 
     async def delete(self, tenant: str, job_id: str) -> None:
         key = JobKey(tenant, job_id)
         await self._held_while(key, lambda: self._store.call(tenant, self._store.jobs.delete, key))
         self._problems.pop(key, None)
+        self._later.pop(key, None)
 
     async def results(
         self, tenant: str, job_id: str, which: Which, after: int
@@ -199,31 +240,55 @@ class BatchJobs(Background):
         return [each.run for each in self._activities.values() if each.run is not None]
 
     async def _work(self, states: Sequence[JobState], news: asyncio.Event) -> None:
-        """One job after another that is in one of these states, the earlier states first."""
+        """One job after another that is in one of these states."""
         while not self._closing:
             news.clear()
             try:
-                job = await self._next(states)
-            except PensieveError as error:
-                log.error("jobs cannot go on for now: %s", error)
-                await asyncio.sleep(RETRY_SECONDS)
-                continue
-            if job is None:
-                await news.wait()
-            else:
-                await self._act(job)
+                if (job := await self._next(states)) is not None:
+                    await self._act(job)
+                    continue
+            except (
+                Exception
+            ) as error:  # whatever it is: jobs would stand still, and nobody would know
+                log.error("jobs cannot go on for now", exc_info=error)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_SECONDS):
+                    await news.wait()
 
     async def _next(self, states: Sequence[JobState]) -> Job | None:
+        """Of the tenant whose turn it is, one that runs already, else the oldest."""
         jobs = await self._store.call("", self._store.jobs.list_jobs)
-        not_now = self._held | self._unusable
-        found = [job for job in jobs if job.state in states and job.key not in not_now]
-        return min(found, key=lambda job: (states.index(job.state), job.number), default=None)
+        now = self._loop.time()
+
+        def may_go(job: Job) -> bool:
+            if (
+                job.state not in states
+                or job.key in self._held
+                or self._later.get(job.key, 0) > now
+            ):
+                return False
+            return job.state is JobState.CHECKING or self._daemon.allowance(
+                job.key.tenant
+            ).has_spare(now)
+
+        return min(
+            filter(may_go, jobs),
+            key=lambda job: (
+                self._turns.get(job.key.tenant, 0),
+                states.index(job.state),
+                job.number,
+            ),
+            default=None,
+        )
 
     async def _act(self, job: Job) -> None:
         key = job.key
         if key in self._held or self._closing:
             return
         activity = self._activities[key] = Activity(key, self._loop.time())
+        if job.state is not JobState.CHECKING:
+            self._num_activities += 1
+            self._turns[key.tenant] = self._num_activities
         try:
             if job.state is JobState.CHECKING:
                 await self._worker.check(job, activity)
@@ -231,9 +296,7 @@ class BatchJobs(Background):
                 await self._worker.run(job, activity)
             self._problems.pop(key, None)
         except Unavailable as error:
-            self._problems[key] = one_line(error)
-            log.warning("the job %s of %r waits: %s", key.job_id, key.tenant, error)
-            await asyncio.sleep(RETRY_SECONDS)
+            self._put_off(key, one_line(error))
         except Exception as error:
             log.error("the job %s of %r cannot go on", key.job_id, key.tenant, exc_info=error)
             await self._give_up(key, one_line(error) or type(error).__name__)
@@ -243,14 +306,18 @@ class BatchJobs(Background):
             activity.ended.set()
             self._tell()
 
+    def _put_off(self, key: JobKey, problem: str) -> None:
+        log.warning("the job %s of %r waits: %s", key.job_id, key.tenant, problem)
+        self._problems[key] = problem
+        self._later[key] = self._loop.time() + PUT_OFF_SECONDS
+
     async def _give_up(self, key: JobKey, problem: str) -> None:
         """The others go on."""
         ended, failed = JobState.ENDED, JobOutcome.FAILED
         try:
             await self._store.set_state(key, ended, failed, problem)
-        except PensieveError:
-            self._unusable.add(key)
-            self._problems[key] = problem
+        except Exception:
+            self._put_off(key, problem)
 
     async def _forget(self) -> None:
         """Jobs that ended long ago."""
@@ -258,19 +325,31 @@ class BatchJobs(Background):
             try:
                 while await self._store.call("", self._store.jobs.forget_older, self._now() - keep):
                     await asyncio.sleep(0.1)
-            except PensieveError as error:
-                log.warning("jobs that ended long ago cannot be deleted: %s", error)
+            except Exception as error:
+                log.warning("jobs that ended long ago cannot be deleted", exc_info=error)
             await asyncio.sleep(FORGET_SECONDS)
 
     # -- inside --
 
     async def _change(
-        self, key: JobKey, state: JobState, outcome: JobOutcome | None = None
+        self,
+        key: JobKey,
+        state: JobState,
+        before: Collection[JobState],
+        outcome: JobOutcome | None = None,
     ) -> JobView:
-        job = await self._held_while(key, lambda: self._store.set_state(key, state, outcome))
+        """WrongJobState, and nothing of the job is disturbed, if it is in none of the states `before`."""
+        job = await self._store.call(key.tenant, self._store.jobs.get, key)
+        if job.state is not state:
+            if job.state not in before:
+                raise WrongJobState(f"the job {key.job_id!r} is {job.state}, so not {state}")
+            job = await self._held_while(key, lambda: self._store.set_state(key, state, outcome))
+            self._later.pop(key, None)
         return self._view(job)
 
     async def _held_while(self, key: JobKey, operation: Callable[[], Awaitable[T]]) -> T:
+        if key in self._incoming:
+            raise WrongJobState(f"the file of the job {key.job_id!r} is on its way")
         if key in self._held:
             raise QueueFull("something else is being done with this job; try again in a moment")
         self._held.add(key)
@@ -282,9 +361,6 @@ class BatchJobs(Background):
         finally:
             self._held.discard(key)
             self._tell()
-
-    async def _get(self, key: JobKey) -> Job:
-        return await self._store.call(key.tenant, self._store.jobs.get, key)
 
     def _tell(self) -> None:
         for each in self._news:

@@ -59,7 +59,7 @@ class JobRun:
     ) -> None:
         """Takes seconds for many lines; in any thread.  `name`: no other run of this engine has it."""
         self.changed = asyncio.Event()
-        self.is_over = self.was_lost = False
+        self.is_over = self.was_lost = self.had_others = False
         self.begun: set[int] = set()  # lines that were in the engine when it died
         self._lines = [_Line(each) for each in prepared]
         self._requests = [
@@ -83,9 +83,9 @@ class JobRun:
 
     def go(self, put: Callable[[Message], None]) -> None:
         """What the engine does not take is tried again after its next event, or the next `go`."""
-        if self.is_over or self._is_held:
+        if self.is_over:
             return
-        for message in self._batch.go():
+        for message in self._batch.go(submits=not self._is_held):
             try:
                 put(message)
             except PensieveError:
@@ -96,6 +96,10 @@ class JobRun:
     def hold(self, is_held: bool) -> None:
         """Submit nothing more for now; what runs goes on."""
         self._is_held = is_held
+
+    @property
+    def is_held(self) -> bool:
+        return self._is_held
 
     def stop(self, put: Callable[[Message], None]) -> None:
         """Leave nothing behind in the engine, and end."""
@@ -130,8 +134,9 @@ class JobRun:
             self._finish(index, choice, finished)
         return True
 
-    def engine_lost(self) -> None:
-        """The process is gone, and all that it had."""
+    def engine_lost(self, had_others: bool) -> None:
+        """The process is gone, and all that it had; with `had_others` it may have died of another turn."""
+        self.had_others = had_others
         self.begun.update(self._admitted.values())
         self.was_lost = True
         self._end()
@@ -141,6 +146,11 @@ class JobRun:
     def take_ready(self) -> list[Ready]:
         ready, self._ready = self._ready, []
         return ready
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of it is in the engine."""
+        return not self._batch.num_active
 
     @property
     def num_running(self) -> int:

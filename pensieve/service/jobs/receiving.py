@@ -7,7 +7,8 @@ others and takes no memory.  Blank lines have a number and are not kept.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 from pensieve.errors import InvalidArgument, StorageFull
 from pensieve.service.jobs.values import JobHeader
@@ -15,7 +16,8 @@ from pensieve.service.openai import LINE_BYTES_MAX
 from pensieve.store.job_records import JobLine
 
 FILE_BYTES_MAX = 2 << 30
-LINES_MAX = 100_000
+LINES_MAX = 100_000  # with a request
+NUMBERS_MAX = 200_000  # lines, blank ones included
 PAGE_BYTES = 256 << 10  # of lines that are stored at once
 
 
@@ -30,29 +32,42 @@ class Receiving:
         self._num_lines = self.num_bytes = self._num_requests = 0
 
     @property
+    def num_bytes_max(self) -> int:
+        """That it has, or will have."""
+        return max(self._header.num_bytes, self.num_bytes)
+
+    @property
     def sha256(self) -> str:
         return self._digest.hexdigest()
 
-    async def lines(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[list[JobLine]]:
+    async def lines(
+        self,
+        chunks: AsyncIterator[bytes],
+        in_thread: Callable[[Callable[[], list[JobLine]]], Awaitable[list[JobLine]]],
+    ) -> AsyncIterator[list[JobLine]]:
+        """Pages of them; what a chunk holds is found `in_thread`, for it may be a million lines."""
         page: list[JobLine] = []
-        size = 0
         async for chunk in chunks:
             self._take(chunk)
-            *whole, rest = chunk.split(b"\n")
-            for each in whole:
-                self._add(each)
-                if (line := self._end_line()) is not None:
-                    page.append(line)
-                    size += len(line.text)
-            if rest:
-                self._add(rest)
-            if size >= PAGE_BYTES:
+            page += await in_thread(partial(self._split, chunk))
+            if sum(len(line.text) for line in page) >= PAGE_BYTES:
                 yield page
-                page, size = [], 0
+                page = []
         if self._is_open and (line := self._end_line()) is not None:
             page.append(line)
         if page:
             yield page
+
+    def _split(self, chunk: bytes) -> list[JobLine]:
+        *whole, rest = chunk.split(b"\n")
+        found = []
+        for each in whole:
+            self._add(each)
+            if (line := self._end_line()) is not None:
+                found.append(line)
+        if rest:
+            self._add(rest)
+        return found
 
     def check(self) -> None:
         """All of it is here, and it is what was said."""
@@ -80,6 +95,8 @@ class Receiving:
 
     def _end_line(self) -> JobLine | None:
         self._num_lines += 1
+        if self._num_lines > NUMBERS_MAX:
+            raise InvalidArgument("chunk", f"a file has at most {NUMBERS_MAX:,} lines")
         text, self._line, self._is_open = bytes(self._line), bytearray(), False
         if not text.strip():
             return None

@@ -8,6 +8,10 @@ time; what died alone goes to the end of them, and a line with which the engine 
 refused.  So one request that kills the engine costs a few restarts, and an engine that is killed from outside
 costs nobody an answer.
 
+**A tenant in debt** (limits.py) has nothing more submitted.  Once nothing of the job is in the engine, its
+activity ends, and another tenant's job may run.  It goes on when half of what can be saved up is, so that the
+tenant's conversations have the rest.
+
 **A full disk.**  Nothing more is submitted until what was answered is written; the job's `problem` says so.
 """
 
@@ -41,6 +45,7 @@ from pensieve.store.job_records import (
 
 FIRST_NUMBER = 1 << 40  # of the turns of jobs; those of conversations are counted from 1
 TURNS_MAX = 64  # of a job at once
+WINDOW_TOKENS = 16 << 20  # of prompts, that are in memory at once
 LINES_A_HOP = 32  # that are read in the text pool, until others may
 DEATHS_MAX = 2  # of the engine, with a line alone
 RETRY_SECONDS = 2.0
@@ -96,30 +101,37 @@ class Worker:
             await self._store.set_state(key, JobState.WAITING)
 
     async def run(self, job: Job, activity: Activity) -> None:
-        key, deaths = job.key, dict[int, int]()  # of lines, alone
-        await self._store.set_state(key, JobState.RUNNING)
-        left = await self._prepared(job, activity)
+        """Window by window, until no line is left or its tenant has to let others pass."""
+        await self._store.set_state(job.key, JobState.RUNNING)
+        while left := await self._window(job, activity):
+            await self._run_window(left, job, activity)
+            if activity.stopping or left:
+                return
+        if not activity.stopping:
+            await self._store.set_state(job.key, JobState.ENDED, JobOutcome.COMPLETED)
+
+    async def _run_window(self, left: dict[int, Prepared], job: Job, activity: Activity) -> None:
+        deaths: dict[int, int] = {}  # of lines, alone
         suspects: list[int] = []  # lines that may have killed the engine
         while left and not activity.stopping:
             await self._until_up(activity)
             suspects = [each for each in suspects if each in left]
             some = [left[suspects[0]]] if suspects else list(left.values())
-            run = await self._made(key, some)
-            await self._follow(run, job, activity, left)
+            run = await self._made(job.key, some)
+            if not await self._follow(run, job, activity, left):
+                return
             if run.was_lost:
                 suspects = self._suspects(run, suspects, deaths)
                 for line in [each for each in suspects if deaths.get(each) == DEATHS_MAX]:
                     if line in left:
                         await self._refuse(job, [failed(left.pop(line).line, "ENGINE_DIED")])
-        if not left and not activity.stopping:
-            await self._store.set_state(key, JobState.ENDED, JobOutcome.COMPLETED)
 
     @staticmethod
     def _suspects(run: JobRun, before: list[int], deaths: dict[int, int]) -> list[int]:
         """Lines to be tried alone, one that was alone when the engine died at the end."""
         if not before:
             return sorted(run.begun)
-        for line in run.begun:
+        for line in run.begun if not run.had_others else ():
             deaths[line] = deaths.get(line, 0) + 1
         return [*(each for each in before if each not in run.begun), *run.begun]
 
@@ -137,28 +149,37 @@ class Worker:
 
     async def _follow(
         self, run: JobRun, job: Job, activity: Activity, left: dict[int, Prepared]
-    ) -> None:
-        """Until it is over; what is answered meanwhile is written, many lines in one transaction."""
+    ) -> bool:
+        """Until it is over; what is answered meanwhile is written, many lines in one transaction.
+
+        False: its tenant has no tokens to spare, and others may pass.
+        """
         if activity.stopping or not self.engine_up.is_set():
-            return
+            return True
         activity.run, tenant = run, job.key.tenant
         try:
             while True:
                 run.changed.clear()
-                in_debt = self._daemon.allowance(tenant).in_debt(self._loop.time()) is not None
-                run.hold(in_debt)
+                allowance, now = self._daemon.allowance(tenant), self._loop.time()
+                if allowance.in_debt(now) is not None:
+                    run.hold(True)
+                elif allowance.has_spare(now):
+                    run.hold(False)
                 run.go(self._daemon.engine.put)
                 if ready := run.take_ready():
                     await self._write(ready, run, job, activity)
                     for each in ready:
                         left.pop(each.prepared.line.line, None)
                 elif run.is_over:
-                    return
+                    return True
+                elif run.is_idle and run.is_held:
+                    return False
                 else:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_SECONDS):
                             await run.changed.wait()
         finally:
+            run.stop(self._daemon.engine.put)  # of one that is over there is nothing
             activity.run = None
 
     async def _write(
@@ -171,7 +192,6 @@ class Worker:
             tenant, lambda: [writer.result(each.prepared, each.choices) for each in ready]
         )
         num_tokens = sum(each.num_tokens for each in ready)
-        self._daemon.admission.charge(tenant, num_tokens, self._loop.time())
         while not activity.stopping:
             try:
                 await self._put(job, results)
@@ -181,6 +201,7 @@ class Worker:
                 await asyncio.sleep(RETRY_SECONDS)
             else:
                 activity.problem = ""
+                self._daemon.admission.charge(tenant, num_tokens, self._loop.time())
                 activity.done(len(ready), num_tokens, self._loop.time())
                 return
 
@@ -192,17 +213,21 @@ class Worker:
         if refusals:
             await self._store.call(job.key.tenant, self._store.jobs.refuse, job.key, refusals)
 
-    async def _prepared(self, job: Job, activity: Activity) -> dict[int, Prepared]:
-        """The lines without a result, by number; one that cannot be read any more is refused."""
+    async def _window(self, job: Job, activity: Activity) -> dict[int, Prepared]:
+        """Lines without a result, by number, as many as are in memory at once.
+
+        One that cannot be read any more is refused.
+        """
         found: dict[int, Prepared] = {}
-        reader, after = self._reader(job), 0
-        while lines := await self._pending(job, after):
+        reader, after, num_tokens = self._reader(job), 0, 0
+        while num_tokens < WINDOW_TOKENS and (lines := await self._pending(job, after)):
             after = lines[-1].number
-            for each in await self._read(reader, lines, activity):
+            read = await self._read(reader, lines, activity)
+            await self._refuse(job, [each for each in read if isinstance(each, LineError)])
+            for each in read:
                 if isinstance(each, Prepared):
                     found[each.line.line] = each
-                else:
-                    await self._refuse(job, [each])
+                    num_tokens += len(each.tokens)
             if activity.stopping:
                 break
         return found
