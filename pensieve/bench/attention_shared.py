@@ -29,7 +29,7 @@ from pensieve.core.iteration import Slice
 from pensieve.errors import InvalidArgument, PensieveError
 from pensieve.kernels import multi_token_attention
 from pensieve.kernels.attention.shared import SharedPages
-from pensieve.model.batch import SHARED_MIN, shared_pages
+from pensieve.model.shared_pages import SHARED_MIN, shared_pages
 
 LAYERS = 16
 HEADS = ((16, 16), (16, 4))

@@ -30,11 +30,9 @@ from typing import NamedTuple
 import torch
 
 from pensieve.core.iteration import Slice
-from pensieve.core.prefix_groups import prefix_groups
 from pensieve.kernels.attention.shared import SharedPages
+from pensieve.model.shared_pages import Search, shared_pages
 from pensieve.model.transfer import upload
-
-SHARED_MIN = 5  # pages; with fewer there is little to gain
 
 
 class SampledIds(NamedTuple):
@@ -67,8 +65,9 @@ class Batch:
         chunk_tokens: int,
         device: str | torch.device = "cpu",
         sampled: SampledIds | None = None,
+        search: Search = shared_pages,
     ) -> Batch:
-        """The tensors of an iteration's slices; there must be at least one."""
+        """The tensors of an iteration's slices, at least one; `search` finds which pages they share."""
         device = torch.device(device)
         token_ids, positions, slots, logit_rows = (array("q") for _ in range(4))
         entries, sampled_rows = array("q"), array("q")  # of token_ids, and of `sampled`
@@ -131,29 +130,8 @@ class Batch:
             logit_positions=tuple(logit_positions),
             lengths=[piece.stop - piece.start for piece in slices],
             starts=starts.tolist(),
-            shared=shared_pages(slices, chunk_tokens) if device.type in ("cpu", "cuda") else None,
+            shared=search(slices, chunk_tokens) if device.type in ("cpu", "cuda") else None,
         )
-
-
-def shared_pages(slices: Sequence[Slice], chunk_tokens: int) -> SharedPages | None:
-    """Groups such that as few pages as possible are read (core/prefix_groups.py); None: nobody shares."""
-    by_page: dict[int, list[int]] = {}
-    for index, piece in enumerate(slices):
-        if piece.start >= SHARED_MIN * chunk_tokens:
-            by_page.setdefault(piece.page_table[0], []).append(index)
-    slice_groups, group_pages = array("i", [-1]) * len(slices), array("i")
-    for indices in by_page.values():
-        if len(indices) == 1:
-            continue
-        before = [slices[i].page_table[: slices[i].start // chunk_tokens] for i in indices]
-        for group in prefix_groups(before):
-            if group.prefix_tokens >= SHARED_MIN:
-                for member in group.members:
-                    slice_groups[indices[member]] = len(group_pages)
-                group_pages.append(group.prefix_tokens)
-    if not group_pages:
-        return None
-    return SharedPages(slice_groups, group_pages)
 
 
 def staged(columns: Sequence[array[int]], device: torch.device) -> list[torch.Tensor]:

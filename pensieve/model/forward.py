@@ -27,6 +27,7 @@ from pensieve.model.kv.copier import Copier
 from pensieve.model.kv.copier_cpu import CpuCopier
 from pensieve.model.kv.copier_cuda import CudaCopier
 from pensieve.model.kv.memory import KVMemory, PageMoves
+from pensieve.model.shared_pages import SharedSearch
 from pensieve.model.transfer import upload
 
 OUT_OF_MEMORY = (
@@ -68,6 +69,7 @@ class Forward:
         self._halves = halves
         self._graphs = graphs
         self._device = memory.device_arena.device
+        self._search = SharedSearch()
 
     @property
     def rows_padded(self) -> int:
@@ -114,7 +116,9 @@ class Forward:
     def _once(
         self, slices: Sequence[Slice], copies: PageMoves | None, sampled: SampledIds | None
     ) -> Computed:
-        batch = Batch.from_slices(slices, self._memory.chunk_tokens, self._device, sampled)
+        batch = Batch.from_slices(
+            slices, self._memory.chunk_tokens, self._device, sampled, self._search
+        )
         graphs = self._graphs
         if graphs is not None and copies is None and graphs.takes(batch, self._copier.arriving):
             logits = graphs.logits(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from pensieve.core.turn import Turn
 from pensieve.model.batch import Batch, SampledIds
+from pensieve.model.shared_pages import SharedSearch, shared_pages
 from tests.model.world import slice_of
 
 
@@ -102,3 +104,42 @@ def test_pages_that_a_slice_writes_to_are_not_shared() -> None:
     assert shared.slice_groups.tolist() == [0, 0, -1]
     assert shared.group_pages.tolist() == [6]
     assert Batch.from_slices(slices[1:], 4).shared is None
+
+
+def test_what_was_shared_is_shared_until_a_page_or_a_turn_is_another() -> None:
+    """The same as a search each time, whatever changes from one iteration to the next."""
+    choose, search = random.Random(3), SharedSearch()
+    fronts = [choose.sample(range(1000, 2000), 12) for _ in range(3)]
+    turns = {index: fronts[index % 3] + [index] * 30 for index in range(12)}
+    lengths = dict.fromkeys(turns, 56)
+    num_searched = 0
+    for step in range(200):
+        if step % 11 == 10:  # a turn comes back with other pages, or another one comes
+            index = choose.choice(list(turns))
+            if choose.random() < 0.5:
+                turns[index] = choose.sample(range(3000, 4000), 42)
+            else:
+                turns[100 + step], lengths[100 + step] = turns.pop(index), lengths.pop(index)
+        slices = []
+        for index, pages in turns.items():
+            length = lengths[index]
+            turn = turn_of(index, [0] * (length + 1), pages)
+            slices.append(slice_of(turn, length, length + 1, True))
+        found, right = search(slices, 4), shared_pages(slices, 4)
+        searched = search._age == 0
+        num_searched += searched
+        if right is None or found is None:
+            assert found is right
+            continue
+        if searched:
+            assert found == right
+        groups = found.slice_groups
+        for piece, group in zip(slices, groups, strict=True):
+            if group >= 0:
+                num_pages = found.group_pages[group]
+                others = [each for each, of in zip(slices, groups, strict=True) if of == group]
+                fronts_of = {tuple(each.page_table[:num_pages]) for each in others}
+                assert piece.start >= num_pages * 4
+                assert len(fronts_of) == 1
+        lengths = {index: min(length + 1, 160) for index, length in lengths.items()}
+    assert 6 < num_searched < 60

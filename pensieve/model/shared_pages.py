@@ -1,0 +1,78 @@
+"""Which slices of an iteration begin with the same pages, so that attention reads those once.
+
+What turns that generate share in one iteration they share in the next, so what was found is kept
+(`SharedSearch`): as long as the slices are of the same turns and each still begins with its group's pages,
+it holds, and comparing them is a tenth of the search.  Whether somebody shares more by now is looked at every
+SEARCH_EVERY iterations; sharing changes no result, or only its rounding.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from pensieve.core.iteration import Slice
+from pensieve.core.prefix_groups import prefix_groups
+from pensieve.kernels.attention.shared import SharedPages
+
+SHARED_MIN = 5  # pages; with fewer there is little to gain
+SEARCH_EVERY = 32
+Search = Callable[[Sequence[Slice], int], SharedPages | None]
+
+
+def shared_pages(slices: Sequence[Slice], chunk_tokens: int) -> SharedPages | None:
+    """Groups such that as few pages as possible are read (core/prefix_groups.py); None: nobody shares."""
+    by_page: dict[int, list[int]] = {}
+    for index, piece in enumerate(slices):
+        if piece.start >= SHARED_MIN * chunk_tokens:
+            by_page.setdefault(piece.page_table[0], []).append(index)
+    slice_groups, group_pages = array("i", [-1]) * len(slices), array("i")
+    for indices in by_page.values():
+        if len(indices) == 1:
+            continue
+        before = [slices[i].page_table[: slices[i].start // chunk_tokens] for i in indices]
+        for group in prefix_groups(before):
+            if group.prefix_tokens >= SHARED_MIN:
+                for member in group.members:
+                    slice_groups[indices[member]] = len(group_pages)
+                group_pages.append(group.prefix_tokens)
+    if not group_pages:
+        return None
+    return SharedPages(slice_groups, group_pages)
+
+
+class SharedSearch:
+    """For one iteration after another."""
+
+    def __init__(self) -> None:
+        self._turn_ids: list[int] = []
+        self._found: SharedPages | None = None
+        self._fronts: list[array[int]] = []  # the pages of each group
+        self._age = 0
+
+    def __call__(self, slices: Sequence[Slice], chunk_tokens: int) -> SharedPages | None:
+        turn_ids = [piece.turn_id for piece in slices]
+        self._age += 1
+        is_known = self._age < SEARCH_EVERY and turn_ids == self._turn_ids
+        if is_known and self._holds(slices, chunk_tokens):
+            return self._found
+        found = self._found = shared_pages(slices, chunk_tokens)
+        self._turn_ids, self._age = turn_ids, 0
+        self._fronts = []
+        for group, num_pages in enumerate(found.group_pages if found is not None else ()):
+            assert found is not None
+            first = slices[found.slice_groups.index(group)]
+            self._fronts.append(first.page_table[:num_pages])
+        return found
+
+    def _holds(self, slices: Sequence[Slice], chunk_tokens: int) -> bool:
+        """Each slice of a group begins with its pages, and lies wholly behind them."""
+        if self._found is None:
+            return True
+        for piece, group in zip(slices, self._found.slice_groups, strict=True):
+            if group < 0:
+                continue
+            front = self._fronts[group]
+            if piece.start < len(front) * chunk_tokens or piece.page_table[: len(front)] != front:
+                return False
+        return True
