@@ -34,10 +34,12 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import merge
 from itertools import pairwise
 from typing import NamedTuple
 
 TOKEN_BYTES = 4
+RUN = 2048  # requests that are sorted at once
 
 
 class PrefixGroup(NamedTuple):
@@ -121,7 +123,9 @@ class _Node:
 def _tree(requests: Sequence[array[int]]) -> _Node:
     """Compact: a node has two children, or one and a request that ends with it, or it is a leaf."""
     keys = [_sortable(request) for request in requests]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
+    # In runs, then merged: sorting all at once would keep other threads waiting for its whole time.
+    runs = (range(at, min(at + RUN, len(keys))) for at in range(0, len(keys), RUN))
+    order = merge(*(sorted(run, key=keys.__getitem__) for run in runs), key=keys.__getitem__)
     root = _Node(0)
     path = [root]  # from the root to the request before
     last = b""
