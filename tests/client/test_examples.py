@@ -118,6 +118,15 @@ def test_a_prefix_is_shared_and_outlived(daemon: ServeProcess) -> None:
     assert said[-1] == "the last one has 5 messages"
 
 
+def test_a_batch_is_answered_and_shares_what_it_begins_with(daemon: ServeProcess) -> None:
+    said = run("batch.py", daemon.address).splitlines()
+    assert [line.split(":")[0] for line in said if line.startswith("letter-")] == [
+        *("letter-1", "letter-2", "letter-3")
+    ]
+    (saved, whole) = re.findall(r"(\d+) of (\d+) prompt tokens", said[-1])[0]
+    assert int(whole) > int(saved) > int(whole) // 2
+
+
 def test_branches_and_undo(daemon: ServeProcess) -> None:
     said = run("branches.py", daemon.address).splitlines()
     assert sum(line.endswith("new tokens)") for line in said) == 3
