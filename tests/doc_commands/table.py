@@ -39,6 +39,11 @@ ROWS = (
         (r"3 of 3 lines answered",),
         ("shared",),
     ),
+    Row(
+        "scripts/run batch requests.jsonl -o answers.jsonl",
+        (r"3 of 3 lines answered",),
+        ("shared",),
+    ),
     Row("pensieve batch requests.jsonl --check", (r"nothing is wrong with 3 lines",), ("shared",)),
     Row(
         "pensieve batch requests.jsonl -o answers.jsonl --again",
