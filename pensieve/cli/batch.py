@@ -153,6 +153,8 @@ def _targets(arguments: argparse.Namespace) -> tuple[Path, Path]:
 def _check_target(flag: str, path: Path) -> None:
     if path.is_dir():
         raise InvalidArgument(flag, f"{path} is a folder")
+    if path.exists() and not path.is_file():  # what is written there would take its place
+        raise InvalidArgument(flag, f"{path} is no ordinary file")
     if not os.access(path.parent, os.W_OK):
         raise InvalidArgument(flag, f"nothing can be written to the folder {path.parent}")
 
@@ -214,7 +216,7 @@ def _found_or_created(
                 return jobs.create(
                     requests.path,
                     job_id=job_id,
-                    name=requests.path.name[:80],
+                    name=_shown_name(requests),
                     check_only=check_only,
                 )
             except AlreadyExists:
@@ -280,7 +282,7 @@ def _write(path: Path, lines: Iterable[bytes]) -> None:
     from pensieve.store.durable import new_file
 
     try:
-        with new_file(path, 0o666) as file:  # less what the user's umask takes away
+        with new_file(path, 0o666, shared=True) as file:  # less what the user's umask takes away
             file.writelines(line + b"\n" for line in lines)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error

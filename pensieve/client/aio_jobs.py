@@ -10,7 +10,13 @@ from pensieve.client.job_upload import JobSource, JobUpload
 from pensieve.client.job_values import RESULT_KINDS, Job, job_of
 from pensieve.client.requests import check_id, check_text
 from pensieve.client.retry import Deadline, Tries
-from pensieve.errors import AlreadyExists, InvalidArgument, PensieveError, Unavailable
+from pensieve.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    NotFound,
+    PensieveError,
+    Unavailable,
+)
 from pensieve.v1 import jobs_pb2 as pb
 
 
@@ -70,8 +76,8 @@ class AsyncJobs:
                     raise upload.error from None
                 failure = error
             if was_sent and isinstance(failure, AlreadyExists):
-                found = await self.get(upload.header.job_id)
-                if found.state != "receiving":
+                found = await self._found(upload.header.job_id)
+                if found is not None and found.state != "receiving":
                     if found.sha256 == upload.header.sha256:
                         return found
                     raise failure
@@ -80,6 +86,13 @@ class AsyncJobs:
                 raise failure
             was_sent = True
             await self._client._sleep(tries.pause(failure))
+
+    async def _found(self, job_id: str) -> Job | None:
+        """None: the daemon has thrown away what an earlier try has sent."""
+        try:
+            return await self.get(job_id)
+        except NotFound:
+            return None
 
     async def get(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """The job as it is now.

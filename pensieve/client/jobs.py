@@ -13,7 +13,13 @@ from pensieve.client.job_upload import JobSource, JobUpload
 from pensieve.client.job_values import RESULT_KINDS, Job, job_of
 from pensieve.client.requests import check_id, check_text
 from pensieve.client.retry import Deadline, Tries
-from pensieve.errors import AlreadyExists, InvalidArgument, PensieveError, Unavailable
+from pensieve.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    NotFound,
+    PensieveError,
+    Unavailable,
+)
 from pensieve.v1 import jobs_pb2 as pb
 
 
@@ -73,8 +79,8 @@ class Jobs:
                     raise upload.error from None
                 failure = error
             if was_sent and isinstance(failure, AlreadyExists):
-                found = self.get(upload.header.job_id)
-                if found.state != "receiving":
+                found = self._found(upload.header.job_id)
+                if found is not None and found.state != "receiving":
                     if found.sha256 == upload.header.sha256:
                         return found
                     raise failure
@@ -83,6 +89,13 @@ class Jobs:
                 raise failure
             was_sent = True
             self._client._sleep(tries.pause(failure))
+
+    def _found(self, job_id: str) -> Job | None:
+        """None: the daemon has thrown away what an earlier try has sent."""
+        try:
+            return self.get(job_id)
+        except NotFound:
+            return None
 
     def get(self, job_id: str, *, tenant: str = "", timeout: float | None = None) -> Job:
         """The job as it is now.

@@ -16,11 +16,12 @@ service limits them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pensieve.errors import AlreadyExists, NotFound
+from pensieve.errors import AlreadyExists, NotFound, StoreCorrupt
 from pensieve.store import conversation_rows, message_rows
 from pensieve.store.connection import Writer
 from pensieve.store.records import (
@@ -37,6 +38,7 @@ from pensieve.store.running_rows import RunningRows
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
+log = logging.getLogger("pensieve")
 MARK = "prefix:"
 
 
@@ -126,7 +128,12 @@ class DeclaredPrefixes:
             rows = conn.execute(
                 "SELECT conversation FROM prefixes WHERE keep_warm ORDER BY conversation"
             ).fetchall()
-            found = [conversation_rows.conversation_numbered(conn, number) for (number,) in rows]
+            found = []
+            for (number,) in rows:
+                try:
+                    found.append(conversation_rows.conversation_numbered(conn, number))
+                except StoreCorrupt as error:  # the others are as they were
+                    log.error("a prefix cannot be kept warm: %s", error)
         return [(each.tenant, each.conversation_id.removeprefix(MARK)) for each in found]
 
     def num_shared_tokens(self, conversation: Conversation) -> int:

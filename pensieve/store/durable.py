@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import IO
 
 
 @contextmanager
-def new_file(path: Path, mode: int = 0o600) -> Iterator[IO[bytes]]:
+def new_file(path: Path, mode: int = 0o600, *, shared: bool = False) -> Iterator[IO[bytes]]:
     """Written under another name, synced, and only then renamed; its name is durable as well."""
     partial = path.with_name(f"{path.name}.partial")
+    if shared:  # with another process that writes the same at the same time
+        partial = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.partial")
     descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "w+b") as file:

@@ -219,6 +219,13 @@ class JobStore:
             raise NotFound(f"there is no job {key.job_id!r}")
         self._remove(path)
 
+    def discard(self, key: JobKey) -> None:
+        """Delete a job that is `receiving` and was made by this process; any other is left as it is."""
+        path = self._path(key)
+        file = self._files.get(path)
+        if file is not None and file.job is not None and file.job.state is JobState.RECEIVING:
+            self._remove(path)
+
     def forget_older(self, before: float, limit: int = 16) -> list[JobKey]:
         """Delete jobs that ended before a time, at most so many; returns which."""
         old = [
@@ -245,10 +252,11 @@ class JobStore:
 
         `sha256` and `options`, if given, are known only now, and take the place of those before.
         """
-        with self._writing(key, JobState.RECEIVING) as (conn, job):
-            known = job.options if options is None else options
-            job_rows.complete(conn, sha256 or job.sha256, known)
-            job_rows.set_state(conn, JobState.CHECKING, None, "", self._now())
+        with self._writing(key, JobState.RECEIVING, JobState.CHECKING) as (conn, job):
+            if job.state is JobState.RECEIVING:
+                known = job.options if options is None else options
+                job_rows.complete(conn, sha256 or job.sha256, known)
+                job_rows.set_state(conn, JobState.CHECKING, None, "", self._now())
         return self.get(key)
 
     def name_lines(self, key: JobKey, names: Sequence[tuple[int, str]]) -> list[Duplicate]:

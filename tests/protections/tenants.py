@@ -274,7 +274,7 @@ PROTECTIONS = (
     protection(
         "a debt outlasts a change of limits",
         "service/limits.py",
-        "        self.saved = min(self.saved, self._most) if had_rate else self._most\n",
+        "        self.saved = min(self.saved, self.most) if had_rate else self.most\n",
         "        self.saved = self._most\n",
         "service/test_tenants.py::test_a_debt_outlasts_a_change_of_limits",
     ),

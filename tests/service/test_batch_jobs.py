@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
 import signal
+import sqlite3
 import threading
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
@@ -309,6 +311,23 @@ def test_tenants_have_their_turns(tmp_path: Path) -> None:
         send(daemon, "b", file_of([line(1)]), tenant="b")
         wait_for(lambda: view(daemon, "b", tenant="b").state is JobState.ENDED)
         assert view(daemon, "a2", tenant="a").state is JobState.WAITING
+
+
+@pytest.mark.parametrize("damage", ["PRAGMA user_version = 77", "UPDATE job SET state = 'lost'"])
+def test_a_job_that_cannot_be_read_is_left_as_it_is(tmp_path: Path, damage: str) -> None:
+    file = file_of([line(1)])
+    with rig(tmp_path) as daemon:
+        send(daemon, "j", file)
+        until_ended(daemon, "j")
+    (path,) = (tmp_path / "jobs").glob("*.db")
+    with contextlib.closing(sqlite3.connect(path)) as conn, conn:
+        conn.execute(damage)
+    with rig(tmp_path) as daemon:
+        with pytest.raises(PensieveError):
+            send(daemon, "j", file)
+        assert path.exists()
+        send(daemon, "other", file)
+        until_ended(daemon, "other")
 
 
 def test_a_file_of_blank_lines_holds_nobody_up(tmp_path: Path) -> None:

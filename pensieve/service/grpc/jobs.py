@@ -179,7 +179,8 @@ async def _chunks(requests: AsyncIterator[pb.CreateJobRequest]) -> AsyncIterator
             return
         if part != "chunk":
             raise InvalidArgument("chunk", "is missing: what follows the header has one")
-        yield each.chunk
+        if each.chunk:
+            yield each.chunk
     raise InvalidArgument("complete", "is missing: the file may not be whole")
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import TypeVar
@@ -32,7 +31,6 @@ from typing import TypeVar
 from pensieve.engine.messages import Answer, Event
 from pensieve.errors import (
     AlreadyExists,
-    NotFound,
     QueueFull,
     StorageFull,
     Unavailable,
@@ -41,6 +39,7 @@ from pensieve.errors import (
 )
 from pensieve.service.background import Background
 from pensieve.service.daemon import Daemon
+from pensieve.service.daemon_config import Sources
 from pensieve.service.history import Texts
 from pensieve.service.jobs.activity import Activity, view_of
 from pensieve.service.jobs.job_run import JobRun
@@ -69,20 +68,19 @@ class BatchJobs(Background):
         store: JobStore,
         texts: Texts,
         config: JobsConfig | None = None,
-        now: Callable[[], float] = time.time,
+        sources: Sources | None = None,
     ) -> None:
-        """`now` is the clock of the records."""
-        self._daemon, self._now = daemon, now
+        self._daemon, self._now = daemon, (sources or Sources()).wall_clock
         self._config = config or JobsConfig()
         self._store = StoreThread(store)
-        self._worker = Worker(daemon, texts, self._store, self._config, now)
+        self._worker = Worker(daemon, texts, self._store, self._config, self._now)
         self._loop = asyncio.get_running_loop()
         self._activities: dict[JobKey, Activity] = {}
         self._held: set[JobKey] = set()
         self._problems: dict[JobKey, str] = {}  # why a job does not go on
         self._later: dict[JobKey, float] = {}  # jobs that cannot go on before, by the loop's clock
         self._incoming: dict[JobKey, Receiving] = {}
-        self._turns: dict[str, int] = {}  # tenants, by when they had their last activity
+        self._turns: dict[tuple[bool, str], int] = {}  # when a tenant had its last check, and run
         self._num_activities = 0
         self._closing = False
         self._news = [asyncio.Event() for _ in ACTIVITIES]  # a job may be there for it
@@ -153,9 +151,8 @@ class BatchJobs(Background):
             receiving.check()
             options["num_bytes"] = receiving.num_bytes
             job = await call(tenant, store.received, key, receiving.sha256, options)
-        except BaseException as error:
-            if not isinstance(error, AlreadyExists):
-                await asyncio.shield(self._forget_incoming(key))
+        except BaseException:
+            await asyncio.shield(call(tenant, store.discard, key))
             raise
         finally:
             del self._incoming[key]
@@ -178,10 +175,6 @@ class BatchJobs(Background):
         if used + header.num_bytes >= allowed:
             raise StorageFull(f"this tenant's jobs may take {allowed:,} bytes")
         return Receiving(header, header.num_bytes or allowed - used)
-
-    async def _forget_incoming(self, key: JobKey) -> None:
-        with contextlib.suppress(NotFound):
-            await self._store.call(key.tenant, self._store.jobs.delete, key)
 
     async def get(self, tenant: str, job_id: str) -> JobView:
         key = JobKey(tenant, job_id)
@@ -274,7 +267,7 @@ class BatchJobs(Background):
         return min(
             filter(may_go, jobs),
             key=lambda job: (
-                self._turns.get(job.key.tenant, 0),
+                self._turns.get((job.state is JobState.CHECKING, job.key.tenant), 0),
                 states.index(job.state),
                 job.number,
             ),
@@ -286,11 +279,11 @@ class BatchJobs(Background):
         if key in self._held or self._closing:
             return
         activity = self._activities[key] = Activity(key, self._loop.time())
-        if job.state is not JobState.CHECKING:
-            self._num_activities += 1
-            self._turns[key.tenant] = self._num_activities
+        self._num_activities += 1
+        is_checked = job.state is JobState.CHECKING
+        self._turns[is_checked, key.tenant] = self._num_activities
         try:
-            if job.state is JobState.CHECKING:
+            if is_checked:
                 await self._worker.check(job, activity)
             else:
                 await self._worker.run(job, activity)

@@ -18,7 +18,7 @@ from pensieve.store.job_records import JobLine
 FILE_BYTES_MAX = 2 << 30
 LINES_MAX = 100_000  # with a request
 NUMBERS_MAX = 200_000  # lines, blank ones included
-PAGE_BYTES = 256 << 10  # of lines that are stored at once
+PAGE_BYTES, PAGE_LINES = 256 << 10, 1000  # of lines that are stored at once
 
 
 class Receiving:
@@ -47,11 +47,14 @@ class Receiving:
     ) -> AsyncIterator[list[JobLine]]:
         """Pages of them; what a chunk holds is found `in_thread`, for it may be a million lines."""
         page: list[JobLine] = []
+        num_stored = 0  # bytes of the file, with those of blank lines
         async for chunk in chunks:
             self._take(chunk)
             page += await in_thread(partial(self._split, chunk))
-            if sum(len(line.text) for line in page) >= PAGE_BYTES:
-                yield page
+            if len(page) >= PAGE_LINES or self.num_bytes - num_stored >= PAGE_BYTES:
+                num_stored = self.num_bytes
+                if page:
+                    yield page
                 page = []
         if self._is_open and (line := self._end_line()) is not None:
             page.append(line)

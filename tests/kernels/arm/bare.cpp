@@ -34,6 +34,16 @@ void* memcpy(void* to, const void* from, size_t bytes) {
   return to;
 }
 
+void* memmove(void* to, const void* from, size_t bytes) {
+  char* const target = static_cast<char*>(to);
+  const char* const source = static_cast<const char*>(from);
+  if (target <= source) return memcpy(to, from, bytes);
+  for (size_t i = bytes; i-- > 0;) target[i] = source[i];
+  return to;
+}
+
+int sched_yield() { return 0; }  // there is one thread
+
 void* memset(void* to, int value, size_t bytes) {
   for (size_t i = 0; i < bytes; ++i) static_cast<char*>(to)[i] = char(value);
   return to;
