@@ -104,8 +104,8 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         daemon = _reach(stack, resolved, progress, ctrl_c)
         ctrl_c.check()
         job_id = _job_id(arguments, requests)
-        job = _found_or_created(daemon, job_id, requests, arguments.check, ctrl_c)
         try:
+            job = _found_or_created(daemon, job_id, requests, arguments.check, progress, ctrl_c)
             job = _ended(daemon.client, job, progress, ctrl_c)
             if arguments.check:
                 return _report_check(arguments, daemon.client, job)
@@ -203,7 +203,12 @@ def _reach(
 
 
 def _found_or_created(
-    daemon: Reached, job_id: str, requests: Requests, check_only: bool, ctrl_c: CtrlC
+    daemon: Reached,
+    job_id: str,
+    requests: Requests,
+    check_only: bool,
+    progress: Progress,
+    ctrl_c: CtrlC,
 ) -> Job:
     """The job of this file; one whose file is on its way, by another process, is waited for."""
     jobs = daemon.client.jobs
@@ -212,16 +217,22 @@ def _found_or_created(
         try:
             job = jobs.get(job_id)
         except NotFound:
+            progress.note(f"sending {requests.path}")
             try:
-                return jobs.create(
-                    requests.path,
-                    job_id=job_id,
-                    name=_shown_name(requests),
-                    check_only=check_only,
-                )
+                with ctrl_c.stopping(daemon.client.close, daemon.client.close):
+                    return jobs.create(
+                        requests.path,
+                        job_id=job_id,
+                        name=_shown_name(requests),
+                        check_only=check_only,
+                    )
             except AlreadyExists:
                 continue  # another process was quicker
+            except PensieveError:
+                ctrl_c.check()  # it may have ended the call
+                raise
         if job.state == "receiving":
+            progress.note("another process sends this file")
             ctrl_c.sleep(LOOK_SECONDS[1])
             continue
         if job.sha256 != requests.sha256:

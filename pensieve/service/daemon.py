@@ -144,6 +144,7 @@ class Daemon:
             allowance_of=self.allowance,
             now=self._sources.wall_clock,
         )
+        self._conversations.prefixes.is_paused = lambda: bool(self.draining or self.damage.problems)
         self._conversations.prefixes.start()
         gc_pause.freeze()
         self.threads.spawn(self._sweep())
@@ -235,6 +236,8 @@ class Daemon:
 
     async def warm(self, conversation_id: str, tenant: str = "") -> None:
         """Bring a conversation's KV to the device, if its tenant may have another turn now."""
+        if (damage := self.damage.refusal) is not None:  # its tokens may have to be written anew
+            raise damage
         load = self._load(tenant, conversation_id)
         exceeded = self.admission.exceeded(tenant, load, self._loop.time())
         if exceeded is not None:

@@ -27,6 +27,8 @@ from pensieve.store.declared_prefixes import stored_id
 
 log = logging.getLogger("pensieve")
 PAUSE_SECONDS = 0.01  # between two of them
+WARMS_MAX = 8  # in the engine at once: its queue is for turns that somebody waits for
+WAIT_SECONDS = 0.05
 NOBODY = "/prefixes"  # no tenant has this name
 
 
@@ -54,6 +56,7 @@ class DeclaredPrefixes:
         self._now, self._allowance_of = now, allowance_of
         self._keep_warm_seconds = keep_warm_seconds
         self._due = asyncio.Event()
+        self.is_paused: Callable[[], bool] = lambda: False  # a warm may write to the history
 
     async def create(self, settings: PrefixSettings) -> records.Prefix:
         tenant, template_time = settings.tenant, self._now()
@@ -95,6 +98,8 @@ class DeclaredPrefixes:
                 log.warning("prefixes could not be kept warm: %s", error)
                 kept = []
             for tenant, prefix_id in kept:
+                while self.is_paused() or self._warming.num_own >= WARMS_MAX:
+                    await asyncio.sleep(WAIT_SECONDS)
                 if self._allowance_of(tenant).in_debt(self._threads.loop.time()) is None:
                     await self._warm(tenant, prefix_id)
                 await asyncio.sleep(PAUSE_SECONDS)

@@ -87,6 +87,11 @@ class Turns:
         """Those that count for a tenant."""
         return self._num_counted
 
+    @property
+    def num_own_warms(self) -> int:
+        """Those that the daemon wants by itself."""
+        return len(self._warms) - self._num_counted
+
     def num_of_tenant(self, tenant: str, conversation_id: str = "") -> int:
         """Its turns and warms, but for warms of this conversation, which its next turn takes over."""
         return self._num_of_tenant[tenant] - self._num_warms[tenant, conversation_id]

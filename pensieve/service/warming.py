@@ -30,6 +30,11 @@ class Warming:
         self._history, self._turns, self._threads = history, turns, threads
         self._tell, self._renew, self._weight_of = tell, renew, weight_of
 
+    @property
+    def num_own(self) -> int:
+        """Of those that the daemon wants by itself, that have not ended."""
+        return self._turns.num_own_warms
+
     async def warm(self, conversation_id: str, tenant: str = "", *, counts: bool = True) -> None:
         """Have the engine bring the conversation's KV to the device."""
 

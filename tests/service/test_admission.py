@@ -337,6 +337,7 @@ def test_a_damaged_history_is_read_and_not_written_to(
         lambda: stub.ForkConversation(pb.ForkConversationRequest(conversation_id="c")),
         lambda: stub.RewindConversation(pb.RewindConversationRequest(conversation_id="c")),
         lambda: stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="c")),
+        lambda: stub.WarmConversation(pb.WarmConversationRequest(conversation_id="c")),
     ):
         with pytest.raises(grpc.RpcError) as error:
             change()
