@@ -13,11 +13,17 @@ class CacheConfig:
     swap_out_below: float = 0.25  # of device pages available: copy to the host ahead of need
     reserve: float = 0.10  # of device pages: kept for turns that are generating
     swap_outs_max: int = 64  # copies started by one iteration
+    staging_pages: int = (
+        0  # of each of two arenas, for one layer of streamed turns; 0: none is streamed
+    )
 
     def __post_init__(self) -> None:
         if self.device_pages < 2:
             raise ValueError("the device tier needs two or more pages")
-        if self.host_pages < 0 or self.chunk_tokens < 1 or self.swap_outs_max < 1:
+        if (
+            min(self.host_pages, self.staging_pages) < 0
+            or min(self.chunk_tokens, self.swap_outs_max) < 1
+        ):
             raise ValueError("page counts must not be negative, and chunks hold at least one token")
         if not 0.0 <= self.reserve <= self.swap_out_below <= 1.0:
             raise ValueError("0 <= reserve <= swap_out_below <= 1 does not hold")

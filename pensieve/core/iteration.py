@@ -18,6 +18,10 @@ The executor's contract, on which the bookkeeping relies:
 * A copy is named by its `copy_id` and reported once in `Outcome.finished_copies`, in this or in any
   later outcome.  Until then the core moves neither of its pages.  Page-to-page `copies` are finished
   when their iteration is collected and are not reported.
+* Slices of `groups` are of turns whose KV lies on the host; they come behind all others, group by group.
+  A group's pages are copied to a staging arena layer by layer, its slices write and attend there, and
+  what they have written is copied back; the copies of a group that follows see it, and so do the
+  `swap_ins` and groups of later iterations.  No slice reads what a slice of another group writes.
 * An iteration without slices is collected when at least one outstanding copy has finished.
 * An iteration may be launched while the one before it is not collected.  The last position of a
   slice may then be one whose token that iteration samples (`Slice.awaits_token`); the executor copies
@@ -53,7 +57,9 @@ class Slice(NamedTuple):
     start: int
     stop: int
     token_ids: array[int]  # 'I': of these positions; one less where the last one is awaited
-    page_table: array[int]  # 'i': device page of each chunk up to `stop`
+    page_table: array[
+        int
+    ]  # 'i': device page of each chunk up to `stop`; in a group, see `PageGroup`
     needs_token: bool = False  # the logits of position stop - 1 are sampled
     is_last: bool = False  # that token ends the reply, which then has its maximal length
 
@@ -98,6 +104,22 @@ class SwapOut(NamedTuple):
     num_slots: int
 
 
+class PageGroup(NamedTuple):
+    """Slices of streamed turns that attend together, while their pages lie in a staging arena.
+
+    Those are slices [first_slice, stop_slice) of the iteration, and the entries of their page tables are
+    indexes into `host_pages`, which has each page once.
+    """
+
+    first_slice: int
+    stop_slice: int
+    host_pages: array[int]  # 'i'
+    loaded_slots: array[int]  # 'i', of each page: so many leading slots are copied in, before
+    stored_slots: array[
+        int
+    ]  # 'i', of each page: so many are copied back, after; 0: none was written
+
+
 @dataclass(frozen=True, slots=True)
 class Iteration:
     index: int
@@ -108,6 +130,7 @@ class Iteration:
     started: tuple[TurnStart, ...] = ()
     ended: tuple[int, ...] = ()  # turn ids
     predicted_seconds: float = 0.0  # that it takes (time_budget.py); 0: nothing is known yet
+    groups: tuple[PageGroup, ...] = ()
 
     @property
     def num_tokens(self) -> int:
