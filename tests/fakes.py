@@ -3,7 +3,8 @@
 `LedgerExecutor` has no tensors.  Each slot of each page remembers which token prefix its keys and
 values were computed from, and by which turn; copies move that memory, late and in any order; and
 every slice verifies that the pages it attends to hold exactly the prefix of its own turn.  Premature
-reclaim, aliasing, a missed recompute or a wrong copy fail here in milliseconds.
+reclaim, aliasing, a missed recompute or a wrong copy fail here in milliseconds.  The pages of a group of
+streamed turns are staged as early as they may be, or as late, and stored back at once, or as late as may be.
 
 The token that a turn samples is a function of its prefix alone, so what a conversation should have
 said can be recomputed from nothing (`reply_to`).
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pensieve.core.iteration import (
     Iteration,
     Outcome,
+    PageGroup,
     SampledToken,
     Slice,
     SwapIn,
@@ -75,11 +77,14 @@ class LedgerExecutor:
         failing: float = 0.0,  # how likely a sampled row is NaN
         stops: bool = True,  # False: a reply ends at its length only
         depth: int = 1,
+        staging_pages: int = 0,
     ) -> None:
         self.depth = depth
         self.chunk_tokens = chunk_tokens
         self.device: list[list[Slot | None]] = [[None] * chunk_tokens for _ in range(device_pages)]
         self.host: list[list[Slot | None]] = [[None] * chunk_tokens for _ in range(host_pages)]
+        self.staging_pages = staging_pages
+        self.num_streamed = 0  # slices
         self.late = late
         self.failing = failing
         self.stops = stops
@@ -128,10 +133,13 @@ class LedgerExecutor:
             prefixes = self._prefixes[start.turn_id] = [1]
             for token_id in start.context:
                 prefixes.append(extend_prefix(prefixes[-1], token_id))
-        for piece in iteration.slices:  # in order: an executor may compute them one after another
+        staging = _Staging(self, iteration) if iteration.groups else None
+        # In order: an executor may compute them one after another.
+        for index, piece in enumerate(iteration.slices):
             turn_id = piece.turn_id
-            self._write(piece)
-            self._attend(piece)
+            pages = self.device if staging is None else staging.pages_of(index)
+            self._write(piece, pages)
+            self._attend(piece, pages)
             if not piece.needs_token:
                 continue
             sick = turn_id in self._sick_turns or turn_id in self.failing_turns
@@ -144,6 +152,8 @@ class LedgerExecutor:
             self._sample(turn_id, piece.stop, token_id)
             stopped = self.stops and ends_turn(token_id)
             samples.append(SampledToken(turn_id, token_id, f" {token_id}", stopped))
+        if staging is not None:
+            staging.store_all()
         for turn_id in iteration.ended:
             self._logs.pop(turn_id, None)
             self._prefixes.pop(turn_id, None)
@@ -184,25 +194,26 @@ class LedgerExecutor:
         prefixes = self._prefixes[turn_id]
         prefixes.append(extend_prefix(prefixes[-1], token_id))
 
-    def _write(self, piece: Slice) -> None:
+    def _write(self, piece: Slice, pages: list[list[Slot | None]]) -> None:
         turn_id, start, stop = piece.turn_id, piece.start, piece.stop
         known = self._logs[turn_id][start : start + len(piece.token_ids)]
         assert piece.token_ids.tolist() == known, f"turn {turn_id} is given other token ids"
         prefixes = self._prefixes[turn_id]
         for position in range(start, stop):
             page = piece.page_table[position // self.chunk_tokens]
-            for copy in self._outstanding.values():
+            for copy in self._outstanding.values() if pages is self.device else ():
                 if isinstance(copy, SwapIn) and copy.device_page == page:
                     assert position % self.chunk_tokens >= copy.num_slots, "written under a swap-in"
             slot = (prefixes[position + 1], turn_id)
-            self.device[page][position % self.chunk_tokens] = slot
+            pages[page][position % self.chunk_tokens] = slot
 
-    def _attend(self, piece: Slice) -> None:
+    def _attend(self, piece: Slice, pages: list[list[Slot | None]]) -> None:
         turn_id, stop = piece.turn_id, piece.stop
         prefixes = self._prefixes[turn_id]
         for index, page in enumerate(piece.page_table):
-            self._land_into(page)
-            for offset, slot in enumerate(self.device[page]):
+            if pages is self.device:
+                self._land_into(page)
+            for offset, slot in enumerate(pages[page]):
                 position = index * self.chunk_tokens + offset
                 if position >= stop:
                     break
@@ -246,3 +257,84 @@ class LedgerExecutor:
         else:
             self.host[copy.host_page] = device[:count] + [None] * (self.chunk_tokens - count)
         self._landed.append(copy_id)
+
+
+class _Staging:
+    """The groups of an iteration, and which of them lie in the two arenas.
+
+    A group is loaded when the one two before it is done: before the one ahead of it computes, or just in
+    time.  What it wrote is stored when it is done, or when its arena is needed again.
+    """
+
+    def __init__(self, ledger: LedgerExecutor, iteration: Iteration) -> None:
+        self._ledger, self._groups = ledger, iteration.groups
+        self._choose = ledger._random.random
+        self._arenas: list[list[list[Slot | None]]] = [[], []]
+        self._loaded = 0  # so many groups
+        self._unstored: dict[int, PageGroup] = {}
+        self._present = -1  # the group that computes
+        stops = [0, *(group.stop_slice for group in self._groups)]
+        first = self._groups[0].first_slice
+        assert [group.first_slice for group in self._groups] == [first, *stops[1:-1]]
+        assert stops[-1] == len(iteration.slices), "a slice is in no group, behind the groups"
+        stored: dict[int, int] = {}
+        for number, group in enumerate(self._groups):
+            pages = group.host_pages.tolist()
+            assert pages and len(set(pages)) == len(pages) <= ledger.staging_pages
+            assert len(group.loaded_slots) == len(group.stored_slots) == len(pages)
+            for page, count in zip(pages, group.stored_slots, strict=True):
+                if count:
+                    assert page not in stored, f"host page {page} is written by two groups"
+                    stored[page] = number
+        for number, group in enumerate(self._groups):
+            for page in group.host_pages:
+                assert stored.get(page, number) == number, f"host page {page} is read and written"
+        for copy in ledger._outstanding.values():
+            for group in self._groups:
+                for page, loaded, kept in zip(*group[2:], strict=True):
+                    if copy.host_page == page:
+                        assert isinstance(copy, SwapIn), "streamed during a swap-out to it"
+                        assert not kept or copy.num_slots <= loaded, "written under a swap-in"
+
+    def pages_of(self, index: int) -> list[list[Slot | None]]:
+        """The arena that slice `index` computes in."""
+        if index < self._groups[0].first_slice:
+            return self._ledger.device
+        self._ledger.num_streamed += 1
+        while self._present < 0 or index >= self._groups[self._present].stop_slice:
+            if self._present >= 0:
+                self._unstored[self._present] = self._groups[self._present]
+                if self._choose() < 0.5:
+                    self._store(self._present)
+            self._present += 1
+            ahead = self._choose() < 0.5
+            while self._loaded <= min(self._present + ahead, len(self._groups) - 1):
+                self._load(self._loaded)
+        return self._arenas[self._present % 2]
+
+    def store_all(self) -> None:
+        self._unstored[self._present] = self._groups[self._present]
+        for number in list(self._unstored):
+            self._store(number)
+
+    def _load(self, number: int) -> None:
+        if number - 2 in self._unstored:
+            self._store(number - 2)
+        group, size = self._groups[number], self._ledger.chunk_tokens
+        arena: list[list[Slot | None]] = []
+        for page, count in zip(group.host_pages, group.loaded_slots, strict=True):
+            slots = self._ledger.host[page][:count]
+            assert None not in slots, (
+                f"group {number} loads slots of {page} that were never written"
+            )
+            arena.append([*slots, *[None] * (size - count)])
+        self._arenas[number % 2] = arena
+        self._loaded += 1
+
+    def _store(self, number: int) -> None:
+        group, host = self._unstored.pop(number), self._ledger.host
+        for index, count in enumerate(group.stored_slots):
+            if count:
+                slots = self._arenas[number % 2][index][:count]
+                assert None not in slots, "slots are stored that were never written"
+                host[group.host_pages[index]][:count] = slots

@@ -60,6 +60,10 @@ def _audit_branches(holders_of: dict[Branch, set[Conversation]]) -> int:
         assert branch.num_children == num_children.get(branch, 0), f"{branch} lost a child"
         num_running = sum(holder.turn_id is not None for holder in holders)
         assert branch.num_running == num_running, f"{branch} is pinned {branch.num_running} times"
+        num_streamed = sum(holder.is_streamed for holder in holders)
+        assert branch.num_streamed == num_streamed, (
+            f"{branch} is streamed {branch.num_streamed} times"
+        )
         times = [holder.idle_since for holder in branch.holders]
         assert times == sorted(times), f"the holders of {branch} are out of order"
         assert branch.idle_since == max(times), f"{branch} was last active at {max(times)}"
@@ -68,6 +72,10 @@ def _audit_branches(holders_of: dict[Branch, set[Conversation]]) -> int:
             assert chunk.index == index, f"{chunk} has not the index {index}"
             if num_running:
                 assert not chunk.marked_to_drop, f"{chunk} is in use and marked to drop"
+            if num_running > num_streamed:
+                assert chunk.device_page is not None, f"{chunk} is in use and not on the device"
+            if num_streamed:
+                assert chunk.host_page is not None, f"{chunk} is streamed and not on the host"
         num_resident = sum(chunk.resident for chunk in branch.chunks)
         assert branch.num_resident == num_resident, f"{branch} has {num_resident} resident chunks"
         count = 0 if num_running else sum(chunk.reclaimable for chunk in branch.chunks)
@@ -133,7 +141,9 @@ def audit_turns(
     assert set(turns.releasing) <= set(turns.running), "a turn that does not run releases pages"
     for turn in turns.running.values():
         assert not (turn.ahead and turn.pending_tokens), f"{turn} samples without a place"
-        _audit_pages_of(turn, conversations[turn.conversation_id], chunk_tokens)
+        conversation = conversations[turn.conversation_id]
+        assert conversation.is_streamed == turn.streamed, f"{conversation} knows other pages"
+        _audit_pages_of(turn, conversation, chunk_tokens)
     for conversation in conversations.values():
         if conversation.turn_id is None:
             known = len(conversation.log)
@@ -146,7 +156,7 @@ def _audit_pages_of(turn: Turn, conversation: Conversation, chunk_tokens: int) -
     assert conversation.turn_id == turn.turn_id, f"{conversation} does not know its turn"
     held = conversation.chunks()
     assert turn.chunks == held, f"turn {turn.turn_id} and its conversation disagree"
-    pages = [chunk.device_page for chunk in held]
+    pages = [chunk.host_page if turn.streamed else chunk.device_page for chunk in held]
     assert turn.page_table.tolist() == pages, "a page moved"
     position = 0
     for chunk in turn.chunks:

@@ -7,6 +7,8 @@ The cache is put together from parts that each keep one thing:
     candidates.py    the idle branches, queued by what they are worth
     eviction.py      what leaves the device or the host, when needed and ahead of need
 
+and, for turns whose contexts stay on the host, streamed_pages.py.
+
 A turn's life in the cache is `begin` (its whole present context gets device pages: what is there is
 pinned, what lies on the host is swapped in, what is missing gets empty pages to be computed),
 `extend` (a page for the next chunk) and `end` (everything is unpinned and stays, as candidates for
@@ -24,64 +26,30 @@ holds a part of its pages while it waits for the rest, so turns cannot block eac
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Collection, Iterable
 
 from pensieve.core.audit import audit
 from pensieve.core.cache_config import CacheConfig
+from pensieve.core.cache_values import (
+    Admission,
+    ChunkRun,
+    IsIntact,
+    Shortage,
+    Tail,
+    chunk_runs,
+    trusted,
+)
 from pensieve.core.candidates import Candidates
 from pensieve.core.eviction import Eviction
-from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
+from pensieve.core.iteration import PageCopy, SwapOut
 from pensieve.core.policies.protocol import EndedTurn, RetentionPolicy
 from pensieve.core.policies.queue import Role
 from pensieve.core.prefix_tree import Branch, Chunk, Conversation, PrefixTree
-from pensieve.core.tiers import CacheCounters, Tiers
+from pensieve.core.streamed_pages import StreamedPages
+from pensieve.core.tiers import Tiers
 from pensieve.core.turn import Turn
 
-__all__ = ["Admission", "CacheConfig", "CacheCounters", "ChunkRun", "KVCache", "Shortage"]
-
-
-@dataclass(slots=True)
-class Admission:
-    """The pages of a turn's whole present context are reserved; what has to move for that."""
-
-    copies: list[PageCopy] = field(default_factory=list)
-    swap_ins: list[SwapIn] = field(default_factory=list)
-    sources: list[Chunk] = field(default_factory=list)  # of `copies`; released at the commit
-    device_tokens: int = 0  # of the turn's history, found on the device
-    host_tokens: int = 0  # of the turn's history, on their way from the host
-    copied: tuple[Chunk, Chunk] | None = None  # (source, target) of a copy on write
-
-
-class Shortage(NamedTuple):
-    """The turn does not fit now; it would if so many pages were available."""
-
-    required_pages: int
-
-
-class ChunkRun(NamedTuple):
-    """Consecutive chunks of a conversation in the same location, with as many holders."""
-
-    first_index: int
-    num_chunks: int
-    location: str
-    num_holders: int
-
-
-class _Tail(NamedTuple):
-    """A conversation's last chunk, partly used, that its turn may not append to: it copies it."""
-
-    chunk: Chunk
-    num_slots: int  # used by the conversation
-
-
-IsIntact = Callable[[int], bool]  # of a host page: it holds what was copied to it
-
-
-def trusted(host_page: int) -> bool:
-    """That nothing else writes to the host tier, where nobody looks."""
-    return True
+__all__ = ["CacheConfig", "KVCache"]
 
 
 class KVCache:
@@ -101,6 +69,7 @@ class KVCache:
         self.candidates = Candidates(policy, self.tiers)
         self.tree = PrefixTree(config.chunk_tokens, len(Role), self.candidates)
         self.eviction = Eviction(config, self.tree, self.candidates)
+        self.streamed = StreamedPages(config, self.tree, self.candidates, self.eviction, is_intact)
         policy.set_capacity((config.device_pages + config.host_pages) * config.chunk_tokens)
         self.device, self.host = self.tiers.device, self.tiers.host
         self.counters = self.tiers.counters
@@ -130,7 +99,8 @@ class KVCache:
 
         So many are not held by these turns that run, or are its own.
         """
-        pinned = {branch: None for each in running for branch in self.path_of(each)}
+        resident = [each for each in running if not each.streamed]
+        pinned = {branch: None for each in resident for branch in self.path_of(each)}
         num_left = self.config.device_pages - sum(len(branch.chunks) for branch in pinned)
         conversation = self.conversations.get(turn.conversation_id)
         for branch in conversation.path() if conversation is not None else ():
@@ -151,31 +121,25 @@ class KVCache:
 
     def begin(
         self, turn: Turn, now: float, reserve_pages: int, filled_before: dict[Chunk, int]
-    ) -> Admission | Shortage:
+    ) -> Admission | Shortage | None:
         """Pin and reserve the pages of the turn's whole present context, or return how many are needed.
+
+        None: it has to wait for a streamed turn.
 
         `filled_before` holds, for chunks that this iteration writes, how far they were filled before
         it: page copies run before the slices.
         """
-        conversation = self.conversations.get(turn.conversation_id)
-        if conversation is None:
-            conversation = Conversation(turn.conversation_id, now)
-        assert conversation.turn_id is None, f"{conversation} already runs {conversation.turn_id}"
-        resumes = turn.usage.admitted_at is not None
-        kept_max = len(turn.tokens) if resumes else turn.history_tokens
-        if conversation.num_tokens > kept_max:
-            self.tree.truncate(conversation, kept_max, now)
+        conversation = self._present(turn, now)
         chunks, tail = self._context_of(conversation)
+        used = chunks if tail is None else [*chunks, tail.chunk]
+        if not self.streamed.is_clear_of_streamed(used, conversation.num_tokens, filled_before):
+            return None
         required_pages = self._required_pages(turn, chunks, tail) + reserve_pages
         if self.tiers.available < required_pages:
             self.tree.forget_if_empty(conversation)
             return Shortage(required_pages)
 
-        self.conversations[turn.conversation_id] = conversation
-        conversation.turn_id = turn.turn_id
-        conversation.log = turn.tokens  # which grows until the turn gives up its pages
-        if not (resumes or turn.is_background):  # of those it is known that none returns
-            self.policy.turn_began(turn.conversation_id, now)
+        self._began(conversation, turn, now)
         if tail is not None:
             self.tiers.hold_source(tail.chunk)
             self.tree.truncate(conversation, tail.chunk.index * self.config.chunk_tokens, now)
@@ -193,11 +157,36 @@ class KVCache:
         turn.frontier = 0
         return admission
 
+    def begin_streamed(
+        self, turn: Turn, now: float, filled_before: dict[Chunk, int]
+    ) -> Admission | None:
+        """Pin and reserve host pages for the turn's whole present context; None: not now."""
+        conversation = self._present(turn, now)
+        chunks, tail = self._context_of(conversation)
+        known = conversation.num_tokens
+        if not self.streamed.may_take(turn, chunks, known, filled_before, now):
+            self.tree.forget_if_empty(conversation)
+            return None
+        if tail is not None:
+            self.tree.truncate(conversation, tail.chunk.index * self.config.chunk_tokens, now)
+        admission = self.streamed.take(conversation, turn, now)
+        if admission is None:
+            self.tree.forget_if_empty(conversation)
+            return None
+        self._began(conversation, turn, now)
+        turn.chunks = conversation.chunks()
+        turn.page_table = array("i", [chunk.host_page for chunk in turn.chunks])  # type: ignore[misc]
+        turn.frontier, turn.streamed = 0, True
+        return admission
+
     def extend(self, turn: Turn, now: float) -> bool:
         """A page for the turn's next chunk; False when none is available."""
+        conversation = self.conversations[turn.conversation_id]
+        if turn.streamed:
+            return self.streamed.extend(conversation, turn, now)
         if not self.tiers.available:
             return False
-        chunk = self._append_chunk(self.conversations[turn.conversation_id], now)
+        chunk = self._append_chunk(conversation, now)
         turn.chunks.append(chunk)
         turn.page_table.append(chunk.device_page)  # type: ignore[arg-type]
         return True
@@ -228,11 +217,13 @@ class KVCache:
         conversation.num_tokens = len(turn.chunks) * size
         conversation.log = turn.tokens[:keep_tokens]
         turn.chunks, turn.page_table = [], array("i")
+        streamed = conversation.is_streamed
+        conversation.is_streamed = turn.streamed = False
         path = conversation.path()
         for branch in path:
             branch.touch(conversation)
         for branch in path:
-            self.candidates.unpin(branch, now)
+            self.candidates.unpin(branch, now, streamed)
         self.candidates.scan_again()
         self.tree.truncate(conversation, min(num_computed, keep_tokens), now)
         self.tree.prune(conversation.leaf)
@@ -255,15 +246,20 @@ class KVCache:
             if chunk.idle:
                 self.tiers.free_unfilled_pages(chunk)
                 self.tree.prune(chunk.branch)
-            elif chunk.host_page is not None and not chunk.in_flight:
+            elif chunk.host_page is not None and not (chunk.in_flight or chunk.is_streamed):
                 self.tiers.free_host(chunk)
         return suspects
 
     # -- movements between the tiers --
 
-    def plan_swap_outs(self, now: float, required_pages: int) -> list[SwapOut]:
-        """Copies to the host until so many pages, or the mark, will be available."""
-        return self.eviction.plan_swap_outs(now, required_pages)
+    def plan_swap_outs(
+        self, now: float, required_pages: int, written: Collection[Chunk] = ()
+    ) -> list[SwapOut]:
+        """Copies to the host until so many pages, or the mark, will be available.
+
+        And of what streamed turns are to share with running ones, if this iteration has not written it.
+        """
+        return self.eviction.plan_swap_outs(now, required_pages, written)
 
     def relief_expected(self, now: float) -> bool:
         """Idle pages are about to become available, so no turn needs to be suspended for them."""
@@ -315,26 +311,11 @@ class KVCache:
 
     def locations(self, conversation_id: str) -> list[ChunkRun]:
         conversation = self.conversations.get(conversation_id)
-        runs: list[ChunkRun] = []
-        for branch in conversation.path() if conversation is not None else ():
-            for chunk in branch.chunks:
-                location, num_holders = chunk.location, len(branch.holders)
-                if runs and (runs[-1].location, runs[-1].num_holders) == (location, num_holders):
-                    runs[-1] = runs[-1]._replace(num_chunks=runs[-1].num_chunks + 1)
-                else:
-                    runs.append(ChunkRun(chunk.index, 1, location, num_holders))
-        return runs
+        return [] if conversation is None else chunk_runs(conversation)
 
     def retention_value(self, conversation: Conversation, now: float) -> float | None:
         """Of its least valuable chunk in either tier; None while a turn runs or nothing is held."""
-        values = []
-        for branch in conversation.path():
-            if branch.num_running:
-                return None
-            first = next((chunk for chunk in branch.chunks if chunk.resident), None)
-            if first is not None:
-                values.append(self.candidates.value_of(first, branch, now))
-        return min(values, default=None)
+        return self.candidates.least_value_of(conversation, now)
 
     def check(self, now: float) -> None:
         """Recompute every invariant from the chunks alone."""
@@ -342,7 +323,28 @@ class KVCache:
 
     # -- the parts of `begin` --
 
-    def _context_of(self, conversation: Conversation) -> tuple[list[Chunk], _Tail | None]:
+    def _present(self, turn: Turn, now: float) -> Conversation:
+        """The turn's conversation, as long as its log."""
+        conversation = self.conversations.get(turn.conversation_id)
+        if conversation is None:
+            conversation = Conversation(turn.conversation_id, now)
+        assert conversation.turn_id is None, f"{conversation} already runs {conversation.turn_id}"
+        resumes = turn.usage.admitted_at is not None
+        kept_max = len(turn.tokens) if resumes else turn.history_tokens
+        if conversation.num_tokens > kept_max:
+            self.tree.truncate(conversation, kept_max, now)
+        return conversation
+
+    def _began(self, conversation: Conversation, turn: Turn, now: float) -> None:
+        """The turn holds its pages."""
+        self.conversations[turn.conversation_id] = conversation
+        conversation.turn_id = turn.turn_id
+        conversation.log = turn.tokens  # which grows until the turn gives up its pages
+        resumes = turn.usage.admitted_at is not None
+        if not (resumes or turn.is_background):  # of those it is known that none returns
+            self.policy.turn_began(turn.conversation_id, now)
+
+    def _context_of(self, conversation: Conversation) -> tuple[list[Chunk], Tail | None]:
         """The chunks that its turn uses as they are; apart, a last one that it must copy first.
 
         A turn appends to a partly used chunk if no other conversation holds it and nothing lies behind
@@ -352,13 +354,13 @@ class KVCache:
         num_used = conversation.num_tokens - size * (len(chunks) - 1)
         if not chunks or num_used >= size or self._may_append(chunks[-1], num_used):
             return chunks, None
-        return chunks, _Tail(chunks.pop(), num_used)
+        return chunks, Tail(chunks.pop(), num_used)
 
     def _may_append(self, chunk: Chunk, num_used: int) -> bool:
         assert chunk.branch is not None
         return len(chunk.branch.holders) == 1 and chunk.filled <= num_used
 
-    def _required_pages(self, turn: Turn, chunks: list[Chunk], tail: _Tail | None) -> int:
+    def _required_pages(self, turn: Turn, chunks: list[Chunk], tail: Tail | None) -> int:
         """The pages it needs beside those it has; its own that count as available will be pinned."""
         num_missing = -(-len(turn.tokens) // self.config.chunk_tokens) - len(chunks)
         num_reclaimable = 0
@@ -373,7 +375,7 @@ class KVCache:
 
     def _bring_in(self, chunks: list[Chunk], turn: Turn, admission: Admission, now: float) -> None:
         """Each chunk of the turn's context gets a device page; what the host has is swapped in."""
-        size, history_kv = self.config.chunk_tokens, _history_kv(turn)
+        size, history_kv = self.config.chunk_tokens, turn.history_kv
         num_on_device = num_from_host = 0
         for chunk in chunks:
             history_slots = min(size, max(history_kv - chunk.index * size, 0))
@@ -383,9 +385,10 @@ class KVCache:
             self.eviction.take_device_page(chunk, now)
             if chunk.host_page is None:
                 continue
-            if not chunk.in_flight and not self._is_intact(chunk.host_page):
+            used = chunk.in_flight or chunk.is_streamed
+            if not used and not self._is_intact(chunk.host_page):
                 self.eviction.drop_damaged(chunk, now)
-            elif self.policy.worth_swapping_in(chunk.index) or chunk.in_flight:
+            elif used or self.policy.worth_swapping_in(chunk.index):
                 swap_in = self.tiers.start_swap_in(chunk, chunk, chunk.host_filled)
                 admission.swap_ins.append(swap_in)
                 num_from_host += min(history_slots, chunk.filled)
@@ -396,7 +399,7 @@ class KVCache:
 
     def _copy_on_write(
         self,
-        tail: _Tail,
+        tail: Tail,
         turn: Turn,
         admission: Admission,
         filled_before: dict[Chunk, int],
@@ -406,7 +409,7 @@ class KVCache:
         source, num_used = tail
         chunk = self._append_chunk(self.conversations[turn.conversation_id], now)
         start = chunk.index * self.config.chunk_tokens
-        history_slots = min(num_used, max(_history_kv(turn) - start, 0))
+        history_slots = min(num_used, max(turn.history_kv - start, 0))
         if source.device_page is not None and not source.swapping_in:
             chunk.filled = min(num_used, filled_before.get(source, source.filled))
             admission.device_tokens += min(history_slots, chunk.filled)
@@ -416,7 +419,11 @@ class KVCache:
                 admission.copies.append(copy)
                 self.counters.copied_on_write += 1
         elif source.host_page is not None:
-            if source.in_flight == 1 and not self._is_intact(source.host_page):
+            if (
+                source.in_flight == 1
+                and not source.is_streamed
+                and not self._is_intact(source.host_page)
+            ):
                 self.eviction.drop_damaged(source, now)
             else:
                 chunk.filled = min(num_used, source.host_filled)
@@ -441,8 +448,3 @@ class KVCache:
         self.candidates.release(chunk, now)
         if not chunk.resident:  # it was damaged
             self.tree.prune(chunk.branch)
-
-
-def _history_kv(turn: Turn) -> int:
-    """How many positions of its history can have KV: that of a log's last token comes with the turn."""
-    return max(turn.history_tokens - 1, 0)

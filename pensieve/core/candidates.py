@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.policies.queue import RetentionQueue, Role
-from pensieve.core.prefix_tree import Branch, Chunk
+from pensieve.core.prefix_tree import Branch, Chunk, Conversation
 from pensieve.core.tiers import Tiers
 
 
@@ -29,7 +29,7 @@ class Candidates:
         self.tiers = tiers
         self.queues = [RetentionQueue(role, policy) for role in Role]
 
-    def pin(self, branch: Branch) -> None:
+    def pin(self, branch: Branch, streamed: bool = False) -> None:
         if not branch.num_running:
             self.tiers.num_reclaimable -= branch.num_reclaimable
             branch.num_reclaimable = 0
@@ -39,11 +39,21 @@ class Candidates:
                 elif chunk.reclaimable:
                     self.tiers.counters.reclaim_hits += 1
         branch.num_running += 1
+        branch.num_streamed += streamed
 
-    def unpin(self, branch: Branch, now: float) -> None:
+    def unpin(self, branch: Branch, now: float, streamed: bool = False) -> None:
         branch.num_running -= 1
+        branch.num_streamed -= streamed
         if not branch.num_running:
             self._recount(branch, now)
+        elif branch.num_running == branch.num_streamed:
+            self.leave_device(branch)
+
+    def leave_device(self, branch: Branch) -> None:
+        """Only streamed turns hold it: what the host has is not needed on the device."""
+        for chunk in branch.chunks:
+            if chunk.reclaimable:
+                self.tiers.free_device(chunk)
 
     def scan_again(self) -> None:
         """Branches were pinned, or the policy has learned from a turn's begin or end."""
@@ -67,6 +77,17 @@ class Candidates:
         """The retention value of a chunk of an idle branch."""
         class_index = self.policy.class_of(branch, chunk.index, now)
         return self.policy.value(class_index, now - branch.idle_since)
+
+    def least_value_of(self, conversation: Conversation, now: float) -> float | None:
+        """Of the chunks that it holds; None while a turn runs or nothing is held."""
+        values = []
+        for branch in conversation.path():
+            if branch.num_running:
+                return None
+            first = next((chunk for chunk in branch.chunks if chunk.resident), None)
+            if first is not None:
+                values.append(self.value_of(first, branch, now))
+        return min(values, default=None)
 
     # -- BranchListener --
 

@@ -16,10 +16,13 @@ taken.  Then the mark is removed and the other chunk goes instead (`_cheaper_to_
 Swap-ins go first: while one is in flight no swap-out starts.
 
 Operators move conversations by hand: `evict` drops their pages, `move_to_host` has them copied out,
-as far as the host has room for them by value.
+as far as the host has room for them by value.  So has `copy_out` chunks of a turn that is to be streamed
+(streamed_pages.py), of which another turn that runs may hold some: those stay on the device, too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Iterable
 
 from pensieve.core.cache_config import CacheConfig
 from pensieve.core.candidates import Candidates
@@ -42,8 +45,10 @@ class Eviction:
         self._droppable = candidates.queues[Role.DROP]
         self._swap_out_mark_pages = config.swap_out_mark_pages
         self._swap_outs_max = config.swap_outs_max
-        # Chunks that `move_to_host` waits to copy; one that a turn uses by then stays.
-        self._to_move: dict[Chunk, None] = {}
+        self._size = config.chunk_tokens
+        # Chunks that `move_to_host` waits to copy (False), or `copy_out` (True); one that a turn uses by then
+        # stays, unless it is full and to be copied out.
+        self._to_move: dict[Chunk, bool] = {}
 
     # -- a page for a chunk --
 
@@ -106,13 +111,18 @@ class Eviction:
 
     # -- ahead of need --
 
-    def plan_swap_outs(self, now: float, required_pages: int) -> list[SwapOut]:
-        """Copies to the host until so many pages, or the mark, will be available."""
+    def plan_swap_outs(
+        self, now: float, required_pages: int, written: Collection[Chunk] = ()
+    ) -> list[SwapOut]:
+        """Copies to the host until so many pages, or the mark, will be available.
+
+        This iteration writes the `written` chunks.
+        """
         tiers = self._tiers
         if tiers.num_swapping_in:
             return []
         target = max(required_pages, self._swap_out_mark_pages)
-        swap_outs = self._plan_moves(now) if self._to_move else []
+        swap_outs = self._plan_moves(now, written) if self._to_move else []
         while (
             tiers.available + tiers.num_swapping_out < target
             and len(swap_outs) < self._swap_outs_max
@@ -154,6 +164,20 @@ class Eviction:
             self._drop_host_copy(victim[1], now, victim[0], value)
         chunk.host_page = page
         return True
+
+    def take_host_pages(self, count: int, now: float) -> list[int] | None:
+        """For turns that run, whatever else is worth; None: so many cannot be had."""
+        pages: list[int] = []
+        while len(pages) < count:
+            if (page := self._tiers.host.take()) is not None:
+                pages.append(page)
+            elif (victim := self._droppable.least(now)) is not None:
+                self._drop_host_copy(victim[1], now, victim[0], float("inf"))
+            else:
+                for page in pages:
+                    self._tiers.host.give_back(page)
+                return None
+        return pages
 
     def _drop_host_copy(self, chunk: Chunk, now: float, value: float, kept_value: float) -> None:
         """Least valuable on the host; if it is on the device as well, it is so there, too."""
@@ -206,17 +230,30 @@ class Eviction:
                 num_moving += 1
                 self.log.record(chunk, now, "moved")
                 if not self._reclaim(chunk):
-                    self._to_move[chunk] = None
+                    self._to_move[chunk] = False
         return num_moving
 
-    def _plan_moves(self, now: float) -> list[SwapOut]:
-        """The copies that `move_to_host` waits for."""
+    def copy_out(self, chunks: Iterable[Chunk], now: float) -> None:
+        """Have these copied to the host, as far as it has room for more than what is worth more."""
+        for chunk in chunks:
+            if chunk.marked_to_drop:
+                self._tiers.count_reclaimable(chunk, -1)
+                chunk.marked_to_drop = False
+                self._candidates.requalify(chunk, now)
+            self._to_move[chunk] = True
+
+    def _plan_moves(self, now: float, written: Collection[Chunk]) -> list[SwapOut]:
+        """The copies that `move_to_host` and `copy_out` wait for."""
         swap_outs: list[SwapOut] = []
         for chunk in [each for each in self._to_move if not each.in_flight]:
             if len(swap_outs) == self._swap_outs_max:
                 break
             branch = chunk.branch
-            if branch is not None and not branch.num_running and chunk.dirty:
+            is_still = branch is not None and (
+                not branch.num_running
+                or (self._to_move[chunk] and chunk.filled == self._size and chunk not in written)
+            )
+            if branch is not None and is_still and chunk.dirty:
                 value = self._candidates.value_of(chunk, branch, now)
                 if chunk.host_page is not None or self._take_host_page(chunk, value, now):
                     swap_outs.append(self._tiers.start_swap_out(chunk))

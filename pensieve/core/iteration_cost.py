@@ -83,14 +83,14 @@ class IterationCost:
         """Of one pass through the model; see `Work`."""
         if not tokens:
             return 0.0
-        attention = self._attention_seconds(pairs, keys)
+        attention = self.attention_seconds(pairs, keys)
         if self.dense_points:
             dense = between(self.dense_points, tokens) + between(self.decode_points, decodes)
             return dense + attention + self.overhead_seconds
         dense = max(self.dense_seconds_min, self.dense_seconds_per_token * tokens)
         return dense + attention + self.overhead_seconds
 
-    def _attention_seconds(self, pairs: int, keys: int) -> float:
+    def attention_seconds(self, pairs: int, keys: int) -> float:
         reading = self.attention_seconds_per_key * keys
         computing = self.attention_seconds_per_pair * pairs
         return reading + computing if self.dense_points else max(reading, computing)
@@ -106,7 +106,7 @@ class IterationCost:
     def piece_seconds(self, start: int, stop: int) -> float:
         """What the piece [start, stop) of a prompt adds to an iteration that reads the weights anyway."""
         tokens, pairs, keys, _ = work_of([(start, stop)])
-        return self.dense_seconds_per_token * tokens + self._attention_seconds(pairs, keys)
+        return self.dense_seconds_per_token * tokens + self.attention_seconds(pairs, keys)
 
     def tokens_within(self, seconds: float, start: int, most: int, step: int) -> int:
         """How long a piece from `start` on may be to add no more.

@@ -15,10 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pensieve.core.cache import Admission
-from pensieve.core.iteration import Iteration, PageCopy, Slice, SwapIn, SwapOut, TurnStart
-from pensieve.core.iteration_cost import IterationCost, Work
+from pensieve.core.cache_values import Admission
+from pensieve.core.iteration import (
+    Iteration,
+    PageCopy,
+    PageGroup,
+    Slice,
+    SwapIn,
+    SwapOut,
+    TurnStart,
+)
+from pensieve.core.iteration_cost import Work
 from pensieve.core.prefix_tree import Chunk
+from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.stream_groups import StreamGroups
 from pensieve.core.turn import Turn
 
 TOKENS_MIN = 16  # of a prompt, where time is short
@@ -29,9 +39,9 @@ _new_tuple = tuple.__new__
 
 
 class IterationDraft:
-    def __init__(self, num_tokens_max: int, chunk_tokens: int, cost: IterationCost) -> None:
-        self.num_tokens_max = num_tokens_max
-        self.num_tokens_left = num_tokens_max
+    def __init__(self, config: SchedulerConfig, chunk_tokens: int) -> None:
+        self.num_tokens_max = config.batch_tokens_max
+        self.num_tokens_left = config.batch_tokens_max
         self.num_decodes = 0  # of interactive turns
         self.predicted_without = 0.0  # of its decodes alone; see time_budget.py
         self.num_interactive: int | None = None  # tokens before the background turns; None: all are
@@ -39,8 +49,10 @@ class IterationDraft:
         self.seconds_max: float | None = None  # that prompts may add, as predicted; None: no limit
         self.seconds_added = 0.0  # by prompts, as predicted
         self.predicted_seconds = 0.0  # of the whole iteration; 0: nothing is known yet
-        self._cost = cost
+        self._cost, self._copy_seconds = config.cost, config.copy_seconds
         self._pairs = self._keys = self._num_ones = 0  # see `Work`
+        self.streamed: dict[int, Turn] = {}  # with a slice in it, by turn_id
+        self.num_staged = 0  # their pages
         self.slices: list[Slice] = []
         self.copies: list[PageCopy] = []
         self.swap_ins: list[SwapIn] = []
@@ -60,7 +72,15 @@ class IterationDraft:
     def decode(self, turn: Turn, num_tokens: int) -> None:
         """The last of the turn's `num_tokens` positions, all others having KV; it samples the next."""
         chunks = turn.chunks
-        chunks[-1].filled += 1
+        last = chunks[-1]
+        if turn.streamed:
+            self.filled_before[last] = last.filled
+            last.host_filled += 1
+            self.streamed[turn.turn_id] = turn
+            self.num_staged += len(chunks)
+        elif last.filled == self._size - 1:
+            self.filled_before[last] = last.filled
+        last.filled += 1
         turn.frontier = num_tokens
         turn.num_uncommitted += 1
         turn.pending_tokens += 1
@@ -82,18 +102,28 @@ class IterationDraft:
         swap_outs: Iterable[SwapOut],
         started: Iterable[TurnStart],
         ended: Iterable[int],
+        stream_groups: StreamGroups,
     ) -> Iteration:
         """What is to be launched."""
+        slices, groups = tuple(self.slices), tuple[PageGroup, ...]()
+        if self.streamed:
+            slices, groups = stream_groups.arranged(slices, self.streamed, self.filled_before)
         return Iteration(
             index,
-            tuple(self.slices),
+            slices,
             tuple(self.copies),
             tuple(self.swap_ins),
             tuple(swap_outs),
             tuple(started),
             tuple(ended),
             self.predicted_seconds,
+            groups,
         )
+
+    def predicted(self) -> float:
+        """Seconds of what it holds."""
+        seconds = self._cost.pass_seconds(*self.work)
+        return max(seconds, self._copy_seconds * self.num_staged) if self.streamed else seconds
 
     @property
     def work(self) -> Work:
@@ -178,6 +208,8 @@ class IterationDraft:
             self.filled_before.setdefault(chunk, chunk.filled)
             turn.written[chunk] = None
             chunk.filled += taken
+            if turn.streamed:
+                chunk.host_filled = chunk.filled
             if position < turn.computed_to:
                 self.num_recomputed += min(position + taken, turn.computed_to) - position
             position += taken
@@ -189,6 +221,9 @@ class IterationDraft:
         num_tokens = allowed - left
         self.num_tokens_left -= num_tokens
         if num_tokens:
+            if turn.streamed:
+                self.streamed[turn.turn_id] = turn
+                self.num_staged += -(-position // size)
             turn.num_uncommitted += 1
             self.turns.append(turn)
         turn.frontier = position

@@ -8,7 +8,8 @@ are what the turn waits for.  One that was suspended, or that others gave way to
 
 from __future__ import annotations
 
-from pensieve.core.cache import KVCache, Shortage
+from pensieve.core.cache import KVCache
+from pensieve.core.cache_values import Shortage
 from pensieve.core.turn import Turn, TurnState
 
 PASSES_MAX = 8

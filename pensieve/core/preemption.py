@@ -134,7 +134,9 @@ class Preemption:
     ) -> list[Turn]:
         """Who gives way to one that lacks so many pages, of which it can do without the spare ones."""
         by_pages = pages_over > 0  # else it lacks a place
-        if not by_pages:
+        if by_pages:
+            running = [turn for turn in running if not turn.streamed]
+        else:
             running = with_places(running)
         held = _held(running, by_pages)
         would_hold = (num_pages if by_pages else 1) / waiting.weight + held.get(waiting.share, 0.0)

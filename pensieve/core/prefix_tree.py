@@ -87,6 +87,11 @@ class Chunk:
         return self.branch is not None and not self.branch.num_running
 
     @property
+    def is_streamed(self) -> bool:
+        """A running turn uses its host page."""
+        return self.branch is not None and self.branch.num_streamed > 0
+
+    @property
     def dirty(self) -> bool:
         """On the device, and its loss would cost recompute."""
         return (
@@ -120,7 +125,16 @@ class Chunk:
 class Conversation:
     """What the cache knows of a conversation: its path of chunks, and when it was last active."""
 
-    __slots__ = ("conversation_id", "idle_since", "leaf", "log", "num_tokens", "ratio", "turn_id")
+    __slots__ = (
+        "conversation_id",
+        "idle_since",
+        "is_streamed",
+        "leaf",
+        "log",
+        "num_tokens",
+        "ratio",
+        "turn_id",
+    )
 
     def __init__(self, conversation_id: str, now: float) -> None:
         self.conversation_id = conversation_id
@@ -130,6 +144,7 @@ class Conversation:
         self.idle_since = now  # end of its last turn
         self.ratio = 1.0  # how much likelier than others to return; from the retention policy
         self.turn_id: int | None = None  # the turn that holds its pages
+        self.is_streamed = False  # that turn's, which then are host pages
 
     def path(self) -> list[Branch]:
         """Its branches, root first."""
@@ -165,6 +180,7 @@ class Branch:
         "num_reclaimable",
         "num_resident",
         "num_running",
+        "num_streamed",
         "parent",
         "start",
     )
@@ -179,6 +195,7 @@ class Branch:
         self.holders: dict[Conversation, None] = {}  # least recently active first
         self.idle_since = since  # of the most recently active holder
         self.num_running = 0  # running turns that hold it; its pages are pinned while any does
+        self.num_streamed = 0  # of them, turns that use its host pages
         self.num_resident = 0  # chunks with a page in some tier; kept while idle
         self.num_reclaimable = 0  # kept while idle
         self.cursors = [0] * num_roles  # no chunk before it qualifies
@@ -320,6 +337,7 @@ class PrefixTree:
             leaf = Branch(leaf, start, since, self._num_roles)
             leaf.holders[conversation] = None
             leaf.num_running = 1
+            leaf.num_streamed = int(conversation.is_streamed)
             conversation.leaf = leaf
         chunk = Chunk(leaf.end, leaf)
         leaf.chunks.append(chunk)
@@ -361,7 +379,7 @@ class PrefixTree:
         branch.start, branch.parent = end, upper
         upper.num_children = 1
         upper.holders = dict(branch.holders)
-        upper.num_running = branch.num_running
+        upper.num_running, upper.num_streamed = branch.num_running, branch.num_streamed
         for chunk in upper.chunks:
             chunk.branch = upper
         upper.num_resident = sum(chunk.resident for chunk in upper.chunks)

@@ -19,6 +19,8 @@ that slice was computed for nothing and is counted in `idle_tokens`.  A turn wit
 keeps its pages: cancelling, suspending and finishing release them when the last such slice is
 committed.  Until then the turn is in `_releasing`, and a rewind or an eviction of its conversation waits.
 
+Turns that find no room on the device may run with their KV on the host (streaming.py, streamed_pages.py).
+
 Liveness: the turn that is next is admitted as soon as the pages for its whole context are available,
 a bounded number of others comes before it (fair_queue.py), every idle page can become available
 (eviction.py), and running turns end; one that is preempted has advanced, or rises (preemption.py).
@@ -29,10 +31,9 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 
-from pensieve.core.audit import TurnsByState, audit_turns
 from pensieve.core.background_room import BackgroundRoom
-from pensieve.core.cache import Admission, KVCache, Shortage
-from pensieve.core.fair_queue import FairQueue
+from pensieve.core.cache import KVCache
+from pensieve.core.cache_values import Admission, Shortage
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
 from pensieve.core.iteration_draft import TILE_EVERY, IterationDraft
 from pensieve.core.lacking import Lacking
@@ -41,27 +42,22 @@ from pensieve.core.preemption import Preemption, who_is_suspended
 from pensieve.core.prefill_ahead import PrefillAhead
 from pensieve.core.prefill_order import earlier, prefill_order, resume_order
 from pensieve.core.prefix_tree import Chunk
+from pensieve.core.scheduled_turns import ScheduledTurns
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.scheduler_counters import SchedulerCounters
+from pensieve.core.stream_groups import StreamGroups
+from pensieve.core.streaming import Streaming
 from pensieve.core.time_budget import TimeBudget
 from pensieve.core.turn import QUEUE_ORDER, Ended, FinishReason, Turn, TurnState
 from pensieve.core.waiting import Waiting
 
 
-class Scheduler:
+class Scheduler(ScheduledTurns):
     def __init__(self, cache: KVCache, config: SchedulerConfig) -> None:
-        self.cache = cache
+        super().__init__(cache, config.batch_tokens_max)
         self.config = config
         self.counters = SchedulerCounters()
-        self.running: dict[int, Turn] = {}  # in order of admission
-        self.suspended: deque[Turn] = deque()  # and those that are ready, in `resume_order`
-        self.queued = FairQueue(config.batch_tokens_max)
-        self._turns: dict[int, Turn] = {}  # every turn that has not ended
-        self._releasing: dict[int, Turn] = {}  # ended or suspended, with uncommitted slices
         self._uncommitted: deque[tuple[Iteration, IterationDraft]] = deque()
-        self._ended: list[Ended] = []  # ends that no outcome brings
-        self._started: list[TurnStart] = []  # since the last iteration
-        self._forgotten: list[int] = []  # turns that have ended since the last iteration
         self._time_budget = TimeBudget(config)
         has_place = self._time_budget.has_place
         self.preemption = Preemption(cache, self.queued, has_place, config.time_share)
@@ -72,9 +68,10 @@ class Scheduler:
             self.suspended, self.queued, self.running, self.preemption, self._ahead, has_place
         )
         self._room = BackgroundRoom()
+        self.streaming = Streaming(config, cache.config)
+        self._groups = StreamGroups(cache.config, config, cache.path_of)
         self._edits = PendingEdits(cache)
-        self._num_arrivals = self._index = self._num_background = 0
-        self._size = cache.config.chunk_tokens
+        self._num_arrivals = self._index = 0
 
     # -- what happens to a scheduler --
 
@@ -122,29 +119,61 @@ class Scheduler:
         self._preempt(now)
         for turn in self._ahead.give_places(self._keeps_place):
             self.preemption.moved(turn)
-        draft = IterationDraft(self.config.batch_tokens_max, self._size, self.config.cost)
+        required_pages = self._stop_streaming(now)
+        available, num_damaged = self.cache.available, self.cache.counters.damaged
+        draft = IterationDraft(self.config, self._size)
         draft.holds_back = self._index % TILE_EVERY == 0
-        required_pages, prefills = self._plan_running(draft, now)
+        num_pages, prefills = self._plan_running(draft, now)
         self._time_budget.limit(draft, prefills, self.queued.num_prompt_tokens)
         lacking = Lacking(self.cache)
-        required_pages = max(required_pages, self._plan_prefills(draft, prefills, lacking, now))
-        required_pages = max(required_pages, self._plan_background(draft, lacking, now))
-        before = len(self._ended), self.counters.readied
+        for_prefills = self._plan_prefills(draft, prefills, lacking, now)
+        for_background = self._plan_background(draft, lacking, now)
+        before = len(self._ended), self.counters.readied, num_damaged
         self._end_complete(now)
-        available = self.cache.available
         moves = draft.swap_ins or draft.copies  # no swap-out beside them: it may be of their pages
-        swap_outs = [] if moves else self.cache.plan_swap_outs(now, required_pages + extra_pages)
+        required_pages = max(required_pages, num_pages, for_prefills, for_background) + extra_pages
+        swap_outs: list[SwapOut] = []
+        if not moves:
+            swap_outs = self.cache.plan_swap_outs(now, required_pages, draft.filled_before)
         if not (draft.slices or draft.copies or draft.swap_ins or swap_outs):
             moving = self.cache.swap_ins_in_flight + self.cache.swap_outs_in_flight
             waiting = self.running or self.suspended or self.queued
             if not moving and not self._uncommitted and waiting:
-                changed = (len(self._ended), self.counters.readied) != before
-                assert changed or self.cache.available > available, "turns wait for nothing"
+                after = len(self._ended), self.counters.readied, self.cache.counters.damaged
+                assert after != before or self.cache.available > available, "turns wait for nothing"
                 # Pages became available without a copy; but some may be of the turn that lacks them.
                 return self.plan(now, 2 * extra_pages + 1)
             if self._uncommitted or not moving:
                 return None
         return self._launched(draft, swap_outs, now)
+
+    def _stop_streaming(self, now: float) -> int:
+        """Streamed turns give up their places, where it does not pay or the device has room again.
+
+        How many pages should become available for that.
+        """
+        running = [turn for turn in self.running.values() if self._keeps_place(turn)]
+        for turn in self.streaming.who_stops(running):
+            self._suspend(turn, now)
+        self.streaming.required_pages = 0
+        if self.suspended or len(self.queued) or self._releasing:
+            return 0
+        if (first := self.streaming.who_returns(running, self.cache.available)) is not None:
+            self.counters.returned += 1
+            self._suspend(first, now, counted=False)
+        return self.streaming.required_pages
+
+    def _plan_streamed(self, draft: IterationDraft, lacking: Lacking, now: float) -> None:
+        """Turns that find no room on the device, as far as it pays to stream their contexts."""
+        self.streaming.saw(lacking)
+        if not lacking.turns or self.preemption.claimant is not None:
+            return
+        waiting = self.suspended, self.queued, self.running.values()
+        bounds = self._time_budget.has_place, self.cache.pages_for
+        for turn in self.streaming.who_may(*waiting, draft, lacking.background, *bounds):
+            found = self._admit(turn, now, draft.filled_before, streamed=True)
+            if isinstance(found, Admission):
+                self.queued.charge(turn, draft.fill(turn))
 
     def _plan_background(self, draft: IterationDraft, lacking: Lacking, now: float) -> int:
         """Background turns in what is left; none is admitted while an interactive turn lacks pages."""
@@ -217,6 +246,7 @@ class Scheduler:
                 turn.ahead, lacking.may_admit = False, False  # best effort, too
             else:
                 lacking.add(turn, admission, turn is self.preemption.claimant)
+        self._plan_streamed(draft, lacking, now)
         return lacking.required_pages
 
     def _preempt(self, now: float) -> None:
@@ -235,15 +265,13 @@ class Scheduler:
                 victim.give_way(claimant, self._num_arrivals)
             self._suspend(victim, now)
 
-    def _keeps_place(self, turn: Turn) -> bool:
-        """It runs, and has not given up its pages."""
-        return turn.state is TurnState.RUNNING and turn.turn_id not in self._releasing
-
     def _launched(self, draft: IterationDraft, swap_outs: list[SwapOut], now: float) -> Iteration:
         self._index += 1
         draft.predicted_seconds = self._time_budget.planned(draft, now)
         self._room.planned(draft, now)
-        iteration = draft.iteration(self._index, swap_outs, self._started, self._forgotten)
+        self.streaming.planned(draft, now)
+        news = self._started, self._forgotten
+        iteration = draft.iteration(self._index, swap_outs, *news, self._groups)
         self._started.clear()
         self._forgotten.clear()
         self._uncommitted.append((iteration, draft))
@@ -261,6 +289,7 @@ class Scheduler:
         assert oldest is iteration, "iterations are committed in order"
         self._time_budget.committed(now)
         self._room.committed(now)
+        self.streaming.committed(now)
         self.cache.release_sources(draft.sources, now)
         for copy_id in outcome.finished_copies:
             self.cache.finish_copy(copy_id, now)
@@ -292,34 +321,14 @@ class Scheduler:
             if finish is not None:
                 self._finish(turn, finish, now)
                 news.append(Ended(turn, finish))
+        while self._disturbed:
+            if self._keeps_place(turn := self._disturbed.pop()):
+                self._suspend(turn, now)
         for turn in list(self._releasing.values()):
             if not turn.num_uncommitted:
                 del self._releasing[turn.turn_id]
                 self._release(turn, now)
         return news
-
-    def drain_ended(self) -> list[Ended]:
-        """Turns that ended without an outcome: cancelled, or warmed."""
-        ended, self._ended = self._ended, []
-        return ended
-
-    @property
-    def num_turns(self) -> int:
-        return len(self._turns)
-
-    def turns(self) -> list[Turn]:
-        """Every turn that has not finished."""
-        return [turn for turn in self._turns.values() if turn.finish is None]
-
-    def turn(self, turn_id: int) -> Turn | None:
-        """One that has not given up its pages."""
-        return self._turns.get(turn_id)
-
-    def turn_of(self, conversation_id: str) -> Turn | None:
-        """The conversation's turn that has not finished."""
-        return next(
-            (turn for turn in self.turns() if turn.conversation_id == conversation_id), None
-        )
 
     def _end_complete(self, now: float) -> None:
         """A warm ends when its context is complete, a turn that runs ahead is ready with its prompt."""
@@ -332,7 +341,7 @@ class Scheduler:
     # -- taking and giving pages --
 
     def _admit(
-        self, turn: Turn, now: float, filled_before: dict[Chunk, int]
+        self, turn: Turn, now: float, filled_before: dict[Chunk, int], streamed: bool = False
     ) -> Admission | Shortage | None:
         """Admitted, or what has to become available first; None: wait for a commit."""
         conversation = self.cache.conversations.get(turn.conversation_id)
@@ -343,9 +352,14 @@ class Scheduler:
             reserve = 0  # the pages of those that gave way are on their way to it
         if turn.warm or turn.ahead:
             reserve = self.cache.config.swap_out_mark_pages
-        found = self.cache.begin(turn, now, reserve, filled_before)
-        if isinstance(found, Shortage):
+        found: Admission | Shortage | None
+        if streamed:
+            found = self.cache.begin_streamed(turn, now, filled_before)
+        else:
+            found = self.cache.begin(turn, now, reserve, filled_before)
+        if not isinstance(found, Admission):
             return found
+        self.counters.streamed += streamed
         if turn.state is not TurnState.QUEUED:
             self.counters.resumptions += turn.state is TurnState.SUSPENDED
             self.suspended.remove(turn)
@@ -357,27 +371,27 @@ class Scheduler:
         turn.moved_back, turn.outputs_before = False, turn.num_output_tokens
         turn.move_to(TurnState.RUNNING)
         self.running[turn.turn_id] = turn
-        if found.copied is not None:  # the copy is trusted as far as what it copies
-            source, target = found.copied
-            for writer in self._turns.values():
-                if source in writer.written:
-                    writer.written[target] = None
+        self._trust_copy(found)
         return found
 
     def _extend(self, turn: Turn, now: float) -> bool:
         """A page for the turn's next chunk; may suspend the last turn in queue order for it."""
         while not self.cache.extend(turn, now):
+            if turn.streamed:
+                self._suspend(turn, now)
+                return False
             if self.cache.relief_expected(now) or self._releasing:
                 return False
-            victim = who_is_suspended(self.running.values())
+            victim = who_is_suspended([each for each in self.running.values() if not each.streamed])
             self._suspend(victim, now)
             if victim is turn or victim.turn_id in self._releasing:
                 return False
         return True
 
-    def _suspend(self, turn: Turn, now: float) -> None:
-        self.counters.suspensions += not turn.ahead
-        turn.usage.suspensions += not turn.ahead
+    def _suspend(self, turn: Turn, now: float, counted: bool = True) -> None:
+        counted = counted and not turn.ahead
+        self.counters.suspensions += counted
+        turn.usage.suspensions += counted
         if turn.warm:
             self._finish(turn, FinishReason.WARMED, now)
         elif turn.num_uncommitted:
@@ -434,16 +448,3 @@ class Scheduler:
             known = turn.keep_tokens if admitted else turn.history_tokens
             self.rewind(turn.conversation_id, min(turn.keep_tokens, known), now)
         self._edits.carry_out(turn.conversation_id, now)
-
-    def _discard(self, turn: Turn, now: float) -> None:
-        for chunk in self.cache.discard(turn, now):
-            for other in self.running.values():
-                if chunk.index < len(other.chunks) and other.chunks[chunk.index] is chunk:
-                    other.frontier = min(other.frontier, chunk.index * self._size)
-
-    def check(self, now: float) -> None:
-        """Recompute every invariant of the cache and of the turns in it."""
-        self.cache.check(now)
-        self.queued.check(len(self._turns))
-        sets = self.running, self.suspended, self.queued, self._releasing
-        audit_turns(TurnsByState(self._turns, *sets), self.cache.conversations, self._size)

@@ -9,6 +9,9 @@ from pensieve.core.iteration_cost import IterationCost
 # Of no machine in particular: the weights are read in the time of 20 tokens.  Predictions are corrected by
 # what is measured (time_budget.py).
 SOME_COST = IterationCost(0.001, 0.02, 1e-7, 2.5e-6, 0.0)
+STREAM = ("auto", "on", "off")
+COPY_SECONDS = 1e-4  # of no machine in particular
+GROUP_SECONDS = 1e-3
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,18 @@ class SchedulerConfig:
     )
 
     prefill_ahead: int = 0  # turns whose prompts are computed before they have a place
+    stream: str = "auto"  # of STREAM: whether turns run whose KV lies on the host; see streaming.py
+    copy_seconds: float = COPY_SECONDS  # of a chunk from the host to the device
+    group_seconds: float = GROUP_SECONDS  # that a group of streamed turns adds to an iteration
 
     def __post_init__(self) -> None:
+        if self.stream not in STREAM:
+            raise ValueError(f"stream is one of {', '.join(STREAM)}, not {self.stream!r}")
         if self.batch_tokens_max < 1 or self.turns_max < 1:
             raise ValueError("batch_tokens_max and turns_max are at least 1")
-        for name in ("prompt_seconds_max", "tbt_seconds", "time_share", "prefill_ahead"):
+        for name in (
+            *("prompt_seconds_max", "tbt_seconds", "time_share", "prefill_ahead"),
+            *("copy_seconds", "group_seconds"),
+        ):
             if not getattr(self, name) >= 0.0:
                 raise ValueError(f"{name} is at least 0")

@@ -16,6 +16,8 @@ class SchedulerCounters:
     suspensions: int = 0
     resumptions: int = 0
     readied: int = 0  # whose prompts were computed before they had a place
+    streamed: int = 0  # admissions of turns whose KV stays on the host
+    returned: int = 0  # of them turns, to the device
     preemptions: int = 0  # of them suspensions, for a turn that was next
     idle_tokens: int = 0  # computed for a turn that had already finished
     finished: int = 0

@@ -169,7 +169,6 @@ class Tiers:
     def start_swap_out(self, chunk: Chunk) -> SwapOut:
         assert chunk.host_page is not None
         assert chunk.device_page is not None
-        assert chunk.idle, f"{chunk} is in use"
         chunk.in_flight += 1
         self.num_swapping_out += 1
         self.counters.swapped_out += 1

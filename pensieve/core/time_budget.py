@@ -97,7 +97,7 @@ class TimeBudget:
         Beside the prefills that have started, so many tokens of prompts wait.
         """
         draft.num_decodes = len(draft.slices)
-        without = self._predict(*draft.work) if draft.num_decodes else self._predict(1, 0, 0, 1)
+        without = draft.predicted() if draft.num_decodes else self._predict(1, 0, 0, 1)
         draft.predicted_without = without
         if not self._limits or not draft.num_decodes or not without:
             return  # nobody waits, or nothing takes time
@@ -137,7 +137,7 @@ class TimeBudget:
         without, added = draft.predicted_without, draft.seconds_added
         measured = 0.0 if draft.num_background else without
         self._uncommitted.append(_Planned(now, num_decodes, num_prompt_tokens, measured, added))
-        a, whole = self._without or 0.0, self._predict(*draft.work)
+        a, whole = self._without or 0.0, draft.predicted()
         if not num_prompt_tokens or not self._added:
             return a * whole
         return max(a * whole, a * without + self._slowness * added)

@@ -111,6 +111,7 @@ class Turn:
     state: TurnState = TurnState.QUEUED
     arrival: int = 0  # it was the so-manieth that came
     ahead: bool = False  # it runs without a place: its prompt is computed, but for the last token
+    streamed: bool = False  # its KV lies on the host while it runs; see streamed_pages.py
     moved_back: bool = False  # suspended because it had its share of time
     num_passed: int = 0  # turns that were admitted before it while it lacked pages
     outputs_before: int = 0  # its output tokens when it was admitted, or resumed
@@ -118,7 +119,7 @@ class Turn:
     queue_order: tuple[int, int] = (0, 0)  # of those of one share: by level, then as they came
     frontier: int = 0
     chunks: list[Chunk] = field(default_factory=list)  # of its whole context, while RUNNING
-    page_table: array[int] = field(default_factory=lambda: array("i"))  # their device pages
+    page_table: array[int] = field(default_factory=lambda: array("i"))  # their pages, by `streamed`
     written: dict[Chunk, None] = field(
         default_factory=dict
     )  # chunks that it has computed at least a part of
@@ -136,12 +137,17 @@ class Turn:
         return self.options.background
 
     @property
+    def history_kv(self) -> int:
+        """How many positions of its history can have KV: that of a log's last token comes with the turn."""
+        return max(self.history_tokens - 1, 0)
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_end
 
     def first_admitted(self, device_tokens: int, host_tokens: int, now: float) -> None:
         """So much of its history was found in the tiers; the rest is to be computed again."""
-        history_kv = self.computed_to = max(self.history_tokens - 1, 0)
+        history_kv = self.computed_to = self.history_kv
         self.usage.admitted_at = now
         self.usage.device_tokens, self.usage.host_tokens = device_tokens, host_tokens
         self.usage.shared_tokens = min(self.shared_tokens, device_tokens + host_tokens)

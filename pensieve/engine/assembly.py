@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pensieve.core.cache import CacheConfig, IsIntact, KVCache, trusted
+from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.cache_values import IsIntact, trusted
 from pensieve.core.policies.protocol import RetentionPolicy
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.scheduler_config import SchedulerConfig

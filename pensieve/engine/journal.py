@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from pensieve import __version__
-from pensieve.core.cache import CacheConfig, IsIntact
+from pensieve.core.cache import CacheConfig
+from pensieve.core.cache_values import IsIntact
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, TurnFailure
 from pensieve.core.iteration_cost import IterationCost

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 from pensieve.config import Settings
-from pensieve.core.cache import CacheConfig, IsIntact, trusted
+from pensieve.core.cache import CacheConfig
+from pensieve.core.cache_values import IsIntact, trusted
 from pensieve.core.cost import CostProfile
 from pensieve.core.policies.registry import policy_named
 from pensieve.core.scheduler_config import SchedulerConfig

@@ -78,7 +78,8 @@ class ChosenWorld(World):
         super().__init__(0, small.shape)
         shape, self.small = small.shape, small
         self.executor: ChosenExecutor = ChosenExecutor(
-            shape.device_pages, shape.host_pages, shape.chunk_tokens, 0, 0.0, 0.0, shape.stops
+            *(shape.device_pages, shape.host_pages, shape.chunk_tokens, 0, 0.0, 0.0, shape.stops),
+            staging_pages=shape.staging_pages,
         )
         self.logs["a"], self.commits["a"] = [], [0]
         self.born = {"a"}

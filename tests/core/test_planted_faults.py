@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from pensieve.core.cache import Admission, KVCache
+from pensieve.core.cache import KVCache
+from pensieve.core.cache_values import Admission
 from pensieve.core.candidates import Candidates
 from pensieve.core.eviction import Eviction
-from pensieve.core.iteration import SampledToken, SwapIn, SwapOut
+from pensieve.core.iteration import PageGroup, SampledToken, SwapIn, SwapOut
 from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.policies.queue import QUALIFIES, Role
 from pensieve.core.preemption import Preemption
 from pensieve.core.prefix_tree import Branch, Chunk, PrefixTree
 from pensieve.core.scheduler import Scheduler
+from pensieve.core.stream_groups import StreamGroups, _Group
+from pensieve.core.streamed_pages import StreamedPages
 from pensieve.core.tiers import PagePool, Tiers
 from pensieve.core.turn import Turn
 from tests.core.world import Shape, Stage, run
@@ -28,6 +32,11 @@ SHAPES = (
     Shape(device_pages=24, host_pages=6, conversations=12, late=0.9),
     Shape(overlap=True, failing=0.02),
     Shape(restless=True, conversations=10, host_pages=4, late=0.7),
+)
+STREAMED = (
+    Shape(staging_pages=8, host_pages=40, device_pages=8),
+    Shape(staging_pages=12, host_pages=16, device_pages=8, restless=True, conversations=10),
+    Shape(staging_pages=6, host_pages=14, device_pages=8, overlap=True, failing=0.03, late=0.9),
 )
 SEEDS = 150
 
@@ -42,8 +51,10 @@ def around(owner: type, name: str, change: Callable[..., Any]) -> Plant:
     return plant
 
 
-def uncounted_copies(original: Any, eviction: Eviction, now: float, required: int) -> list[SwapOut]:
-    copies: list[SwapOut] = original(eviction, now, required)
+def uncounted_copies(
+    original: Any, eviction: Eviction, now: float, required: int, *rest: Any
+) -> list[SwapOut]:
+    copies: list[SwapOut] = original(eviction, now, required, *rest)
     for copy in copies:
         chunk = eviction._tiers.swaps[copy.copy_id].source
         chunk.in_flight -= 1
@@ -57,11 +68,13 @@ def filled_too_high(original: Any, tiers: Tiers, source: Chunk, target: Chunk, n
     return copy
 
 
-def swap_outs_at_any_time(original: Any, eviction: Eviction, now: float, required: int) -> Any:
+def swap_outs_at_any_time(
+    original: Any, eviction: Eviction, now: float, required: int, *rest: Any
+) -> Any:
     tiers = eviction._tiers
     swapping_in, tiers.num_swapping_in = tiers.num_swapping_in, 0
     try:
-        return original(eviction, now, required)
+        return original(eviction, now, required, *rest)
     finally:
         tiers.num_swapping_in = swapping_in
 
@@ -148,8 +161,10 @@ def reclaim_during_a_copy(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(QUALIFIES, Role.RECLAIM, reclaimable)
 
 
-def valid_at_once(original: Any, eviction: Eviction, now: float, required: int) -> list[SwapOut]:
-    copies: list[SwapOut] = original(eviction, now, required)
+def valid_at_once(
+    original: Any, eviction: Eviction, now: float, required: int, *rest: Any
+) -> list[SwapOut]:
+    copies: list[SwapOut] = original(eviction, now, required, *rest)
     for copy in copies:
         chunk = eviction._tiers.swaps[copy.copy_id].source
         chunk.host_filled = chunk.filled
@@ -220,6 +235,78 @@ def forget_the_heir(original: Any, tree: PrefixTree, branch: Branch, *rest: Any)
     return upper
 
 
+def store_nothing(original: Any, group: Any, *rest: Any) -> None:
+    original(group, *rest)
+    group._stored[-1] = 0
+
+
+def load_too_little(original: Any, group: Any, *rest: Any) -> None:
+    original(group, *rest)
+    group._loaded[-1] = max(group._loaded[-1] - 1, 0)
+
+
+def other_pages(original: Any, group: Any, turn: Turn, pieces: Any) -> Any:
+    """Two pages of a context are staged in each other's places."""
+    pages = turn.page_table
+    if len(pages) > 1:
+        turn.page_table = array("i", [pages[1], pages[0], *pages[2:]])
+    found = original(group, turn, pieces)
+    turn.page_table = pages
+    return found
+
+
+def swap_groups(original: Any, groups: Any, *rest: Any) -> Any:
+    """Each group's pages are those of another one."""
+    slices, found = original(groups, *rest)
+    if len(found) > 1:
+        turned = [found[-1], *found[:-1]]
+        found = tuple(
+            PageGroup(*each[:2], *other[2:]) for each, other in zip(found, turned, strict=True)
+        )
+    return slices, found
+
+
+def wide_groups(original: Any, groups: Any, *rest: Any) -> Any:
+    pages_max, groups._pages_max = groups._pages_max, 1 << 20
+    try:
+        return original(groups, *rest)
+    finally:
+        groups._pages_max = pages_max
+
+
+def pin_nothing(original: Any, pool: PagePool) -> int | None:
+    """A host page that is in use is handed out."""
+    page: int | None = original(pool)
+    if page is None and pool.num_pages > 12:
+        pool.give_back(0)
+        page = original(pool)
+    return page
+
+
+def take_dirty(original: Any, pages: Any, turn: Any, chunks: Any, *rest: Any) -> bool:
+    """What lies on the device alone is not copied out."""
+    filled = {chunk: chunk.filled for chunk in chunks}
+    for chunk in chunks:
+        chunk.filled = chunk.host_filled
+    may: bool = original(pages, turn, chunks, *rest)
+    for chunk, count in filled.items():
+        chunk.filled = count if not may else max(count, chunk.host_filled)
+        chunk.host_filled = (
+            chunk.filled if may and chunk.host_page is not None else chunk.host_filled
+        )
+    return may
+
+
+STREAMING_FAULTS: dict[str, Plant] = {
+    "what a streamed turn writes is not stored": around(_Group, "_add", store_nothing),
+    "a staged page lacks its last slot": around(_Group, "_add", load_too_little),
+    "a page is staged in another's place": around(_Group, "with_turn", other_pages),
+    "the groups' order is swapped": around(StreamGroups, "arranged", swap_groups),
+    "a group is wider than its arena": around(StreamGroups, "arranged", wide_groups),
+    "a streamed turn's host pages are not pinned": around(PagePool, "take", pin_nothing),
+    "dirty chunks are streamed from old host pages": around(StreamedPages, "may_take", take_dirty),
+}
+
 FAULTS: dict[str, Plant] = {
     "a copy in flight is not counted": around(Eviction, "plan_swap_outs", uncounted_copies),
     "a page is reclaimed while it is copied": reclaim_during_a_copy,
@@ -260,11 +347,11 @@ ONLY_THE_AUDIT_SEES = {  # no reply is wrong for it, or not within so many seeds
 FIRST_SEED = {"a page copy's source is let go at once": 700}  # one world in some seven hundred
 
 
-def found_within(seeds: int, first: int = 0) -> int | None:
+def found_within(seeds: int, first: int = 0, shapes: Sequence[Shape] = SHAPES) -> int | None:
     """The first seed whose world notices something; an error of another kind is not a finding."""
     for seed in range(first, first + seeds):
         try:
-            run(seed, SHAPES[seed % len(SHAPES)], actions=40)
+            run(seed, shapes[seed % len(shapes)], actions=40)
         except (AssertionError, KeyError, IndexError):
             return seed
     return None
@@ -277,6 +364,14 @@ def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
     if fault not in ONLY_THE_AUDIT_SEES:
         monkeypatch.setattr(Scheduler, "check", lambda *a: None)
     found = found_within(SEEDS, FIRST_SEED.get(fault, 0))
+    assert found is not None, f"{SEEDS} seeds did not notice that {fault}"
+
+
+@pytest.mark.parametrize("fault", STREAMING_FAULTS)
+def test_a_planted_fault_of_streaming_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    STREAMING_FAULTS[fault](monkeypatch)
+    monkeypatch.setattr(Scheduler, "check", lambda *a: None)
+    found = found_within(SEEDS, shapes=STREAMED)
     assert found is not None, f"{SEEDS} seeds did not notice that {fault}"
 
 
@@ -308,3 +403,4 @@ def copy_a_chunk_that_is_being_repaired() -> None:
 
 def test_without_a_fault_the_same_seeds_pass() -> None:
     assert found_within(SEEDS) is None
+    assert found_within(SEEDS, shapes=STREAMED) is None

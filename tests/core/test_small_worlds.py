@@ -55,6 +55,20 @@ WORLDS = {
         num_choices=6 + MORE,
         prompt_tokens=2,
     ),
+    "streamed over 4 pages of the host": SmallWorld(
+        Shape(3, 4, staging_pages=3, **TINY),
+        ("ask a", "fork a", "ask b", "cancel a", "delete b"),
+        num_choices=5 + MORE,
+        first_tokens=3,
+        prompt_tokens=2,
+    ),
+    "streamed over 6 pages of the host, planned ahead, narrow groups": SmallWorld(
+        Shape(3, 6, overlap=True, staging_pages=2, **{**TINY, "turns_max": 3}),
+        ("ask a", "ask b", "visit c", "rewind a", "cancel b"),
+        num_choices=5 + MORE,
+        first_tokens=1,
+        prompt_tokens=2,
+    ),
     "5 pages, 2 on the host, planned ahead": SmallWorld(
         Shape(5, 2, overlap=True, **TINY),
         ("ask a", "fork a", "ask b", "cancel a", "delete b"),

@@ -80,6 +80,28 @@ SHAPES = {
     "restless, planned ahead, chunks of one slot": Shape(
         restless=True, overlap=True, chunk_tokens=1, device_pages=40, host_pages=20, prompt_max=9
     ),
+    "streamed": Shape(staging_pages=8, host_pages=20, device_pages=8),
+    "streamed, forks, planned ahead, failing, damaged": Shape(
+        staging_pages=12,
+        host_pages=40,
+        overlap=True,
+        restless=True,
+        failing=0.05,
+        damaging=0.1,
+        conversations=10,
+    ),
+    "streamed, a small host, narrow groups": Shape(
+        staging_pages=5, host_pages=12, device_pages=7, late=0.9
+    ),
+    "streamed where it pays, an objective, background": Shape(
+        staging_pages=8,
+        stream="auto",
+        host_pages=16,
+        device_pages=8,
+        background=0.4,
+        token_seconds=0.001,
+        tbt_seconds=0.05,
+    ),
     "copies one by one, no reserve": Shape(swap_outs_max=1, reserve=0.0, swap_out_below=0.5),
 }
 SEEDS = 56 * SCALE  # of each shape
@@ -102,6 +124,8 @@ def must_happen(shape: Shape) -> set[str]:
         names |= {"damaged"}
     if shape.overlap:
         names |= {"idle_tokens"}
+    if shape.staging_pages:
+        names |= {"streamed", "returned"}
     if shape.prefill_ahead:
         names |= {"readied"}
     if shape.prompt_seconds_max or shape.tbt_seconds:

@@ -81,6 +81,8 @@ class Shape:
     key_seconds: float = 0.0  # that each position adds that a slice reads
     foreseen: float = 1.0  # what is predicted of an iteration's time
     background: float = 0.0  # how likely a turn is one of a batch job
+    staging_pages: int = 0  # of an arena, for streamed turns
+    stream: str = "on"
     restless: bool = False  # many forks, cancels, deletions and evictions
 
 
@@ -101,6 +103,7 @@ class World:
             shape.swap_out_below,
             shape.reserve,
             shape.swap_outs_max,
+            shape.staging_pages,
         )
         damages = random.Random(seed)
         self.cache = KVCache(config, cost_policy, lambda page: damages.random() >= shape.damaging)
@@ -120,6 +123,7 @@ class World:
                 ),
                 shape.time_share,
                 shape.prefill_ahead,
+                shape.stream,
             ),
         )
         self.executor = LedgerExecutor(
@@ -130,6 +134,7 @@ class World:
             shape.late,
             shape.failing,
             shape.stops,
+            staging_pages=shape.staging_pages,
         )
         self.logs: dict[str, list[int]] = {}
         self.commits: dict[str, list[int]] = {}  # lengths of the log after each turn
@@ -346,7 +351,8 @@ class Places:
         """
         running, queued = scheduler.running, {turn.turn_id for turn in scheduler.queued}
         still_suspended = {turn.turn_id for turn in scheduler.suspended}
-        came = [turn for turn in self.queued if turn.turn_id in running]
+        # One that is streamed takes no page that another waits for.
+        came = [turn for turn in self.queued if turn.turn_id in running and not turn.streamed]
         for turn in came:
             for each in self.queued:
                 if each.turn_id in queued and each.share == turn.share:

@@ -325,8 +325,8 @@ PROTECTIONS = (
     protection(
         "a host page that has changed is not swapped in",
         "core/cache.py",
-        "            if not chunk.in_flight and not self._is_intact(chunk.host_page):\n",
-        "            if chunk.in_flight and not self._is_intact(chunk.host_page):\n",
+        "            if not used and not self._is_intact(chunk.host_page):\n",
+        "            if used and not self._is_intact(chunk.host_page):\n",
         "service/test_check_kv.py::test_a_page_that_has_changed_on_the_host_is_computed_again",
     ),
     protection(

@@ -1,0 +1,339 @@
+"""Turns whose KV stays on the host while they run: who they are, what they hold, and when they return."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from pensieve.core.cache_config import CacheConfig
+from pensieve.core.iteration import Iteration
+from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.streamed_pages import StreamedPages
+from pensieve.core.streaming import RETRY_AFTER
+from pensieve.core.turn import Turn
+from tests.core.world import Stage
+
+
+def stage(device_pages: int = 10, host_pages: int = 60, **shape: Any) -> Stage:
+    """Chunks of 4 tokens; a turn of 24 tokens and what it says fills most of the device."""
+    settings = {"staging_pages": 16, "reserve": 0.0, "batch_tokens_max": 64, **shape}
+    return Stage(device_pages, settings.pop("host_pages", host_pages), **settings)
+
+
+def two(world: Stage, said_by_a: int = 10, said_by_b: int = 10) -> tuple[Turn, Turn]:
+    """Turns that do not fit the device together."""
+    return world.ask("a", 24, said_by_a), world.ask("b", 20, said_by_b)
+
+
+def streamed(iteration: Iteration) -> list[int]:
+    """Turn ids, group by group."""
+    return [
+        piece.turn_id
+        for group in iteration.groups
+        for piece in iteration.slices[group.first_slice : group.stop_slice]
+    ]
+
+
+def test_a_turn_for_which_the_device_has_no_room_streams() -> None:
+    world = stage()
+    a, b = two(world)
+    c = world.ask("c", 20, 6)
+    world.next()
+    assert not a.streamed
+    assert b.streamed
+    assert c.streamed
+    iteration = world.next()
+    assert world.where("b") == "h" * len(b.chunks)
+    assert sorted(streamed(iteration)) == [b.turn_id, c.turn_id]
+    assert iteration.slices[0].turn_id == a.turn_id
+    world.run_until_idle()
+    assert world.scheduler.counters.suspensions == 0
+
+
+@pytest.mark.parametrize("how", [{"stream": "off"}, {"staging_pages": 0}, {"host_pages": 0}])
+def test_without_it_a_turn_waits(how: dict[str, Any]) -> None:
+    world = stage(**how)
+    a, b = two(world)
+    for _ in range(4):
+        world.next()
+    assert a.usage.admitted_at is not None
+    assert b.usage.admitted_at is None
+    world.run_until_idle()
+    assert world.scheduler.counters.streamed == 0
+
+
+def test_a_group_names_each_page_once_and_what_is_written() -> None:
+    world = stage()
+    _, b = two(world)
+    [group] = world.next().groups
+    assert group.loaded_slots.tolist() == [0] * 5  # of its prompt
+    assert group.stored_slots.tolist() == [4] * 5
+    iteration = world.next()
+    [group] = iteration.groups
+    [piece] = iteration.slices[group.first_slice : group.stop_slice]
+    assert (piece.turn_id, piece.start, piece.stop) == (b.turn_id, 20, 21)
+    assert piece.page_table.tolist() == [0, 1, 2, 3, 4, 5]
+    assert group.host_pages == b.page_table
+    assert group.loaded_slots.tolist() == [4, 4, 4, 4, 4, 0]
+    assert group.stored_slots.tolist() == [0, 0, 0, 0, 0, 1]
+    world.run_until_idle()
+
+
+def test_turns_that_share_their_beginning_stage_it_once() -> None:
+    world = stage(staging_pages=24)
+    world.say("root", 17, 1)
+    for name in "bcd":
+        world.fork_at("root", 16, name)
+    world.ask("big", 24, 9)
+    world.next()
+    turns = [world.ask(name, 15, 5) for name in "bcd"]
+    while not all(turn.streamed and not turn.is_prefill for turn in turns):
+        world.next()
+        world.land()
+    iteration = world.next()
+    [group] = iteration.groups
+    pieces = iteration.slices[group.first_slice : group.stop_slice]
+    assert len(pieces) == 3
+    assert len({tuple(piece.page_table[:4]) for piece in pieces}) == 1
+    assert len(group.host_pages) == 4 + sum(len(turn.chunks) - 4 for turn in turns)
+    world.run_until_idle()
+
+
+def test_groups_are_kept_and_arranged_anew_when_they_do_not_fit() -> None:
+    world = stage(host_pages=100, staging_pages=8)
+    world.ask("big", 30, 5)
+    turns = [world.ask(name, 9, 15) for name in "abcde"]
+    seen: list[list[list[int]]] = []
+    for _ in range(12):
+        iteration = world.next()
+        assert all(len(group.host_pages) <= 8 for group in iteration.groups)
+        seen.append(
+            [
+                [each.turn_id for each in iteration.slices[group.first_slice : group.stop_slice]]
+                for group in iteration.groups
+            ]
+        )
+    assert sum(turn.streamed for turn in turns) >= 3
+    kept = [one == other for one, other in pairwise(seen) if any(map(len, one))]
+    assert True in kept
+    assert False in kept
+    world.run_until_idle()
+
+
+def test_a_context_larger_than_an_arena_waits_for_the_device() -> None:
+    world = stage(staging_pages=4)
+    _, b = two(world)
+    for _ in range(4):
+        world.next()
+    assert b.usage.admitted_at is None
+    world.run_until_idle()
+
+
+def test_one_that_outgrows_its_arena_is_suspended_and_ends_on_the_device() -> None:
+    world = stage(staging_pages=6)
+    _, b = two(world, 12, 9)
+    while not b.streamed:
+        world.next()
+    world.run_until_idle()
+    assert b.usage.suspensions == 1
+    assert b.usage.output_tokens == 9
+
+
+def test_what_lies_on_the_device_alone_is_copied_out_first() -> None:
+    world = stage()
+    world.say("b", 12, 3)
+    assert world.where("b") == "dddd"
+    world.ask("a", 24, 12)
+    world.next()
+    b = world.ask("b", 2, 6)
+    while not b.streamed:
+        world.next()
+        world.land()
+    assert b.usage.host_tokens == 14
+    assert b.usage.recomputed_tokens == 0
+    assert world.where("b") == "h" * len(b.chunks)
+    world.run_until_idle()
+
+
+def test_a_chunk_that_a_resident_turn_uses_is_in_both_tiers() -> None:
+    world = stage()
+    world.say("root", 17, 1)
+    world.fork_at("root", 16, "b")
+    root = world.ask("root", 6, 12)
+    world.next()
+    b = world.ask("b", 18, 2)
+    while not b.streamed:
+        world.next()
+        world.land()
+    assert not root.streamed
+    assert world.where("b")[:4] == "cccc"
+    world.run_until_idle()
+
+
+def fill_a_shared_chunk_while_another_wants_it() -> bool:
+    """b begins with two chunks of a, whose host copies are damaged; a streams and computes them again."""
+    world = stage(batch_tokens_max=4)
+    world.say("a", 27, 1)
+    world.cache.move_to_host("a", world.now)
+    while world.step():
+        world.land()
+    assert world.where("a") == "h" * 7
+    world.fork_at("a", 8, "b")
+    world.ask("filler", 20, 12)
+    for _ in range(6):
+        world.next()
+    world.cache.streamed._is_intact = lambda page: False
+    a = world.ask("a", 2, 3)
+    while not a.streamed:
+        world.next()
+        world.land()
+    b = world.ask("b", 1, 3)
+    world.next()
+    is_filling = a.frontier < 8 and b.usage.admitted_at is None
+    world.run_until_idle()
+    return is_filling
+
+
+def test_nobody_uses_a_chunk_that_a_streamed_turn_still_fills(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert fill_a_shared_chunk_while_another_wants_it()
+    monkeypatch.setattr(StreamedPages, "is_clear_of_streamed", lambda *a: True)
+    with pytest.raises(AssertionError):
+        fill_a_shared_chunk_while_another_wants_it()
+
+
+def test_it_returns_to_the_device_when_nobody_waits() -> None:
+    world = stage()
+    a, b = two(world, 3, 12)
+    while a.finish is None:
+        world.next()
+    assert b.streamed
+    while b.streamed:
+        world.next()
+        world.land()
+    assert b.finish is None
+    assert world.scheduler.counters.returned == 1
+    assert b.usage.suspensions == 0
+    assert "h" not in world.where("b")
+    world.run_until_idle()
+
+
+def test_one_that_waits_has_the_device_before_a_streamed_one() -> None:
+    world = stage(turns_max=2)
+    a, b = two(world, 3, 12)
+    c = world.ask("c", 24, 3)
+    while a.finish is None:
+        world.next()
+    world.cache.evict("a", world.now)
+    world.next()
+    assert b.streamed
+    assert c.usage.admitted_at is not None
+    assert not c.streamed
+    world.run_until_idle()
+
+
+def test_a_full_host_of_idle_conversations_gives_way() -> None:
+    world = stage(host_pages=9)
+    world.say("old", 28, 1)
+    world.wait(100.0)
+    _, b = two(world)
+    while not b.streamed:
+        world.next()
+        world.land()
+    world.run_until_idle()
+    assert b.usage.output_tokens == 10
+
+
+def test_a_full_host_of_streamed_turns_suspends_who_grows() -> None:
+    world = stage(host_pages=12)
+    _, b = two(world)
+    c = world.ask("c", 20, 10)
+    while not (b.streamed and c.streamed):
+        world.next()
+    world.run_until_idle()
+    assert b.usage.suspensions + c.usage.suspensions >= 1
+    assert b.usage.output_tokens == c.usage.output_tokens == 10
+
+
+def test_the_last_partly_used_chunk_is_computed_again() -> None:
+    world = stage()
+    world.say("root", 9, 5)
+    world.fork_at("root", 11, "b")
+    world.ask("a", 24, 12)
+    world.next()
+    b = world.ask("b", 3, 6)
+    while not b.streamed:
+        world.next()
+        world.land()
+    assert b.usage.host_tokens == 8
+    assert (
+        b.usage.recomputed_tokens == 2
+    )  # of the third chunk, whose last token comes with the turn
+    world.run_until_idle()
+
+
+# -- whether it pays --
+
+
+def costs(**seconds: float) -> SchedulerConfig:
+    cost = IterationCost(1e-4, 1e-2, 0.0, 1e-6, 0.0)
+    return SchedulerConfig(cost=cost, **seconds)  # type: ignore[arg-type]
+
+
+def automatic(config: SchedulerConfig, **shape: Any) -> Stage:
+    """A world that takes what is predicted."""
+    world = stage(stream="auto", iteration_seconds=0.01, **shape)
+    world.scheduler.streaming._config = config
+    world.scheduler._groups._copy_seconds = config.copy_seconds
+    return world
+
+
+@pytest.mark.parametrize(("copy_seconds", "pays"), [(1e-4, True), (1e-2, False)])
+def test_it_streams_while_a_turn_more_costs_less_than_its_share(
+    copy_seconds: float, pays: bool
+) -> None:
+    world = automatic(costs(copy_seconds=copy_seconds))
+    _, b = two(world)
+    for _ in range(4):
+        world.next()
+    assert b.streamed == pays
+    world.run_until_idle()
+
+
+def test_it_keeps_the_objective() -> None:
+    for tbt_seconds, streams in ((0.5, True), (0.0101, False)):
+        world = automatic(costs(copy_seconds=1.1e-3))
+        world.scheduler.streaming._tbt = tbt_seconds
+        world.scheduler.streaming._factors[False].append(1.0)
+        _, b = two(world)
+        for _ in range(6):
+            world.next()
+        assert b.streamed == streams
+        world.run_until_idle()
+
+
+def test_it_stops_where_it_turns_out_not_to_pay_and_tries_again_later() -> None:
+    world = automatic(costs(copy_seconds=1e-4))
+    streaming = world.scheduler.streaming
+    _, b = two(world)
+    while not b.streamed:
+        world.next()
+    streaming._factors[False].extend([1.0] * 7)
+    streaming._factors[True].extend([3.0] * 7)  # the copies slow everything down
+    world.next()
+    assert not b.streamed
+    assert b.usage.suspensions == 1
+    assert streaming._paused == RETRY_AFTER
+    world.run_until_idle()
+    assert 0 < streaming._paused < RETRY_AFTER
+
+
+def test_bad_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        CacheConfig(4, 4, staging_pages=-1)
+    with pytest.raises(ValueError, match="stream is one of auto, on, off"):
+        SchedulerConfig(stream="maybe")
