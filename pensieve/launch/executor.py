@@ -29,8 +29,13 @@ class Tiers(NamedTuple):
     page_bytes: int  # of all ranks together
 
 
-def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: Report) -> Tiers:
-    """Allocate both tiers, in all ranks; on a GPU the device tier is sized by the memory that is left."""
+def _allocate(
+    settings: Settings, ranks: ModelRanks, sampler: Sampler, report: Report, staging_pages: int = 0
+) -> Tiers:
+    """Allocate both tiers, in all ranks; on a GPU the device tier is sized by the memory that is left.
+
+    There are two staging arenas of `staging_pages` each, of one layer.
+    """
     model, leader = ranks
     device: torch.device = model.flat.module.device
     sizes = (settings.token_budget, turns_max(settings), settings.chunk_tokens)
@@ -45,9 +50,9 @@ def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: R
             device_bytes = num_ranks * min(device_bytes, *leader.measured_bytes())
     page_bytes = num_ranks * model.shape.kv_bytes_per_page(settings.chunk_tokens)
     pages = tier_pages(settings, page_bytes, device_bytes)
-    memory = KVMemory(model.shape, *pages, settings.chunk_tokens, device, report)
+    memory = KVMemory(model.shape, *pages, settings.chunk_tokens, device, report, staging_pages)
     if leader is not None:
-        leader.allocate(*pages, settings.chunk_tokens)
+        leader.allocate(*pages, settings.chunk_tokens, staging_pages)
     tier_sizes = (
         f"{name} {size_text(num_pages * page_bytes)} = {num_pages * settings.chunk_tokens:,} tokens"
         for name, num_pages in zip(TierPages._fields, pages, strict=True)

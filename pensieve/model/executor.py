@@ -36,7 +36,15 @@ from typing import NamedTuple
 
 import torch
 
-from pensieve.core.iteration import Iteration, Outcome, SampledToken, Slice, TurnFailure, TurnStart
+from pensieve.core.iteration import (
+    Iteration,
+    Outcome,
+    PageGroup,
+    SampledToken,
+    Slice,
+    TurnFailure,
+    TurnStart,
+)
 from pensieve.model.batch import SampledIds
 from pensieve.model.forward import Computed, Forward, copier_for, is_out_of_memory
 from pensieve.model.graphs import DecodeGraphs
@@ -63,6 +71,7 @@ class _Launched(NamedTuple):
     has_slices: bool
     sampled: list[Slice]
     drawn: Drawn | None  # a token for each of them
+    groups: tuple[PageGroup, ...]
 
 
 class TorchExecutor:
@@ -108,14 +117,16 @@ class TorchExecutor:
         sampled: list[Slice] = []
         drawn: Drawn | None = None
         if iteration.slices:
-            computed = self._forward.run(iteration.slices, copies, self._sampled_ids())
+            computed = self._forward.run(
+                iteration.slices, copies, self._sampled_ids(), iteration.groups
+            )
             sampled = [piece for piece in iteration.slices if piece.needs_token]
             if sampled:
                 rows = [Row(self._replies[each.turn_id].log, each.stop) for each in sampled]
                 drawn = self._draw(computed, rows)
         elif copies is not None:
             self._forward.copy_pages(copies)
-        self._launched.append(_Launched(bool(iteration.slices), sampled, drawn))
+        self._launched.append(_Launched(bool(iteration.slices), sampled, drawn, iteration.groups))
 
     @torch.inference_mode()
     def collect(self) -> Outcome:
@@ -126,6 +137,9 @@ class TorchExecutor:
         finished = self._copier.poll() if launched.has_slices else self._copier.wait_any()
         if self._checksums is not None:
             self._checksums.finish(finished)
+            if launched.groups:
+                self._forward.wait_stored()
+                self._checksums.stored(launched.groups)
         return Outcome(tuple(samples), finished, tuple(failures))
 
     @property
@@ -134,7 +148,8 @@ class TorchExecutor:
         return self._forward.rows_padded
 
     def close(self) -> None:
-        """End the copier; nothing can be launched afterwards."""
+        """End the copier and the streamer; nothing can be launched afterwards."""
+        self._forward.close()
         self._copier.close()
 
     def _draw(self, computed: Computed, rows: list[Row]) -> Drawn:

@@ -3,32 +3,40 @@
 The batch is built on the model's device.  On a GPU the attention's work is planned here, once for all layers,
 and an iteration that only decodes, while no swap-in is outstanding, runs as a captured graph (graphs.py).
 
+An iteration with streamed turns has another pass (streamed_pass.py) and no graph.
+
 When memory does not suffice for a batch it is computed in two halves, one after the other, and each of
 them again if need be, so no turn fails for lack of memory.  The results are the same: a slice needs only what
 slices before it compute (core.iteration), page copies come before everything, and repeating them, or a part
-of a layer's writes, writes the same values again.  A single token that does not fit ends the engine.  So does
-any batch where several ranks compute together, since the other ranks would not halve theirs.
+of a layer's writes, writes the same values again.  Streamed turns are computed group by group first, each
+as a run of its own, then a group in halves: the second one loads what the first has stored.  A single token
+that does not fit ends the engine.  So does any batch where several ranks compute together, since the other
+ranks would not halve theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
-from pensieve.core.iteration import Iteration, Slice
+from pensieve.core.iteration import Iteration, PageGroup, Slice
 from pensieve.errors import DeviceError
-from pensieve.kernels.attention.plan import Work
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch, SampledIds
-from pensieve.model.graphs import DecodeGraphs, plan_of
+from pensieve.model.graphs import DecodeGraphs, work_of
 from pensieve.model.kv.copier import Copier
 from pensieve.model.kv.copier_cpu import CpuCopier
 from pensieve.model.kv.copier_cuda import CudaCopier
 from pensieve.model.kv.memory import KVMemory, PageMoves
+from pensieve.model.kv.streamer import Streamer
+from pensieve.model.kv.streamer_cpu import CpuStreamer
+from pensieve.model.kv.streamer_cuda import CudaStreamer
 from pensieve.model.shared_pages import SharedSearch
-from pensieve.model.transfer import upload
+from pensieve.model.streamed_pass import StreamedPass, parts_of
 
 OUT_OF_MEMORY = (
     "can't allocate memory",  # torch's allocator on a CPU
@@ -51,6 +59,13 @@ def copier_for(memory: KVMemory) -> Copier:
     return CpuCopier(memory) if memory.device_arena.device.type == "cpu" else CudaCopier(memory)
 
 
+def streamer_for(memory: KVMemory) -> Streamer | None:
+    """None where the memory has no staging arenas."""
+    if not memory.staging_pages:
+        return None
+    return CpuStreamer(memory) if memory.device_arena.device.type == "cpu" else CudaStreamer(memory)
+
+
 class Forward:
     """One model over one KV memory."""
 
@@ -70,6 +85,8 @@ class Forward:
         self._graphs = graphs
         self._device = memory.device_arena.device
         self._search = SharedSearch()
+        self._searches: list[SharedSearch] = []  # of each group, by its place among them
+        self._streamer = streamer_for(memory)
 
     @property
     def rows_padded(self) -> int:
@@ -81,10 +98,11 @@ class Forward:
         slices: Sequence[Slice],
         copies: PageMoves | None = None,
         sampled: SampledIds | None = None,
+        groups: Sequence[PageGroup] = (),
     ) -> Computed:
         """Compute slices; there must be at least one."""
         try:
-            return self._once(slices, copies, sampled)
+            return self._once(slices, copies, sampled, groups)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -94,12 +112,22 @@ class Forward:
         # Outside of the handler, whose traceback would keep the failed half's tensors.
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        first, second = halves(slices, num_tokens // 2)
-        before = self.run(first, copies, sampled)
-        before = before._replace(
-            logits=before.logits.clone()
-        )  # a graph's are overwritten by the next
-        return _concatenated(before, self.run(second, None, sampled))
+        computed: list[Computed] = []
+        for some_slices, some_groups in smaller_runs(slices, groups):
+            each = self.run(some_slices, copies, sampled, some_groups)
+            # A graph's logits are overwritten by the next.
+            computed.append(each._replace(logits=each.logits.clone()))
+            copies = None
+        return _concatenated(computed)
+
+    def wait_stored(self) -> None:
+        """Return when the host can read what groups of all iterations until now have stored."""
+        if self._streamer is not None:
+            self._streamer.wait_stored()
+
+    def close(self) -> None:
+        if self._streamer is not None:
+            self._streamer.close()
 
     def page_copies(self, iteration: Iteration) -> PageMoves | None:
         """The iteration's page copies, as the device needs them; None if there are none."""
@@ -114,20 +142,21 @@ class Forward:
             self._memory.copy_within(layer, copies)
 
     def _once(
-        self, slices: Sequence[Slice], copies: PageMoves | None, sampled: SampledIds | None
+        self,
+        slices: Sequence[Slice],
+        copies: PageMoves | None,
+        sampled: SampledIds | None,
+        groups: Sequence[PageGroup],
     ) -> Computed:
-        batch = Batch.from_slices(
-            slices, self._memory.chunk_tokens, self._device, sampled, self._search
-        )
-        graphs = self._graphs
-        if graphs is not None and copies is None and graphs.takes(batch, self._copier.arriving):
+        chunk_tokens, graphs = self._memory.chunk_tokens, self._graphs
+        search = self._search if not groups else nothing_shared  # which is found for each part
+        batch = Batch.from_slices(slices, chunk_tokens, self._device, sampled, search)
+        if groups:
+            logits = self._streamed(batch, slices, copies, groups)
+        elif graphs is not None and copies is None and graphs.takes(batch, self._copier.arriving):
             logits = graphs.logits(batch)
         else:
-            shape = self._memory.shape
-            work: Work | None = None
-            if (plan := plan_of(batch, self._memory)) is not None:
-                work = Work.of(plan, shape.num_kv_heads, shape.head_size, self._device, upload)
-            copier = self._copier
+            copier, work = self._copier, work_of(batch, self._memory)
             forward_pass = PagedPass(
                 *(batch, self._memory, copier.wait_layer, copies, work), arriving=copier.arriving
             )
@@ -136,6 +165,62 @@ class Forward:
             ).float()
         newest_ids = batch.input_ids.index_select(0, batch.logit_rows)
         return Computed(logits, newest_ids, batch.logit_turn_ids, batch.logit_positions)
+
+    def _streamed(
+        self,
+        batch: Batch,
+        slices: Sequence[Slice],
+        copies: PageMoves | None,
+        groups: Sequence[PageGroup],
+    ) -> torch.Tensor:
+        streamer, memory = self._streamer, self._memory
+        assert streamer is not None, "there are no staging arenas"
+        streamer.begin(groups)
+        try:
+            self._searches += [SharedSearch() for _ in groups[len(self._searches) :]]
+            searches = (self._search, *self._searches)
+            parts = parts_of(batch, slices, groups, memory, searches.__getitem__)
+            forward_pass = StreamedPass(
+                *(batch, parts, len(groups), memory, self._copier.wait_layer, streamer, copies)
+            )
+            logits = self._flat.logits(
+                batch.input_ids, batch.positions, batch.logit_rows, forward_pass
+            ).float()
+            streamer.end()
+        except BaseException:
+            streamer.abandon()
+            raise
+        return logits
+
+
+def nothing_shared(slices: Sequence[Slice], chunk_tokens: int) -> None:
+    """A search that finds nothing."""
+
+
+def smaller_runs(
+    slices: Sequence[Slice], groups: Sequence[PageGroup]
+) -> Iterator[tuple[Sequence[Slice], Sequence[PageGroup]]]:
+    """The same in runs that need less memory at once: resident slices and each group apart, or halves."""
+    num_resident = groups[0].first_slice if groups else len(slices)
+    if len(groups) > 1 or (groups and num_resident):
+        if num_resident:
+            yield slices[:num_resident], ()
+        for each in groups:
+            count = each.stop_slice - each.first_slice
+            alone = each._replace(first_slice=0, stop_slice=count)
+            yield slices[each.first_slice : each.stop_slice], (alone,)
+        return
+    num_tokens = sum(piece.stop - piece.start for piece in slices)
+    first, second = halves(slices, num_tokens // 2)
+    if not groups:
+        yield first, ()
+        yield second, ()
+        return
+    (group,) = groups
+    # What the first half stores is loaded for the second; slots that are the second's hold anything then.
+    loaded = array("i", map(max, group.loaded_slots, group.stored_slots))
+    yield first, (group._replace(stop_slice=len(first)),)
+    yield second, (group._replace(stop_slice=len(second), loaded_slots=loaded),)
 
 
 def halves(slices: Sequence[Slice], num_first: int) -> tuple[list[Slice], list[Slice]]:
@@ -163,10 +248,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _concatenated(first: Computed, second: Computed) -> Computed:
+def _concatenated(computed: Sequence[Computed]) -> Computed:
     return Computed(
-        torch.cat((first.logits, second.logits)),
-        torch.cat((first.newest_ids, second.newest_ids)),
-        first.turn_ids + second.turn_ids,
-        first.positions + second.positions,
+        torch.cat([each.logits for each in computed]),
+        torch.cat([each.newest_ids for each in computed]),
+        tuple(chain.from_iterable(each.turn_ids for each in computed)),
+        tuple(chain.from_iterable(each.positions for each in computed)),
     )

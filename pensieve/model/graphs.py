@@ -26,13 +26,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from pensieve.errors import one_line
 from pensieve.kernels.attention import cuda
 from pensieve.kernels.attention.plan import ITEM, MERGE, Plan, Work
+from pensieve.kernels.attention.shared import SharedPages
 from pensieve.model.attention import FlatModel, PagedPass
 from pensieve.model.batch import Batch
 from pensieve.model.kv.memory import KVMemory
@@ -51,8 +52,29 @@ def buckets(turns_max: int) -> list[int]:
     return sorted(size for size in steps if size <= largest)
 
 
-def plan_of(batch: Batch, memory: KVMemory, waves_more: int | None = None) -> Plan | None:
-    """The attention's plan for a batch; None where torch attends."""
+class Attending(Protocol):
+    """Slices that attend together: a batch, or a part of one."""
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
+
+    @property
+    def starts(self) -> Sequence[int]: ...
+
+    @property
+    def shared(self) -> SharedPages | None: ...
+
+
+def work_of(slices: Attending, memory: KVMemory) -> Work | None:
+    """The attention's plan on the device; None where torch attends."""
+    shape, device = memory.shape, memory.device_arena.device
+    if (plan := plan_of(slices, memory)) is None:
+        return None
+    return Work.of(plan, shape.num_kv_heads, shape.head_size, device, upload)
+
+
+def plan_of(batch: Attending, memory: KVMemory, waves_more: int | None = None) -> Plan | None:
+    """The attention's plan for slices; None where torch attends."""
     shape, device = memory.shape, memory.device_arena.device
     if not attends(memory):
         return None

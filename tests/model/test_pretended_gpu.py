@@ -20,7 +20,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pensieve.core.iteration import Iteration, PageCopy, SampledToken, SwapIn, SwapOut, TurnStart
+from pensieve.core.iteration import (
+    Iteration,
+    PageCopy,
+    PageGroup,
+    SampledToken,
+    SwapIn,
+    SwapOut,
+    TurnStart,
+)
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import Turn, TurnOptions
 from pensieve.kernels import choices, cuda_launch
@@ -35,7 +43,7 @@ from pensieve.model.free_memory import widest
 from pensieve.model.fuse.whole_model import FusedModel
 from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv import copier_cuda, host_arena
-from pensieve.model.kv.memory import KVMemory, PageMoves
+from pensieve.model.kv.memory import GroupMoves, KVMemory, PageMoves
 from pensieve.model.loader import LoadedModel
 from pensieve.model.probe import probe
 from pensieve.model.sampling.sampler import Drawn, Sampler
@@ -124,7 +132,6 @@ class Pretended:
         monkeypatch.setattr(transfer, "upload", self.upload)
         for module in (
             "pensieve.model.batch.upload",
-            "pensieve.model.forward.upload",
             "pensieve.model.kv.memory.upload",
             "pensieve.model.graphs.upload",
             "pensieve.model.sampling.draw.upload",
@@ -137,6 +144,7 @@ class Pretended:
         )
         monkeypatch.setattr(PageMoves, "_of", really(PageMoves._of))
         monkeypatch.setattr(PageMoves, "in_runs", really(PageMoves.in_runs))
+        monkeypatch.setattr(GroupMoves, "of", really(GroupMoves.of))
         monkeypatch.setattr(  # which looks at the host's own values
             "pensieve.model.sampling.penalties._ids_of",
             lambda tokens, like: torch.empty(len(tokens), dtype=torch.int64, device=like.device),
@@ -160,6 +168,7 @@ class Pretended:
             id(self.streams.compute): "compute",
             id(self.streams.swap_in): "swap_in",
             id(self.streams.swap_out): "swap_out",
+            id(self.streams.staging): "staging",
         }[id(self.streams.current)]
         self.launched.append((stream, launch))
 
@@ -235,10 +244,14 @@ def flat_on(gpu: Pretended, fused: bool) -> FlatModel:
 
 
 def executor_on(
-    gpu: Pretended, graphs: bool = False, fused: bool = False, shape: ModelShape = SHAPE
+    gpu: Pretended,
+    graphs: bool = False,
+    fused: bool = False,
+    shape: ModelShape = SHAPE,
+    staging_pages: int = 0,
 ) -> tuple[TorchExecutor, KVMemory]:
     model = LoadedModel("pretended", flat_on(gpu, fused), shape, 4, frozenset())
-    memory = KVMemory(shape, 40, 20, 32, DEVICE)
+    memory = KVMemory(shape, 40, 20, 32, DEVICE, staging_pages=staging_pages)
     assert memory.host_arena.shape[1] == 20
     made = None
     if graphs:
@@ -404,6 +417,35 @@ def test_pages_move_on_streams_of_their_own(gpu: Pretended) -> None:
         executor.launch(Iteration(2, ()))
         finished = executor.collect().finished_copies
     assert gpu.take() == [("swap_out", "copy_pages")] * SHAPE.num_layers
+    executor.close()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_streamed_turns_are_loaded_attended_to_and_stored_group_by_group(
+    gpu: Pretended, fused: bool
+) -> None:
+    """Also where all slices are decodes: no graph takes them."""
+    executor, _ = executor_on(gpu, graphs=True, fused=fused, staging_pages=6)
+    resident = turn_of(0, 40, [3, 1], PLAIN)
+    streamed = [turn_of(1 + index, 40, [0, 1], PLAIN) for index in range(3)]
+    slices = tuple(slice_of(turn, 39, 40, True, 32) for turn in (resident, *streamed))
+    groups = tuple(
+        PageGroup(1 + i, 2 + i, *(array("i", each) for each in ([2 * i, 2 * i + 1], [32, 7], last)))
+        for i, last in enumerate(([0, 8], [0, 8], [0, 0]))
+    )
+    executor.launch(Iteration(0, slices, started=starts(resident, *streamed), groups=groups))
+    told = gpu.take()
+    on_compute = ("write_kv", "multi_token_attention") * (1 + len(groups))
+    assert [each for each in told if each[0] == "compute"] == layers(*on_compute)
+    num_copies = SHAPE.num_layers * (3 + 2)  # the last group stores nothing
+    assert [each for each in told if each[0] != "compute"] == [
+        ("staging", "copy_pages")
+    ] * num_copies
+    assert told[:2] == [("staging", "copy_pages")] * 2, (
+        "two arenas are loaded before anything is computed"
+    )
+    executor.launch(Iteration(1, slices[:1]))
+    assert [len(executor.collect().samples) for _ in range(2)] == [4, 1]
     executor.close()
 
 

@@ -5,6 +5,9 @@ before it is swapped in.  Nobody writes to it in between (the core moves no page
 host page is its own), so a page with another sum was changed by something else: by memory that fails, or by
 a mistake of ours.  What such a page held is computed again, as if it had been dropped.
 
+A page that a group of streamed turns stores to (core/iteration.py) changes with each token, so it is summed
+when it is full: all of its slots were stored.  Until then it has no sum and counts as intact.
+
 It costs the thread that computes a millisecond for one to two MiB of pages, in both directions.
 """
 
@@ -18,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from pensieve.core.iteration import SwapOut
+from pensieve.core.iteration import PageGroup, SwapOut
 
 log = logging.getLogger("pensieve")
 
@@ -36,6 +39,7 @@ class PageChecksums:
         self._lock = Lock()
         self._swap_outs: dict[int, SwapOut] = {}  # by copy_id, until they are finished
         self._sums: dict[int, _Sum] = {}  # by page
+        self._growing: set[int] = set()  # pages that groups store to and that are not full
 
     def begin(self, swap_outs: Iterable[SwapOut]) -> None:
         """These copies were submitted."""
@@ -49,11 +53,25 @@ class PageChecksums:
         for each in done:
             self.copied(each.host_page, each.num_slots)
 
+    def stored(self, groups: Iterable[PageGroup]) -> None:
+        """What these groups store is on the host."""
+        num_slots_max = self._arena.shape[4]
+        for group in groups:
+            for page, num_slots in zip(group.host_pages, group.stored_slots, strict=True):
+                if num_slots == num_slots_max:
+                    self.copied(page, num_slots)
+                elif num_slots:
+                    self._sums.pop(page, None)
+                    self._growing.add(page)
+
     def copied(self, page: int, num_slots: int) -> None:
+        self._growing.discard(page)
         self._sums[page] = _Sum(num_slots, self._crc(page, num_slots))
 
     def is_intact(self, page: int) -> bool:
-        """Whether a page holds what was copied to it; else the log says so."""
+        """Whether a page holds what was copied to it, as far as that is known; else the log says so."""
+        if page in self._growing:
+            return True
         known = self._sums.get(page)
         if known is not None and self._crc(page, known.num_slots) == known.crc:
             return True

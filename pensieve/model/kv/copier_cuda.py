@@ -57,10 +57,11 @@ class Stream(Protocol):
 
 
 class Streams(Protocol):
-    """What the copier needs of a device; the tests have another one."""
+    """What the copier and the streamer need of a device; the tests have another one."""
 
     swap_in: Stream
     swap_out: Stream
+    staging: Stream  # of the streamer (streamer_cuda.py)
 
     @property
     def compute(self) -> Stream:
@@ -77,12 +78,13 @@ class Streams(Protocol):
 
 
 class TorchStreams:
-    """The streams of a CUDA device; swap-ins have the higher priority."""
+    """The streams of a CUDA device; those that the compute waits for have the higher priority."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.swap_in: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.swap_out: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.staging: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     @property
     def compute(self) -> Any:

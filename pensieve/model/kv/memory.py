@@ -7,6 +7,12 @@ layer is one copy and a head's tile of slots x row is contiguous for the kernels
 kernels/kv_format.py says; here it is moved as bytes.  The core decides
 which page holds what.  Nothing here is initialized, and a slot that was never written may hold anything.
 
+    staging_arena              (2, staging_pages, 2, kv_heads, slots, row)
+
+Two arenas on the device hold the pages of streamed turns (core/iteration.py, `PageGroup`), one layer of one
+group at a time; all layers take turns with them (streamer.py).  A page's number there is its place in the
+group.
+
 Both tiers number their pages from 0.  Moves are given as `PageMoves` (built once per job) and
 done one layer at a time, so copying can overlap with computing.
 
@@ -22,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from pensieve.core.iteration import PageCopy, SwapIn, SwapOut
+from pensieve.core.iteration import PageCopy, PageGroup, SwapIn, SwapOut
 from pensieve.errors import DeviceError
 from pensieve.kernels import choices, copy_pages
 from pensieve.kernels.batched_copy import Pieces, copy_pieces
@@ -31,6 +37,7 @@ from pensieve.model.kv import host_arena
 from pensieve.model.shape import ModelShape
 from pensieve.model.transfer import upload
 
+STAGING_ARENAS = 2  # while one is attended to, the other is loaded
 # The mean size of a run, in one layer, from which a call of the copy engine per run beats `copy_pages`.
 RUN_BYTES_MIN = 1 << 20
 
@@ -104,6 +111,22 @@ class PageMoves(NamedTuple):
         return Pieces(*table.T.contiguous())
 
 
+class GroupMoves(NamedTuple):
+    """What a group of streamed slices moves in each layer."""
+
+    loads: PageMoves  # host pages to staging
+    stores: PageMoves  # staging to host pages
+
+    @classmethod
+    def of(cls, group: PageGroup) -> GroupMoves:
+        pages, loaded, stored = (torch.frombuffer(each, dtype=torch.int32) for each in group[2:])
+        to_load, to_store = loaded.nonzero()[:, 0], stored.nonzero()[:, 0]
+        return cls(
+            PageMoves(pages[to_load].long(), to_load, loaded[to_load].long()),
+            PageMoves(to_store, pages[to_store].long(), stored[to_store].long()),
+        )
+
+
 class KVMemory:
     """Arenas of both tiers for one model."""
 
@@ -115,11 +138,12 @@ class KVMemory:
         chunk_tokens: int,
         device: str | torch.device = "cpu",
         report: Callable[[str], None] = lambda line: None,
+        staging_pages: int = 0,
     ) -> None:
-        if device_pages < 1 or host_pages < 0 or chunk_tokens < 1:
+        if device_pages < 1 or min(host_pages, staging_pages) < 0 or chunk_tokens < 1:
             raise DeviceError(
-                f"cannot hold KV in {device_pages} device pages, {host_pages} host pages "
-                f"of {chunk_tokens} tokens"
+                f"cannot hold KV in {device_pages} device pages, {host_pages} host pages and "
+                f"{staging_pages} staging pages of {chunk_tokens} tokens"
             )
         self.shape = shape
         self.chunk_tokens = chunk_tokens
@@ -127,6 +151,7 @@ class KVMemory:
         self.format = shape.kv_format
         device = torch.device(device)
         self.device_arena = self._allocate("device", device_pages + 1, device)
+        self.staging_arena = self._allocate("staging", staging_pages, device, STAGING_ARENAS)
         self._kv_scales: torch.Tensor | None = None  # float32 (layers, 2, kv_heads)
         if self.format == FP8:
             exponents = torch.tensor(shape.kv_exponents, dtype=torch.float32)
@@ -140,20 +165,22 @@ class KVMemory:
             locked = host_arena.allocate(shape.num_layers, layer_bytes, device, report)
             self.host_arena = locked.view(self.format.element).view(self._arena_shape(host_pages))
 
-    def _arena_shape(self, num_pages: int) -> tuple[int, ...]:
+    def _arena_shape(self, num_pages: int, num_layers: int | None = None) -> tuple[int, ...]:
         shape = self.shape
         tile = (shape.num_kv_heads, self.chunk_tokens, self.format.row(shape.head_size))
-        return (shape.num_layers, num_pages, 2, *tile)
+        return (shape.num_layers if num_layers is None else num_layers, num_pages, 2, *tile)
 
-    def _allocate(self, tier: str, num_pages: int, device: torch.device) -> torch.Tensor:
-        sizes, element = self._arena_shape(num_pages), self.format.element
+    def _allocate(
+        self, tier: str, num_pages: int, device: torch.device, num_layers: int | None = None
+    ) -> torch.Tensor:
+        sizes, element = self._arena_shape(num_pages, num_layers), self.format.element
         try:
             return torch.empty(sizes, dtype=element, device=device)
         except (MemoryError, RuntimeError) as error:
-            gibibytes = num_pages * self.page_bytes / 2**30
+            page_bytes = self.page_bytes * sizes[0] // self.shape.num_layers
             raise DeviceError(
-                f"cannot allocate {gibibytes:.1f} GiB for the {tier} tier "
-                f"({num_pages} pages of {self.page_bytes} bytes)"
+                f"cannot allocate {num_pages * page_bytes / 2**30:.1f} GiB for the {tier} tier "
+                f"({num_pages} pages of {page_bytes} bytes)"
             ) from error
 
     @property
@@ -170,6 +197,11 @@ class KVMemory:
         return self.host_arena.shape[1]
 
     @property
+    def staging_pages(self) -> int:
+        """Of each of the two arenas."""
+        return self.staging_arena.shape[1]
+
+    @property
     def device_bytes(self) -> int:
         return self.device_pages * self.page_bytes
 
@@ -183,6 +215,10 @@ class KVMemory:
 
     def value_pages(self, layer: int) -> torch.Tensor:
         return self.device_arena[layer, :, 1]
+
+    def staged_pages(self, arena: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in a staging arena, each (pages, kv_heads, slots, row), views."""
+        return self.staging_arena[arena, :, 0], self.staging_arena[arena, :, 1]
 
     def kv_scales(self, layer: int) -> torch.Tensor | None:
         """(2, kv_heads), of keys and of values; None where the format has none."""
@@ -206,6 +242,15 @@ class KVMemory:
         sources, targets, num_slots = (upload(each, device) for each in moves[:3])
         return PageMoves(sources, targets, num_slots, runs)
 
+    def moves_of(self, groups: Sequence[PageGroup]) -> list[GroupMoves]:
+        """What groups move, on the arenas' device: one copy takes all of it there."""
+        made = [GroupMoves.of(group) for group in groups]
+        columns = [column for each in made for moves in each for column in moves[:3]]
+        there = upload(torch.cat(columns), self.device_arena.device)
+        parts = iter(torch.split(there, [len(column) for column in columns]))
+        moves = [PageMoves(*each) for each in zip(parts, parts, parts, strict=True)]
+        return [GroupMoves(*each) for each in zip(moves[::2], moves[1::2], strict=True)]
+
     def copy_within(self, layer: int, moves: PageMoves) -> None:
         """Device page to device page."""
         copy_pages(self.device_arena[layer], self.device_arena[layer], *moves[:3])
@@ -215,6 +260,16 @@ class KVMemory:
 
     def swap_out(self, layer: int, moves: PageMoves) -> None:
         self._cross(self.device_arena[layer], self.host_arena[layer], moves)
+
+    def load(self, layer: int, arena: int, moves: PageMoves) -> None:
+        """Host pages of a layer to a staging arena."""
+        if len(moves.num_slots):
+            self._cross(self.host_arena[layer], self.staging_arena[arena], moves)
+
+    def store(self, layer: int, arena: int, moves: PageMoves) -> None:
+        """A staging arena's pages to host pages of a layer."""
+        if len(moves.num_slots):
+            self._cross(self.staging_arena[arena], self.host_arena[layer], moves)
 
     @staticmethod
     def _cross(source: torch.Tensor, target: torch.Tensor, moves: PageMoves) -> None:

@@ -183,10 +183,16 @@ class Leader(Rank):
         """Bytes that each worker has left for KV."""
         return [values["num_bytes"] for values in self._receive("measured")]
 
-    def allocate(self, device_pages: int, host_pages: int, chunk_tokens: int) -> None:
-        """Have every worker allocate its two tiers; returns when all have."""
+    def allocate(
+        self, device_pages: int, host_pages: int, chunk_tokens: int, staging_pages: int = 0
+    ) -> None:
+        """Have every worker allocate its two tiers and its staging arenas; returns when all have."""
         self._send(
-            "pages", device_pages=device_pages, host_pages=host_pages, chunk_tokens=chunk_tokens
+            "pages",
+            device_pages=device_pages,
+            host_pages=host_pages,
+            chunk_tokens=chunk_tokens,
+            staging_pages=staging_pages,
         )
         self._receive("ready")
 

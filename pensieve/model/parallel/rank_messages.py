@@ -3,10 +3,11 @@
 A frame is a kind, a length and a body.  A control message is JSON (settings, what was reached, what
 failed).  An iteration, which is what is sent thousands of times, is written as 64-bit integers:
 
-    index, and the numbers of slices, turns, copies, swap-ins and swap-outs
+    index, and the numbers of slices, turns, groups, copies, swap-ins and swap-outs
     each slice      its turn_id, start, stop, whether it needs a token
     each movement   as in core.iteration
     each turn       its turn_id, the number of its pages that its slices reach, and those pages
+    each group      its first slice and its end, the number of its pages; pages, slots to load, slots to store
 
 It holds no token ids.  Some are not known when an iteration is launched, so all of them are sent with the
 batch itself, from device to device (`ranks.ParallelModel`).
@@ -26,7 +27,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from pensieve.core.iteration import Iteration, PageCopy, Slice, SwapIn, SwapOut
+from pensieve.core.iteration import Iteration, PageCopy, PageGroup, Slice, SwapIn, SwapOut
 
 FRAME_BYTES_MAX = 1 << 30  # of one frame; an iteration of a million pages has 8 MB
 _HEADER = struct.Struct("<BI")
@@ -96,7 +97,9 @@ def pack(iteration: Iteration) -> array[int]:
         if len(piece.page_table) >= len(tables.get(piece.turn_id, ())):
             tables[piece.turn_id] = piece.page_table
     movements = (iteration.copies, iteration.swap_ins, iteration.swap_outs)
-    packed = array("q", (iteration.index, len(iteration.slices), len(tables)))
+    packed = array(
+        "q", (iteration.index, len(iteration.slices), len(tables), len(iteration.groups))
+    )
     packed.extend(map(len, movements))
     for piece in iteration.slices:
         packed.extend((piece.turn_id, piece.start, piece.stop, piece.needs_token))
@@ -106,13 +109,17 @@ def pack(iteration: Iteration) -> array[int]:
     for turn_id, pages in tables.items():
         packed.extend((turn_id, len(pages)))
         packed.extend(pages.tolist())  # an array extends only by arrays of its own kind
+    for group in iteration.groups:
+        packed.extend((group.first_slice, group.stop_slice, len(group.host_pages)))
+        for column in (group.host_pages, group.loaded_slots, group.stored_slots):
+            packed.extend(column.tolist())
     return packed
 
 
 def unpack(packed: array[int]) -> Iteration:
     """The iteration again, with 0 for every token id (rank 0's device sends the ids)."""
     numbers = iter(packed)
-    index, num_slices, num_turns, num_copies, num_ins, num_outs = islice(numbers, 6)
+    index, num_slices, num_turns, num_groups, num_copies, num_ins, num_outs = islice(numbers, 7)
     slices = list(_rows(numbers, num_slices, 4))
     copies = [PageCopy(*row) for row in _rows(numbers, num_copies, 3)]
     swap_ins = [SwapIn(*row) for row in _rows(numbers, num_ins, 4)]
@@ -121,6 +128,11 @@ def unpack(packed: array[int]) -> Iteration:
     for _ in range(num_turns):
         turn_id, num_pages = islice(numbers, 2)
         tables[turn_id] = array("i", islice(numbers, num_pages))
+    groups = []
+    for _ in range(num_groups):
+        first, stop, num_pages = islice(numbers, 3)
+        columns = (array("i", islice(numbers, num_pages)) for _ in range(3))
+        groups.append(PageGroup(first, stop, *columns))
     return Iteration(
         index,
         tuple(
@@ -130,6 +142,7 @@ def unpack(packed: array[int]) -> Iteration:
         tuple(copies),
         tuple(swap_ins),
         tuple(swap_outs),
+        groups=tuple(groups),
     )
 
 

@@ -149,7 +149,10 @@ class WorkerExecutor:
         self._submit(iteration)
         copies = self._forward.page_copies(iteration)
         if iteration.slices:
-            self._forward.run(iteration.slices, copies)
+            self._forward.run(iteration.slices, copies, groups=iteration.groups)
+            if iteration.groups and self._checksums is not None:
+                self._forward.wait_stored()
+                self._checksums.stored(iteration.groups)
         elif copies is not None:
             self._forward.copy_pages(copies)
 

@@ -66,6 +66,7 @@ class FakeStreams:
         self.compute = FakeStream(self)
         self.swap_in = FakeStream(self)
         self.swap_out = FakeStream(self)
+        self.staging = FakeStream(self)
         self._current = threading.local()
 
     @property
@@ -95,7 +96,7 @@ class FakeStreams:
         for _ in range(steps):
             with self.lock:
                 ready = []
-                for stream in (self.compute, self.swap_in, self.swap_out):
+                for stream in (self.compute, self.swap_in, self.swap_out, self.staging):
                     while stream.queue and getattr(stream.queue[0], "reached", False):
                         stream.queue.popleft()
                     if stream.queue and not isinstance(stream.queue[0], FakeEvent):

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pensieve.core.iteration import Iteration, Outcome, PageCopy, Slice, SwapIn, SwapOut
+from pensieve.core.iteration import Iteration, Outcome, PageCopy, PageGroup, Slice, SwapIn, SwapOut
 from pensieve.engine.messages import CheckIntegrity
 from pensieve.engine.ports import Executor
 from pensieve.errors import ConfigError, DeviceError, UnsupportedModel
@@ -445,6 +445,12 @@ def test_a_packed_iteration_holds_the_iteration_but_for_its_tokens() -> None:
         (PageCopy(1, 2, 3),),
         (SwapIn(1 << 40, 4, 5, 4), SwapIn(6, 7, 8, 1)),
         (SwapOut(9, 1, 0, 2),),
+        groups=tuple(
+            PageGroup(
+                first, first + 1, *(array("i", column) for column in ([4, 7], [3, 0], [0, 1]))
+            )
+            for first in (1, 2)
+        ),
     )
     got = unpack(pack(iteration))
     assert got.index == 3
@@ -458,6 +464,7 @@ def test_a_packed_iteration_holds_the_iteration_but_for_its_tokens() -> None:
         assert one.needs_token == other.needs_token
         assert one.token_ids.tolist() == [0] * (other.stop - other.start)
         assert one.page_table[: len(other.page_table)] == other.page_table
+    assert got.groups == iteration.groups
     assert unpack(pack(Iteration(4, ()))) == Iteration(4, ())
 
 

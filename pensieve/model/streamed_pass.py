@@ -1,0 +1,155 @@
+"""The forward pass of an iteration with streamed turns: their slices attend to staging arenas, by groups.
+
+The dense parts see one flat batch.  The attention of a layer has parts, in this order: the slices of resident
+turns over the device's pages, then each group (core/iteration.py, `PageGroup`) over the arena that its pages
+of this layer were loaded to (kv/streamer.py).
+
+    rows      │ resident       │ group 0     │ group 1  │ …
+    write_kv  device pages      arena 0       arena 1    …      a row's slot counts in its own part's pages
+    attend    over those        over those    over those
+
+A part is a stretch of the batch, so its index tensors are views of the batch's; only the offsets of its
+slices are counted from its own first row.  Fused layers do their dense halves around this (`paged_rows` is
+None): on a CPU the same functions that the whole layer calls, so results are those of resident turns to the
+last bit.  On a GPU a layer of resident turns alone rotates with rounded cosines, in one kernel with the
+writing, so there the two ways differ by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from pensieve.core.iteration import PageGroup, Slice
+from pensieve.kernels import multi_token_attention, write_kv
+from pensieve.kernels.attention.plan import Work
+from pensieve.kernels.attention.shared import SharedPages
+from pensieve.kernels.layer.protocol import PagedRows
+from pensieve.model.batch import Batch
+from pensieve.model.graphs import work_of
+from pensieve.model.kv.memory import KVMemory, PageMoves
+from pensieve.model.kv.streamer import Streamer, arena_of
+from pensieve.model.shared_pages import Search
+
+
+class Part(NamedTuple):
+    """Slices that attend together, to the same pages; tensors as in `Batch`."""
+
+    first_row: int
+    stop_row: int
+    slot_mapping: torch.Tensor  # of its rows
+    slice_offsets: torch.Tensor  # from its first row on
+    slice_turns: torch.Tensor  # of the whole batch's page table
+    slice_starts: torch.Tensor
+    lengths: Sequence[int]  # of the slices, for the host
+    starts: Sequence[int]
+    shared: SharedPages | None
+    work: Work | None = None  # the plan of its attention
+
+
+class StreamedPass:
+    """The forward pass of one iteration over device pages and staging arenas."""
+
+    paged_rows: PagedRows | None = None
+    pages_ready = False
+
+    def __init__(
+        self,
+        batch: Batch,
+        parts: Sequence[Part],  # of the resident slices first, if there are any, then of each group
+        num_groups: int,
+        memory: KVMemory,
+        wait_layer: Callable[[int], None],
+        streamer: Streamer,
+        copies: PageMoves | None = None,
+    ) -> None:
+        self._page_table = batch.page_table
+        self._resident, self._groups = parts[:-num_groups], parts[-num_groups:]
+        self._memory = memory
+        self._wait_layer = wait_layer
+        self._streamer = streamer
+        self._copies = copies
+
+    def arrive(self, layer: int) -> None:
+        self._wait_layer(layer)
+        if self._copies is not None:
+            self._memory.copy_within(layer, self._copies)
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        rest: dict[str, Any],
+    ) -> torch.Tensor:
+        layer: int = module.layer_idx  # type: ignore[assignment]  # the probe saw 0..n-1
+        memory, streamer = self._memory, self._streamer
+        self.arrive(layer)
+        kv_scales = memory.kv_scales(layer)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+        def attend_over(part: Part, key_pages: torch.Tensor, value_pages: torch.Tensor) -> None:
+            rows = slice(part.first_row, part.stop_row)
+            pages = (key_pages, value_pages)
+            write_kv(key[rows], value[rows], part.slot_mapping, *pages, kv_scales)
+            multi_token_attention(
+                query[rows],
+                *pages,
+                self._page_table,
+                part.slice_offsets,
+                part.slice_turns,
+                part.slice_starts,
+                scaling,
+                out[rows],
+                part.work,
+                kv_scales,
+                part.shared,
+            )
+
+        for part in self._resident:
+            attend_over(part, memory.key_pages(layer), memory.value_pages(layer))
+        first_step = layer * len(self._groups)
+        for step, part in enumerate(self._groups, first_step):
+            streamer.wait_loaded(step)
+            attend_over(part, *memory.staged_pages(arena_of(step)))
+            streamer.attended(step)
+        return out
+
+
+def parts_of(
+    batch: Batch,
+    slices: Sequence[Slice],
+    groups: Sequence[PageGroup],
+    memory: KVMemory,
+    search_of: Callable[[int], Search],  # of the resident part, 0, and of group i, i + 1
+) -> list[Part]:
+    """The resident slices, if there are any, then each group."""
+    stretches = [(group.first_slice, group.stop_slice) for group in groups]
+    if stretches[0][0]:
+        stretches.insert(0, (0, stretches[0][0]))
+    assert [first for first, _ in stretches[1:]] == [stop for _, stop in stretches[:-1]]
+    assert stretches[-1][1] == len(slices), "groups come behind all other slices, without a gap"
+    found: list[Part] = []
+    row = 0
+    for index, (first, stop) in enumerate(stretches, len(groups) + 1 - len(stretches)):
+        lengths = batch.lengths[first:stop]
+        stop_row = row + sum(lengths)
+        part = Part(
+            row,
+            stop_row,
+            batch.slot_mapping[row:stop_row],
+            batch.slice_offsets[first : stop + 1] - row,
+            batch.slice_turns[first:stop],
+            batch.slice_starts[first:stop],
+            lengths,
+            batch.starts[first:stop],
+            search_of(index)(slices[first:stop], memory.chunk_tokens),
+        )
+        found.append(part._replace(work=work_of(part, memory)))
+        row = stop_row
+    return found

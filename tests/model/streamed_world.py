@@ -1,0 +1,129 @@
+"""A world some of whose turns are streamed: their pages lie on the host, and come to the device in groups."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pensieve.core.iteration import Iteration, Outcome, PageGroup
+from pensieve.core.turn import Turn
+from pensieve.model.kv.memory import KVMemory
+from pensieve.model.loader import LoadedModel
+from tests.model.world import World, poison, slice_of, start_of
+
+Piece = tuple[Turn, int, int, bool]  # start, stop, needs_token
+
+
+class StreamedWorld(World):
+    """Host pages are handed out at random; what a page holds of its chunk is known (`filled`)."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        staging_pages: int,
+        device_pages: int = 64,
+        host_pages: int = 96,
+        chunk_tokens: int = 32,
+        **rest: Any,
+    ) -> None:
+        memory = KVMemory(
+            model.shape, device_pages, host_pages, chunk_tokens, staging_pages=staging_pages
+        )
+        poison(memory.staging_arena)
+        super().__init__(model, memory=memory, **rest)
+        self.free_host = list(range(host_pages))
+        self.rng.shuffle(self.free_host)
+        self.streamed: set[int] = set()  # turn ids
+        self.filled: dict[int, int] = {}  # leading slots of a host page that hold what they should
+
+    def streamed_turn(self, num_prompt_tokens: int, **rest: Any) -> Turn:
+        self.streamed.add(len(self.turns))
+        return self.turn(num_prompt_tokens, **rest)
+
+    def extend_pages(self, turn: Turn, num_tokens: int) -> None:
+        pool = self.free_host if turn.turn_id in self.streamed else self.free_pages
+        while len(turn.page_table) * self.memory.chunk_tokens < num_tokens:
+            turn.page_table.append(pool.pop())
+
+    def share(self, turn: Turn, other: Turn, num_chunks: int) -> None:
+        """Both have the other's first pages."""
+        turn.page_table[:num_chunks] = other.page_table[:num_chunks]
+
+    def drop(self, turn: Turn, chunk: int) -> Piece:
+        """Make a hole of a chunk, and answer the slice that fills it."""
+        size = self.memory.chunk_tokens
+        if turn.turn_id in self.streamed:
+            old, new = turn.page_table[chunk], self.free_host.pop()
+            self.filled.pop(old, None)
+            poison(self.memory.host_arena[:, old])
+            turn.page_table[chunk] = new
+        else:
+            self.replace_page(turn, chunk)
+        return turn, chunk * size, (chunk + 1) * size, False
+
+    def step_groups(
+        self, resident: Sequence[Piece], *groups: Sequence[Piece], **movements: Any
+    ) -> Outcome:
+        """One iteration: slices of resident turns, then of streamed turns, group by group."""
+        self.launch_groups(resident, *groups, **movements)
+        return self.collect()
+
+    def launch_groups(
+        self, resident: Sequence[Piece], *groups: Sequence[Piece], **movements: Any
+    ) -> None:
+        pieces = [*resident, *(piece for group in groups for piece in group)]
+        for turn, _, stop, _ in pieces:
+            self.extend_pages(turn, stop)
+        slices = [self.slice(*piece) for piece in resident]
+        made = []
+        for group in groups:
+            one, indexed = self._group(group, len(slices))
+            made.append(one)
+            slices += indexed
+        turns = {piece[0].turn_id: piece[0] for piece in pieces}
+        started = tuple(start_of(turn) for key, turn in turns.items() if key not in self._started)
+        self._started.update(turns)
+        iteration = Iteration(
+            self._index, tuple(slices), **movements, started=started, groups=tuple(made)
+        )
+        self._index += 1
+        self.executor.launch(iteration)
+
+    def _group(self, pieces: Sequence[Piece], first: int) -> tuple[PageGroup, list[Any]]:
+        size = self.memory.chunk_tokens
+        pages = list({page: 0 for piece in pieces for page in piece[0].page_table})
+        self.rng.shuffle(pages)
+        place = {page: index for index, page in enumerate(pages)}
+        stored = dict.fromkeys(pages, 0)
+        slices = []
+        for turn, start, stop, needs_token in pieces:
+            for position in range(start, stop):
+                page = turn.page_table[position // size]
+                stored[page] = max(stored[page], position % size + 1)
+            piece = slice_of(turn, start, stop, needs_token, size)
+            table = array("i", [place[page] for page in piece.page_table])
+            slices.append(piece._replace(page_table=table))
+        loaded = [self.filled.get(page, 0) for page in pages]
+        for page, slots in stored.items():
+            if slots:
+                self.filled[page] = max(self.filled.get(page, 0), slots)
+        group = PageGroup(
+            first,
+            first + len(pieces),
+            array("i", pages),
+            array("i", loaded),
+            array("i", stored.values()),
+        )
+        assert len(pages) <= self.memory.staging_pages, "more pages than an arena has"
+        return group, slices
+
+    def pages_of(self, turn: Turn, num_tokens: int) -> torch.Tensor:
+        """Its keys and values, (layers, 2, kv_heads, tokens, row), wherever they lie."""
+        on_host = turn.turn_id in self.streamed
+        arena = self.memory.host_arena if on_host else self.memory.device_arena
+        pages = arena[:, list(turn.page_table)].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+        return pages[:, :, :, :num_tokens]
