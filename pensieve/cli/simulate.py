@@ -12,7 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pensieve.cli import simulate_batch, simulate_journal, simulate_options, simulate_plan
+from pensieve.cli import (
+    simulate_batch,
+    simulate_journal,
+    simulate_options,
+    simulate_plan,
+    simulate_streaming,
+)
 from pensieve.cli.simulate_options import AUTO, policies_of
 from pensieve.errors import ConfigError, InvalidArgument
 from pensieve.sim.cost import CHUNK_TOKENS, HARDWARE, INSTANT, MODELS
@@ -33,7 +39,9 @@ examples:
   pensieve simulate --workload sharegpt --rate 1,2,4 --policy return --seed 0,1,2
       what llama3-8b on an H200 delivers under three loads; medians over three seeds.
   pensieve simulate --batch snippets --model mistral-7b --hardware a100-80gb
-      a file of requests that begin alike, with their prefixes shared in three ways."""
+      a file of requests that begin alike, with their prefixes shared in three ways.
+  pensieve simulate --streaming --model opt-6.7b --hardware rtx-4090 --devices 4
+      the daemon's scheduler beside those of vLLM, Orca and FastServe, over rates of requests."""
 REPORT_SECONDS = 10.0  # how often a long run reports its progress
 
 
@@ -61,16 +69,23 @@ def add_parser(commands: Any) -> None:
     simulate_journal.add_arguments(parser)
     simulate_plan.add_arguments(parser)
     simulate_batch.add_arguments(parser)
+    simulate_streaming.add_arguments(parser)
     parser.set_defaults(run=command)
 
 
 def command(arguments: argparse.Namespace) -> int:
+    simulate_options.settle(arguments)
     if arguments.journal is not None:
         return simulate_journal.run(arguments)
     if arguments.fit is not None:
         raise InvalidArgument("fit", "what is fitted is a --journal")
     if arguments.batch is not None:
         return simulate_batch.run(arguments, _cost(arguments), _points(arguments)[0].device_tokens)
+    if arguments.streaming:
+        simulate_streaming.check(arguments)
+        return simulate_streaming.run(
+            arguments, _cost(arguments), *_tiers(arguments), lambda name: _progress(name)
+        )
     simulate_options.check(arguments)
     found = _points(arguments)
     if arguments.plan:
@@ -224,7 +239,15 @@ def _hardware(arguments: argparse.Namespace) -> HardwarePreset:
 
 def _points(arguments: argparse.Namespace) -> list[Point]:
     """Every combination of options with several values."""
-    from pensieve.sim.sweep import Room, points
+    from pensieve.sim.sweep import points
+
+    devices, hosts = _tiers(arguments)
+    return points(policies_of(arguments), arguments.rate, devices, hosts, arguments.seed)
+
+
+def _tiers(arguments: argparse.Namespace) -> tuple[list[int], list[int]]:
+    """Tokens of the device tier, and of the host tier: each of what may be several."""
+    from pensieve.sim.sweep import Room
 
     room = Room()
     if arguments.cost is None and arguments.hardware != INSTANT:
@@ -232,7 +255,7 @@ def _points(arguments: argparse.Namespace) -> list[Point]:
     devices = [room.device_tokens if each == AUTO else each for each in arguments.device_tokens]
     hosts = [room.host_tokens if each == AUTO else each for each in arguments.host_tokens]
     room.check(devices, arguments.model, f"{arguments.devices} x {arguments.hardware}")
-    return points(policies_of(arguments), arguments.rate, devices, hosts, arguments.seed)
+    return devices, hosts
 
 
 def _check_read(arguments: argparse.Namespace, problems: Problems) -> None:

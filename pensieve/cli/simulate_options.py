@@ -17,6 +17,7 @@ Value = TypeVar("Value")
 
 COMPARED = ("lru", "value", "return")
 AUTO = -1  # tokens: as many as fit
+PROMPT_SECONDS = 0.05  # a daemon's default, see config/tables.py
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate",
         type=_several(float),
-        default=[1.0],
         metavar="N,…",
-        help="conversations drawn per second (default: 1)",
+        help="conversations drawn per second (default: 1; with --streaming some around what the device's "
+        "memory carries)",
     )
     parser.add_argument(
         "--seconds",
@@ -54,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed",
         type=_several(int),
-        default=[0],
         metavar="N,…",
-        help="seeds of what is drawn: with several, figures are medians over them (default: 0)",
+        help="seeds of what is drawn: with several, figures are medians over them (default: 0; 0,1,2 with "
+        "--streaming)",
     )
     parser.add_argument(
         "--policy",
@@ -98,7 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_several(_tokens),
         default=[AUTO],
         metavar="N,…",
-        help="size of the host tier; 0: none; auto: 220 GB per device, 32 GB for cpu "
+        help="size of the host tier; 0: none; auto: what the "
+        "machine's preset has per device, like 220 GB with an H200 and 32 GB for cpu "
         "(default: auto; 2M with --hardware instant or --cost)",
     )
     parser.add_argument(
@@ -125,10 +127,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt-seconds",
         type=float,
-        default=0.0,
         metavar="S",
         help="how much longer an iteration may take for prompts while other turns generate; a daemon's own "
-        "default is 0.05 (default: 0, no limit)",
+        f"default is {PROMPT_SECONDS} (default: 0, no limit; with --streaming a daemon's)",
     )
     parser.add_argument(
         "--tbt",
@@ -155,9 +156,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--turns-max",
         type=int,
-        default=256,
         metavar="N",
-        help="most turns that run at once (default: 256)",
+        help="most turns that run at once (default: 256; with --streaming the --token-budget)",
     )
     parser.add_argument(
         "--count-from",
@@ -175,6 +175,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "turns over time (needs the extra bench)",
     )
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
+
+
+def settle(arguments: argparse.Namespace) -> None:
+    """Gives options that were left out the defaults of what is simulated."""
+    streaming = arguments.streaming
+    defaults = {
+        "rate": [] if streaming else [1.0],
+        "seed": [0, 1, 2] if streaming else [0],
+        "turns_max": arguments.token_budget if streaming else 256,
+        "prompt_seconds": PROMPT_SECONDS if streaming else 0.0,
+    }
+    for name, default in defaults.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, default)
 
 
 def policies_of(arguments: argparse.Namespace) -> list[str]:

@@ -47,6 +47,9 @@ class ModelPreset:
 MODELS = {
     preset.name: preset
     for preset in (
+        ModelPreset("opt-125m", 125e6, 12, 12, 12, 64),
+        ModelPreset("opt-1.3b", 1.3e9, 24, 32, 32, 64),
+        ModelPreset("opt-6.7b", 6.7e9, 32, 32, 32, 128),
         ModelPreset("opt-13b", 13e9, 40, 40, 40, 128),
         ModelPreset("opt-66b", 66e9, 64, 72, 72, 128),
         ModelPreset("llama2-13b-gqa", 12.6e9, 40, 40, 10, 128),
@@ -76,9 +79,14 @@ class HardwarePreset:
         return self.devices * self.device_bytes
 
 
+# Rates of dense fp16 or bf16 with sums in fp32.  An RTX 4090's are 165 of its data sheet (330 with sums in
+# fp16); with it, a desktop's memory, of which 48 GB are for KV.  An A100-40GB is one of eight in a machine of
+# 1,152 GB, of which 120 GB each are for KV.
 HARDWARE = {
     preset.name: preset
     for preset in (
+        HardwarePreset("rtx-4090", 165e12, 1.008e12, 25e9, 24e9, 48e9),
+        HardwarePreset("a100-40gb", 312e12, 1.555e12, 25e9, 40e9, 120e9),
         HardwarePreset("a100-80gb", 312e12, 2.039e12, 25e9, 80e9, 220e9),
         HardwarePreset("h200", 989e12, 4.8e12, 55e9, 141e9, 220e9),
         HardwarePreset("cpu", 1.5e12, 35e9, 17e9, 16e9, 32e9, 0.001),
@@ -134,6 +142,10 @@ class CostModel(IterationCost):
         return IterationCost(
             **{each.name: getattr(self, each.name) for each in fields(IterationCost)}
         )
+
+    def attention_seconds(self, pairs: int, keys: int) -> float:
+        """Of a pass's attention alone; see `Work`."""
+        return self._attention_seconds(pairs, keys)
 
     def copy_seconds(self, tokens: int) -> float:
         return tokens * self.kv_bytes_per_token / self.link_bytes_per_second

@@ -15,6 +15,9 @@ generate wait for the prompts, as in engines that batch the phases apart.  (Ther
 are out before the second pass; here the iteration's tokens come together, so they are late by a pass of
 decodes.)
 
+An iteration with `groups` takes as long as its lanes do (staging.py), behind the swap-ins on the one link and
+before the swap-outs on the other.
+
 Swap-outs begin when the link is free and delay no iteration.  A copy is reported by the first outcome at or
 after its end; an iteration without slices ends when one outstanding copy has.
 
@@ -26,9 +29,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from pensieve.core.iteration import Iteration, Outcome, SampledToken, Slice
+from pensieve.core.iteration import Iteration, Outcome, PageGroup, SampledToken, Slice
+from pensieve.core.iteration_cost import work_of
 from pensieve.sim.clock import VirtualClock
 from pensieve.sim.cost import CostModel
+from pensieve.sim.staging import GroupSeconds, LayerArrivals, Links, staged
 
 PHASES = ("unified", "separate")
 Watcher = Callable[[Iteration, float, float], None]  # iteration, begun, ended
@@ -54,6 +59,7 @@ class ModelledExecutor:
         self._inward: deque[tuple[float, int]] = deque()  # (end, copy_id), in order
         self._outward: deque[tuple[float, int]] = deque()
         self._in_free = self._out_free = 0.0
+        self._arenas = (0.0, 0.0)  # from when on each is free
 
     def use_costs(self, cost: CostModel) -> None:
         """From the next iteration on, other costs."""
@@ -64,26 +70,15 @@ class ModelledExecutor:
         for start in iteration.started:
             token = SampledToken(start.turn_id, 0)  # all of a turn's tokens are alike
             self._turns[start.turn_id] = (len(start.context), token)
-        cost, now = self._cost, self._clock.now()
-        compute = self._compute_seconds(iteration.slices)
+        now = self._clock.now()
+        arrivals = self._swap_in(iteration, now)
+        if iteration.groups:
+            ends = self._staged_end(iteration, now, arrivals)
+        else:
+            ends = self._unstaged_end(iteration, now, arrivals)
+        self._swap_out(iteration, now)
         for turn_id in iteration.ended:
             self._turns.pop(turn_id, None)
-        ends = now + compute
-        if iteration.swap_ins:
-            begun = max(now, self._in_free)
-            copying = cost.copy_seconds(sum(each.num_slots for each in iteration.swap_ins))
-            self._in_free = begun + copying
-            self._inward.extend((self._in_free, each.copy_id) for each in iteration.swap_ins)
-            if iteration.slices:
-                layers = cost.layers
-                ends = max(
-                    ends, begun + copying / layers + compute, begun + copying + compute / layers
-                )
-        if iteration.swap_outs:
-            begun = max(now, self._out_free)
-            copying = cost.copy_seconds(sum(each.num_slots for each in iteration.swap_outs))
-            self._out_free = begun + copying
-            self._outward.extend((self._out_free, each.copy_id) for each in iteration.swap_outs)
         self._launched = (iteration, now, ends)
 
     def collect(self) -> Outcome:
@@ -100,13 +95,76 @@ class ModelledExecutor:
         samples = [self._turns[each.turn_id][1] for each in iteration.slices if each.needs_token]
         return Outcome(tuple(samples), self._finished(now))
 
-    def _compute_seconds(self, slices: Sequence[Slice]) -> float:
+    def _swap_in(self, iteration: Iteration, now: float) -> LayerArrivals:
+        """When they are there, layer by layer."""
+        if not iteration.swap_ins:
+            return LayerArrivals()
+        begun = max(now, self._in_free)
+        copying = self._cost.copy_seconds(sum(each.num_slots for each in iteration.swap_ins))
+        self._in_free = begun + copying
+        self._inward.extend((self._in_free, each.copy_id) for each in iteration.swap_ins)
+        of_a_layer = copying / self._cost.layers
+        return LayerArrivals(begun + of_a_layer, of_a_layer)
+
+    def _swap_out(self, iteration: Iteration, now: float) -> None:
+        if not iteration.swap_outs:
+            return
+        copying = self._cost.copy_seconds(sum(each.num_slots for each in iteration.swap_outs))
+        self._out_free = max(now, self._out_free) + copying
+        self._outward.extend((self._out_free, each.copy_id) for each in iteration.swap_outs)
+
+    def _unstaged_end(self, iteration: Iteration, now: float, arrivals: LayerArrivals) -> float:
+        compute = self._compute_seconds(iteration.slices)
+        ends = now + compute
+        if arrivals.each and iteration.slices:
+            last = arrivals.first + (self._cost.layers - 1) * arrivals.each
+            ends = max(ends, arrivals.first + compute, last + compute / self._cost.layers)
+        return ends
+
+    def _staged_end(self, iteration: Iteration, now: float, arrivals: LayerArrivals) -> float:
+        """Stores go before swap-outs, which are through later by as long as those take."""
+        assert not self._separate, "groups are of one pass"
+        cost, slices, groups = self._cost, iteration.slices, iteration.groups
+        first = groups[0].first_slice
+        streamed = sum(each.num_tokens for each in slices[first:])
+        decodes = sum(self._is_decode(each) for each in slices[first:])
+        layer_seconds = self._pass_seconds(slices[:first], streamed, decodes) / cost.layers
+        times = [self._group_seconds(each, slices) for each in groups]
+        links = Links(max(now, self._in_free), self._arenas)
+        ends, links = staged(now, cost.layers, layer_seconds, times, links, arrivals)
+        self._in_free, self._arenas = links
+        self._out_free = max(now, self._out_free) + cost.layers * sum(each.store for each in times)
+        return ends
+
+    def _group_seconds(self, group: PageGroup, slices: Sequence[Slice]) -> GroupSeconds:
+        """In one layer."""
         cost = self._cost
-        tokens = pairs = keys = 0
-        decodes = decode_keys = 0  # of turns that generate: one token each, which sees all the keys
+        work = work_of(
+            (each.start, each.stop) for each in slices[group.first_slice : group.stop_slice]
+        )
+        return GroupSeconds(
+            cost.copy_seconds(sum(group.loaded_slots)) / cost.layers,
+            cost.attention_seconds(work.pairs, work.keys) / cost.layers,
+            cost.copy_seconds(sum(group.stored_slots)) / cost.layers,
+        )
+
+    def _is_decode(self, piece: Slice) -> bool:
+        """Of a turn that generates: one token, which sees all the keys."""
+        return piece.stop - piece.start == 1 and piece.start >= self._turns[piece.turn_id][0]
+
+    def _compute_seconds(self, slices: Sequence[Slice]) -> float:
+        return self._pass_seconds(slices)
+
+    def _pass_seconds(
+        self, slices: Sequence[Slice], streamed_tokens: int = 0, streamed_decodes: int = 0
+    ) -> float:
+        """With so many tokens beside them in the dense part alone."""
+        cost = self._cost
+        tokens, pairs, keys = streamed_tokens - streamed_decodes, 0, 0
+        decodes, decode_keys = streamed_decodes, 0
         for piece in slices:
             start, stop = piece.start, piece.stop
-            if stop - start == 1 and start >= self._turns[piece.turn_id][0]:
+            if self._is_decode(piece):
                 decodes += 1
                 decode_keys += stop
             else:

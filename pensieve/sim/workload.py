@@ -1,6 +1,7 @@
 """Draws conversations like those of published data sets.
 
-`sharegpt`, `assistant` and `agents` are conversations; `requests` and `documents` are single turns.
+`sharegpt`, `assistant` and `agents` are conversations; `requests`, `documents` and `first-rounds` are single
+turns.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Habits:
 # output 415 and 834.  arXiv summaries: 7,059 median, 12,985 P90, output 208 and 371.  `assistant` is like
 # Mooncake's published trace: a quarter of first turns are followed by a second, more of later ones; reactions
 # of 42 s, 126 s and 480 s (P10, P50, P90); first messages of 7,000 tokens (median; 12,700 mean).
+# `first-rounds` are ShareGPT's first messages and replies, up to OPT's context: means of 161 and 338 tokens
+# as vLLM's paper has them; how far they spread is assumed (3 % would be longer than the context).
 HABITS = {
     "sharegpt": Habits(5.56, 37.8, 204.6, 60.0, 16_384, turns_spread=1.13),
     "requests": Habits(1.0, 2000.0, 415.0, 60.0, 8_192, 0.0, 1.2, 0.545),
@@ -65,6 +68,7 @@ HABITS = {
     ),
     "agents": Habits(33.0, 2242.0, 17.0, 5.2, 100_000),
     "documents": Habits(1.0, 7400.0, 208.0, 60.0, 16_384, 0.0, 0.55, 0.45),
+    "first-rounds": Habits(1.0, 70.0, 240.0, 60.0, 2_048, 0.0, 1.5, 0.95),
 }
 
 

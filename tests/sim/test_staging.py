@@ -1,0 +1,156 @@
+"""When iterations with groups end, by hand."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from pensieve.core.iteration import Iteration, PageGroup, Slice, SwapIn, SwapOut, TurnStart
+from pensieve.core.sampling import Sampling
+from pensieve.sim.clock import VirtualClock
+from pensieve.sim.cost import CostModel
+from pensieve.sim.executor import ModelledExecutor
+from pensieve.sim.staging import GroupSeconds, LayerArrivals, Links, staged
+
+NOTHING = LayerArrivals()
+
+
+def end_of(layers: int, layer_seconds: float, *groups: GroupSeconds) -> float:
+    return staged(0.0, layers, layer_seconds, groups, Links(), NOTHING)[0]
+
+
+def test_one_group_is_loaded_into_both_arenas_by_turns() -> None:
+    """Loads 0-3 and 3-6, whatever the device does; attention 3-4 and 6-7; stores behind them."""
+    ends, links = staged(0.0, 2, 1.0, [GroupSeconds(3.0, 1.0, 0.5)], Links(), NOTHING)
+    assert ends == 7.0
+    assert links == Links(6.0, (4.5, 7.5))
+
+
+def test_loads_are_hidden_behind_a_device_that_is_slower() -> None:
+    """The first load behind the first dense part, and then each behind the step before."""
+    assert end_of(2, 1.0, GroupSeconds(1.0, 1.0, 0.0), GroupSeconds(1.0, 1.0, 0.0)) == 6.0
+
+
+def test_a_slow_link_sets_the_pace() -> None:
+    """Six loads of 5 s one after another, and the attention of the last one."""
+    assert end_of(3, 1.0, GroupSeconds(5.0, 1.0, 0.0), GroupSeconds(5.0, 1.0, 0.0)) == 31.0
+
+
+def test_an_arena_is_free_when_its_store_is_through() -> None:
+    """Stores 2-6 and 6-10; so load 2 is 6-7 and load 3 is 10-11, and its attention 11-12."""
+    group = GroupSeconds(1.0, 1.0, 4.0)
+    ends, links = staged(0.0, 2, 1.0, [group, group], Links(), NOTHING)
+    assert ends == 12.0
+    assert links == Links(11.0, (14.0, 18.0))
+    # The next iteration finds the arenas still taken: its first load is 14-15, attention to 16.
+    assert staged(ends, 1, 1.0, [group], links, NOTHING)[0] == 16.0
+
+
+def test_a_layer_waits_for_its_swap_ins_and_loads_come_behind_them_all() -> None:
+    """Swap-ins at 2 and 4, link free at 4: loads 4-5 and 5-6; layers 2-3 and 6-7, attention behind."""
+    group = GroupSeconds(1.0, 1.0, 0.0)
+    ends, _ = staged(0.0, 2, 1.0, [group], Links(4.0), LayerArrivals(2.0, 2.0))
+    assert ends == 8.0
+    assert staged(0.0, 2, 1.0, [group], Links(4.0), LayerArrivals(9.0, 2.0))[0] == 13.0
+
+
+def test_no_lane_is_faster_than_its_work_and_none_slower_than_all_of_it() -> None:
+    draw = random.Random(7)
+    for _ in range(300):
+        layers, dense = draw.randint(1, 6), draw.random()
+        groups = [
+            GroupSeconds(*(draw.random() for _ in range(3))) for _ in range(draw.randint(1, 5))
+        ]
+        loads, attends, stores = (layers * sum(each) for each in zip(*groups, strict=True))
+        ends, links = staged(0.0, layers, dense, groups, Links(), NOTHING)
+        assert ends >= max(layers * dense + attends, loads + groups[-1].attend) - 1e-9
+        assert max(links.arenas) >= stores
+        assert ends <= layers * dense + loads + attends + stores + 1e-9
+        slower = [replace_load(each) for each in groups]
+        assert staged(0.0, layers, dense, slower, Links(), NOTHING)[0] >= ends
+
+
+def replace_load(group: GroupSeconds) -> GroupSeconds:
+    return group._replace(load=group.load * 1.5)
+
+
+# A token takes 1 s in the dense part and so does a key in attention; 2 layers; a token's KV is 2 bytes, of
+# which the link takes one a second.
+COST = CostModel(1.0, 0.0, 0.0, 1.0, 0.0, 2, 2, 1.0, "made up")
+
+
+def an_iteration(index: int, *, with_copies: bool = False) -> Iteration:
+    """A resident turn that generates behind 3 tokens, and two streamed ones behind 4 and 5."""
+    tokens = array("I", [0])
+    slices = tuple(
+        Slice(turn, length, length + 1, tokens, array("i", [0]), True)
+        for turn, length in ((1, 3), (2, 4), (3, 5))
+    )
+    started = tuple(
+        TurnStart(piece.turn_id, array("I", bytes(4 * piece.start)), Sampling()) for piece in slices
+    )
+    groups = tuple(
+        PageGroup(first, stop, array("i", [7]), array("i", [loaded]), array("i", [1]))
+        for (first, stop), loaded in zip(pairwise((1, 2, 3)), (4, 5), strict=True)
+    )
+    copies = {
+        "swap_ins": (SwapIn(1, 0, 0, 3),),
+        "swap_outs": (SwapOut(2, 0, 0, 4),),
+    }
+    iteration = Iteration(index, slices, started=started, groups=groups)
+    return replace(iteration, **copies) if with_copies else iteration  # type: ignore[arg-type]
+
+
+def test_an_executor_takes_the_time_of_its_lanes() -> None:
+    """Of a layer: dense 1.5, resident attention 2, groups 2.5 and 3; loads 4 and 5; stores 1 each.
+
+    Loads are through at 4, 9, 13, 18: the arenas are free in time.  Layer 0: 3.5, groups 4-6.5 and 9-12;
+    layer 1: 15.5, groups 15.5-18 and 18-21.
+    """
+    clock = VirtualClock()
+    executor = ModelledExecutor(COST, clock)
+    executor.launch(an_iteration(1))
+    outcome = executor.collect()
+    assert clock.now() == pytest.approx(21.0)
+    assert [sample.turn_id for sample in outcome.samples] == [1, 2, 3]
+    # Arena 1 was stored at 22.  Loads 21-25, 25-30, 30-34, 34-39: layer 1's last attention is 39-42.
+    executor.launch(replace(an_iteration(2), started=()))
+    executor.collect()
+    assert clock.now() == pytest.approx(42.0)
+
+
+def test_loads_wait_for_swap_ins_and_stores_for_no_swap_out() -> None:
+    """Swap-ins take the link to 6 and layers wait for theirs at 3 and 6; loads are 6-10, … 19-24.
+
+    Swap-outs of 8 s are through at 12, since stores of 4 s go before them.
+    """
+    clock = VirtualClock()
+    executor = ModelledExecutor(COST, clock)
+    executor.launch(an_iteration(1, with_copies=True))
+    outcome = executor.collect()
+    assert clock.now() == pytest.approx(27.0)
+    assert sorted(outcome.finished_copies) == [1, 2]
+
+
+def test_groups_without_work_on_the_link_take_what_resident_slices_take() -> None:
+    """Attention is by keys here, so that it is the same in one batch and in groups."""
+    iteration = an_iteration(1)
+    empty = array("i", [0])
+    free = replace(
+        iteration,
+        groups=tuple(
+            each._replace(loaded_slots=empty, stored_slots=empty) for each in iteration.groups
+        ),
+    )
+    times = []
+    for each in (free, replace(iteration, groups=())):
+        clock = VirtualClock()
+        executor = ModelledExecutor(COST, clock)
+        executor.launch(each)
+        executor.collect()
+        times.append(clock.now())
+    assert times[0] == pytest.approx(times[1])
