@@ -30,6 +30,8 @@ class Settings:
     kv_dtype: str
     device_cache: TierSize
     host_cache: TierSize
+    stream: str
+    staging: TierSize
     check_kv: bool | None
     policy: str
     cost: Path | None

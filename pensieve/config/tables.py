@@ -105,6 +105,22 @@ SETTINGS: Table = (
         "SIZE",
     ),
     Setting(
+        "stream",
+        choice("auto", "on", "off"),
+        "auto",
+        "run turns for which the device tier has no room with their KV in the host tier, copied to the device "
+        "layer by layer (auto: where that is predicted, and measured, to deliver more tokens a second)",
+        "auto|on|off",
+    ),
+    Setting(
+        "staging",
+        parse_tier_size,
+        "auto",
+        "memory of the device for what is copied for --stream, of one layer at a time; a context has to fit "
+        "into half of it (auto: a tenth of the device tier; %: of that tier)",
+        "SIZE",
+    ),
+    Setting(
         "check_kv",
         switch,
         "",

@@ -94,6 +94,9 @@ class Metrics:
             "suspensions": counters.suspensions,
             "resumptions": counters.resumptions,
             "preemptions": counters.preemptions,
+            "turns_streamed": sum(turn.streamed for turn in scheduler.running.values()),
+            "streamed": counters.streamed,
+            "returned_to_device": counters.returned,
             "readied": counters.readied,
             "rows_padded": 0,
             "tenant_tokens.": 0,  # of no tenant

@@ -22,12 +22,13 @@ from pensieve.core.scheduler_config import SOME_COST
 from pensieve.errors import ConfigError
 from pensieve.launch import profiles
 from pensieve.sim import cost_file
-from pensieve.sim.cost import HARDWARE, CostModel
+from pensieve.sim.cost import HARDWARE, CostModel, HardwarePreset
 from pensieve.sim.fit import assumed_for
 
 if TYPE_CHECKING:
     from pensieve.model.loader import LoadedModel
 
+GROUP_LAYER_SECONDS = 1e-4  # of a group in one layer: its launches, and handing an arena over
 ADVICE = "`pensieve profile` makes one"
 
 
@@ -37,6 +38,8 @@ class Costs(NamedTuple):
     retention: CostProfile  # of chunks
     iterations: IterationCost
     in_words: str  # the source, and why it is that one
+    copy_seconds: float  # of a chunk between the tiers
+    group_seconds: float  # that a group of streamed turns adds to an iteration
 
 
 def costs_of(
@@ -48,11 +51,11 @@ def costs_of(
         _check_model(settings, found.cost, model)
         kind = "profiled" if found.measured_with else "fitted from a journal"
         words = f"costs: {kind}, from {settings.cost} (--cost): {found.cost.source}"
-        return _measured(settings, found.cost, words)
+        return _measured(settings, found.cost, words, model)
     kept = profiles.kept(profiles.key_of(settings, folder, model))
     if isinstance(kept, profiles.Kept):
         words = f"costs: profiled on this machine, {kept.in_words}"
-        return _measured(settings, kept.cost, words)
+        return _measured(settings, kept.cost, words, model)
     shape = model.shape
     retention = CostProfile.analytic(
         shape.num_parameters,
@@ -61,15 +64,29 @@ def costs_of(
         shape.head_size,
         settings.chunk_tokens,
     )
-    on_gpu = model.flat.module.device.type == "cuda"
-    assumed = assumed_for(computed_by, HARDWARE["h200" if on_gpu else "cpu"])
+    assumed = assumed_for(computed_by, _hardware(model))
     words = f"costs: estimated from the model's shape: {kept}; {ADVICE}"
-    return Costs(retention, assumed.computing if assumed is not None else SOME_COST, words)
+    computing = assumed.computing if assumed is not None else SOME_COST
+    return Costs(retention, computing, words, *_streaming(settings, model))
 
 
-def _measured(settings: Settings, cost: CostModel, words: str) -> Costs:
+def _measured(settings: Settings, cost: CostModel, words: str, model: LoadedModel) -> Costs:
     retention = replace(cost.recompute(settings.chunk_tokens), measured=True)
-    return Costs(retention, cost.computing, words)
+    streaming = _streaming(settings, model, retention.copy_seconds)
+    return Costs(retention, cost.computing, words, *streaming)
+
+
+def _streaming(
+    settings: Settings, model: LoadedModel, copy_seconds: float = 0.0
+) -> tuple[float, float]:
+    """What copying a chunk takes, by a data sheet where it is not known, and a group of streamed turns."""
+    num_bytes = settings.tensor_parallel * model.shape.kv_bytes_per_page(settings.chunk_tokens)
+    estimated = num_bytes / _hardware(model).link_bytes_per_second
+    return copy_seconds or estimated, GROUP_LAYER_SECONDS * model.shape.num_layers
+
+
+def _hardware(model: LoadedModel) -> HardwarePreset:
+    return HARDWARE["h200" if model.flat.module.device.type == "cuda" else "cpu"]
 
 
 def _check_model(settings: Settings, found: CostModel, model: LoadedModel) -> None:

@@ -95,15 +95,20 @@ def build_engine(
         costs = costs_of(settings, folder, ranks.model, computed_by)
         report(costs.in_words)
         configs = EngineConfigs.fitted(
-            CacheConfig(*tiers.pages, settings.chunk_tokens),
+            CacheConfig(*tiers.pages, settings.chunk_tokens, staging_pages=tiers.staging_pages),
             SchedulerConfig(
                 settings.token_budget,
-                turns_max(settings, tiers.pages.device),
+                turns_max(
+                    settings, sum(tiers.pages) if tiers.staging_pages else tiers.pages.device
+                ),
                 settings.prompt_seconds,
                 settings.tbt,
                 costs.iterations,
                 settings.share,
                 settings.prefill_ahead,
+                settings.stream,
+                costs.copy_seconds,
+                costs.group_seconds,
             ),
             shape.context_max,
             ttft_seconds=settings.ttft,

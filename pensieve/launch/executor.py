@@ -12,7 +12,14 @@ from pensieve.config import Settings
 from pensieve.errors import ModelError
 from pensieve.launch.model_folder import Report
 from pensieve.launch.model_ranks import ModelRanks, load_model
-from pensieve.launch.sizing import TierPages, size_text, tier_pages, turns_max
+from pensieve.launch.sizing import (
+    STAGING_ARENAS,
+    TierPages,
+    size_text,
+    staging_pages,
+    tier_pages,
+    turns_max,
+)
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.free_memory import free_for_kv
 from pensieve.model.graphs import DecodeGraphs
@@ -27,15 +34,12 @@ class Tiers(NamedTuple):
     memory: KVMemory  # of this rank
     pages: TierPages
     page_bytes: int  # of all ranks together
+    staging_pages: int  # of each arena; 0: no turn is streamed
 
 
-def _allocate(
-    settings: Settings, ranks: ModelRanks, sampler: Sampler, report: Report, staging_pages: int = 0
-) -> Tiers:
-    """Allocate both tiers, in all ranks; on a GPU the device tier is sized by the memory that is left.
-
-    There are two staging arenas of `staging_pages` each, of one layer.
-    """
+def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: Report) -> Tiers:
+    """Allocate both tiers and the staging arenas, in all ranks; on a GPU the device tier is sized by the
+    memory that is left."""
     model, leader = ranks
     device: torch.device = model.flat.module.device
     sizes = (settings.token_budget, turns_max(settings), settings.chunk_tokens)
@@ -50,15 +54,20 @@ def _allocate(
             device_bytes = num_ranks * min(device_bytes, *leader.measured_bytes())
     page_bytes = num_ranks * model.shape.kv_bytes_per_page(settings.chunk_tokens)
     pages = tier_pages(settings, page_bytes, device_bytes)
-    memory = KVMemory(model.shape, *pages, settings.chunk_tokens, device, report, staging_pages)
+    num_staged = staging_pages(settings, pages, page_bytes, model.shape.num_layers)
+    memory = KVMemory(model.shape, *pages, settings.chunk_tokens, device, report, num_staged)
     if leader is not None:
-        leader.allocate(*pages, settings.chunk_tokens, staging_pages)
+        leader.allocate(*pages, settings.chunk_tokens, num_staged)
     tier_sizes = (
         f"{name} {size_text(num_pages * page_bytes)} = {num_pages * settings.chunk_tokens:,} tokens"
         for name, num_pages in zip(TierPages._fields, pages, strict=True)
     )
     report(f"KV pools: {', '.join(tier_sizes)}, in {memory.format.in_words}")
-    return Tiers(memory, pages, page_bytes)
+    if num_staged:
+        staged_bytes = STAGING_ARENAS * num_staged * page_bytes // model.shape.num_layers
+        longest = num_staged * settings.chunk_tokens
+        report(f"staging: {size_text(staged_bytes)}, for contexts of up to {longest:,} tokens")
+    return Tiers(memory, pages, page_bytes, num_staged)
 
 
 def _graphs(

@@ -11,6 +11,8 @@ TOKENS_MAX = 500_000  # of a tier whose size is a share of memory: small models 
 GPU_TOKENS_MAX = 2_000_000  # models on a GPU are larger
 DEVICE_PAGES_MIN = 4
 PROMPTS_PART = 4  # of a token budget one in so many
+STAGING_SHARE = 0.1  # of the device tier
+STAGING_ARENAS = 2  # as in KVMemory
 
 
 class TierPages(NamedTuple):
@@ -26,6 +28,10 @@ def tier_pages(settings: Settings, page_bytes: int, device_bytes: int | None) ->
     on_device = settings.device_cache
     if on_device.unit == "auto":
         on_device = share if device_bytes is None else TierSize(1.0, "share")
+    if (
+        device_bytes is not None and on_device.unit == "share"
+    ):  # of what is left beside the staging arenas
+        device_bytes = _without_staging(settings, device_bytes)
     device_pages, host_pages = (
         size.pages(page_bytes, settings.chunk_tokens, memory)
         for size, memory in (
@@ -61,17 +67,56 @@ def tier_pages(settings: Settings, page_bytes: int, device_bytes: int | None) ->
     return TierPages(device_pages, host_pages)
 
 
-def turns_max(settings: Settings, device_pages: int | None = None) -> int:
+def _without_staging(settings: Settings, device_bytes: int) -> int:
+    size = settings.staging
+    if settings.stream == "off":
+        return device_bytes
+    if size.unit == "bytes":
+        return max(device_bytes - int(size.amount), 0)
+    return int(device_bytes / (1 + (size.amount if size.unit == "share" else STAGING_SHARE)))
+
+
+def staging_pages(settings: Settings, pages: TierPages, page_bytes: int, num_layers: int) -> int:
+    """Pages of each of the two staging arenas, for one layer; 0: no turn is streamed."""
+    if settings.stream == "off":
+        return 0
+    if not pages.host:
+        if settings.stream == "on":
+            raise ConfigError(
+                f"--stream on needs a host tier: --host-cache {settings.host_cache} holds no chunk of "
+                f"{settings.chunk_tokens} tokens; the smallest is {settings.chunk_tokens}t"
+            )
+        return 0
+    size = settings.staging
+    layer_bytes = -(-page_bytes // num_layers)
+    smallest = STAGING_ARENAS * layer_bytes
+    if size.unit == "tokens":
+        arena_pages = int(size.amount) // settings.chunk_tokens // STAGING_ARENAS
+    else:
+        share = STAGING_SHARE if size.unit == "auto" else size.amount
+        total = size.amount if size.unit == "bytes" else share * pages.device * page_bytes
+        arena_pages = int(total) // smallest
+    if not arena_pages and not (size.unit == "auto" and settings.stream == "auto"):
+        if size.unit != "auto":
+            raise ConfigError(
+                f"--staging {size} holds less than a page of one layer ({layer_bytes:,} bytes) in each of its "
+                f"{STAGING_ARENAS} arenas; the smallest is {-(-smallest // 2**10)}KiB"
+            )
+        arena_pages = 1
+    return min(arena_pages, pages.host)
+
+
+def turns_max(settings: Settings, pages: int | None = None) -> int:
     """The most turns that run at once.
 
     Where no number is set it is a bound that memory and the token budget give, and no limit to aim at: a
     turn has two pages at least, and prompts find a part of an iteration that nobody who generates takes.
-    Before the pages are counted, what the budget allows.
+    Before the pages are counted, of the tiers that turns may run in, what the budget allows.
     """
     if settings.turns_max:
         return settings.turns_max
     by_budget = settings.token_budget - settings.token_budget // PROMPTS_PART
-    return max(min(by_budget, by_budget if device_pages is None else device_pages // 2), 1)
+    return max(min(by_budget, by_budget if pages is None else pages // 2), 1)
 
 
 def size_text(num_bytes: int) -> str:

@@ -145,7 +145,7 @@ class CostModel(IterationCost):
 
     def attention_seconds(self, pairs: int, keys: int) -> float:
         """Of a pass's attention alone; see `Work`."""
-        return self._attention_seconds(pairs, keys)
+        return self.attention_seconds(pairs, keys)
 
     def copy_seconds(self, tokens: int) -> float:
         return tokens * self.kv_bytes_per_token / self.link_bytes_per_second
