@@ -116,6 +116,7 @@ class _Filling:
 
     def __init__(self, layer: StreamLayer) -> None:
         self.pages_max = layer.pages_max
+        self.pages_min = min(layer.pages)
         copying, attention = layer.copying or 1.0, layer.attention or 1.0
         self.attention_per_copying = attention / copying
         # Two loads lie before the end of the first attention: so long each, to end with it.
@@ -143,7 +144,7 @@ class _Filling:
             was = list(left)
             group: list[int] = []
             room = self.pages_max
-            while True:
+            while not group or room >= self.pages_min:
                 first = sides[0] if gap[0] >= gap[1] else sides[-1]
                 for lane in (first, 1 - first) if len(sides) == 2 else sides:
                     keys, entries = lengths[lane], lanes[lane]
