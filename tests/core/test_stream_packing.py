@@ -1,0 +1,350 @@
+"""Groups of streamed turns: against all ordered partitions of few turns, and the lower bound for many."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import chain, combinations, permutations
+
+import pytest
+
+from pensieve.core import stream_search
+from pensieve.core.stream_layer import end_of, path_of
+from pensieve.core.stream_packing import Groups, Item, lower_bound, makespan, packed
+
+Case = tuple[list[Item], int, float, float]  # the arguments of `packed`
+
+
+def timeline(groups: Groups, items: Sequence[Item], before: float, launch: float) -> float:
+    """The makespan once more, event by event as the two lanes and two arenas have it."""
+    loads: list[float] = []  # when each ended
+    attentions: list[float] = []
+    for at, group in enumerate(groups):
+        begin = max(loads[-1] if at else 0.0, attentions[at - 2] if at > 1 else 0.0)
+        loads.append(begin + sum(items[i].copy_seconds for i in group))
+        begin = max(loads[-1], attentions[-1] if at else before)
+        attentions.append(begin + launch + sum(items[i].attention_seconds for i in group))
+    return attentions[-1] if groups else before
+
+
+def ordered_partitions(members: tuple[int, ...]) -> Iterator[Groups]:
+    if not members:
+        yield []
+    for size in range(1, len(members) + 1):
+        for first in combinations(members, size):
+            rest = tuple(each for each in members if each not in first)
+            for groups in ordered_partitions(rest):
+                yield [list(first), *groups]
+
+
+PARTITIONS = {num: list(ordered_partitions(tuple(range(num)))) for num in range(1, 6)}
+
+
+def fits(groups: Groups, items: Sequence[Item], pages_max: int) -> bool:
+    return all(sum(items[i].pages for i in group) <= pages_max for group in groups)
+
+
+def least_by_listing(items: Sequence[Item], pages_max: int, before: float, launch: float) -> float:
+    return min(
+        makespan(groups, items, before, launch)
+        for groups in PARTITIONS[len(items)]
+        if fits(groups, items, pages_max)
+    )
+
+
+def least(items: Sequence[Item], pages_max: int, before: float, launch: float) -> float:
+    """The same for more items: what remains to pass depends only on who is left and on the latest group."""
+    every = (1 << len(items)) - 1
+
+    def total(subset: int, field: int) -> float:
+        return sum(item[field] for i, item in enumerate(items) if subset >> i & 1)
+
+    fitting = [0 < total(subset, 0) <= pages_max for subset in range(every + 1)]
+    copies = [total(subset, 1) for subset in range(every + 1)]
+    attentions = [total(subset, 2) + launch for subset in range(every + 1)]
+
+    def groups_of(left: int) -> Iterator[int]:
+        group = left
+        while group:
+            if fitting[group]:
+                yield group
+            group = (group - 1) & left
+
+    remaining: list[dict[int, float]] = []  # from the begin of the latest group's attention
+    for left in range(every + 1):
+        lengths = [
+            (copies[group], remaining[left ^ group][group], group) for group in groups_of(left)
+        ]
+        remaining.append(
+            {
+                latest: min(max(attentions[latest], copy) + then for copy, then, _ in lengths)
+                if left
+                else attentions[latest]
+                for latest in groups_of(every ^ left)
+            }
+        )
+    ends = []
+    for first in groups_of(every):
+        attended = max(before, copies[first]) + attentions[first]
+        left = every ^ first
+        if not left:
+            ends.append(attended)
+        for second in groups_of(left):
+            loaded = copies[first] + copies[second]
+            ends.append(max(attended, loaded) + remaining[left ^ second][second])
+    return min(ends)
+
+
+def random_case(rng: random.Random, num: int) -> Case:
+    """Decodes (attention in proportion to copying), prefills (much more of it), and anything."""
+    shape = rng.choice(
+        ["decodes", "prefills", "mixed", "mixed", "anything", "equal", "two lengths", "a few long"]
+    )
+    pages_of_most = rng.choice([5, 20, 100, 1000])
+    ratio = 10 ** rng.uniform(-1.5, 1.5)
+    items = []
+    for _ in range(num):
+        pages = rng.randint(1, pages_of_most)
+        if shape == "equal":
+            pages = pages_of_most
+        elif shape == "two lengths":
+            pages = rng.choice([pages_of_most, max(1, pages_of_most // rng.choice([2, 5, 10]))])
+        elif shape == "a few long":
+            pages = min(2000, int(rng.paretovariate(1.1)))
+        copy, attention = pages * 1e-4, pages * 1e-4 * ratio
+        if shape == "prefills" or (shape == "mixed" and rng.random() < 0.5):
+            attention *= rng.uniform(1, 50)
+        elif shape == "anything":
+            copy, attention = (
+                pages_of_most * rng.random() * 1e-4,
+                pages_of_most * rng.random() * 1e-4 * ratio,
+            )
+        if rng.random() < 0.05:
+            copy *= rng.choice([0, 2])
+        if rng.random() < 0.03:
+            attention = 0.0
+        items.append(Item(pages, copy, attention))
+    longest, total = max(item.pages for item in items), sum(item.pages for item in items)
+    pages_max = rng.choice(
+        [
+            longest,
+            longest + rng.randint(0, longest),
+            max(longest, total // rng.randint(1, 8)),
+            total,
+            10 * total,
+        ]
+    )
+    copying = sum(item.copy_seconds for item in items)
+    lanes = max(copying, sum(item.attention_seconds for item in items))
+    before = rng.choice([0, 0, 0.3 * lanes, 2 * lanes, 2 * copying / num, copying]) * rng.random()
+    launch = rng.choice([0, 0, lanes / num, 0.1 * lanes / num, 0.01 * lanes]) * rng.random()
+    return items, pages_max, before, launch
+
+
+@pytest.mark.parametrize(("num", "cases"), [(1, 50), (2, 600), (3, 600), (4, 400), (5, 60)])
+def test_few_turns_end_within_five_percent_of_the_best_of_all_partitions(
+    num: int, cases: int
+) -> None:
+    rng = random.Random(num)
+    for case in range(cases):
+        items, pages_max, before, launch = arguments = random_case(rng, num)
+        groups = packed(*arguments)
+        assert sorted(chain(*groups)) == list(range(num))
+        assert fits(groups, items, pages_max)
+        best = least_by_listing(*arguments)
+        assert best == pytest.approx(least(*arguments))
+        end = makespan(groups, items, before, launch)
+        assert lower_bound(*arguments) <= best * (1 + 1e-9), (case, arguments)
+        assert best * (1 - 1e-9) <= end <= best * 1.05, (case, arguments, groups)
+
+
+@pytest.mark.parametrize(("num", "cases"), [(6, 120), (7, 30)])
+def test_six_and_seven_turns_do_too(num: int, cases: int) -> None:
+    rng = random.Random(num)
+    for case in range(cases):
+        items, _, before, launch = arguments = random_case(rng, num)
+        groups = packed(*arguments)
+        end = makespan(groups, items, before, launch)
+        best = least(*arguments)
+        assert lower_bound(*arguments) <= best * (1 + 1e-9), (case, arguments)
+        assert end <= best * 1.05, (case, arguments, groups)
+
+
+def test_the_makespan_is_that_of_two_lanes_and_two_arenas() -> None:
+    rng = random.Random(3)
+    for _ in range(500):
+        num = rng.randint(1, 9)
+        items, _, before, launch = random_case(rng, num)
+        groups: Groups = [[] for _ in range(num)]
+        for index in range(num):
+            groups[rng.randrange(num)].append(index)
+        groups = [group for group in groups if group]
+        rng.shuffle(groups)
+        assert makespan(groups, items, before, launch) == pytest.approx(
+            timeline(groups, items, before, launch)
+        )
+
+
+def test_a_layer_among_many_takes_no_longer_and_hardly_less_than_its_makespan() -> None:
+    rng = random.Random(5)
+    for _ in range(200):
+        items, _, before, launch = arguments = random_case(rng, rng.randint(1, 7))
+        groups = packed(*arguments)
+        copies = [sum(items[i].copy_seconds for i in group) for group in groups]
+        attentions = [sum(items[i].attention_seconds for i in group) + launch for group in groups]
+        layers = 40
+        loaded, attended = [0.0, 0.0], [0.0, 0.0]  # the latest two ends, of whatever layer
+        for _ in range(layers):
+            for at, (copy, attention) in enumerate(zip(copies, attentions, strict=True)):
+                loaded = [loaded[1], max(loaded[1], attended[0]) + copy]
+                begin = max(loaded[1], attended[1] + (before if at == 0 else 0.0))
+                attended = [attended[1], begin + attention]
+        end = makespan(groups, items, before, launch)
+        hidden = (
+            0.0 if len(groups) > 1 and before >= sum(copies[:2]) else min(copies[0], attentions[-1])
+        )
+        assert end - hidden - 1e-9 <= attended[1] / layers <= end + 1e-9
+
+
+def test_the_path_has_the_least_sum_of_all_orders() -> None:
+    rng = random.Random(4)
+    for _ in range(500):
+        num = rng.randint(1, 6)
+        copies = [float(rng.randint(0, 9)) for _ in range(num)]
+        attentions = [float(rng.randint(0, 9)) for _ in range(num)]
+        gap = float(rng.randint(0, 9))
+
+        def passes(
+            order: Sequence[int],
+            copies: list[float] = copies,
+            attentions: list[float] = attentions,
+            gap: float = gap,
+        ) -> float:
+            front = [gap, *[attentions[i] for i in order]]
+            return sum(map(max, front, [*[copies[i] for i in order], 0.0]))
+
+        path = path_of(range(num), copies, attentions, gap)
+        assert sorted(path) == list(range(num))
+        assert passes(path) == min(map(passes, permutations(range(num))))
+
+
+def many(
+    rng: random.Random, num: int, ratio: float, prefills: float, arenas: int, before: float
+) -> Case:
+    """Turns whose pages fill so many arenas; `ratio` is a decode's attention in parts of its copying."""
+    pages_of = [max(1, min(256, int(rng.lognormvariate(3.2, 0.8)))) for _ in range(num)]
+    items = []
+    for pages in pages_of:
+        attention = pages * 2e-6 * ratio
+        if rng.random() < prefills:
+            attention *= rng.uniform(2, 30)
+        items.append(Item(pages, pages * 2e-6, attention))
+    pages_max = max(*pages_of, sum(pages_of) // arenas)
+    return items, pages_max, before * sum(pages_of) * 2e-6, 1e-6
+
+
+@pytest.mark.parametrize("num", [32, 64, 128, 300, 1000])
+@pytest.mark.parametrize(
+    ("ratio", "limit"),
+    [
+        (0.02, 1.05),  # a GPU: its memory is that much faster than the bus
+        (0.1, 1.05),
+        (4.0, 1.05),  # attention on slow cores
+        # Both lanes as long: every unevenness of a turn counts, and the bound sees none of it.
+        (0.5, 1.12),
+        (1.0, 1.12),
+    ],
+)
+def test_many_turns_end_within_five_percent_of_the_lower_bound(
+    num: int, ratio: float, limit: float
+) -> None:
+    for prefills in (0.0, 0.1):
+        for arenas in (3, 10, 30):
+            for before in (0.0, 0.2, 1.0):
+                rng = random.Random(num)
+                items, pages_max, before_seconds, launch = arguments = many(
+                    rng, num, ratio, prefills, arenas, before
+                )
+                groups = packed(*arguments)
+                assert sorted(chain(*groups)) == list(range(num))
+                assert fits(groups, items, pages_max)
+                end = makespan(groups, items, before_seconds, launch)
+                assert end <= limit * lower_bound(*arguments), (prefills, arenas, before)
+
+
+def test_a_long_copy_lies_beside_a_long_attention() -> None:
+    """A prefill that attends 8 s is in front of those whose copies take 8 s; the arena has room for all."""
+    items = [Item(8, 8.0, 1.0), Item(1, 1.0, 8.0)]
+    assert packed(items, 100) == [[1], [0]]
+    assert makespan([[1], [0]], items) == 1 + 8 + 1
+
+
+def test_launches_that_cost_more_than_waiting_leave_one_group() -> None:
+    items = [Item(1, 1.0, 1.0) for _ in range(4)]
+    assert len(packed(items, 4, group_seconds=100.0)) == 1
+    assert len(packed(items, 4, group_seconds=0.0)) == 4
+
+
+def test_what_two_arenas_hold_is_loaded_beside_the_dense_parts() -> None:
+    items = [Item(10, 1.0, 0.1) for _ in range(4)]
+    groups = packed(items, 20, before_seconds=4.0)
+    assert makespan(groups, items, 4.0) == pytest.approx(4.4)
+
+
+def test_nothing_to_pack_is_no_group() -> None:
+    assert packed([], 10) == []
+    assert makespan([], [], 3.0) == lower_bound([], 10, 3.0) == 3.0
+
+
+def test_one_turn_is_one_group() -> None:
+    assert packed([Item(10, 1.0, 2.0)], 10, 0.5, 0.25) == [[0]]
+    assert makespan([[0]], [Item(10, 1.0, 2.0)], 0.5, 0.25) == 1.0 + 2.0 + 0.25
+
+
+@pytest.mark.parametrize("num", [1, 2, 5, 7, 8, 50, 300])
+def test_turns_that_take_no_time_are_packed_all_the_same(num: int) -> None:
+    items = [Item(3, 0.0, 0.0) for _ in range(num)]
+    groups = packed(items, 7)
+    assert sorted(chain(*groups)) == list(range(num))
+    assert fits(groups, items, 7)
+
+
+@pytest.mark.parametrize("num", [3, 7, 20, 300])
+def test_turns_that_fill_an_arena_each_are_groups_of_one(num: int) -> None:
+    items = [Item(10, 1.0 + index % 3, 2.0 - index % 2) for index in range(num)]
+    groups = packed(items, 10, 0.5, 0.1)
+    assert sorted(groups) == [[index] for index in range(num)]
+
+
+def test_a_turn_larger_than_an_arena_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        packed([Item(11, 1.0, 1.0)], 10)
+
+
+@pytest.mark.parametrize("num", [5, 7, 30, 300])
+def test_the_same_turns_are_packed_the_same_way(num: int) -> None:
+    arguments = random_case(random.Random(num), num)
+    assert packed(*arguments) == packed(*arguments)
+
+
+def test_trying_to_improve_ends_after_a_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that packing takes its time once for each iteration, whatever it is given."""
+    measured = 0
+
+    def counted(copies: Sequence[float], attentions: Sequence[float], before: float) -> float:
+        nonlocal measured
+        measured += len(copies)
+        return end_of(copies, attentions, before)
+
+    monkeypatch.setattr(stream_search, "end_of", counted)
+    rng = random.Random(6)
+    for num in (8, 30, 64, 200):
+        for _ in range(20):
+            measured = 0
+            items, pages_max, before, launch = random_case(rng, num)
+            packed(items, pages_max, before, launch)
+            # What one item tries is tried to its end: groups it may be moved to, items to exchange.
+            assert measured <= stream_search.IMPROVEMENT_STEPS + 3 * num * (num + 3), (
+                num,
+                measured,
+            )
