@@ -280,7 +280,8 @@ class _Staging:
         stored: dict[int, int] = {}
         for number, group in enumerate(self._groups):
             pages = group.host_pages.tolist()
-            assert pages and len(set(pages)) == len(pages) <= ledger.staging_pages
+            assert pages
+            assert len(set(pages)) == len(pages) <= ledger.staging_pages
             assert len(group.loaded_slots) == len(group.stored_slots) == len(pages)
             for page, count in zip(pages, group.stored_slots, strict=True):
                 if count:

@@ -108,8 +108,8 @@ SETTINGS: Table = (
         "stream",
         choice("auto", "on", "off"),
         "auto",
-        "run turns for which the device tier has no room with their KV in the host tier, copied to the device "
-        "layer by layer (auto: where that is predicted, and measured, to deliver more tokens a second)",
+        "run turns for which the device tier has no room with their KV in the host tier, copied to the "
+        "device layer by layer (auto: where that is predicted to deliver more tokens a second)",
         "auto|on|off",
     ),
     Setting(

@@ -99,13 +99,7 @@ class KVCache:
 
         So many are not held by these turns that run, or are its own.
         """
-        resident = [each for each in running if not each.streamed]
-        pinned = {branch: None for each in resident for branch in self.path_of(each)}
-        num_left = self.config.device_pages - sum(len(branch.chunks) for branch in pinned)
-        conversation = self.conversations.get(turn.conversation_id)
-        for branch in conversation.path() if conversation is not None else ():
-            num_left += len(branch.chunks) if branch in pinned else 0
-        return -(-len(turn.tokens) // self.config.chunk_tokens), num_left
+        return self.streamed.room_beside(running)(turn)
 
     def is_at_hand(self, turn: Turn) -> bool:
         """Whether nothing of its context has to come from the host."""

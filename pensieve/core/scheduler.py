@@ -169,7 +169,7 @@ class Scheduler(ScheduledTurns):
         if not lacking.turns or self.preemption.claimant is not None:
             return
         waiting = self.suspended, self.queued, self.running.values()
-        bounds = self._time_budget.has_place, self.cache.pages_for
+        bounds = self._time_budget.has_place, self.cache.streamed.room_beside
         for turn in self.streaming.who_may(*waiting, draft, lacking.background, *bounds):
             found = self._admit(turn, now, draft.filled_before, streamed=True)
             if isinstance(found, Admission):

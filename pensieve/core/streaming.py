@@ -26,7 +26,6 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from pensieve.core.cache_config import CacheConfig
@@ -49,18 +48,17 @@ class _Planned(NamedTuple):
     is_streamed: bool
 
 
-@dataclass(slots=True)
-class _Load:
-    """What iterations hold in which all of some turns generate."""
+class _Load(NamedTuple):
+    """What an iteration holds in which all of some turns generate."""
 
-    num_turns: int = 0
-    num_positions: int = 0
-    num_pages: int = 0  # that are copied
+    num_turns: int
+    num_positions: int
+    num_pages: int  # that are copied
 
-    def add(self, turn: Turn, num_pages: int) -> None:
-        self.num_turns += 1
-        self.num_positions += len(turn.tokens)
-        self.num_pages += num_pages
+    def with_turn(self, turn: Turn, num_pages: int) -> _Load:
+        return _Load(
+            self.num_turns + 1, self.num_positions + len(turn.tokens), self.num_pages + num_pages
+        )
 
 
 class Streaming:
@@ -89,7 +87,7 @@ class Streaming:
         draft: IterationDraft,
         background: bool,
         has_place: Callable[[Turn, Collection[Turn]], bool],
-        pages_for: Callable[[Turn, Collection[Turn]], tuple[int, int]],
+        room_beside: Callable[[Collection[Turn]], Callable[[Turn], tuple[int, int]]],
     ) -> Iterator[Turn]:
         """Of the turns that wait, those for which it pays, one after the other; each may begin to run.
 
@@ -108,15 +106,18 @@ class Streaming:
             while (turn := next_waiting((), queued, may_come, tried)) is not None:
                 yield turn
 
+        load, pages_for = self._load_of(running), room_beside(running)
         for turn in waiting():
             if len(tried) >= TRIES_MAX or not draft.has_room():
                 return
-            if not (has_place(turn, running) and self._pays(turn, running)):
+            if not has_place(turn, running):
                 return
-            num_pages, pages_left = pages_for(turn, running)
-            if num_pages + self._reserve_pages > pages_left:
+            num_pages, pages_left = pages_for(turn)
+            if num_pages + self._reserve_pages > pages_left and self._pays(turn, load):
                 yield turn
-            if not turn.streamed:
+            if turn.streamed:
+                load = load.with_turn(turn, num_pages)
+            else:
                 tried.append(turn)
 
     def saw(self, lacking: Lacking) -> None:
@@ -153,37 +154,31 @@ class Streaming:
             self.required_pages = required if held + required <= self._device_pages else 0
         return max(fitting, key=sizes.__getitem__, default=None)
 
-    def _pays(self, turn: Turn, running: Collection[Turn]) -> bool:
+    def _pays(self, turn: Turn, load: _Load) -> bool:
+        """Beside such a load."""
         num_pages = -(-len(turn.tokens) // self._size)
         if num_pages > self._pages_max:
             return False
         if self.mode == "on":
             return True
-        load = self._load_of(running)
-        before, num_turns = self._seconds(load), load.num_turns
-        load.add(turn, num_pages)
-        after = self._seconds(load)
+        whole = load.with_turn(turn, num_pages)
+        before, after = self._seconds(load), self._seconds(whole)
         if self._tbt and not turn.is_background and after > self._tbt:
             return False
-        return not num_turns or load.num_turns * before > GAIN * num_turns * after
+        return whole.num_turns * before > GAIN * load.num_turns * after or not load.num_turns
 
     def _load_of(self, running: Iterable[Turn], but: Collection[Turn] = ()) -> _Load:
-        load = _Load()
+        count = positions = pages = 0
         for turn in running:
             if not (turn.warm or turn.ahead or turn in but):
-                load.add(turn, len(turn.chunks) if turn.streamed else 0)
-        return load
+                count += 1
+                positions += len(turn.tokens)
+                pages += len(turn.chunks) if turn.streamed else 0
+        return _Load(count, positions, pages)
 
     def _seconds(self, load: _Load) -> float:
         """Of an iteration, as far as it is known."""
-        config, (count, positions, pages) = (
-            self._config,
-            (
-                load.num_turns,
-                load.num_positions,
-                load.num_pages,
-            ),
-        )
+        config, (count, positions, pages) = self._config, load
         if not count:
             return 0.0
         seconds = config.cost.pass_seconds(count, positions, positions, count)

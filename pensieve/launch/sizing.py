@@ -99,8 +99,8 @@ def staging_pages(settings: Settings, pages: TierPages, page_bytes: int, num_lay
     if not arena_pages and not (size.unit == "auto" and settings.stream == "auto"):
         if size.unit != "auto":
             raise ConfigError(
-                f"--staging {size} holds less than a page of one layer ({layer_bytes:,} bytes) in each of its "
-                f"{STAGING_ARENAS} arenas; the smallest is {-(-smallest // 2**10)}KiB"
+                f"--staging {size} holds less than a page of one layer ({layer_bytes:,} bytes) in each "
+                f"of its {STAGING_ARENAS} arenas; the smallest is {-(-smallest // 2**10)}KiB"
             )
         arena_pages = 1
     return min(arena_pages, pages.host)

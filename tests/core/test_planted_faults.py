@@ -245,14 +245,13 @@ def load_too_little(original: Any, group: Any, *rest: Any) -> None:
     group._loaded[-1] = max(group._loaded[-1] - 1, 0)
 
 
-def other_pages(original: Any, group: Any, turn: Turn, pieces: Any) -> Any:
+def other_pages(original: Any, group: Any, turn: Turn, *rest: Any) -> None:
     """Two pages of a context are staged in each other's places."""
     pages = turn.page_table
     if len(pages) > 1:
         turn.page_table = array("i", [pages[1], pages[0], *pages[2:]])
-    found = original(group, turn, pieces)
+    original(group, turn, *rest)
     turn.page_table = pages
-    return found
 
 
 def swap_groups(original: Any, groups: Any, *rest: Any) -> Any:
@@ -300,7 +299,7 @@ def take_dirty(original: Any, pages: Any, turn: Any, chunks: Any, *rest: Any) ->
 STREAMING_FAULTS: dict[str, Plant] = {
     "what a streamed turn writes is not stored": around(_Group, "_add", store_nothing),
     "a staged page lacks its last slot": around(_Group, "_add", load_too_little),
-    "a page is staged in another's place": around(_Group, "with_turn", other_pages),
+    "a page is staged in another's place": around(_Group, "add", other_pages),
     "the groups' order is swapped": around(StreamGroups, "arranged", swap_groups),
     "a group is wider than its arena": around(StreamGroups, "arranged", wide_groups),
     "a streamed turn's host pages are not pinned": around(PagePool, "take", pin_nothing),
