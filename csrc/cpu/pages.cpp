@@ -49,22 +49,22 @@ int32_t pensieve_write_kv(const char* only, int32_t type, int32_t stored, const 
 int32_t pensieve_copy_pages(const char* source, char* target, const int64_t* source_pages,
                             const int64_t* target_pages, const int64_t* num_slots, int64_t num_copies,
                             int32_t num_tiles, int32_t slots, int64_t row_bytes,
-                            int64_t num_source_pages, int64_t num_target_pages) {
+                            int64_t num_source_pages, int64_t num_target_pages, int32_t num_threads) {
   for (int64_t i = 0; i < num_copies; ++i)
     if (source_pages[i] < 0 || source_pages[i] >= num_source_pages || target_pages[i] < 0 ||
         target_pages[i] >= num_target_pages || num_slots[i] < 0 || num_slots[i] > slots)
       return 2;
   const int64_t tile_bytes = slots * row_bytes, page_bytes = num_tiles * tile_bytes;
-  for (int64_t i = 0; i < num_copies; ++i) {
+  each_piece(num_threads < 1 ? 1 : num_threads, int(num_copies), [&](int i, int) {
     const char* from = source + source_pages[i] * page_bytes;
     char* to = target + target_pages[i] * page_bytes;
     if (num_slots[i] == slots) {
       std::memcpy(to, from, page_bytes);
-      continue;
+      return;
     }
     for (int32_t tile = 0; tile < num_tiles; ++tile)
       std::memcpy(to + tile * tile_bytes, from + tile * tile_bytes, num_slots[i] * row_bytes);
-  }
+  });
   return 0;
 }
 }

@@ -71,7 +71,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         int32,
         (
             *(pointer, pointer, pointer, pointer, pointer, int64),
-            *(int32, int32, int64, int64, int64),
+            *(int32, int32, int64, int64, int64, int32),
         ),
     ),
     "pensieve_lanes": (int32, (text,)),

@@ -1,17 +1,18 @@
 """The interface of the streamers, which bring pages of streamed turns to the device and back, in each layer.
 
-`streamer_cpu` copies in a thread, `streamer_cuda` on a stream of the GPU.  A *pass* is one forward over the
-groups of an iteration (core/iteration.py, `PageGroup`).  In every layer the groups come in their order, so
-what happens is numbered: group g of G in layer l is step n = l · G + g, and its arena is n % 2.
+`streamer_cuda` copies on a stream of its own, `streamer_cpu` in the thread that computes.  A *pass* is one
+forward over the groups of an iteration (core/iteration.py, `PageGroup`).  In every layer the groups come in
+their order, so what happens is numbered: group g of G in layer l is step n = l · G + g, its arena is n % 2.
 
-    load n        host pages of layer l to arena n % 2        "one group ahead"
-    attend n      its slices write there and attend there     the thread, or the stream, that computes
+    load n        host pages of layer l to arena n % 2
+    attend n      its slices write there and attend there
     store n       what they have written, back to the host
 
     copies    ├ load 0 ┤ load 1 ┤        ├ store 0 ┤ load 2 ┤        ├ store 1 ┤ load 3 ┤ …
-    compute            ├─ resident, attend 0 ─┤├─ attend 1 ─┤ …
+    compute            ├─ resident, attend 0 ─┤├─ attend 1 ─┤ …          (of a GPU)
 
-Copies are done one after another, in one order: load n + 1 comes before store n, and load n + 2 after it.
+Copies are done one after another, in one order: load n + 2 comes after store n.  On a GPU load n + 1 comes
+before store n, so copies are one group ahead, over layers too; on a CPU after it.
 
 Why no page is read or written wrongly, in terms of what comes before what:
 
@@ -29,15 +30,15 @@ Why no page is read or written wrongly, in terms of what comes before what:
 * Whoever reads or overwrites host pages after the pass, be it a swap-in, a swap-out to a page that was given
   up, or the checksums, sees all stores: `end` makes what is computed from now on wait for the last store, and
   all of those begin behind something that was computed after it.
-* A swap-in or a swap-out beside the pass has no page with it in common: the core moves neither page of a copy
-  before the copy is reported, and no turn runs both ways at once.
+* A swap beside the pass reads at most what the pass reads, too (a full page that turns share): the core moves
+  neither page of a copy before the copy is reported, and no turn runs both ways at once.
 
 A pass that fails (memory does not suffice) is given up by `abandon`: no copy of it goes on.  The host's
 pages then hold what they held, or some of what the pass would have stored; computing the same again writes
 the same.
 
-One thread calls all of this, in the order begin, (wait_loaded, attended) for each step, end.  After an error
-in a copy, whatever waits, then and later, raises DeviceError.
+One thread calls all of this, in the order begin, (wait_loaded, attended) for each step, end.  A copy that
+fails is a DeviceError.
 """
 
 from __future__ import annotations

@@ -1,0 +1,311 @@
+"""The streamers: what passes load, attend to and store, on streams that do everything as late as they may.
+
+What is attended to is checked on the computing stream: each page in its arena has to hold what the iterations
+before have left on the host, and the new slots of a page are written there.  Swaps go on beside the passes.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from pensieve.core.iteration import PageGroup, SwapIn, SwapOut
+from pensieve.model.kv.copier_cuda import CudaCopier
+from pensieve.model.kv.memory import KVMemory, PageMoves
+from pensieve.model.kv.streamer import arena_of
+from pensieve.model.kv.streamer_cuda import CudaStreamer
+from pensieve.model.shape import ModelShape
+from tests.model.kv.streams import FakeStreams
+
+SHAPE = ModelShape(3, 2, 1, 4, 50, 64, torch.float32, 0, 0)
+SIZE = 4  # tokens of a page
+HOST_PAGES = 14
+STAGING_PAGES = 4
+NUM_LAYERS = SHAPE.num_layers
+Plant = type[CudaStreamer]
+
+
+class LateMemory(KVMemory):
+    """Copies happen when their stream comes to them."""
+
+    def __init__(self, streams: FakeStreams) -> None:
+        super().__init__(SHAPE, 6, HOST_PAGES, SIZE, staging_pages=STAGING_PAGES)
+        for arena in (self.device_arena, self.host_arena, self.staging_arena):
+            arena.fill_(-1.0)
+        self._streams = streams
+
+    def _later(self, work: Callable[[], None]) -> None:
+        self._streams.current.launch(work)
+
+    def load(self, layer: int, arena: int, moves: PageMoves) -> None:
+        self._later(lambda: KVMemory.load(self, layer, arena, moves))
+
+    def store(self, layer: int, arena: int, moves: PageMoves) -> None:
+        self._later(lambda: KVMemory.store(self, layer, arena, moves))
+
+    def swap_in(self, layer: int, moves: PageMoves) -> None:
+        self._later(lambda: KVMemory.swap_in(self, layer, moves))
+
+    def swap_out(self, layer: int, moves: PageMoves) -> None:
+        self._later(lambda: KVMemory.swap_out(self, layer, moves))
+
+
+class Planned(NamedTuple):
+    """A page of a group: what its slots hold before, and what is written behind those."""
+
+    page: int
+    before: list[float]
+    after: list[float]
+
+
+class Rehearsal:
+    """Passes with random groups, launched one after another; `truth` is what host pages should hold."""
+
+    def __init__(self, seed: int, kind: Plant = CudaStreamer) -> None:
+        self.draw = random.Random(seed)
+        self.streams = FakeStreams(seed)
+        self.memory = LateMemory(self.streams)
+        self.streamer = kind(self.memory, self.streams)
+        self.copier = CudaCopier(self.memory, self.streams)
+        self.truth: dict[int, list[float]] = {}  # by host page, of layer 0; layer l has l more
+        self.free = list(range(HOST_PAGES))
+        self.wrong: list[str] = []
+        self._value = 0.0
+        self._copy_id = 0
+        self._swapping: set[int] = set()  # host pages of copies that were not reported
+
+    def iteration(self, *, fails: bool = False) -> None:
+        planned = self._plan()
+        groups = []
+        for group in planned:
+            columns = zip(
+                *((each.page, len(each.before), _stored(each)) for each in group), strict=True
+            )
+            groups.append(PageGroup(0, 1, *(array("i", column) for column in columns)))
+        swapped_in = self._swap({each.page for group in planned for each in group})
+        self.streamer.begin(groups)
+        last = self.draw.randrange(NUM_LAYERS * len(groups)) if fails else -1
+        for layer in range(NUM_LAYERS):
+            self.copier.wait_layer(layer)
+            for page, slots in swapped_in.items():
+                self._expect(self.memory.device_arena[layer, page], layer, slots)
+            for index, group in enumerate(planned):
+                step = layer * len(groups) + index
+                self.streamer.wait_loaded(step)
+                self._attend(layer, self.memory.staging_arena[arena_of(step)], group)
+                if step == last:
+                    self.streamer.abandon()
+                    return  # the same is not tried again: what is on the host is one or the other
+                self.streamer.attended(step)
+        self.streamer.end()
+        for each in (each for group in planned for each in group):
+            self.truth[each.page] = [*each.before, *each.after]
+
+    def _plan(self) -> list[list[Planned]]:
+        """Pages that grow are in one group, whole ones may be in several."""
+        draw = self.draw
+        usable = [page for page in self.truth if page not in self._swapping]
+        whole = [page for page in usable if len(self.truth[page]) == SIZE]
+        growing = [page for page in usable if len(self.truth[page]) < SIZE]
+        if self.free and len(growing) < 5:
+            page = self.free.pop(draw.randrange(len(self.free)))
+            self.truth[page] = []
+            growing.append(page)
+        draw.shuffle(growing)
+        groups: list[list[Planned]] = []
+        while growing or not groups:
+            group = []
+            for _ in range(draw.randint(1, 2)):
+                if growing:
+                    page = growing.pop()
+                    before = self.truth[page]
+                    count = draw.randint(0, SIZE - len(before))
+                    group.append(Planned(page, before, [self._next() for _ in range(count)]))
+            for page in draw.sample(whole, min(len(whole), draw.randint(0, 2))):
+                group.append(Planned(page, self.truth[page], []))
+            if group:
+                draw.shuffle(group)
+                groups.append(group)
+            elif not growing:
+                return [[Planned(whole[0], self.truth[whole[0]], [])]]
+        return groups
+
+    def _swap(self, in_groups: set[int]) -> dict[int, list[float]]:
+        """Bring a page to the device that may just have been stored; write over one that was given up."""
+        draw, ins, outs = self.draw, [], []
+        self._swapping -= {copy_id // 2 for copy_id in self.copier.poll()}
+        usable = [page for page in self.truth if page not in in_groups and self.truth[page]]
+        arriving = {}
+        if usable and not self._swapping and draw.random() < 0.5:
+            page = draw.choice(usable)
+            slots = self.truth[page]
+            ins.append(SwapIn(2 * page, page, 0, len(slots)))
+            self._swapping.add(page)
+            arriving[0] = slots
+        elif usable and not self._swapping and draw.random() < 0.5:
+            # A conversation gave up its page, and what is on the device goes there.
+            page, value = draw.choice(usable), self._next()
+            for layer in range(NUM_LAYERS):
+                target = self.memory.device_arena[layer, 1]
+                self.streams.compute.launch(lambda t=target, v=value + layer: t.fill_(v))
+            outs.append(SwapOut(2 * page + 1, 1, page, SIZE))
+            self.truth[page] = [value] * SIZE
+            self._swapping.add(page)
+        self.copier.submit(ins, outs)
+        return arriving
+
+    def _next(self) -> float:
+        self._value += 10.0
+        return self._value
+
+    def _attend(self, layer: int, arena: torch.Tensor, group: list[Planned]) -> None:
+        for place, each in enumerate(group):
+            self._expect(arena[place], layer, each.before)
+            if each.after:
+                new = torch.tensor(each.after) + layer
+                slots = arena[place, :, :, len(each.before) : _stored(each)]
+                self.streams.compute.launch(lambda s=slots, n=new: s.copy_(n[:, None].expand_as(s)))
+            self._expect(arena[place], layer, [*each.before, *each.after])
+
+    def _expect(self, page: torch.Tensor, layer: int, slots: list[float]) -> None:
+        def look() -> None:
+            found = (page[0, 0, : len(slots), 0] - layer).tolist()
+            if found != slots:
+                self.wrong.append(f"layer {layer}: {found}, not {slots}")
+
+        self.streams.compute.launch(look)
+
+    def finish(self) -> None:
+        """All is done; the host's pages hold what they should."""
+        self.streams.compute.record_event().synchronize()
+        while self.copier.wait_any():
+            pass
+        assert not self.wrong, self.wrong[0]
+        for page, slots in self.truth.items():
+            for layer in range(NUM_LAYERS):
+                for half in range(2):
+                    found = self.memory.host_arena[layer, page, half, 0, : len(slots), 0] - layer
+                    assert found.tolist() == slots, f"host page {page}, layer {layer}"
+
+    def close(self) -> None:
+        self.copier.close()
+        self.streamer.close()
+
+
+def _stored(each: Planned) -> int:
+    return len(each.before) + len(each.after) if each.after else 0
+
+
+def rehearse(seed: int, kind: Plant = CudaStreamer) -> None:
+    rehearsal = Rehearsal(seed, kind)
+    try:
+        for _ in range(12):
+            rehearsal.iteration()
+            if rehearsal.draw.random() < 0.2:
+                rehearsal.finish()
+        rehearsal.finish()
+    finally:
+        rehearsal.close()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_passes_and_swaps_keep_their_order_whatever_the_streams_do(seed: int) -> None:
+    rehearse(seed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_pass_that_was_given_up_does_not_disturb_the_next(seed: int) -> None:
+    rehearse_after_a_failure(seed)
+
+
+def rehearse_after_a_failure(seed: int, kind: Plant = CudaStreamer) -> None:
+    rehearsal = Rehearsal(seed, kind)
+    try:
+        for _ in range(6):
+            rehearsal.iteration()
+            rehearsal.iteration(fails=True)
+        rehearsal.iteration()
+        rehearsal.finish()
+    finally:
+        rehearsal.close()
+
+
+# -- planted faults: each is found --
+
+
+class LoadsTooEarly(CudaStreamer):
+    """The arena is loaded again while its attention may still run."""
+
+    def attended(self, step: int) -> None:
+        if len(self._loaded) < self._num_steps:
+            self._load_next()
+        loaded, self._num_steps = self._num_steps, 0
+        super().attended(step)
+        self._num_steps = loaded
+
+
+class LosesAStore(CudaStreamer):
+    def _copy(self, step: int, *, is_load: bool) -> None:
+        if is_load or step != self._num_steps - 1:
+            super()._copy(step, is_load=is_load)
+
+
+class StoresTooEarly(CudaStreamer):
+    def attended(self, step: int) -> None:
+        before, self._streams.staging.wait_event = self._streams.staging.wait_event, lambda e: None  # type: ignore[method-assign]
+        super().attended(step)
+        self._streams.staging.wait_event = before  # type: ignore[method-assign]
+
+
+class SwapsTwoGroups(CudaStreamer):
+    """The second group's pages are loaded in the first one's place."""
+
+    def begin(self, groups: list[PageGroup]) -> None:  # type: ignore[override]
+        super().begin([*groups[1::-1], *groups[2:]])
+
+
+class DoesNotWait(CudaStreamer):
+    def wait_loaded(self, step: int) -> None:
+        """Attend to whatever is there."""
+
+
+class EndsTooEarly(CudaStreamer):
+    def end(self) -> None:
+        self._moves = []
+
+
+class ForgetsWhatItGaveUp(CudaStreamer):
+    def abandon(self) -> None:
+        self._moves = []
+
+
+FAULTS: list[tuple[Plant, Callable[[int, Plant], None]]] = [
+    *(
+        (kind, rehearse)
+        for kind in (
+            LoadsTooEarly,
+            LosesAStore,
+            StoresTooEarly,
+            SwapsTwoGroups,
+            DoesNotWait,
+            EndsTooEarly,
+        )
+    ),
+    (ForgetsWhatItGaveUp, rehearse_after_a_failure),
+]
+
+
+@pytest.mark.parametrize(("kind", "act"), FAULTS, ids=[kind.__name__ for kind, _ in FAULTS])
+def test_a_planted_fault_is_found(kind: Plant, act: Callable[[int, Plant], None]) -> None:
+    found = 0
+    for seed in range(60):
+        try:
+            act(seed, kind)
+        except AssertionError:
+            found += 1
+    assert found, f"{kind.__name__} went unnoticed"
