@@ -52,9 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--requests",
         type=int,
-        default=500,
         metavar="N",
-        help="requests of each run; all are served to their end (default: 500)",
+        help="requests of each run; all are served to their end (default: three times what the device holds "
+        "at once, 500 to 3000)",
     )
     group.add_argument(
         "--limit",
@@ -80,7 +80,7 @@ def check(arguments: argparse.Namespace) -> None:
         raise InvalidArgument("rate", "is above 0")
     if not 1 <= arguments.turns_max <= arguments.token_budget:
         raise InvalidArgument("turns_max", "is at least 1, and at most --token-budget")
-    if arguments.requests < 1 or not arguments.limit > 0:
+    if (arguments.requests is not None and arguments.requests < 1) or not arguments.limit > 0:
         raise InvalidArgument("requests, limit", "are above 0")
     for name in ("prompt_seconds", "tbt"):
         if not getattr(arguments, name) >= 0:
@@ -112,7 +112,8 @@ def run(
             f"{setting.context_max:,} need two of them",
         )
     rates = sorted(set(arguments.rate)) or setting.rates()
-    assumed = list(_assumed(arguments, setting))
+    num_requests = arguments.requests or setting.num_requests
+    assumed = list(_assumed(setting, num_requests))
     for line in assumed:
         print(line, file=sys.stderr)
     rows: list[dict[str, Any]] = []
@@ -121,7 +122,7 @@ def run(
             name = f"seed {seed}, {rate:g} requests/s"
             print(f"{name} …", file=sys.stderr, flush=True)
             for system in SYSTEMS:
-                arrivals = requests_of(rate, arguments.requests, seed)
+                arrivals = requests_of(rate, num_requests, seed)
                 counts = counts_of(system, setting, arrivals, progress(f"{name}, {system}"))
                 rows.append({"system": system, "rate": rate, "seed": seed, **_figures(counts)})
     if arguments.json:
@@ -148,7 +149,7 @@ def _figures(counts: Counts) -> dict[str, float | None]:
     }
 
 
-def _assumed(arguments: argparse.Namespace, setting: ServingSetting) -> Iterator[str]:
+def _assumed(setting: ServingSetting, num_requests: int) -> Iterator[str]:
     from pensieve.sim.schedules.fastserve import SPARE_SHARE, STARVING_SECONDS
     from pensieve.sim.schedules.vllm import BLOCK_TOKENS
     from pensieve.sim.systems import OUTPUT_TOKENS, PROMPT_TOKENS
@@ -163,7 +164,7 @@ def _assumed(arguments: argparse.Namespace, setting: ServingSetting) -> Iterator
         f"at most {setting.turns_max} requests run at once, whatever the system"
     )
     yield (
-        f"load: {arguments.requests} requests a run, arriving at random (Poisson); prompts and replies are "
+        f"load: {num_requests:,} requests a run, arriving at random (Poisson); prompts and replies are "
         f"log-normal, like ShareGPT's first rounds (means {PROMPT_TOKENS} and {OUTPUT_TOKENS} tokens; their "
         f"spread is assumed); those of {setting.context_max:,} tokens or more, 3 %, are left out"
     )

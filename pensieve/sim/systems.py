@@ -38,7 +38,8 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 161, 338  # means of it
 OURS = ("resident",)
 OTHERS = ("vllm", "orca", "fastserve")
 SYSTEMS = (*OURS, *OTHERS)
-FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)  # of the rate that memory carries
+FACTORS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.5)  # of the rate that memory carries
+REQUESTS_MIN, REQUESTS_MAX = 500, 3000  # of a run, where nobody says
 Progress = Callable[[float, Counts], None]
 
 
@@ -68,6 +69,11 @@ class ServingSetting:
         """How many mean requests the device holds, halfway through their replies."""
         context = PROMPT_TOKENS + OUTPUT_TOKENS // 2
         return max(min(self.device_tokens // context, self.turns_max), 1)
+
+    @property
+    def num_requests(self) -> int:
+        """Of a run that fills the device, as far as that takes not too long."""
+        return min(max(3 * self.turns_held, REQUESTS_MIN), REQUESTS_MAX)
 
     @property
     def rate_held(self) -> float:
