@@ -170,7 +170,8 @@ def _assumed(setting: ServingSetting, num_requests: int) -> Iterator[str]:
     )
     yield (
         f"alone, a request takes {1000 * setting.unloaded_seconds:.1f} ms/token; the device holds "
-        f"{setting.turns_held} mean requests at once, and would carry {setting.rate_held:.2g} a second"
+        f"{setting.turns_held} mean requests at once, and would carry {setting.rate_held:.2g} a second; in "
+        f"an iteration of them the link brings the KV of {setting.turns_linked:.3g} more"
     )
     yield (
         f"resident: the daemon's scheduler, {setting.batch_tokens_max} tokens an iteration, to which prompts "

@@ -35,6 +35,7 @@ from pensieve.sim.workload import HABITS, drawn
 
 WORKLOAD = "first-rounds"
 PROMPT_TOKENS, OUTPUT_TOKENS = 161, 338  # means of it
+MEAN_CONTEXT = PROMPT_TOKENS + OUTPUT_TOKENS // 2  # halfway through a mean reply
 OURS = ("resident",)
 OTHERS = ("vllm", "orca", "fastserve")
 SYSTEMS = (*OURS, *OTHERS)
@@ -61,14 +62,13 @@ class ServingSetting:
     def unloaded_seconds(self) -> float:
         """The normalized latency of a mean request that is alone."""
         prompt = self.cost.iteration_seconds([(0, PROMPT_TOKENS)])
-        decode = self.cost.decode_seconds(1, PROMPT_TOKENS + OUTPUT_TOKENS // 2)
+        decode = self.cost.decode_seconds(1, MEAN_CONTEXT)
         return prompt / OUTPUT_TOKENS + decode
 
     @property
     def turns_held(self) -> int:
         """How many mean requests the device holds, halfway through their replies."""
-        context = PROMPT_TOKENS + OUTPUT_TOKENS // 2
-        return max(min(self.device_tokens // context, self.turns_max), 1)
+        return max(min(self.device_tokens // MEAN_CONTEXT, self.turns_max), 1)
 
     @property
     def num_requests(self) -> int:
@@ -78,9 +78,18 @@ class ServingSetting:
     @property
     def rate_held(self) -> float:
         """Requests a second that it carries with so many, were they all mean ones."""
-        context = PROMPT_TOKENS + OUTPUT_TOKENS // 2
-        decodes = OUTPUT_TOKENS * self.cost.decode_seconds(self.turns_held, context)
+        decodes = OUTPUT_TOKENS * self.cost.decode_seconds(self.turns_held, MEAN_CONTEXT)
         return 1 / (decodes / self.turns_held + self.cost.piece_seconds(0, PROMPT_TOKENS))
+
+    @property
+    def turns_linked(self) -> float:
+        """How many more have KV that the link brings while those that are held generate a token each.
+
+        So many could be streamed before an iteration takes longer for its copies.
+        """
+        iteration = self.cost.decode_seconds(self.turns_held, MEAN_CONTEXT)
+        copying = self.cost.copy_seconds(MEAN_CONTEXT)
+        return iteration / copying if copying else math.inf
 
     def rates(self) -> list[float]:
         """Some around it."""

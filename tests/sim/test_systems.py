@@ -107,6 +107,8 @@ def test_paged_kv_carries_more_than_reserved_kv() -> None:
 def test_what_memory_carries_is_little_work() -> None:
     assert SETTING.turns_held == 15_640 // 330
     assert SETTING.rates() == [0.36, 0.71, 1.4, 2.1, 2.8, 3.6, 5.3, 8.9]
+    # 36 ms at 25 GB/s, over 330 tokens of half a megabyte.
+    assert SETTING.turns_linked == pytest.approx(0.0361 * 25e9 / (330 * 524_288), rel=0.01)
     assert replace(SETTING, turns_max=10).turns_held == 10
 
 
