@@ -35,11 +35,12 @@ from pensieve.sim.workload import HABITS, drawn
 
 WORKLOAD = "first-rounds"
 PROMPT_TOKENS, OUTPUT_TOKENS = 161, 338  # means of it
-MEAN_CONTEXT = PROMPT_TOKENS + OUTPUT_TOKENS // 2  # halfway through a mean reply
+MEAN_CONTEXT = 465  # of a running request, over time: long replies take more of it
 OURS = ("resident",)
 OTHERS = ("vllm", "orca", "fastserve")
 SYSTEMS = (*OURS, *OTHERS)
 FACTORS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.5)  # of the rate that memory carries
+LIMIT_FACTOR = 1.5  # of an iteration of as many as the device holds
 REQUESTS_MIN, REQUESTS_MAX = 500, 3000  # of a run, where nobody says
 Progress = Callable[[float, Counts], None]
 
@@ -67,13 +68,18 @@ class ServingSetting:
 
     @property
     def turns_held(self) -> int:
-        """How many mean requests the device holds, halfway through their replies."""
+        """How many requests the device holds, with contexts of the mean length."""
         return max(min(self.device_tokens // MEAN_CONTEXT, self.turns_max), 1)
 
     @property
     def num_requests(self) -> int:
         """Of a run that fills the device, as far as that takes not too long."""
         return min(max(3 * self.turns_held, REQUESTS_MIN), REQUESTS_MAX)
+
+    @property
+    def limit_seconds(self) -> float:
+        """A normalized latency at which memory is full and not much waits."""
+        return LIMIT_FACTOR * self.cost.decode_seconds(self.turns_held, MEAN_CONTEXT)
 
     @property
     def rate_held(self) -> float:

@@ -36,7 +36,7 @@ def test_the_command_compares_four_systems(capsys: pytest.CaptureFixture[str]) -
     assert all(0 < row["gap_p99"] <= row["gap_max"] for row in rows)
     shown = "\n".join(text(result["assumed"], rows, result["limit"]))
     assert "medians of 2 seeds" in shown
-    assert "requests/s sustained within 100 ms/token" in shown
+    assert "sustained within 53.9 ms/token, and delivered at 2 requests/s" in shown
     assert " resident     above 2" in shown
     assert " to " in shown.split("normalized latency")[1]
 
@@ -44,16 +44,24 @@ def test_the_command_compares_four_systems(capsys: pytest.CaptureFixture[str]) -
 def test_the_text_has_ratios_where_both_rates_are_known() -> None:
     rows = [
         {"system": system, "rate": rate, "seed": 0, **dict.fromkeys(("gap_max", "gap_p99"), 5.0)}
-        | {"normalized_mean": latency}
+        | {"normalized_mean": latency, "tokens_per_second": 60 * rate if system == "vllm" else 90.0}
         for system, latencies in (("vllm", (50.0, 150.0)), ("resident", (40.0, 120.0)))
         for rate, latency in zip((1.0, 2.0), latencies, strict=True)
     ]
     lines = list(text(["assumed"], rows, 100.0))
     assert lines[0] == "assumed"
     assert "medians of 1 seed, least and most behind them" in lines
-    assert lines[-2].split() == ["vllm", "1.5", "1.00", "x"]
-    assert lines[-1].split() == ["resident", "1.75", "1.17", "x"]
-    assert list(text([], rows, 10.0))[-1].split() == ["resident", "below", "1", "-"]
+    assert lines[-2].split() == ["vllm", "1.5", "1.00", "x", "120", "1.00", "x"]
+    assert lines[-1].split() == ["resident", "1.75", "1.17", "x", "90", "0.75", "x"]
+    assert list(text([], rows, 10.0))[-1].split() == [
+        "resident",
+        "below",
+        "1",
+        "-",
+        "90",
+        "0.75",
+        "x",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pensieve.sim.cost import (
 )
 from pensieve.sim.simulator import Counts
 from pensieve.sim.systems import (
+    MEAN_CONTEXT,
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     SYSTEMS,
@@ -54,6 +55,10 @@ def test_first_rounds_have_the_published_means() -> None:
     )
     assert sum(each.output_tokens for each in drawn) / 20_000 == pytest.approx(
         OUTPUT_TOKENS, rel=0.03
+    )
+    running = sum((one.input_tokens + one.output_tokens / 2) * one.output_tokens for one in drawn)
+    assert running / sum(one.output_tokens for one in drawn) == pytest.approx(
+        MEAN_CONTEXT, rel=0.03
     )
     assert max(each.input_tokens + each.output_tokens for each in drawn) < SETTING.context_max
     assert drawn[-1].at == pytest.approx(20_000 / 2.0 / 0.97, rel=0.03)
@@ -105,10 +110,10 @@ def test_paged_kv_carries_more_than_reserved_kv() -> None:
 
 
 def test_what_memory_carries_is_little_work() -> None:
-    assert SETTING.turns_held == 15_640 // 330
-    assert SETTING.rates() == [0.36, 0.71, 1.4, 2.1, 2.8, 3.6, 5.3, 8.9]
-    # 36 ms at 25 GB/s, over 330 tokens of half a megabyte.
-    assert SETTING.turns_linked == pytest.approx(0.0361 * 25e9 / (330 * 524_288), rel=0.01)
+    assert SETTING.turns_held == 15_640 // 465 == 33
+    assert SETTING.rates() == [0.26, 0.51, 1.0, 1.5, 2.1, 2.6, 3.8, 6.4]
+    # 36 ms at 25 GB/s, over 465 tokens of half a megabyte.
+    assert SETTING.turns_linked == pytest.approx(0.036 * 25e9 / (465 * 524_288), rel=0.01)
     assert replace(SETTING, turns_max=10).turns_held == 10
 
 
