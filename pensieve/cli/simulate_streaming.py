@@ -52,16 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--requests",
         type=int,
-        default=500,
         metavar="N",
-        help="requests of each run; all are served to their end (default: 500)",
+        help="requests of each run; all are served to their end (default: three times what the device holds "
+        "at once, 500 to 3000)",
     )
     group.add_argument(
         "--limit",
         type=float,
-        default=100.0,
         metavar="MS",
-        help="normalized latency up to which a rate counts as sustained (default: 100 ms/token)",
+        help="normalized latency up to which a rate counts as sustained (default: half again as long as an "
+        "iteration of as many turns as the device holds)",
     )
 
 
@@ -80,7 +80,9 @@ def check(arguments: argparse.Namespace) -> None:
         raise InvalidArgument("rate", "is above 0")
     if not 1 <= arguments.turns_max <= arguments.token_budget:
         raise InvalidArgument("turns_max", "is at least 1, and at most --token-budget")
-    if arguments.requests < 1 or not arguments.limit > 0:
+    if (arguments.requests is not None and arguments.requests < 1) or not (
+        arguments.limit is None or arguments.limit > 0
+    ):
         raise InvalidArgument("requests, limit", "are above 0")
     for name in ("prompt_seconds", "tbt"):
         if not getattr(arguments, name) >= 0:
@@ -112,7 +114,9 @@ def run(
             f"{setting.context_max:,} need two of them",
         )
     rates = sorted(set(arguments.rate)) or setting.rates()
-    assumed = list(_assumed(arguments, setting))
+    num_requests = arguments.requests or setting.num_requests
+    limit = 1000 * setting.limit_seconds if arguments.limit is None else arguments.limit
+    assumed = list(_assumed(setting, num_requests))
     for line in assumed:
         print(line, file=sys.stderr)
     rows: list[dict[str, Any]] = []
@@ -121,13 +125,13 @@ def run(
             name = f"seed {seed}, {rate:g} requests/s"
             print(f"{name} …", file=sys.stderr, flush=True)
             for system in SYSTEMS:
-                arrivals = requests_of(rate, arguments.requests, seed)
+                arrivals = requests_of(rate, num_requests, seed)
                 counts = counts_of(system, setting, arrivals, progress(f"{name}, {system}"))
                 rows.append({"system": system, "rate": rate, "seed": seed, **_figures(counts)})
     if arguments.json:
-        print(json.dumps({"assumed": assumed, "limit": arguments.limit, "rows": rows}))
+        print(json.dumps({"assumed": assumed, "limit": limit, "rows": rows}))
     else:
-        print("\n".join(text(assumed, rows, arguments.limit)))
+        print("\n".join(text(assumed, rows, limit)))
     return 0
 
 
@@ -148,7 +152,7 @@ def _figures(counts: Counts) -> dict[str, float | None]:
     }
 
 
-def _assumed(arguments: argparse.Namespace, setting: ServingSetting) -> Iterator[str]:
+def _assumed(setting: ServingSetting, num_requests: int) -> Iterator[str]:
     from pensieve.sim.schedules.fastserve import SPARE_SHARE, STARVING_SECONDS
     from pensieve.sim.schedules.vllm import BLOCK_TOKENS
     from pensieve.sim.systems import OUTPUT_TOKENS, PROMPT_TOKENS
@@ -163,13 +167,14 @@ def _assumed(arguments: argparse.Namespace, setting: ServingSetting) -> Iterator
         f"at most {setting.turns_max} requests run at once, whatever the system"
     )
     yield (
-        f"load: {arguments.requests} requests a run, arriving at random (Poisson); prompts and replies are "
+        f"load: {num_requests:,} requests a run, arriving at random (Poisson); prompts and replies are "
         f"log-normal, like ShareGPT's first rounds (means {PROMPT_TOKENS} and {OUTPUT_TOKENS} tokens; their "
         f"spread is assumed); those of {setting.context_max:,} tokens or more, 3 %, are left out"
     )
     yield (
         f"alone, a request takes {1000 * setting.unloaded_seconds:.1f} ms/token; the device holds "
-        f"{setting.turns_held} mean requests at once, and would carry {setting.rate_held:.2g} a second"
+        f"{setting.turns_held} requests at once, and would carry {setting.rate_held:.2g} a second; in "
+        f"an iteration of them the link brings the KV of {setting.turns_linked:.3g} more"
     )
     yield (
         f"resident: the daemon's scheduler, {setting.batch_tokens_max} tokens an iteration, to which prompts "
@@ -217,22 +222,37 @@ def text(assumed: Sequence[str], rows: Sequence[dict[str, Any]], limit: float) -
             lines.append(cells)
         yield from _aligned(lines)
     yield ""
-    yield f"requests/s sustained within {limit:g} ms/token"
-    lines = [["system", "requests/s", "over vllm"]]
-    by_seed = {
+    busy = rates[-1]
+    yield f"sustained within {limit:.3g} ms/token, and delivered at {busy:g} requests/s"
+    lines = [["system", "requests/s", "over vllm", "tokens/s", "over vllm"]]
+    carried = {
         (system, seed): _sustained(rows, system, seed, limit)
         for system in systems
         for seed in seeds
     }
+    delivered = {
+        (row["system"], row["seed"]): row["tokens_per_second"]
+        for row in rows
+        if row["rate"] == busy
+    }
     for system in systems:
-        own = [by_seed[system, seed] for seed in seeds]
-        over = [
-            by_seed[system, seed] / by_seed["vllm", seed]
-            for seed in seeds
-            if 0 < by_seed["vllm", seed] < math.inf and 0 < by_seed[system, seed] < math.inf
-        ]
-        lines.append([system, _spread(own, _rate(rates)), _spread(over, "{:.2f} x".format)])
+        lines.append(
+            [
+                system,
+                _spread([carried[system, seed] for seed in seeds], _rate(rates)),
+                _over_vllm(carried, system, seeds),
+                _spread([delivered[system, seed] for seed in seeds], _number),
+                _over_vllm(delivered, system, seeds),
+            ]
+        )
     yield from _aligned(lines)
+
+
+def _over_vllm(found: dict[tuple[str, int], float], system: str, seeds: Sequence[int]) -> str:
+    """By seed, where both are known."""
+    pairs = [(found[system, seed], found["vllm", seed]) for seed in seeds]
+    known = [own / other for own, other in pairs if 0 < own < math.inf and 0 < other < math.inf]
+    return _spread(known, "{:.2f} x".format)
 
 
 def _sustained(rows: Sequence[dict[str, Any]], system: str, seed: int, limit: float) -> float:

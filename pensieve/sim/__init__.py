@@ -3,6 +3,7 @@
 clock               virtual time: it moves only when it is advanced
 cost, cost_file     what an iteration and a copy cost: from shapes and data sheets, or from a file
 executor            an executor that computes nothing and takes that long
+staging             when an iteration ends whose KV comes from the host group by group
 trace, workload     the arrivals of turns: recorded, or drawn
 simulator           runs a trace through the engine
 series              figures over time, and quantiles, in a fixed amount of memory
@@ -13,5 +14,8 @@ recording           the journal of a simulation
 observed            what a replayed journal shows of each iteration
 fit                 what iterations cost on a machine, from that: fit_compute, fit_link, least_squares
 fit_points          the same from a profile's iterations, as points that were measured
+batch               a batch of requests with and without its shared prefixes
+schedules/          the schedules of Orca, vLLM and FastServe, to compare with
+systems             one load through the daemon's engine and through those
 plan/               the load that a replica carries, and how many replicas a load needs
 """

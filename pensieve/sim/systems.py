@@ -35,10 +35,13 @@ from pensieve.sim.workload import HABITS, drawn
 
 WORKLOAD = "first-rounds"
 PROMPT_TOKENS, OUTPUT_TOKENS = 161, 338  # means of it
+MEAN_CONTEXT = 465  # of a running request, over time: long replies take more of it
 OURS = ("resident",)
 OTHERS = ("vllm", "orca", "fastserve")
 SYSTEMS = (*OURS, *OTHERS)
-FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)  # of the rate that memory carries
+FACTORS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.5)  # of the rate that memory carries
+LIMIT_FACTOR = 1.5  # of an iteration of as many as the device holds
+REQUESTS_MIN, REQUESTS_MAX = 500, 3000  # of a run, where nobody says
 Progress = Callable[[float, Counts], None]
 
 
@@ -60,21 +63,39 @@ class ServingSetting:
     def unloaded_seconds(self) -> float:
         """The normalized latency of a mean request that is alone."""
         prompt = self.cost.iteration_seconds([(0, PROMPT_TOKENS)])
-        decode = self.cost.decode_seconds(1, PROMPT_TOKENS + OUTPUT_TOKENS // 2)
+        decode = self.cost.decode_seconds(1, MEAN_CONTEXT)
         return prompt / OUTPUT_TOKENS + decode
 
     @property
     def turns_held(self) -> int:
-        """How many mean requests the device holds, halfway through their replies."""
-        context = PROMPT_TOKENS + OUTPUT_TOKENS // 2
-        return max(min(self.device_tokens // context, self.turns_max), 1)
+        """How many requests the device holds, with contexts of the mean length."""
+        return max(min(self.device_tokens // MEAN_CONTEXT, self.turns_max), 1)
+
+    @property
+    def num_requests(self) -> int:
+        """Of a run that fills the device, as far as that takes not too long."""
+        return min(max(3 * self.turns_held, REQUESTS_MIN), REQUESTS_MAX)
+
+    @property
+    def limit_seconds(self) -> float:
+        """A normalized latency at which memory is full and not much waits."""
+        return LIMIT_FACTOR * self.cost.decode_seconds(self.turns_held, MEAN_CONTEXT)
 
     @property
     def rate_held(self) -> float:
         """Requests a second that it carries with so many, were they all mean ones."""
-        context = PROMPT_TOKENS + OUTPUT_TOKENS // 2
-        decodes = OUTPUT_TOKENS * self.cost.decode_seconds(self.turns_held, context)
+        decodes = OUTPUT_TOKENS * self.cost.decode_seconds(self.turns_held, MEAN_CONTEXT)
         return 1 / (decodes / self.turns_held + self.cost.piece_seconds(0, PROMPT_TOKENS))
+
+    @property
+    def turns_linked(self) -> float:
+        """How many more have KV that the link brings while those that are held generate a token each.
+
+        So many could be streamed before an iteration takes longer for its copies.
+        """
+        iteration = self.cost.decode_seconds(self.turns_held, MEAN_CONTEXT)
+        copying = self.cost.copy_seconds(MEAN_CONTEXT)
+        return iteration / copying if copying else math.inf
 
     def rates(self) -> list[float]:
         """Some around it."""

@@ -173,6 +173,11 @@ ROWS = (
         (r"groups +85\.2%",),
         nightly=True,
     ),
+    Row(
+        "pensieve simulate --streaming --model opt-6.7b --hardware rtx-4090",
+        (r"resident +\d.* x", r"vllm +\d.*1\.00 x"),
+        nightly=True,
+    ),
     # In this process, with the model.
     Row('pensieve chat -q "Hello there." --stats', (r"Hello", r"tokens"), alone=True),
     Row("pensieve chat Qwen/Qwen3-0.6B --conversation trip", stdin=TALK, alone=True, nightly=True),

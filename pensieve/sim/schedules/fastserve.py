@@ -198,7 +198,7 @@ class FastServeSchedule:
             (job.where in (Where.OUT, Where.IN)) == (job in copied) for job in self._jobs.values()
         )
         for request, job in self._jobs.items():
-            assert (job.where is Where.NEW) == (request.computed == 0)
+            assert job.where is not Where.NEW or not request.computed
 
 
 def _quanta(cost: IterationCost, context_max: int) -> list[float]:

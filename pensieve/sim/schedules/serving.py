@@ -95,7 +95,7 @@ class ScheduleRun:
             if moment == math.inf:
                 assert self.counts.turns == self.counts.begun, "somebody waits for nothing"
                 return self.counts
-            assert moment > clock.now(), "what it waits for has happened"
+            assert moment >= clock.now(), "what it waits for has happened"
             clock.advance_to(moment)
 
     def _arrive(self, arrival: Arrival) -> None:

@@ -1,0 +1,125 @@
+"""One load through several schedules: the same figures for the same seed, and what is assumed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from pensieve.sim.cost import (
+    HARDWARE,
+    MODELS,
+    CostModel,
+    device_tokens_of,
+    host_tokens_of,
+)
+from pensieve.sim.simulator import Counts
+from pensieve.sim.systems import (
+    MEAN_CONTEXT,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    SYSTEMS,
+    ServingSetting,
+    counts_of,
+    requests_of,
+    sustained,
+)
+
+CARD = HARDWARE["rtx-4090"]
+MODEL = MODELS["opt-6.7b"]
+COST = CostModel.of(MODEL, CARD)
+SETTING = ServingSetting(COST, device_tokens_of(MODEL, CARD), host_tokens_of(MODEL, CARD), 2048)
+
+
+def test_the_presets_are_the_published_ones() -> None:
+    """KV of a token: 2 x layers x heads x head size x two bytes."""
+    assert {
+        name: MODELS[name].kv_bytes_per_token for name in MODELS if name.startswith("opt-")
+    } == {
+        "opt-125m": 36_864,
+        "opt-1.3b": 196_608,
+        "opt-6.7b": 524_288,
+        "opt-13b": 819_200,
+        "opt-66b": 2_359_296,
+    }
+    assert HARDWARE["rtx-4090"].memory_bytes == 24e9
+    assert replace(HARDWARE["rtx-4090"], devices=4).memory_bytes == 96e9
+    assert replace(HARDWARE["a100-40gb"], devices=4).memory_bytes == 160e9
+
+
+def test_first_rounds_have_the_published_means() -> None:
+    drawn = list(requests_of(2.0, 20_000, 0))
+    assert sum(each.input_tokens for each in drawn) / 20_000 == pytest.approx(
+        PROMPT_TOKENS, rel=0.03
+    )
+    assert sum(each.output_tokens for each in drawn) / 20_000 == pytest.approx(
+        OUTPUT_TOKENS, rel=0.03
+    )
+    running = sum((one.input_tokens + one.output_tokens / 2) * one.output_tokens for one in drawn)
+    assert running / sum(one.output_tokens for one in drawn) == pytest.approx(
+        MEAN_CONTEXT, rel=0.03
+    )
+    assert max(each.input_tokens + each.output_tokens for each in drawn) < SETTING.context_max
+    assert drawn[-1].at == pytest.approx(20_000 / 2.0 / 0.97, rel=0.03)
+
+
+def figures(counts: Counts) -> tuple[float | None, ...]:
+    return (
+        counts.turns,
+        counts.output_tokens,
+        counts.iterations,
+        counts.latencies.total,
+        counts.gaps.total,
+        counts.gaps.quantile(1.0),
+        counts.seconds,
+    )
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_seed_has_the_same_figures_again_and_everybody_is_served(system: str) -> None:
+    runs = []
+    for seed in (0, 0, 1):
+        arrivals = list(requests_of(4.0, 60, seed))
+        counts = counts_of(system, SETTING, iter(arrivals))
+        assert counts.turns == 60
+        assert counts.output_tokens == sum(each.output_tokens for each in arrivals)
+        runs.append(figures(counts))
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_alone_a_request_takes_the_same_with_every_system() -> None:
+    taken = []
+    for system in SYSTEMS:
+        counts = counts_of(system, SETTING, requests_of(0.0001, 5, 0))
+        taken.append(counts.latencies.total / counts.latencies.count)
+    assert taken == pytest.approx([taken[0]] * len(SYSTEMS), rel=1e-6)
+    assert taken[0] == pytest.approx(SETTING.unloaded_seconds, rel=0.1)
+
+
+def test_paged_kv_carries_more_than_reserved_kv() -> None:
+    """At half of what memory carries, who reserves whole contexts has a queue."""
+    mean = {}
+    for system in SYSTEMS:
+        counts = counts_of(system, SETTING, requests_of(0.5 * SETTING.rate_held, 100, 0))
+        mean[system] = counts.latencies.total / counts.latencies.count
+    assert mean["resident"] < 2 * SETTING.unloaded_seconds
+    assert mean["vllm"] < 2 * SETTING.unloaded_seconds
+    assert mean["orca"] > 4 * SETTING.unloaded_seconds
+    assert mean["fastserve"] > 4 * SETTING.unloaded_seconds
+
+
+def test_what_memory_carries_is_little_work() -> None:
+    assert SETTING.turns_held == 15_640 // 465 == 33
+    assert SETTING.rates() == [0.26, 0.51, 1.0, 1.5, 2.1, 2.6, 3.8, 6.4]
+    # 36 ms at 25 GB/s, over 465 tokens of half a megabyte.
+    assert SETTING.turns_linked == pytest.approx(0.036 * 25e9 / (465 * 524_288), rel=0.01)
+    assert replace(SETTING, turns_max=10).turns_held == 10
+
+
+def test_a_sustained_rate_lies_between_two_that_were_simulated() -> None:
+    points = [(1.0, 20.0), (2.0, 40.0), (3.0, 120.0)]
+    assert sustained(points, 100.0) == pytest.approx(2.75)
+    assert sustained(points, 10.0) == 0.0
+    assert sustained(points, 120.0) == math.inf
+    assert sustained([*points, (4.0, 90.0)], 100.0) == pytest.approx(2.75), "the first crossing"
