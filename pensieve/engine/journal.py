@@ -93,6 +93,7 @@ def hash_of(iteration: Iteration) -> str:
     slices = [(s.turn_id, s.start, s.stop, s.needs_token) for s in iteration.slices]
     moves = (iteration.copies, iteration.swap_ins, iteration.swap_outs)
     plain = repr((iteration.index, slices, [[tuple(move) for move in part] for part in moves]))
+    plain += "".join(repr([list(part) for part in group[2:]]) for group in iteration.groups)
     return hashlib.blake2b(plain.encode(), digest_size=8).hexdigest()
 
 

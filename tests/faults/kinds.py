@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from tests.faults.disk import STORE_FAULTS
+from tests.faults.kept import KEPT
 from tests.faults.machine import EngineShape
 
 BY_CALL = {  # the highest probability, each time that it could happen
@@ -52,6 +53,7 @@ BY_ITSELF = (  # what comes of the shape and of the others
     "a turn begins again",
     "a name is used again",
     "the context is full",
+    "a turn is streamed",
 )
 KINDS = (*BY_CALL, *BY_MOVE, *BY_ITSELF)
 ORDINARY = {"engine": 26, "pipe": 22, "store": 24, "client": 22, "time": 6}
@@ -77,7 +79,8 @@ class Shape:
 def drawn_shape(choose: random.Random, seed: int) -> Shape:
     chunk_tokens = choose.choice((1, 2, 4, 4, 8))
     scale = max(1, 4 // chunk_tokens)
-    places = random.Random(seed)  # its own draws, so that older seeds stay what they were
+    # Their own draws, so that older seeds stay what they were.
+    places, streams = random.Random(seed), random.Random(~seed)
     engine = EngineShape(
         policy=choose.choice(("lru", "value", "return")),
         device_pages=choose.randint(7, 14) * scale,
@@ -93,6 +96,8 @@ def drawn_shape(choose: random.Random, seed: int) -> Shape:
         turns_queued_max=choose.choice((2, 64, 64)),
         depth=choose.choice((1, 2)),
         swap_outs_max=choose.choice((1, 64, 64)),
+        staging_pages=streams.choice((0, 3, 12)) * scale if seed not in KEPT else 0,
+        stream=streams.choice(("on", "on", "auto")),
         checks_every=1 if seed % 8 == 0 else 7,
     )
     return Shape(

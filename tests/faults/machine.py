@@ -65,12 +65,16 @@ class EngineShape:
     turns_queued_max: int = 64
     depth: int = 1
     swap_outs_max: int = 64
+    staging_pages: int = 0  # of an arena, for streamed turns
+    stream: str = "on"
     checks_every: int = 1  # commits
 
     @property
     def cache(self) -> CacheConfig:
         return CacheConfig(
-            self.device_pages, self.host_pages, self.chunk_tokens, swap_outs_max=self.swap_outs_max
+            *(self.device_pages, self.host_pages, self.chunk_tokens),
+            swap_outs_max=self.swap_outs_max,
+            staging_pages=self.staging_pages,
         )
 
 
@@ -85,6 +89,7 @@ class FaultyLedger(LedgerExecutor):
             seed,
             late,
             depth=shape.depth,
+            staging_pages=shape.staging_pages,
         )
         self._strikes = strikes
         self._shuffle = random.Random(seed)
@@ -97,6 +102,8 @@ class FaultyLedger(LedgerExecutor):
             if piece.needs_token and self._strikes("a row is not a number"):
                 self.failing_turns.add(piece.turn_id)
         super().launch(iteration)
+        if iteration.groups:
+            self._strikes("a turn is streamed")
         if self._strikes("a launch fails half way"):
             raise DeviceError("an illegal memory access was encountered")
 
@@ -148,6 +155,7 @@ class Machine:
                 shape.turns_max,
                 time_share=shape.time_share,
                 prefill_ahead=shape.prefill_ahead,
+                stream=shape.stream,
             ),
         )
         self.executor = FaultyLedger(shape, seed, late, strikes)

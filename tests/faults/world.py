@@ -42,7 +42,7 @@ from pensieve.sim.clock import VirtualClock
 from pensieve.store import conversation_rows
 from pensieve.store.conversation_store import ConversationStore
 from tests.faults.disk import STORE_FAULTS, Disk, Fault, ProcessDied, begin_with
-from tests.faults.kinds import BY_MOVE, ORDINARY, Rates, Shape, drawn_rates, drawn_shape
+from tests.faults.kinds import BY_ITSELF, BY_MOVE, ORDINARY, Rates, Shape, drawn_rates, drawn_shape
 from tests.faults.machine import Link, Machine
 from tests.faults.people import People
 from tests.faults.process import Process, looking_at, quiet
@@ -110,6 +110,9 @@ class World:
 
     def strikes(self, kind: str) -> bool:
         """Whether a fault happens, each time that it could."""
+        if kind in BY_ITSELF:
+            self.happened[kind] += 1
+            return False
         rate = self.rates[kind]
         if not rate or not self._faulty or self.random.random() >= rate:
             return False
