@@ -4,8 +4,10 @@ loader ─> probe ─> shape            a model whose every layer is known to go
              └─> fuse               its layers and products replaced by faster ones
 executor                            launch and collect
   ├── kv: copier ─> memory          pages move between the tiers beside the compute
+  │       streamer ─> memory        those of streamed turns, to the device and back, in each layer
   ├── forward ─> batch              an iteration's slices as tensors, and the model's logits
   │     ├── attention ─> kernels    one layer: wait, copy, write, attend
+  │     ├── streamed_pass           the same where turns are streamed: group by group
   │     └── graphs                  decode iterations of a GPU as CUDA graphs
   ├── sampling                      logits to token ids
   └── reply ─> text                 token ids to text, and when a reply ends

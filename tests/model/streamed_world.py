@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -10,33 +11,18 @@ import torch
 
 from pensieve.core.iteration import Iteration, Outcome, PageGroup
 from pensieve.core.turn import Turn
-from pensieve.model.kv.memory import KVMemory
 from pensieve.model.loader import LoadedModel
 from tests.model.world import World, poison, slice_of, start_of
 
 Piece = tuple[Turn, int, int, bool]  # start, stop, needs_token
 
 
-class StreamedWorld(World):
+class Streaming(World):
     """Host pages are handed out at random; what a page holds of its chunk is known (`filled`)."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        *,
-        staging_pages: int,
-        device_pages: int = 64,
-        host_pages: int = 96,
-        chunk_tokens: int = 32,
-        **rest: Any,
-    ) -> None:
-        memory = KVMemory(
-            model.shape, device_pages, host_pages, chunk_tokens, staging_pages=staging_pages
-        )
-        poison(memory.staging_arena)
-        super().__init__(model, memory=memory, **rest)
-        self.free_host = list(range(host_pages))
-        self.rng.shuffle(self.free_host)
+    def begin_streaming(self) -> None:
+        self.free_host = list(range(self.memory.host_pages))
+        random.Random(len(self.free_host)).shuffle(self.free_host)
         self.streamed: set[int] = set()  # turn ids
         self.filled: dict[int, int] = {}  # leading slots of a host page that hold what they should
 
@@ -127,3 +113,11 @@ class StreamedWorld(World):
         arena = self.memory.host_arena if on_host else self.memory.device_arena
         pages = arena[:, list(turn.page_table)].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
         return pages[:, :, :, :num_tokens]
+
+
+class StreamedWorld(Streaming):
+    """With pages for the compiled attention, whose rows have the same bits in any batch."""
+
+    def __init__(self, model: LoadedModel, **rest: Any) -> None:
+        super().__init__(model, **{"host_pages": 96, "chunk_tokens": 32, **rest})
+        self.begin_streaming()

@@ -58,6 +58,7 @@ class World:
         *,
         device_pages: int = 64,
         host_pages: int = 32,
+        staging_pages: int = 0,
         memory: KVMemory | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         seed: int = 0,
@@ -66,9 +67,15 @@ class World:
         graphs: Callable[[KVMemory], DecodeGraphs] | None = None,
     ) -> None:
         self.rng = random.Random(seed)
-        self.memory = memory or KVMemory(model.shape, device_pages, host_pages, chunk_tokens)
-        poison(self.memory.device_arena)
-        poison(self.memory.host_arena)
+        self.memory = memory or KVMemory(
+            model.shape, device_pages, host_pages, chunk_tokens, staging_pages=staging_pages
+        )
+        for arena in (
+            self.memory.device_arena,
+            self.memory.host_arena,
+            self.memory.staging_arena,
+        ):
+            poison(arena)
         self.graphs = graphs(self.memory) if graphs is not None else None
         self.sampler = Sampler(model.shape.vocab_size, eos_token_ids)
         self.executor = TorchExecutor(

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from pensieve.core.iteration import PageGroup, SwapIn, SwapOut
+from pensieve.errors import DeviceError
 from pensieve.model.kv.copier_cuda import CudaCopier
 from pensieve.model.kv.memory import KVMemory, PageMoves
-from pensieve.model.kv.streamer import arena_of
+from pensieve.model.kv.streamer import Streamer, arena_of
+from pensieve.model.kv.streamer_cpu import CpuStreamer
 from pensieve.model.kv.streamer_cuda import CudaStreamer
 from pensieve.model.shape import ModelShape
 from tests.model.kv.streams import FakeStreams
@@ -42,10 +44,10 @@ class LateMemory(KVMemory):
     def _later(self, work: Callable[[], None]) -> None:
         self._streams.current.launch(work)
 
-    def load(self, layer: int, arena: int, moves: PageMoves) -> None:
+    def load(self, layer: int, arena: int, moves: PageMoves, num_threads: int = 1) -> None:
         self._later(lambda: KVMemory.load(self, layer, arena, moves))
 
-    def store(self, layer: int, arena: int, moves: PageMoves) -> None:
+    def store(self, layer: int, arena: int, moves: PageMoves, num_threads: int = 1) -> None:
         self._later(lambda: KVMemory.store(self, layer, arena, moves))
 
     def swap_in(self, layer: int, moves: PageMoves) -> None:
@@ -76,7 +78,6 @@ class Rehearsal:
         self.free = list(range(HOST_PAGES))
         self.wrong: list[str] = []
         self._value = 0.0
-        self._copy_id = 0
         self._swapping: set[int] = set()  # host pages of copies that were not reported
 
     def iteration(self, *, fails: bool = False) -> None:
@@ -302,10 +303,102 @@ FAULTS: list[tuple[Plant, Callable[[int, Plant], None]]] = [
 
 @pytest.mark.parametrize(("kind", "act"), FAULTS, ids=[kind.__name__ for kind, _ in FAULTS])
 def test_a_planted_fault_is_found(kind: Plant, act: Callable[[int, Plant], None]) -> None:
-    found = 0
     for seed in range(60):
         try:
             act(seed, kind)
         except AssertionError:
-            found += 1
-    assert found, f"{kind.__name__} went unnoticed"
+            return
+    pytest.fail(f"{kind.__name__} went unnoticed")
+
+
+# -- on a CPU, and what both refuse --
+
+
+def test_on_a_cpu_a_step_is_loaded_attended_to_and_stored_before_the_next() -> None:
+    memory = KVMemory(SHAPE, 2, 5, SIZE, staging_pages=3)
+    memory.host_arena.copy_(torch.arange(memory.host_arena.numel()).view_as(memory.host_arena))
+    before = memory.host_arena.clone()
+    memory.staging_arena.fill_(-1.0)
+    streamer = CpuStreamer(memory)
+    columns = ([3, 0, 4], [4, 2, 0], [0, 3, 0]), ([1, 3], [1, 4], [2, 0])
+    streamer.begin([PageGroup(0, 1, *(array("i", each) for each in group)) for group in columns])
+    for step in range(2 * NUM_LAYERS):
+        layer, group = divmod(step, 2)
+        arena = memory.staging_arena[arena_of(step)]
+        streamer.wait_loaded(step)
+        for place, (page, loaded, _) in enumerate(zip(*columns[group], strict=True)):
+            assert torch.equal(arena[place, :, :, :loaded], before[layer, page, :, :, :loaded])
+        arena[1 - group, :, :, 1 + (group == 0)] = 1000.0 + step
+        streamer.attended(step)
+    streamer.end()
+    expected = before.clone()
+    for layer in range(NUM_LAYERS):
+        expected[layer, 0, :, :, 2] = 1000.0 + 2 * layer
+        expected[layer, 1, :, :, 1] = 1001.0 + 2 * layer
+    assert torch.equal(memory.host_arena, expected), "what was stored, and nothing else"
+    streamer.wait_stored()
+    streamer.close()
+
+
+def one_page(page: int = 0) -> list[PageGroup]:
+    return [PageGroup(0, 1, array("i", [page]), array("i", [SIZE]), array("i", [1]))]
+
+
+def streamers() -> list[tuple[KVMemory, Streamer]]:
+    memory = KVMemory(SHAPE, 2, 2, SIZE, staging_pages=1)
+    late = LateMemory(streams := FakeStreams(0))
+    return [(memory, CpuStreamer(memory)), (late, CudaStreamer(late, streams))]
+
+
+def test_a_copy_that_fails_is_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for memory, streamer in streamers():
+
+        def failing(*rest: object) -> None:
+            raise RuntimeError("the bus is gone")
+
+        streamer.begin(one_page())
+        streamer.wait_loaded(0)
+        monkeypatch.setattr(memory, "store", failing)
+        with pytest.raises(DeviceError, match="the bus is gone"):
+            streamer.attended(0)
+        streamer.abandon()
+        monkeypatch.setattr(memory, "load", failing)
+        with pytest.raises(DeviceError, match="the bus is gone"):
+            begun_and_loaded(streamer)
+
+
+def begun_and_loaded(streamer: Streamer) -> None:
+    streamer.begin(one_page())
+    streamer.wait_loaded(0)
+
+
+def test_a_page_that_is_not_there_is_a_device_error() -> None:
+    streamer = streamers()[0][1]
+    streamer.begin(one_page(99))
+    with pytest.raises(DeviceError, match="outside the arena"):
+        streamer.wait_loaded(0)
+
+
+def test_steps_come_in_their_order_and_a_pass_ends_with_the_last() -> None:
+    for _, streamer in streamers():
+        streamer.begin(one_page())
+        with pytest.raises(AssertionError, match="under way"):
+            streamer.begin(one_page())
+        streamer.wait_loaded(0)
+        with pytest.raises(AssertionError, match="order"):
+            streamer.attended(1)
+        with pytest.raises(AssertionError, match="has not attended"):
+            streamer.end()
+        streamer.abandon()
+        streamer.begin(one_page())
+
+
+def test_staging_arenas_are_counted_in_pages_of_a_layer() -> None:
+    memory = KVMemory(SHAPE, 2, 2, SIZE, staging_pages=5)
+    assert memory.staging_pages == 5
+    assert memory.staging_arena.nbytes == 2 * 5 * memory.page_bytes // NUM_LAYERS
+    assert KVMemory(SHAPE, 2, 2, SIZE).staging_pages == 0
+    with pytest.raises(DeviceError, match="for the staging tier"):
+        KVMemory(SHAPE, 2, 2, SIZE, staging_pages=1 << 50)
+    with pytest.raises(DeviceError, match="-1 staging pages"):
+        KVMemory(SHAPE, 2, 2, SIZE, staging_pages=-1)

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from pensieve.core.iteration import Iteration, Outcome, PageCopy, PageGroup, Slice, SwapIn, SwapOut
+from pensieve.core.turn import Turn
 from pensieve.engine.messages import CheckIntegrity
 from pensieve.engine.ports import Executor
 from pensieve.errors import ConfigError, DeviceError, UnsupportedModel
@@ -32,6 +33,7 @@ from pensieve.model.parallel.executor import ParallelExecutor
 from pensieve.model.parallel.leader import Leader, Tally
 from pensieve.model.parallel.rank_messages import ControlMessage, RankPipe, pack, unpack
 from pensieve.model.parallel.worker import WorkerExecutor
+from tests.model.streamed_world import StreamedWorld, Streaming
 from tests.model.world import CHUNK_TOKENS, GAP_MAX, World, largest_gap, plain_model
 from tests.service.rig import Crowd, Reference, figures, query, started, write_model
 from tests.text.families import QWEN_2_5
@@ -39,14 +41,14 @@ from tests.text.families import QWEN_2_5
 FolderOf = Callable[[str], Path]
 Loaded = Callable[[str], LoadedModel]
 CPU = torch.device("cpu")
-DEVICE_PAGES, HOST_PAGES = 320, 160
+PAGES = {"device_pages": 320, "host_pages": 160, "staging_pages": 20}
 WAIT_SECONDS = 60.0
 
 # Every layer is a meeting of two processes: on a crowded machine each waits for its turn twice.
 pytestmark = pytest.mark.timeout(1200)
 
 
-class ParallelWorld(World):
+class ParallelWorld(Streaming):
     """A world whose iterations are carried out by two ranks."""
 
     def __init__(self, folder: Path, seed: int = 0, kv_dtype: str = "auto") -> None:
@@ -62,8 +64,8 @@ class ParallelWorld(World):
         try:
             model = load(folder, rank=self.leader, kv_dtype=kv_dtype)
             self.leader.check_shapes(model.shape)
-            super().__init__(model, device_pages=DEVICE_PAGES, host_pages=HOST_PAGES, seed=seed)
-            self.leader.allocate(DEVICE_PAGES, HOST_PAGES, CHUNK_TOKENS)
+            super().__init__(model, **PAGES, seed=seed)
+            self.leader.allocate(**PAGES, chunk_tokens=CHUNK_TOKENS)
         except BaseException:
             self.leader.close()
             raise
@@ -169,7 +171,7 @@ def test_two_ranks_say_what_one_rank_says(family: str, folder_of: FolderOf, load
         assert two.memory.shape.num_kv_heads == model.shape.num_kv_heads // 2
         assert two.memory.page_bytes == model.shape.kv_bytes_per_page(CHUNK_TOKENS) // 2
         for seed in range(3):
-            one = World(model, device_pages=DEVICE_PAGES, host_pages=HOST_PAGES, seed=seed)
+            one = World(model, **PAGES, seed=seed)
             two.start_again(seed)
             deeds = traffic(one, seed), traffic(two, seed)
             one.executor.close()
@@ -179,6 +181,37 @@ def test_two_ranks_say_what_one_rank_says(family: str, folder_of: FolderOf, load
                 assert shared.num_output_tokens > 3
                 assert list(shared.tokens) == list(alone.tokens), f"seed {seed}"
                 assert largest_gap(plain, shared) <= GAP_MAX
+
+
+def test_two_ranks_stream_the_turns_that_one_rank_streams(
+    folder_of: FolderOf, loaded: Loaded
+) -> None:
+    """Each has arenas of its own, for its heads; more groups than arenas."""
+    said = []
+    with parallel_world(folder_of("mistral")) as two:
+        two.begin_streaming()
+        one = StreamedWorld(loaded("mistral"), **PAGES, chunk_tokens=CHUNK_TOKENS)
+        for world in (one, two):
+            resident = world.turn(0, tokens=[5, 6, 7, 8, 9])
+            turns = [world.streamed_turn(0, tokens=range(9, 9 + n)) for n in (7, 30, 11)]
+            world.step_groups(
+                [(resident, 0, 5, True)], *([(each, 0, len(each.tokens), True)] for each in turns)
+            )
+            a, b, c = turns
+            for _ in range(6):
+                world.step_groups([_next(resident)], [_next(a), _next(c)], [_next(b)])
+                world.step_groups([], [world.drop(b, 3), _next(b)], [_next(a)], [_next(c)])
+            said.append([list(each.tokens) for each in world.turns])
+            assert (
+                max(largest_gap(plain_model(folder_of("mistral")), each) for each in turns)
+                <= GAP_MAX
+            )
+        one.executor.close()
+    assert said[0] == said[1]
+
+
+def _next(turn: Turn) -> tuple[Turn, int, int, bool]:
+    return turn, len(turn.tokens) - 1, len(turn.tokens), True
 
 
 def test_each_rank_keeps_fp8_by_scales_of_its_own_heads(
