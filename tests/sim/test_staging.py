@@ -136,6 +136,24 @@ def test_loads_wait_for_swap_ins_and_stores_for_no_swap_out() -> None:
     assert sorted(outcome.finished_copies) == [1, 2]
 
 
+def test_long_stores_keep_the_arenas_from_the_next_iteration_and_swap_outs_from_the_link() -> None:
+    """One turn: dense 0.5 a layer, load 4, attention 2.5, store 20.
+
+    Stores are 6.5-26.5 and 26.5-46.5, a swap-out of 8 s behind them; the next loads begin at 26.5 and 46.5.
+    """
+    both = an_iteration(1, with_copies=True)
+    stored = PageGroup(0, 1, array("i", [7]), array("i", [4]), array("i", [20]))
+    iteration = replace(both, slices=both.slices[1:2], groups=(stored,), swap_ins=())
+    clock = VirtualClock()
+    executor = ModelledExecutor(COST, clock)
+    executor.launch(iteration)
+    assert executor.collect().finished_copies == ()
+    assert clock.now() == pytest.approx(10.5)
+    executor.launch(replace(iteration, index=2, started=(), swap_outs=()))
+    assert executor.collect().finished_copies == (2,)
+    assert clock.now() == pytest.approx(53.0)
+
+
 def test_groups_without_work_on_the_link_take_what_resident_slices_take() -> None:
     """Attention is by keys here, so that it is the same in one batch and in groups."""
     iteration = an_iteration(1)
