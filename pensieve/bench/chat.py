@@ -48,6 +48,7 @@ class Options:
     host_cache: str | None = None
     weights: str | None = None
     kv_dtype: str | None = None
+    stream: str | None = None
 
     def flags(self) -> list[str]:
         """Of the daemon.  A share of the device tier counts what all turns hold in the end."""
@@ -57,7 +58,7 @@ class Options:
             device = device or f"{max(int(shape.tokens * shape.device_share), alone)}t"
             host = host or f"{2 * shape.tokens}t"
         named = {"--device-cache": device, "--host-cache": host, "--weights": self.weights}
-        named["--kv-dtype"] = self.kv_dtype
+        named |= {"--kv-dtype": self.kv_dtype, "--stream": self.stream}
         return [part for name, value in named.items() if value for part in (name, value)]
 
 

@@ -219,10 +219,14 @@ def _chat(kinds: Any) -> None:
             f"{name}: {shape.conversations} conversations x {shape.turns} turns x "
             f"{shape.input_tokens} in / {shape.output_tokens} out"
             + (
-                f", {shape.rate:g} arriving a second and thinking for {shape.think_seconds:g} s, "
-                f"on a device tier for {shape.device_share * 100:g} percent of it"
-                if shape.device_share
+                f", {shape.rate:g} arriving a second and thinking for {shape.think_seconds:g} s"
+                if shape.rate
                 else ", all at once and without thinking"
+            )
+            + (
+                f", on a device tier for {shape.device_share * 100:g} percent of it"
+                if shape.device_share
+                else ""
             )
             for name, shape in SHAPES.items()
         ),
@@ -265,6 +269,11 @@ def _chat(kinds: Any) -> None:
         metavar="TYPE",
         help="type of KV of the daemon that is started; see `pensieve serve`",
     )
+    parser.add_argument(
+        "--stream",
+        metavar="MODE",
+        help="auto, on or off, for the daemon that is started; see `pensieve serve`",
+    )
     add_plot(parser, "the times")
     parser.set_defaults(run=chat)
 
@@ -282,6 +291,7 @@ def chat(arguments: argparse.Namespace) -> int:
         arguments.host_cache,
         arguments.weights,
         arguments.kv_dtype,
+        arguments.stream,
     )
     report = Report(arguments.json)
     turns = bench.run(options, report)

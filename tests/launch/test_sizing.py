@@ -6,7 +6,7 @@ import pytest
 
 from pensieve.errors import ConfigError
 from pensieve.launch import sizing as tier_sizing
-from pensieve.launch.sizing import tier_pages, turns_max
+from pensieve.launch.sizing import TierPages, staging_pages, tier_pages, turns_max
 from tests.launch.settings import settings_of
 
 GIB = 2**30
@@ -29,8 +29,8 @@ def test_on_a_cpu_both_tiers_share_its_memory() -> None:
 
 
 def test_a_gpu_has_memory_of_its_own() -> None:
-    assert tier_pages(settings_of(), PAGE_BYTES, 100 * GIB) == (25_600, 4096)
-    given = settings_of(device_cache="50%", host_cache="60GiB")
+    assert tier_pages(settings_of(stream="off"), PAGE_BYTES, 100 * GIB) == (25_600, 4096)
+    given = settings_of(device_cache="50%", host_cache="60GiB", stream="off")
     assert tier_pages(given, PAGE_BYTES, 100 * GIB) == (12_800, 15_360)
     with pytest.raises(
         ConfigError, match=r"--device-cache .*101.*100.0 GiB of the GPU's memory are left"
@@ -48,3 +48,44 @@ def test_as_many_turns_run_as_memory_and_the_budget_have_room_for() -> None:
     assert turns_max(settings_of(token_budget="512"), 100) == 50
     assert turns_max(settings_of(token_budget="1"), 4) == 1
     assert turns_max(settings_of(token_budget="512", turns_max="7"), 100_000) == 7
+
+
+def test_staging_is_a_tenth_of_the_device_tier_in_two_arenas_for_one_layer() -> None:
+    pages = TierPages(1000, 5000)
+    assert staging_pages(settings_of(), pages, PAGE_BYTES, 32) == 1600
+    assert staging_pages(settings_of(staging="5%"), pages, PAGE_BYTES, 32) == 800
+    assert staging_pages(settings_of(staging="1MiB"), pages, PAGE_BYTES, 32) == 4
+    assert staging_pages(settings_of(staging="6400t"), pages, PAGE_BYTES, 32) == 100
+    assert staging_pages(settings_of(), TierPages(1000, 70), PAGE_BYTES, 32) == 70
+    assert staging_pages(settings_of(stream="off"), pages, PAGE_BYTES, 32) == 0
+    assert staging_pages(settings_of(), TierPages(1000, 0), PAGE_BYTES, 32) == 0
+
+
+def test_on_a_gpu_staging_is_taken_from_what_is_left() -> None:
+    alone = settings_of(stream="off")
+    assert tier_pages(alone, PAGE_BYTES, 110 * GIB).device == 28_160
+    assert tier_pages(settings_of(), PAGE_BYTES, 110 * GIB).device == 25_599  # 1.1 is not exact
+    given = settings_of(staging="10GiB")
+    assert tier_pages(given, PAGE_BYTES, 110 * GIB).device == 25_600
+
+
+@pytest.mark.parametrize(
+    ("written", "pages", "problem"),
+    [
+        ({"stream": "on"}, TierPages(1000, 0), r"needs a host tier: .* the smallest is 32t"),
+        ({"staging": "200KiB"}, TierPages(1000, 50), r"131,072 bytes.*the smallest is 256KiB"),
+        ({"staging": "63t"}, TierPages(1000, 50), r"the smallest is 256KiB"),
+    ],
+)
+def test_what_cannot_stage_a_page_in_each_arena_is_refused_with_the_smallest_that_can(
+    written: dict[str, str], pages: TierPages, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        staging_pages(settings_of(**written), pages, PAGE_BYTES, 32)
+    assert staging_pages(settings_of(staging="256KiB"), TierPages(1000, 50), PAGE_BYTES, 32) == 1
+
+
+def test_a_device_tier_too_small_to_stage_streams_nothing_unless_it_is_asked_to() -> None:
+    tiny = TierPages(4, 50)
+    assert staging_pages(settings_of(), tiny, PAGE_BYTES, 2) == 0
+    assert staging_pages(settings_of(stream="on"), tiny, PAGE_BYTES, 2) == 1
