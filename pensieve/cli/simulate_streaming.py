@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests",
         type=int,
         metavar="N",
-        help="requests of each run; all are served to their end (default: three times what the device holds "
+        help="requests of each run; all are served to their end (default: ten times what the device holds "
         "at once, 500 to 3000)",
     )
     group.add_argument(

@@ -73,8 +73,11 @@ class ServingSetting:
 
     @property
     def num_requests(self) -> int:
-        """Of a run that fills the device, as far as that takes not too long."""
-        return min(max(3 * self.turns_held, REQUESTS_MIN), REQUESTS_MAX)
+        """Of a run, so that the device is filled several times, as far as that takes not too long.
+
+        In a shorter one a queue cannot become long, and every rate seems to be carried.
+        """
+        return min(max(10 * self.turns_held, REQUESTS_MIN), REQUESTS_MAX)
 
     @property
     def limit_seconds(self) -> float:
