@@ -24,7 +24,7 @@ from pensieve.model.executor import TorchExecutor
 from pensieve.model.free_memory import free_for_kv
 from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv.checksums import PageChecksums
-from pensieve.model.kv.memory import KVMemory
+from pensieve.model.kv.memory import STAGING_ARENAS, KVMemory
 from pensieve.model.parallel.executor import ParallelExecutor
 from pensieve.model.sampling.sampler import Sampler
 from pensieve.text import Tokenizer
@@ -53,6 +53,9 @@ def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: R
         if leader is not None:
             device_bytes = num_ranks * min(device_bytes, *leader.measured_bytes())
     page_bytes = num_ranks * model.shape.kv_bytes_per_page(settings.chunk_tokens)
+    if device_bytes is not None:
+        staging_bytes = STAGING_ARENAS * staging_pages * page_bytes // model.shape.num_layers
+        device_bytes = max(device_bytes - staging_bytes, 0)
     pages = tier_pages(settings, page_bytes, device_bytes)
     num_staged = staging_pages(settings, pages, page_bytes, model.shape.num_layers)
     memory = KVMemory(model.shape, *pages, settings.chunk_tokens, device, report, num_staged)

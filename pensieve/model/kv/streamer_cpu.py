@@ -6,8 +6,9 @@ its calls, and no two things happen at once:
     load 0, attend 0, store 0, load 1, attend 1, …
 
 Copies use all threads of the kernels.  A thread beside the compute, one group ahead, would take a core from
-it, and copy with one core's bandwidth while the others wait; measured on two cores a pass took a fifth more
-time with such a thread.  An arena that has just been loaded is in the caches when its attention reads it.
+it, and copy with one core's bandwidth while the others wait; measured on two cores a pass took a tenth to a
+fifth more time with such a thread.  An arena that has just been loaded is in the caches when its attention
+reads it.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ class ParallelWorld(Streaming):
             model = load(folder, rank=self.leader, kv_dtype=kv_dtype)
             self.leader.check_shapes(model.shape)
             super().__init__(model, **PAGES, seed=seed)
+            self.begin_streaming()
             self.leader.allocate(**PAGES, chunk_tokens=CHUNK_TOKENS)
         except BaseException:
             self.leader.close()
@@ -189,7 +190,6 @@ def test_two_ranks_stream_the_turns_that_one_rank_streams(
     """Each has arenas of its own, for its heads; more groups than arenas."""
     said = []
     with parallel_world(folder_of("mistral")) as two:
-        two.begin_streaming()
         one = StreamedWorld(loaded("mistral"), **PAGES, chunk_tokens=CHUNK_TOKENS)
         for world in (one, two):
             resident = world.turn(0, tokens=[5, 6, 7, 8, 9])
