@@ -21,6 +21,7 @@ from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.scheduler_config import SOME_COST
 from pensieve.errors import ConfigError
 from pensieve.launch import profiles
+from pensieve.launch.sizing import streams_in_place
 from pensieve.sim import cost_file
 from pensieve.sim.cost import HARDWARE, CostModel, HardwarePreset
 from pensieve.sim.fit import assumed_for
@@ -79,10 +80,13 @@ def _measured(settings: Settings, cost: CostModel, words: str, model: LoadedMode
 def _streaming(
     settings: Settings, model: LoadedModel, copy_seconds: float = 0.0
 ) -> tuple[float, float]:
-    """What copying a chunk takes, by a data sheet where it is not known, and a group of streamed turns."""
+    """What staging a chunk takes, by a data sheet where it is not known, and a group of streamed turns."""
+    group_seconds = GROUP_LAYER_SECONDS * model.shape.num_layers
+    if streams_in_place(settings, model.flat.module.device.type == "cpu"):
+        return 0.0, group_seconds
     num_bytes = settings.tensor_parallel * model.shape.kv_bytes_per_page(settings.chunk_tokens)
     estimated = num_bytes / _hardware(model).link_bytes_per_second
-    return copy_seconds or estimated, GROUP_LAYER_SECONDS * model.shape.num_layers
+    return copy_seconds or estimated, group_seconds
 
 
 def _hardware(model: LoadedModel) -> HardwarePreset:

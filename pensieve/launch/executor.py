@@ -17,6 +17,7 @@ from pensieve.launch.sizing import (
     TierPages,
     size_text,
     staging_pages,
+    streams_in_place,
     tier_pages,
     turns_max,
 )
@@ -24,7 +25,7 @@ from pensieve.model.executor import TorchExecutor
 from pensieve.model.free_memory import free_for_kv
 from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv.checksums import PageChecksums
-from pensieve.model.kv.memory import STAGING_ARENAS, KVMemory
+from pensieve.model.kv.memory import IN_PLACE, KVMemory
 from pensieve.model.parallel.executor import ParallelExecutor
 from pensieve.model.sampling.sampler import Sampler
 from pensieve.text import Tokenizer
@@ -34,7 +35,7 @@ class Tiers(NamedTuple):
     memory: KVMemory  # of this rank
     pages: TierPages
     page_bytes: int  # of all ranks together
-    staging_pages: int  # of each arena; 0: no turn is streamed
+    staging_pages: int  # that a group may have; 0: no turn is streamed
 
 
 def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: Report) -> Tiers:
@@ -53,20 +54,21 @@ def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: R
         if leader is not None:
             device_bytes = num_ranks * min(device_bytes, *leader.measured_bytes())
     page_bytes = num_ranks * model.shape.kv_bytes_per_page(settings.chunk_tokens)
-    if device_bytes is not None:
-        staging_bytes = STAGING_ARENAS * staging_pages * page_bytes // model.shape.num_layers
-        device_bytes = max(device_bytes - staging_bytes, 0)
     pages = tier_pages(settings, page_bytes, device_bytes)
     num_staged = staging_pages(settings, pages, page_bytes, model.shape.num_layers)
-    memory = KVMemory(model.shape, *pages, settings.chunk_tokens, device, report, num_staged)
+    in_place = pages.host > 0 and streams_in_place(settings, device.type == "cpu")
+    arena_pages = IN_PLACE if in_place else num_staged
+    memory = KVMemory(model.shape, *pages, settings.chunk_tokens, device, report, arena_pages)
     if leader is not None:
-        leader.allocate(*pages, settings.chunk_tokens, num_staged)
+        leader.allocate(*pages, settings.chunk_tokens, arena_pages)
     tier_sizes = (
         f"{name} {size_text(num_pages * page_bytes)} = {num_pages * settings.chunk_tokens:,} tokens"
         for name, num_pages in zip(TierPages._fields, pages, strict=True)
     )
     report(f"KV pools: {', '.join(tier_sizes)}, in {memory.format.in_words}")
-    if num_staged:
+    if in_place:
+        num_staged = pages.host
+    elif num_staged:
         staged_bytes = STAGING_ARENAS * num_staged * page_bytes // model.shape.num_layers
         longest = num_staged * settings.chunk_tokens
         report(f"staging: {size_text(staged_bytes)}, for contexts of up to {longest:,} tokens")

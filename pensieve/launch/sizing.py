@@ -76,6 +76,11 @@ def _without_staging(settings: Settings, device_bytes: int) -> int:
     return int(device_bytes / (1 + (size.amount if size.unit == "share" else STAGING_SHARE)))
 
 
+def streams_in_place(settings: Settings, on_cpu: bool) -> bool:
+    """Whether streamed turns attend to the host tier itself; where arenas are asked for they are used."""
+    return on_cpu and settings.stream != "off" and settings.staging.unit == "auto"
+
+
 def staging_pages(settings: Settings, pages: TierPages, page_bytes: int, num_layers: int) -> int:
     """Pages of each of the two staging arenas, for one layer; 0: no turn is streamed."""
     if settings.stream == "off":

@@ -35,6 +35,7 @@ from pensieve.model.kv.memory import KVMemory, PageMoves
 from pensieve.model.kv.streamer import Streamer
 from pensieve.model.kv.streamer_cpu import CpuStreamer
 from pensieve.model.kv.streamer_cuda import CudaStreamer
+from pensieve.model.kv.streamer_in_place import InPlaceStreamer, in_host_pages
 from pensieve.model.shared_pages import SharedSearch
 from pensieve.model.streamed_pass import StreamedPass, parts_of
 
@@ -60,7 +61,9 @@ def copier_for(memory: KVMemory) -> Copier:
 
 
 def streamer_for(memory: KVMemory) -> Streamer | None:
-    """None where the memory has no staging arenas."""
+    """None where no turn can be streamed."""
+    if memory.in_place:
+        return InPlaceStreamer(memory)
     if not memory.staging_pages:
         return None
     return CpuStreamer(memory) if memory.device_arena.device.type == "cpu" else CudaStreamer(memory)
@@ -149,6 +152,8 @@ class Forward:
         groups: Sequence[PageGroup],
     ) -> Computed:
         chunk_tokens, graphs = self._memory.chunk_tokens, self._graphs
+        if groups and self._memory.in_place:
+            slices = in_host_pages(slices, groups)
         search = self._search if not groups else nothing_shared  # which is found for each part
         batch = Batch.from_slices(slices, chunk_tokens, self._device, sampled, search)
         if groups:

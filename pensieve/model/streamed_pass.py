@@ -30,7 +30,7 @@ from pensieve.kernels.layer.protocol import PagedRows
 from pensieve.model.batch import Batch
 from pensieve.model.graphs import work_of
 from pensieve.model.kv.memory import KVMemory, PageMoves
-from pensieve.model.kv.streamer import Streamer, arena_of
+from pensieve.model.kv.streamer import Streamer
 from pensieve.model.shared_pages import Search
 
 
@@ -116,7 +116,7 @@ class StreamedPass:
         first_step = layer * len(self._groups)
         for step, part in enumerate(self._groups, first_step):
             streamer.wait_loaded(step)
-            attend_over(part, *memory.staged_pages(arena_of(step)))
+            attend_over(part, *streamer.pages(step))
             streamer.attended(step)
         return out
 

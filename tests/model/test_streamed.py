@@ -310,7 +310,8 @@ def test_a_token_that_does_not_fit_is_a_device_error(
 
 def arenas_swapped(patch: pytest.MonkeyPatch) -> None:
     """Attention goes to the other arena than the copies."""
-    patch.setattr("pensieve.model.streamed_pass.arena_of", lambda step: 1 - step % 2)
+    staged = KVMemory.staged_pages
+    patch.setattr(KVMemory, "staged_pages", lambda memory, arena: staged(memory, 1 - arena))
 
 
 def one_store_lost(patch: pytest.MonkeyPatch) -> None:

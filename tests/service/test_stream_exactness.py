@@ -41,6 +41,13 @@ FIRED = (
             },
         ),
         (LLAMA_3, "llama-gqa", 2, {"staging": "800t", "host_cache": "640t"}),
+        (QWEN_2_5, "qwen3", 1, {}),  # in place: nothing is staged
+        (
+            LLAMA_3,
+            "llama-gqa",
+            1,
+            {"chunk_tokens": "32", "device_cache": "640t", "host_cache": "1600t", "check_kv": "1"},
+        ),
     ],
 )
 def test_every_reply_of_streamed_turns_is_what_plain_transformers_would_have_said(

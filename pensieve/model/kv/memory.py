@@ -37,6 +37,7 @@ from pensieve.model.kv import host_arena
 from pensieve.model.shape import ModelShape
 from pensieve.model.transfer import upload
 
+IN_PLACE = -1  # nothing is staged
 STAGING_ARENAS = 2  # while one is attended to, the other is loaded
 # The mean size of a run, in one layer, from which a call of the copy engine per run beats `copy_pages`.
 RUN_BYTES_MIN = 1 << 20
@@ -140,6 +141,9 @@ class KVMemory:
         report: Callable[[str], None] = lambda line: None,
         staging_pages: int = 0,
     ) -> None:
+        """With IN_PLACE for `staging_pages` streamed turns attend to the host tier itself, on a CPU."""
+        self.in_place = staging_pages == IN_PLACE
+        staging_pages = 0 if self.in_place else staging_pages
         if device_pages < 1 or min(host_pages, staging_pages) < 0 or chunk_tokens < 1:
             raise DeviceError(
                 f"cannot hold KV in {device_pages} device pages, {host_pages} host pages and "
@@ -150,6 +154,7 @@ class KVMemory:
         self.page_bytes = shape.kv_bytes_per_page(chunk_tokens)
         self.format = shape.kv_format
         device = torch.device(device)
+        assert device.type == "cpu" or not self.in_place, "a GPU's kernels read its own memory"
         self.device_arena = self._allocate("device", device_pages + 1, device)
         self.staging_arena = self._allocate("staging", staging_pages, device, STAGING_ARENAS)
         self._kv_scales: torch.Tensor | None = None  # float32 (layers, 2, kv_heads)
@@ -219,6 +224,10 @@ class KVMemory:
     def staged_pages(self, arena: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values in a staging arena, each (pages, kv_heads, slots, row), views."""
         return self.staging_arena[arena, :, 0], self.staging_arena[arena, :, 1]
+
+    def pages_on_host(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of the host tier."""
+        return self.host_arena[layer, :, 0], self.host_arena[layer, :, 1]
 
     def kv_scales(self, layer: int) -> torch.Tensor | None:
         """(2, kv_heads), of keys and of values; None where the format has none."""

@@ -1,8 +1,9 @@
 """The interface of the streamers, which bring pages of streamed turns to the device and back, in each layer.
 
-`streamer_cuda` copies on a stream of its own, `streamer_cpu` in the thread that computes.  A *pass* is one
-forward over the groups of an iteration (core/iteration.py, `PageGroup`).  In every layer the groups come in
-their order, so what happens is numbered: group g of G in layer l is step n = l · G + g, its arena is n % 2.
+`streamer_cuda` copies on a stream of its own, `streamer_cpu` in the thread that computes, and
+`streamer_in_place` nothing, because both tiers are the same memory.  A *pass* is one forward over the groups
+of an iteration (core/iteration.py, `PageGroup`).  In every layer the groups come in their order, so what
+happens is numbered: group g of G in layer l is step n = l · G + g, its arena is n % 2.
 
     load n        host pages of layer l to arena n % 2
     attend n      its slices write there and attend there
@@ -46,6 +47,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
 from pensieve.core.iteration import PageGroup
 from pensieve.model.kv.memory import STAGING_ARENAS
 
@@ -56,6 +59,9 @@ class Streamer(Protocol):
 
     def wait_loaded(self, step: int) -> None:
         """Let what is computed from now on wait until the step's pages are in its arena."""
+
+    def pages(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values that the step's slices write and attend to, in its layer."""
 
     def attended(self, step: int) -> None:
         """All that writes to the step's arena, or reads it, was computed before: store, and load the next."""

@@ -41,6 +41,9 @@ class CpuStreamer:
         self._copy(step, is_load=True)
         self._loaded += 1
 
+    def pages(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._memory.staged_pages(arena_of(step))
+
     def attended(self, step: int) -> None:
         assert step == self._attended < self._loaded, "steps are attended to in their order"
         self._copy(step, is_load=False)

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from pensieve.core.iteration import PageGroup
 from pensieve.errors import DeviceError
 from pensieve.model.kv import copier_cuda
@@ -58,6 +60,9 @@ class CudaStreamer:
 
     def wait_loaded(self, step: int) -> None:
         self._streams.compute.wait_event(self._loaded[step])
+
+    def pages(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._memory.staged_pages(arena_of(step))
 
     def attended(self, step: int) -> None:
         assert step == self._attended < len(self._loaded), "steps are attended to in their order"

@@ -400,5 +400,5 @@ def test_staging_arenas_are_counted_in_pages_of_a_layer() -> None:
     assert KVMemory(SHAPE, 2, 2, SIZE).staging_pages == 0
     with pytest.raises(DeviceError, match="for the staging tier"):
         KVMemory(SHAPE, 2, 2, SIZE, staging_pages=1 << 50)
-    with pytest.raises(DeviceError, match="-1 staging pages"):
-        KVMemory(SHAPE, 2, 2, SIZE, staging_pages=-1)
+    with pytest.raises(DeviceError, match="-2 staging pages"):
+        KVMemory(SHAPE, 2, 2, SIZE, staging_pages=-2)
