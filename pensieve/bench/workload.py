@@ -37,7 +37,7 @@ class Shape:
 SHAPES = {
     "short": Shape(16, 4, 64, 64),
     "long": Shape(8, 6, 256, 96),
-    "crowd": Shape(48, 3, 200, 96, device_share=0.1),
+    "crowd": Shape(20, 2, 64, 200, device_share=0.1),
     "pressure": Shape(24, 6, 256, 96, rate=8.0, think_seconds=1.5, device_share=0.25),
 }
 

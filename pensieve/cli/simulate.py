@@ -74,7 +74,7 @@ def add_parser(commands: Any) -> None:
 
 
 def command(arguments: argparse.Namespace) -> int:
-    simulate_options.settle(arguments)
+    simulate_options.fill_in(arguments)
     if arguments.journal is not None:
         return simulate_journal.run(arguments)
     if arguments.fit is not None:

@@ -177,7 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
 
 
-def settle(arguments: argparse.Namespace) -> None:
+def fill_in(arguments: argparse.Namespace) -> None:
     """Gives options that were left out the defaults of what is simulated."""
     streaming = arguments.streaming
     defaults = {

@@ -8,6 +8,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pensieve.errors import InvalidArgument
@@ -57,6 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "at once, 500 to 3000)",
     )
     group.add_argument(
+        "--link",
+        type=float,
+        metavar="GB/s",
+        help="what all links between devices and host bring together, each way (default: as the data sheets "
+        "say); streaming depends on it",
+    )
+    group.add_argument(
         "--limit",
         type=float,
         metavar="MS",
@@ -80,10 +88,10 @@ def check(arguments: argparse.Namespace) -> None:
         raise InvalidArgument("rate", "is above 0")
     if not 1 <= arguments.turns_max <= arguments.token_budget:
         raise InvalidArgument("turns_max", "is at least 1, and at most --token-budget")
-    if (arguments.requests is not None and arguments.requests < 1) or not (
-        arguments.limit is None or arguments.limit > 0
-    ):
-        raise InvalidArgument("requests, limit", "are above 0")
+    for name in ("requests", "limit", "link"):
+        given = getattr(arguments, name)
+        if not (given is None or given > 0):
+            raise InvalidArgument(name, "is above 0")
     for name in ("prompt_seconds", "tbt"):
         if not getattr(arguments, name) >= 0:
             raise InvalidArgument(name, "is at least 0")
@@ -98,6 +106,12 @@ def run(
 ) -> int:
     from pensieve.sim.systems import SYSTEMS, ServingSetting, counts_of, requests_of
 
+    if arguments.link is not None:
+        link = 1e9 * arguments.link
+        source = (
+            f"{cost.source}; a link of {arguments.link:g} GB/s instead of the data sheet's (--link)"
+        )
+        cost = replace(cost, link_bytes_per_second=link, source=source)
     setting = ServingSetting(
         cost,
         devices[0],
@@ -155,7 +169,7 @@ def _figures(counts: Counts) -> dict[str, float | None]:
 def _assumed(setting: ServingSetting, num_requests: int) -> Iterator[str]:
     from pensieve.sim.schedules.fastserve import SPARE_SHARE, STARVING_SECONDS
     from pensieve.sim.schedules.vllm import BLOCK_TOKENS
-    from pensieve.sim.systems import OUTPUT_TOKENS, PROMPT_TOKENS
+    from pensieve.sim.systems import OUTPUT_TOKENS, PROMPT_TOKENS, STAGING_SHARE
 
     places = min(setting.device_tokens // setting.context_max, setting.turns_max)
     yield (
@@ -188,6 +202,9 @@ def _assumed(setting: ServingSetting, num_requests: int) -> Iterator[str]:
             if setting.tbt_seconds
             else ""
         )
+    )
+    yield (
+        f"streamed: the same with --stream auto; {STAGING_SHARE:.0%} of the device tier are staging arenas"
     )
     yield (
         f"vllm: blocks of {BLOCK_TOKENS}, whole prompts before any decode ({setting.batch_tokens_max:,} "

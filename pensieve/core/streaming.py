@@ -5,16 +5,18 @@ once for all of them, the weights, is the largest part of it while few turns gen
 its pages' copies into every iteration.  So it pays as long as another turn adds less to an iteration than its
 share of it:
 
-    (n + 1) / seconds(with it) > n / seconds(without)         seconds = max(computing, copying)
+    n / seconds rises with it
 
-where n turns run, and `auto` streams a turn that waits for pages while that holds by GAIN, and while all that
-generate meet the objective for the time between tokens, if there is one (`--tbt`; a background turn gets what
+where n turns run and `seconds` is what their iteration takes (stream_cost.py, which learns it).  Some of that
+is for the first streamed turn alone, so those that wait are looked at together: `auto` streams as many of
+them, in their order, as are predicted to deliver most, if that is GAIN times of what is delivered now.  An
+objective for the time between tokens is kept by those that generate (`--tbt`; a background turn gets what
 the others leave free, so it limits nothing).  `on` streams whatever it can, `off` nothing.
 
-**Measured.**  How well copies hide behind computing depends on the machine: on a CPU the copier takes time of
-the cores that compute.  So iterations with and without streamed turns have a factor each, the median of
-measured over predicted seconds of the last few.  As soon as the streamed ones deliver fewer tokens a second
-than the resident turns alone are predicted to, streaming stops, for RETRY_AFTER iterations.
+A turn that fits the device beside those that run, once idle pages are copied out, waits for that.
+
+When TRIED_FOR iterations have streamed, and the resident turns alone are predicted to deliver more tokens a
+second than all of them do, streaming stops, for a number of iterations that doubles each time.
 
 **Back to the device.**  When nobody waits any more, and pages are available, the largest streamed turn that
 fits gives up its place and is admitted again, with pages of the device (`who_returns`), one an iteration.
@@ -23,9 +25,8 @@ For the smallest, idle pages are made available ahead.
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pensieve.core.cache_config import CacheConfig
@@ -34,31 +35,18 @@ from pensieve.core.iteration_draft import IterationDraft
 from pensieve.core.lacking import Lacking
 from pensieve.core.prefill_order import may_join, next_waiting
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.stream_cost import Load, StreamCost
 from pensieve.core.turn import Turn
 
 GAIN = 1.05
-NUM_KEPT = 7
-RETRY_AFTER = 256
-TRIES_MAX = 8  # turns that are looked at in vain, in one plan
+TRIED_FOR = 16
+PAUSE_MIN, PAUSE_MAX = 64, 1024
+LOOKED_AT_MAX = 32  # turns that wait, in one plan
 
 
 class _Planned(NamedTuple):
     at: float
-    predicted: float  # 0: nothing is learned from it
-    is_streamed: bool
-
-
-class _Load(NamedTuple):
-    """What an iteration holds in which all of some turns generate."""
-
-    num_turns: int
-    num_positions: int
-    num_pages: int  # that are copied
-
-    def with_turn(self, turn: Turn, num_pages: int) -> _Load:
-        return _Load(
-            self.num_turns + 1, self.num_positions + len(turn.tokens), self.num_pages + num_pages
-        )
+    load: Load | None  # None: nothing is learned from it
 
 
 class Streaming:
@@ -67,13 +55,15 @@ class Streaming:
         self.mode = config.stream if possible else "off"
         self._size, self._pages_max = cache.chunk_tokens, cache.staging_pages
         self._device_pages, self._reserve_pages = cache.device_pages, cache.reserve_pages
-        self._config, self._tbt = config, config.tbt_seconds
-        self._factors: dict[bool, deque[float]] = {  # of iterations with and without streamed turns
-            each: deque(maxlen=NUM_KEPT) for each in (True, False)
-        }
+        self._tbt = config.tbt_seconds
+        self.cost = StreamCost(config, cache.staging_pages)
         self._uncommitted: deque[_Planned] = deque()
         self._committed_at = float("-inf")
-        self._paused = 0  # so many iterations without
+        self._paused, self._pause = (
+            0,
+            PAUSE_MIN,
+        )  # so many iterations without: now, and the next time
+        self._num_streamed = 0  # iterations since it began
         self.required_pages = 0  # for one that could return
         self.lacked = False  # somebody lacked pages in the last plan
 
@@ -89,10 +79,7 @@ class Streaming:
         has_place: Callable[[Turn, Collection[Turn]], bool],
         room_beside: Callable[[Collection[Turn]], Callable[[Turn], tuple[int, int]]],
     ) -> Iterator[Turn]:
-        """Of the turns that wait, those for which it pays, one after the other; each may begin to run.
-
-        One that fits the device beside these, as soon as idle pages are copied out, waits for that.
-        """
+        """Of the turns that wait, those for which it pays, one after the other; each may begin to run."""
         if self.mode == "off" or self._paused:
             return
         started = [turn for turn in running if turn.is_prefill and not turn.ahead]
@@ -106,19 +93,39 @@ class Streaming:
             while (turn := next_waiting((), queued, may_come, tried)) is not None:
                 yield turn
 
-        load, pages_for = self._load_of(running), room_beside(running)
+        pages_for, claimed = room_beside(running), self._reserve_pages
+        chosen: list[Turn] = []
         for turn in waiting():
-            if len(tried) >= TRIES_MAX or not draft.has_room():
-                return
-            if not has_place(turn, running):
-                return
             num_pages, pages_left = pages_for(turn)
-            if num_pages + self._reserve_pages > pages_left and self._pays(turn, load):
-                yield turn
-            if turn.streamed:
-                load = load.with_turn(turn, num_pages)
-            else:
-                tried.append(turn)
+            if len(tried) >= LOOKED_AT_MAX:
+                break
+            tried.append(turn)
+            if num_pages + claimed <= pages_left:
+                claimed += num_pages  # it waits for copies
+            elif num_pages <= self._pages_max:
+                chosen.append(turn)
+        for turn in chosen[: self._how_many(chosen, running)]:
+            if not (draft.has_room() and has_place(turn, running)):
+                return
+            yield turn
+
+    def _how_many(self, turns: Sequence[Turn], running: Iterable[Turn]) -> int:
+        """Of these, in their order, such that most tokens a second are delivered."""
+        if self.mode == "on":
+            return len(turns)
+        load = load_of(running)
+        best, count = GAIN * self._rate(load), 0
+        for number, turn in enumerate(turns, 1):
+            load = load.with_turn(len(turn.tokens), -(-len(turn.tokens) // self._size))
+            if self._tbt and not turn.is_background and self.cost.seconds(load) > self._tbt:
+                break
+            if (rate := self._rate(load)) > best:
+                best, count = rate, number
+        return count
+
+    def _rate(self, load: Load) -> float:
+        seconds = self.cost.seconds(load)
+        return load.num_turns / seconds if seconds else 0.0
 
     def saw(self, lacking: Lacking) -> None:
         """Of interactive turns, then of background turns: who lacks pages in this plan."""
@@ -130,15 +137,15 @@ class Streaming:
             self._paused -= 1
             return []
         streamed = [turn for turn in running if turn.streamed]
-        if not streamed or self.mode == "on" or not all(self._factors.values()):
+        self._num_streamed = self._num_streamed + 1 if streamed else 0
+        if self._num_streamed < TRIED_FOR or self.mode == "on":
             return []
-        resident, whole = self._load_of(running, but=streamed), self._load_of(running)
-        if not resident.num_turns:
+        if self._num_streamed > self._pause:
+            self._pause = PAUSE_MIN  # it has paid
+        resident = load_of(turn for turn in running if not turn.streamed)
+        if GAIN * self._rate(load_of(running)) >= self._rate(resident):
             return []
-        alone = resident.num_turns / self._seconds(resident)
-        if whole.num_turns / self._seconds(whole) >= alone:
-            return []
-        self._paused = RETRY_AFTER
+        self._paused, self._pause = self._pause, min(2 * self._pause, PAUSE_MAX)
         return streamed
 
     def who_returns(self, running: Collection[Turn], num_available: int) -> Turn | None:
@@ -154,50 +161,24 @@ class Streaming:
             self.required_pages = required if held + required <= self._device_pages else 0
         return max(fitting, key=sizes.__getitem__, default=None)
 
-    def _pays(self, turn: Turn, load: _Load) -> bool:
-        """Beside such a load."""
-        num_pages = -(-len(turn.tokens) // self._size)
-        if num_pages > self._pages_max:
-            return False
-        if self.mode == "on":
-            return True
-        whole = load.with_turn(turn, num_pages)
-        before, after = self._seconds(load), self._seconds(whole)
-        if self._tbt and not turn.is_background and after > self._tbt:
-            return False
-        return whole.num_turns * before > GAIN * load.num_turns * after or not load.num_turns
-
-    def _load_of(self, running: Iterable[Turn], but: Collection[Turn] = ()) -> _Load:
-        count = positions = pages = 0
-        for turn in running:
-            if not (turn.warm or turn.ahead or turn in but):
-                count += 1
-                positions += len(turn.tokens)
-                pages += len(turn.chunks) if turn.streamed else 0
-        return _Load(count, positions, pages)
-
-    def _seconds(self, load: _Load) -> float:
-        """Of an iteration, as far as it is known."""
-        config, (count, positions, pages) = self._config, load
-        if not count:
-            return 0.0
-        seconds = config.cost.pass_seconds(count, positions, positions, count)
-        factors = self._factors[False]
-        if pages:
-            num_groups = -(-pages // self._pages_max)
-            seconds = max(seconds + config.group_seconds * num_groups, config.copy_seconds * pages)
-            factors = self._factors[True] or factors
-        return seconds * (statistics.median(factors) if factors else 1.0)
-
     # -- what is measured --
 
     def planned(self, draft: IterationDraft, now: float) -> None:
-        learns = draft.num_tokens == draft.num_decodes and not draft.num_background
-        predicted = draft.predicted() if learns else 0.0
-        self._uncommitted.append(_Planned(now, predicted, bool(draft.streamed)))
+        load = None
+        if draft.num_tokens == draft.num_decodes and not draft.num_background:
+            load = Load(draft.num_decodes, draft.work.keys, draft.num_staged)
+        self._uncommitted.append(_Planned(now, load))
 
     def committed(self, now: float) -> None:
         planned = self._uncommitted.popleft()
         seconds, self._committed_at = now - max(planned.at, self._committed_at), now
-        if planned.predicted:
-            self._factors[planned.is_streamed].append(seconds / planned.predicted)
+        if planned.load is not None:
+            self.cost.took(planned.load, seconds)
+
+
+def load_of(running: Iterable[Turn]) -> Load:
+    load = Load(0, 0, 0)
+    for turn in running:
+        if not (turn.warm or turn.ahead):
+            load = load.with_turn(len(turn.tokens), len(turn.chunks) if turn.streamed else 0)
+    return load

@@ -6,6 +6,7 @@ the time from arrival to end, over the tokens of the reply), and the latency bou
 two tokens of one reply).  All requests are served to their end and counted.
 
     resident    the daemon's own scheduler, all running turns on the device
+    streamed    the same, which streams turns that the device has no room for (core/streaming.py)
     vllm        paged KV, prompts first, preemption by recomputing
     orca        KV reserved for the longest context, first come first served
     fastserve   a multi-level feedback queue; KV reserved, and swapped
@@ -36,7 +37,8 @@ from pensieve.sim.workload import HABITS, drawn
 WORKLOAD = "first-rounds"
 PROMPT_TOKENS, OUTPUT_TOKENS = 161, 338  # means of it
 MEAN_CONTEXT = 465  # of a running request, over time: long replies take more of it
-OURS = ("resident",)
+OURS = ("resident", "streamed")
+STAGING_SHARE = 0.1  # of the device tier, that the arenas take of its memory
 OTHERS = ("vllm", "orca", "fastserve")
 SYSTEMS = (*OURS, *OTHERS)
 FACTORS = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.5, 2.5)  # of the rate that memory carries
@@ -117,20 +119,28 @@ def counts_of(
 ) -> Counts:
     """The figures of one system under that load."""
     if system in OURS:
-        return _ours(setting).run(arrivals, progress)
+        return _ours(setting, system == "streamed").run(arrivals, progress)
     return ScheduleRun(_schedule(system, setting), setting.cost).finish(arrivals, progress)
 
 
-def _ours(setting: ServingSetting) -> Simulator:
-    """The daemon's own.  Whether turns may be streamed is a matter of these two configurations."""
-    cost = setting.cost
-    cache = CacheConfig(setting.device_tokens // CHUNK_TOKENS, setting.host_tokens // CHUNK_TOKENS)
+def _ours(setting: ServingSetting, streams: bool) -> Simulator:
+    """The daemon's own."""
+    cost, device_pages, staging_pages = setting.cost, setting.device_tokens // CHUNK_TOKENS, 0
+    if streams:
+        device_pages = int(device_pages / (1 + STAGING_SHARE))
+        staging_pages = int(STAGING_SHARE * device_pages * cost.layers / 2)
+    cache = CacheConfig(
+        device_pages, setting.host_tokens // CHUNK_TOKENS, staging_pages=staging_pages
+    )
     scheduler = SchedulerConfig(
         setting.batch_tokens_max,
         setting.turns_max,
         setting.prompt_seconds,
         setting.tbt_seconds,
         cost.computing,
+        stream="auto" if streams else "off",
+        copy_seconds=cost.copy_seconds(CHUNK_TOKENS),
+        group_seconds=0.0,  # simulated groups take none
     )
     return Simulator(
         cost,

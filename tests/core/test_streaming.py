@@ -11,8 +11,9 @@ from pensieve.core.cache_config import CacheConfig
 from pensieve.core.iteration import Iteration
 from pensieve.core.iteration_cost import IterationCost
 from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.stream_cost import Load, StreamCost
 from pensieve.core.streamed_pages import StreamedPages
-from pensieve.core.streaming import RETRY_AFTER
+from pensieve.core.streaming import PAUSE_MIN, TRIED_FOR
 from pensieve.core.turn import Turn
 from tests.core.world import Stage
 
@@ -279,24 +280,26 @@ def test_the_last_partly_used_chunk_is_computed_again() -> None:
 # -- whether it pays --
 
 
-def costs(**seconds: float) -> SchedulerConfig:
+def automatic(**seconds: float) -> Stage:
+    """A world with iterations of ten milliseconds, in which `auto` expects what is given."""
     cost = IterationCost(1e-4, 1e-2, 0.0, 1e-6, 0.0)
-    return SchedulerConfig(cost=cost, **seconds)  # type: ignore[arg-type]
-
-
-def automatic(config: SchedulerConfig, **shape: Any) -> Stage:
-    """A world that takes what is predicted."""
-    world = stage(stream="auto", iteration_seconds=0.01, **shape)
-    world.scheduler.streaming._config = config
-    world.scheduler._groups._copy_seconds = config.copy_seconds
+    config = SchedulerConfig(cost=cost, **{"group_seconds": 1e-4, **seconds})  # type: ignore[arg-type]
+    world = stage(stream="auto")
+    world.scheduler.streaming.cost = StreamCost(config, 16)
     return world
 
 
+def freeze(world: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is learned."""
+    monkeypatch.setattr(world.scheduler.streaming.cost, "took", lambda *a: None)
+
+
 @pytest.mark.parametrize(("copy_seconds", "pays"), [(1e-4, True), (1e-2, False)])
-def test_it_streams_while_a_turn_more_costs_less_than_its_share(
-    copy_seconds: float, pays: bool
+def test_it_streams_while_more_tokens_a_second_are_expected(
+    copy_seconds: float, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = automatic(costs(copy_seconds=copy_seconds))
+    world = automatic(copy_seconds=copy_seconds)
+    freeze(world, monkeypatch)
     _, b = two(world)
     for _ in range(4):
         world.next()
@@ -304,11 +307,24 @@ def test_it_streams_while_a_turn_more_costs_less_than_its_share(
     world.run_until_idle()
 
 
-def test_it_keeps_the_objective() -> None:
+def test_what_the_first_costs_is_shared_by_all_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group takes 15 ms: one turn does not pay for it, three do."""
+    for num_waiting, pays in ((1, False), (3, True)):
+        world = automatic(copy_seconds=1e-5, group_seconds=15e-3)
+        freeze(world, monkeypatch)
+        world.ask("a", 24, 10)
+        turns = [world.ask(f"b{i}", 20, 6) for i in range(num_waiting)]
+        for _ in range(4):
+            world.next()
+        assert any(turn.streamed for turn in turns) == pays
+        world.run_until_idle()
+
+
+def test_it_keeps_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     for tbt_seconds, streams in ((0.5, True), (0.0101, False)):
-        world = automatic(costs(copy_seconds=1.1e-3))
+        world = automatic(copy_seconds=1e-4)
+        freeze(world, monkeypatch)
         world.scheduler.streaming._tbt = tbt_seconds
-        world.scheduler.streaming._factors[False].append(1.0)
         _, b = two(world)
         for _ in range(6):
             world.next()
@@ -316,20 +332,27 @@ def test_it_keeps_the_objective() -> None:
         world.run_until_idle()
 
 
-def test_it_stops_where_it_turns_out_not_to_pay_and_tries_again_later() -> None:
-    world = automatic(costs(copy_seconds=1e-4))
-    streaming = world.scheduler.streaming
+def test_it_stops_where_it_turns_out_not_to_pay_and_tries_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = automatic(copy_seconds=1e-4)
+    freeze(world, monkeypatch)
     _, b = two(world)
     while not b.streamed:
         world.next()
-    streaming._factors[False].extend([1.0] * 7)
-    streaming._factors[True].extend([3.0] * 7)  # the copies slow everything down
+    monkeypatch.undo()
+    streaming = world.scheduler.streaming
+    streaming._num_streamed = TRIED_FOR
+    for _ in range(20):
+        streaming.cost.took(Load(1, 30, 0), 0.01)
+        streaming.cost.took(Load(2, 60, 6), 0.03)  # the copies slow everything down
     world.next()
     assert not b.streamed
     assert b.usage.suspensions == 1
-    assert streaming._paused == RETRY_AFTER
+    assert streaming._paused == PAUSE_MIN
+    assert streaming._pause == 2 * PAUSE_MIN
     world.run_until_idle()
-    assert 0 < streaming._paused < RETRY_AFTER
+    assert 0 < streaming._paused < PAUSE_MIN
 
 
 def test_bad_sizes_are_refused() -> None:

@@ -123,3 +123,16 @@ def test_a_sustained_rate_lies_between_two_that_were_simulated() -> None:
     assert sustained(points, 10.0) == 0.0
     assert sustained(points, 120.0) == math.inf
     assert sustained([*points, (4.0, 90.0)], 100.0) == pytest.approx(2.75), "the first crossing"
+
+
+def test_streaming_pays_where_the_link_is_as_fast_as_the_paper_takes_it_to_be() -> None:
+    """There copying takes as long as attending, and not 24 times as long."""
+    link = COST.kv_bytes_per_token / COST.attention_seconds_per_key
+    as_assumed = replace(SETTING, cost=replace(COST, link_bytes_per_second=link))
+    rate, delivered = 2.5 * SETTING.rate_held, {}
+    for system in ("resident", "streamed"):
+        for name, setting in (("data sheet", SETTING), ("as assumed", as_assumed)):
+            counts = counts_of(system, setting, requests_of(rate, 200, 0))
+            delivered[system, name] = counts.output_tokens / counts.seconds
+    assert delivered["streamed", "as assumed"] > 1.4 * delivered["resident", "as assumed"]
+    assert delivered["streamed", "data sheet"] > 0.95 * delivered["resident", "data sheet"]

@@ -1,0 +1,79 @@
+"""What is learned of iterations with and without streamed turns."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pensieve.core.iteration_cost import IterationCost
+from pensieve.core.scheduler_config import SchedulerConfig
+from pensieve.core.stream_cost import Load, StreamCost, solved
+
+COST = IterationCost(1e-3, 2e-2, 0.0, 1e-6, 0.0)
+CONFIG = SchedulerConfig(cost=COST, copy_seconds=1e-4, group_seconds=1e-3)
+
+
+def learned(seconds_of: object, loads: list[Load], late: float = 0.0) -> StreamCost:
+    draw, cost = random.Random(1), StreamCost(CONFIG, 100)
+    for load in loads:
+        seconds = seconds_of(load)  # type: ignore[operator]
+        cost.took(load, seconds * (20.0 if draw.random() < late else draw.uniform(0.95, 1.05)))
+    return cost
+
+
+def drawn(num_turns_max: int, num_pages_max: int, count: int = 60) -> list[Load]:
+    draw = random.Random(7)
+    return [
+        Load(turns, 200 * turns, draw.choice((0, draw.randint(1, num_pages_max))))
+        for turns in (draw.randint(1, num_turns_max) for _ in range(count))
+    ]
+
+
+def test_before_anything_is_measured_it_is_what_was_configured() -> None:
+    cost = StreamCost(CONFIG, 100)
+    assert cost.seconds(Load(4, 800, 0)) == pytest.approx(COST.pass_seconds(4, 800, 800, 4))
+    more = cost.seconds(Load(4, 800, 150)) - cost.seconds(Load(4, 800, 0))
+    assert more == pytest.approx(150 * 1e-4 + 2 * 1e-3)
+    assert cost.seconds(Load(0, 0, 0)) == 0.0
+
+
+@pytest.mark.parametrize("late", [0.0, 0.05])
+@pytest.mark.parametrize(
+    "seconds_of",
+    [
+        lambda load: 3 * COST.pass_seconds(load.num_turns, 0, load.num_positions),
+        lambda load: 0.02 + 0.003 * load.num_turns,  # rows are dear
+        lambda load: 0.02 + 0.01 * (load.num_pages > 0),  # streaming at all is dear
+        lambda load: 0.02 + 0.0005 * load.num_pages,  # each page is
+        lambda load: 0.02,  # copies hide behind computing
+    ],
+    ids=["slower", "rows", "any", "pages", "hidden"],
+)
+def test_it_learns_what_iterations_take(seconds_of: object, late: float) -> None:
+    cost = learned(seconds_of, drawn(20, 90), late)
+    for load in drawn(20, 90, 20):
+        expected = seconds_of(load)  # type: ignore[operator]
+        assert cost.seconds(load) == pytest.approx(expected, rel=0.25 if late else 0.15)
+
+
+def test_old_iterations_fade() -> None:
+    loads = drawn(10, 50, 200)
+    cost = learned(lambda load: 0.05, loads)
+    for load in loads[:120]:
+        cost.took(load, 0.02)
+    assert cost.seconds(Load(5, 1000, 0)) == pytest.approx(0.02, rel=0.1)
+
+
+def test_no_term_is_negative() -> None:
+    """More pages in a faster iteration: the machine was busy before."""
+    cost = StreamCost(CONFIG, 100)
+    for pages in range(0, 90, 3):
+        cost.took(Load(5, 1000, pages), 0.1 - 0.001 * pages)
+    assert cost.seconds(Load(5, 1000, 500)) >= cost.seconds(Load(5, 1000, 50))
+
+
+def test_a_system_of_equations_is_solved() -> None:
+    matrix, wanted = [[4.0, 1.0, 0.5], [1.0, 3.0, 0.0], [0.5, 0.0, 2.0]], [1.0, -2.0, 3.0]
+    right = [sum(a * b for a, b in zip(row, wanted, strict=True)) for row in matrix]
+    assert solved(matrix, right) == pytest.approx(wanted)
