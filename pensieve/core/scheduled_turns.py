@@ -17,12 +17,14 @@ from pensieve.core.cache import KVCache
 from pensieve.core.cache_values import Admission
 from pensieve.core.fair_queue import FairQueue
 from pensieve.core.iteration import TurnStart
+from pensieve.core.scheduler_counters import SchedulerCounters
 from pensieve.core.turn import Ended, Turn, TurnState
 
 
 class ScheduledTurns:
     def __init__(self, cache: KVCache, short_tokens_max: int) -> None:
         self.cache = cache
+        self.counters = SchedulerCounters()
         self.running: dict[int, Turn] = {}
         self.suspended: deque[Turn] = deque()
         self.queued = FairQueue(short_tokens_max)
@@ -64,6 +66,12 @@ class ScheduledTurns:
         self.queued.check(len(self._turns))
         sets = self.running, self.suspended, self.queued, self._releasing
         audit_turns(TurnsByState(self._turns, *sets), self.cache.conversations, self._size)
+
+    def _changes(self) -> tuple[int, ...]:
+        """What planning itself can change, after which it is worth another attempt."""
+        counters = self.counters
+        ends = len(self._ended), counters.readied, counters.suspensions
+        return *ends, self.cache.counters.damaged
 
     def _keeps_place(self, turn: Turn) -> bool:
         """It runs, and has not given up its pages."""

@@ -44,7 +44,6 @@ from pensieve.core.prefill_order import earlier, prefill_order, resume_order
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.scheduled_turns import ScheduledTurns
 from pensieve.core.scheduler_config import SchedulerConfig
-from pensieve.core.scheduler_counters import SchedulerCounters
 from pensieve.core.stream_groups import StreamGroups
 from pensieve.core.streaming import Streaming
 from pensieve.core.time_budget import TimeBudget
@@ -56,7 +55,6 @@ class Scheduler(ScheduledTurns):
     def __init__(self, cache: KVCache, config: SchedulerConfig) -> None:
         super().__init__(cache, config.batch_tokens_max)
         self.config = config
-        self.counters = SchedulerCounters()
         self._uncommitted: deque[tuple[Iteration, IterationDraft]] = deque()
         self._time_budget = TimeBudget(config)
         has_place = self._time_budget.has_place
@@ -120,7 +118,7 @@ class Scheduler(ScheduledTurns):
         for turn in self._ahead.give_places(self._keeps_place):
             self.preemption.moved(turn)
         required_pages = self._stop_streaming(now)
-        available, num_damaged = self.cache.available, self.cache.counters.damaged
+        before, available = self._changes(), self.cache.available
         draft = IterationDraft(self.config, self._size)
         draft.holds_back = self._index % TILE_EVERY == 0
         num_pages, prefills = self._plan_running(draft, now)
@@ -128,7 +126,6 @@ class Scheduler(ScheduledTurns):
         lacking = Lacking(self.cache)
         for_prefills = self._plan_prefills(draft, prefills, lacking, now)
         for_background = self._plan_background(draft, lacking, now)
-        before = len(self._ended), self.counters.readied, num_damaged
         self._end_complete(now)
         moves = draft.swap_ins or draft.copies  # no swap-out beside them: it may be of their pages
         required_pages = max(required_pages, num_pages, for_prefills, for_background) + extra_pages
@@ -139,8 +136,8 @@ class Scheduler(ScheduledTurns):
             moving = self.cache.swap_ins_in_flight + self.cache.swap_outs_in_flight
             waiting = self.running or self.suspended or self.queued
             if not moving and not self._uncommitted and waiting:
-                after = len(self._ended), self.counters.readied, self.cache.counters.damaged
-                assert after != before or self.cache.available > available, "turns wait for nothing"
+                changed = self._changes() != before or self.cache.available > available
+                assert changed, "turns wait for nothing"
                 # Pages became available without a copy; but some may be of the turn that lacks them.
                 return self.plan(now, 2 * extra_pages + 1)
             if self._uncommitted or not moving:
