@@ -73,6 +73,11 @@ class ScheduledTurns:
         ends = len(self._ended), counters.readied, counters.suspensions
         return *ends, self.cache.counters.damaged
 
+    @property
+    def _has_interactive(self) -> bool:
+        """Somebody waits for a reply."""
+        return len(self._turns) > self._num_background
+
     def _keeps_place(self, turn: Turn) -> bool:
         """It runs, and has not given up its pages."""
         return turn.state is TurnState.RUNNING and turn.turn_id not in self._releasing

@@ -150,7 +150,7 @@ class Scheduler(ScheduledTurns):
         How many pages should become available for that.
         """
         running = [turn for turn in self.running.values() if self._keeps_place(turn)]
-        for turn in self.streaming.who_stops(running):
+        for turn in self.streaming.who_stops(running, self._has_interactive):
             self._suspend(turn, now)
         self.streaming.required_pages = 0
         if self.suspended or len(self.queued) or self._releasing:
@@ -163,7 +163,8 @@ class Scheduler(ScheduledTurns):
     def _plan_streamed(self, draft: IterationDraft, lacking: Lacking, now: float) -> None:
         """Turns that find no room on the device, as far as it pays to stream their contexts."""
         self.streaming.saw(lacking)
-        if not lacking.turns or self.preemption.claimant is not None:
+        beside_others = lacking.background and self._has_interactive
+        if not lacking.turns or self.preemption.claimant is not None or beside_others:
             return
         waiting = self.suspended, self.queued, self.running.values()
         bounds = self._time_budget.has_place, self.cache.streamed.room_beside
@@ -174,7 +175,7 @@ class Scheduler(ScheduledTurns):
 
     def _plan_background(self, draft: IterationDraft, lacking: Lacking, now: float) -> int:
         """Background turns in what is left; none is admitted while an interactive turn lacks pages."""
-        if len(self._turns) > self._num_background:
+        if self._has_interactive:
             self._room.saw_interactive(now)
         if not self._num_background:
             return 0

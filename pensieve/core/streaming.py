@@ -10,8 +10,10 @@ share of it:
 where n turns run and `seconds` is what their iteration takes (stream_cost.py, which learns it).  Some of that
 is for the first streamed turn alone, so those that wait are looked at together: `auto` streams as many of
 them, in their order, as are predicted to deliver most, if that is GAIN times of what is delivered now.  An
-objective for the time between tokens is kept by those that generate (`--tbt`; a background turn gets what
-the others leave free, so it limits nothing).  `on` streams whatever it can, `off` nothing.
+objective for the time between tokens is kept (`--tbt`).  `on` streams whatever it can, `off` nothing.
+
+Background turns stream among themselves: beside interactive turns they have a few percent of an iteration
+(background_room.py), which streaming alone may take, so then they give up their places and wait for pages.
 
 A turn that fits the device beside those that run, once idle pages are copied out, waits for that.
 
@@ -131,8 +133,14 @@ class Streaming:
         """Of interactive turns, then of background turns: who lacks pages in this plan."""
         self.lacked = bool(lacking.turns) or (lacking.background and self.lacked)
 
-    def who_stops(self, running: Collection[Turn]) -> list[Turn]:
-        """Streamed turns, if it does not pay."""
+    def who_stops(self, running: Collection[Turn], beside_interactive: bool) -> list[Turn]:
+        """Streamed turns, if it does not pay, and background turns beside others."""
+        stops = self._if_it_does_not_pay(running)
+        if beside_interactive:
+            stops += [turn for turn in running if turn.is_background and turn.streamed]
+        return list(dict.fromkeys(stops))
+
+    def _if_it_does_not_pay(self, running: Collection[Turn]) -> list[Turn]:
         if self._paused:
             self._paused -= 1
             return []

@@ -277,6 +277,22 @@ def test_the_last_partly_used_chunk_is_computed_again() -> None:
     world.run_until_idle()
 
 
+def test_background_turns_stream_while_nobody_waits_for_a_reply() -> None:
+    world = stage()
+    a = world.ask("a", 24, 10, background=True)
+    b = world.ask("b", 20, 10, background=True)
+    while not b.streamed:
+        world.next()
+    c = world.ask("c", 4, 3)
+    world.next()
+    assert not (a.streamed or b.streamed)
+    while c.finish is None:
+        world.next()
+        assert not (a.streamed or b.streamed)
+    world.run_until_idle()
+    assert a.usage.output_tokens == b.usage.output_tokens == 10
+
+
 # -- whether it pays --
 
 
