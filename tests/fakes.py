@@ -290,6 +290,9 @@ class _Staging:
         for number, group in enumerate(self._groups):
             for page in group.host_pages:
                 assert stored.get(page, number) == number, f"host page {page} is read and written"
+        for piece in iteration.slices[first:]:
+            table = piece.page_table.tolist()
+            assert table == sorted(set(table)), "a page table of a group is not ascending"
         for copy in ledger._outstanding.values():
             for group in self._groups:
                 for page, loaded, kept in zip(*group[2:], strict=True):

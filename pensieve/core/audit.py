@@ -74,6 +74,8 @@ def _audit_branches(holders_of: dict[Branch, set[Conversation]]) -> int:
                 assert not chunk.marked_to_drop, f"{chunk} is in use and marked to drop"
             if num_running > num_streamed:
                 assert chunk.device_page is not None, f"{chunk} is in use and not on the device"
+            if num_running == num_streamed > 0:
+                assert not chunk.reclaimable, f"{chunk} is streamed and still on the device"
             if num_streamed:
                 assert chunk.host_page is not None, f"{chunk} is streamed and not on the host"
         num_resident = sum(chunk.resident for chunk in branch.chunks)

@@ -64,6 +64,9 @@ class Candidates:
         """A copy of it has finished."""
         if self.tiers.release(chunk):
             self.requalify(chunk, now)
+        branch = chunk.branch
+        if branch is not None and branch.num_running == branch.num_streamed > 0:
+            self.leave_device(branch)
 
     def requalify(self, chunk: Chunk, now: float) -> None:
         """An idle chunk that did not qualify for some role may do so now."""

@@ -108,7 +108,7 @@ class PageGroup(NamedTuple):
     """Slices of streamed turns that attend together, while their pages lie in a staging arena.
 
     Those are slices [first_slice, stop_slice) of the iteration, and the entries of their page tables are
-    indexes into `host_pages`, which has each page once.
+    indexes into `host_pages`, ascending; each page is there once.
     """
 
     first_slice: int

@@ -134,7 +134,8 @@ class Preemption:
     ) -> list[Turn]:
         """Who gives way to one that lacks so many pages, of which it can do without the spare ones."""
         by_pages = pages_over > 0  # else it lacks a place
-        if by_pages:
+        left = {turn.turn_id: turn for turn in running}
+        if by_pages:  # of which a streamed turn holds none
             running = [turn for turn in running if not turn.streamed]
         else:
             running = with_places(running)
@@ -155,7 +156,6 @@ class Preemption:
         for turn in running:
             for branch in self._cache.path_of(turn):
                 num_holders[branch] = num_holders.get(branch, 0) + 1
-        left = {turn.turn_id: turn for turn in running}
         chosen: list[Turn] = []
         while pages_over > 0 or not self._has_place(waiting, left.values()):
             others = [

@@ -78,6 +78,13 @@ class ScheduledTurns:
         """Somebody waits for a reply."""
         return len(self._turns) > self._num_background
 
+    def _somebody_waits(self) -> bool:
+        """Whether a turn waits; an interactive one, where there are such."""
+        if not self._has_interactive:
+            return bool(self.suspended) or len(self.queued) > 0
+        resting = any(not turn.is_background for turn in self.suspended)
+        return resting or self.queued.num_prompt_tokens > 0
+
     def _keeps_place(self, turn: Turn) -> bool:
         """It runs, and has not given up its pages."""
         return turn.state is TurnState.RUNNING and turn.turn_id not in self._releasing

@@ -145,15 +145,12 @@ class Scheduler(ScheduledTurns):
         return self._launched(draft, swap_outs, now)
 
     def _stop_streaming(self, now: float) -> int:
-        """Streamed turns give up their places, where it does not pay or the device has room again.
-
-        How many pages should become available for that.
-        """
+        """Where it does not pay, or the device has room again; how many pages should become available."""
         running = [turn for turn in self.running.values() if self._keeps_place(turn)]
         for turn in self.streaming.who_stops(running, self._has_interactive):
             self._suspend(turn, now)
         self.streaming.required_pages = 0
-        if self.suspended or len(self.queued) or self._releasing:
+        if self._releasing or self._somebody_waits():
             return 0
         if (first := self.streaming.who_returns(running, self.cache.available)) is not None:
             self.counters.returned += 1
@@ -162,13 +159,14 @@ class Scheduler(ScheduledTurns):
 
     def _plan_streamed(self, draft: IterationDraft, lacking: Lacking, now: float) -> None:
         """Turns that find no room on the device, as far as it pays to stream their contexts."""
-        self.streaming.saw(lacking)
-        beside_others = lacking.background and self._has_interactive
-        if not lacking.turns or self.preemption.claimant is not None or beside_others:
+        if lacking.background and self._has_interactive:
             return
-        waiting = self.suspended, self.queued, self.running.values()
+        self.streaming.saw(lacking)
+        if not lacking.turns or self.preemption.claimant is not None:
+            return
+        turns = self.suspended, self.queued, self.running.values()
         bounds = self._time_budget.has_place, self.cache.streamed.room_beside
-        for turn in self.streaming.who_may(*waiting, draft, lacking.background, *bounds):
+        for turn in self.streaming.who_may(*turns, draft, lacking.background, *bounds):
             found = self._admit(turn, now, draft.filled_before, streamed=True)
             if isinstance(found, Admission):
                 self.queued.charge(turn, draft.fill(turn))
@@ -350,6 +348,8 @@ class Scheduler(ScheduledTurns):
             reserve = 0  # the pages of those that gave way are on their way to it
         if turn.warm or turn.ahead:
             reserve = self.cache.config.swap_out_mark_pages
+        if turn.is_background:
+            reserve += self.streaming.required_pages
         found: Admission | Shortage | None
         if streamed:
             found = self.cache.begin_streamed(turn, now, filled_before)

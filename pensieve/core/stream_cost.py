@@ -9,7 +9,8 @@ which turns generate are taken to be
 each term in seconds as configured (a pass, its dense part per token, `group_seconds`, `copy_seconds`), and
 a, b, c, d are fitted to the last iterations, by least squares of the relative error, as old ones fade.  They
 are pulled towards 1, 0, 1, 1, which are also the answer before anything is measured, and none is negative.
-An iteration that was late for another reason has a relative error below 1, so it changes little.
+An iteration that was late for another reason has a relative error below 1, and one alone, even the first
+with streamed turns, weighs less than what was configured: so it changes little.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from pensieve.core.scheduler_config import SchedulerConfig
 
 FADING = 0.97  # of an observation's weight, with each that follows
-PULL = 0.02  # of what was configured, as a share of what was observed
+PULL = 1.5  # of what was configured, in observations of a term
 NEVER_SEEN = 1e-12  # of a term that nothing was observed of
 CONFIGURED = (1.0, 0.0, 1.0, 1.0)
 
@@ -45,6 +46,7 @@ class StreamCost:
             [0.0] * size for _ in range(size)
         ]  # of the terms, over the seconds squared
         self._sums = [0.0] * size
+        self._counts = [0.0] * size  # observations of each term
         self._factors: Sequence[float] | None = CONFIGURED  # None: to be fitted
 
     def seconds(self, load: Load) -> float:
@@ -62,6 +64,9 @@ class StreamCost:
             for column, other in enumerate(shares):
                 row[column] = FADING * row[column] + own * other
         self._sums = [FADING * known + own for known, own in zip(self._sums, shares, strict=True)]
+        self._counts = [
+            FADING * known + (own > 0.0) for known, own in zip(self._counts, shares, strict=True)
+        ]
         self._factors = None
 
     def _terms(self, load: Load) -> tuple[float, float, float, float]:
@@ -77,7 +82,7 @@ class StreamCost:
     def _fitted(self) -> list[float]:
         """Terms whose factor would be negative are left out, the lowest first."""
         products, used = self._products, list(range(len(CONFIGURED)))
-        pulls = [PULL * products[i][i] + NEVER_SEEN for i in used]
+        pulls = [PULL * products[i][i] / max(self._counts[i], 1.0) + NEVER_SEEN for i in used]
         factors = [0.0] * len(CONFIGURED)
         while used:
             found = solved(

@@ -38,7 +38,7 @@ from pensieve.core.lacking import Lacking
 from pensieve.core.prefill_order import may_join, next_waiting
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stream_cost import Load, StreamCost
-from pensieve.core.turn import Turn
+from pensieve.core.turn import QUEUE_ORDER, Turn
 
 GAIN = 1.05
 TRIED_FOR = 16
@@ -90,24 +90,22 @@ class Streaming:
         def may_come(turn: Turn) -> bool:
             return turn.is_background == background and not turn.warm and may_join(turn, started)
 
-        def waiting() -> Iterator[Turn]:
-            yield from filter(may_come, list(suspended))
-            while (turn := next_waiting((), queued, may_come, tried)) is not None:
-                yield turn
-
         pages_for, claimed = room_beside(running), self._reserve_pages
         chosen: list[Turn] = []
-        for turn in waiting():
-            num_pages, pages_left = pages_for(turn)
-            if len(tried) >= LOOKED_AT_MAX:
+        while len(tried) < LOOKED_AT_MAX:
+            rest = (turn for turn in suspended if turn not in tried)
+            if (turn := next_waiting(rest, queued, may_come, tried)) is None:
                 break
             tried.append(turn)
+            num_pages, pages_left = pages_for(turn)
             if num_pages + claimed <= pages_left:
                 claimed += num_pages  # it waits for copies
             elif num_pages <= self._pages_max:
                 chosen.append(turn)
+        # Those that wait for pages alone keep their places.
+        kept = [turn for turn in tried if turn not in chosen]
         for turn in chosen[: self._how_many(chosen, running)]:
-            if not (draft.has_room() and has_place(turn, running)):
+            if not (draft.has_room() and has_place(turn, [*running, *kept])):
                 return
             yield turn
 
@@ -130,12 +128,15 @@ class Streaming:
         return load.num_turns / seconds if seconds else 0.0
 
     def saw(self, lacking: Lacking) -> None:
-        """Of interactive turns, then of background turns: who lacks pages in this plan."""
-        self.lacked = bool(lacking.turns) or (lacking.background and self.lacked)
+        """Who lacks pages in this plan; of background turns, where there are no others."""
+        self.lacked = bool(lacking.turns)
 
     def who_stops(self, running: Collection[Turn], beside_interactive: bool) -> list[Turn]:
-        """Streamed turns, if it does not pay, and background turns beside others."""
+        """Streamed turns, if it does not pay, or the objective is missed; background turns beside others."""
         stops = self._if_it_does_not_pay(running)
+        if self._tbt and self.cost.seconds(load_of(running)) > self._tbt:
+            streamed = [turn for turn in running if turn.streamed]
+            stops += sorted(streamed, key=QUEUE_ORDER)[-1:]  # one after the other
         if beside_interactive:
             stops += [turn for turn in running if turn.is_background and turn.streamed]
         return list(dict.fromkeys(stops))
@@ -154,6 +155,7 @@ class Streaming:
         if GAIN * self._rate(load_of(running)) >= self._rate(resident):
             return []
         self._paused, self._pause = self._pause, min(2 * self._pause, PAUSE_MAX)
+        self._num_streamed = 0
         return streamed
 
     def who_returns(self, running: Collection[Turn], num_available: int) -> Turn | None:

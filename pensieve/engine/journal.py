@@ -22,6 +22,7 @@ import contextlib
 import hashlib
 import json
 import logging
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -93,8 +94,12 @@ def hash_of(iteration: Iteration) -> str:
     slices = [(s.turn_id, s.start, s.stop, s.needs_token) for s in iteration.slices]
     moves = (iteration.copies, iteration.swap_ins, iteration.swap_outs)
     plain = repr((iteration.index, slices, [[tuple(move) for move in part] for part in moves]))
-    plain += "".join(repr([list(part) for part in group[2:]]) for group in iteration.groups)
-    return hashlib.blake2b(plain.encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(plain.encode(), digest_size=8)
+    for first, stop, *pages in iteration.groups:
+        digest.update(array("i", (first, stop)).tobytes())
+        for part in pages:
+            digest.update(part.tobytes())
+    return digest.hexdigest()
 
 
 class Journal:

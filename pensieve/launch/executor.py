@@ -54,8 +54,11 @@ def _allocate(settings: Settings, ranks: ModelRanks, sampler: Sampler, report: R
         if leader is not None:
             device_bytes = num_ranks * min(device_bytes, *leader.measured_bytes())
     page_bytes = num_ranks * model.shape.kv_bytes_per_page(settings.chunk_tokens)
-    pages = tier_pages(settings, page_bytes, device_bytes)
-    num_staged = staging_pages(settings, pages, page_bytes, model.shape.num_layers)
+    num_layers, left = model.shape.num_layers, None
+    pages = tier_pages(settings, page_bytes, device_bytes, num_layers)
+    if device_bytes is not None:
+        left = device_bytes - pages.device * page_bytes
+    num_staged = staging_pages(settings, pages, page_bytes, num_layers, left)
     in_place = pages.host > 0 and streams_in_place(settings, device.type == "cpu")
     arena_pages = IN_PLACE if in_place else num_staged
     memory = KVMemory(model.shape, *pages, settings.chunk_tokens, device, report, arena_pages)

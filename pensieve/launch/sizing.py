@@ -20,7 +20,9 @@ class TierPages(NamedTuple):
     host: int
 
 
-def tier_pages(settings: Settings, page_bytes: int, device_bytes: int | None) -> TierPages:
+def tier_pages(
+    settings: Settings, page_bytes: int, device_bytes: int | None, num_layers: int = 1
+) -> TierPages:
     """The pages of both tiers; `device_bytes` is what a GPU has left, None on a CPU."""
     available = available_memory_bytes()
     share = TierSize(0.25, "share")
@@ -28,10 +30,9 @@ def tier_pages(settings: Settings, page_bytes: int, device_bytes: int | None) ->
     on_device = settings.device_cache
     if on_device.unit == "auto":
         on_device = share if device_bytes is None else TierSize(1.0, "share")
-    if (
-        device_bytes is not None and on_device.unit == "share"
-    ):  # of what is left beside the staging arenas
-        device_bytes = _without_staging(settings, device_bytes)
+    if device_bytes is not None and on_device.unit == "share":  # of what the arenas leave
+        host_bytes = host.pages(page_bytes, settings.chunk_tokens, available) * page_bytes
+        device_bytes -= _staging_bytes(settings, device_bytes, host_bytes, num_layers)
     device_pages, host_pages = (
         size.pages(page_bytes, settings.chunk_tokens, memory)
         for size, memory in (
@@ -67,13 +68,17 @@ def tier_pages(settings: Settings, page_bytes: int, device_bytes: int | None) ->
     return TierPages(device_pages, host_pages)
 
 
-def _without_staging(settings: Settings, device_bytes: int) -> int:
-    size = settings.staging
+def _staging_bytes(settings: Settings, device_bytes: int, host_bytes: int, num_layers: int) -> int:
+    """Of a GPU's memory that is left for the device tier and the arenas."""
+    size, share = settings.staging, STAGING_SHARE
     if settings.stream == "off":
-        return device_bytes
+        return 0
+    most = STAGING_ARENAS * -(-host_bytes // num_layers)  # the whole host tier of a layer in each
     if size.unit == "bytes":
-        return max(device_bytes - int(size.amount), 0)
-    return int(device_bytes / (1 + (size.amount if size.unit == "share" else STAGING_SHARE)))
+        return min(int(size.amount), most, device_bytes)
+    if size.unit == "share":
+        share = size.amount
+    return min(int(device_bytes * share / (1 + share)), most)
 
 
 def streams_in_place(settings: Settings, on_cpu: bool) -> bool:
@@ -81,8 +86,17 @@ def streams_in_place(settings: Settings, on_cpu: bool) -> bool:
     return on_cpu and settings.stream != "off" and settings.staging.unit == "auto"
 
 
-def staging_pages(settings: Settings, pages: TierPages, page_bytes: int, num_layers: int) -> int:
-    """Pages of each of the two staging arenas, for one layer; 0: no turn is streamed."""
+def staging_pages(
+    settings: Settings,
+    pages: TierPages,
+    page_bytes: int,
+    num_layers: int,
+    left_bytes: int | None = None,
+) -> int:
+    """Pages of each of the two staging arenas, for one layer; 0: no turn is streamed.
+
+    A GPU has `left_bytes` for them beside its tier.
+    """
     if settings.stream == "off":
         return 0
     if not pages.host:
@@ -108,7 +122,15 @@ def staging_pages(settings: Settings, pages: TierPages, page_bytes: int, num_lay
                 f"of its {STAGING_ARENAS} arenas; the smallest is {-(-smallest // 2**10)}KiB"
             )
         arena_pages = 1
-    return min(arena_pages, pages.host)
+    arena_pages = min(arena_pages, pages.host)
+    if left_bytes is not None and arena_pages * smallest > left_bytes:
+        if size.unit != "auto":
+            raise ConfigError(
+                f"--staging {size} needs {size_text(arena_pages * smallest)}, and {size_text(left_bytes)} of "
+                f"the GPU's memory are left beside the device tier"
+            )
+        arena_pages = left_bytes // smallest
+    return arena_pages
 
 
 def turns_max(settings: Settings, pages: int | None = None) -> int:

@@ -277,6 +277,48 @@ def test_the_last_partly_used_chunk_is_computed_again() -> None:
     world.run_until_idle()
 
 
+def test_a_streamed_turn_returns_before_batch_turns_have_the_device() -> None:
+    world = stage()
+    a, b = two(world, 3, 12)
+    while not b.streamed:
+        world.next()
+    for number in range(6):
+        world.ask(f"batch-{number}", 20, 12, background=True)
+    while b.streamed:
+        world.next()
+        world.land()
+    assert a.finish is not None
+    assert b.finish is None
+    assert world.scheduler.counters.returned == 1
+    world.run_until_idle()
+
+
+def test_nobody_gives_way_where_a_streamed_turn_leaves_no_place() -> None:
+    """The objective does not allow it beside the streamed one, whatever pages there are."""
+    world = stage(
+        device_pages=20,
+        host_pages=200,
+        staging_pages=20,
+        late=0.0,
+        key_seconds=1e-3,
+        iteration_seconds=0.0,
+        tbt_seconds=0.125,
+    )
+    low = world.ask("low", 48, 30)
+    for _ in range(2):
+        world.next()
+    streams = world.ask("streams", 60, 30)
+    while not streams.streamed:
+        world.next()
+    streams.level, streams.queue_order = 5, (-5, streams.arrival)
+    world.ask("high", 66, 5, priority=3)
+    for _ in range(5):
+        world.next()
+        assert streams.streamed
+        assert low.usage.suspensions == 0
+    world.run_until_idle()
+
+
 def test_background_turns_stream_while_nobody_waits_for_a_reply() -> None:
     world = stage()
     a = world.ask("a", 24, 10, background=True)
@@ -285,10 +327,10 @@ def test_background_turns_stream_while_nobody_waits_for_a_reply() -> None:
         world.next()
     c = world.ask("c", 4, 3)
     world.next()
-    assert not (a.streamed or b.streamed)
+    assert (a.streamed, b.streamed) == (False, False)
     while c.finish is None:
         world.next()
-        assert not (a.streamed or b.streamed)
+        assert (a.streamed, b.streamed) == (False, False)
     world.run_until_idle()
     assert a.usage.output_tokens == b.usage.output_tokens == 10
 
@@ -367,8 +409,24 @@ def test_it_stops_where_it_turns_out_not_to_pay_and_tries_again_later(
     assert b.usage.suspensions == 1
     assert streaming._paused == PAUSE_MIN
     assert streaming._pause == 2 * PAUSE_MIN
+    assert streaming._num_streamed == 0  # of the next attempt
     world.run_until_idle()
     assert 0 < streaming._paused < PAUSE_MIN
+
+
+def test_who_outgrows_the_objective_stops_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = automatic(copy_seconds=1e-4)
+    freeze(world, monkeypatch)
+    world.ask("a", 24, 8)
+    turns = [world.ask(name, 20, 8) for name in "bc"]
+    while not all(turn.streamed for turn in turns):
+        world.next()
+    world.scheduler.streaming._tbt = 0.0108  # which the copies of two contexts exceed
+    world.next()
+    assert [turn.streamed for turn in turns] == [True, False]
+    world.run_until_idle()
 
 
 def test_bad_sizes_are_refused() -> None:

@@ -64,9 +64,19 @@ def test_staging_is_a_tenth_of_the_device_tier_in_two_arenas_for_one_layer() -> 
 def test_on_a_gpu_staging_is_taken_from_what_is_left() -> None:
     alone = settings_of(stream="off")
     assert tier_pages(alone, PAGE_BYTES, 110 * GIB).device == 28_160
-    assert tier_pages(settings_of(), PAGE_BYTES, 110 * GIB).device == 25_599  # 1.1 is not exact
+    assert tier_pages(settings_of(), PAGE_BYTES, 110 * GIB).device == 25_600
     given = settings_of(staging="10GiB")
     assert tier_pages(given, PAGE_BYTES, 110 * GIB).device == 25_600
+    without = settings_of(host_cache="0t")
+    assert tier_pages(without, PAGE_BYTES, 110 * GIB, 32).device == 28_160
+    small = settings_of(host_cache="16GiB")  # a layer of it is half a GiB
+    assert tier_pages(small, PAGE_BYTES, 110 * GIB, 32).device == 28_160 - 256
+    assert staging_pages(small, TierPages(27_904, 4096), PAGE_BYTES, 32, GIB) == 4096
+    assert staging_pages(small, TierPages(27_904, 4096), PAGE_BYTES, 32, GIB // 2) == 2048
+    with pytest.raises(ConfigError, match=r"--staging 10240MiB needs 1.0 GiB, and 512.0 MiB"):
+        staging_pages(
+            settings_of(staging="10GiB"), TierPages(27_904, 4096), PAGE_BYTES, 32, GIB // 2
+        )
 
 
 @pytest.mark.parametrize(

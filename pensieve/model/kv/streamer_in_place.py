@@ -59,7 +59,7 @@ def in_host_pages(slices: Sequence[Slice], groups: Sequence[PageGroup]) -> list[
         for each in slices[group.first_slice : group.stop_slice]:
             table = each.page_table
             first, last = table[0], table[-1]
-            if last - first == len(table) - 1:  # no two entries are equal
+            if last - first == len(table) - 1:  # ascending, so without a gap
                 own = pages[first : last + 1]
             else:
                 own = array("i", map(pages.__getitem__, table))
