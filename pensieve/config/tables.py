@@ -108,8 +108,8 @@ SETTINGS: Table = (
         "stream",
         choice("auto", "on", "off"),
         "auto",
-        "run turns for which the device tier has no room with their KV in the host tier, copied to the "
-        "device layer by layer (auto: where that is predicted to deliver more tokens a second)",
+        "run turns for which the device tier has no room with their KV in the host tier; on a GPU it is copied "
+        "to the device layer by layer (auto: where that is predicted to deliver more tokens a second)",
         "auto|on|off",
     ),
     Setting(
@@ -117,7 +117,8 @@ SETTINGS: Table = (
         parse_tier_size,
         "auto",
         "memory of the device for what is copied for --stream, of one layer at a time; a context has to fit "
-        "into half of it (auto: a tenth of the device tier; %: of that tier)",
+        "into half of it (auto: a tenth of the device tier, and on a CPU none, where nothing needs copying; "
+        "%: of that tier)",
         "SIZE",
     ),
     Setting(
