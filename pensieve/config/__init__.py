@@ -16,6 +16,7 @@ from pensieve.config.resolve import (
     print_settings,
     resolve,
 )
+from pensieve.config.setting import Setting, Table
 from pensieve.config.tables import (
     BACKUP_KEEP_DAYS,
     BACKUP_SECONDS,
@@ -31,8 +32,6 @@ from pensieve.config.tables import (
     TABLES,
     TALKING,
     TURNS_WAITING_MAX,
-    Setting,
-    Table,
 )
 
 __all__ = [

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pensieve.config.parsing import TierSize
-from pensieve.config.tables import SERVING, SETTINGS, TABLES, Table
+from pensieve.config.setting import Table
+from pensieve.config.tables import SERVING, SETTINGS, TABLES
 from pensieve.errors import ConfigError
 
 

@@ -2,32 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 from pensieve.config.parsing import choice, device, file, number, parse_tier_size, switch, whole
-
-
-class Setting(NamedTuple):
-    name: str
-    parse: Callable[[str], Any]
-    default: str  # as it would be written; "" for none
-    help: str
-    metavar: str = ""  # "" for a switch
-    group: str = "settings"
-    spelled: str = ""  # the flag, where it is not the name
-    secret: bool = False
-
-    @property
-    def flag(self) -> str:
-        return self.spelled or "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return "PENSIEVE_" + self.name.upper()
-
-
-Table = tuple[Setting, ...]
+from pensieve.config.setting import Setting, Table
 
 GRACE_SECONDS = 5.0
 HEARTBEAT_SECONDS = 30.0
@@ -108,17 +84,15 @@ SETTINGS: Table = (
         "stream",
         choice("auto", "on", "off"),
         "auto",
-        "run turns for which the device tier has no room with their KV in the host tier; on a GPU it is copied "
-        "to the device layer by layer (auto: where that is predicted to deliver more tokens a second)",
+        "run turns that find no room on the device with their KV in the host tier (auto: where it pays)",
         "auto|on|off",
     ),
     Setting(
         "staging",
         parse_tier_size,
         "auto",
-        "memory of the device for what is copied for --stream, of one layer at a time; a context has to fit "
-        "into half of it (auto: a tenth of the device tier, and on a CPU none, where nothing needs copying; "
-        "%: of that tier)",
+        "memory for what --stream copies to the device, of a layer at a time; half of it holds the longest "
+        "context (auto: a tenth of the device tier; on a CPU none, where nothing needs copying)",
         "SIZE",
     ),
     Setting(
@@ -181,8 +155,8 @@ SETTINGS: Table = (
         "prefill_ahead",
         whole(0, 1 << 16),
         "0",
-        "turns whose prompts are computed before there is a place for them to generate, where --turns-max or "
-        "--tbt leaves none: their first tokens come as soon as there is one (0: none)",
+        "turns whose prompts are computed before there is a place for them, where --turns-max or --tbt "
+        "leaves none: their first tokens come as soon as there is one (0: none)",
         "N",
     ),
     Setting(

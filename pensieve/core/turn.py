@@ -6,8 +6,8 @@
        SUSPENDED, or READY for its first token   (holds no page; its progress is kept)
 
 A turn's progress is one number, `frontier`: every position below it has its KV on the device (that of a
-streamed turn: on the host) or in a launched iteration.  `tokens` is the conversation's whole log followed by the new prompt and by
-what has been sampled; it is kept until the turn ends.
+streamed turn: on the host) or in a launched iteration.  `tokens` is the conversation's whole log followed
+by the new prompt and by what has been sampled; it is kept until the turn ends.
 """
 
 from __future__ import annotations

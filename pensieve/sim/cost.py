@@ -143,10 +143,6 @@ class CostModel(IterationCost):
             **{each.name: getattr(self, each.name) for each in fields(IterationCost)}
         )
 
-    def attention_seconds(self, pairs: int, keys: int) -> float:
-        """Of a pass's attention alone; see `Work`."""
-        return self.attention_seconds(pairs, keys)
-
     def copy_seconds(self, tokens: int) -> float:
         return tokens * self.kv_bytes_per_token / self.link_bytes_per_second
 

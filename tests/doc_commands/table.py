@@ -178,6 +178,11 @@ ROWS = (
         (r"resident +\d.* x", r"vllm +\d.*1\.00 x"),
         nightly=True,
     ),
+    Row(
+        "pensieve simulate --streaming --model opt-6.7b --hardware rtx-4090 --link 605 --requests 200",
+        (r"streamed +(\d|above).* x", r"vllm +\d.*1\.00 x"),
+        nightly=True,
+    ),
     # In this process, with the model.
     Row('pensieve chat -q "Hello there." --stats', (r"Hello", r"tokens"), alone=True),
     Row("pensieve chat Qwen/Qwen3-0.6B --conversation trip", stdin=TALK, alone=True, nightly=True),
