@@ -82,7 +82,8 @@ class Streaming(World):
     def _group(self, pieces: Sequence[Piece], first: int) -> tuple[PageGroup, list[Any]]:
         size = self.memory.chunk_tokens
         pages = list({page: 0 for piece in pieces for page in piece[0].page_table})
-        self.rng.shuffle(pages)
+        if not self.memory.in_place:  # whose page tables are ascending
+            self.rng.shuffle(pages)
         place = {page: index for index, page in enumerate(pages)}
         stored = dict.fromkeys(pages, 0)
         slices = []
@@ -104,7 +105,8 @@ class Streaming(World):
             array("i", loaded),
             array("i", stored.values()),
         )
-        assert len(pages) <= self.memory.staging_pages, "more pages than an arena has"
+        fits = self.memory.in_place or len(pages) <= self.memory.staging_pages
+        assert fits, "more pages than an arena has"
         return group, slices
 
     def pages_of(self, turn: Turn, num_tokens: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from pensieve.core.sampling import Sampling
 from pensieve.errors import DeviceError
 from pensieve.model.executor import TorchExecutor
 from pensieve.model.kv.checksums import PageChecksums
-from pensieve.model.kv.memory import KVMemory
+from pensieve.model.kv.memory import IN_PLACE, KVMemory
 from pensieve.model.kv.streamer_cpu import CpuStreamer
 from pensieve.model.loader import LoadedModel, load
 from pensieve.model.streamed_pass import StreamedPass
@@ -184,8 +184,11 @@ def play(twins: Twins, seed: int, num_iterations: int = 14) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_mixture_gives_the_bits_of_resident_turns(loaded: Loaded, seed: int) -> None:
-    twins = Twins(loaded("llama-gqa"), 26, seed)
+@pytest.mark.parametrize("staging_pages", [26, IN_PLACE])
+def test_any_mixture_gives_the_bits_of_resident_turns(
+    loaded: Loaded, seed: int, staging_pages: int
+) -> None:
+    twins = Twins(loaded("llama-gqa"), staging_pages, seed)
     play(twins, seed)
     twins.check_pages()
     twins.close()
