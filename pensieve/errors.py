@@ -2,6 +2,7 @@
 
     PensieveError
     ├── InvalidArgument           a field a client sent is wrong; `field` names it
+    │   └── TooLong               it cannot fit into any context, whatever its tokens are
     ├── NotFound                  no such conversation, message or revision
     ├── AlreadyExists             the id is taken
     │   └── PrefixTaken           the prefix_id already stands for another system prompt or other tools
@@ -84,6 +85,10 @@ class InvalidArgument(PensieveError):
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
+
+
+class TooLong(InvalidArgument):
+    """A text is so long that it cannot fit into any context, whatever its tokens are."""
 
 
 class NotFound(PensieveError):

@@ -44,7 +44,8 @@ async def _serve(resolved: Resolved) -> int:
         server.stopping.set()
 
     def ready(address: str) -> None:
-        log.info("ready grpc://%s (%.1f s)", address, time.monotonic() - began)
+        urls = ", ".join([f"grpc://{address}", *(each.url for each in server.beside)])
+        log.info("ready %s (%.1f s)", urls, time.monotonic() - began)
         if serving.ready_file is not None:
             _write_ready(serving.ready_file, address)
         systemd.notify("READY=1")

@@ -56,6 +56,11 @@ def parse_tier_size(text: str) -> TierSize:
     raise ValueError("is a size such as 6GiB, 512MiB, 20000t (tokens), 60% (at most 95%), or auto")
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Separated by commas."""
+    return tuple(filter(None, (each.strip() for each in text.split(","))))
+
+
 def choice(*allowed: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in allowed:

@@ -55,6 +55,9 @@ class Serving:
     """The settings of `pensieve serve` alone."""
 
     address: str
+    http: str | None
+    http_hosts: tuple[str, ...] | None
+    http_origins: tuple[str, ...] | None
     ready_file: Path | None
     token_file: Path | None
     audit_log: Path | None

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from pensieve.config.parsing import choice, device, file, number, parse_tier_size, switch, whole
+from pensieve.config.parsing import (
+    choice,
+    device,
+    file,
+    names,
+    number,
+    parse_tier_size,
+    switch,
+    whole,
+)
 from pensieve.config.setting import Setting, Table
 
 GRACE_SECONDS = 5.0
@@ -190,6 +199,30 @@ SERVING: Table = (
         "127.0.0.1:50051",
         "where to listen (port 0: any free one)",
         "HOST:PORT",
+        "listening",
+    ),
+    Setting(
+        "http",
+        str,
+        "",
+        "serve the APIs of OpenAI over HTTP too: a port of this machine, or where to listen (port 0: any free one)",
+        "[HOST:]PORT",
+        "listening",
+    ),
+    Setting(
+        "http_hosts",
+        names,
+        "",
+        "names in the Host header that are served beside localhost, where only this machine can connect (*: any)",
+        "NAME,…",
+        "listening",
+    ),
+    Setting(
+        "http_origins",
+        names,
+        "",
+        "sites whose pages may call, such as https://chat.example.org (*: any)",
+        "URL,…",
         "listening",
     ),
     Setting(

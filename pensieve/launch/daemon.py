@@ -38,6 +38,7 @@ from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening, Server, check_exposure
 from pensieve.service.grpc.server_info import in_words, server_info
 from pensieve.service.history import Texts
+from pensieve.service.http.listener import serve_http
 from pensieve.service.jobs.batch_jobs import BatchJobs
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.job_store import JobStore
@@ -82,6 +83,9 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         )
     listening = Listening(
         address=serving.address,
+        http=_http_address(serving.http),
+        http_hosts=frozenset(serving.http_hosts or ()),
+        http_origins=frozenset(serving.http_origins or ()),
         socket=socket_path(resolved.settings.data),
         tls_cert=serving.tls_cert,
         tls_key=serving.tls_key,
@@ -122,6 +126,12 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
     )
 
 
+def _http_address(given: str | None) -> str:
+    """A port alone is one of this machine."""
+    given = given or ""
+    return f"127.0.0.1:{given}" if given.isdigit() else given
+
+
 def _backup(serving: Serving) -> BackupConfig | None:
     if serving.backup is None:
         return None
@@ -158,7 +168,10 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
             name = "echo (arithmetic instead of a model)"
         program = EngineProgram(setup.engine_program, written, folder, name)
         daemon = Daemon(store, texts, program, setup.config, report)
-        return Server(daemon, setup.listening, _jobs(daemon, settings.data, texts, report))
+        server = Server(daemon, setup.listening, _jobs(daemon, settings.data, texts, report))
+        if setup.listening.http:
+            serve_http(server, texts.template)
+        return server
     except BaseException:
         store.close()
         raise

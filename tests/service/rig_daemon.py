@@ -25,6 +25,7 @@ from pensieve.service.daemon import Daemon
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc.server import Listening, Server
+from pensieve.service.http.listener import serve_http
 from pensieve.service.jobs.batch_jobs import BatchJobs
 from pensieve.service.jobs.values import Jobs
 from pensieve.service.jobs.worker import JobsConfig
@@ -98,6 +99,8 @@ class DaemonRig:
             self.job_store = JobStore.open(data)
             self._jobs = BatchJobs(self.daemon, self.job_store, texts, self._batch_jobs)
         self.server = Server(self.daemon, listening, self._jobs)
+        if listening.http:
+            serve_http(self.server, texts.template)
         await self.server.listen()
         await self.daemon.start()
         self.owners.watch_daemon(self.daemon)

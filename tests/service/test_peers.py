@@ -318,7 +318,7 @@ def test_half_open_requests_do_not_keep_the_operator_out(tmp_path: Path) -> None
         path = "/pensieve.v1.ConversationService/GetConversation"
         call = rig.channel.stream_unary(path, request_serializer=bytes)
         calls = [call.future(unfinished()) for _ in range(4 * RECEIVING_MAX)]
-        incoming = rig.server._guard._incoming
+        incoming = rig.server.guard.incoming
         wait_for(lambda: "" in incoming._slots and incoming._slots[""].locked(), 30)
         answer = rig.admin.GetStats(admin_pb2.GetStatsRequest(), timeout=20)
         assert answer.stats.serving

@@ -137,7 +137,7 @@ def _refused(rig: TokensRig, number: int) -> None:
 def test_what_a_tenants_requests_hold_while_they_wait_is_bounded(tmp_path: Path) -> None:
     """Beyond it, further ones are not received; those whose client is gone are not tokenized."""
     with DaemonRig(tmp_path / "data") as rig:
-        incoming = rig.server._guard._incoming
+        incoming = rig.server.guard.incoming
         request = pb.CreateConversationRequest(system_prompt="x" * 1_000_000)
         with busy(rig, "in_text_pool", "b"):
             calls = [rig.stub.CreateConversation.future(request) for _ in range(100)]

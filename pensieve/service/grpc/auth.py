@@ -92,6 +92,11 @@ def caller() -> Caller:
     return _caller.get()
 
 
+def set_caller(found: Caller) -> None:
+    """From now on, in this call."""
+    _caller.set(found)
+
+
 def read_tokens(path: Path) -> tuple[Token, ...]:
     """The token file: TOML, a `[[token]]` for each with sha256, tenant and admin."""
     try:
@@ -171,8 +176,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     ) -> None:
         """`refusals` counts the calls that end with an error, by its reason."""
         self._tokens = tuple(tokens)
-        self._calls = Calls(allowances or Allowances({}, 0.0))
-        self._incoming = incoming or Incoming()
+        self.calls = Calls(allowances or Allowances({}, 0.0))
+        self.incoming = incoming or Incoming()
         self._audit = audit or Audit(None, time.monotonic)
         self._refusals = refusals if refusals is not None else Counter()
 
@@ -199,7 +204,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return Caller("", admin)
         return Caller(given.tenant, admin, priority_max=given.priority_max, token=given.shown)
 
-    def _admitted(self, method: str, metadata: Iterable[tuple[str, Any]], peer: str) -> Caller:
+    def admitted(self, method: str, metadata: Iterable[tuple[str, Any]], peer: str) -> Caller:
         """The same, for the audit log too."""
         try:
             found = self.authenticate(method, metadata, peer)
@@ -210,18 +215,30 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._audit.token_used(found.token, found.tenant, peer)
         return found
 
+    def count_refusal(self, error: PensieveError | None) -> None:
+        """A call has ended with an error; None: with one that nobody foresaw."""
+        limit = error.limit if isinstance(error, QueueFull) else ""
+        reason = "INTERNAL" if error is None else error.reason
+        self._refusals[f"{reason}.{limit}" if limit else reason] += 1
+
+    def deletion_ended(
+        self, method: str, deleted: Any, by: Caller, peer: str, outcome: str, began: float
+    ) -> None:
+        """Of a call that did not come over gRPC; `deleted` has its ids by gRPC's names."""
+        self._audit.ended(method, deleted, by, peer, outcome, began)
+
     async def _body(self, context: Any, by: Caller, method: str) -> tuple[bytes, Held | None]:
         peer = context.peer()
         if not by.known:
             is_watch = method == WATCH_METHOD
-            return await self._incoming.strangers_body(context, peer, is_watch=is_watch), None
-        return await self._incoming.body(context, _group(by, peer))
+            return await self.incoming.strangers_body(context, peer, is_watch=is_watch), None
+        return await self.incoming.body(context, group_of(by, peer))
 
     async def _messages(
         self, context: Any, by: Caller, parse: Callable[[bytes], Any]
     ) -> AsyncIterator[Any]:
         """Of a call that sends many; each is received once the one before was taken in."""
-        async for raw in self._incoming.bodies(context, _group(by, context.peer())):
+        async for raw in self.incoming.bodies(context, group_of(by, context.peer())):
             yield _parsed(parse, raw)
 
     def _known(self, metadata: Iterable[tuple[str, Any]]) -> Token | None:
@@ -255,10 +272,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             call: Call | None = None
             held: Held | None = None
             try:
-                found = self._admitted(details.method, metadata, peer)
-                _caller.set(found)
+                found = self.admitted(details.method, metadata, peer)
+                set_caller(found)
                 if is_counted:
-                    call = context = self._calls.enter(context, found.tenant)
+                    call = context = self.calls.enter(context, found.tenant)
                     await call.admit(details.method)
                 if takes == "many":
                     requests = self._messages(context, found, parse)
@@ -281,8 +298,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 await _abort(context, grpc.StatusCode.CANCELLED, "the client has left")
             except PensieveError as error:
                 outcome = error.reason
-                limit = error.limit if isinstance(error, QueueFull) else ""
-                self._refusals[f"{outcome}.{limit}" if limit else outcome] += 1
+                self.count_refusal(error)
                 if translate.is_of_the_machine(error):
                     log.error("%s failed: %s", details.method, whole_line(error))
                 if call is not None:
@@ -290,7 +306,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                 await abort_with(context, error)
             except Exception:
                 outcome = "INTERNAL"
-                self._refusals[outcome] += 1
+                self.count_refusal(None)
                 incident = secrets.token_hex(8)
                 log.exception("incident %s in %s", incident, details.method)
                 await _abort(context, grpc.StatusCode.INTERNAL, f"internal error {incident}")
@@ -352,7 +368,7 @@ def _unauthenticated(metadata: Iterable[tuple[str, Any]]) -> Unauthenticated:
     return Unauthenticated("a token is needed")
 
 
-def _group(by: Caller, peer: str) -> str:
+def group_of(by: Caller, peer: str) -> str:
     """With whom a caller shares what may be on its way."""
     return LOCAL_PREFIX if _is_local(peer) else by.tenant
 

@@ -20,7 +20,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -89,6 +89,9 @@ class Listening:
     keepalive_seconds: float = 30.0  # between pings of a silent connection
     ping_timeout_seconds: float = 10.0  # one that does not answer is closed
     connections_max: int = CONNECTIONS_MAX  # to the address; the socket has as many of its own
+    http: str = ""  # HOST:PORT of the APIs over HTTP; "" for none
+    http_hosts: frozenset[str] = frozenset()  # that may be named beside this machine's own; "*": any
+    http_origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
 
     def options(self) -> tuple[tuple[str, int], ...]:
         timeout = int(self.ping_timeout_seconds * 1000)
@@ -161,6 +164,15 @@ class Health:
         )
 
 
+class Listener(Protocol):
+    """Sockets of another protocol."""
+
+    @property
+    def url(self) -> str: ...
+    async def listen(self) -> None: ...
+    async def close(self) -> None: ...
+
+
 class _OneQueue:
     """Adds services to a server without naming their methods.
 
@@ -175,7 +187,10 @@ class _OneQueue:
 
 
 class Server:
-    """A daemon behind its sockets; without `jobs` it takes none."""
+    """A daemon behind its sockets; without `jobs` it takes none.
+
+    `beside` are listeners of other protocols, which open after gRPC's and close before the daemon does.
+    """
 
     def __init__(self, daemon: Daemon, listening: Listening, jobs: Jobs | None = None) -> None:
         check_exposure(listening)
@@ -184,11 +199,12 @@ class Server:
         self.stopping = asyncio.Event()  # set where the end is wanted
         self.failure: BaseException | None = None  # why it must be, where nobody wanted it
         self.address = ""
-        self._listening = listening
+        self.beside: list[Listener] = []
+        self.listening = listening
         path = listening.audit_log
         self._audit_log = AuditLog(path) if path is not None else None
         self._audit = Audit(self._audit_log, asyncio.get_running_loop().time)
-        self._guard = auth.AuthInterceptor(
+        self.guard = auth.AuthInterceptor(
             listening.tokens,
             daemon.admission.allowances,
             audit=self._audit,
@@ -197,7 +213,7 @@ class Server:
         self._loop_lag = LoopLag()
         self._background: list[asyncio.Task[None]] = []
         self._certificates: Certificates | None = None  # which gRPC asks as long as it listens
-        self._server = grpc.aio.server(interceptors=[self._guard], options=listening.options())
+        self._server = grpc.aio.server(interceptors=[self.guard], options=listening.options())
         services: Any = _OneQueue(self._server)
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
             ConversationService(daemon), services
@@ -215,7 +231,7 @@ class Server:
 
     async def listen(self) -> str:
         """Bind and answer; turns are refused until the daemon serves.  The address, with its port."""
-        listening = self._listening
+        listening = self.listening
         if listening.address:
             self._listen_on_port()
         if listening.socket is not None:
@@ -234,12 +250,14 @@ class Server:
             watching.add_done_callback(self._watching_ended)
             self._background.append(watching)
         await self._server.start()
+        for listener in self.beside:
+            await listener.listen()
         self._audit.started(self.address)
         return self.address
 
     def _use_tokens(self, tokens: Sequence[auth.Token]) -> None:
         limits = auth.limits_of(tokens)
-        self._guard.use(tokens)
+        self.guard.use(tokens)
         self.daemon.use_limits(limits)
 
     def _watching_ended(self, watching: asyncio.Task[None]) -> None:
@@ -248,7 +266,7 @@ class Server:
             self._fail(error)
 
     def _listen_on_port(self) -> None:
-        listening = self._listening
+        listening = self.listening
         host = listening.address.rpartition(":")[0]
         try:
             if listening.tls_cert is not None and listening.tls_key is not None:
@@ -283,7 +301,7 @@ class Server:
     def _facts(self) -> ServerFacts:
         port = int(self.address.rpartition(":")[2] or 0)
         lost = self._audit_log.num_lost if self._audit_log is not None else 0
-        return ServerFacts(self._loop_lag.quantiles(), port, self._listening.connections_max, lost)
+        return ServerFacts(self._loop_lag.quantiles(), port, self.listening.connections_max, lost)
 
     async def answers(self) -> None:
         """Until the store thread has; but it is not asked when it may be gone in a moment."""
@@ -298,14 +316,15 @@ class Server:
         await self.daemon.drain(drain_seconds)
         for task in self._background:
             task.cancel()
+        await asyncio.gather(*(each.close() for each in self.beside))
         await self._server.stop(STOP_SECONDS)
         await self.daemon.close()
         self._audit.stopped()
         if self._audit_log is not None:
             await asyncio.to_thread(self._audit_log.close)
-        if self._listening.socket is not None:
+        if self.listening.socket is not None:
             with contextlib.suppress(FileNotFoundError):
-                self._listening.socket.unlink()
+                self.listening.socket.unlink()
 
 
 def check_exposure(listening: Listening) -> None:
@@ -318,16 +337,20 @@ def check_exposure(listening: Listening) -> None:
             )
     if listening.tls_cert is not None and listening.tls_key is None:
         raise ConfigError("--tls-cert needs --tls-key")
-    if not listening.address:
-        return
-    host, _, port = listening.address.rpartition(":")
+    for flag, address in (("--address", listening.address), ("--http", listening.http)):
+        if address:
+            _check_address(flag, address, listening)
+
+
+def _check_address(flag: str, address: str, listening: Listening) -> None:
+    host, _, port = address.rpartition(":")
     if not _is_host(host) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
-        raise ConfigError(f"--address {listening.address!r} is not HOST:PORT")
-    if _is_loopback(host) or listening.insecure:
+        raise ConfigError(f"{flag} {address!r} is not HOST:PORT")
+    if is_loopback(host) or listening.insecure:
         return
     if listening.tls_cert is None or not (listening.tokens or listening.tls_client_ca):
         raise ConfigError(
-            f"--address {listening.address} can be reached by others: give --tls-cert, --tls-key and "
+            f"{flag} {address} can be reached by others: give --tls-cert, --tls-key and "
             "--token-file (or --tls-client-ca), or say --insecure"
         )
 
@@ -342,7 +365,7 @@ def _is_host(host: str) -> bool:
     return HOST_PATTERN.fullmatch(host) is not None and host.lower() not in NO_HOSTS
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether nobody on another machine can reach it; a name may stand for any address, but for one."""
     found = _ip_address(host)
     return found.is_loopback if found is not None else host.lower() == "localhost"

@@ -111,7 +111,7 @@ def answer(
             {"index": n, **choice(each, request, tokenizer), "finish_reason": each.finish.value}
             for n, each in enumerate(replies)
         ],
-        "usage": _usage(replies, prompt),
+        "usage": usage_of(replies, prompt),
         "system_fingerprint": None,
     }
 
@@ -122,7 +122,7 @@ def _chat_choice(reply: Reply, request: Request, tokenizer: Tokenizer | None) ->
         message["reasoning_content"] = thinking
     logprobs = None
     if request.sampling.logprobs is not None and tokenizer is not None:
-        logprobs = {"content": _tokens(reply, tokenizer), "refusal": None}
+        logprobs = {"content": logprob_rows(reply, tokenizer), "refusal": None}
     return {"message": message, "logprobs": logprobs}
 
 
@@ -131,11 +131,11 @@ def _text_choice(reply: Reply, request: Request, tokenizer: Tokenizer | None) ->
     reply = Reply(reply.token_ids, reply.texts, reply.finish, (), reply.logprobs)
     logprobs = None
     if request.sampling.logprobs is not None and tokenizer is not None:
-        logprobs = _columns(_tokens(reply, tokenizer))
+        logprobs = logprob_columns(logprob_rows(reply, tokenizer))
     return {"text": reply.content, "logprobs": logprobs}
 
 
-def _usage(replies: Sequence[Reply], prompt: PromptTokens) -> dict[str, Any]:
+def usage_of(replies: Sequence[Reply], prompt: PromptTokens) -> dict[str, Any]:
     """All choices share one prompt."""
     num_output = sum(len(each.token_ids) for each in replies)
     return {
@@ -152,10 +152,11 @@ def _usage(replies: Sequence[Reply], prompt: PromptTokens) -> dict[str, Any]:
 # -- logprobs --
 
 
-def _tokens(reply: Reply, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The tokens of the text, with their alternatives."""
+def logprob_rows(
+    reply: Reply, tokenizer: Tokenizer, *, is_first: bool = True
+) -> list[dict[str, Any]]:
+    """The tokens of the text, with their alternatives; `is_first`: no text came before."""
     found = []
-    is_first = True
     rows = zip(reply.token_ids, reply.logprobs, reply.is_of(Part.TEXT, Part.TOOL_CALL), strict=True)
     for token_id, (logprob, alternatives), is_text in rows:
         if not is_text or tokenizer.is_silent(token_id):
@@ -177,9 +178,9 @@ def _token(tokenizer: Tokenizer, token_id: int, logprob: float, is_first: bool) 
     }
 
 
-def _columns(tokens: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def logprob_columns(tokens: Sequence[Mapping[str, Any]], offset: int = 0) -> dict[str, Any]:
     """As a text completion has them; of alternatives with the same text the likeliest counts."""
-    top_logprobs, offsets, offset = [], [], 0
+    top_logprobs, offsets = [], []
     for each in tokens:
         column: dict[str, float] = {}
         for one in (*each["top_logprobs"], each):
@@ -276,7 +277,7 @@ def _output(
         "type": "output_text",
         "text": content,
         "annotations": [],
-        "logprobs": _tokens(reply, tokenizer) if wants_logprobs and tokenizer else [],
+        "logprobs": logprob_rows(reply, tokenizer) if wants_logprobs and tokenizer else [],
     }
     message = {
         "id": f"msg_{heading.answer_id}",

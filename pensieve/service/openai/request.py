@@ -69,6 +69,8 @@ class Request:
     include_usage: bool = False  # of a stream
     previous_response_id: str = ""  # of a response
     conversation: str = ""  # of a response
+    store: bool | None = None  # None: as the API has it where nothing is said
+    prompt_cache_key: str = ""
     params: Mapping[str, str] = field(default_factory=dict)  # the body's own names of some fields
     echoed: Mapping[str, Any] = field(default_factory=dict)  # that a response repeats
 
@@ -104,6 +106,7 @@ def parse(kind: RequestKind, body: Any, served: Served) -> Request:
         values["tools"] = take_tools(fields, is_nested=is_chat)
         values["template_options"] = _template_options(fields, is_chat, served.template_options)
     values |= _stream(fields)
+    values |= _kept(fields)
     _pass_over(fields)
     fields.end()
     if kind is RequestKind.RESPONSE:
@@ -265,13 +268,19 @@ def _stream(fields: Fields) -> dict[str, bool]:
     return {"stream": stream, "include_usage": include_usage}
 
 
+def _kept(fields: Fields) -> dict[str, Any]:
+    return {
+        "store": fields.flag("store") if "store" in fields else None,
+        "prompt_cache_key": fields.text("prompt_cache_key") or "",
+    }
+
+
 def _pass_over(fields: Fields) -> None:
     """What changes nothing about an answer; its type is checked, since a response repeats some of it."""
-    for name in ("user", "safety_identifier", "service_tier", "prompt_cache_key"):
+    for name in ("user", "safety_identifier", "service_tier"):
         fields.text(name)
     fields.text("prompt_cache_retention")
     fields.object("prompt_cache_options")
-    fields.flag("store")
     metadata, where = fields.object("metadata"), fields.where("metadata")
     if metadata and not all(isinstance(each, str) for each in metadata.values()):
         raise Refusal(where, "must hold strings", "invalid_type")

@@ -1,0 +1,126 @@
+"""Bodies of requests, read into what the daemon takes: the same for every API.
+
+A short body is parsed on the loop, a long one in the text pool.  What the template, the tokenizer or the engine refuse
+later goes by the name that the body has for it (`named`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from pensieve.core.sampling import Sampling
+from pensieve.core.turn import TurnOptions
+from pensieve.errors import InvalidArgument, TooLong
+from pensieve.service.daemon import Daemon
+from pensieve.service.grpc.auth import Caller
+from pensieve.service.heads import check_length
+from pensieve.service.http.exchange import Exchange
+from pensieve.service.http.front import Front
+from pensieve.service.live_turn import LiveTurn
+from pensieve.service.openai import Refusal, Request, RequestKind, Served, parse, read_json
+from pensieve.text import ChatTemplate, Setting
+from pensieve.text.reply_pieces import ReplyPieces
+from pensieve.text.tool_calls import CallStyle
+
+SHORT_BYTES = 16 << 10  # what the loop may parse by itself
+SEED_BITS = 63
+
+
+class Bodies:
+    def __init__(
+        self, front: Front, daemon: Daemon, template: ChatTemplate, style: CallStyle | None
+    ) -> None:
+        """`style`: how this model writes calls of tools."""
+        self.front, self.template = front, template
+        self._daemon, self._style = daemon, style
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names that are served, the model's own first."""
+        name = self._daemon.engine.model_name
+        short = name.rpartition("/")[2]
+        return (name,) if short == name else (name, short)
+
+    async def json(self, exchange: Exchange, by: Caller) -> Any:
+        """The value of a body that has to be JSON."""
+        kind = exchange.headers.get("content-type", "application/json").partition(";")[0]
+        if kind.strip().lower() not in ("application/json", ""):
+            raise InvalidArgument("content-type", "must be application/json")
+        raw = await self.front.body(exchange, by)
+        if len(raw) <= SHORT_BYTES:
+            return read_json(raw, "body")
+        return await self._daemon.threads.in_text_pool(by.tenant, lambda: read_json(raw, "body"))
+
+    async def request(self, exchange: Exchange, by: Caller, kind: RequestKind) -> Request:
+        body = await self.json(exchange, by)
+        served = Served(
+            self._daemon.defaults,
+            self.models,
+            self._daemon.engine.ready.vocab_size if self._daemon.engine.ready else None,
+            self.template.options,
+        )
+        if exchange.num_bytes <= SHORT_BYTES:
+            return parse(kind, body, served)
+        return await self._daemon.threads.in_text_pool(by.tenant, lambda: parse(kind, body, served))
+
+    def pieces(self, request: Request) -> ReplyPieces:
+        """Cuts the reply to a request; calls are looked for where there are tools."""
+        return ReplyPieces(self._style if request.tools else None, request.tools)
+
+    def options(self, request: Request, by: Caller) -> TurnOptions:
+        return TurnOptions(request.sampling, min(0, by.priority_max))
+
+    def given_sampling(self, request: Request) -> Mapping[str, Any]:
+        """What the body sets, by which the same request is known again."""
+        return {name: getattr(request.sampling, name) for name in sorted(request.given)}
+
+    async def begin_unstored(
+        self, request: Request, options: TurnOptions, by: Caller
+    ) -> list[LiveTurn]:
+        """A turn for each choice, of the whole prompt, that leaves nothing on the disk."""
+        prompt = await self._daemon.threads.in_text_pool(by.tenant, lambda: self.tokens(request))
+        begun = []
+        for choice in range(request.num_choices):
+            chosen = replace(options, sampling=_seeded(options.sampling, choice))
+            begun.append(self._daemon.begin_unstored(prompt, chosen, by.tenant))
+        return list(await asyncio.gather(*begun))
+
+    def tokens(self, request: Request) -> list[int]:
+        """Of a request's whole prompt; in any thread."""
+        context_max = self._daemon.context_max
+        if isinstance(request.prompt, tuple):
+            return list(request.prompt)
+        if request.prompt is not None:
+            check_length("prompt", len(request.prompt), context_max)
+            self.template.tokenizer.check_text(request.prompt, "prompt")
+            return list(self.template.tokenizer.encode_prompt(request.prompt))
+        check_length("messages", sum(len(each.content) for each in request.messages), context_max)
+        setting = Setting(request.tools, request.template_options)
+        return self.template.opening(request.messages, setting).token_ids
+
+
+@contextmanager
+def named(request: Request) -> Iterator[None]:
+    """Errors within name what the body names."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except InvalidArgument as error:
+        name = error.field.removeprefix("sampling.")
+        code = "context_length_exceeded" if isinstance(error, TooLong) else "invalid_value"
+        raise Refusal(request.param(name), error.problem, code) from None
+
+
+def _seeded(sampling: Sampling, choice: int) -> Sampling:
+    """Choices differ; the first has the seed that was given."""
+    if sampling.seed and not choice:
+        return sampling
+    if sampling.seed:
+        return replace(sampling, seed=(sampling.seed + choice * 0x9E3779B97F4A7C15) % (1 << 64))
+    return replace(sampling, seed=secrets.randbits(SEED_BITS) + 1)

@@ -1,0 +1,128 @@
+"""`POST /v1/chat/completions`: the client sends the whole history, and only what is new of it is computed.
+
+The conversation that the history is, is found by its messages (service/binding).  Of `n` choices the first goes on with
+that conversation, the others with forks of it.  `store: false` makes a turn of all messages that leaves nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pensieve.service.binding.binder import Binder, Chat
+from pensieve.service.daemon import Daemon
+from pensieve.service.grpc.auth import Caller
+from pensieve.service.http.bodies import Bodies, named
+from pensieve.service.http.exchange import Exchange, Piece, event
+from pensieve.service.http.replies import (
+    digest,
+    follow,
+    prompt_of,
+    reply_of,
+    request_id_of,
+    sources,
+    tokens_of,
+)
+from pensieve.service.live_turn import LiveTurn
+from pensieve.service.openai import Heading, Request, RequestKind, answer
+from pensieve.service.openai.chat_stream import ChatStream
+from pensieve.text.reply_pieces import Piece as ReplyPiece
+from pensieve.text.reply_pieces import ReplyPieces
+
+DONE = Piece(b"data: [DONE]\n\n")
+SESSION_HEADERS = ("x-session-id", "x-openwebui-chat-id")
+
+
+class ChatCompletions:
+    def __init__(self, daemon: Daemon, bodies: Bodies, binder: Binder) -> None:
+        self._daemon, self._bodies, self._binder = daemon, bodies, binder
+
+    async def __call__(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
+        request = await self._bodies.request(exchange, by, RequestKind.CHAT)
+        with named(request):
+            lives = await self._begin(exchange, by, request)
+        heading = Heading(
+            digest(by.tenant, lives[0].conversation_id, lives[0].turn_id),
+            int(time.time()),
+            request.model,
+        )
+        pieces = [self._bodies.pieces(request) for _ in lives]
+        if request.stream:
+            await self._stream(exchange, request, heading, lives, pieces)
+            return None
+        await all_of(
+            follow(self._daemon, exchange, live, of, None)
+            for live, of in zip(lives, pieces, strict=True)
+        )
+        exchange.out |= sources(lives[0].figures)
+        tokenizer = self._bodies.template.tokenizer
+        return answer(
+            request, [reply_of(live) for live in lives], prompt_of(lives[0]), heading, tokenizer
+        )
+
+    async def _begin(self, exchange: Exchange, by: Caller, request: Request) -> list[LiveTurn]:
+        options = self._bodies.options(request, by)
+        if request.store is False:
+            return await self._bodies.begin_unstored(request, options, by)
+        chat = Chat(
+            messages=request.messages,
+            tools=request.tools,
+            template_options=request.template_options,
+            options=options,
+            tenant=by.tenant,
+            session_key=self._session_key(exchange, request),
+            request_id=request_id_of(exchange),
+            given_sampling=self._bodies.given_sampling(request),
+            num_choices=request.num_choices,
+        )
+        bound = await self._binder.begin(chat)
+        exchange.out["x-pensieve-conversation-id"] = bound[0].conversation_id
+        exchange.out["x-pensieve-bound"] = bound[0].how
+        exchange.out["x-pensieve-known-messages"] = str(bound[0].num_known_messages)
+        return [each.live for each in bound]
+
+    def _session_key(self, exchange: Exchange, request: Request) -> str:
+        named = (exchange.headers.get(name, "") for name in SESSION_HEADERS)
+        return next(filter(None, named), request.prompt_cache_key)
+
+    async def _stream(
+        self,
+        exchange: Exchange,
+        request: Request,
+        heading: Heading,
+        lives: Sequence[LiveTurn],
+        pieces: Sequence[ReplyPieces],
+    ) -> None:
+        tokenizer = self._bodies.template.tokenizer
+        stream = ChatStream(request, heading, tokenizer)
+        exchange.begin_events()
+
+        async def write(values: Sequence[Mapping[str, Any]]) -> None:
+            if values:
+                await exchange.write(Piece(b"".join(map(event, values))))
+
+        async def one(number: int, live: LiveTurn) -> None:
+            async def on_pieces(found: Sequence[ReplyPiece], start: int, stop: int) -> None:
+                await write(stream.chunks(number, found, tokens_of(live, start, stop)))
+
+            await follow(self._daemon, exchange, live, pieces[number], on_pieces)
+            await write([stream.end(number, reply_of(live).finish, pieces[number].num_calls)])
+
+        await all_of(one(number, live) for number, live in enumerate(lives))
+        if request.include_usage:
+            await write([stream.usage([reply_of(live) for live in lives], prompt_of(lives[0]))])
+        await exchange.write(DONE)
+        await exchange.end_events()
+
+
+async def all_of(works: Any) -> None:
+    """All of them; the first error ends the others."""
+    tasks = [asyncio.ensure_future(each) for each in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,197 @@
+"""One request of HTTP and its answer, as the parts of the service that count and limit calls see a call.
+
+    reading    `read` takes the body in, up to a limit
+    waiting    the client may leave; then the task that answers is cancelled, and `has_left` says why
+    answering  one whole answer (`answer`), or a stream of events (`begin_events`, `write`)
+    over       `end`; the functions of `add_done_callback` are called once
+
+A stream's headers are sent with its first event, or when the client has waited `KEEP_ALIVE_SECONDS` for it; so what
+fails before that is an error with a status.  Whatever fails later is an event.  While nothing else is to be written,
+a comment is sent every KEEP_ALIVE_SECONDS, so that proxies do not take the connection for dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pensieve.errors import InvalidArgument
+from pensieve.service.openai import one_line
+
+BODY_BYTES_MAX = 8 << 20
+KEEP_ALIVE_SECONDS = 15.0
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class BodyTooLarge(InvalidArgument):
+    """The body is larger than any that is taken."""
+
+
+class Piece(bytes):
+    """Bytes of a stream; their size goes by the name that messages of gRPC have for it."""
+
+    def ByteSize(self) -> int:  # noqa: N802
+        return len(self)
+
+
+class Exchange:
+    def __init__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        self.scope = scope
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.values: Mapping[str, str] = scope.get("path_params", {})
+        self.headers: dict[str, str] = {}
+        for name, value in scope["headers"]:  # the first of several counts
+            self.headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+        self.out: dict[str, str] = {}  # headers of the answer
+        self.has_left = False  # the client
+        self.num_bytes = 0  # of the body, once it was read
+        self._receive, self._send = receive, send
+        self._done: list[Callable[[Any], None]] = []
+        self._begun = False  # the answer's headers are sent
+        self._is_stream = False
+        self._watching: asyncio.Task[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self._lock = asyncio.Lock()  # of what is sent
+        self._sent_at = 0.0
+
+    # -- what calls and incoming bodies ask of a call --
+
+    def peer(self) -> str:
+        host, port = self.scope.get("client") or ("unknown", 0)
+        return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+    def add_done_callback(self, function: Callable[[Any], None]) -> None:
+        self._done.append(function)
+
+    def time_remaining(self) -> None:
+        """HTTP has no deadlines."""
+
+    async def read(self) -> bytes:
+        """The whole body."""
+        chunks, num_bytes = [], 0
+        declared = self.headers.get("content-length", "")
+        if declared.isdigit() and len(declared) < 20 and int(declared) > BODY_BYTES_MAX:
+            raise _too_large()
+        while True:
+            event = await self._receive()
+            if event["type"] == "http.disconnect":
+                self.has_left = True
+                raise asyncio.CancelledError
+            chunk = event.get("body", b"")
+            num_bytes += len(chunk)
+            if num_bytes > BODY_BYTES_MAX:
+                raise _too_large()
+            chunks.append(chunk)
+            if not event.get("more_body"):
+                self.num_bytes = num_bytes
+                self._watch()
+                return b"".join(chunks)
+
+    def _watch(self) -> None:
+        """Cancel the task that answers when the client leaves."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self._watching is None:
+            self._watching = asyncio.get_running_loop().create_task(self._cancel_when_left(task))
+
+    async def _cancel_when_left(self, task: asyncio.Task[Any]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self.has_left:
+            self.has_left = True
+            task.cancel()
+
+    # -- the answer --
+
+    @property
+    def begun(self) -> bool:
+        """Whether the status was sent already."""
+        return self._begun
+
+    async def answer(self, value: Mapping[str, Any], status: int = 200) -> None:
+        await self.answer_bytes(one_line(value), "application/json", status)
+
+    async def answer_bytes(self, body: bytes, kind: str, status: int = 200) -> None:
+        self.out |= {"content-type": kind, "content-length": str(len(body))}
+        await self._begin(status)
+        with_body = b"" if self.method == "HEAD" else body
+        await self._send({"type": "http.response.body", "body": with_body})
+
+    def begin_events(self) -> None:
+        """The answer is a stream; its headers go with its first event."""
+        self._is_stream = True
+        self.out |= {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",  # of proxies
+        }
+        loop = asyncio.get_running_loop()
+        self._sent_at = loop.time()
+        self._keeping = loop.create_task(self._keep_alive())
+
+    async def write(self, piece: bytes) -> None:
+        """A piece of a stream; returns when the client may have more."""
+        async with self._lock:
+            if not self._begun:
+                await self._begin(200)
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            self._sent_at = asyncio.get_running_loop().time()
+
+    async def end_events(self) -> None:
+        self._stop_keeping()
+        async with self._lock:
+            await self._send({"type": "http.response.body", "body": b""})
+
+    async def _begin(self, status: int) -> None:
+        self._begun = True
+        headers = [(name.encode("latin-1"), _header(value)) for name, value in self.out.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _keep_alive(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            wait = self._sent_at + KEEP_ALIVE_SECONDS - loop.time()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            else:
+                await self.write(KEEP_ALIVE)
+
+    def _stop_keeping(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+
+    @property
+    def is_stream(self) -> bool:
+        return self._is_stream
+
+    async def end(self) -> None:
+        """It is over, however it ended."""
+        tasks = [each for each in (self._watching, self._keeping) if each is not None]
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+        done, self._done = self._done, []
+        for function in done:
+            function(self)
+
+
+def event(value: Mapping[str, Any], name: str = "") -> Piece:
+    """A server-sent event; JSON holds no line end, so one `data` line is enough."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    head = f"event: {name}\n" if name else ""
+    return Piece(f"{head}data: {text}\n\n".encode("utf-8", "replace"))
+
+
+def _header(value: str) -> bytes:
+    """Printable ASCII, whatever it holds: a line end would begin another header."""
+    return "".join(each if " " <= each <= "~" else "?" for each in value).encode()
+
+
+def _too_large() -> BodyTooLarge:
+    return BodyTooLarge("body", f"has more than {BODY_BYTES_MAX:,} bytes")

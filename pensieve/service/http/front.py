@@ -1,0 +1,199 @@
+"""What every request passes before its endpoint, and how whatever goes wrong is told.
+
+    Host and Origin   a page of another site, or a name that points here by trickery, does nothing
+    caller            by a bearer token (or `x-api-key`), as over gRPC; health and version need none
+    limits            of its tenant: calls, requests per second, bytes on their way and unread
+    endpoint          answers, or raises an error of our tree
+    the end           the call is counted no more, whether the client took the answer or left
+
+A name in Host is checked where the listener is on this machine alone and asks for no token: a browser can be made to
+call it under any name (DNS rebinding).  An Origin that is not the listener's own is refused unless it is one of
+`origins`; CORS headers are sent to these alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+from pensieve.errors import PensieveError, PermissionDenied, whole_line
+from pensieve.service.grpc.auth import AuthInterceptor, Caller, group_of, set_caller
+from pensieve.service.grpc.translate import is_of_the_machine
+from pensieve.service.http import errors
+from pensieve.service.http.exchange import Exchange, event
+
+log = logging.getLogger("pensieve")
+Act = Callable[[Exchange, Caller], Awaitable[Mapping[str, Any] | None]]
+ErrorBody = Callable[[PensieveError], Mapping[str, Any]]
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+METHODS = "GET, POST, DELETE, OPTIONS"
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Who may call from where."""
+
+    hosts: frozenset[str] = frozenset()  # names in Host beside this machine's own; "*": any
+    origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
+    is_local: bool = True  # the listener is on this machine alone, and needs no token
+
+
+class Front:
+    def __init__(self, guard: AuthInterceptor, allowed: Allowed) -> None:
+        self.guard = guard
+        self._allowed = allowed
+
+    # -- checks --
+
+    def check_place(self, exchange: Exchange) -> None:
+        host = exchange.headers.get("host", "")
+        allowed = self._allowed
+        if allowed.is_local and "*" not in allowed.hosts:
+            name = _name_of(host)
+            if name not in LOCAL_NAMES and name not in allowed.hosts:
+                raise PermissionDenied(f"the host {name[:80]!r} is not allowed; see --http-hosts")
+        origin = exchange.headers.get("origin")
+        if origin is None or origin in allowed.origins or "*" in allowed.origins:
+            self._allow_origin(exchange, origin)
+        elif urlsplit(origin).netloc != host or not host:
+            raise PermissionDenied(f"pages of {origin[:80]!r} are not allowed; see --http-origins")
+
+    def _allow_origin(self, exchange: Exchange, origin: str | None) -> None:
+        if origin is None:
+            return
+        exchange.out |= {
+            "access-control-allow-origin": origin,
+            "access-control-expose-headers": "*",
+            "vary": "Origin",
+        }
+        if exchange.method == "OPTIONS":
+            asked = exchange.headers.get("access-control-request-headers", "")
+            exchange.out |= {
+                "access-control-allow-methods": METHODS,
+                "access-control-allow-headers": asked or "*",
+                "access-control-max-age": "600",
+            }
+
+    def caller_of(self, exchange: Exchange) -> Caller:
+        given = exchange.headers.get("authorization", "")
+        if given[:7].lower() == "bearer ":
+            given = f"Bearer {given[7:].strip()}"
+        elif not given and (key := exchange.headers.get("x-api-key")):
+            given = f"Bearer {key}"
+        metadata = (("authorization", given),) if given else ()
+        return self.guard.admitted(_method(exchange), metadata, exchange.peer())
+
+    async def body(self, exchange: Exchange, by: Caller) -> bytes:
+        """The bytes of a request; its tenant's memory for bodies holds them until the answer begins."""
+        raw, held = await self.guard.incoming.body(exchange, group_of(by, exchange.peer()))
+        exchange.add_done_callback(lambda _: held.release())
+        return raw
+
+
+class Endpoint:
+    """An ASGI application around a method of an API."""
+
+    def __init__(
+        self,
+        front: Front,
+        act: Act,
+        *,
+        is_open: bool = False,
+        deletes: str = "",
+        error_body: ErrorBody = errors.body_of,
+    ) -> None:
+        """`is_open`: anybody may call it, and it reads no body.  `deletes`: gRPC's method that does the same."""
+        self._front, self._act, self._is_open = front, act, is_open
+        self._deletes, self._error_body = deletes, error_body
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        exchange = Exchange(scope, receive, send)
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            await self._answer(exchange)
+        except asyncio.CancelledError:
+            if task.cancelling() and not exchange.has_left:
+                raise  # the daemon ends
+            while task.cancelling():  # its client left, or took nothing for too long
+                task.uncancel()
+        finally:
+            await exchange.end()
+
+    async def _answer(self, exchange: Exchange) -> None:
+        front, guard, call = self._front, self._front.guard, None
+        method = _method(exchange)
+        began, outcome, by = asyncio.get_running_loop().time(), "CANCELLED", None
+        try:
+            front.check_place(exchange)
+            if exchange.method == "OPTIONS":
+                await exchange.answer_bytes(b"", "text/plain", 204)
+                return
+            if not self._is_open:
+                by = front.caller_of(exchange)
+                set_caller(by)
+                call = guard.calls.enter(exchange, by.tenant)
+                await call.admit(method)
+            value = await self._act(exchange, by or Caller())
+            if value is not None:
+                await exchange.answer(value)
+            outcome = "OK"
+        except asyncio.CancelledError:
+            raise
+        except PensieveError as error:
+            outcome = error.reason
+            guard.count_refusal(error)
+            if is_of_the_machine(error):
+                log.error("%s failed: %s", method, whole_line(error))
+            if call is not None:
+                await call.refused(error)
+            await self._tell(exchange, error)
+        except Exception:
+            outcome, incident = "INTERNAL", secrets.token_hex(8)
+            guard.count_refusal(None)
+            log.exception("incident %s in %s", incident, method)
+            await self._tell(exchange, errors.unforeseen(incident))
+        finally:
+            if by is not None and self._deletes:
+                deleted = SimpleNamespace(
+                    conversation_id=exchange.values.get("conversation_id", "")
+                )
+                peer = exchange.peer()
+                guard.deletion_ended(self._deletes, deleted, by, peer, outcome, began)
+
+    async def _tell(self, exchange: Exchange, error: PensieveError) -> None:
+        body = self._error_body(error)
+        if exchange.begun:
+            if exchange.is_stream:
+                await exchange.write(event(body, "error" if "type" in body else ""))
+                await exchange.end_events()
+            return
+        kept = {"vary"}
+        exchange.out = {
+            name: value
+            for name, value in exchange.out.items()
+            if name in kept or name.startswith("access-")
+        }
+        exchange.out |= errors.retry_after(error)
+        shape = errors.shape_of(error)
+        if shape.status == 401:
+            exchange.out["www-authenticate"] = "Bearer"
+        await exchange.answer(body, shape.status)
+
+
+def _method(exchange: Exchange) -> str:
+    """As the audit log and the limits name it."""
+    return f"/http{exchange.path[:200]}"
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without its port."""
+    if host.startswith("["):
+        return host.partition("]")[0].lower() + "]"
+    return host.partition(":")[0].lower()

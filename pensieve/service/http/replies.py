@@ -1,0 +1,116 @@
+"""A live turn as pieces of a reply, for whichever API writes them, and what becomes of it when its client leaves.
+
+A client of these APIs cannot attach to its turn again, unless it sends an `Idempotency-Key`.  So its turn ends when it
+leaves: what was written to it stays in the history, which is what it has; where nothing was, nothing stays.  With a
+key the turn lives on for the grace of gRPC's (readers.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from pensieve.core.turn import FinishReason
+from pensieve.service.daemon import Daemon
+from pensieve.service.http.exchange import Exchange
+from pensieve.service.live_turn import LiveTurn
+from pensieve.service.openai import PromptTokens, Reply
+from pensieve.text.reply_pieces import Piece, ReplyPieces
+
+Write = Callable[[Sequence[Piece], int, int], Awaitable[None]]  # pieces of tokens [start, stop)
+
+
+async def follow(
+    daemon: Daemon, exchange: Exchange, live: LiveTurn, pieces: ReplyPieces, write: Write | None
+) -> None:
+    """Until the turn has ended; without `write` its client gets the whole reply then."""
+    num_sent = 0
+
+    async def on_tokens(start: int, stop: int) -> None:
+        nonlocal num_sent
+        found: list[Piece] = []
+        for number in range(start, stop):
+            found += pieces.push(live.texts[number], live.parts[number])
+        if write is not None:
+            await write(found, start, stop)
+            num_sent = stop
+
+    try:
+        await daemon.conversations.follow(live, on_tokens)
+    except asyncio.CancelledError:
+        if exchange.has_left and not has_key(exchange):
+            leave(daemon, live, num_sent)
+        raise
+    rest: list[Piece] = []
+    if live.tail:
+        rest += pieces.push(live.tail, live.parts[live.num_tokens - 1])
+    rest += pieces.end()
+    if write is not None and rest:
+        await write(rest, live.num_tokens, live.num_tokens)
+
+
+def leave(daemon: Daemon, live: LiveTurn, num_sent: int) -> None:
+    """Its client is gone, and will not come back for this turn."""
+    if live.finish is not None or daemon.conversations.readers.has_reader(live):
+        return
+    if num_sent:
+        daemon.conversations.cancel(live, num_sent)
+    else:
+        daemon.threads.spawn(daemon.conversations.drop(live))
+
+
+def has_key(exchange: Exchange) -> bool:
+    return bool(exchange.headers.get("idempotency-key"))
+
+
+def request_id_of(exchange: Exchange) -> str:
+    """By which a retry finds the turn that the first try began; any text may be a key."""
+    key = exchange.headers.get("idempotency-key", "")
+    return f"key-{digest(key)}" if key else ""
+
+
+def digest(*words: object) -> str:
+    return hashlib.blake2b("/".join(map(str, words)).encode(), digest_size=12).hexdigest()
+
+
+def reply_of(live: LiveTurn) -> Reply:
+    """The whole of a turn that has ended."""
+    count = live.num_tokens
+    texts = list(live.texts[:count])
+    if live.tail and texts:
+        texts[-1] += live.tail
+    logprobs = [live.logprobs[each] for each in range(count)] if live.logprobs else ()
+    finish = FinishReason.LENGTH if live.finish is FinishReason.LENGTH else FinishReason.STOP
+    return Reply(live.token_ids[:count], texts, finish, live.parts[:count], logprobs)
+
+
+def tokens_of(live: LiveTurn, start: int, stop: int) -> Reply:
+    """Tokens [start, stop) of a turn."""
+    logprobs = [live.logprobs[each] for each in range(start, stop)] if live.logprobs else ()
+    return Reply(
+        live.token_ids[start:stop],
+        live.texts[start:stop],
+        FinishReason.STOP,
+        live.parts[start:stop],
+        logprobs,
+    )
+
+
+def prompt_of(live: LiveTurn) -> PromptTokens:
+    figures = live.figures
+    cached = int(figures.get("device_tokens", 0)) + int(figures.get("host_tokens", 0))
+    return PromptTokens(int(figures.get("prompt_tokens", 0)), cached)
+
+
+def sources(figures: Mapping[str, Any]) -> dict[str, str]:
+    """Where the tokens of a turn's context came from, as headers."""
+    found = {
+        f"x-pensieve-{name.replace('_', '-')}": str(int(figures[name]))
+        for name in ("new_tokens", "device_tokens", "host_tokens", "recomputed_tokens")
+        if name in figures
+    }
+    if figures.get("recompute_reason"):
+        found["x-pensieve-recompute-reason"] = str(figures["recompute_reason"]).lower()
+    return found

@@ -1,0 +1,57 @@
+"""Which endpoint has which path, as one ASGI application of starlette's router."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pensieve.extras import need
+from pensieve.service.binding.binder import Binder
+from pensieve.service.daemon import Daemon
+from pensieve.service.http.bodies import Bodies
+from pensieve.service.http.chat import ChatCompletions
+from pensieve.service.http.completions import Completions
+from pensieve.service.http.front import Act, Endpoint, Front
+from pensieve.service.http.models import Health, Models, not_here
+from pensieve.text import ChatTemplate
+from pensieve.text.tool_calls import CallStyle
+
+PURPOSE = "the HTTP API"
+
+
+def application(
+    front: Front, daemon: Daemon, template: ChatTemplate, style: CallStyle | None
+) -> Any:
+    """Serves whatever the daemon does over HTTP."""
+    routing = need("http", "starlette.routing", PURPOSE)
+    bodies = Bodies(front, daemon, template, style)
+    models, health = Models(daemon, bodies), Health(daemon)
+    acts: Sequence[tuple[str, str, Act, Mapping[str, Any]]] = (
+        ("GET", "/health", health.health, {"is_open": True}),
+        ("GET", "/version", health.version, {"is_open": True}),
+        ("GET", "/v1/models", models.all, {}),
+        ("GET", "/v1/models/{model:path}", models.one, {}),
+        ("POST", "/v1/chat/completions", ChatCompletions(daemon, bodies, Binder(daemon)), {}),
+        ("POST", "/v1/completions", Completions(daemon, bodies), {}),
+    )
+    by_path: dict[str, dict[str, Endpoint]] = {}
+    for method, path, act, settings in acts:
+        by_path.setdefault(path, {})[method] = Endpoint(front, act, **settings)
+    nothing = Endpoint(front, not_here)
+    routes = [routing.Route(path, _Methods(of, nothing)) for path, of in by_path.items()]
+    return routing.Router([*routes, routing.Mount("/", nothing)])
+
+
+class _Methods:
+    """The endpoints of one path."""
+
+    def __init__(self, endpoints: Mapping[str, Endpoint], otherwise: Endpoint) -> None:
+        self._endpoints, self._otherwise = endpoints, otherwise
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        if method == "OPTIONS":
+            endpoint = next(iter(self._endpoints.values()))
+        else:
+            endpoint = self._endpoints.get(method, self._otherwise)
+        await endpoint(scope, receive, send)

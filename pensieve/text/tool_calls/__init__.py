@@ -1,0 +1,5 @@
+class CallStyle: ...
+
+
+def style_of(template):
+    return None
