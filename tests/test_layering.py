@@ -41,7 +41,9 @@ ROOMS = {
         "torch transformers tokenizers safetensors huggingface_hub",
         never="sqlite3",
     ),
-    "service": room("core engine store text config gc_pause v1", "grpc google", never="sqlite3"),
+    "service": room(
+        "core engine store text config extras gc_pause v1", "grpc google", never="sqlite3"
+    ),
     "client": room("v1", "grpc google"),
     "v1": room(packages="grpc google"),
     "builtin": room(),

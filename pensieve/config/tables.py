@@ -13,6 +13,7 @@ from pensieve.config.parsing import (
     whole,
 )
 from pensieve.config.setting import Setting, Table
+from pensieve.config.talking import REACHING, TALKING
 
 GRACE_SECONDS = 5.0
 HEARTBEAT_SECONDS = 30.0
@@ -205,7 +206,7 @@ SERVING: Table = (
         "http",
         str,
         "",
-        "serve the APIs of OpenAI over HTTP too: a port of this machine, or where to listen (port 0: any free one)",
+        "serve the APIs of others over HTTP too: a port of this machine, or where to listen",
         "[HOST:]PORT",
         "listening",
     ),
@@ -213,7 +214,7 @@ SERVING: Table = (
         "http_hosts",
         names,
         "",
-        "names in the Host header that are served beside localhost, where only this machine can connect (*: any)",
+        "names in Host that are served beside localhost, where only this machine can connect (*: any)",
         "NAME,…",
         "listening",
     ),
@@ -401,60 +402,6 @@ SERVING: Table = (
         "a line of the log for each turn that has ended: ids, tokens by source, times, never text",
         "on|off",
     ),
-)
-REACHING: Table = (
-    Setting("daemon", str, "", "a daemon's HOST:PORT or unix:PATH", "A", "daemon", "--address"),
-    Setting("token", str, "", "token for that daemon", "TOKEN", "daemon", secret=True),
-    Setting(
-        "tls",
-        switch,
-        "",
-        "connect with TLS, and trust the authorities that this system trusts",
-        group="daemon",
-    ),
-    Setting(
-        "tls_ca",
-        file,
-        "",
-        "connect with TLS, and trust this authority alone, PEM",
-        "FILE",
-        "daemon",
-    ),
-)
-TALKING: Table = (
-    Setting("system", str, "", "system prompt of new conversations", "TEXT", "talking"),
-    Setting(
-        "stats", switch, "", "print after each reply where its tokens came from", group="talking"
-    ),
-    Setting("temperature", number(0, 100), "", "temperature; 0 is greedy", "T", "sampling"),
-    Setting(
-        "top_p", number(0, 1), "", "keep the likeliest tokens up to this share", "P", "sampling"
-    ),
-    Setting(
-        "min_p",
-        number(0, 1),
-        "",
-        "leave out tokens less likely than this share of the likeliest",
-        "P",
-        "sampling",
-    ),
-    Setting(
-        "top_k",
-        whole(0, 1 << 31),
-        "",
-        "keep so many of the likeliest tokens (0: all)",
-        "K",
-        "sampling",
-    ),
-    Setting(
-        "max_tokens",
-        whole(1, 1 << 31),
-        "",
-        "most tokens of a reply (default: 1024)",
-        "N",
-        "sampling",
-    ),
-    Setting("seed", whole(0, (1 << 64) - 1), "", "of the random numbers", "N", "sampling"),
 )
 TABLES = (SETTINGS, SERVING, REACHING, TALKING)
 GROUPS = {

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from pensieve.errors import ContextFull, InvalidArgument, TooLong
+from pensieve.errors import ContextFull, InvalidArgument
 from pensieve.store import records
 from pensieve.store.bodies import canonical_json
 from pensieve.text import ChatTemplate, Message, Setting, ToolCall
@@ -117,9 +117,11 @@ def _key(messages: Sequence[Message], setting: Setting) -> bytes:
 def check_length(field_name: str, size: int, context_max: int) -> None:
     """Refuse before it is tokenized what cannot fit."""
     if size > BYTES_PER_TOKEN_MAX * context_max:
-        raise TooLong(
+        error = InvalidArgument(
             field_name, f"{size:,} characters cannot fit a context of {context_max:,} tokens"
         )
+        error.is_too_long = True
+        raise error
 
 
 def tokens_of(head: Head, num_messages: int) -> list[list[int]]:

@@ -253,6 +253,7 @@ NOT_RUN = {
             "scripts/run chat smollm2",
             'scripts/run chat smollm2 -q "What is the capital of France?" --stats',
             "scripts/run serve smollm2",
+            "scripts/run serve smollm2 --http 8000",
             "pensieve chat smollm2",
             "pensieve chat smollm2 --temperature 0.2 --top-p 0.9",
             "pensieve serve smollm2",

@@ -1,7 +1,7 @@
 """Bodies of requests, read into what the daemon takes: the same for every API.
 
-A short body is parsed on the loop, a long one in the text pool.  What the template, the tokenizer or the engine refuse
-later goes by the name that the body has for it (`named`).
+A short body is parsed on the loop, a long one in the text pool.  What the template, the tokenizer or the
+engine refuse later goes by the name that the body has for it (`named`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
-from pensieve.errors import InvalidArgument, TooLong
+from pensieve.errors import InvalidArgument
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller
 from pensieve.service.heads import check_length
@@ -113,7 +113,7 @@ def named(request: Request) -> Iterator[None]:
         raise
     except InvalidArgument as error:
         name = error.field.removeprefix("sampling.")
-        code = "context_length_exceeded" if isinstance(error, TooLong) else "invalid_value"
+        code = "context_length_exceeded" if error.is_too_long else "invalid_value"
         raise Refusal(request.param(name), error.problem, code) from None
 
 

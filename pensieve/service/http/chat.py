@@ -1,7 +1,8 @@
 """`POST /v1/chat/completions`: the client sends the whole history, and only what is new of it is computed.
 
-The conversation that the history is, is found by its messages (service/binding).  Of `n` choices the first goes on with
-that conversation, the others with forks of it.  `store: false` makes a turn of all messages that leaves nothing.
+The conversation that the history is, is found by its messages (service/binding).  Of `n` choices the first
+goes on with that conversation, the others with forks of it.  `store: false` makes a turn of all messages
+that leaves nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A live turn as pieces of a reply, for whichever API writes them, and what becomes of it when its client leaves.
+"""A live turn as pieces of a reply, for whichever API writes them, and its end when its client leaves.
 
-A client of these APIs cannot attach to its turn again, unless it sends an `Idempotency-Key`.  So its turn ends when it
-leaves: what was written to it stays in the history, which is what it has; where nothing was, nothing stays.  With a
-key the turn lives on for the grace of gRPC's (readers.py).
+A client of these APIs cannot attach to its turn again, unless it sends an `Idempotency-Key`.  So its turn
+ends when it leaves: what was written to it stays in the history, which is what it has; where nothing was,
+nothing stays.  With a key the turn lives on for the grace of gRPC's (readers.py).
 """
 
 from __future__ import annotations

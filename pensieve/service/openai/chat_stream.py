@@ -1,12 +1,12 @@
 """A chat completion as it comes: chunks, each with what is new of one choice.
 
     role             the first chunk of each choice
-    pieces           thinking (`reasoning_content`), text, calls of tools with their arguments as they are written
+    pieces           thinking (`reasoning_content`), text, calls of tools with their arguments as they come
     finish_reason    the last chunk of each choice
     usage            one chunk without choices, where the request wants it
 
-Logprobs are those of the text's tokens, in the chunk that brings them; text that is withheld for a moment (it may
-begin a call) has had its logprobs sent before it.
+Logprobs are those of the text's tokens, in the chunk that brings them; text that is withheld for a moment (it
+may begin a call) has had its logprobs sent before it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ChatStream:
         if choice not in self._begun:
             self._begun.add(choice)
             found.append(self._chunk(choice, {"role": "assistant", "content": ""}))
-        deltas = [self._delta(choice, each) for each in joined(pieces)]
+        deltas = [self._delta(choice, each) for each in merged(pieces)]
         logprobs = self._logprobs(choice, tokens)
         if logprobs and not deltas:
             deltas = [{"content": ""}]
@@ -115,7 +115,7 @@ class ChatStream:
         }
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
     """Neighbours of the same kind as one."""
     found: list[Piece] = []
     for each in pieces:

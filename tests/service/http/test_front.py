@@ -1,4 +1,4 @@
-"""What every request of HTTP passes: Host and Origin, tokens, limits, bodies, and connections that do nothing."""
+"""What every request of HTTP passes: Host and Origin, tokens, limits, bodies, silent connections."""
 
 from __future__ import annotations
 

@@ -232,11 +232,9 @@ def test_what_would_change_the_answer_and_cannot_is_refused(members: Any, param:
 def test_what_changes_nothing_passes():
     request = chat(
         user="ada",
-        store=False,
         metadata={"a": "b"},
         service_tier="flex",
         safety_identifier="s",
-        prompt_cache_key="k",
         prompt_cache_retention="24h",
         prediction={"type": "content", "content": "hello"},
         response_format={"type": "text"},
@@ -244,6 +242,13 @@ def test_what_changes_nothing_passes():
         verbosity="medium",
     )
     assert request == chat()
+
+
+def test_what_is_said_of_keeping_is_for_who_keeps():
+    assert (chat().store, chat().prompt_cache_key) == (None, "")
+    request = chat(store=False, prompt_cache_key="k")
+    assert (request.store, request.prompt_cache_key) == (False, "k")
+    assert refused(chat, store="no") == ("store", "must be true or false")
 
 
 def test_streams_are_read():
