@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pensieve.config.parsing import choice, device, file, number, parse_tier_size, switch, whole
 from pensieve.config.setting import Setting, Table
+from pensieve.config.watching import WATCHING
 
 GRACE_SECONDS = 5.0
 HEARTBEAT_SECONDS = 30.0
@@ -243,6 +244,7 @@ SERVING: Table = (
         "N",
         "listening",
     ),
+    *WATCHING,
     Setting(
         "turns_waiting_max",
         whole(1, 1 << 20),
