@@ -48,7 +48,8 @@ ROOMS = {
     "v1": room(packages="grpc google"),
     "builtin": room(),
     "launch": room(
-        "core engine text store kernels model service client config gc_pause builtin sim gguf",
+        "core engine text store kernels model service client config gc_pause builtin sim gguf"
+        " extras",
         "torch huggingface_hub",
         never="sqlite3",
     ),

@@ -53,6 +53,7 @@ def add_parser(commands: Any) -> None:
         metavar="SECONDS",
         help="time between figures (default: 1)",
     )
+    command("metrics", metrics, "the metrics that Prometheus scrapes, once")
     listing = command("conversations", conversations, "which conversations hold KV-tokens")
     listing.add_argument(
         "--least-valuable",
@@ -182,6 +183,15 @@ def watch(admin: Admin, arguments: argparse.Namespace) -> int:
     with Live(auto_refresh=False) as live:
         for stats in admin.watch(arguments.interval):
             live.update(stats_table(stats), refresh=True)
+    return 0
+
+
+def metrics(admin: Admin, arguments: argparse.Namespace) -> int:
+    text = admin.metrics()
+    if arguments.json:
+        print(json.dumps({"text": text}))
+    else:
+        print(text, end="")
     return 0
 
 

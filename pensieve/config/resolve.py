@@ -67,6 +67,9 @@ class Serving:
     insecure: bool | None
     reflection: bool | None
     connections_max: int
+    metrics: str | None
+    metrics_alias: str
+    traces: bool | None
     turns_waiting_max: int
     grace: float
     keepalive: float

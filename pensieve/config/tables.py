@@ -14,6 +14,7 @@ from pensieve.config.parsing import (
 )
 from pensieve.config.setting import Setting, Table
 from pensieve.config.talking import REACHING, TALKING
+from pensieve.config.watching import WATCHING
 
 GRACE_SECONDS = 5.0
 HEARTBEAT_SECONDS = 30.0
@@ -277,6 +278,7 @@ SERVING: Table = (
         "N",
         "listening",
     ),
+    *WATCHING,
     Setting(
         "turns_waiting_max",
         whole(1, 1 << 20),

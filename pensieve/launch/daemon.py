@@ -30,6 +30,7 @@ from pensieve.errors import (
 )
 from pensieve.launch import objectives, programs
 from pensieve.launch.model_folder import Report, load_texts, model_name, resolve_model
+from pensieve.launch.traces import Traces, open_traces
 from pensieve.service.admin_socket import socket_path
 from pensieve.service.daemon import Daemon
 from pensieve.service.daemon_config import DAY_SECONDS, BackupConfig, DaemonConfig
@@ -59,6 +60,7 @@ class DaemonSetup:
     drain_seconds: float = 0.0  # for running turns at the end
     check_history_first: bool = False  # after an unclean stop; else while turns are served
     statement_seconds: float = STATEMENT_SECONDS  # of a job of the history
+    traces: Traces | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,8 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         keepalive_seconds=serving.keepalive,
         ping_timeout_seconds=serving.keepalive / 3,
         connections_max=serving.connections_max,
+        metrics=serving.metrics or "",
+        metrics_alias=serving.metrics_alias,
     )
     check_exposure(listening)
     engine_programs = {
@@ -123,6 +127,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         engine_programs[serving.engine],
         serving.drain_timeout,
         statement_seconds=serving.statement_timeout,
+        traces=open_traces() if serving.traces else None,
     )
 
 
@@ -168,6 +173,8 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
             name = "echo (arithmetic instead of a model)"
         program = EngineProgram(setup.engine_program, written, folder, name)
         daemon = Daemon(store, texts, program, setup.config, report)
+        if setup.traces is not None:
+            daemon.on_span = setup.traces.export
         server = Server(daemon, setup.listening, _jobs(daemon, settings.data, texts, report))
         if setup.listening.http:
             serve_http(server, texts.template)
@@ -204,6 +211,8 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
             _check_objectives(setup, daemon)
             drain_seconds = setup.drain_seconds
             hooks.report(in_words(server_info(daemon)))
+            if server.metrics_address:
+                hooks.report(f"metrics at http://{server.metrics_address}/metrics")
             hooks.ready(address)
             if daemon.store.integrity_check_due:
                 daemon.damage.check(hooks.report)
@@ -225,6 +234,8 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
             daemon.hurry()
         hurrying.cancel()
         await closing
+        if setup.traces is not None:
+            await asyncio.to_thread(setup.traces.close)
 
 
 def _check_objectives(setup: DaemonSetup, daemon: Daemon) -> None:

@@ -98,6 +98,7 @@ class Conversations:
         on_admitted: Callable[[LiveTurn, int], None],
         charge: Callable[[str, int], None],
         on_first_token: Callable[[LiveTurn], None] = lambda live: None,
+        on_ended: Callable[[LiveTurn, float], None] = turn_ended,
         allowance_of: Callable[[str], Allowance],
         now: Callable[[], float],
     ) -> None:
@@ -115,7 +116,7 @@ class Conversations:
         self._history, self._threads, self._put = history, threads, put
         self._short_characters = config.short_characters
         self._on_admitted = on_admitted
-        self._on_first_token = on_first_token
+        self._on_first_token, self._on_ended = on_first_token, on_ended
         self._charge_tokens = charge
         self._allowance_of = allowance_of
         self.warming = Warming(history, turns, threads, self._tell, self._renew, self._weight_of)
@@ -423,7 +424,7 @@ class Conversations:
 
     def _ended(self, live: LiveTurn) -> None:
         self.readers.wake(live.number)
-        turn_ended(live, self._threads.loop.time())
+        self._on_ended(live, self._threads.loop.time())
 
     async def _give_up(self, live: LiveTurn) -> None:
         if self.readers.has_reader(live):

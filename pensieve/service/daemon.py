@@ -46,12 +46,15 @@ from pensieve.service.heartbeat import Patience
 from pensieve.service.history import History, Texts
 from pensieve.service.limits import Allowance, Limits
 from pensieve.service.live_turn import LiveTurn, Phase
+from pensieve.service.metrics.meter import Meter
 from pensieve.service.queries import Queries
 from pensieve.service.readers import ids_of
 from pensieve.service.reads import Reads
 from pensieve.service.scrubbing import Scrubbing
 from pensieve.service.suspects import Suspects
 from pensieve.service.threads import Threads
+from pensieve.service.turn_log import turn_ended
+from pensieve.service.turn_spans import TurnSpan, span_of
 from pensieve.service.turns import Turns, failure_of
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.scrub import Scrub
@@ -79,8 +82,11 @@ class Daemon:
         self.started_at = self._loop.time()
         self.draining = False
         self.refusals = Counter[str]()  # calls that ended with an error, by its reason
+        self.meter = Meter()
+        store.figures.on_commit = self.meter.commits.add
         self.on_serving: Callable[[bool], None] = lambda serving: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None  # it cannot go on
+        self.on_span: Callable[[TurnSpan], None] | None = None  # of each turn that has ended
         self.background = Background()  # the turns of batch jobs
         self.engine = EngineClient(
             program,
@@ -141,6 +147,7 @@ class Daemon:
             on_admitted=self._on_admitted,
             charge=self._charge,
             on_first_token=lambda live: self.admission.prompts.ended(live, self._loop.time()),
+            on_ended=self._on_turn_ended,
             allowance_of=self.allowance,
             now=self._sources.wall_clock,
         )
@@ -232,6 +239,7 @@ class Daemon:
             return await conversations.begin(ask)
         if (live := await conversations.known(ask)) is not None:
             return live
+        self.meter.refused(refusal)
         raise refusal
 
     async def warm(self, conversation_id: str, tenant: str = "") -> None:
@@ -241,6 +249,7 @@ class Daemon:
         load = self._load(tenant, conversation_id)
         exceeded = self.admission.exceeded(tenant, load, self._loop.time())
         if exceeded is not None:
+            self.meter.refused(exceeded)
             raise exceeded
         self._charge(tenant, CALL_TOKENS)
         await self.conversations.warming.warm(conversation_id, tenant)
@@ -271,6 +280,12 @@ class Daemon:
         now, is_only = self._loop.time(), self.conversations.turns.num_begun == 1
         self.admission.turn_admitted(live.begun_at, now)
         self.admission.prompts.admitted(live, missing_tokens, now, is_only)
+
+    def _on_turn_ended(self, live: LiveTurn, now: float) -> None:
+        turn_ended(live, now)
+        self.meter.turn_ended(live, now)
+        if self.on_span is not None:
+            self.on_span(span_of(live, self.engine.model_name, now, self._sources.wall_clock()))
 
     def _charge(self, tenant: str, num_tokens: int) -> None:
         self.admission.charge(tenant, num_tokens, self._loop.time())
@@ -314,6 +329,7 @@ class Daemon:
             elif not self.background.take(event):
                 of_turns.append(self._judged(event) if isinstance(event, TurnEnded) else event)
         if self._conversations is not None:
+            self.meter.took(events, self._conversations.turns.of_number)
             self._conversations.take(of_turns)
         self.background.go()
 

@@ -53,6 +53,7 @@ class Ask:
     create_if_missing: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)  # stored with its messages
     given_sampling: Mapping[str, Any] | None = None  # what the client set; None: all of `options`
+    traceparent: str = ""  # the caller's span, as the W3C writes it
 
     @property
     def sampling_given(self) -> dict[str, Any]:
