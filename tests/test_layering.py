@@ -33,7 +33,7 @@ ROOMS = {
     "core": room(never="time threading logging random sqlite3 asyncio datetime secrets os"),
     "engine": room("core gc_pause", never="sqlite3 asyncio"),
     "sim": room("core engine", never="sqlite3"),
-    "text": room(packages="tokenizers jinja2"),
+    "text": room("extras", "tokenizers jinja2"),
     "store": room(packages="sqlite_utils pysqlite3"),
     "kernels": room(packages="torch cupy"),
     "model": room(

@@ -212,6 +212,8 @@ class AsyncConversation:
             last_turn: no further message is expected, as a hint for the cache.
             priority: -8 to 8; a turn with a higher priority is next, and takes the place of a lower one.
             metadata: any JSON object of at most 16 KiB; `messages` returns it with what this turn sent.
+            constraint: what the reply has to be: {"json_schema": schema}, {"json_object": True},
+                {"regex": "…"}, {"choice": ["yes", "no"]} or {"grammar": "…"}.
             timeout: seconds for the whole turn, retries included.
             keep_partial: what stays if the turn is left before its end, by a timeout or in another way (the
                 class of what this returns says which).  True keeps what was delivered of the reply, with

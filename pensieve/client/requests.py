@@ -6,6 +6,7 @@ have) raises InvalidArgument here and is never sent.
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,16 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
 
 
+class ConstraintInput(TypedDict, total=False):
+    """What a reply has to be: exactly one of these."""
+
+    json_schema: str | Mapping[str, Any]  # JSON that this schema accepts
+    json_object: bool  # True: a JSON object
+    regex: str  # a text that all of this matches
+    choice: Sequence[str]  # one of these texts
+    grammar: str  # a sentence of this grammar
+
+
 class SendOptions(SamplingOptions, total=False):
     """The arguments of `Conversation.send` beside the message; `send` explains each of them."""
 
@@ -66,6 +77,7 @@ class SendOptions(SamplingOptions, total=False):
     last_turn: bool
     priority: int
     metadata: Mapping[str, Any] | None
+    constraint: ConstraintInput | None
     timeout: float | None
     keep_partial: bool
 
@@ -92,6 +104,8 @@ def send_request(
         priority=priority,
         metadata=struct("metadata", options.get("metadata") or {}),
     )
+    if (constraint := options.get("constraint")) is not None:
+        request.constraint.CopyFrom(constraint_of(constraint))
     expected_revision = options.get("expected_revision")
     if expected_revision is not None:
         request.expected_revision = expected_revision
@@ -139,6 +153,29 @@ def sampling_of(given: Mapping[str, Any]) -> pb.Sampling:
         except (TypeError, ValueError) as error:
             raise InvalidArgument(name, str(error)) from None
     return sampling
+
+
+def constraint_of(given: Mapping[str, Any]) -> pb.Constraint:
+    """The wire's Constraint; a schema may be given as JSON or as the value itself."""
+    kinds = [field.name for field in pb.Constraint.DESCRIPTOR.fields]
+    if not isinstance(given, Mapping) or len(given) != 1 or not given.keys() <= set(kinds):
+        raise InvalidArgument("constraint", f"is a mapping with exactly one of {', '.join(kinds)}")
+    ((name, value),) = given.items()
+    field, constraint = f"constraint.{name}", pb.Constraint()
+    try:
+        if name == "choice":
+            if isinstance(value, str):
+                raise TypeError("is a list of texts")
+            constraint.choice.choices.extend(check_text(field, each) for each in value)
+        elif name == "json_object":
+            constraint.json_object = value
+        elif name == "json_schema" and not isinstance(value, str):
+            constraint.json_schema = json.dumps(value)
+        else:
+            setattr(constraint, name, check_text(field, value))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(field, str(error)) from None
+    return constraint
 
 
 def create_request(

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from pensieve.core.turn import FinishReason, TurnOptions
+from pensieve.service.constraints import Constraints
 from pensieve.service.heads import (
     Heads,
     check_fits,
@@ -59,9 +60,14 @@ class Ask:
     def sampling_given(self) -> dict[str, Any]:
         """By which the same request is known again, though defaults have changed meanwhile."""
         if self.given_sampling is not None:
-            return dict(self.given_sampling)
-        values = asdict(self.options.sampling)
-        return values if values["seed"] else {k: v for k, v in values.items() if k != "seed"}
+            values = dict(self.given_sampling)
+        else:
+            values = asdict(self.options.sampling)
+            if not values["seed"]:
+                del values["seed"]
+        if (constraint := self.options.constraint) is not None:
+            values["constraint"] = constraint.identity
+        return values
 
     @property
     def num_characters(self) -> int:
@@ -89,6 +95,13 @@ class Draft:
     head: Sequence[records.Message]  # what it begins with, before its first turn; else empty
     template: ChatTemplate
     heads: Heads
+    constraints: Constraints
+
+    def is_short(self, short_characters: int) -> bool:
+        """Whether `prompt` takes less than another hop between threads."""
+        if not self.constraints.knows(self.ask.options):
+            return False
+        return self.num_characters <= short_characters
 
     @property
     def num_characters(self) -> int:
@@ -100,7 +113,8 @@ class Draft:
         return num_characters + sum(len(each.content) for each in self.head) + tools
 
     def prompt(self) -> list[list[int]]:
-        """The tokens of each new message."""
+        """The tokens of each new message; before that, the constraint is checked."""
+        self.constraints.check(self.ask.options)
         setting = setting_of(self.conversation)
         if self.head:
             head = head_of(self.heads, self.head, self.conversation)

@@ -41,6 +41,7 @@ from pensieve.errors import (
     TurnInterrupted,
     TurnRunning,
 )
+from pensieve.service.constraints import Constraints
 from pensieve.service.draft import (
     Ask,
     ConversationSettings,
@@ -113,6 +114,7 @@ class History:
         self._random_bits = random_bits
         self._report = report
         self.heads = Heads(self._template, context_max)
+        self._constraints = Constraints(self._template.tokenizer)
         self.declared = PrefixHistory(store, self._fingerprint, self._outdated, self._check_storage)
         self._prefixes = Prefixes()
         self._beginnings: dict[int, _Beginning] = {}  # by turn id, while the turn runs
@@ -250,7 +252,7 @@ class History:
     def start(self, ask: Ask, short_characters: int) -> Begun | Known | Draft | Outdated:
         """Draft a turn; and tokenize and begin it, too, where that takes less than another hop."""
         drafted = self.draft(ask)
-        if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:
+        if not isinstance(drafted, Draft) or not drafted.is_short(short_characters):
             return drafted
         return self.begin(drafted, drafted.prompt())
 
@@ -283,7 +285,8 @@ class History:
             log_end = self._store.log_end(conversation_id, PROMPT_TAIL_TOKENS, tenant=tenant)
         if conversation.num_messages and not self.declared.has_turns(conversation):
             head = self._store.messages(conversation_id, tenant=tenant)
-        return Draft(ask, conversation, log_end, head, self._template, self.heads)
+        texts = self._template, self.heads, self._constraints
+        return Draft(ask, conversation, log_end, head, *texts)
 
     def renew(self, outdated: Outdated, tokens: Sequence[Sequence[int]]) -> None:
         """Take the new tokens of its messages; it may have changed since, and is then looked at again."""

@@ -29,7 +29,7 @@ _OPENING = {
     "<|python_tag|>": Part.TOOL_CALL,  # likewise
     "<｜tool▁calls▁begin｜>": Part.TOOL_CALL,
 }
-_THINKING_MARKS = ("<think>", "[THINK]"), ("</think>", "[/THINK]")  # that open and close it
+THINKING_MARKS = ("<think>", "[THINK]"), ("</think>", "[/THINK]")  # that open and close it
 _CLOSING = ("</think>", "[/THINK]", "</tool_call>", "<｜tool▁calls▁end｜>")
 
 
@@ -60,8 +60,8 @@ class PartMarker:
 def without_marks(thinking: str) -> str:
     """The text of a THINKING part without the control tokens around it, if they have a text at all."""
     thinking = thinking.strip()
-    for opening in _THINKING_MARKS[0]:
+    for opening in THINKING_MARKS[0]:
         thinking = thinking.removeprefix(opening)
-    for closing in _THINKING_MARKS[1]:
+    for closing in THINKING_MARKS[1]:
         thinking = thinking.removesuffix(closing)
     return thinking.strip()

@@ -661,6 +661,7 @@ class SendMessageRequest(google.protobuf.message.Message):
     HINTS_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
+    CONSTRAINT_FIELD_NUMBER: builtins.int
     conversation_id: builtins.str
     """To whom."""
     request_id: builtins.str
@@ -692,6 +693,12 @@ class SendMessageRequest(google.protobuf.message.Message):
     def metadata(self) -> google.protobuf.struct_pb2.Struct:
         """Whatever the client wants to find with these messages again, at most 16 KiB; no model sees it."""
 
+    @property
+    def constraint(self) -> Global___Constraint:
+        """What the reply has to be.  One that cannot be compiled within bounds is INVALID_ARGUMENT; one that becomes too
+        costly while the reply is sampled fails its turn with CONSTRAINT_FAILED.
+        """
+
     def __init__(
         self,
         *,
@@ -704,12 +711,73 @@ class SendMessageRequest(google.protobuf.message.Message):
         hints: Global___Hints | None = ...,
         priority: builtins.int = ...,
         metadata: google.protobuf.struct_pb2.Struct | None = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "expected_revision", b"expected_revision", "hints", b"hints", "metadata", b"metadata", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "conversation_id", b"conversation_id", "create_if_missing", b"create_if_missing", "expected_revision", b"expected_revision", "hints", b"hints", "messages", b"messages", "metadata", b"metadata", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "constraint", b"constraint", "expected_revision", b"expected_revision", "hints", b"hints", "metadata", b"metadata", "sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "constraint", b"constraint", "conversation_id", b"conversation_id", "create_if_missing", b"create_if_missing", "expected_revision", b"expected_revision", "hints", b"hints", "messages", b"messages", "metadata", b"metadata", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_expected_revision", b"_expected_revision"]) -> typing.Literal["expected_revision"] | None: ...
 
 Global___SendMessageRequest: typing_extensions.TypeAlias = SendMessageRequest
+
+@typing.final
+class Constraint(google.protobuf.message.Message):
+    """A reply is sampled among the tokens that this allows, and ends where it is met; the thinking before it is free.
+    max_tokens, the context's end and stop strings cut a reply all the same; ignore_eos cannot be given beside it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: builtins.int
+    JSON_OBJECT_FIELD_NUMBER: builtins.int
+    REGEX_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
+    json_schema: builtins.str
+    """The reply is JSON that this JSON schema accepts."""
+    json_object: builtins.bool
+    """The reply is a JSON object."""
+    regex: builtins.str
+    """All of the reply matches this regular expression, in Rust's syntax."""
+    grammar: builtins.str
+    """The reply is a sentence of this grammar, in the variant of Lark that llguidance reads."""
+    @property
+    def choice(self) -> Global___Choices:
+        """The reply is one of some texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: builtins.str = ...,
+        json_object: builtins.bool = ...,
+        regex: builtins.str = ...,
+        choice: Global___Choices | None = ...,
+        grammar: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["json_schema", "json_object", "regex", "choice", "grammar"] | None: ...
+
+Global___Constraint: typing_extensions.TypeAlias = Constraint
+
+@typing.final
+class Choices(google.protobuf.message.Message):
+    """Texts to choose from."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHOICES_FIELD_NUMBER: builtins.int
+    @property
+    def choices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """1 to 1,000, none of them empty."""
+
+    def __init__(
+        self,
+        *,
+        choices: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choices", b"choices"]) -> None: ...
+
+Global___Choices: typing_extensions.TypeAlias = Choices
 
 @typing.final
 class Hints(google.protobuf.message.Message):

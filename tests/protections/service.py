@@ -131,7 +131,7 @@ PROTECTIONS = (
     protection(
         "long texts are tokenized beside the store thread",
         "service/history.py",
-        "        if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:\n",
+        "        if not isinstance(drafted, Draft) or not drafted.is_short(short_characters):\n",
         "        if not isinstance(drafted, Draft):\n",
         "service/test_fairness.py::test_long_texts_are_tokenized_beside_the_store_thread",
     ),

@@ -38,6 +38,7 @@ CHUNK_BYTES_MAX = 1 << 20  # of a job's file
 METADATA_BYTES_MAX = 16 << 10
 TEMPLATE_OPTIONS_BYTES_MAX = 16 << 10
 SAMPLING_BYTES_MAX = 64 << 10
+CONSTRAINT_BYTES_MAX = 80 << 10  # its text is JSON that escapes little
 FIELD_BYTES_MAX = 4 << 10  # of a field that is not named below
 TOOL_CALL_ID_BYTES_MAX = 512
 FIELDS_MAX = 512  # of one request, each element of a list counting as one
@@ -59,6 +60,7 @@ LIMITS: Mapping[str, tuple[int, Mapping[str, Limit]]] = {
             "messages": Limit(TEXT_BYTES_MAX, MESSAGES_MAX),
             "sampling": Limit(SAMPLING_BYTES_MAX),
             "metadata": METADATA,
+            "constraint": Limit(CONSTRAINT_BYTES_MAX),
         },
     ),
     "CreateConversationRequest": (

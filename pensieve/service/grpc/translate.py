@@ -34,6 +34,7 @@ from pensieve.errors import (
 from pensieve.service.cancelling import Cancel, Cancelled
 from pensieve.service.draft import Ask
 from pensieve.service.grpc import sizes
+from pensieve.service.grpc.constraints import constraint_of
 from pensieve.service.grpc.json_values import TooManyValues, one_object, one_struct, structs
 from pensieve.service.live_turn import LiveTurn, RecomputeReason
 from pensieve.store import records
@@ -132,6 +133,7 @@ def turn_options(
         sampling_of(request.sampling, defaults),
         min(priority(request.priority), priority_max),
         away_seconds(request.hints),
+        constraint=constraint_of(request),
     )
 
 

@@ -15,8 +15,10 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from pensieve.core.sampling import Sampling
+from pensieve.core.turn import TurnOptions
 from pensieve.engine.batch_run import Finished
 from pensieve.errors import ContextFull, PensieveError
+from pensieve.service.constraints import Constraints
 from pensieve.service.heads import check_length
 from pensieve.service.openai import (
     BatchLine,
@@ -47,6 +49,10 @@ class Prepared:
     tokens: array[int]  # 'I': of its prompt
     samplings: tuple[Sampling, ...]  # of its choices
 
+    def options(self, choice: int) -> TurnOptions:
+        constraint = self.line.request.constraint
+        return TurnOptions(self.samplings[choice], background=True, constraint=constraint)
+
 
 class LineReader(NamedTuple):
     """Reads the lines of one job; in any thread."""
@@ -55,6 +61,7 @@ class LineReader(NamedTuple):
     served: Served
     template: ChatTemplate
     context_max: int
+    constraints: Constraints
 
     def read_all(self, lines: Sequence[JobLine]) -> list[Prepared | LineError]:
         found = map(self.read, lines)
@@ -66,6 +73,7 @@ class LineReader(NamedTuple):
         if not isinstance(found, BatchLine):
             return found
         try:
+            self.constraints.check(TurnOptions(constraint=found.request.constraint))
             tokens = self._tokens(found.request)
             if len(tokens) >= self.context_max:
                 raise ContextFull(len(tokens) + 1, self.context_max)

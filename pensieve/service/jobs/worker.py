@@ -26,6 +26,7 @@ from itertools import count
 
 from pensieve.core.group_feed import FeedConfig
 from pensieve.errors import Unavailable, one_line
+from pensieve.service.constraints import Constraints
 from pensieve.service.daemon import Daemon
 from pensieve.service.history import Texts
 from pensieve.service.jobs.activity import Activity
@@ -73,6 +74,7 @@ class Worker:
         """`now` is the clock of the records."""
         self._daemon, self._texts, self._store, self._now = daemon, texts, store, now
         self._config = config
+        self._constraints = Constraints(texts.template.tokenizer)
         self._loop = asyncio.get_running_loop()
         self._numbers = count(FIRST_NUMBER)
         self._names = count(1)
@@ -262,7 +264,8 @@ class Worker:
             daemon.engine.ready.vocab_size if daemon.engine.ready is not None else None,
             self._texts.template.options,
         )
-        return LineReader(job, served, self._texts.template, daemon.context_max)
+        template = self._texts.template
+        return LineReader(job, served, template, daemon.context_max, self._constraints)
 
     async def _until_up(self, activity: Activity) -> None:
         while not (self.engine_up.is_set() or activity.stopping):

@@ -231,7 +231,7 @@ def _response(
         "service_tier": "default",
         "store": echoed.get("store", True),
         "temperature": sampling.temperature,
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "text": {"format": {"type": "text"}, "verbosity": "medium", **echoed.get("text", {})},
         "tool_choice": echoed.get("tool_choice", "auto"),
         "tools": [
             {"description": None, "parameters": None, "strict": False, **each}

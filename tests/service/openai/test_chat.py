@@ -208,15 +208,13 @@ def test_choices_are_counted():
 @pytest.mark.parametrize(
     ("members", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": "text"}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"verbosity": "low"}, "verbosity"),
         ({"functions": []}, "functions"),
         ({"function_call": "auto"}, "function_call"),
         ({"web_search_options": {}}, "web_search_options"),
-        ({"guided_json": {}}, "guided_json"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"prompt": "a"}, "prompt"),
