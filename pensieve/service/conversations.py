@@ -24,10 +24,8 @@ engine.  So the loop acts in the order of the store's jobs (threads.py says why)
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from pensieve.core.iteration import SampledToken
@@ -69,13 +67,14 @@ from pensieve.service.live_turn import (
     Phase,
     cache_key,
     names_of,
-    packed_logprobs,
     replayed,
 )
 from pensieve.service.readers import ReaderLimits, Readers, Write, ids_of
 from pensieve.service.threads import Threads
+from pensieve.service.turn_ends import TurnEnds
 from pensieve.service.turn_log import turn_ended
 from pensieve.service.turns import Ending, Turns, failure_of
+from pensieve.service.unstored import UnstoredTurns
 from pensieve.service.warming import Warming
 from pensieve.store import records
 
@@ -114,6 +113,8 @@ class Conversations:
             lambda live: threads.spawn(self._give_up(live)),
         )
         self._history, self._threads, self._put = history, threads, put
+        self._ends = TurnEnds(history, threads, turns.tokenizer)
+        self.unstored = UnstoredTurns(turns, self.readers, threads.loop, put, self._weight_of)
         self._short_characters = config.short_characters
         self._on_admitted = on_admitted
         self._on_first_token, self._on_ended = on_first_token, on_ended
@@ -358,17 +359,10 @@ class Conversations:
         live, reply = ending.live, ending.reply
         try:
             if reply is None:
-                await self._threads.in_store(
-                    live.tenant, self._history.fail, live.turn_id, ending.failure
-                )
+                await self._ends.fail(live, ending.failure)
                 self._fail(live, failure_of(ending.failure))
             else:
-                if live.logprobs:  # so many that packing them would hold everybody up
-                    packed = await self._threads.in_text_pool(
-                        live.tenant, lambda: packed_logprobs(live)
-                    )
-                    reply = replace(reply, logprobs=packed)
-                committed = await self._threads.in_store(live.tenant, self._history.finish, reply)
+                committed = await self._ends.finish(live, reply)
                 self.turns.finish(live, reply, committed)
                 self._tell(committed.lent)
                 self._ended(live)
@@ -379,8 +373,7 @@ class Conversations:
             self._fail(live, error)
         except Exception:  # a fault of ours: its readers must not wait for ever
             log.exception("a turn could not be ended", extra=ids_of(live))
-            with contextlib.suppress(Exception):
-                await self._threads.in_store(live.tenant, self._history.interrupt, live.turn_id)
+            await self._ends.interrupt(live)
             self._fail(live, TurnFailed("INTERNAL", "the turn could not be ended"))
         if live.figures:  # a turn that failed costs nothing
             self._charge(live)
@@ -398,14 +391,7 @@ class Conversations:
         self._tell(cancel)
         if finish is FinishReason.CANCELLED:  # its client left; what failed costs nothing
             self._charge(live)
-        try:
-            await self._threads.in_store(live.tenant, self._history.interrupt, live.turn_id)
-        except NotFound:
-            pass  # it was deleted meanwhile
-        except PensieveError as error:  # the store takes it for interrupted all the same
-            log.error("a turn could not be marked interrupted: %s", error, extra=ids_of(live))
-        except Exception:  # a fault of ours: its readers must not wait for ever
-            log.exception("a turn could not be marked interrupted", extra=ids_of(live))
+        await self._ends.interrupt(live)
         self._fail(live, failure, finish)
 
     async def interrupt_all(self, failure: PensieveError) -> None:
@@ -423,6 +409,8 @@ class Conversations:
         self._ended(live)
 
     def _ended(self, live: LiveTurn) -> None:
+        if not live.is_stored:
+            self._tell(self.unstored.ended(live))
         self.readers.wake(live.number)
         self._on_ended(live, self._threads.loop.time())
 

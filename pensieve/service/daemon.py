@@ -16,11 +16,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pensieve import gc_pause
 from pensieve.core.sampling import Sampling
+from pensieve.core.turn import TurnOptions
 from pensieve.engine.messages import (
     Answer,
     CheckIntegrity,
@@ -56,6 +57,7 @@ from pensieve.service.threads import Threads
 from pensieve.service.turn_log import turn_ended
 from pensieve.service.turn_spans import TurnSpan, span_of
 from pensieve.service.turns import Turns, failure_of
+from pensieve.service.unstored import checked
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.scrub import Scrub
 
@@ -241,6 +243,22 @@ class Daemon:
             return live
         self.meter.refused(refusal)
         raise refusal
+
+    async def begin_unstored(
+        self,
+        prompt: Sequence[int],
+        options: TurnOptions,
+        tenant: str = "",
+        seconds_left: float | None = None,
+    ) -> LiveTurn:
+        """A turn of a prompt that leaves nothing on disk, if it may begin now (unstored.py)."""
+        unstored, ready = self.conversations.unstored, self.engine.ready
+        load, now = self._load(tenant, priority=options.priority), self._loop.time()
+        if (refusal := self.admission.refusal(tenant, load, seconds_left, now)) is not None:
+            raise refusal
+        assert ready is not None  # there was an engine, or there were no conversations
+        tokens = checked(prompt, options, ready.vocab_size, ready.context_max)
+        return unstored.begin(tokens, options, tenant, self._sources.random_bits(63) + 1)
 
     async def warm(self, conversation_id: str, tenant: str = "") -> None:
         """Bring a conversation's KV to the device, if its tenant may have another turn now."""

@@ -5,6 +5,8 @@
     Known    its request_id came before ─>  attach to the LiveTurn, or replay the stored reply
     Committed  <── Reply             ───  the engine has ended it
 
+An `Unstored` turn (unstored.py) begins and ends in the loop alone: the store hears nothing of it.
+
 All but `LiveTurn` are frozen.  A `LiveTurn` belongs to the loop, and so does every change of it.
 """
 
@@ -60,6 +62,16 @@ class Begun:
     prompt_end: array[int]  # the last tokens before the reply; a template may open thinking in them
     changed_at: float  # when the conversation was last changed
     is_tokenized_again: bool  # since its last turn, under another tokenizer or template
+
+
+@dataclass(frozen=True, slots=True)
+class Unstored:
+    """A turn that belongs to no conversation; `turn_id` is negative, and tells it from all that run."""
+
+    turn_id: int
+    tenant: str
+    submit: SubmitTurn  # without the number and the name that the engine will know it by
+    prompt_end: array[int]  # as in `Begun`
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +142,14 @@ class LiveTurn:
     token_at: float = 0.0  # when its latest tokens came, by the loop's clock
     num_timed: int = 0  # of its tokens, in the latencies
     weight: float = 1.0  # of its tenant's share
+    priority: int = 0
     shared_from: str = ""  # the conversation whose KV it may begin with
     prompt_seconds: float = 0.0  # that its prompt takes by itself, as predicted
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the store has it: an unstored turn has a negative id."""
+        return self.turn_id >= 0
 
     @property
     def text(self) -> str:
@@ -222,6 +240,11 @@ def replayed(turn: records.StoredTurn, reply: records.NewMessage) -> LiveTurn:
 def cache_key(tenant: str, conversation_id: str) -> str:
     """What the engine knows a conversation by; ids hold no slash, so tenants never meet."""
     return f"{tenant}/{conversation_id}" if tenant else conversation_id
+
+
+def unstored_key(tenant: str, number: int) -> str:
+    """What the engine knows an unstored turn by: with two slashes, so no `cache_key` is like it."""
+    return f"~unstored/{tenant}/{number}"
 
 
 def names_of(key: str) -> tuple[str, str]:

@@ -10,7 +10,8 @@ the engine.  It says what the engine must hear (the messages it returns) and wha
 `Reply`); its owner carries that out.  What holds:
 
 * A turn is here from the moment that the loop hears of its `running` row until its end is in the store
-  and its readers can see it: `finish` is set last.
+  and its readers can see it: `finish` is set last.  An unstored one goes the same way; of it the store has
+  nothing, at its beginning and at its end (turn_ends.py).
 * What moves a turn on from RUNNING ends it, and nothing else does: in COMMITTING and INTERRUPTING its end
   is on the way to the store, and a cancel, a deletion, the end of the engine or of a reader's grace
   changes nothing.
@@ -40,8 +41,10 @@ from pensieve.service.live_turn import (
     Phase,
     RecomputeReason,
     Reply,
+    Unstored,
     names_of,
     stream_of,
+    unstored_key,
     usage_figures,
 )
 from pensieve.text import PartMarker, Tokenizer
@@ -64,7 +67,7 @@ class _Warm(NamedTuple):
 class Turns:
     def __init__(self, tokenizer: Tokenizer, engine_since: float) -> None:
         """`engine_since`: KV of what was last changed before it is gone (wall clock)."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._engine_since = engine_since
         self._live: dict[int, LiveTurn] = {}  # by the number that the engine knows them by
         self._waiting: dict[int, LiveTurn] = {}  # those that the engine has no room for yet
@@ -181,17 +184,45 @@ class Turns:
             begun_at=now,
             tenant=turn.tenant,
             weight=weight,
+            priority=submit.options.priority,
             number=submit.turn_id,
             request_id=turn.request_id,
             first_revision=begun.first_revision,
             attempt=turn.attempts,
             recompute_reason=self._recompute_reason(begun),
-            marker=PartMarker(self._tokenizer, begun.prompt_end),
+            marker=PartMarker(self.tokenizer, begun.prompt_end),
             shared_from=names_of(submit.prefix_of)[1],
         )
-        self._live[live.number] = self._waiting[live.number] = live
         self._of_request[live.tenant, live.conversation_id, live.request_id] = live
-        self._num_of_tenant[live.tenant] += 1
+        self._add(live)
+        return live, submit
+
+    def begin_unstored(
+        self, unstored: Unstored, now: float, weight: float = 1.0
+    ) -> tuple[LiveTurn, SubmitTurn]:
+        """The same of a turn that belongs to no conversation."""
+        tenant, number = unstored.tenant, next(self._numbers)
+        submit = replace(
+            unstored.submit,
+            turn_id=number,
+            conversation_id=unstored_key(tenant, number),
+            share=tenant,
+            weight=weight,
+        )
+        live = LiveTurn(
+            unstored.turn_id,
+            "",
+            submit.history_tokens,
+            len(submit.tokens) // TOKEN_BYTES,
+            begun_at=now,
+            tenant=tenant,
+            weight=weight,
+            priority=submit.options.priority,
+            number=number,
+            recompute_reason=RecomputeReason.DROPPED,
+            marker=PartMarker(self.tokenizer, unstored.prompt_end),
+        )
+        self._add(live)
         return live, submit
 
     def admit(self, number: int) -> LiveTurn | None:
@@ -282,6 +313,10 @@ class Turns:
         self._engine_since = now
 
     # -- inside --
+
+    def _add(self, live: LiveTurn) -> None:
+        self._live[live.number] = self._waiting[live.number] = live
+        self._num_of_tenant[live.tenant] += 1
 
     def _remove(self, live: LiveTurn, finish: FinishReason) -> None:
         if self._live.pop(live.number, None) is not None:

@@ -107,18 +107,16 @@ PROTECTIONS = (
     ),
     protection(
         "logprobs of a reply are stored with it",
-        "service/conversations.py",
-        "                    reply = replace(reply, logprobs=packed)\n",
+        "service/turn_ends.py",
+        "            reply = replace(reply, logprobs=packed)\n",
         "",
         "service/test_replay.py::test_logprobs_come_again_over_the_wire",
     ),
     protection(
         "logprobs are packed beside the loop",
-        "service/conversations.py",
-        "                    packed = await self._threads.in_text_pool(\n"
-        "                        live.tenant, lambda: packed_logprobs(live)\n"
-        "                    )\n",
-        "                    packed = packed_logprobs(live)\n",
+        "service/turn_ends.py",
+        "            packed = await self._threads.in_text_pool(live.tenant, lambda: packed_logprobs(live))\n",
+        "            packed = packed_logprobs(live)\n",
         "service/test_replay.py::test_logprobs_come_again_over_the_wire",
     ),
     protection(
@@ -398,11 +396,31 @@ PROTECTIONS = (
     protection(
         "a turn whose end fails for an unforeseen reason has one",
         "service/conversations.py",
-        "            with contextlib.suppress(Exception):\n"
-        "                await self._threads.in_store(live.tenant, self._history.interrupt, live.turn_id)\n"
+        "            await self._ends.interrupt(live)\n"
         '            self._fail(live, TurnFailed("INTERNAL", "the turn could not be ended"))\n',
         "            return\n",
         "service/test_hung_engine.py::test_a_turn_whose_end_fails_unforeseen_has_one",
+    ),
+    protection(
+        "the engine forgets an unstored turn that has ended",
+        "service/conversations.py",
+        "            self._tell(self.unstored.ended(live))\n",
+        "            pass\n",
+        "service/test_unstored.py::test_the_engine_forgets_it_when_it_has_ended",
+    ),
+    protection(
+        "an unstored turn that the engine does not take has never been",
+        "service/unstored.py",
+        "            self._turns.fail(live, error)\n",
+        "",
+        "service/test_unstored.py::test_what_the_engine_does_not_take_has_never_been",
+    ),
+    protection(
+        "a prompt that kills the engine is known when it is sent again",
+        "service/unstored.py",
+        "        turn_id = -1 - hash((tenant, prompt.tobytes())) % (1 << ID_BITS)\n",
+        "        turn_id = -1 - hash(self._loop.time()) % (1 << ID_BITS)\n",
+        "service/test_unstored.py::test_a_prompt_that_kills_the_engine_is_refused_at_the_third_time",
     ),
     protection(
         "a background task that fails ends the service",

@@ -109,11 +109,9 @@ PROTECTIONS = (
     protection(
         "a turn is acknowledged when it is stored",
         "service/conversations.py",
-        "                committed = await self._threads.in_store(live.tenant, self._history.finish, reply)\n"
+        "                committed = await self._ends.finish(live, reply)\n"
         "                self.turns.finish(live, reply, committed)\n",
-        "                storing = asyncio.ensure_future(\n"
-        "                    self._threads.in_store(live.tenant, self._history.finish, reply)\n"
-        "                )\n"
+        "                storing = asyncio.ensure_future(self._ends.finish(live, reply))\n"
         "                self.turns.finish(live, reply, (live.first_revision + 1, ''))\n"
         "                self.readers.wake(live.number)\n"
         "                await asyncio.sleep(0.05)\n"
