@@ -16,6 +16,7 @@ from typing import Any
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import InvalidArgument
+from pensieve.service.constraints import FIELD, Constraints
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller
 from pensieve.service.heads import check_length
@@ -38,6 +39,7 @@ class Bodies:
         """`style`: how this model writes calls of tools."""
         self.front, self.template = front, template
         self._daemon, self._style = daemon, style
+        self._constraints = Constraints(template.tokenizer)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -73,7 +75,8 @@ class Bodies:
         return ReplyPieces(self._style if request.tools else None, request.tools)
 
     def options(self, request: Request, by: Caller) -> TurnOptions:
-        return TurnOptions(request.sampling, min(0, by.priority_max))
+        priority = min(0, by.priority_max)
+        return TurnOptions(request.sampling, priority, constraint=request.constraint)
 
     def given_sampling(self, request: Request) -> Mapping[str, Any]:
         """What the body sets, by which the same request is known again."""
@@ -83,7 +86,12 @@ class Bodies:
         self, request: Request, options: TurnOptions, by: Caller
     ) -> list[LiveTurn]:
         """A turn for each choice, of the whole prompt, that leaves nothing on the disk."""
-        prompt = await self._daemon.threads.in_text_pool(by.tenant, lambda: self.tokens(request))
+
+        def prepare() -> list[int]:
+            self._constraints.check(options)
+            return self.tokens(request)
+
+        prompt = await self._daemon.threads.in_text_pool(by.tenant, prepare)
         begun = []
         for choice in range(request.num_choices):
             chosen = replace(options, sampling=_seeded(options.sampling, choice))
@@ -113,6 +121,8 @@ def named(request: Request) -> Iterator[None]:
         raise
     except InvalidArgument as error:
         name = error.field.removeprefix("sampling.")
+        if name.startswith(FIELD):
+            name = request.params.get(FIELD, "response_format")
         code = "context_length_exceeded" if error.is_too_long else "invalid_value"
         raise Refusal(request.param(name), error.problem, code) from None
 
