@@ -39,9 +39,11 @@ from pensieve.service.grpc.server import Listening, Server, check_exposure
 from pensieve.service.grpc.server_info import in_words, server_info
 from pensieve.service.history import Texts
 from pensieve.service.jobs.batch_jobs import BatchJobs
+from pensieve.service.jobs.worker import JobsConfig
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.job_store import JobStore
 from pensieve.store.time_limit import STATEMENT_SECONDS
+from pensieve.text import style_named
 
 SWITCH_SECONDS = 0.0005  # how long the store's thread may keep the event loop waiting
 
@@ -58,6 +60,7 @@ class DaemonSetup:
     drain_seconds: float = 0.0  # for running turns at the end
     check_history_first: bool = False  # after an unclean stop; else while turns are served
     statement_seconds: float = STATEMENT_SECONDS  # of a job of the history
+    tool_calls: str = "auto"  # how the model writes them: one of `text.tool_calls.NAMES`
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         engine_programs[serving.engine],
         serving.drain_timeout,
         statement_seconds=serving.statement_timeout,
+        tool_calls=serving.tool_calls,
     )
 
 
@@ -158,13 +162,17 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
             name = "echo (arithmetic instead of a model)"
         program = EngineProgram(setup.engine_program, written, folder, name)
         daemon = Daemon(store, texts, program, setup.config, report)
-        return Server(daemon, setup.listening, _jobs(daemon, settings.data, texts, report))
+        jobs_config = JobsConfig(call_style=style_named(setup.tool_calls, texts.template))
+        jobs = _jobs(daemon, settings.data, texts, jobs_config, report)
+        return Server(daemon, setup.listening, jobs)
     except BaseException:
         store.close()
         raise
 
 
-def _jobs(daemon: Daemon, data: Path, texts: Texts, report: Report) -> BatchJobs | None:
+def _jobs(
+    daemon: Daemon, data: Path, texts: Texts, config: JobsConfig, report: Report
+) -> BatchJobs | None:
     """Whatever is wrong with their folder, conversations are served."""
     try:
         jobs = JobStore.open(data)
@@ -173,7 +181,7 @@ def _jobs(daemon: Daemon, data: Path, texts: Texts, report: Report) -> BatchJobs
         return None
     for name, problem in jobs.unreadable.items():
         report(f"a batch job cannot be read: {name}: {problem}")
-    return BatchJobs(daemon, jobs, texts)
+    return BatchJobs(daemon, jobs, texts, config=config)
 
 
 async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.Event) -> None:
