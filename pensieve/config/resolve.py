@@ -84,6 +84,7 @@ class Serving:
     statement_timeout: float
     engine: str
     echo_seconds: float
+    tool_calls: str
     log_format: str
     log_turns: bool
 

@@ -391,6 +391,14 @@ SERVING: Table = (
         "SECONDS",
     ),
     Setting(
+        "tool_calls",
+        choice("auto", "hermes", "llama", "mistral", "pythonic", "none"),
+        "auto",
+        "how the model writes calls of tools, which answers in OpenAI's form hold apart from the text (auto: "
+        "as its chat template and tokenizer show; none: calls stay text)",
+        "auto|hermes|llama|mistral|pythonic|none",
+    ),
+    Setting(
         "log_format",
         choice("auto", "text", "json"),
         "auto",

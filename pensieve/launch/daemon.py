@@ -41,9 +41,11 @@ from pensieve.service.grpc.server_info import in_words, server_info
 from pensieve.service.history import Texts
 from pensieve.service.http.listener import serve_http
 from pensieve.service.jobs.batch_jobs import BatchJobs
+from pensieve.service.jobs.worker import JobsConfig
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.job_store import JobStore
 from pensieve.store.time_limit import STATEMENT_SECONDS
+from pensieve.text import style_named
 
 SWITCH_SECONDS = 0.0005  # how long the store's thread may keep the event loop waiting
 
@@ -61,6 +63,7 @@ class DaemonSetup:
     check_history_first: bool = False  # after an unclean stop; else while turns are served
     statement_seconds: float = STATEMENT_SECONDS  # of a job of the history
     traces: Traces | None = None
+    tool_calls: str = "auto"  # how the model writes them: one of `text.tool_calls.NAMES`
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         serving.drain_timeout,
         statement_seconds=serving.statement_timeout,
         traces=open_traces() if serving.traces else None,
+        tool_calls=serving.tool_calls,
     )
 
 
@@ -175,16 +179,20 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
         daemon = Daemon(store, texts, program, setup.config, report)
         if setup.traces is not None:
             daemon.on_span = setup.traces.export
-        server = Server(daemon, setup.listening, _jobs(daemon, settings.data, texts, report))
+        style = style_named(setup.tool_calls, texts.template)
+        jobs = _jobs(daemon, settings.data, texts, JobsConfig(call_style=style), report)
+        server = Server(daemon, setup.listening, jobs)
         if setup.listening.http:
-            serve_http(server, texts.template)
+            serve_http(server, texts.template, style)
         return server
     except BaseException:
         store.close()
         raise
 
 
-def _jobs(daemon: Daemon, data: Path, texts: Texts, report: Report) -> BatchJobs | None:
+def _jobs(
+    daemon: Daemon, data: Path, texts: Texts, config: JobsConfig, report: Report
+) -> BatchJobs | None:
     """Whatever is wrong with their folder, conversations are served."""
     try:
         jobs = JobStore.open(data)
@@ -193,7 +201,7 @@ def _jobs(daemon: Daemon, data: Path, texts: Texts, report: Report) -> BatchJobs
         return None
     for name, problem in jobs.unreadable.items():
         report(f"a batch job cannot be read: {name}: {problem}")
-    return BatchJobs(daemon, jobs, texts)
+    return BatchJobs(daemon, jobs, texts, config=config)
 
 
 async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.Event) -> None:

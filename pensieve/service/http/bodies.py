@@ -38,7 +38,7 @@ class Bodies:
     ) -> None:
         """`style`: how this model writes calls of tools."""
         self.front, self.template = front, template
-        self._daemon, self._style = daemon, style
+        self._daemon, self.style = daemon, style
         self._constraints = Constraints(template.tokenizer)
 
     @property
@@ -72,7 +72,7 @@ class Bodies:
 
     def pieces(self, request: Request) -> ReplyPieces:
         """Cuts the reply to a request; calls are looked for where there are tools."""
-        return ReplyPieces(self._style if request.tools else None, request.tools)
+        return ReplyPieces(self.style if request.tools else None, request.tools)
 
     def options(self, request: Request, by: Caller) -> TurnOptions:
         priority = min(0, by.priority_max)

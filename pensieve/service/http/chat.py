@@ -58,10 +58,9 @@ class ChatCompletions:
             for live, of in zip(lives, pieces, strict=True)
         )
         exchange.out |= sources(lives[0].figures)
-        tokenizer = self._bodies.template.tokenizer
-        return answer(
-            request, [reply_of(live) for live in lives], prompt_of(lives[0]), heading, tokenizer
-        )
+        bodies, replies = self._bodies, [reply_of(live) for live in lives]
+        tokenizer = bodies.template.tokenizer
+        return answer(request, replies, prompt_of(lives[0]), heading, tokenizer, bodies.style)
 
     async def _begin(self, exchange: Exchange, by: Caller, request: Request) -> list[LiveTurn]:
         options = self._bodies.options(request, by)
@@ -109,7 +108,8 @@ class ChatCompletions:
                 await write(stream.chunks(number, found, tokens_of(live, start, stop)))
 
             await follow(self._daemon, exchange, live, pieces[number], on_pieces)
-            await write([stream.end(number, reply_of(live).finish, pieces[number].num_calls)])
+            finish, ends_with_call = reply_of(live).finish, pieces[number].ends_with_call
+            await write([stream.end(number, finish, ends_with_call=ends_with_call)])
 
         await all_of(one(number, live) for number, live in enumerate(lives))
         if request.include_usage:

@@ -34,7 +34,7 @@ class BodyTooLarge(InvalidArgument):
 class Piece(bytes):
     """Bytes of a stream; their size goes by the name that messages of gRPC have for it."""
 
-    def ByteSize(self) -> int:  # noqa: N802
+    def ByteSize(self) -> int:
         return len(self)
 
 

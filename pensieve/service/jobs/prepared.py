@@ -36,7 +36,7 @@ from pensieve.service.openai import (
     read_line,
 )
 from pensieve.store.job_records import Job, JobLine, JobUsage, NewAnswer, NewRefusal
-from pensieve.text import ChatTemplate, PartMarker, Setting
+from pensieve.text import CallStyle, ChatTemplate, PartMarker, Setting
 
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
 
@@ -113,6 +113,7 @@ class Writer(NamedTuple):
     template: ChatTemplate
     model: str
     now: float  # seconds since 1970
+    style: CallStyle | None = None  # how the model writes calls of tools
 
     def result(self, prepared: Prepared, choices: Sequence[Finished]) -> NewAnswer | NewRefusal:
         """Of a line whose choices have all ended."""
@@ -129,6 +130,7 @@ class Writer(NamedTuple):
             PromptTokens(len(prepared.tokens), num_cached[0]),
             Heading(_answer_id(prepared), int(self.now), request.model or self.model),
             self.template.tokenizer,
+            self.style,
         )
         usage = JobUsage(
             len(prepared.tokens) * len(choices),

@@ -43,6 +43,7 @@ from pensieve.store.job_records import (
     NewAnswer,
     NewRefusal,
 )
+from pensieve.text import CallStyle
 
 FIRST_NUMBER = 1 << 40  # of the turns of jobs; those of conversations are counted from 1
 TURNS_MAX = 64  # of a job at once
@@ -60,6 +61,7 @@ class JobsConfig:
     pages_share: float = 0.5  # of the device tier, that a job may plan for
     turns_max: int = TURNS_MAX
     keep_seconds: float = KEEP_SECONDS  # that a job is kept after its end; 0: for ever
+    call_style: CallStyle | None = None  # how the model writes calls of tools; None: they are text
 
 
 class Worker:
@@ -189,7 +191,8 @@ class Worker:
     ) -> None:
         """The results of lines, until the disk takes them; nothing more is submitted meanwhile."""
         tenant = job.key.tenant
-        writer = Writer(self._texts.template, self._daemon.engine.model_name, self._now())
+        model, style = self._daemon.engine.model_name, self._config.call_style
+        writer = Writer(self._texts.template, model, self._now(), style)
         results = await self._daemon.threads.in_text_pool(
             tenant, lambda: [writer.result(each.prepared, each.choices) for each in ready]
         )

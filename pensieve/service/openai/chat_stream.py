@@ -25,8 +25,9 @@ from pensieve.service.openai.answer import (
 )
 from pensieve.service.openai.request import Request
 from pensieve.service.openai.tool_call_items import call_id
-from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, Text, Thinking
+from pensieve.text.reply_pieces import Piece, Text, Thinking
 from pensieve.text.tokenizer import Tokenizer
+from pensieve.text.tool_calls import CallArguments, CallBegan
 
 
 class ChatStream:
@@ -52,11 +53,11 @@ class ChatStream:
             logprobs = None
         return found
 
-    def end(self, choice: int, finish: FinishReason, num_calls: int = 0) -> dict[str, Any]:
-        reason = finish.value
-        if num_calls and finish is FinishReason.STOP:
-            reason = "tool_calls"
-        return self._chunk(choice, {}, reason)
+    def end(
+        self, choice: int, finish: FinishReason, *, ends_with_call: bool = False
+    ) -> dict[str, Any]:
+        waits = ends_with_call and finish is FinishReason.STOP
+        return self._chunk(choice, {}, "tool_calls" if waits else finish.value)
 
     def usage(self, replies: Sequence[Reply], prompt: PromptTokens) -> dict[str, Any]:
         return {**self._head(), "choices": [], "usage": usage_of(replies, prompt)}
