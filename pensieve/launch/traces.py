@@ -11,6 +11,7 @@ drops what is too much, so nothing waits for a collector.
 
 from __future__ import annotations
 
+import logging
 import os
 from importlib.metadata import entry_points
 from typing import Any
@@ -19,6 +20,7 @@ from pensieve.errors import ConfigError
 from pensieve.extras import need
 from pensieve.service.turn_spans import TurnSpan
 
+log = logging.getLogger("pensieve")
 PURPOSE = "--traces"
 GROUP = "opentelemetry_traces_exporter"
 PROTOCOLS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
@@ -47,6 +49,18 @@ class Traces:
         self._server, self._error = api.SpanKind.SERVER, api.StatusCode.ERROR
 
     def export(self, turn: TurnSpan) -> None:
+        """Whatever OpenTelemetry makes of it, the turn has ended well."""
+        try:
+            self._export(turn)
+        except Exception:
+            log.exception("the span of a turn could not be exported")
+
+    def close(self) -> None:
+        """Send what is left; a collector that does not answer is not waited for long."""
+        self._provider.force_flush(CLOSE_MILLISECONDS)
+        self._provider.shutdown()
+
+    def _export(self, turn: TurnSpan) -> None:
         carrier = {"traceparent": turn.traceparent[:TRACEPARENT_CHARACTERS_MAX]}
         span = self._tracer.start_span(
             turn.name,
@@ -60,11 +74,6 @@ class Traces:
         if turn.failure:
             span.set_status(self._error, turn.failure)
         span.end(end_time=turn.end_ns)
-
-    def close(self) -> None:
-        """Send what is left; a collector that does not answer is not waited for long."""
-        self._provider.force_flush(CLOSE_MILLISECONDS)
-        self._provider.shutdown()
 
 
 def open_traces() -> Traces:

@@ -144,6 +144,18 @@ def test_a_turn_that_fails_says_why_and_a_replay_is_no_turn(watched: Watched) ->
     wait_for(lambda: len(watched.spans) == 2)
 
 
+def test_an_exporter_that_fails_costs_no_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = Watched(tmp_path / "data")
+    monkeypatch.setattr(found.traces, "_tracer", None)
+    with found.rig as rig:
+        rig.daemon.on_span = found.traces.export
+        for _ in range(2):
+            assert rig.ask("trip", "hello", sampling=SAMPLING).completed.finish_reason
+    assert caplog.text.count("the span of a turn could not be exported") == 2
+
+
 def test_no_word_that_was_said_is_in_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
