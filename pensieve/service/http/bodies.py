@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pensieve.core.sampling import Sampling
@@ -59,6 +60,13 @@ class Bodies:
         return await self._daemon.threads.in_text_pool(by.tenant, lambda: read_json(raw, "body"))
 
     async def request(self, exchange: Exchange, by: Caller, kind: RequestKind) -> Request:
+        """A body of OpenAI's API."""
+        return await self.read(exchange, by, partial(parse, kind))
+
+    async def read(
+        self, exchange: Exchange, by: Caller, read: Callable[[Any, Served], Request]
+    ) -> Request:
+        """A body of the API that `read` knows."""
         body = await self.json(exchange, by)
         served = Served(
             self._daemon.defaults,
@@ -67,8 +75,8 @@ class Bodies:
             self.template.options,
         )
         if exchange.num_bytes <= SHORT_BYTES:
-            return parse(kind, body, served)
-        return await self._daemon.threads.in_text_pool(by.tenant, lambda: parse(kind, body, served))
+            return read(body, served)
+        return await self._daemon.threads.in_text_pool(by.tenant, lambda: read(body, served))
 
     def pieces(self, request: Request) -> ReplyPieces:
         """Cuts the reply to a request; calls are looked for where there are tools."""
@@ -97,6 +105,11 @@ class Bodies:
             chosen = replace(options, sampling=_seeded(options.sampling, choice))
             begun.append(self._daemon.begin_unstored(prompt, chosen, by.tenant))
         return list(await asyncio.gather(*begun))
+
+    async def num_tokens(self, request: Request, by: Caller) -> int:
+        """Of a request's whole prompt, of which nothing is computed."""
+        tokens = partial(self.tokens, request)
+        return len(await self._daemon.threads.in_text_pool(by.tenant, tokens))
 
     def tokens(self, request: Request) -> list[int]:
         """Of a request's whole prompt; in any thread."""

@@ -174,7 +174,7 @@ class Endpoint:
                 await exchange.write(event(body, "error" if "type" in body else ""))
                 await exchange.end_events()
             return
-        kept = {"vary"}
+        kept = {"vary", "request-id"}
         exchange.out = {
             name: value
             for name, value in exchange.out.items()

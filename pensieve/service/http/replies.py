@@ -86,6 +86,15 @@ def reply_of(live: LiveTurn) -> Reply:
     return Reply(live.token_ids[:count], texts, finish, live.parts[:count], logprobs)
 
 
+def pieces_of(live: LiveTurn, pieces: ReplyPieces) -> list[Piece]:
+    """All of a turn that has ended, cut by `pieces`, which has seen nothing of it."""
+    reply = reply_of(live)
+    found: list[Piece] = []
+    for text, part in zip(reply.texts, reply.parts, strict=True):
+        found += pieces.push(text, part)
+    return found + pieces.end()
+
+
 def tokens_of(live: LiveTurn, start: int, stop: int) -> Reply:
     """Tokens [start, stop) of a turn."""
     logprobs = [live.logprobs[each] for each in range(start, stop)] if live.logprobs else ()
