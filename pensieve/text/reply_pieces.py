@@ -29,6 +29,8 @@ from pensieve.text.parts import Part
 from pensieve.text.tool_calls import Call, CallArguments, CallBegan, CallFinder, CallStyle
 from pensieve.text.trimming import TrimmedText, TrimmedThinking
 
+__all__ = ["CallArguments", "CallBegan", "Piece", "ReplyPieces", "Text", "Thinking"]
+
 
 @dataclass(frozen=True, slots=True)
 class Thinking:

@@ -46,8 +46,8 @@ class Said:
             return [Message("assistant", text, thinking, tuple(self.calls))]
         if not (self.texts or self.results):
             raise Refusal(f"{where}.content", "must not be empty")
-        text = [Message(self.role, "\n".join(self.texts))] if self.texts else []
-        return [*self.results, *text]
+        said = [Message(self.role, "\n".join(self.texts))] if self.texts else []
+        return [*self.results, *said]
 
 
 def take_messages(fields: Fields) -> tuple[Message, ...]:
