@@ -115,6 +115,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
             backup=_backup(serving),
             scrub_seconds=serving.scrub * DAY_SECONDS,
             request_keep_seconds=serving.request_keep * DAY_SECONDS,
+            chain_keep_seconds=serving.chain_keep * DAY_SECONDS,
         ),
         engine_programs[serving.engine],
         serving.drain_timeout,

@@ -30,7 +30,7 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 from pensieve.engine.messages import Message as EngineMessage
-from pensieve.errors import Loading, Unavailable
+from pensieve.errors import Loading, PensieveError, Unavailable
 from pensieve.service.admission import Admission, Load
 from pensieve.service.background import Background
 from pensieve.service.backing_up import BackingUp
@@ -41,7 +41,7 @@ from pensieve.service.damage import Damage
 from pensieve.service.draft import Ask
 from pensieve.service.engine_client import EngineClient, EngineProgram
 from pensieve.service.erasing import Erasing
-from pensieve.service.forgetting import ForgettingRequests
+from pensieve.service.forgetting import Forgetting
 from pensieve.service.heartbeat import Patience
 from pensieve.service.history import History, Texts
 from pensieve.service.limits import Allowance, Limits
@@ -80,6 +80,7 @@ class Daemon:
         self.draining = False
         self.refusals = Counter[str]()  # calls that ended with an error, by its reason
         self.on_serving: Callable[[bool], None] = lambda serving: None
+        self.on_turn_ended: Callable[[LiveTurn], None] = lambda live: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None  # it cannot go on
         self.background = Background()  # the turns of batch jobs
         self.engine = EngineClient(
@@ -121,7 +122,7 @@ class Daemon:
 
     async def start(self) -> None:
         """Until the first engine is ready; then turns may come."""
-        ready = await self.engine.start()
+        ready, store = await self.engine.start(), self.store
         self.admission.prompts.cost = ready.cost
         history = self._history = History(
             self.store,
@@ -146,12 +147,14 @@ class Daemon:
         )
         self._conversations.prefixes.is_paused = lambda: bool(self.draining or self.damage.problems)
         self._conversations.prefixes.start()
+        self._conversations.on_ended = lambda live: self.on_turn_ended(live)
         gc_pause.freeze()
         self.threads.spawn(self._sweep())
         self.backing_up.start()
         self.scrubbing.start()
-        keep_seconds, now = self.config.request_keep_seconds, self._sources.wall_clock
-        ForgettingRequests(self.store, self.threads, keep_seconds, now).start()
+        forgetting, keep = Forgetting(store, self.threads, self._sources.wall_clock), self.config
+        forgetting.start("requests", store.forgetting.step, keep.request_keep_seconds)
+        forgetting.start("chains", store.chains.forget, keep.chain_keep_seconds)
         self.on_serving(self.serving)
         self.background.engine_started()
 
@@ -225,14 +228,21 @@ class Daemon:
         await conversations.arriving.gone(ask.tenant, ask.conversation_id, ask.request_id)
         if (live := conversations.attach(ask)) is not None:
             return live
-        load = self._load(ask.tenant, ask.conversation_id, ask.options.priority)
-        now = self._loop.time()
-        refusal = self.damage.refusal or self.admission.refusal(ask.tenant, load, seconds_left, now)
+        names = ask.tenant, ask.conversation_id
+        refusal = self.refusal(*names, ask.options.priority, seconds_left)
         if refusal is None:
             return await conversations.begin(ask)
         if (live := await conversations.known(ask)) is not None:
             return live
         raise refusal
+
+    def refusal(
+        self, tenant: str, conversation_id: str, priority: int, seconds_left: float | None
+    ) -> PensieveError | None:
+        """Why a turn of this tenant may not begin now; None if it may."""
+        load = self._load(tenant, conversation_id, priority)
+        now = self._loop.time()
+        return self.damage.refusal or self.admission.refusal(tenant, load, seconds_left, now)
 
     async def warm(self, conversation_id: str, tenant: str = "") -> None:
         """Bring a conversation's KV to the device, if its tenant may have another turn now."""
