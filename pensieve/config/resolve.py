@@ -80,6 +80,7 @@ class Serving:
     backup_seconds: float
     backup_keep: float
     request_keep: float
+    chain_keep: float
     scrub: float
     statement_timeout: float
     engine: str

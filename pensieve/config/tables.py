@@ -360,6 +360,14 @@ SERVING: Table = (
         "history",
     ),
     Setting(
+        "chain_keep",
+        number(0, 36_500),
+        "30",
+        "how long after a reply its conversation is found by a history that a client sends (0: for ever)",
+        "DAYS",
+        "history",
+    ),
+    Setting(
         "scrub",
         number(0, 36_500),
         "7",

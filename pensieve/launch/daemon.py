@@ -38,10 +38,10 @@ from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening, Server, check_exposure
 from pensieve.service.grpc.server_info import in_words, server_info
-from pensieve.service.history import Texts
 from pensieve.service.http.listener import serve_http
 from pensieve.service.jobs.batch_jobs import BatchJobs
 from pensieve.service.jobs.worker import JobsConfig
+from pensieve.service.texts import Texts
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.job_store import JobStore
 from pensieve.store.time_limit import STATEMENT_SECONDS
@@ -126,6 +126,7 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
             backup=_backup(serving),
             scrub_seconds=serving.scrub * DAY_SECONDS,
             request_keep_seconds=serving.request_keep * DAY_SECONDS,
+            chain_keep_seconds=serving.chain_keep * DAY_SECONDS,
         ),
         engine_programs[serving.engine],
         serving.drain_timeout,

@@ -181,10 +181,12 @@ class Conversations:
 
         return await self._threads.whole(sequence())
 
-    async def delete(self, conversation_id: str, tenant: str = "") -> None:
+    async def delete(
+        self, conversation_id: str, tenant: str = "", unused_since: int | None = None
+    ) -> None:
         async def sequence() -> None:
             deleted = await self._threads.in_store(
-                tenant, self._history.delete, conversation_id, tenant=tenant
+                tenant, self._history.delete, conversation_id, tenant, unused_since
             )
             live = None if deleted.turn_id is None else self.turns.of_turn(deleted.turn_id)
             if live is not None and (cancel := self.turns.interrupt(live)) is not None:
@@ -423,10 +425,7 @@ class Conversations:
         self._charge_tokens(live.tenant, live.num_charged_tokens)
 
     def _tell(self, message: Message | None) -> bool:
-        """Put what the engine ought to hear; what may be lost, and why that harms nobody, stands above.
-
-        Whether it was put.
-        """
+        """Put what the engine ought to hear (what may be lost stands above); whether it was put."""
         if message is None:
             return False
         try:

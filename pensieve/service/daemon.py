@@ -31,7 +31,7 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 from pensieve.engine.messages import Message as EngineMessage
-from pensieve.errors import Loading, Unavailable
+from pensieve.errors import Loading, PensieveError, Unavailable
 from pensieve.service.admission import Admission, Load
 from pensieve.service.background import Background
 from pensieve.service.backing_up import BackingUp
@@ -42,9 +42,9 @@ from pensieve.service.damage import Damage
 from pensieve.service.draft import Ask
 from pensieve.service.engine_client import EngineClient, EngineProgram
 from pensieve.service.erasing import Erasing
-from pensieve.service.forgetting import ForgettingRequests
+from pensieve.service.forgetting import Forgetting
 from pensieve.service.heartbeat import Patience
-from pensieve.service.history import History, Texts
+from pensieve.service.history import History
 from pensieve.service.limits import Allowance, Limits
 from pensieve.service.live_turn import LiveTurn, Phase
 from pensieve.service.metrics.meter import Meter
@@ -53,6 +53,8 @@ from pensieve.service.readers import ids_of
 from pensieve.service.reads import Reads
 from pensieve.service.scrubbing import Scrubbing
 from pensieve.service.suspects import Suspects
+from pensieve.service.sweeping import sweep
+from pensieve.service.texts import Texts
 from pensieve.service.threads import Threads
 from pensieve.service.turn_log import turn_ended
 from pensieve.service.turn_spans import TurnSpan, span_of
@@ -62,9 +64,7 @@ from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.scrub import Scrub
 
 log = logging.getLogger("pensieve")
-SWEEP_SECONDS = 1.0
 CALL_TOKENS = 1  # what a call that changes the history costs at least, where tokens are limited
-LATE_SECONDS = 1.0  # of the loop, that are worth a warning
 LOADING = "the model is loading; try again in a moment"
 
 
@@ -87,6 +87,7 @@ class Daemon:
         self.meter = Meter()
         store.figures.on_commit = self.meter.commits.add
         self.on_serving: Callable[[bool], None] = lambda serving: None
+        self.on_turn_ended: Callable[[LiveTurn], None] = lambda live: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None  # it cannot go on
         self.on_span: Callable[[TurnSpan], None] | None = None  # of each turn that has ended
         self.background = Background()  # the turns of batch jobs
@@ -112,9 +113,8 @@ class Daemon:
             self.damage.found,
         )
         config = self.config
-        self.admission = Admission(
-            config.turns_max, config.limits, self.started_at, config.ttft_seconds
-        )
+        limits, ttft = config.limits, config.ttft_seconds
+        self.admission = Admission(config.turns_max, limits, self.started_at, ttft)
         self._suspects = Suspects()
         self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
         self._queries = Queries(self._loop, self._put, self.config.answer_seconds)
@@ -129,7 +129,7 @@ class Daemon:
 
     async def start(self) -> None:
         """Until the first engine is ready; then turns may come."""
-        ready = await self.engine.start()
+        ready, store = await self.engine.start(), self.store
         self.admission.prompts.cost = ready.cost
         history = self._history = History(
             self.store,
@@ -156,11 +156,13 @@ class Daemon:
         self._conversations.prefixes.is_paused = lambda: bool(self.draining or self.damage.problems)
         self._conversations.prefixes.start()
         gc_pause.freeze()
-        self.threads.spawn(self._sweep())
+        readers = self._conversations.readers
+        self.threads.spawn(sweep(lambda: self.num_turns, readers, self._erasing))
         self.backing_up.start()
         self.scrubbing.start()
-        keep_seconds, now = self.config.request_keep_seconds, self._sources.wall_clock
-        ForgettingRequests(self.store, self.threads, keep_seconds, now).start()
+        forgetting, keep = Forgetting(store, self.threads, self._sources.wall_clock), self.config
+        forgetting.start("requests", store.forgetting.step, keep.request_keep_seconds)
+        forgetting.start("chains", store.chains.forget, keep.chain_keep_seconds)
         self.on_serving(self.serving)
         self.background.engine_started()
 
@@ -216,7 +218,7 @@ class Daemon:
     @property
     def serving(self) -> bool:
         """Whether new turns are taken."""
-        ready = self.engine.serving and self._conversations is not None
+        ready = self.engine.serving and not self.loading
         return ready and not self.draining and not self.damage.problems
 
     @property
@@ -234,9 +236,8 @@ class Daemon:
         await conversations.arriving.gone(ask.tenant, ask.conversation_id, ask.request_id)
         if (live := conversations.attach(ask)) is not None:
             return live
-        load = self._load(ask.tenant, ask.conversation_id, ask.options.priority)
-        now = self._loop.time()
-        refusal = self.damage.refusal or self.admission.refusal(ask.tenant, load, seconds_left, now)
+        names = ask.tenant, ask.conversation_id
+        refusal = self.refusal(*names, ask.options.priority, seconds_left)
         if refusal is None:
             return await conversations.begin(ask)
         if (live := await conversations.known(ask)) is not None:
@@ -259,6 +260,14 @@ class Daemon:
         assert ready is not None  # there was an engine, or there were no conversations
         tokens = checked(prompt, options, ready.vocab_size, ready.context_max)
         return unstored.begin(tokens, options, tenant, self._sources.random_bits(63) + 1)
+
+    def refusal(
+        self, tenant: str, conversation_id: str, priority: int, seconds_left: float | None
+    ) -> PensieveError | None:
+        """Why a turn of this tenant may not begin now; None if it may."""
+        load = self._load(tenant, conversation_id, priority)
+        now = self._loop.time()
+        return self.damage.refusal or self.admission.refusal(tenant, load, seconds_left, now)
 
     async def warm(self, conversation_id: str, tenant: str = "") -> None:
         """Bring a conversation's KV to the device, if its tenant may have another turn now."""
@@ -302,6 +311,7 @@ class Daemon:
     def _on_turn_ended(self, live: LiveTurn, now: float) -> None:
         turn_ended(live, now)
         self.meter.turn_ended(live, now)
+        self.on_turn_ended(live)
         if self.on_span is not None:
             self.on_span(span_of(live, self.engine.model_name, now, self._sources.wall_clock()))
 
@@ -405,23 +415,6 @@ class Daemon:
         """What is wrong in cache, scheduler and history; nothing, as a rule."""
         answer = await self.query(CheckIntegrity)
         return [*answer.problems, *(await asyncio.to_thread(self.store.verify))]
-
-    # -- in the background --
-
-    async def _sweep(self) -> None:
-        has_collected, before = False, self._loop.time()
-        while True:
-            await asyncio.sleep(SWEEP_SECONDS)
-            late = self._loop.time() - before - SWEEP_SECONDS
-            if late > LATE_SECONDS:
-                log.warning("the service stood still for %.1f s: every stream waited", late)
-            before = self._loop.time()
-            is_idle = not self.num_turns
-            if is_idle and not has_collected:
-                gc_pause.collect()
-            has_collected = is_idle
-            self.conversations.readers.cancel_stalled()
-            self._erasing.sweep()
 
     # -- the end --
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from pensieve.core.turn import FinishReason, TurnOptions
+from pensieve.service.binding.chain import ChainEnd
 from pensieve.service.constraints import Constraints
 from pensieve.service.heads import (
     Heads,
@@ -26,6 +27,8 @@ from pensieve.service.heads import (
 )
 from pensieve.store import records
 from pensieve.text import ChatTemplate, Message, Setting
+
+CHARACTERS_OF_MESSAGE = 32  # that rendering an empty one takes as long as
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class Ask:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # stored with its messages
     given_sampling: Mapping[str, Any] | None = None  # what the client set; None: all of `options`
     traceparent: str = ""  # the caller's span, as the W3C writes it
+    settings: ConversationSettings | None = None  # that it is created with; None: none but its id
+    chain: ChainEnd | None = None  # by which its client's next request will find the conversation
 
     @property
     def sampling_given(self) -> dict[str, Any]:
@@ -71,7 +76,7 @@ class Ask:
 
     @property
     def num_characters(self) -> int:
-        return sum(len(each.content) + len(each.thinking or "") for each in self.messages)
+        return sum(each.num_characters for each in self.messages)
 
     def says_the_same_as(self, other: Ask) -> bool:
         """Whether both may share a request_id."""
@@ -106,7 +111,8 @@ class Draft:
     @property
     def num_characters(self) -> int:
         """That `prompt` has to render and tokenize."""
-        conversation, num_characters = self.conversation, self.ask.num_characters
+        conversation, messages = self.conversation, self.ask.messages
+        num_characters = self.ask.num_characters + CHARACTERS_OF_MESSAGE * len(messages)
         if self.log_end and (not self.head or self._knows_head):
             return num_characters
         tools = sum(len(str(each)) for each in conversation.tools)

@@ -22,6 +22,7 @@ from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.messages import ForkConversation, SubmitTurn
 from pensieve.errors import PensieveError
+from pensieve.service.binding.chain import ChainEnd
 from pensieve.service.draft import Ask
 from pensieve.service.logprobs import PackedLogprobs, Row, pack
 from pensieve.store import records
@@ -94,6 +95,7 @@ class Reply:
     figures: Mapping[str, Any]  # usage, as it is stored
     is_cut: bool = False  # a cancel cut it: what was withheld as a possible stop string is text
     logprobs: bytes = b""  # packed
+    chain: ChainEnd | None = None  # of its client's history before it
 
 
 class Committed(NamedTuple):

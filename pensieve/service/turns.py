@@ -288,6 +288,7 @@ class Turns:
             FinishReason.CANCELLED if live.cancelled else ended.finish,
             dict(live.figures),
             is_cut=live.cancelled and (ended.finish is not FinishReason.STOP or not has_all),
+            chain=None if live.ask is None else live.ask.chain,
         )
         return Ending(live, reply)
 

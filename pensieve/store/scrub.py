@@ -38,10 +38,12 @@ KEYS = {
     "turns": "turn_id",
     "messages": "message",
     "bodies": "body",
+    "chains": "chain",
 }
 
 
 EVERY_ROW = "body > 0"
+EVERY_CHAIN = "message > 0"
 
 
 class Index(NamedTuple):
@@ -62,6 +64,8 @@ INDEXES = (
     Index("turns", "turns_logprobs", ("logprobs",), "logprobs IS NOT NULL"),
     Index("messages", "messages_turn", ("turn_id",)),
     Index("messages", "messages_body", ("body",)),
+    Index("chains", "chains_key", ("key", "session"), EVERY_CHAIN),
+    Index("chains", "chains_message", ("message",), EVERY_CHAIN),
 )
 LINKS_NOT_FOUND = """
     SELECT position FROM history r WHERE conversation = ? AND NOT EXISTS (

@@ -4,6 +4,35 @@ from tests.protections import Change, Protection, protection
 
 PROTECTIONS = (
     protection(
+        "a conversation that was made for a turn goes with it",
+        "service/binding/binder.py",
+        "            self._daemon.threads.spawn(discarded)\n",
+        "            discarded.close()\n",
+        "service/binding/test_binder.py::test_a_turn_that_is_given_up_leaves_no_conversation_behind",
+    ),
+    protection(
+        "a turn is appended to the history that was found, and to no other",
+        "service/binding/binder.py",
+        "        ask = one.ask(match.conversation_id, num_known, match.present_revision)\n",
+        "        ask = one.ask(match.conversation_id, num_known)\n",
+        "service/binding/test_binder.py::test_a_turn_that_comes_between_the_look_and_the_turn",
+    ),
+    protection(
+        "what another session has is forked",
+        "store/chains.py",
+        "                if is_of_session and holder.is_head and is_idle:\n",
+        "                if holder.is_head and is_idle:\n",
+        "service/binding/test_binder.py::test_sessions_keep_apart_what_has_the_same_history",
+        "store/test_chains.py::test_a_session_of_its_own_is_preferred_and_another_may_not_be_appended_to",
+    ),
+    protection(
+        "thinking is no part of a history",
+        "service/binding/chain.py",
+        " for part, text in pieces if part != Part.THINKING",
+        " for part, text in pieces",
+        "service/binding/test_binder.py::test_thinking_that_a_client_drops_does_not_lose_the_history",
+    ),
+    protection(
         "the queue estimate is of the present queue",
         "service/admission.py",
         "        if load.waiting_since is not None and ahead.num_turns:\n"
@@ -506,9 +535,9 @@ PROTECTIONS = (
     ),
     protection(
         "a service that stood still says so",
-        "service/daemon.py",
-        "            if late > LATE_SECONDS:\n",
-        "            if late > 1000 * LATE_SECONDS:\n",
+        "service/sweeping.py",
+        "        if late > LATE_SECONDS:\n",
+        "        if late > 1000 * LATE_SECONDS:\n",
         "service/test_withstand.py::test_a_service_that_stood_still_says_so_and_goes_on",
     ),
     Protection(
@@ -516,8 +545,8 @@ PROTECTIONS = (
         (
             Change(
                 "pensieve/service/daemon.py",
-                "        now = self._loop.time()\n        refusal = ",
-                "        now = time.time()\n        refusal = ",
+                "        now = self._loop.time()\n        return self.damage.refusal",
+                "        now = time.time()\n        return self.damage.refusal",
             ),
             Change(
                 "pensieve/service/daemon.py",

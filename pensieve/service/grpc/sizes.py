@@ -23,12 +23,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pensieve.errors import InvalidArgument
-from pensieve.text.message import MESSAGES_MAX
 
 REQUEST_BYTES_MAX = 4 << 20  # of any method
 SMALL_REQUEST_BYTES_MAX = 64 << 10  # of a method that is not named below
 RESPONSE_BYTES_MAX = 8 << 20
 
+MESSAGES_MAX = 128  # of one turn
 TEXT_BYTES_MAX = 3 << 20  # of the messages of one request together
 SYSTEM_PROMPT_BYTES_MAX = 1 << 20
 FEW_SHOT_BYTES_MAX = 1 << 20  # of a prefix, together

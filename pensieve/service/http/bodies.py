@@ -7,16 +7,19 @@ engine refuse later goes by the name that the body has for it (`named`).
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import InvalidArgument
+from pensieve.service.binding.chain import ReplyReader
 from pensieve.service.constraints import FIELD, Constraints
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller
@@ -25,7 +28,9 @@ from pensieve.service.http.exchange import Exchange
 from pensieve.service.http.front import Front
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.openai import Refusal, Request, RequestKind, Served, parse, read_json
-from pensieve.text import ChatTemplate, Setting
+from pensieve.service.openai.tool_call_items import cut_reply
+from pensieve.text import ChatTemplate, Message, Part, Setting
+from pensieve.text.message import ToolCall
 from pensieve.text.reply_pieces import ReplyPieces
 from pensieve.text.tool_calls import CallStyle
 
@@ -82,6 +87,18 @@ class Bodies:
         """Cuts the reply to a request; calls are looked for where there are tools."""
         return ReplyPieces(self.style if request.tools else None, request.tools)
 
+    def reply_reader(self, request: Request) -> ReplyReader:
+        """What the client will send back of a reply: its text and its calls."""
+        style, tools = self.style, request.tools
+
+        def read(pieces: Sequence[tuple[Part, str]]) -> Message:
+            parts, texts = [part for part, _ in pieces], [text for _, text in pieces]
+            cut = cut_reply(texts, parts, style, tools)
+            calls = [ToolCall(each.name, json.loads(each.arguments)) for each in cut.calls]
+            return Message("assistant", cut.content, tool_calls=tuple(calls))
+
+        return read
+
     def options(self, request: Request, by: Caller) -> TurnOptions:
         priority = min(0, by.priority_max)
         return TurnOptions(request.sampling, priority, constraint=request.constraint)
@@ -121,7 +138,7 @@ class Bodies:
             self.template.tokenizer.check_text(request.prompt, "prompt")
             return list(self.template.tokenizer.encode_prompt(request.prompt))
         check_length("messages", sum(len(each.content) for each in request.messages), context_max)
-        setting = Setting(request.tools, request.template_options)
+        setting = Setting(request.tools, request.template_options, datetime.now(UTC))
         return self.template.opening(request.messages, setting).token_ids
 
 

@@ -113,10 +113,11 @@ async def begin_bound(
         request_id=request_id_of(exchange),
         given_sampling=bodies.given_sampling(request),
         num_choices=request.num_choices,
+        reply_reader=bodies.reply_reader(request),
     )
     bound = await binder.begin(chat)
     exchange.out["x-pensieve-conversation-id"] = bound[0].conversation_id
-    exchange.out["x-pensieve-bound"] = bound[0].how
+    exchange.out["x-pensieve-bound"] = bound[0].how.value
     exchange.out["x-pensieve-known-messages"] = str(bound[0].num_known_messages)
     return [each.live for each in bound]
 

@@ -21,7 +21,14 @@ from typing import Any, NamedTuple
 from pensieve.core.constraint import Constraint
 from pensieve.core.sampling import Sampling
 from pensieve.service.openai.chat_messages import take_messages, take_tools
-from pensieve.service.openai.fields import Fields, Refusal, check_json, quoted
+from pensieve.service.openai.fields import (
+    MESSAGES_VALUES_MAX,
+    VALUES_MAX,
+    Fields,
+    Refusal,
+    check_json,
+    quoted,
+)
 from pensieve.service.openai.formats import FormatFields, take_response_format, take_text_format
 from pensieve.service.openai.kinds import RequestKind
 from pensieve.service.openai.response_items import take_input
@@ -96,7 +103,9 @@ def parse(kind: RequestKind, body: Any, served: Served) -> Request:
         if name != "prompt" or not isinstance(
             value, list | tuple
         ):  # it is checked where it is read
-            check_json(value, fields.where(name))
+            is_history = name in ("messages", "input")
+            values_max = MESSAGES_VALUES_MAX if is_history else VALUES_MAX
+            check_json(value, fields.where(name), values_max)
     values: dict[str, Any] = {"model": _model(fields, served.models)}
     read = take_sampling(kind, fields, served.defaults, served.vocab_size)
     values |= {"sampling": read.sampling, "given": read.given}

@@ -145,9 +145,9 @@ def test_a_call_without_arguments_has_none():
 
 
 def test_the_number_of_messages_is_bounded():
-    assert len(messages(*[USER] * 128)) == 128
-    assert refused(messages, *[USER] * 129) == ("messages", "a request has 1 to 128 messages")
-    assert refused(messages) == ("messages", "a request has 1 to 128 messages")
+    assert len(messages(*[USER] * 4096)) == 4096
+    assert refused(messages, *[USER] * 4097) == ("messages", "a request has 1 to 4096 messages")
+    assert refused(messages) == ("messages", "a request has 1 to 4096 messages")
     assert refused(chat, messages="hi") == ("messages", "must be a list")
     assert refused(chat, messages=None) == ("messages", "is required")
 
