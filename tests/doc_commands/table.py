@@ -21,7 +21,7 @@ ROWS = (
     Row("python docs/examples/hello.py", needs=("shared",), more=("127.0.0.1:50051",)),
     Row("python docs/examples/streaming.py 127.0.0.1:50051", (r"kept",), ("shared",)),
     Row("pensieve admin info", (r"model +echo", r"serving"), ("shared",)),
-    Row("pensieve admin metrics", (r"^# TYPE pensieve_engine_up gauge",), ("shared",)),
+    Row("pensieve admin metrics", (r"# TYPE pensieve_engine_up gauge",), ("shared",)),
     Row("pensieve admin stats --json", (r'"turns_running": 0',), ("shared",)),
     Row("pensieve admin watch", needs=("shared",), until="turns_running", code=130),
     Row("pensieve admin conversations --least-valuable", (r"trip-42",), ("shared",)),

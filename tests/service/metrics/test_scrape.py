@@ -38,6 +38,8 @@ def rig(tmp_path: Path) -> Iterator[DaemonRig]:
     listening = Listening("127.0.0.1:0", data / "admin.sock", metrics_alias="vllm")
     config = DaemonConfig(
         grace_seconds=0.2,
+        answer_seconds=3600.0,  # an engine that does not answer is for the scrape itself to notice
+        heartbeat_seconds=3600.0,
         limits={"": Limits(turns_max=1)},
         backup=BackupConfig(tmp_path / "backup"),
     )
