@@ -53,9 +53,6 @@ class LetterTokenizer:
     def token_id(self, text: str) -> int | None:
         return self._names.get(text)
 
-    def encode_text(self, text: str) -> list[int]:
-        return [26 + ord(each) - ord("a") for each in text]
-
     def is_silent(self, token_id: int) -> bool:
         return token_id < 3
 
