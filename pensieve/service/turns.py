@@ -352,7 +352,7 @@ def failure_of(reason: str) -> PensieveError:
     if reason == "NAN_LOGITS":
         text = "the model computed values that are not numbers; the conversation is unchanged"
     if reason == "CONSTRAINT_FAILED":
-        text = "a step of the reply's constraint costs too much; the conversation is unchanged"
+        text = "the reply could not be held to its constraint; the conversation is unchanged"
     if reason == "ENGINE_DIED":
         text = (
             "the engine died again and again while it had this turn; the conversation is unchanged"

@@ -9,6 +9,9 @@ tokenizer drops a space in front of a reply's first token, that space is one to 
 White space between the parts of JSON is a line end and at most WHITE_SPACES_MAX spaces: enough to indent, and
 an unsure model cannot write spaces until its reply is as long as it may be.
 
+What can only go on in one way is still sampled token by token (`NO_FORCING`): the package would look for all
+of it at once, in time and memory that no fuel bounds.
+
 **Bounds.**  Fuel limits what is built from a grammar and what one step may cost, in units of work, so what
 runs on one machine runs on every other one; core/constraint.py bounds the text first.  Whatever is wrong
 is a `GrammarError` with a short text.  Compiled matchers are kept, COMPILED_MAX of them, and handed out as
@@ -33,12 +36,21 @@ COMPILED_MAX = 32
 WHITE_SPACES_MAX = 20
 INITIAL_FUEL = 1_000_000  # 20 ms
 STEP_FUEL = 100_000  # 7 ms
-STEP_ITEMS_MAX = 20_000
-ROW_ITEMS_MAX = 1_000
+STEP_ITEMS_MAX = 50_000  # 3 ms
+ROW_ITEMS_MAX = 5_000
 GRAMMAR_SYMBOLS_MAX = 100_000
 LEXER_STATES_MAX = 10_000  # of 1 to 2 kB, in each matcher
 EXTRA = ("grammar", "llguidance", "A reply that follows a grammar")
-WHITE_SPACE = rf"[ ]?(\n[ ]{{0,{WHITE_SPACES_MAX}}})?"
+OPTION = "%llguidance"
+NO_FORCING = f'{OPTION} {{"no_forcing": true}}'
+JSON_OPTIONS = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": rf"[ ]?(\n[ ]{{0,{WHITE_SPACES_MAX}}})?",
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": True,
+    "lenient": False,
+}
 
 
 class GrammarError(Exception):
@@ -54,7 +66,6 @@ class Vocabulary(Protocol):
     eos_token_ids: frozenset[int]
 
     def piece(self, token_id: int, *, first: bool) -> bytes: ...
-    def encode_text(self, text: str) -> list[int]: ...
 
 
 class Matcher:
@@ -139,42 +150,48 @@ class Grammars:
         assert package is not None
         try:
             grammar = grammar_of(package, kind, text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise GrammarError(short(str(error))) from error
         native = package.LLMatcher(
             self._native_vocabulary, grammar, log_level=0, limits=_limits(package)
         )
         if native.is_error():
             raise GrammarError(short(native.get_error()))
-        return Matcher(native, -(-self._vocabulary.vocab_size // 8))
+        matcher = Matcher(native, -(-self._vocabulary.vocab_size // 8))
+        first = matcher.copy()
+        if not any(first.mask()) and not first.is_accepting:
+            raise GrammarError("no reply could begin")
+        return matcher
 
 
 def grammar_of(package: ModuleType, kind: str, text: str) -> str:
     """As llguidance reads it; ValueError if that cannot be."""
-    matcher = package.LLMatcher
     if kind == "json_object":
         kind, text = "json_schema", '{"type": "object"}'
-    found: str
     if kind == "json_schema":
-        options = {
-            "whitespace_pattern": WHITE_SPACE,
-            "whitespace_flexible": True,
-            "item_separator": ",",
-            "key_separator": ":",
-            "coerce_one_of": True,
-            "lenient": False,
-        }
-        found = matcher.grammar_from_json_schema(text, overrides=options)
+        rule = f"%json {_schema(text)}"
     elif kind == "regex":
-        found = matcher.grammar_from_regex(text)
+        rule = f"/{package.regex_to_lark(text, '')}/"
     elif kind == "choice":
-        literals = (json.dumps(each, ensure_ascii=False) for each in json.loads(text))
-        found = matcher.grammar_from_lark(f"start: {' | '.join(literals)}")
-    elif kind == "grammar":
-        found = matcher.grammar_from_lark(text)
-    else:
+        rule = " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(text))
+    elif kind != "grammar":
         raise ValueError(f"there is no kind {kind!r}")
+    elif OPTION in text:
+        raise ValueError(f"{OPTION} is not for clients")
+    found: str = package.LLMatcher.grammar_from_lark(
+        f"{text if kind == 'grammar' else f'start: {rule}'}\n{NO_FORCING}\n"
+    )
     return found
+
+
+def _schema(text: str) -> str:
+    """With our options in the place of the client's."""
+    schema = json.loads(text)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError("no value is accepted by this schema")
+    return json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
 
 def short(message: str) -> str:
@@ -199,7 +216,6 @@ class _Tokens:
     """A vocabulary in the form that the package reads."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
         ids = range(vocabulary.vocab_size)
         self.tokens = [vocabulary.piece(each, first=False) for each in ids]
         self.special_token_ids = sorted(
@@ -208,11 +224,9 @@ class _Tokens:
         self.eos_token_id = min(_ends(vocabulary))
         self.bos_token_id = None
 
-    def __call__(self, text: str) -> list[int]:
-        """Of a text that a grammar has; bytes are refused, and the package sends text instead."""
-        if not isinstance(text, str):
-            raise TypeError("a text is needed")
-        return self._vocabulary.encode_text(text)
+    def __call__(self, text: bytes) -> list[int]:
+        """Texts of a grammar are never turned into tokens, as nothing is forced."""
+        return []
 
 
 def _ends(vocabulary: Vocabulary) -> Iterable[int]:

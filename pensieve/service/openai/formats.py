@@ -1,6 +1,6 @@
 """The parameters of a body that say what the reply has to be, as a `Constraint`.
 
-    response_format        {"type": "json_schema", "json_schema": {"name", "schema", …}}, or json_object
+    response_format        {"type": "json_schema", "json_schema": {"name", "schema", …}}, or a json_object
     text.format            the same of a response, without the inner object
     structured_outputs     open servers' own: one of json, json_object, regex, choice, grammar
     guided_json, guided_regex, guided_choice, guided_grammar    their older names
