@@ -148,6 +148,7 @@ class Daemon:
         )
         self._conversations.prefixes.is_paused = lambda: bool(self.draining or self.damage.problems)
         self._conversations.prefixes.start()
+        self._conversations.unstored.engine_started(ready.num_pages, ready.chunk_tokens)
         gc_pause.freeze()
         self.threads.spawn(self._sweep())
         self.backing_up.start()
@@ -368,7 +369,10 @@ class Daemon:
         return True
 
     def _on_up(self) -> None:
-        self.admission.prompts.cost = self.engine.ready.cost if self.engine.ready else None
+        ready = self.engine.ready
+        assert ready is not None
+        self.admission.prompts.cost = ready.cost
+        self.conversations.unstored.engine_started(ready.num_pages, ready.chunk_tokens)
         self.conversations.turns.engine_started(self._sources.wall_clock())
         self.conversations.prefixes.warm_soon()
         self.on_serving(self.serving)

@@ -74,6 +74,10 @@ class Ready:
     tbt_source: str = ""  # where that comes from, for people
 
     @property
+    def num_pages(self) -> int:
+        return self.device_pages + self.host_pages
+
+    @property
     def cost(self) -> IterationCost | None:
         return IterationCost(**self.iteration_cost) if self.iteration_cost else None
 
