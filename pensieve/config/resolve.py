@@ -63,6 +63,7 @@ class Serving:
     tls_client_ca: Path | None
     insecure: bool | None
     reflection: bool | None
+    vllm_engine: bool | None
     connections_max: int
     turns_waiting_max: int
     grace: float
