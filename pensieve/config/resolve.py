@@ -66,6 +66,7 @@ class Serving:
     tls_client_ca: Path | None
     insecure: bool | None
     reflection: bool | None
+    vllm_engine: bool | None
     connections_max: int
     metrics: str | None
     metrics_alias: str

@@ -114,7 +114,8 @@ class Conversations:
         )
         self._history, self._threads, self._put = history, threads, put
         self._ends = TurnEnds(history, threads, turns.tokenizer)
-        self.unstored = UnstoredTurns(turns, self.readers, threads.loop, put, self._weight_of)
+        loop, weight_of = threads.loop, self._weight_of
+        self.unstored = UnstoredTurns(turns, self.readers, loop, put, self._tell, weight_of)
         self._short_characters = config.short_characters
         self._on_admitted = on_admitted
         self._on_first_token, self._on_ended = on_first_token, on_ended
@@ -330,7 +331,7 @@ class Conversations:
                     usage = event.usage
                     self._charge_tokens(tenant, usage.new_tokens + usage.recomputed_tokens)
             elif isinstance(event, TurnAdmitted):
-                if (live := self.turns.admit(event.turn_id)) is not None:
+                if (live := self.turns.admit(event.turn_id, event.missing_tokens)) is not None:
                     self._on_admitted(live, event.missing_tokens)
             else:
                 self._threads.spawn(self._provide_log(event))
@@ -338,6 +339,8 @@ class Conversations:
         for number, live in longer.items():
             if live.num_tokens and not live.num_timed:
                 self._on_first_token(live)
+                if not live.is_stored:
+                    self.unstored.prompt_computed(live)
             self.latencies.came(live, now)
             self.readers.wake(number)
 
@@ -412,7 +415,7 @@ class Conversations:
 
     def _ended(self, live: LiveTurn) -> None:
         if not live.is_stored:
-            self._tell(self.unstored.ended(live))
+            self.unstored.ended(live)
         self.readers.wake(live.number)
         self._on_ended(live, self._threads.loop.time())
 

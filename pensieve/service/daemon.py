@@ -155,6 +155,7 @@ class Daemon:
         )
         self._conversations.prefixes.is_paused = lambda: bool(self.draining or self.damage.problems)
         self._conversations.prefixes.start()
+        self._conversations.unstored.engine_started(ready.num_pages, ready.chunk_tokens)
         gc_pause.freeze()
         readers = self._conversations.readers
         self.threads.spawn(sweep(lambda: self.num_turns, readers, self._erasing))
@@ -394,7 +395,10 @@ class Daemon:
         return True
 
     def _on_up(self) -> None:
-        self.admission.prompts.cost = self.engine.ready.cost if self.engine.ready else None
+        ready = self.engine.ready
+        assert ready is not None
+        self.admission.prompts.cost = ready.cost
+        self.conversations.unstored.engine_started(ready.num_pages, ready.chunk_tokens)
         self.conversations.turns.engine_started(self._sources.wall_clock())
         self.conversations.prefixes.warm_soon()
         self.on_serving(self.serving)

@@ -71,7 +71,7 @@ class Unstored:
 
     turn_id: int
     tenant: str
-    submit: SubmitTurn  # without the number and the name that the engine will know it by
+    submit: SubmitTurn  # without its number; and without a name, but for one that it goes on from
     prompt_end: array[int]  # as in `Begun`
 
 
@@ -124,6 +124,7 @@ class LiveTurn:
     arrived_at: float = 0.0  # when its request was admitted, by the loop's clock
     begun_at: float = 0.0  # when the store had it
     admitted: bool = False  # the engine has room for it; before that it waits
+    cached_tokens: int = 0  # of its context, that had KV then
     phase: Phase = Phase.RUNNING
     finish: FinishReason | None = None
     failure: PensieveError | None = None

@@ -205,14 +205,14 @@ class Turns:
         submit = replace(
             unstored.submit,
             turn_id=number,
-            conversation_id=unstored_key(tenant, number),
+            conversation_id=unstored.submit.conversation_id or unstored_key(tenant, number),
             share=tenant,
             weight=weight,
         )
         live = LiveTurn(
             unstored.turn_id,
             "",
-            submit.history_tokens,
+            0,  # all of it is its prompt
             len(submit.tokens) // TOKEN_BYTES,
             begun_at=now,
             tenant=tenant,
@@ -225,11 +225,12 @@ class Turns:
         self._add(live)
         return live, submit
 
-    def admit(self, number: int) -> LiveTurn | None:
-        """The engine has room for it; the turn, if it is known."""
+    def admit(self, number: int, missing_tokens: int = 0) -> LiveTurn | None:
+        """The engine has room for it, and has to compute so much of its context; the turn, if it is known."""
         live = self._waiting.pop(number, None)
         if live is not None:
             live.admitted = True
+            live.cached_tokens = live.history_tokens + live.prompt_tokens - missing_tokens
             self._begun[number] = live
         return live
 

@@ -431,11 +431,33 @@ PROTECTIONS = (
         "service/test_hung_engine.py::test_a_turn_whose_end_fails_unforeseen_has_one",
     ),
     protection(
-        "the engine forgets an unstored turn that has ended",
-        "service/conversations.py",
-        "            self._tell(self.unstored.ended(live))\n",
+        "the engine forgets an unstored turn that has ended and is of no use",
+        "service/unstored.py",
+        "            self._tell(DeleteConversation(running.key))\n",
         "            pass\n",
-        "service/test_unstored.py::test_the_engine_forgets_it_when_it_has_ended",
+        "service/test_unstored.py"
+        "::test_the_engine_forgets_one_without_a_whole_chunk_when_it_has_ended",
+    ),
+    protection(
+        "nobody goes on from an unstored turn that was given up",
+        "service/unstored.py",
+        "            self._prefixes.forget(running.key)\n",
+        "            pass\n",
+        "service/test_unstored.py::test_what_was_given_up_is_not_gone_on_from",
+    ),
+    protection(
+        "an unstored turn begins with no other tenant's KV",
+        "service/unstored_prefixes.py",
+        "        self._latest = _digest(tenant.encode())\n",
+        "        self._latest = _digest(b'')\n",
+        "service/test_unstored.py::test_tenants_never_meet",
+    ),
+    protection(
+        "an unstored turn goes on from one that does not run",
+        "service/unstored.py",
+        "        if found.is_whole and found.holder not in self._keys:\n",
+        "        if found.is_whole:\n",
+        "service/test_unstored.py::test_one_begins_with_what_a_running_one_has_computed",
     ),
     protection(
         "an unstored turn that the engine does not take has never been",

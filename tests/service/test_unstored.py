@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import signal
 import sys
 from array import array
@@ -17,7 +18,12 @@ import pytest
 
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
-from pensieve.engine.messages import CancelTurn, DeleteConversation, LogNeeded
+from pensieve.engine.messages import (
+    CancelTurn,
+    DeleteConversation,
+    EvictConversation,
+    LogNeeded,
+)
 from pensieve.errors import (
     ContextFull,
     InvalidArgument,
@@ -126,10 +132,146 @@ def test_nothing_of_it_is_on_the_disk_or_in_the_log(
     assert not list(rig.stub.ListConversations(pb.ListConversationsRequest()).conversations)
 
 
-def test_the_engine_forgets_it_when_it_has_ended(rig: DaemonRig) -> None:
-    run(rig, PROMPT * 20, options())
+def test_the_engine_forgets_one_without_a_whole_chunk_when_it_has_ended(rig: DaemonRig) -> None:
+    run(rig, PROMPT[:10], options())
     assert cached(rig) == []
     assert rig.call(rig.daemon.check()) == []
+
+
+def test_the_next_prompt_goes_on_from_the_whole_chunks_of_the_one_before(rig: DaemonRig) -> None:
+    first = run(rig, PROMPT * 8, options(40))
+    log = [*PROMPT * 8, *first.token_ids]
+    again = [*log, *PROMPT]
+    second = run(rig, again, options(5))
+    whole = (len(log) - 1) // 32 * 32
+    assert (first.cached_tokens, second.cached_tokens) == (0, whole)
+    assert second.figures["device_tokens"] == whole
+    assert second.figures["prompt_tokens"] == len(again)
+    assert second.figures["recomputed_tokens"] == 0
+    assert second.token_ids == expected(again, 5)
+    (kept,) = cached(rig)  # it is the first one's, and has become longer
+    assert kept.conversation_id == str(first.number)
+    assert kept.device_tokens == len(again) + 4
+    assert rig.call(rig.daemon.check()) == []
+
+
+def test_all_that_go_on_from_the_same_one_share_it(rig: DaemonRig) -> None:
+    first = run(rig, PROMPT * 8, options(40))
+    log = [*PROMPT * 8, *first.token_ids]
+    assert len(log) == 128
+    for number in range(3):
+        prompt = [*log, *range(10 + number, 80 + number)]
+        live = run(rig, prompt, options(5))
+        assert live.cached_tokens == (128 if number else 96)  # its last token had no KV
+        assert live.token_ids == expected(prompt, 5)
+    assert rig.call(rig.daemon.check()) == []
+
+
+def test_one_begins_with_what_a_running_one_has_computed(slow: DaemonRig) -> None:
+    running = begin(slow, PROMPT * 20, options(90_000))
+    wait_for(lambda: running.num_tokens)
+    prompt = [*PROMPT * 20, 7]
+    live = run(slow, prompt, options(5))
+    assert live.cached_tokens == len(PROMPT * 20) // 32 * 32
+    assert live.token_ids == expected(prompt, 5)
+
+    async def cancel() -> None:
+        slow.daemon.conversations.cancel(running)
+
+    slow.call(cancel())
+    follow(slow, running)
+    assert running.token_ids == expected(PROMPT * 20, running.num_tokens)
+    longer = [*PROMPT * 20, *running.token_ids, 9]
+    assert run(slow, longer, options(5)).token_ids == expected(longer, 5)
+    assert slow.call(slow.daemon.check()) == []
+
+
+def test_the_same_prompt_again_is_computed_in_its_last_chunk_alone(rig: DaemonRig) -> None:
+    prompt = (PROMPT * 20)[:128]
+    assert run(rig, prompt, options(5)).cached_tokens == 0
+    assert run(rig, prompt, options(5)).cached_tokens == 96  # one token is to be computed
+    live = run(rig, [*prompt, 5], options(5))
+    assert live.cached_tokens in (127, 128)  # that of a history's last token does not count
+    assert live.token_ids == expected([*prompt, 5], 5)
+
+
+def test_tenants_never_meet(rig: DaemonRig) -> None:
+    for tenant in ("a", "b", ""):
+        assert run(rig, PROMPT * 20, options(5), tenant=tenant).cached_tokens == 0
+    assert run(rig, PROMPT * 20, options(5), tenant="b").cached_tokens > 0
+
+
+def test_what_was_given_up_is_not_gone_on_from(slow: DaemonRig) -> None:
+    first = run(slow, PROMPT * 8, options(40))
+    log = [*PROMPT * 8, *first.token_ids]
+    second = begin(slow, [*log, *PROMPT], options(90_000))
+    wait_for(lambda: second.num_tokens)
+
+    async def drop() -> None:
+        await slow.daemon.conversations.drop(second)
+
+    slow.call(drop())
+    wait_for(lambda: cached(slow) == [])
+    third = run(slow, [*log, *PROMPT], options(5))
+    assert (third.cached_tokens, third.token_ids) == (0, expected([*log, *PROMPT], 5))
+
+
+def test_another_engine_has_nothing_to_begin_with(slow: DaemonRig) -> None:
+    run(slow, PROMPT * 20, options(5))
+    os.kill(slow.daemon.engine.pid or 0, signal.SIGKILL)
+    wait_for(lambda: not slow.daemon.serving)
+    wait_for(lambda: slow.daemon.serving)
+    live = run(slow, PROMPT * 20, options(5))
+    assert (live.cached_tokens, live.token_ids) == (0, expected(PROMPT * 20, 5))
+
+
+def test_what_was_evicted_is_computed_again_and_not_said_to_be_cached(rig: DaemonRig) -> None:
+    first = run(rig, PROMPT * 8, options(40))
+    log = [*PROMPT * 8, *first.token_ids]
+
+    async def evict() -> None:
+        await rig.daemon.query(lambda n: EvictConversation(unstored_key("", 1), False, n))
+
+    rig.call(evict())
+    live = run(rig, [*log, 9], options(5))
+    assert (live.cached_tokens, live.token_ids) == (0, expected([*log, 9], 5))
+    assert live.figures["recomputed_tokens"] == (len(log) - 1) // 32 * 32
+
+
+def test_a_crowd_of_growing_chats_says_what_each_alone_would(slow: DaemonRig) -> None:
+    """Many at once, some of which fork, are cancelled, or are dropped; every token is checked."""
+    rng = random.Random(7)
+    chats = [[*PROMPT * rng.randint(1, 4)] for _ in range(6)]
+
+    async def talk(chat: list[int]) -> int:
+        daemon, num_cached = slow.daemon, 0
+        for turn in range(5):
+            live = await daemon.begin_unstored(chat, options(rng.randint(1, 70)))
+            what = rng.random()
+            if what < 0.2:
+                await asyncio.sleep(0.02)
+                daemon.conversations.cancel(live, rng.randint(1, 9))
+            elif what < 0.3:
+                await asyncio.sleep(0.02)
+                await daemon.conversations.drop(live)
+                continue
+            await daemon.conversations.follow(live, _take)
+            assert live.token_ids[: live.num_tokens] == expected(chat, live.num_tokens), turn
+            num_cached += live.cached_tokens
+            if rng.random() < 0.2:  # another goes on from here, too
+                chats.append([*chat, 5])
+            chat += [*live.token_ids[: live.num_tokens], *rng.choices(PROMPT, k=rng.randint(1, 60))]
+        return num_cached
+
+    async def crowd() -> int:
+        first = await asyncio.gather(*map(talk, list(chats)))
+        forks = await asyncio.gather(*map(talk, chats[6:][:6]))
+        slow.daemon.conversations.unstored._prefixes.check()
+        return sum(first) + sum(forks)
+
+    assert slow.call(crowd()) > 1000
+    assert slow.num_live == 0
+    assert slow.call(slow.daemon.check()) == []
 
 
 def test_a_cancel_keeps_what_was_taken_and_its_readers_hear_the_end(slow: DaemonRig) -> None:

@@ -37,11 +37,14 @@ from pensieve.service.grpc.conversation import ConversationService
 from pensieve.service.grpc.jobs import JobService
 from pensieve.service.grpc.reflection import HEALTH, Reflection
 from pensieve.service.grpc.reload import Certificates, watch_tokens
+from pensieve.service.grpc.vllm_engine import NAME as VLLM_ENGINE
+from pensieve.service.grpc.vllm_engine import VllmEngineService
 from pensieve.service.jobs.values import Jobs
 from pensieve.service.metrics.listener import Answers, MetricsListener
 from pensieve.service.metrics.scrape import Scrape
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, jobs_pb2_grpc
 from pensieve.v1 import status_pb2 as pb
+from pensieve.v1.routers import vllm_engine_pb2_grpc
 
 WINDOW_BYTES = 16 << 10  # of a request that nobody reads yet
 HEADER_BYTES_MAX = 4 << 10
@@ -88,6 +91,7 @@ class Listening:
     audit_log: Path | None = None
     insecure: bool = False
     reflection: bool | None = None  # None: unless tokens are needed
+    vllm_engine: bool = False  # offer the service that routers speak to vLLM
     keepalive_seconds: float = 30.0  # between pings of a silent connection
     ping_timeout_seconds: float = 10.0  # one that does not answer is closed
     connections_max: int = CONNECTIONS_MAX  # to the address; the socket has as many of its own
@@ -111,7 +115,8 @@ class Listening:
 class Health:
     """grpc.health.v1, whose messages status.proto repeats."""
 
-    def __init__(self) -> None:
+    def __init__(self, services: Sequence[str] = SERVICES) -> None:
+        self._services = services
         self._serving = False
         self._changed = asyncio.Event()
 
@@ -121,14 +126,14 @@ class Health:
         self._changed = asyncio.Event()
 
     def _status(self, service: str) -> Any:
-        if service not in SERVICES:
+        if service not in self._services:
             return pb.HealthCheckResponse.SERVING_STATUS_SERVICE_UNKNOWN
         if self._serving:
             return pb.HealthCheckResponse.SERVING_STATUS_SERVING
         return pb.HealthCheckResponse.SERVING_STATUS_NOT_SERVING
 
     async def check(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
-        if request.service not in SERVICES:
+        if request.service not in self._services:
             raise NotFound("there is no such service")
         return pb.HealthCheckResponse(status=self._status(request.service))
 
@@ -199,7 +204,8 @@ class Server:
     def __init__(self, daemon: Daemon, listening: Listening, jobs: Jobs | None = None) -> None:
         check_exposure(listening)
         self.daemon = daemon
-        self.health = Health()
+        more = (VLLM_ENGINE,) if listening.vllm_engine else ()
+        self.health = Health((*SERVICES, *more))
         self.stopping = asyncio.Event()  # set where the end is wanted
         self.failure: BaseException | None = None  # why it must be, where nobody wanted it
         self.address = ""
@@ -236,12 +242,16 @@ class Server:
         )
         self.admin = AdminService(daemon, self.stopping.set, self._facts, self._scrape.text)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self.admin, services)
+        if listening.vllm_engine:
+            vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
+                VllmEngineService(daemon), services
+            )
         self._server.add_generic_rpc_handlers((self.health.handlers(),))
         daemon.on_serving = self.health.set
         daemon.on_failure = self._fail
         wanted = listening.reflection
         if wanted or (wanted is None and not listening.tokens):
-            self._server.add_generic_rpc_handlers(Reflection().handlers())
+            self._server.add_generic_rpc_handlers(Reflection(more).handlers())
 
     async def listen(self) -> str:
         """Bind and answer; turns are refused until the daemon serves.  The address, with its port."""

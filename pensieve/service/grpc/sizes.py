@@ -82,6 +82,15 @@ LIMITS: Mapping[str, tuple[int, Mapping[str, Limit]]] = {
             "messages": Limit(FEW_SHOT_BYTES_MAX, MESSAGES_MAX - 1),
         },
     ),
+    "GenerateRequest": (
+        REQUEST_BYTES_MAX,
+        {
+            "tokenized": Limit(REQUEST_BYTES_MAX),
+            "text": Limit(TEXT_BYTES_MAX),  # to be refused for what it is
+            "sampling_params": Limit(SAMPLING_BYTES_MAX),
+            "mm_inputs": Limit(REQUEST_BYTES_MAX),
+        },
+    ),
     "ForkConversationRequest": (SMALL_REQUEST_BYTES_MAX, {"metadata": METADATA}),
     "NewMessage": (
         TEXT_BYTES_MAX,
