@@ -39,6 +39,12 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None  # of the tool that answers
 
+    @property
+    def num_characters(self) -> int:
+        """That a template may write of it, about."""
+        calls = sum(len(each.name) + len(str(each.arguments)) for each in self.tool_calls)
+        return len(self.content) + len(self.thinking or "") + calls
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
