@@ -18,9 +18,9 @@ from pensieve.client.values import ROLE_NUMBERS
 from pensieve.errors import InvalidArgument
 from pensieve.v1 import conversation_pb2 as pb
 
-MessageInput = str | Sequence[Mapping[str, str]]
+MessageInput = str | Sequence[Mapping[str, Any]]
 ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
-MESSAGE_KEYS = ("role", "content", "tool_call_id")
+MESSAGE_KEYS = ("role", "content", "tool_call_id", "tool_calls", "reasoning_content", "name")
 PRIORITY_MAX = 8
 
 
@@ -117,9 +117,11 @@ def send_request(
 
 
 def _add_message(
-    request: pb.SendMessageRequest | pb.CreatePrefixRequest, message: Mapping[str, str]
+    request: pb.SendMessageRequest | pb.CreatePrefixRequest | pb.CreateConversationRequest,
+    message: Mapping[str, Any],
 ) -> None:
-    if not isinstance(message, Mapping) or "content" not in message:
+    """A message in the form of OpenAI's API; what is None in it is not given."""
+    if not isinstance(message, Mapping) or not {"content", "tool_calls"} & message.keys():
         raise InvalidArgument("messages", f"each is a mapping of {', '.join(MESSAGE_KEYS)}")
     for key in message:
         if key not in MESSAGE_KEYS:
@@ -127,10 +129,25 @@ def _add_message(
     role = message.get("role", "user")
     if role not in ROLE_NUMBERS:
         raise InvalidArgument("role", f"is one of {', '.join(ROLE_NUMBERS)}, not {role!r}")
-    request.messages.add(
-        role=ROLE_NUMBERS[role],
-        content=check_text("content", message["content"]),
-        tool_call_id=check_text("tool_call_id", message.get("tool_call_id", "")),
+    texts = {name: message.get(name) for name in MESSAGE_KEYS if name not in ("role", "tool_calls")}
+    checked = {name: check_text(name, text) for name, text in texts.items() if text is not None}
+    if "reasoning_content" in checked:
+        checked["thinking"] = checked.pop("reasoning_content")
+    calls = [_tool_call(each) for each in message.get("tool_calls") or ()]
+    request.messages.add(role=ROLE_NUMBERS[role], tool_calls=calls, **checked)
+
+
+def _tool_call(given: Mapping[str, Any]) -> pb.ToolCall:
+    """Of {"id", "type": "function", "function": {"name", "arguments"}}, the arguments a text of JSON."""
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or "name" not in function:
+        raise InvalidArgument(
+            "tool_calls", "each has an id, and a function with name and arguments"
+        )
+    return pb.ToolCall(
+        id=check_text("tool_calls.id", given.get("id") or ""),
+        name=check_text("tool_calls.function.name", function["name"]),
+        arguments=check_text("tool_calls.function.arguments", function.get("arguments") or ""),
     )
 
 
@@ -185,10 +202,11 @@ def create_request(
     template_options: Mapping[str, Any] | None,
     metadata: Mapping[str, Any] | None,
     prefix_id: str,
+    messages: Sequence[Mapping[str, Any]],
 ) -> pb.CreateConversationRequest:
     """The request that creates a conversation with settings of its own."""
     check_text("system_prompt", system_prompt)
-    return pb.CreateConversationRequest(
+    request = pb.CreateConversationRequest(
         conversation_id=conversation_id,
         system_prompt=system_prompt,
         tools=[struct("tools", tool) for tool in tools],
@@ -196,6 +214,9 @@ def create_request(
         metadata=struct("metadata", metadata or {}),
         prefix_id=check_text("prefix_id", prefix_id),
     )
+    for each in messages:
+        _add_message(request, each)
+    return request
 
 
 def prefix_request(
@@ -203,7 +224,7 @@ def prefix_request(
     system_prompt: str,
     tools: Sequence[Mapping[str, Any]],
     template_options: Mapping[str, Any] | None,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     keep_warm: bool,
 ) -> pb.CreatePrefixRequest:
     """The request that declares a prefix."""

@@ -29,6 +29,7 @@ TALKING: Table = (
     Setting(
         "stats", switch, "", "print after each reply where its tokens came from", group="talking"
     ),
+    Setting("plain", switch, "", "show replies as they come, and not as Markdown", group="talking"),
     Setting("temperature", number(0, 100), "", "temperature; 0 is greedy", "T", "sampling"),
     Setting(
         "top_p", number(0, 1), "", "keep the likeliest tokens up to this share", "P", "sampling"

@@ -135,6 +135,8 @@ class Conversations:
     # -- conversations --
 
     async def create(self, settings: ConversationSettings) -> records.Conversation:
+        if settings.messages:
+            return await self.prefixes.begin_with_history(settings)
         num_tokens = await self.tokenized(
             settings.tenant, lambda: self._history.check_settings(settings)
         )

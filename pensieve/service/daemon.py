@@ -112,9 +112,8 @@ class Daemon:
             lambda: store.erasure.pending,
             self.damage.found,
         )
-        config = self.config
-        limits, ttft = config.limits, config.ttft_seconds
-        self.admission = Admission(config.turns_max, limits, self.started_at, ttft)
+        of = self.config
+        self.admission = Admission(of.turns_max, of.limits, self.started_at, of.ttft_seconds)
         self._suspects = Suspects()
         self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
         self._queries = Queries(self._loop, self._put, self.config.answer_seconds)
@@ -157,8 +156,8 @@ class Daemon:
         self._conversations.prefixes.start()
         self._conversations.unstored.engine_started(ready.num_pages, ready.chunk_tokens)
         gc_pause.freeze()
-        readers = self._conversations.readers
-        self.threads.spawn(sweep(lambda: self.num_turns, readers, self._erasing))
+        of = self._conversations
+        self.threads.spawn(sweep(lambda: self.num_turns, of.readers, self._erasing))
         self.backing_up.start()
         self.scrubbing.start()
         forgetting, keep = Forgetting(store, self.threads, self._sources.wall_clock), self.config
@@ -237,8 +236,8 @@ class Daemon:
         await conversations.arriving.gone(ask.tenant, ask.conversation_id, ask.request_id)
         if (live := conversations.attach(ask)) is not None:
             return live
-        names = ask.tenant, ask.conversation_id
-        refusal = self.refusal(*names, ask.options.priority, seconds_left)
+        named = ask.tenant, ask.conversation_id, ask.options.priority
+        refusal = self.refusal(*named, seconds_left)
         if refusal is None:
             return await conversations.begin(ask)
         if (live := await conversations.known(ask)) is not None:
@@ -266,17 +265,15 @@ class Daemon:
         self, tenant: str, conversation_id: str, priority: int, seconds_left: float | None
     ) -> PensieveError | None:
         """Why a turn of this tenant may not begin now; None if it may."""
-        load = self._load(tenant, conversation_id, priority)
-        now = self._loop.time()
+        load, now = self._load(tenant, conversation_id, priority), self._loop.time()
         return self.damage.refusal or self.admission.refusal(tenant, load, seconds_left, now)
 
     async def warm(self, conversation_id: str, tenant: str = "") -> None:
         """Bring a conversation's KV to the device, if its tenant may have another turn now."""
         if (damage := self.damage.refusal) is not None:  # its tokens may have to be written anew
             raise damage
-        load = self._load(tenant, conversation_id)
-        exceeded = self.admission.exceeded(tenant, load, self._loop.time())
-        if exceeded is not None:
+        load, now = self._load(tenant, conversation_id), self._loop.time()
+        if (exceeded := self.admission.exceeded(tenant, load, now)) is not None:
             self.meter.refused(exceeded)
             raise exceeded
         self._charge(tenant, CALL_TOKENS)
@@ -291,8 +288,7 @@ class Daemon:
         conversations, admission, now = self.conversations, self.admission, self._loop.time()
         turns, arriving = conversations.turns, conversations.arriving
         return Load(
-            self.draining,
-            self.engine.serving,
+            *(self.draining, self.engine.serving),
             self.num_turns + turns.num_warms,
             turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),
             lambda: admission.ahead(turns.without_token(), arriving.asks(), tenant, priority, now),

@@ -42,6 +42,7 @@ class ConversationSettings:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     prefix_id: str = ""
     tenant: str = ""
+    messages: Sequence[Message] = ()  # a history to begin with, behind the system prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,8 @@ class Draft:
         if self.log_end and (not self.head or self._knows_head):
             return num_characters
         tools = sum(len(str(each)) for each in conversation.tools)
-        return num_characters + sum(len(each.content) for each in self.head) + tools
+        head = sum(message_of(each).num_characters for each in self.head)
+        return num_characters + head + tools
 
     def prompt(self) -> list[list[int]]:
         """The tokens of each new message; before that, the constraint is checked."""
@@ -225,8 +227,17 @@ def _tokenized_again(
 
 def new_messages(ask: Ask, prompt: Sequence[Sequence[int]]) -> list[records.NewMessage]:
     """What a client sends, with the tokens of each message, as the store takes it."""
-    pairs = zip(ask.messages, prompt, strict=True)
-    return [_new_message(message, token_ids, ask.metadata) for message, token_ids in pairs]
+    return stored_messages(ask.messages, prompt, ask.metadata)
+
+
+def stored_messages(
+    messages: Sequence[Message],
+    tokens: Sequence[Sequence[int]],
+    metadata: Mapping[str, Any] | None = None,
+) -> list[records.NewMessage]:
+    """Messages that a client gave, with the tokens of each, as the store takes them."""
+    pairs = zip(messages, tokens, strict=True)
+    return [_new_message(message, token_ids, metadata or {}) for message, token_ids in pairs]
 
 
 def _new_message(

@@ -168,6 +168,7 @@ class ConversationStore:
                     running_turn_id=None,
                     created_at=now,
                     updated_at=now,
+                    began_at=new.began_at,
                 ),
             )
             head = shared or message_rows.insert_messages(conn, new.tenant, new.messages, None, 0)

@@ -74,7 +74,10 @@ class NewMessage:
 
 @dataclass(frozen=True, slots=True)
 class NewConversation:
-    """A conversation to create.  `messages` is its head, most often a system prompt: no rewind removes it."""
+    """A conversation to create.  `messages` is its head, most often a system prompt: no rewind removes it.
+
+    Where the head has its tokens already, the conversation is `began_at` to the template, and stays so.
+    """
 
     conversation_id: str
     fingerprint: str
@@ -84,6 +87,7 @@ class NewConversation:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     prefix_id: str = ""
     tenant: str = ""
+    began_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,9 @@ class Conversation:
     running_turn_id: int | None
     created_at: float
     updated_at: float
-    began_at: float | None = None  # under a declared prefix: the time that it is to the template
+    began_at: float | None = (
+        None  # whose head has tokens of its own: the time that it is to the template
+    )
 
     @property
     def template_time(self) -> float:

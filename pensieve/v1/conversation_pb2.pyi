@@ -263,22 +263,64 @@ class NewMessage(google.protobuf.message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     CONTENT_FIELD_NUMBER: builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: builtins.int
+    TOOL_CALLS_FIELD_NUMBER: builtins.int
+    THINKING_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
     role: Global___Role.ValueType
     """Who speaks; unspecified is the user."""
     content: builtins.str
     """The text.  It never becomes a control token, whatever it says."""
     tool_call_id: builtins.str
     """For ROLE_TOOL: which call this answers.  At most 512 bytes."""
+    thinking: builtins.str
+    """For ROLE_ASSISTANT: what it thought before it spoke; whether the model sees that is its chat template's to say."""
+    name: builtins.str
+    """Of the tool or person that speaks, for chat templates that write it.  At most 512 bytes."""
+    @property
+    def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """For ROLE_ASSISTANT: the calls that it made.  At most 64; those of a request have 256 KiB of arguments together."""
+
     def __init__(
         self,
         *,
         role: Global___Role.ValueType = ...,
         content: builtins.str = ...,
         tool_call_id: builtins.str = ...,
+        tool_calls: collections.abc.Iterable[Global___ToolCall] | None = ...,
+        thinking: builtins.str = ...,
+        name: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "role", b"role", "tool_call_id", b"tool_call_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "name", b"name", "role", b"role", "thinking", b"thinking", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]) -> None: ...
 
 Global___NewMessage: typing_extensions.TypeAlias = NewMessage
+
+@typing.final
+class ToolCall(google.protobuf.message.Message):
+    """A call of a tool, in a message of the assistant that a client gave.  A call that the model wrote is part of the
+    text of its reply.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    ARGUMENTS_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """What the answer names.  At most 512 bytes."""
+    name: builtins.str
+    """Of the tool.  At most 512 bytes."""
+    arguments: builtins.str
+    """The JSON of an object."""
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        name: builtins.str = ...,
+        arguments: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]) -> None: ...
+
+Global___ToolCall: typing_extensions.TypeAlias = ToolCall
 
 @typing.final
 class Message(google.protobuf.message.Message):
@@ -296,6 +338,9 @@ class Message(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
+    TOOL_CALLS_FIELD_NUMBER: builtins.int
+    THINKING_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Its place in the history, from 0."""
     role: Global___Role.ValueType
@@ -312,6 +357,10 @@ class Message(google.protobuf.message.Message):
     """How many tokens it adds to the log; the messages tile it."""
     finish_reason: Global___FinishReason.ValueType
     """Why a reply ended; unspecified for every other message."""
+    thinking: builtins.str
+    """Of a message that a client gave: see NewMessage."""
+    name: builtins.str
+    """Of a message that a client gave: see NewMessage."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Its tokens, if asked for."""
@@ -319,6 +368,10 @@ class Message(google.protobuf.message.Message):
     @property
     def metadata(self) -> google.protobuf.struct_pb2.Struct:
         """What the client sent with the request that brought this message; empty for replies."""
+
+    @property
+    def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Of a message that a client gave: see NewMessage."""
 
     def __init__(
         self,
@@ -333,9 +386,12 @@ class Message(google.protobuf.message.Message):
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         metadata: google.protobuf.struct_pb2.Struct | None = ...,
+        tool_calls: collections.abc.Iterable[Global___ToolCall] | None = ...,
+        thinking: builtins.str = ...,
+        name: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["metadata", b"metadata"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "finish_reason", b"finish_reason", "first_token", b"first_token", "index", b"index", "metadata", b"metadata", "num_tokens", b"num_tokens", "revision", b"revision", "role", b"role", "token_ids", b"token_ids", "tool_call_id", b"tool_call_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "finish_reason", b"finish_reason", "first_token", b"first_token", "index", b"index", "metadata", b"metadata", "name", b"name", "num_tokens", b"num_tokens", "revision", b"revision", "role", b"role", "thinking", b"thinking", "token_ids", b"token_ids", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]) -> None: ...
 
 Global___Message: typing_extensions.TypeAlias = Message
 
@@ -470,6 +526,7 @@ class CreateConversationRequest(google.protobuf.message.Message):
     TEMPLATE_OPTIONS_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
     PREFIX_ID_FIELD_NUMBER: builtins.int
+    MESSAGES_FIELD_NUMBER: builtins.int
     conversation_id: builtins.str
     """Drawn by the server if empty."""
     system_prompt: builtins.str
@@ -495,6 +552,13 @@ class CreateConversationRequest(google.protobuf.message.Message):
     def metadata(self) -> google.protobuf.struct_pb2.Struct:
         """Whatever the client wants to remember with it, at most 16 KiB."""
 
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewMessage]:
+        """A history to begin with, behind the system prompt: messages of user, assistant and tool, in a form that a user's
+        message may follow.  They are of revision 0, so no rewind removes them; their tokens are those that the chat
+        template writes, also of what a model once sampled.  At most 127, of 3 MiB together; not beside a prefix_id.
+        """
+
     def __init__(
         self,
         *,
@@ -504,9 +568,10 @@ class CreateConversationRequest(google.protobuf.message.Message):
         template_options: google.protobuf.struct_pb2.Struct | None = ...,
         metadata: google.protobuf.struct_pb2.Struct | None = ...,
         prefix_id: builtins.str = ...,
+        messages: collections.abc.Iterable[Global___NewMessage] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["metadata", b"metadata", "template_options", b"template_options"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["conversation_id", b"conversation_id", "metadata", b"metadata", "prefix_id", b"prefix_id", "system_prompt", b"system_prompt", "template_options", b"template_options", "tools", b"tools"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["conversation_id", b"conversation_id", "messages", b"messages", "metadata", b"metadata", "prefix_id", b"prefix_id", "system_prompt", b"system_prompt", "template_options", b"template_options", "tools", b"tools"]) -> None: ...
 
 Global___CreateConversationRequest: typing_extensions.TypeAlias = CreateConversationRequest
 

@@ -38,6 +38,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             metadata=json_values.one_object("metadata", request.metadata),
             prefix_id=request.prefix_id,
             tenant=caller().tenant,
+            messages=translate.messages_of(request.messages) if request.messages else (),
         )
         created = await self.daemon.writable_by(settings.tenant).create(settings)
         return pb.CreateConversationResponse(conversation=self._conversation(created))
