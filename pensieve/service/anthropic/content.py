@@ -30,7 +30,7 @@ ERROR = "Error: "  # before the text of a tool's answer that is one
 
 
 @dataclass(slots=True)
-class Said:
+class RoleRun:
     """What one role says before another one does."""
 
     role: str
@@ -46,8 +46,8 @@ class Said:
             return [Message("assistant", text, thinking, tuple(self.calls))]
         if not (self.texts or self.results):
             raise Refusal(f"{where}.content", "must not be empty")
-        text = [Message(self.role, "\n".join(self.texts))] if self.texts else []
-        return [*self.results, *text]
+        own = [Message(self.role, "\n".join(self.texts))] if self.texts else []
+        return [*self.results, *own]
 
 
 def take_messages(fields: Fields) -> tuple[Message, ...]:
@@ -57,7 +57,7 @@ def take_messages(fields: Fields) -> tuple[Message, ...]:
     if given is None:
         raise Refusal(where, "is required", "missing_required_parameter")
     found: list[Message] = [] if system is None else [system]
-    said: Said | None = None
+    run: RoleRun | None = None
     calls: Mapping[str, str] = {}  # the tools that the assistant called last, by the calls' ids
     place = where
     for number, each in enumerate(given):
@@ -66,41 +66,41 @@ def take_messages(fields: Fields) -> tuple[Message, ...]:
         role = one.needed_text("role")
         if role not in ROLES:
             raise Refusal(one.where("role"), f"{quoted(role)} is not one of {', '.join(ROLES)}")
-        if said is None and role == "assistant":
+        if run is None and role == "assistant":
             raise Refusal(one.where("role"), "the first message is the user's")
-        if said is not None and role != said.role:
-            found += said.messages(f"{where}[{number - 1}]")
-            if said.role == "assistant":
-                calls = {call.id: call.name for call in said.calls if call.id is not None}
-        if said is None or role != said.role:
-            said = Said(role)
-        _take_content(one, said, calls)
+        if run is not None and role != run.role:
+            found += run.messages(f"{where}[{number - 1}]")
+            if run.role == "assistant":
+                calls = {call.id: call.name for call in run.calls if call.id is not None}
+        if run is None or role != run.role:
+            run = RoleRun(role)
+        _take_content(one, run, calls)
         one.end()
-    if said is None:
+    if run is None:
         raise Refusal(where, "at least one message is required")
-    if said.role == "assistant":
+    if run.role == "assistant":
         problem = "the last message is the user's: a reply cannot be begun for the model"
         raise Refusal(place, problem, "unsupported_parameter")
-    return (*found, *said.messages(place))
+    return (*found, *run.messages(place))
 
 
 def _system(fields: Fields) -> Message | None:
     """None where it is empty: templates have a system prompt of their own, or none."""
-    said = Said("system")
+    run = RoleRun("system")
     if "system" in fields:
-        _take_content(fields, said, {}, "system")
-    text = "\n".join(said.texts)
+        _take_content(fields, run, {}, "system")
+    text = "\n".join(run.texts)
     return Message("system", text) if text else None
 
 
 def _take_content(
-    fields: Fields, said: Said, calls: Mapping[str, str], name: str = "content"
+    fields: Fields, run: RoleRun, calls: Mapping[str, str], name: str = "content"
 ) -> None:
     given, where = fields.take(name), fields.where(name)
     if given is None:
         raise Refusal(where, "is required", "missing_required_parameter")
     if isinstance(given, str):
-        said.texts.append(given)
+        run.texts.append(given)
         return
     if not isinstance(given, list | tuple):
         raise Refusal(where, "must be a string or a list of blocks", "invalid_type")
@@ -108,16 +108,16 @@ def _take_content(
         block = Fields(each, f"{where}[{number}]")
         kind = block.needed_text("type")
         if kind == "text":
-            said.texts.append(_text(block))
-        elif said.role == "user" and kind == "tool_result":
-            said.results.append(_result(block, calls))
-        elif said.role == "assistant" and kind == "thinking":
-            said.thinking.append(block.needed_text("thinking"))
+            run.texts.append(_text(block))
+        elif run.role == "user" and kind == "tool_result":
+            run.results.append(_result(block, calls))
+        elif run.role == "assistant" and kind == "thinking":
+            run.thinking.append(block.needed_text("thinking"))
             block.text("signature")
-        elif said.role == "assistant" and kind == "redacted_thinking":
+        elif run.role == "assistant" and kind == "redacted_thinking":
             block.text("data")
-        elif said.role == "assistant" and kind == "tool_use":
-            said.calls.append(_call(block))
+        elif run.role == "assistant" and kind == "tool_use":
+            run.calls.append(_call(block))
         else:
             raise _not_text(block, kind)
         _end(block)

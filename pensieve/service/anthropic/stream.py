@@ -62,7 +62,7 @@ class MessageStream:
         if self._begun:
             return []
         self._begun = True
-        start = {
+        start: dict[str, Any] = {
             "id": message_id(self._heading),
             "type": "message",
             "role": "assistant",

@@ -114,7 +114,7 @@ class Files(_OfJobs):
             await exchange.answer_bytes(b"", kind)
             return None
         exchange.begin_bytes(kind)
-        async for chunk in _joined(self._lines(by, view.job_id, file_id.content)):
+        async for chunk in _concatenated(self._lines(by, view.job_id, file_id.content)):
             await self._write(exchange, chunk)
         await exchange.end_bytes()
         return None
@@ -185,7 +185,7 @@ class Batches(_OfJobs):
         header = JobHeader(
             f"batch_{secrets.token_hex(12)}", file.name, endpoint=endpoint, details=details
         )
-        lines = _joined(lines_of(jobs, by.tenant, file.job_id))
+        lines = _concatenated(lines_of(jobs, by.tenant, file.job_id))
         return batch_object(await jobs.create(by.tenant, header, lines))
 
     async def all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
@@ -228,7 +228,7 @@ async def lines_of(jobs: Jobs, tenant: str, job_id: str) -> AsyncIterator[bytes]
             number = line.number
 
 
-async def _joined(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _concatenated(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """In pieces of some length."""
     piece = bytearray()
     async for line in lines:

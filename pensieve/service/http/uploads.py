@@ -24,7 +24,7 @@ class Upload:
         self.filename = ""
         self._parser = Multipart(exchange.headers.get("content-type", ""))
         self._raw = incoming.bodies(_Chunks(exchange), group)
-        self._said: list[PartBegan | PartData] = []  # what was read and not looked at yet
+        self._unread: list[PartBegan | PartData] = []  # by `_take`, the next one last
         self._field = ""  # that the data is of; "" for the file's
 
     async def find_file(self) -> None:
@@ -66,13 +66,13 @@ class Upload:
         return False
 
     async def _next(self) -> PartBegan | PartData | None:
-        while not self._said:
+        while not self._unread:
             chunk = await anext(self._raw, None)
             if chunk is None:
                 self._parser.end()
                 return None
-            self._said = self._parser.push(chunk)[::-1]
-        return self._said.pop()
+            self._unread = self._parser.push(chunk)[::-1]
+        return self._unread.pop()
 
 
 class _Chunks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,7 @@ Parts = list[tuple[str, str | None, bytes]]
 def read(form: bytes, *cuts: int, kind: str = TYPE) -> Parts:
     parser, found = Multipart(kind), []
     edges = [0, *sorted(cuts), len(form)]
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         for piece in parser.push(form[start:stop]):
             if isinstance(piece, PartBegan):
                 found.append((piece.name, piece.filename, b""))
