@@ -21,6 +21,7 @@ from pensieve.builtin import MODEL_PATH
 from pensieve.core.iteration import Logprob
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
+from pensieve.launch.programs import ENGINE
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.grpc import auth, vllm_values
 from pensieve.service.grpc.server import Listening
@@ -32,7 +33,7 @@ from pensieve.v1.routers import vllm_engine_pb2 as pb
 from pensieve.v1.routers import vllm_engine_pb2_grpc
 from tests.service.rig_daemon import ECHO, DaemonRig, details, wait_for
 from tests.service.test_daemon import END_ID, TOKENIZER
-from tests.service.test_unstored import expected, on_disk
+from tests.service.test_unstored import expected, on_disk, run
 
 SECRET = "The treasure lies under the old oak."
 PROMPT = tuple(TOKENIZER.encode(SECRET).ids)
@@ -182,6 +183,39 @@ def test_logprobs_are_those_of_the_chunk(rig: DaemonRig) -> None:
     live.finish = FinishReason.LENGTH
     end = vllm_values.complete(live, 0, 0, TurnOptions(), TOKENIZER).complete
     assert list(end.output_logprobs.token_logprobs) == [0.0, -0.5, -1.0]
+
+
+def test_a_model_says_the_same_from_kv_that_it_found_as_from_none(tmp_path: Path) -> None:
+    """Chats that grow, share and lose KV in tiers that are too small, beside the same prompts of tenants
+    that find nothing."""
+    data = tmp_path / "data"
+    written = {"device_cache": "900t", "host_cache": "600t", "threads": "1"}
+    with DaemonRig(data, listening=listening(data), program=ENGINE, written=written) as rig:
+        num_cached = 0
+        for chat in range(4):
+            prompt = [*PROMPT, chat + 300]
+            for turn in range(3):
+                (answer,) = stub(rig).Generate(
+                    request(prompt, stream=False, max_tokens=40, logprobs=2), timeout=60
+                )
+                end = answer.complete
+                num_cached += end.cached_tokens
+                alone = run(
+                    rig,
+                    prompt,
+                    TurnOptions(Sampling(max_tokens=40, ignore_eos=True)),
+                    tenant=f"{chat}-{turn}",
+                )
+                assert alone.cached_tokens == 0
+                assert list(end.output_ids) == alone.token_ids
+                logprobs = end.output_logprobs
+                assert list(logprobs.token_ids) == alone.token_ids
+                for each, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+                    assert each == max(top.values) <= 0.0
+                    assert len(top.values) == 2
+                prompt += [*end.output_ids, *PROMPT]
+        assert num_cached > 500
+        assert rig.call(rig.daemon.check()) == []
 
 
 def test_a_long_reply_comes_in_several_chunks() -> None:
