@@ -18,6 +18,7 @@ import grpc
 import pytest
 
 from pensieve.builtin import MODEL_PATH
+from pensieve.core.constraint import Constraint, ConstraintKind, choice_of
 from pensieve.core.iteration import Logprob
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
@@ -254,16 +255,38 @@ def test_a_token_with_a_low_priority_gives_it_to_its_requests() -> None:
     assert vllm_values.requested(given, 100, -3).choices[0].priority == -3
 
 
+@pytest.mark.parametrize(
+    ("params", "constraint"),
+    [
+        ({"json_schema": "{}"}, Constraint(ConstraintKind.JSON_SCHEMA, "{}")),
+        ({"regex": "a*"}, Constraint(ConstraintKind.REGEX, "a*")),
+        ({"json_object": True}, Constraint(ConstraintKind.JSON_OBJECT)),
+        ({"json_object": False}, None),
+        ({"choice": pb.ChoiceConstraint(choices=["a", "b"])}, choice_of(("a", "b"))),
+    ],
+)
+def test_constraints_are_those_of_sendmessage(
+    params: dict[str, Any], constraint: Constraint | None
+) -> None:
+    given = pb.GenerateRequest(
+        tokenized=pb.TokenizedInput(input_ids=[1]), sampling_params=pb.SamplingParams(**params)
+    )
+    (options,) = vllm_values.requested(given, 100, 8).choices
+    assert options.constraint == constraint
+
+
+def test_a_hopeless_constraint_is_refused(rig: DaemonRig) -> None:
+    error = refused(rig, request(regex="(((", ignore_eos=False))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 # -- refusals --
 
 
 @pytest.mark.parametrize(
     ("params", "field"),
     [
-        ({"json_schema": "{}"}, "sampling_params.json_schema"),
-        ({"regex": "a*"}, "sampling_params.regex"),
-        ({"json_object": True}, "sampling_params.json_object"),
-        ({"choice": pb.ChoiceConstraint(choices=["a"])}, "sampling_params.choice"),
+        ({"structural_tag": "{}"}, "sampling_params.structural_tag"),
         ({"prompt_logprobs": 1}, "sampling_params.prompt_logprobs"),
         ({"truncate_prompt_tokens": 5}, "sampling_params.truncate_prompt_tokens"),
         ({"n": 17}, "sampling_params.n"),
