@@ -38,6 +38,7 @@ KEYS = {
     "turns": "turn_id",
     "messages": "message",
     "bodies": "body",
+    "responses": "response",
 }
 
 
@@ -62,6 +63,9 @@ INDEXES = (
     Index("turns", "turns_logprobs", ("logprobs",), "logprobs IS NOT NULL"),
     Index("messages", "messages_turn", ("turn_id",)),
     Index("messages", "messages_body", ("body",)),
+    Index("responses", "sqlite_autoindex_responses_1", ("key",), "key > x''"),
+    Index("responses", "responses_conversation", ("conversation",), "conversation > 0"),
+    Index("responses", "responses_body", ("body",), "body IS NOT 0"),
 )
 LINKS_NOT_FOUND = """
     SELECT position FROM history r WHERE conversation = ? AND NOT EXISTS (

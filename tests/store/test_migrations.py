@@ -24,7 +24,7 @@ from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
 
 Open = Callable[..., ConversationStore]
-NEWEST = 5
+NEWEST = 6
 
 
 def edit(path: Path, driver: Any, *statements: str) -> None:
@@ -55,6 +55,7 @@ def test_the_file_says_what_it_is(path: Path, driver: Any) -> None:
         ("pensieve", "m003_bytes_of_tenants"),
         ("pensieve", "m004_logprobs"),
         ("pensieve", "m005_prefixes"),
+        ("pensieve", "m006_responses"),
     ]
     conn.close()
 
@@ -221,6 +222,7 @@ def first_schema(path: Path, driver: Any) -> None:
         conn.execute(f"DROP INDEX {table}_body")
     conn.execute("DROP TABLE tenants")
     conn.execute("DROP TABLE prefixes")
+    conn.execute("DROP TABLE responses")
     conn.execute("DROP INDEX turns_logprobs")
     conn.execute("ALTER TABLE turns DROP COLUMN logprobs")
     conn.execute("DELETE FROM _sqlite_migrations WHERE name > 'm002'")

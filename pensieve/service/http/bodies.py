@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -70,7 +70,11 @@ class Bodies:
 
     def pieces(self, request: Request) -> ReplyPieces:
         """Cuts the reply to a request; calls are looked for where there are tools."""
-        return ReplyPieces(self._style if request.tools else None, request.tools)
+        return self.pieces_of(request.tools)
+
+    def pieces_of(self, tools: Sequence[Mapping[str, Any]]) -> ReplyPieces:
+        """The same, where these tools are known."""
+        return ReplyPieces(self._style if tools else None, tools)
 
     def options(self, request: Request, by: Caller) -> TurnOptions:
         return TurnOptions(request.sampling, min(0, by.priority_max))

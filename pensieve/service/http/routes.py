@@ -11,12 +11,19 @@ from pensieve.service.daemon import Daemon
 from pensieve.service.http.bodies import Bodies
 from pensieve.service.http.chat import ChatCompletions
 from pensieve.service.http.completions import Completions
+from pensieve.service.http.conversations import Conversations
 from pensieve.service.http.front import Act, Endpoint, Front
 from pensieve.service.http.models import Health, Models, not_here
+from pensieve.service.http.pasts import Pasts
+from pensieve.service.http.response_places import ResponsePlaces
+from pensieve.service.http.responses import Responses
+from pensieve.service.stored_responses import StoredResponses
 from pensieve.text import ChatTemplate
 from pensieve.text.tool_calls import CallStyle
 
 PURPOSE = "the HTTP API"
+DELETES = "/pensieve.v1.ConversationService/DeleteConversation"
+Route = tuple[str, str, Act, Mapping[str, Any]]  # method, path, and settings of its Endpoint
 
 
 def application(
@@ -26,13 +33,14 @@ def application(
     routing = need("http", "starlette.routing", PURPOSE)
     bodies = Bodies(front, daemon, template, style)
     models, health = Models(daemon, bodies), Health(daemon)
-    acts: Sequence[tuple[str, str, Act, Mapping[str, Any]]] = (
+    acts: Sequence[Route] = (
         ("GET", "/health", health.health, {"is_open": True}),
         ("GET", "/version", health.version, {"is_open": True}),
         ("GET", "/v1/models", models.all, {}),
         ("GET", "/v1/models/{model:path}", models.one, {}),
         ("POST", "/v1/chat/completions", ChatCompletions(daemon, bodies, Binder(daemon)), {}),
         ("POST", "/v1/completions", Completions(daemon, bodies), {}),
+        *_of_responses(daemon, bodies),
     )
     by_path: dict[str, dict[str, Endpoint]] = {}
     for method, path, act, settings in acts:
@@ -40,6 +48,29 @@ def application(
     nothing = Endpoint(front, not_here)
     routes = [routing.Route(path, _Methods(of, nothing)) for path, of in by_path.items()]
     return routing.Router([*routes, routing.Mount("/", nothing)])
+
+
+def _of_responses(daemon: Daemon, bodies: Bodies) -> Sequence[Route]:
+    stored = StoredResponses(daemon)
+    pasts = Pasts(daemon, bodies, stored)
+    places = ResponsePlaces(daemon, bodies, stored, pasts)
+    responses = Responses(daemon, bodies, stored, places)
+    conversations = Conversations(daemon, bodies, stored, pasts)
+    one_response, one = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
+    return (
+        ("POST", "/v1/responses", responses.create, {}),
+        ("GET", one_response, responses.get, {}),
+        ("DELETE", one_response, responses.delete, {}),
+        ("POST", f"{one_response}/cancel", responses.cancel, {}),
+        ("POST", "/v1/conversations", conversations.create, {}),
+        ("GET", one, conversations.get, {}),
+        ("POST", one, conversations.update, {}),
+        ("DELETE", one, conversations.delete, {"deletes": DELETES}),
+        ("GET", f"{one}/items", conversations.list_items, {}),
+        ("POST", f"{one}/items", conversations.add_items, {}),
+        ("GET", f"{one}/items/{{item_id}}", conversations.get_item, {}),
+        ("DELETE", f"{one}/items/{{item_id}}", conversations.delete_item, {}),
+    )
 
 
 class _Methods:

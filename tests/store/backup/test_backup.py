@@ -495,7 +495,8 @@ def test_a_backup_of_an_older_schema_is_restored_and_brought_to_the_present_one(
         for statement in (
             "DROP INDEX turns_logprobs",
             "ALTER TABLE turns DROP COLUMN logprobs",
-            "DELETE FROM _sqlite_migrations WHERE name = 'm004_logprobs'",
+            "DROP TABLE responses",
+            "DELETE FROM _sqlite_migrations WHERE name IN ('m004_logprobs', 'm006_responses')",
             "PRAGMA user_version = 3",
         ):
             conn.execute(statement)
