@@ -2,7 +2,6 @@
 
     PensieveError
     ├── InvalidArgument           a field a client sent is wrong; `field` names it
-    │   └── TooLong               it cannot fit into any context, whatever its tokens are
     ├── NotFound                  no such conversation, message or revision
     ├── AlreadyExists             the id is taken
     │   └── PrefixTaken           the prefix_id already stands for another system prompt or other tools
@@ -80,15 +79,12 @@ class InvalidArgument(PensieveError):
     grpc_status = "INVALID_ARGUMENT"
     exit_code = 2
     reason = "INVALID_ARGUMENT"
+    is_too_long = False  # a text that fits into no context, whatever its tokens are
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
-
-
-class TooLong(InvalidArgument):
-    """A text is so long that it cannot fit into any context, whatever its tokens are."""
 
 
 class NotFound(PensieveError):

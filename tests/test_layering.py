@@ -33,7 +33,7 @@ ROOMS = {
     "core": room(never="time threading logging random sqlite3 asyncio datetime secrets os"),
     "engine": room("core gc_pause", never="sqlite3 asyncio"),
     "sim": room("core engine", never="sqlite3"),
-    "text": room(packages="tokenizers jinja2"),
+    "text": room("extras", "tokenizers jinja2"),
     "store": room(packages="sqlite_utils pysqlite3"),
     "kernels": room(packages="torch cupy"),
     "model": room(
@@ -41,12 +41,15 @@ ROOMS = {
         "torch transformers tokenizers safetensors huggingface_hub",
         never="sqlite3",
     ),
-    "service": room("core engine store text config gc_pause v1", "grpc google", never="sqlite3"),
+    "service": room(
+        "core engine store text config extras gc_pause v1", "grpc google", never="sqlite3"
+    ),
     "client": room("v1", "grpc google"),
     "v1": room(packages="grpc google"),
     "builtin": room(),
     "launch": room(
-        "core engine text store kernels model service client config gc_pause builtin sim gguf",
+        "core engine text store kernels model service client config gc_pause builtin sim gguf"
+        " extras",
         "torch huggingface_hub",
         never="sqlite3",
     ),

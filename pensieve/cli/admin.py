@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from pensieve.cli import admin_jobs
 from pensieve.cli.admin_stats import MIB, seconds_text, stats_table
-from pensieve.cli.flags import add_settings, tls_to, with_settings
+from pensieve.cli.flags import add_settings, with_settings
+from pensieve.cli.reaching import address_of
 from pensieve.config import DATA, REACHING, Resolved
-from pensieve.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,6 +53,7 @@ def add_parser(commands: Any) -> None:
         metavar="SECONDS",
         help="time between figures (default: 1)",
     )
+    command("metrics", metrics, "the metrics that Prometheus scrapes, once")
     listing = command("conversations", conversations, "which conversations hold KV-tokens")
     listing.add_argument(
         "--least-valuable",
@@ -102,23 +103,9 @@ def _run(
 ) -> int:
     from pensieve.client import Retry
     from pensieve.client.admin import Admin
-    from pensieve.service.admin_socket import is_listened_to, socket_address, socket_path
 
-    address, data = resolved.values["daemon"], resolved.values["data"]
-    if address is None:
-        path = socket_path(data)
-        if not is_listened_to(path):
-            why = (
-                f"nobody listens on {path}, which one that was killed has left"
-                if path.exists()
-                else f"{path} is missing"
-            )
-            raise ConfigError(
-                f"no daemon runs on {data} ({why}); `pensieve serve` starts one, --data and --address "
-                "name another"
-            )
-        address = socket_address(path)
-    token, tls = resolved.values["token"], tls_to(address, resolved)
+    address, tls = address_of(resolved)
+    token = resolved.values["token"]
     with Admin(address, token=token, tls=tls, timeout=30.0, retry=Retry(retries=0)) as admin:
         return act(admin, arguments)
 
@@ -182,6 +169,15 @@ def watch(admin: Admin, arguments: argparse.Namespace) -> int:
     with Live(auto_refresh=False) as live:
         for stats in admin.watch(arguments.interval):
             live.update(stats_table(stats), refresh=True)
+    return 0
+
+
+def metrics(admin: Admin, arguments: argparse.Namespace) -> int:
+    text = admin.metrics()
+    if arguments.json:
+        print(json.dumps({"text": text}))
+    else:
+        print(text, end="")
     return 0
 
 

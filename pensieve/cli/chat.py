@@ -61,14 +61,14 @@ def run(arguments: argparse.Namespace, resolved: Resolved) -> int:
         if arguments.prefix is not None:
             if resolved.sources["system"] == "flag":
                 raise InvalidArgument("--system", "the prefix brings a system prompt of its own")
-            chat.begin_under(arguments.prefix)
+            chat.talk.begin_under(arguments.prefix)
         if arguments.conversation is not None:
             if resolved.sources["system"] == "flag":
-                chat.check_system(arguments.conversation)
-            chat.open(arguments.conversation)
+                chat.talk.check_system(arguments.conversation)
+            chat.talk.open(arguments.conversation)
         for message in messages:
             ctrl_c.check()
-            chat.say(message)
+            chat.talk.say(message)
         if quiet:
             return 0
         print(
@@ -104,7 +104,7 @@ def _with_daemon_here(
     from pensieve.client import Client
     from pensieve.client.admin import Admin
 
-    screen = Screen()
+    screen = Screen(bool(resolved.values["plain"]))
     waiting = Waiting(ctrl_c, screen, "the engine")
     client = stack.enter_context(Client(daemon.address, sleep=waiting))
     name = resolved.settings.model or "the built-in model (for trying the machinery)"
@@ -126,7 +126,7 @@ def _with_daemon_at(
     with Client(address, token=token, tls=tls, timeout=5.0, retry=Retry(retries=0)) as first:
         info = reached(first)
     check_whose(resolved, address, info)
-    screen = Screen()
+    screen = Screen(bool(resolved.values["plain"]))
     waiting = Waiting(ctrl_c, screen, address)
     client = stack.enter_context(
         Client(address, token=token, tls=tls, retry=Retry(retries=12), sleep=waiting)
@@ -151,7 +151,8 @@ def _chat(
     screen: Screen,
 ) -> Chat:
     from pensieve.cli.chat_sampling import ChatSampling
-    from pensieve.cli.chat_terminal import Chat, Manner
+    from pensieve.cli.chat_talk import Manner
+    from pensieve.cli.chat_terminal import Chat
 
     values = resolved.values
     of_the_model = info.sampling if info is not None else None

@@ -1,14 +1,22 @@
-"""What `pensieve chat` shows beside replies: notices that stay, and one that goes away again.
+"""What `pensieve chat` shows: replies, notices that stay, and a line that goes away again.
 
-A reply goes to standard output as it comes, alone.  Notices go to standard error, dim on a terminal, each
-on a line of its own; the reply goes on below.  `passing` shows a line until there is something else to
-show: then it is gone, and the reply goes on where it was.
+A reply goes to standard output as it comes, alone: as Markdown on a terminal (reply_view.py), and as it is
+where there is none, or by `--plain`.  Notices go to standard error, dim on a terminal, each on a line of
+its own; the reply goes on below.  `passing` shows a line until there is something else to show: then it is
+gone, and the reply goes on where it was.
+
+Whatever goes to a terminal has no control characters but ours: what a model or another client has written
+cannot move the cursor, or do whatever else a terminal would.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+
+from pensieve.cli.markdown import without_control
+from pensieve.cli.reply_view import COLUMNS_MIN, ReplyView
 
 DIM, PLAIN, CLEAR_LINE, UP = "\x1b[2m", "\x1b[0m", "\r\x1b[K", "\x1b[A"
 
@@ -16,36 +24,53 @@ DIM, PLAIN, CLEAR_LINE, UP = "\x1b[2m", "\x1b[0m", "\r\x1b[K", "\x1b[A"
 class Screen:
     """Standard output and standard error, of the main thread alone."""
 
-    def __init__(self) -> None:
-        self._tail = ""  # of the reply: what stands in the cursor's line
+    def __init__(self, plain: bool = False) -> None:
+        """`plain`: replies are shown as they come."""
+        self._is_terminal = sys.stdout.isatty()
+        knows_rows = os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+        self._renders = self._is_terminal and knows_rows and not plain
+        self._view: ReplyView | None = None  # the reply that is on the screen
+        self._tail = ""  # of one that is shown as it comes: what stands in the cursor's line
         self._passing = ""  # the line that goes away again
+        self._is_in_view = False  # it stands below the reply
 
-    def reply(self, text: str) -> None:
+    def reply(self, text: str, kind: str = "text") -> None:
         """A piece of the reply."""
         self.clear()
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        if self._view is None and not self._tail and self._renders_now():
+            self._view = ReplyView(_write, shutil.get_terminal_size)
+        if self._view is not None:
+            self._view.push(text, kind)
+            return
+        _write(without_control(text) if self._is_terminal else text)
         self._tail = (self._tail + text).rpartition("\n")[2]
 
     def reply_ended(self) -> None:
         """The cursor goes to the beginning of a line."""
         self.clear()
-        print(flush=True)
+        view, self._view = self._view, None
+        if view is not None:
+            view.end()
+        if view is None or view.is_empty:
+            print(flush=True)
         self._tail = ""
+
+    def begin_again(self, line: str) -> None:
+        """A line that stays, and says that the reply comes anew."""
+        self.notice(line)
+        self._view = None
 
     def line(self, text: str) -> None:
         """Lines for standard output that are no reply."""
-        self.clear()
-        lead = "\n" if self._tail else ""
-        self._tail = ""
-        print(lead + text, flush=True)
+        lead = self._below()
+        print(lead + (without_control(text) if self._is_terminal else text), flush=True)
 
     def notice(self, line: str) -> None:
         """A line that stays."""
-        self.clear()
-        lead = "\n" if self._tail else ""
-        self._tail = ""
+        lead = self._below()
         sys.stdout.flush()
+        if sys.stderr.isatty():
+            line = without_control(line)
         print(
             lead + (f"{DIM}{line}{PLAIN}" if sys.stderr.isatty() else line),
             file=sys.stderr,
@@ -61,6 +86,10 @@ class Screen:
         if not sys.stderr.isatty():
             print(line, file=sys.stderr, flush=True)
             return
+        if self._view is not None:
+            self._is_in_view = True
+            self._view.note(line)
+            return
         lead = "\n" if self._tail else ""
         shown = line[: shutil.get_terminal_size().columns - 1]  # one row, so that it can go away
         sys.stderr.write(f"{lead}{DIM}{shown}{PLAIN}")
@@ -71,9 +100,29 @@ class Screen:
         if not self._passing:
             return
         self._passing = ""
-        if sys.stderr.isatty():
+        if self._is_in_view and self._view is not None:
+            self._is_in_view = False
+            self._view.note("")
+        elif sys.stderr.isatty():
             # The reply's line is written again, unless it may take several rows.
             fits = 2 * len(self._tail) < shutil.get_terminal_size().columns
             again = f"{UP}\r{self._tail}" if self._tail and fits else ""
             sys.stderr.write(CLEAR_LINE + again)
             sys.stderr.flush()
+
+    def _renders_now(self) -> bool:
+        return self._renders and shutil.get_terminal_size().columns >= COLUMNS_MIN
+
+    def _below(self) -> str:
+        """Make room below the reply; what leads there."""
+        self.clear()
+        if self._view is not None:
+            self._view.cut()
+        lead = "\n" if self._tail else ""
+        self._tail = ""
+        return lead
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -2,8 +2,10 @@
 
 * A paste is one message: the terminal marks it ("bracketed paste"), and readline takes its lines into the
   line that is edited.  Alt-Enter adds a line there, too.
+* A line that was typed and ends with a backslash goes on in the next one.
 * A line that begins with """ opens a message that ends with the next """ at the end of a line, in any
   terminal and without one.  What was pasted opens nothing.
+* Ctrl-R searches the history, as readline does it.
 * The history of lines is a file of one entry a line, written as they come, so that a killed program loses
   none; several programs may append to it.  It keeps the newest HISTORY_ENTRIES_MAX.
 
@@ -42,15 +44,41 @@ class LineEditor:
         if self._readline is not None:
             self._prepare(self._readline)
 
-    def message(self) -> str | None:
+    @property
+    def edits(self) -> bool:
+        """Whether a line may begin with text that is there already."""
+        return self._readline is not None
+
+    def message(self, begin_with: str = "") -> str | None:
         """What was typed; None if Ctrl-C was pressed instead.  EOFError at the end of input."""
-        text = self._ctrl_c.line("> " if self.is_terminal else "")
-        if text is not None and "\n" not in text and text.lstrip().startswith(QUOTES):
-            text = self._quoted(text.lstrip().removeprefix(QUOTES))
+        readline = self._readline
+        if readline is not None and begin_with:
+            readline.set_startup_hook(lambda: readline.insert_text(begin_with))
+        try:
+            text = self._ctrl_c.line("> " if self.is_terminal else "")
+        finally:
+            if readline is not None:
+                readline.set_startup_hook()
+        if text is not None and "\n" not in text:
+            if text.lstrip().startswith(QUOTES):
+                text = self._quoted(text.lstrip().removeprefix(QUOTES))
+            elif self.is_terminal and text.endswith("\\"):
+                text = self._continued(text)
         text = text if text is None else text.strip()
         if text and self._readline is not None:
             self._remember(self._readline, text)
         return text
+
+    def _continued(self, text: str) -> str | None:
+        while text.endswith("\\"):
+            try:
+                line = self._ctrl_c.line("... ")
+            except EOFError:
+                break
+            if line is None:
+                return None
+            text = f"{text[:-1]}\n{line}"
+        return text.removesuffix("\\")
 
     def _quoted(self, text: str) -> str | None:
         while not text.rstrip().endswith(QUOTES):

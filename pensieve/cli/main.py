@@ -9,7 +9,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from pensieve import __version__
-from pensieve.cli import admin, backup, batch, bench, chat, doctor, profile, serve, simulate, token
+from pensieve.cli import (
+    admin,
+    backup,
+    batch,
+    bench,
+    chat,
+    conversations,
+    doctor,
+    profile,
+    serve,
+    simulate,
+    token,
+)
 from pensieve.cli.flags import add_settings, with_settings
 from pensieve.config import REACHING, SERVING, SETTINGS, TALKING
 from pensieve.errors import PensieveError
@@ -55,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     add_settings(daemon, SERVING, SETTINGS)
     daemon.set_defaults(run=with_settings(serve.run))
     batch.add_parser(commands)
+    conversations.add_parser(commands)
     admin.add_parser(commands)
     token.add_parser(commands)
     backup.add_parser(commands)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pensieve.cli.ctrl_c import CtrlC
+from pensieve.cli.flags import tls_to
 from pensieve.config import REACHING, SETTINGS, Resolved
 from pensieve.errors import (
     ConfigError,
@@ -26,6 +27,7 @@ from pensieve.errors import (
 
 if TYPE_CHECKING:
     from pensieve.client import Client, ServerInfo
+    from pensieve.client.channel import Tls
     from pensieve.launch.embedded_daemon import EmbeddedDaemon
 
 
@@ -45,6 +47,27 @@ def daemon_of(data: Path) -> str | None:
         return None
     print(f"talking through {holder}, which has {data}", file=sys.stderr, flush=True)
     return socket_address(path)
+
+
+def address_of(resolved: Resolved) -> tuple[str, Tls]:
+    """Of the daemon that runs already, and its TLS; ConfigError if none has the data folder."""
+    from pensieve.service.admin_socket import is_listened_to, socket_address, socket_path
+
+    address, data = resolved.values["daemon"], resolved.values["data"]
+    if address is None:
+        path = socket_path(data)
+        if not is_listened_to(path):
+            why = (
+                f"nobody listens on {path}, which one that was killed has left"
+                if path.exists()
+                else f"{path} is missing"
+            )
+            raise ConfigError(
+                f"no daemon runs on {data} ({why}); `pensieve serve` starts one, --data and --address "
+                "name another"
+            )
+        address = socket_address(path)
+    return address, tls_to(address, resolved)
 
 
 def check_whose(resolved: Resolved, address: str, info: ServerInfo | None) -> None:

@@ -43,6 +43,10 @@ class Admin(Client):
         finally:
             stream.cancel()
 
+    def metrics(self) -> str:
+        """The daemon's metrics now, in Prometheus' exposition format."""
+        return self.call(self._admin.GetMetrics, pb.GetMetricsRequest()).text
+
     def cached(self, least_valuable: bool = False, limit: int = 20) -> list[pb.CachedConversation]:
         """The conversations with KV in the cache, `limit` of them at most.
 

@@ -152,6 +152,7 @@ class AsyncConversation:
         template_options: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         prefix_id: str = "",
+        messages: Sequence[Mapping[str, Any]] = (),
         timeout: float | None = None,
     ) -> ConversationState:
         """Create the conversation with settings that last for its life.
@@ -166,12 +167,20 @@ class AsyncConversation:
             prefix_id: of a declared prefix, which brings its own system prompt, tools and options; else a
                 name that conversations with the same system prompt and tools share, so that their common
                 beginning is computed once.
+            messages: a history to begin with, behind the system prompt, as `send` takes messages; at most
+                127, in a form that a user's message may follow.  No rewind removes them.
 
         Raises:
             AlreadyExists: a conversation with this id exists.
         """
         request = create_request(
-            self.conversation_id, system_prompt, tools, template_options, metadata, prefix_id
+            self.conversation_id,
+            system_prompt,
+            tools,
+            template_options,
+            metadata,
+            prefix_id,
+            messages,
         )
         method = self.client._connection.stub.CreateConversation
         answer = await self.client.call(method, request, timeout)
@@ -201,7 +210,8 @@ class AsyncConversation:
         """Send a message; iterate over the turn that this returns for the reply as it is generated.
 
         Nothing is sent before the iteration begins.  The message is a text of the user, or a list of
-        messages {"role": …, "content": …, "tool_call_id": …}, for example the results of tools.
+        messages in the form of OpenAI's API: {"role": …, "content": …, "tool_call_id": …}, for example the
+        results of tools; one of the assistant may have `tool_calls` and `reasoning_content`.
 
         Args:
             request_id: names this message; sent again with the same id, it is answered with the same
@@ -212,6 +222,8 @@ class AsyncConversation:
             last_turn: no further message is expected, as a hint for the cache.
             priority: -8 to 8; a turn with a higher priority is next, and takes the place of a lower one.
             metadata: any JSON object of at most 16 KiB; `messages` returns it with what this turn sent.
+            constraint: what the reply has to be: {"json_schema": schema}, {"json_object": True},
+                {"regex": "…"}, {"choice": ["yes", "no"]} or {"grammar": "…"}.
             timeout: seconds for the whole turn, retries included.
             keep_partial: what stays if the turn is left before its end, by a timeout or in another way (the
                 class of what this returns says which).  True keeps what was delivered of the reply, with

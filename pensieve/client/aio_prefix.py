@@ -45,7 +45,7 @@ class AsyncPrefix:
         system_prompt: str = "",
         tools: Sequence[Mapping[str, Any]] = (),
         template_options: Mapping[str, Any] | None = None,
-        messages: Sequence[Mapping[str, str]] = (),
+        messages: Sequence[Mapping[str, Any]] = (),
         keep_warm: bool = False,
         timeout: float | None = None,
     ) -> PrefixState:
@@ -55,8 +55,8 @@ class AsyncPrefix:
             system_prompt: the first message, with the role "system".
             tools: tools that the model may call, each as the JSON schema its chat template expects.
             template_options: variables for the model's chat template.
-            messages: few-shot turns, each message as {"role": …, "content": …, "tool_call_id": …}, in a form
-                that a user's message may follow.
+            messages: few-shot turns, in the form of OpenAI's API (see `send` of a conversation), that a
+                user's message may follow.
             keep_warm: have the daemon compute its KV now, and again when it was lost.
             timeout: seconds for the call; None is the client's.
 

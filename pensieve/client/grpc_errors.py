@@ -43,7 +43,11 @@ def _tree(root: type[errors.PensieveError]) -> Iterator[type[errors.PensieveErro
         yield from _tree(each)
 
 
-BY_REASON = {each.reason: each for each in _tree(errors.PensieveError) if each.reason != "INTERNAL"}
+BY_REASON = {
+    each.reason: each
+    for each in _tree(errors.PensieveError)  # which other modules extend
+    if each.reason != "INTERNAL" and each.__module__ == errors.__name__
+}
 BY_CODE: dict[grpc.StatusCode, type[errors.PensieveError]] = {
     grpc.StatusCode.NOT_FOUND: errors.NotFound,
     grpc.StatusCode.ALREADY_EXISTS: errors.AlreadyExists,

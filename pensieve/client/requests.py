@@ -6,6 +6,7 @@ have) raises InvalidArgument here and is never sent.
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,9 @@ from pensieve.client.values import ROLE_NUMBERS
 from pensieve.errors import InvalidArgument
 from pensieve.v1 import conversation_pb2 as pb
 
-MessageInput = str | Sequence[Mapping[str, str]]
+MessageInput = str | Sequence[Mapping[str, Any]]
 ID_PATTERN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
-MESSAGE_KEYS = ("role", "content", "tool_call_id")
+MESSAGE_KEYS = ("role", "content", "tool_call_id", "tool_calls", "reasoning_content", "name")
 PRIORITY_MAX = 8
 
 
@@ -56,6 +57,16 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
 
 
+class ConstraintInput(TypedDict, total=False):
+    """What a reply has to be: exactly one of these."""
+
+    json_schema: str | Mapping[str, Any]  # JSON that this schema accepts
+    json_object: bool  # True: a JSON object
+    regex: str  # a text that all of this matches
+    choice: Sequence[str]  # one of these texts
+    grammar: str  # a sentence of this grammar
+
+
 class SendOptions(SamplingOptions, total=False):
     """The arguments of `Conversation.send` beside the message; `send` explains each of them."""
 
@@ -66,6 +77,7 @@ class SendOptions(SamplingOptions, total=False):
     last_turn: bool
     priority: int
     metadata: Mapping[str, Any] | None
+    constraint: ConstraintInput | None
     timeout: float | None
     keep_partial: bool
 
@@ -92,6 +104,8 @@ def send_request(
         priority=priority,
         metadata=struct("metadata", options.get("metadata") or {}),
     )
+    if (constraint := options.get("constraint")) is not None:
+        request.constraint.CopyFrom(constraint_of(constraint))
     expected_revision = options.get("expected_revision")
     if expected_revision is not None:
         request.expected_revision = expected_revision
@@ -103,9 +117,11 @@ def send_request(
 
 
 def _add_message(
-    request: pb.SendMessageRequest | pb.CreatePrefixRequest, message: Mapping[str, str]
+    request: pb.SendMessageRequest | pb.CreatePrefixRequest | pb.CreateConversationRequest,
+    message: Mapping[str, Any],
 ) -> None:
-    if not isinstance(message, Mapping) or "content" not in message:
+    """A message in the form of OpenAI's API; what is None in it is not given."""
+    if not isinstance(message, Mapping) or not {"content", "tool_calls"} & message.keys():
         raise InvalidArgument("messages", f"each is a mapping of {', '.join(MESSAGE_KEYS)}")
     for key in message:
         if key not in MESSAGE_KEYS:
@@ -113,10 +129,25 @@ def _add_message(
     role = message.get("role", "user")
     if role not in ROLE_NUMBERS:
         raise InvalidArgument("role", f"is one of {', '.join(ROLE_NUMBERS)}, not {role!r}")
-    request.messages.add(
-        role=ROLE_NUMBERS[role],
-        content=check_text("content", message["content"]),
-        tool_call_id=check_text("tool_call_id", message.get("tool_call_id", "")),
+    texts = {name: message.get(name) for name in MESSAGE_KEYS if name not in ("role", "tool_calls")}
+    checked = {name: check_text(name, text) for name, text in texts.items() if text is not None}
+    if "reasoning_content" in checked:
+        checked["thinking"] = checked.pop("reasoning_content")
+    calls = [_tool_call(each) for each in message.get("tool_calls") or ()]
+    request.messages.add(role=ROLE_NUMBERS[role], tool_calls=calls, **checked)
+
+
+def _tool_call(given: Mapping[str, Any]) -> pb.ToolCall:
+    """Of {"id", "type": "function", "function": {"name", "arguments"}}, the arguments a text of JSON."""
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or "name" not in function:
+        raise InvalidArgument(
+            "tool_calls", "each has an id, and a function with name and arguments"
+        )
+    return pb.ToolCall(
+        id=check_text("tool_calls.id", given.get("id") or ""),
+        name=check_text("tool_calls.function.name", function["name"]),
+        arguments=check_text("tool_calls.function.arguments", function.get("arguments") or ""),
     )
 
 
@@ -141,6 +172,29 @@ def sampling_of(given: Mapping[str, Any]) -> pb.Sampling:
     return sampling
 
 
+def constraint_of(given: Mapping[str, Any]) -> pb.Constraint:
+    """The wire's Constraint; a schema may be given as JSON or as the value itself."""
+    kinds = [field.name for field in pb.Constraint.DESCRIPTOR.fields]
+    if not isinstance(given, Mapping) or len(given) != 1 or not given.keys() <= set(kinds):
+        raise InvalidArgument("constraint", f"is a mapping with exactly one of {', '.join(kinds)}")
+    ((name, value),) = given.items()
+    field, constraint = f"constraint.{name}", pb.Constraint()
+    try:
+        if name == "choice":
+            if isinstance(value, str):
+                raise TypeError("is a list of texts")
+            constraint.choice.choices.extend(check_text(field, each) for each in value)
+        elif name == "json_object":
+            constraint.json_object = value
+        elif name == "json_schema" and not isinstance(value, str):
+            constraint.json_schema = json.dumps(value)
+        else:
+            setattr(constraint, name, check_text(field, value))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(field, str(error)) from None
+    return constraint
+
+
 def create_request(
     conversation_id: str,
     system_prompt: str,
@@ -148,10 +202,11 @@ def create_request(
     template_options: Mapping[str, Any] | None,
     metadata: Mapping[str, Any] | None,
     prefix_id: str,
+    messages: Sequence[Mapping[str, Any]],
 ) -> pb.CreateConversationRequest:
     """The request that creates a conversation with settings of its own."""
     check_text("system_prompt", system_prompt)
-    return pb.CreateConversationRequest(
+    request = pb.CreateConversationRequest(
         conversation_id=conversation_id,
         system_prompt=system_prompt,
         tools=[struct("tools", tool) for tool in tools],
@@ -159,6 +214,9 @@ def create_request(
         metadata=struct("metadata", metadata or {}),
         prefix_id=check_text("prefix_id", prefix_id),
     )
+    for each in messages:
+        _add_message(request, each)
+    return request
 
 
 def prefix_request(
@@ -166,7 +224,7 @@ def prefix_request(
     system_prompt: str,
     tools: Sequence[Mapping[str, Any]],
     template_options: Mapping[str, Any] | None,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     keep_warm: bool,
 ) -> pb.CreatePrefixRequest:
     """The request that declares a prefix."""

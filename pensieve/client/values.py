@@ -185,6 +185,10 @@ class Message:
         token_ids: the tokens themselves; empty without `include_token_ids`.
         finish_reason: of a reply: "stop", "length" or "cancelled".
         metadata: what was sent with its turn; empty for replies.
+        tool_calls: that a client gave with it, in the form of OpenAI's API; those that the model wrote are
+            in the text of its reply.
+        thinking: that a client gave with it.
+        name: of who speaks, if a client gave it.
     """
 
     index: int
@@ -197,6 +201,9 @@ class Message:
     token_ids: tuple[int, ...]
     finish_reason: str
     metadata: Mapping[str, Any]
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    thinking: str = ""
+    name: str = ""
     __repr__ = shown
 
 
@@ -394,6 +401,16 @@ def message_of(given: pb.Message) -> Message:
         tuple(given.token_ids),
         finish_reason_of(given.finish_reason),
         plain(given.metadata),
+        tuple(
+            {
+                "id": each.id,
+                "type": "function",
+                "function": {"name": each.name, "arguments": each.arguments},
+            }
+            for each in given.tool_calls
+        ),
+        given.thinking,
+        given.name,
     )
 
 

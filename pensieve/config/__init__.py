@@ -26,13 +26,12 @@ from pensieve.config.tables import (
     GROUPS,
     HEARTBEAT_SECONDS,
     ITERATION_SECONDS_MAX,
-    REACHING,
     SERVING,
     SETTINGS,
     TABLES,
-    TALKING,
     TURNS_WAITING_MAX,
 )
+from pensieve.config.talking import REACHING, TALKING
 
 __all__ = [
     "BACKUP_KEEP_DAYS",

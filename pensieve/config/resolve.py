@@ -66,7 +66,11 @@ class Serving:
     tls_client_ca: Path | None
     insecure: bool | None
     reflection: bool | None
+    vllm_engine: bool | None
     connections_max: int
+    metrics: str | None
+    metrics_alias: str
+    traces: bool | None
     turns_waiting_max: int
     grace: float
     keepalive: float
@@ -77,10 +81,12 @@ class Serving:
     backup_seconds: float
     backup_keep: float
     request_keep: float
+    chain_keep: float
     scrub: float
     statement_timeout: float
     engine: str
     echo_seconds: float
+    tool_calls: str
     log_format: str
     log_turns: bool
 

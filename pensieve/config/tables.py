@@ -13,6 +13,8 @@ from pensieve.config.parsing import (
     whole,
 )
 from pensieve.config.setting import Setting, Table
+from pensieve.config.talking import REACHING, TALKING
+from pensieve.config.watching import WATCHING
 
 GRACE_SECONDS = 5.0
 HEARTBEAT_SECONDS = 30.0
@@ -205,7 +207,7 @@ SERVING: Table = (
         "http",
         str,
         "",
-        "serve the APIs of OpenAI over HTTP too: a port of this machine, or where to listen (port 0: any free one)",
+        "serve the APIs of others over HTTP too: a port of this machine, or where to listen",
         "[HOST:]PORT",
         "listening",
     ),
@@ -213,7 +215,7 @@ SERVING: Table = (
         "http_hosts",
         names,
         "",
-        "names in the Host header that are served beside localhost, where only this machine can connect (*: any)",
+        "names in Host that are served beside localhost, where only this machine can connect (*: any)",
         "NAME,…",
         "listening",
     ),
@@ -269,6 +271,13 @@ SERVING: Table = (
         group="listening",
     ),
     Setting(
+        "vllm_engine",
+        switch,
+        "",
+        "offer the gRPC service of vLLM, for routers that speak it",
+        group="listening",
+    ),
+    Setting(
         "connections_max",
         whole(1, 1 << 20),
         str(CONNECTIONS_MAX),
@@ -276,6 +285,7 @@ SERVING: Table = (
         "N",
         "listening",
     ),
+    *WATCHING,
     Setting(
         "turns_waiting_max",
         whole(1, 1 << 20),
@@ -357,6 +367,14 @@ SERVING: Table = (
         "history",
     ),
     Setting(
+        "chain_keep",
+        number(0, 36_500),
+        "30",
+        "how long after a reply its conversation is found by a history that a client sends (0: for ever)",
+        "DAYS",
+        "history",
+    ),
+    Setting(
         "scrub",
         number(0, 36_500),
         "7",
@@ -388,6 +406,14 @@ SERVING: Table = (
         "SECONDS",
     ),
     Setting(
+        "tool_calls",
+        choice("auto", "hermes", "llama", "mistral", "pythonic", "none"),
+        "auto",
+        "how the model writes calls of tools, which answers in OpenAI's form hold apart from the text (auto: "
+        "as its chat template and tokenizer show; none: calls stay text)",
+        "auto|hermes|llama|mistral|pythonic|none",
+    ),
+    Setting(
         "log_format",
         choice("auto", "text", "json"),
         "auto",
@@ -401,60 +427,6 @@ SERVING: Table = (
         "a line of the log for each turn that has ended: ids, tokens by source, times, never text",
         "on|off",
     ),
-)
-REACHING: Table = (
-    Setting("daemon", str, "", "a daemon's HOST:PORT or unix:PATH", "A", "daemon", "--address"),
-    Setting("token", str, "", "token for that daemon", "TOKEN", "daemon", secret=True),
-    Setting(
-        "tls",
-        switch,
-        "",
-        "connect with TLS, and trust the authorities that this system trusts",
-        group="daemon",
-    ),
-    Setting(
-        "tls_ca",
-        file,
-        "",
-        "connect with TLS, and trust this authority alone, PEM",
-        "FILE",
-        "daemon",
-    ),
-)
-TALKING: Table = (
-    Setting("system", str, "", "system prompt of new conversations", "TEXT", "talking"),
-    Setting(
-        "stats", switch, "", "print after each reply where its tokens came from", group="talking"
-    ),
-    Setting("temperature", number(0, 100), "", "temperature; 0 is greedy", "T", "sampling"),
-    Setting(
-        "top_p", number(0, 1), "", "keep the likeliest tokens up to this share", "P", "sampling"
-    ),
-    Setting(
-        "min_p",
-        number(0, 1),
-        "",
-        "leave out tokens less likely than this share of the likeliest",
-        "P",
-        "sampling",
-    ),
-    Setting(
-        "top_k",
-        whole(0, 1 << 31),
-        "",
-        "keep so many of the likeliest tokens (0: all)",
-        "K",
-        "sampling",
-    ),
-    Setting(
-        "max_tokens",
-        whole(1, 1 << 31),
-        "",
-        "most tokens of a reply (default: 1024)",
-        "N",
-        "sampling",
-    ),
-    Setting("seed", whole(0, (1 << 64) - 1), "", "of the random numbers", "N", "sampling"),
 )
 TABLES = (SETTINGS, SERVING, REACHING, TALKING)
 GROUPS = {

@@ -39,6 +39,7 @@ from array import array
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pensieve.core.constraint import Constraint
 from pensieve.core.sampling import Sampling
 
 
@@ -48,6 +49,7 @@ class TurnStart(NamedTuple):
     turn_id: int
     context: array[int]  # 'I': token ids of its conversation's log and of its prompt
     sampling: Sampling
+    constraint: Constraint | None = None
 
 
 class Slice(NamedTuple):
@@ -159,7 +161,7 @@ class SampledToken:
 
 class TurnFailure(NamedTuple):
     turn_id: int
-    reason: str  # NAN_LOGITS, ...
+    reason: str  # NAN_LOGITS, CONSTRAINT_FAILED, ...
     message: str
 
 

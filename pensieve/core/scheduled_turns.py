@@ -106,3 +106,9 @@ class ScheduledTurns:
                     other.frontier = min(other.frontier, chunk.index * self._size)
                     if other.streamed and other is not turn:
                         self._disturbed.append(other)
+
+
+def start_of(turn: Turn) -> TurnStart:
+    """What an executor has to know of a turn that begins."""
+    options = turn.options
+    return TurnStart(turn.turn_id, turn.tokens[:], options.sampling, options.constraint)

@@ -34,7 +34,7 @@ from collections import deque
 from pensieve.core.background_room import BackgroundRoom
 from pensieve.core.cache import KVCache
 from pensieve.core.cache_values import Admission, Shortage
-from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut, TurnStart
+from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapOut
 from pensieve.core.iteration_draft import TILE_EVERY, IterationDraft
 from pensieve.core.lacking import Lacking
 from pensieve.core.pending_edits import PendingEdits
@@ -42,7 +42,7 @@ from pensieve.core.preemption import Preemption, who_is_suspended
 from pensieve.core.prefill_ahead import PrefillAhead
 from pensieve.core.prefill_order import earlier, prefill_order, resume_order
 from pensieve.core.prefix_tree import Chunk
-from pensieve.core.scheduled_turns import ScheduledTurns
+from pensieve.core.scheduled_turns import ScheduledTurns, start_of
 from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stream_groups import StreamGroups
 from pensieve.core.streaming import Streaming
@@ -363,7 +363,7 @@ class Scheduler(ScheduledTurns):
             self.suspended.remove(turn)
         else:
             self.queued.admit(turn)
-            self._started.append(TurnStart(turn.turn_id, turn.tokens[:], turn.options.sampling))
+            self._started.append(start_of(turn))
             turn.first_admitted(found.device_tokens, found.host_tokens, now)
         self.preemption.began(turn)
         turn.moved_back, turn.outputs_before = False, turn.num_output_tokens

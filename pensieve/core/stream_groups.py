@@ -4,8 +4,10 @@ A group's pages fill a staging arena at most (`packed` says which turns make a g
 Turns that begin with the same chunks are kept together as far as an arena holds them, so what they share is
 copied once for all of them.
 
-What is packed in one iteration is packed alike in the next, as long as the same turns stream and their pages
-still fit: then it is not searched again, but every PACK_EVERY iterations.
+Packing takes milliseconds, so groups are kept from one iteration to the next and *mended*: whoever streams no
+more is taken out, and who is new, or has outgrown its group's arena, goes to the group with the fewest pages,
+or begins one.  Any groups whose pages fit are right; these are only less even.  They are packed anew every
+PACK_EVERY iterations, and once half of the turns have changed.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from pensieve.core.scheduler_config import SchedulerConfig
 from pensieve.core.stream_packing import Item, packed
 from pensieve.core.turn import Turn
 
-PACK_EVERY = 32
+PACK_EVERY = 128
+CHANGED_SHARE = 0.5
+MENDED_TWICE = 2  # once for who came and left, once for what has grown
 PathOf = Callable[[Turn], list[Branch]]
 
 
@@ -35,11 +39,9 @@ class StreamGroups:
         self.indexes = array("i", range(pages_max))
         self.full = array("i", [chunk_tokens]) * pages_max
         self.none = array("i", [0]) * pages_max
-        self._kept: tuple[list[int], list[list[int]]] = (
-            [],
-            [],
-        )  # turn ids, and those of each group
-        self._age = 0
+        self._kept: list[list[int]] = []  # the turn ids of each group
+        self._sizes: list[int] = []  # pages of each, in the iteration before
+        self._age = self._num_changed = 0  # iterations and turns since they were packed
 
     def arranged(
         self,
@@ -53,31 +55,60 @@ class StreamGroups:
         for piece in slices:
             of_turn = pieces.get(piece.turn_id)
             (resident if of_turn is None else of_turn).append(piece)
-        turn_ids = list(pieces)
-        kept_ids, groups = self._kept
         self._age += 1
-        if self._age < PACK_EVERY and turn_ids == kept_ids:
-            made = self._made(resident, groups, streamed, pieces, filled_before)
-            if all(len(group.host_pages) <= self._pages_max for group in made[1]):
-                return made
-        groups = self._packed([streamed[turn_id] for turn_id in turn_ids], pieces, resident)
-        self._kept, self._age = (turn_ids, groups), 0
-        return self._made(resident, groups, streamed, pieces, filled_before)
+        num_changed_max = CHANGED_SHARE * len(pieces)
+        if self._kept and self._age < PACK_EVERY:
+            for _ in range(MENDED_TWICE):
+                self._mend(streamed, pieces)
+                made = self._made(resident, streamed, pieces, filled_before)
+                if self._num_changed > num_changed_max:
+                    break
+                if max(self._sizes) <= self._pages_max:
+                    return made
+        turns = [streamed[turn_id] for turn_id in pieces]
+        self._kept = self._packed(turns, pieces, resident)
+        self._age = self._num_changed = 0
+        return self._made(resident, streamed, pieces, filled_before)
+
+    def _mend(self, streamed: Mapping[int, Turn], pieces: Mapping[int, list[Slice]]) -> None:
+        """Keep the groups, with the turns that stream now; those that share chunks may be parted."""
+        stays = [[each for each in group if each in pieces] for group in self._kept]
+        sizes = [size for size, group in zip(self._sizes, stays, strict=True) if group]
+        groups = [group for group in stays if group]
+        loose = pieces.keys() - {each for group in groups for each in group}
+        self._num_changed += sum(map(len, self._kept)) - sum(map(len, groups))
+        for number, group in enumerate(groups):
+            for turn_id in reversed(group) if sizes[number] > self._pages_max else ():
+                if sizes[number] > self._pages_max:
+                    sizes[number] -= self._num_own_pages(streamed[turn_id], pieces[turn_id])
+                    loose.add(turn_id)
+        groups = [[each for each in group if each not in loose] for group in groups]
+        for turn_id in sorted(loose, key=lambda each: (-self.num_pages(pieces[each]), each)):
+            num_pages = self.num_pages(pieces[turn_id])
+            number = min(range(len(sizes)), key=sizes.__getitem__, default=-1)
+            if number < 0 or sizes[number] + num_pages > self._pages_max:
+                number = len(groups)
+                groups.append([])
+                sizes.append(0)
+            groups[number].append(turn_id)
+            sizes[number] += num_pages
+        self._num_changed += len(loose)
+        self._kept = [group for group in groups if group]
 
     def _made(
         self,
         resident: Sequence[Slice],
-        groups: Sequence[Sequence[int]],
         streamed: Mapping[int, Turn],
         pieces: Mapping[int, list[Slice]],
         filled_before: Mapping[Chunk, int],
     ) -> tuple[tuple[Slice, ...], tuple[PageGroup, ...]]:
         arranged, made = list(resident), []
-        for turn_ids in groups:
+        for turn_ids in self._kept:
             first, group = len(arranged), _Group(self, filled_before)
             for turn_id in turn_ids:
                 group.add(streamed[turn_id], pieces[turn_id], arranged)
             made.append(group.closed(first, len(arranged)))
+        self._sizes = [len(each.host_pages) for each in made]
         return tuple(arranged), tuple(made)
 
     def _packed(
@@ -132,6 +163,14 @@ class StreamGroups:
         work = work_of(spans)
         attention = self._cost.attention_seconds(work.pairs, work.keys)
         return Item(num_pages, self._copy_seconds * num_pages, attention)
+
+    def _num_own_pages(self, turn: Turn, pieces: Sequence[Slice]) -> int:
+        """Of chunks that nobody else holds."""
+        stop = self.num_pages(pieces)
+        if _is_alone(turn):
+            return stop
+        own = (branch for branch in self.path_of(turn) if len(branch.holders) == 1)
+        return sum(_length(branch, stop) for branch in own)
 
     def num_pages(self, pieces: Sequence[Slice]) -> int:
         return -(-pieces[-1].stop // self.size)

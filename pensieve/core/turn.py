@@ -18,6 +18,7 @@ from enum import Enum, StrEnum
 from operator import attrgetter
 from typing import NamedTuple
 
+from pensieve.core.constraint import Constraint
 from pensieve.core.prefix_tree import Chunk
 from pensieve.core.sampling import Sampling
 
@@ -84,6 +85,7 @@ class TurnOptions:
     priority: int = 0  # PRIORITY_MIN..PRIORITY_MAX
     away_seconds: float = 0.0  # how long the conversation is expected to be idle after it
     background: bool = False  # nobody waits for it: it takes what the others leave free
+    constraint: Constraint | None = None  # what its reply has to be
 
 
 class Ended(NamedTuple):

@@ -10,7 +10,11 @@ from pensieve.core.cache import KVCache
 from pensieve.core.iteration import Iteration, Outcome
 from pensieve.core.scheduler import Scheduler
 from pensieve.core.turn import FinishReason, TurnState
+from pensieve.engine.histogram import Histogram
 from pensieve.engine.messages import Event, Message, TurnEnded
+
+ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+TURNS_WAITING = ("queued", "suspended", "ready")  # in the figures, behind `turns_`
 
 
 class Metrics:
@@ -28,6 +32,8 @@ class Metrics:
         self._slots_out = 0
         self._slots_in = 0
         self._slots_copied = 0
+        self._num_computed = 0  # tokens, up to the last iteration that was planned
+        self._iteration_tokens = Histogram(ITERATION_TOKENS)
 
     # -- Observer --
 
@@ -40,6 +46,9 @@ class Metrics:
         self._slots_out += sum(copy.num_slots for copy in iteration.swap_outs)
         self._slots_in += sum(copy.num_slots for copy in iteration.swap_ins)
         self._slots_copied += sum(copy.num_slots for copy in iteration.copies)
+        before, self._num_computed = self._num_computed, self._scheduler.counters.tokens
+        if self._num_computed > before:  # else it only copies
+            self._iteration_tokens.add(self._num_computed - before)
 
     def committed(self, iteration: Iteration, outcome: Outcome, now: float) -> None:
         return
@@ -112,6 +121,7 @@ class Metrics:
         }
         for reason, count in self._by_finish.items():
             figures[f"turns_{reason.value}"] = count
+        figures |= self._iteration_tokens.figures("iteration_tokens")
         for share, num_tokens in scheduler.queued.tokens_by_share.items():
             figures[f"tenant_tokens.{share}"] = num_tokens
         figures |= self.more()

@@ -30,6 +30,7 @@ from pensieve.errors import (
 )
 from pensieve.launch import objectives, programs
 from pensieve.launch.model_folder import Report, load_texts, model_name, resolve_model
+from pensieve.launch.traces import Traces, open_traces
 from pensieve.service.admin_socket import socket_path
 from pensieve.service.daemon import Daemon
 from pensieve.service.daemon_config import DAY_SECONDS, BackupConfig, DaemonConfig
@@ -37,12 +38,14 @@ from pensieve.service.engine_client import EngineProgram
 from pensieve.service.grpc import auth
 from pensieve.service.grpc.server import Listening, Server, check_exposure
 from pensieve.service.grpc.server_info import in_words, server_info
-from pensieve.service.history import Texts
 from pensieve.service.http.listener import serve_http
 from pensieve.service.jobs.batch_jobs import BatchJobs
+from pensieve.service.jobs.worker import JobsConfig
+from pensieve.service.texts import Texts
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.job_store import JobStore
 from pensieve.store.time_limit import STATEMENT_SECONDS
+from pensieve.text import style_named
 
 SWITCH_SECONDS = 0.0005  # how long the store's thread may keep the event loop waiting
 
@@ -59,6 +62,8 @@ class DaemonSetup:
     drain_seconds: float = 0.0  # for running turns at the end
     check_history_first: bool = False  # after an unclean stop; else while turns are served
     statement_seconds: float = STATEMENT_SECONDS  # of a job of the history
+    traces: Traces | None = None
+    tool_calls: str = "auto"  # how the model writes them: one of `text.tool_calls.NAMES`
 
 
 @dataclass(frozen=True)
@@ -95,9 +100,12 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
         audit_log=serving.audit_log,
         insecure=bool(serving.insecure),
         reflection=serving.reflection,
+        vllm_engine=bool(serving.vllm_engine),
         keepalive_seconds=serving.keepalive,
         ping_timeout_seconds=serving.keepalive / 3,
         connections_max=serving.connections_max,
+        metrics=serving.metrics or "",
+        metrics_alias=serving.metrics_alias,
     )
     check_exposure(listening)
     engine_programs = {
@@ -119,10 +127,13 @@ def setup_to_serve(resolved: Resolved, serving: Serving) -> DaemonSetup:
             backup=_backup(serving),
             scrub_seconds=serving.scrub * DAY_SECONDS,
             request_keep_seconds=serving.request_keep * DAY_SECONDS,
+            chain_keep_seconds=serving.chain_keep * DAY_SECONDS,
         ),
         engine_programs[serving.engine],
         serving.drain_timeout,
         statement_seconds=serving.statement_timeout,
+        traces=open_traces() if serving.traces else None,
+        tool_calls=serving.tool_calls,
     )
 
 
@@ -168,16 +179,22 @@ def open_server(setup: DaemonSetup, report: Report) -> Server:
             name = "echo (arithmetic instead of a model)"
         program = EngineProgram(setup.engine_program, written, folder, name)
         daemon = Daemon(store, texts, program, setup.config, report)
-        server = Server(daemon, setup.listening, _jobs(daemon, settings.data, texts, report))
+        if setup.traces is not None:
+            daemon.on_span = setup.traces.export
+        style = style_named(setup.tool_calls, texts.template)
+        jobs = _jobs(daemon, settings.data, texts, JobsConfig(call_style=style), report)
+        server = Server(daemon, setup.listening, jobs)
         if setup.listening.http:
-            serve_http(server, texts.template)
+            serve_http(server, texts.template, style)
         return server
     except BaseException:
         store.close()
         raise
 
 
-def _jobs(daemon: Daemon, data: Path, texts: Texts, report: Report) -> BatchJobs | None:
+def _jobs(
+    daemon: Daemon, data: Path, texts: Texts, config: JobsConfig, report: Report
+) -> BatchJobs | None:
     """Whatever is wrong with their folder, conversations are served."""
     try:
         jobs = JobStore.open(data)
@@ -186,7 +203,7 @@ def _jobs(daemon: Daemon, data: Path, texts: Texts, report: Report) -> BatchJobs
         return None
     for name, problem in jobs.unreadable.items():
         report(f"a batch job cannot be read: {name}: {problem}")
-    return BatchJobs(daemon, jobs, texts)
+    return BatchJobs(daemon, jobs, texts, config=config)
 
 
 async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.Event) -> None:
@@ -204,6 +221,8 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
             _check_objectives(setup, daemon)
             drain_seconds = setup.drain_seconds
             hooks.report(in_words(server_info(daemon)))
+            if server.metrics_address:
+                hooks.report(f"metrics at http://{server.metrics_address}/metrics")
             hooks.ready(address)
             if daemon.store.integrity_check_due:
                 daemon.damage.check(hooks.report)
@@ -225,6 +244,8 @@ async def run(server: Server, setup: DaemonSetup, hooks: Hooks, hurry: asyncio.E
             daemon.hurry()
         hurrying.cancel()
         await closing
+        if setup.traces is not None:
+            await asyncio.to_thread(setup.traces.close)
 
 
 def _check_objectives(setup: DaemonSetup, daemon: Daemon) -> None:

@@ -7,6 +7,8 @@ core.iteration:
 * page copies are done layer by layer inside the forward, after that layer has waited for its swap-ins and
   before it is written; an iteration without slices does them at once;
 * an iteration without slices is collected when one outstanding copy has finished;
+* tokens of turns with a constraint are sampled under masks, which are made while the forward runs
+  (constraints.py);
 * a row of logits with NaN or infinity fails its turn and no other: rows of a flat batch meet only
   in attention, which reads one turn's pages, and slots that were never written reach no result.
 
@@ -31,6 +33,7 @@ as started to the one that lists it as ended.  One thread launches and collects.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -46,6 +49,7 @@ from pensieve.core.iteration import (
     TurnStart,
 )
 from pensieve.model.batch import SampledIds
+from pensieve.model.constraints import Constraints
 from pensieve.model.forward import Computed, Forward, copier_for, is_out_of_memory
 from pensieve.model.graphs import DecodeGraphs
 from pensieve.model.kv.checksums import PageChecksums
@@ -72,6 +76,7 @@ class _Launched(NamedTuple):
     sampled: list[Slice]
     drawn: Drawn | None  # a token for each of them
     groups: tuple[PageGroup, ...]
+    failures: Mapping[int, TurnFailure]  # by turn_id: of them, those whose token is not to be used
 
 
 class TorchExecutor:
@@ -100,6 +105,7 @@ class TorchExecutor:
         alone = not isinstance(model.flat, ParallelModel)
         self._forward = Forward(model.flat, memory, self._copier, halves=alone, graphs=graphs)
         self._replies: dict[int, _Reply] = {}  # by turn_id
+        self._constraints = Constraints(tokenizer, sampler.eos_token_ids, sampler.vocab_size)
         self._launched: deque[_Launched] = deque()
 
     @torch.inference_mode()
@@ -112,21 +118,26 @@ class TorchExecutor:
         for start in iteration.started:
             self._replies[start.turn_id] = self._begun(start)
         for turn_id in iteration.ended:
-            self._replies.pop(turn_id, None)
+            self._forget(turn_id)
         copies = self._forward.page_copies(iteration)
-        sampled: list[Slice] = []
+        sampled = [piece for piece in iteration.slices if piece.needs_token]
         drawn: Drawn | None = None
+        failures: Mapping[int, TurnFailure] = {}
         if iteration.slices:
+            rows = [Row(self._replies[each.turn_id].log, each.stop) for each in sampled]
+            jobs = self._constraints.start_masks(rows)
             computed = self._forward.run(
                 iteration.slices, copies, self._sampled_ids(), iteration.groups
             )
-            sampled = [piece for piece in iteration.slices if piece.needs_token]
+            if jobs.ahead:
+                self._constraints.start_ahead(jobs, rows, self._newest_ids())
             if sampled:
-                rows = [Row(self._replies[each.turn_id].log, each.stop) for each in sampled]
+                rows, failures = self._constraints.masks(jobs, rows)
                 drawn = self._draw(computed, rows)
         elif copies is not None:
             self._forward.copy_pages(copies)
-        self._launched.append(_Launched(bool(iteration.slices), sampled, drawn, iteration.groups))
+        has_slices = bool(iteration.slices)
+        self._launched.append(_Launched(has_slices, sampled, drawn, iteration.groups, failures))
 
     @torch.inference_mode()
     def collect(self) -> Outcome:
@@ -149,6 +160,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """End the copier and the streamer; nothing can be launched afterwards."""
+        self._constraints.close()
         self._forward.close()
         self._copier.close()
 
@@ -169,12 +181,26 @@ class TorchExecutor:
         rows = {each.turn_id: row for row, each in enumerate(self._launched[-1].sampled)}
         return SampledIds(drawn.ids, rows)
 
+    def _newest_ids(self) -> dict[int, int]:
+        """The same on the host, by turn_id; waits for that iteration, and not for the one launched since."""
+        launched = self._launched[-1]
+        assert launched.drawn is not None
+        ids = launched.drawn.read_ids()
+        return {each.turn_id: each_id for each, each_id in zip(launched.sampled, ids, strict=True)}
+
+    def _forget(self, turn_id: int) -> None:
+        self._replies.pop(turn_id, None)
+        self._constraints.end(turn_id)
+
     def _read(self, launched: _Launched) -> tuple[list[SampledToken], list[TurnFailure]]:
         samples: list[SampledToken] = []
         failures: list[TurnFailure] = []
         drawn = launched.drawn.read() if launched.drawn is not None else []
         for piece, token in zip(launched.sampled, drawn, strict=True):
             turn_id = piece.turn_id
+            if (failure := launched.failures.get(turn_id)) is not None:
+                failures.append(failure)
+                continue
             if token is None:
                 message = f"the model's logits at position {piece.stop - 1} are not finite"
                 failures.append(TurnFailure(turn_id, "NAN_LOGITS", message))
@@ -186,11 +212,12 @@ class TorchExecutor:
             reply.log.tokens.append(token.token_id)
             text, stopped = reply.text.push(token.token_id, piece.is_last)
             if stopped or piece.is_last:
-                del self._replies[turn_id]
+                self._forget(turn_id)
             samples.append(replace(token, text=text, stopped=stopped))
         return samples, failures
 
     def _begun(self, start: TurnStart) -> _Reply:
+        self._constraints.begin(start)
         sampling = start.sampling
         eos = frozenset() if sampling.ignore_eos else self._sampler.eos_token_ids
         end_token_ids = eos | frozenset(sampling.stop_token_ids)

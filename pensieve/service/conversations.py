@@ -24,10 +24,8 @@ engine.  So the loop acts in the order of the store's jobs (threads.py says why)
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from pensieve.core.iteration import SampledToken
@@ -69,13 +67,14 @@ from pensieve.service.live_turn import (
     Phase,
     cache_key,
     names_of,
-    packed_logprobs,
     replayed,
 )
 from pensieve.service.readers import ReaderLimits, Readers, Write, ids_of
 from pensieve.service.threads import Threads
+from pensieve.service.turn_ends import TurnEnds
 from pensieve.service.turn_log import turn_ended
 from pensieve.service.turns import Ending, Turns, failure_of
+from pensieve.service.unstored import UnstoredTurns
 from pensieve.service.warming import Warming
 from pensieve.store import records
 
@@ -98,6 +97,7 @@ class Conversations:
         on_admitted: Callable[[LiveTurn, int], None],
         charge: Callable[[str, int], None],
         on_first_token: Callable[[LiveTurn], None] = lambda live: None,
+        on_ended: Callable[[LiveTurn, float], None] = turn_ended,
         allowance_of: Callable[[str], Allowance],
         now: Callable[[], float],
     ) -> None:
@@ -113,9 +113,12 @@ class Conversations:
             lambda live: threads.spawn(self._give_up(live)),
         )
         self._history, self._threads, self._put = history, threads, put
+        self._ends = TurnEnds(history, threads, turns.tokenizer)
+        loop, weight_of = threads.loop, self._weight_of
+        self.unstored = UnstoredTurns(turns, self.readers, loop, put, self._tell, weight_of)
         self._short_characters = config.short_characters
         self._on_admitted = on_admitted
-        self._on_first_token = on_first_token
+        self._on_first_token, self._on_ended = on_first_token, on_ended
         self._charge_tokens = charge
         self._allowance_of = allowance_of
         self.warming = Warming(history, turns, threads, self._tell, self._renew, self._weight_of)
@@ -132,6 +135,8 @@ class Conversations:
     # -- conversations --
 
     async def create(self, settings: ConversationSettings) -> records.Conversation:
+        if settings.messages:
+            return await self.prefixes.begin_with_history(settings)
         num_tokens = await self.tokenized(
             settings.tenant, lambda: self._history.check_settings(settings)
         )
@@ -179,10 +184,12 @@ class Conversations:
 
         return await self._threads.whole(sequence())
 
-    async def delete(self, conversation_id: str, tenant: str = "") -> None:
+    async def delete(
+        self, conversation_id: str, tenant: str = "", unused_since: int | None = None
+    ) -> None:
         async def sequence() -> None:
             deleted = await self._threads.in_store(
-                tenant, self._history.delete, conversation_id, tenant=tenant
+                tenant, self._history.delete, conversation_id, tenant, unused_since
             )
             live = None if deleted.turn_id is None else self.turns.of_turn(deleted.turn_id)
             if live is not None and (cancel := self.turns.interrupt(live)) is not None:
@@ -326,7 +333,7 @@ class Conversations:
                     usage = event.usage
                     self._charge_tokens(tenant, usage.new_tokens + usage.recomputed_tokens)
             elif isinstance(event, TurnAdmitted):
-                if (live := self.turns.admit(event.turn_id)) is not None:
+                if (live := self.turns.admit(event.turn_id, event.missing_tokens)) is not None:
                     self._on_admitted(live, event.missing_tokens)
             else:
                 self._threads.spawn(self._provide_log(event))
@@ -334,6 +341,8 @@ class Conversations:
         for number, live in longer.items():
             if live.num_tokens and not live.num_timed:
                 self._on_first_token(live)
+                if not live.is_stored:
+                    self.unstored.prompt_computed(live)
             self.latencies.came(live, now)
             self.readers.wake(number)
 
@@ -357,17 +366,10 @@ class Conversations:
         live, reply = ending.live, ending.reply
         try:
             if reply is None:
-                await self._threads.in_store(
-                    live.tenant, self._history.fail, live.turn_id, ending.failure
-                )
+                await self._ends.fail(live, ending.failure)
                 self._fail(live, failure_of(ending.failure))
             else:
-                if live.logprobs:  # so many that packing them would hold everybody up
-                    packed = await self._threads.in_text_pool(
-                        live.tenant, lambda: packed_logprobs(live)
-                    )
-                    reply = replace(reply, logprobs=packed)
-                committed = await self._threads.in_store(live.tenant, self._history.finish, reply)
+                committed = await self._ends.finish(live, reply)
                 self.turns.finish(live, reply, committed)
                 self._tell(committed.lent)
                 self._ended(live)
@@ -378,8 +380,7 @@ class Conversations:
             self._fail(live, error)
         except Exception:  # a fault of ours: its readers must not wait for ever
             log.exception("a turn could not be ended", extra=ids_of(live))
-            with contextlib.suppress(Exception):
-                await self._threads.in_store(live.tenant, self._history.interrupt, live.turn_id)
+            await self._ends.interrupt(live)
             self._fail(live, TurnFailed("INTERNAL", "the turn could not be ended"))
         if live.figures:  # a turn that failed costs nothing
             self._charge(live)
@@ -397,14 +398,7 @@ class Conversations:
         self._tell(cancel)
         if finish is FinishReason.CANCELLED:  # its client left; what failed costs nothing
             self._charge(live)
-        try:
-            await self._threads.in_store(live.tenant, self._history.interrupt, live.turn_id)
-        except NotFound:
-            pass  # it was deleted meanwhile
-        except PensieveError as error:  # the store takes it for interrupted all the same
-            log.error("a turn could not be marked interrupted: %s", error, extra=ids_of(live))
-        except Exception:  # a fault of ours: its readers must not wait for ever
-            log.exception("a turn could not be marked interrupted", extra=ids_of(live))
+        await self._ends.interrupt(live)
         self._fail(live, failure, finish)
 
     async def interrupt_all(self, failure: PensieveError) -> None:
@@ -422,8 +416,10 @@ class Conversations:
         self._ended(live)
 
     def _ended(self, live: LiveTurn) -> None:
+        if not live.is_stored:
+            self.unstored.ended(live)
         self.readers.wake(live.number)
-        turn_ended(live, self._threads.loop.time())
+        self._on_ended(live, self._threads.loop.time())
 
     async def _give_up(self, live: LiveTurn) -> None:
         if self.readers.has_reader(live):
@@ -434,10 +430,7 @@ class Conversations:
         self._charge_tokens(live.tenant, live.num_charged_tokens)
 
     def _tell(self, message: Message | None) -> bool:
-        """Put what the engine ought to hear; what may be lost, and why that harms nobody, stands above.
-
-        Whether it was put.
-        """
+        """Put what the engine ought to hear (what may be lost stands above); whether it was put."""
         if message is None:
             return False
         try:

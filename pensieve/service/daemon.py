@@ -16,11 +16,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pensieve import gc_pause
 from pensieve.core.sampling import Sampling
+from pensieve.core.turn import TurnOptions
 from pensieve.engine.messages import (
     Answer,
     CheckIntegrity,
@@ -30,7 +31,7 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 from pensieve.engine.messages import Message as EngineMessage
-from pensieve.errors import Loading, Unavailable
+from pensieve.errors import Loading, PensieveError, Unavailable
 from pensieve.service.admission import Admission, Load
 from pensieve.service.background import Background
 from pensieve.service.backing_up import BackingUp
@@ -41,25 +42,29 @@ from pensieve.service.damage import Damage
 from pensieve.service.draft import Ask
 from pensieve.service.engine_client import EngineClient, EngineProgram
 from pensieve.service.erasing import Erasing
-from pensieve.service.forgetting import ForgettingRequests
+from pensieve.service.forgetting import Forgetting
 from pensieve.service.heartbeat import Patience
-from pensieve.service.history import History, Texts
+from pensieve.service.history import History
 from pensieve.service.limits import Allowance, Limits
 from pensieve.service.live_turn import LiveTurn, Phase
+from pensieve.service.metrics.meter import Meter
 from pensieve.service.queries import Queries
 from pensieve.service.readers import ids_of
 from pensieve.service.reads import Reads
 from pensieve.service.scrubbing import Scrubbing
 from pensieve.service.suspects import Suspects
+from pensieve.service.sweeping import sweep
+from pensieve.service.texts import Texts
 from pensieve.service.threads import Threads
+from pensieve.service.turn_log import turn_ended
+from pensieve.service.turn_spans import TurnSpan, span_of
 from pensieve.service.turns import Turns, failure_of
+from pensieve.service.unstored import checked
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.scrub import Scrub
 
 log = logging.getLogger("pensieve")
-SWEEP_SECONDS = 1.0
 CALL_TOKENS = 1  # what a call that changes the history costs at least, where tokens are limited
-LATE_SECONDS = 1.0  # of the loop, that are worth a warning
 LOADING = "the model is loading; try again in a moment"
 
 
@@ -79,8 +84,12 @@ class Daemon:
         self.started_at = self._loop.time()
         self.draining = False
         self.refusals = Counter[str]()  # calls that ended with an error, by its reason
+        self.meter = Meter()
+        store.figures.on_commit = self.meter.commits.add
         self.on_serving: Callable[[bool], None] = lambda serving: None
+        self.on_turn_ended: Callable[[LiveTurn], None] = lambda live: None
         self.on_failure: Callable[[BaseException], None] = lambda error: None  # it cannot go on
+        self.on_span: Callable[[TurnSpan], None] | None = None  # of each turn that has ended
         self.background = Background()  # the turns of batch jobs
         self.engine = EngineClient(
             program,
@@ -103,10 +112,8 @@ class Daemon:
             lambda: store.erasure.pending,
             self.damage.found,
         )
-        config = self.config
-        self.admission = Admission(
-            config.turns_max, config.limits, self.started_at, config.ttft_seconds
-        )
+        of = self.config
+        self.admission = Admission(of.turns_max, of.limits, self.started_at, of.ttft_seconds)
         self._suspects = Suspects()
         self._engine_has_failed = False  # and has ended its turns itself; its end comes in a moment
         self._queries = Queries(self._loop, self._put, self.config.answer_seconds)
@@ -121,7 +128,7 @@ class Daemon:
 
     async def start(self) -> None:
         """Until the first engine is ready; then turns may come."""
-        ready = await self.engine.start()
+        ready, store = await self.engine.start(), self.store
         self.admission.prompts.cost = ready.cost
         history = self._history = History(
             self.store,
@@ -141,17 +148,21 @@ class Daemon:
             on_admitted=self._on_admitted,
             charge=self._charge,
             on_first_token=lambda live: self.admission.prompts.ended(live, self._loop.time()),
+            on_ended=self._on_turn_ended,
             allowance_of=self.allowance,
             now=self._sources.wall_clock,
         )
         self._conversations.prefixes.is_paused = lambda: bool(self.draining or self.damage.problems)
         self._conversations.prefixes.start()
+        self._conversations.unstored.engine_started(ready.num_pages, ready.chunk_tokens)
         gc_pause.freeze()
-        self.threads.spawn(self._sweep())
+        of = self._conversations
+        self.threads.spawn(sweep(lambda: self.num_turns, of.readers, self._erasing))
         self.backing_up.start()
         self.scrubbing.start()
-        keep_seconds, now = self.config.request_keep_seconds, self._sources.wall_clock
-        ForgettingRequests(self.store, self.threads, keep_seconds, now).start()
+        forgetting, keep = Forgetting(store, self.threads, self._sources.wall_clock), self.config
+        forgetting.start("requests", store.forgetting.step, keep.request_keep_seconds)
+        forgetting.start("chains", store.chains.forget, keep.chain_keep_seconds)
         self.on_serving(self.serving)
         self.background.engine_started()
 
@@ -207,7 +218,7 @@ class Daemon:
     @property
     def serving(self) -> bool:
         """Whether new turns are taken."""
-        ready = self.engine.serving and self._conversations is not None
+        ready = self.engine.serving and not self.loading
         return ready and not self.draining and not self.damage.problems
 
     @property
@@ -225,22 +236,45 @@ class Daemon:
         await conversations.arriving.gone(ask.tenant, ask.conversation_id, ask.request_id)
         if (live := conversations.attach(ask)) is not None:
             return live
-        load = self._load(ask.tenant, ask.conversation_id, ask.options.priority)
-        now = self._loop.time()
-        refusal = self.damage.refusal or self.admission.refusal(ask.tenant, load, seconds_left, now)
+        named = ask.tenant, ask.conversation_id, ask.options.priority
+        refusal = self.refusal(*named, seconds_left)
         if refusal is None:
             return await conversations.begin(ask)
         if (live := await conversations.known(ask)) is not None:
             return live
+        self.meter.refused(refusal)
         raise refusal
+
+    async def begin_unstored(
+        self,
+        prompt: Sequence[int],
+        options: TurnOptions,
+        tenant: str = "",
+        seconds_left: float | None = None,
+    ) -> LiveTurn:
+        """A turn of a prompt that leaves nothing on disk, if it may begin now (unstored.py)."""
+        unstored, ready = self.conversations.unstored, self.engine.ready
+        load, now = self._load(tenant, priority=options.priority), self._loop.time()
+        if (refusal := self.admission.refusal(tenant, load, seconds_left, now)) is not None:
+            raise refusal
+        assert ready is not None  # there was an engine, or there were no conversations
+        tokens = checked(prompt, options, ready.vocab_size, ready.context_max)
+        return unstored.begin(tokens, options, tenant, self._sources.random_bits(63) + 1)
+
+    def refusal(
+        self, tenant: str, conversation_id: str, priority: int, seconds_left: float | None
+    ) -> PensieveError | None:
+        """Why a turn of this tenant may not begin now; None if it may."""
+        load, now = self._load(tenant, conversation_id, priority), self._loop.time()
+        return self.damage.refusal or self.admission.refusal(tenant, load, seconds_left, now)
 
     async def warm(self, conversation_id: str, tenant: str = "") -> None:
         """Bring a conversation's KV to the device, if its tenant may have another turn now."""
         if (damage := self.damage.refusal) is not None:  # its tokens may have to be written anew
             raise damage
-        load = self._load(tenant, conversation_id)
-        exceeded = self.admission.exceeded(tenant, load, self._loop.time())
-        if exceeded is not None:
+        load, now = self._load(tenant, conversation_id), self._loop.time()
+        if (exceeded := self.admission.exceeded(tenant, load, now)) is not None:
+            self.meter.refused(exceeded)
             raise exceeded
         self._charge(tenant, CALL_TOKENS)
         await self.conversations.warming.warm(conversation_id, tenant)
@@ -254,8 +288,7 @@ class Daemon:
         conversations, admission, now = self.conversations, self.admission, self._loop.time()
         turns, arriving = conversations.turns, conversations.arriving
         return Load(
-            self.draining,
-            self.engine.serving,
+            *(self.draining, self.engine.serving),
             self.num_turns + turns.num_warms,
             turns.num_of_tenant(tenant, conversation_id) + arriving.num_of_tenant(tenant),
             lambda: admission.ahead(turns.without_token(), arriving.asks(), tenant, priority, now),
@@ -271,6 +304,13 @@ class Daemon:
         now, is_only = self._loop.time(), self.conversations.turns.num_begun == 1
         self.admission.turn_admitted(live.begun_at, now)
         self.admission.prompts.admitted(live, missing_tokens, now, is_only)
+
+    def _on_turn_ended(self, live: LiveTurn, now: float) -> None:
+        turn_ended(live, now)
+        self.meter.turn_ended(live, now)
+        self.on_turn_ended(live)
+        if self.on_span is not None:
+            self.on_span(span_of(live, self.engine.model_name, now, self._sources.wall_clock()))
 
     def _charge(self, tenant: str, num_tokens: int) -> None:
         self.admission.charge(tenant, num_tokens, self._loop.time())
@@ -314,6 +354,7 @@ class Daemon:
             elif not self.background.take(event):
                 of_turns.append(self._judged(event) if isinstance(event, TurnEnded) else event)
         if self._conversations is not None:
+            self.meter.took(events, self._conversations.turns.of_number)
             self._conversations.take(of_turns)
         self.background.go()
 
@@ -350,7 +391,10 @@ class Daemon:
         return True
 
     def _on_up(self) -> None:
-        self.admission.prompts.cost = self.engine.ready.cost if self.engine.ready else None
+        ready = self.engine.ready
+        assert ready is not None
+        self.admission.prompts.cost = ready.cost
+        self.conversations.unstored.engine_started(ready.num_pages, ready.chunk_tokens)
         self.conversations.turns.engine_started(self._sources.wall_clock())
         self.conversations.prefixes.warm_soon()
         self.on_serving(self.serving)
@@ -371,23 +415,6 @@ class Daemon:
         """What is wrong in cache, scheduler and history; nothing, as a rule."""
         answer = await self.query(CheckIntegrity)
         return [*answer.problems, *(await asyncio.to_thread(self.store.verify))]
-
-    # -- in the background --
-
-    async def _sweep(self) -> None:
-        has_collected, before = False, self._loop.time()
-        while True:
-            await asyncio.sleep(SWEEP_SECONDS)
-            late = self._loop.time() - before - SWEEP_SECONDS
-            if late > LATE_SECONDS:
-                log.warning("the service stood still for %.1f s: every stream waited", late)
-            before = self._loop.time()
-            is_idle = not self.num_turns
-            if is_idle and not has_collected:
-                gc_pause.collect()
-            has_collected = is_idle
-            self.conversations.readers.cancel_stalled()
-            self._erasing.sweep()
 
     # -- the end --
 

@@ -57,3 +57,4 @@ class DaemonConfig:
         KEEP_WARM_SECONDS  # between two looks at prefixes that are kept warm; 0: none
     )
     request_keep_seconds: float = 0.0  # that a request_id is known after its turn; 0: for ever
+    chain_keep_seconds: float = 0.0  # that a history is found by what its client sends; 0: for ever

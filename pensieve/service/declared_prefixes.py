@@ -16,7 +16,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
-from pensieve.errors import NotFound, PensieveError
+from pensieve.errors import InvalidArgument, NotFound, PensieveError
+from pensieve.service.draft import ConversationSettings
 from pensieve.service.heads import PrefixSettings
 from pensieve.service.history import History
 from pensieve.service.limits import Allowance
@@ -71,6 +72,19 @@ class DeclaredPrefixes:
         if settings.keep_warm:
             await self._warm(tenant, settings.prefix_id)
         return declared
+
+    async def begin_with_history(self, settings: ConversationSettings) -> records.Conversation:
+        """A conversation whose first messages its client gives: tokenized like a prefix, and then its own."""
+        if settings.prefix_id:
+            raise InvalidArgument("prefix_id", "is not given beside messages")
+        tenant, template_time = settings.tenant, self._now()
+        tokens = await self._acts.tokenized(
+            tenant, lambda: self._history.heads.declared(settings, template_time)
+        )
+        self._acts.charge(tenant, sum(map(len, tokens)))
+        return await self._threads.in_store(
+            tenant, self._history.declared.begin_with_history, settings, tokens, template_time
+        )
 
     async def delete(self, prefix_id: str, tenant: str = "") -> None:
         """Conversations under it stay whole, and keep the KV that they share."""

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from pensieve.core.turn import FinishReason, TurnOptions
+from pensieve.service.binding.chain import ChainEnd
+from pensieve.service.constraints import Constraints
 from pensieve.service.heads import (
     Heads,
     check_fits,
@@ -26,6 +28,8 @@ from pensieve.service.heads import (
 from pensieve.store import records
 from pensieve.text import ChatTemplate, Message, Setting
 
+CHARACTERS_OF_MESSAGE = 32  # that rendering an empty one takes as long as
+
 
 @dataclass(frozen=True, slots=True)
 class ConversationSettings:
@@ -38,6 +42,7 @@ class ConversationSettings:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     prefix_id: str = ""
     tenant: str = ""
+    messages: Sequence[Message] = ()  # a history to begin with, behind the system prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +58,26 @@ class Ask:
     create_if_missing: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)  # stored with its messages
     given_sampling: Mapping[str, Any] | None = None  # what the client set; None: all of `options`
+    traceparent: str = ""  # the caller's span, as the W3C writes it
+    settings: ConversationSettings | None = None  # that it is created with; None: none but its id
+    chain: ChainEnd | None = None  # by which its client's next request will find the conversation
 
     @property
     def sampling_given(self) -> dict[str, Any]:
         """By which the same request is known again, though defaults have changed meanwhile."""
         if self.given_sampling is not None:
-            return dict(self.given_sampling)
-        values = asdict(self.options.sampling)
-        return values if values["seed"] else {k: v for k, v in values.items() if k != "seed"}
+            values = dict(self.given_sampling)
+        else:
+            values = asdict(self.options.sampling)
+            if not values["seed"]:
+                del values["seed"]
+        if (constraint := self.options.constraint) is not None:
+            values["constraint"] = constraint.identity
+        return values
 
     @property
     def num_characters(self) -> int:
-        return sum(len(each.content) + len(each.thinking or "") for each in self.messages)
+        return sum(each.num_characters for each in self.messages)
 
     def says_the_same_as(self, other: Ask) -> bool:
         """Whether both may share a request_id."""
@@ -88,18 +101,28 @@ class Draft:
     head: Sequence[records.Message]  # what it begins with, before its first turn; else empty
     template: ChatTemplate
     heads: Heads
+    constraints: Constraints
+
+    def is_short(self, short_characters: int) -> bool:
+        """Whether `prompt` takes less than another hop between threads."""
+        if not self.constraints.knows(self.ask.options):
+            return False
+        return self.num_characters <= short_characters
 
     @property
     def num_characters(self) -> int:
         """That `prompt` has to render and tokenize."""
-        conversation, num_characters = self.conversation, self.ask.num_characters
+        conversation, messages = self.conversation, self.ask.messages
+        num_characters = self.ask.num_characters + CHARACTERS_OF_MESSAGE * len(messages)
         if self.log_end and (not self.head or self._knows_head):
             return num_characters
         tools = sum(len(str(each)) for each in conversation.tools)
-        return num_characters + sum(len(each.content) for each in self.head) + tools
+        head = sum(message_of(each).num_characters for each in self.head)
+        return num_characters + head + tools
 
     def prompt(self) -> list[list[int]]:
-        """The tokens of each new message."""
+        """The tokens of each new message; before that, the constraint is checked."""
+        self.constraints.check(self.ask.options)
         setting = setting_of(self.conversation)
         if self.head:
             head = head_of(self.heads, self.head, self.conversation)
@@ -204,8 +227,17 @@ def _tokenized_again(
 
 def new_messages(ask: Ask, prompt: Sequence[Sequence[int]]) -> list[records.NewMessage]:
     """What a client sends, with the tokens of each message, as the store takes it."""
-    pairs = zip(ask.messages, prompt, strict=True)
-    return [_new_message(message, token_ids, ask.metadata) for message, token_ids in pairs]
+    return stored_messages(ask.messages, prompt, ask.metadata)
+
+
+def stored_messages(
+    messages: Sequence[Message],
+    tokens: Sequence[Sequence[int]],
+    metadata: Mapping[str, Any] | None = None,
+) -> list[records.NewMessage]:
+    """Messages that a client gave, with the tokens of each, as the store takes them."""
+    pairs = zip(messages, tokens, strict=True)
+    return [_new_message(message, token_ids, metadata or {}) for message, token_ids in pairs]
 
 
 def _new_message(

@@ -74,6 +74,10 @@ class Ready:
     tbt_source: str = ""  # where that comes from, for people
 
     @property
+    def num_pages(self) -> int:
+        return self.device_pages + self.host_pages
+
+    @property
     def cost(self) -> IterationCost | None:
         return IterationCost(**self.iteration_cost) if self.iteration_cost else None
 
@@ -103,7 +107,7 @@ class EngineClient:
         self.ready: Ready | None = None
         self.num_restarts = 0
         self.pid: int | None = None
-        self.model_name = program.model_name
+        self.model_name, self.model_folder = program.model_name, program.model_folder
         self._hello = channel.pack(["settings", dict(program.settings), str(program.model_folder)])
         self._on_events = on_events
         self._on_down = on_down

@@ -1,8 +1,8 @@
-"""Has the store forget, from time to time, the request_ids of turns that ended long ago.
+"""Has the store forget, from time to time, what it need not know any more: requests, and chains of histories.
 
-A pass begins when the daemon does and then every hour, or more often where requests are kept for less than a
-day.  Its steps are jobs of a few milliseconds of the store thread (store/forgetting.py), with pauses in
-between.
+A pass begins when the daemon does and then every hour, or more often where a thing is kept for less than a
+day.  Its steps are jobs of a few milliseconds of the store thread (store/forgetting.py, store/chains.py),
+with pauses in between.
 """
 
 from __future__ import annotations
@@ -18,37 +18,36 @@ from pensieve.store.conversation_store import ConversationStore
 log = logging.getLogger("pensieve")
 PAUSE_SECONDS = 0.05
 NOBODY = "/forgetting"  # no tenant has this name
-PASSES = 24  # in the time that a request is kept
+PASSES = 24  # in the time that a thing is kept
 PASS_SECONDS_MAX = 3600.0
+Step = Callable[
+    [float], bool
+]  # forgets some of what is from before that time; whether the pass goes on
 
 
-class ForgettingRequests:
+class Forgetting:
     """Belongs to the loop."""
 
     def __init__(
-        self,
-        store: ConversationStore,
-        threads: Threads,
-        keep_seconds: float,
-        now: Callable[[], float],
+        self, store: ConversationStore, threads: Threads, now: Callable[[], float]
     ) -> None:
         """`now`: the clock of the records."""
         self._now = now
         self._store = store
         self._threads = threads
-        self._keep_seconds = keep_seconds
 
-    def start(self) -> None:
-        if self._keep_seconds:
-            self._threads.spawn(self._work())
+    def start(self, name: str, step: Step, keep_seconds: float) -> None:
+        """Keep things of this name for so long; 0: for ever."""
+        if keep_seconds:
+            self._threads.spawn(self._work(name, step, keep_seconds))
 
-    async def _work(self) -> None:
+    async def _work(self, name: str, step: Step, keep_seconds: float) -> None:
         while True:
             try:
-                before = self._now() - self._keep_seconds
-                while await self._threads.in_store(NOBODY, self._store.forgetting.step, before):
+                before = self._now() - keep_seconds
+                while await self._threads.in_store(NOBODY, step, before):
                     await asyncio.sleep(PAUSE_SECONDS)
                 await self._threads.in_store(NOBODY, self._store.erasure.resume)
             except PensieveError as error:  # the next pass tries again
-                log.warning("old requests could not be forgotten: %s", error)
-            await asyncio.sleep(min(PASS_SECONDS_MAX, self._keep_seconds / PASSES))
+                log.warning("old %s could not be forgotten: %s", name, error)
+            await asyncio.sleep(min(PASS_SECONDS_MAX, keep_seconds / PASSES))

@@ -3,6 +3,7 @@
                           what it begins with               its tokens
     no prefix             a system prompt, or nothing       none: they come with the first turn
     a declared prefix     system prompt, few-shot turns     the template's head of them; see text/template.py
+    a given history       system prompt, messages           the same, as of a prefix that nobody shares
 
 A first turn is written as the template writes an opening with all of these messages: rendered as a whole, but
 for the head, which was tokenized when the prefix was declared.  So its log is, token for token, that of a
@@ -20,11 +21,11 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
-from pensieve.errors import ContextFull, InvalidArgument, TooLong
+from pensieve.errors import ContextFull, InvalidArgument
 from pensieve.store import records
 from pensieve.store.bodies import canonical_json
 from pensieve.text import ChatTemplate, Message, Setting, ToolCall
@@ -48,10 +49,25 @@ class PrefixSettings:
     keep_warm: bool = False
     tenant: str = ""
 
+
+class Begins(Protocol):
+    """What a declared prefix, and a conversation with a given history, begins with."""
+
     @property
-    def all_messages(self) -> list[Message]:
-        system = [Message("system", self.system_prompt)] if self.system_prompt else []
-        return [*system, *self.messages]
+    def prefix_id(self) -> str: ...  # empty: of a given history
+    @property
+    def system_prompt(self) -> str: ...
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]: ...
+    @property
+    def template_options(self) -> Mapping[str, Any]: ...
+    @property
+    def messages(self) -> Sequence[Message]: ...
+
+
+def all_messages(begins: Begins) -> list[Message]:
+    system = [Message("system", begins.system_prompt)] if begins.system_prompt else []
+    return [*system, *begins.messages]
 
 
 class Heads:
@@ -82,9 +98,9 @@ class Heads:
                 self._num_characters -= len(self._known.popitem(last=False)[1].text)
         return head
 
-    def declared(self, settings: PrefixSettings, template_time: float) -> list[list[int]]:
-        """The tokens of each message that this prefix will be stored with; refuses one that cannot be."""
-        messages = settings.all_messages
+    def declared(self, settings: Begins, template_time: float) -> list[list[int]]:
+        """The tokens of each message that this will be stored with; refuses what cannot be."""
+        messages = all_messages(settings)
         if not (messages or settings.tools):
             raise InvalidArgument("prefix", "has a system prompt, tools or messages")
         for each in settings.messages:
@@ -92,13 +108,16 @@ class Heads:
                 raise InvalidArgument("messages", "are those of user, assistant and tool")
             if each.role == "user" and not each.content:
                 raise InvalidArgument("content", "a message must not be empty")
-        size = sum(len(each.content) for each in messages) + sum(map(len, map(str, settings.tools)))
-        check_length("prefix", size, self._context_max)
-        now = datetime.fromtimestamp(template_time, UTC)
-        # As they will be read: the store sorts the keys of objects, and templates write them in their order.
-        tools, options = json.loads(
-            canonical_json([list(settings.tools), dict(settings.template_options)])
+        size = sum(each.num_characters for each in messages) + sum(
+            map(len, map(str, settings.tools))
         )
+        check_length("prefix" if settings.prefix_id else "messages", size, self._context_max)
+        now = datetime.fromtimestamp(template_time, UTC)
+        tools, options = _as_stored([list(settings.tools), dict(settings.template_options)])
+        messages = [
+            replace(each, tool_calls=tuple(map(_call_as_stored, each.tool_calls)))
+            for each in messages
+        ]
         head = self.of(messages, Setting(tools, options, now))
         if len(head.token_ids) + 2 > self._context_max:  # beside it, one to read and one to say
             raise ContextFull(len(head.token_ids) + 2, self._context_max)
@@ -109,6 +128,15 @@ class Heads:
             return _key(messages, setting) in self._known
 
 
+def _as_stored(value: Any) -> Any:
+    """As it will be read: the store sorts the keys of objects, and templates write them in their order."""
+    return json.loads(canonical_json(value))
+
+
+def _call_as_stored(call: ToolCall) -> ToolCall:
+    return replace(call, arguments=_as_stored(dict(call.arguments)))
+
+
 def _key(messages: Sequence[Message], setting: Setting) -> bytes:
     given = [list(setting.tools), dict(setting.options), setting.now.timestamp()]
     return hashlib.blake2b(canonical_json([[asdict(each) for each in messages], given])).digest()
@@ -117,9 +145,11 @@ def _key(messages: Sequence[Message], setting: Setting) -> bytes:
 def check_length(field_name: str, size: int, context_max: int) -> None:
     """Refuse before it is tokenized what cannot fit."""
     if size > BYTES_PER_TOKEN_MAX * context_max:
-        raise TooLong(
+        error = InvalidArgument(
             field_name, f"{size:,} characters cannot fit a context of {context_max:,} tokens"
         )
+        error.is_too_long = True
+        raise error
 
 
 def tokens_of(head: Head, num_messages: int) -> list[list[int]]:

@@ -26,9 +26,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from pensieve.core.sampling import Sampling
 from pensieve.engine.messages import LogNeeded, ProvideLog, SubmitTurn
 from pensieve.errors import (
     ContextFull,
@@ -41,6 +40,7 @@ from pensieve.errors import (
     TurnInterrupted,
     TurnRunning,
 )
+from pensieve.service.constraints import Constraints
 from pensieve.service.draft import (
     Ask,
     ConversationSettings,
@@ -54,28 +54,12 @@ from pensieve.service.live_turn import Begun, Committed, Known, Reply, cache_key
 from pensieve.service.prefix_history import PrefixHistory
 from pensieve.service.prefixes import TOKENS_MAX as SHARED_TOKENS_MAX
 from pensieve.service.prefixes import Prefixes
+from pensieve.service.texts import Texts
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.text import ChatTemplate
 
 UNNUMBERED = 0  # the loop numbers what it puts
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
-KNOWN_STATES = frozenset(
-    {records.TurnState.RUNNING, records.TurnState.COMPLETED, records.TurnState.CANCELLED}
-)
-
-
-class Texts(Protocol):
-    """The text side of a model."""
-
-    @property
-    def template(self) -> ChatTemplate: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def defaults(self) -> Sampling: ...
-    @property
-    def recommended(self) -> Mapping[str, float]: ...
 
 
 class Deleted(NamedTuple):
@@ -113,6 +97,7 @@ class History:
         self._random_bits = random_bits
         self._report = report
         self.heads = Heads(self._template, context_max)
+        self._constraints = Constraints(self._template.tokenizer)
         self.declared = PrefixHistory(store, self._fingerprint, self._outdated, self._check_storage)
         self._prefixes = Prefixes()
         self._beginnings: dict[int, _Beginning] = {}  # by turn id, while the turn runs
@@ -173,17 +158,22 @@ class History:
         self._store.rewind_conversation(conversation_id, to_revision, tenant=tenant)
         return self._store.get_conversation(conversation_id, tenant=tenant)
 
-    def delete(self, conversation_id: str, *, tenant: str = "") -> Deleted:
+    def delete(
+        self, conversation_id: str, tenant: str = "", unused_since: int | None = None
+    ) -> Deleted:
         """Interrupt its running turn and delete it; nothing begins in between.
 
-        The turn is interrupted also where the deletion fails after that, so the error is returned
-        beside it.  A conversation that is gone may still have to be erased from the files.
+        With `unused_since` it is StaleRevision if a turn runs or has made another revision than that.  The
+        turn is interrupted also where the deletion fails after that, so the error is returned beside it.
+        A conversation that is gone may still have to be erased from the files.
         """
         try:
             conversation = self._store.get_conversation(conversation_id, tenant=tenant)
         except NotFound as error:
             return Deleted(None, error, self._store.erasure.pending)
         turn_id = conversation.running_turn_id
+        if unused_since is not None and (turn_id, conversation.revision) != (None, unused_since):
+            raise StaleRevision(unused_since, conversation.revision)
         self._tokenized_again.discard((tenant, conversation_id))
         self._prefixes.forget(tenant, conversation_id)
         try:
@@ -240,7 +230,7 @@ class History:
     def known(self, ask: Ask) -> Known | None:
         """The turn of this request, if it runs or has its reply; nothing is begun."""
         stored = self._store.find_turn(ask.conversation_id, ask.request_id, tenant=ask.tenant)
-        if stored is None or stored.state not in KNOWN_STATES:
+        if stored is None or stored.state not in records.KNOWN_STATES:
             return None
         request = self._request(ask, ask.request_id)
         begun = self._store.begin_turn(ask.conversation_id, request, tenant=ask.tenant)
@@ -250,7 +240,7 @@ class History:
     def start(self, ask: Ask, short_characters: int) -> Begun | Known | Draft | Outdated:
         """Draft a turn; and tokenize and begin it, too, where that takes less than another hop."""
         drafted = self.draft(ask)
-        if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:
+        if not isinstance(drafted, Draft) or not drafted.is_short(short_characters):
             return drafted
         return self.begin(drafted, drafted.prompt())
 
@@ -263,7 +253,9 @@ class History:
         except NotFound:
             if not ask.create_if_missing:
                 raise
-            created = self.create(ConversationSettings(conversation_id, tenant=tenant))
+            created = self.create(
+                ask.settings or ConversationSettings(conversation_id, tenant=tenant)
+            )
             assert isinstance(created, records.Conversation)
             conversation = created
         if conversation.fingerprint != self._fingerprint:
@@ -283,7 +275,8 @@ class History:
             log_end = self._store.log_end(conversation_id, PROMPT_TAIL_TOKENS, tenant=tenant)
         if conversation.num_messages and not self.declared.has_turns(conversation):
             head = self._store.messages(conversation_id, tenant=tenant)
-        return Draft(ask, conversation, log_end, head, self._template, self.heads)
+        texts = self._template, self.heads, self._constraints
+        return Draft(ask, conversation, log_end, head, *texts)
 
     def renew(self, outdated: Outdated, tokens: Sequence[Sequence[int]]) -> None:
         """Take the new tokens of its messages; it may have changed since, and is then looked at again."""
@@ -363,8 +356,9 @@ class History:
         message = records.NewMessage(
             "assistant", text, reply.token_ids, "", reply.stream, reply.logprobs
         )
+        state = None if reply.chain is None else reply.chain.state(text, reply.stream)
         revision = self._store.finish_turn(
-            reply.turn_id, message, reply.finish.value, reply.figures
+            reply.turn_id, message, reply.finish.value, reply.figures, state
         )
         if beginning is not None:
             conversation = beginning.conversation

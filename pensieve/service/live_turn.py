@@ -5,6 +5,8 @@
     Known    its request_id came before ─>  attach to the LiveTurn, or replay the stored reply
     Committed  <── Reply             ───  the engine has ended it
 
+An `Unstored` turn (unstored.py) begins and ends in the loop alone: the store hears nothing of it.
+
 All but `LiveTurn` are frozen.  A `LiveTurn` belongs to the loop, and so does every change of it.
 """
 
@@ -20,6 +22,7 @@ from pensieve.core.iteration import SampledToken
 from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.messages import ForkConversation, SubmitTurn
 from pensieve.errors import PensieveError
+from pensieve.service.binding.chain import ChainEnd
 from pensieve.service.draft import Ask
 from pensieve.service.logprobs import PackedLogprobs, Row, pack
 from pensieve.store import records
@@ -63,6 +66,16 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
+class Unstored:
+    """A turn that belongs to no conversation; `turn_id` is negative, and tells it from all that run."""
+
+    turn_id: int
+    tenant: str
+    submit: SubmitTurn  # without its number; and without a name, but for one that it goes on from
+    prompt_end: array[int]  # as in `Begun`
+
+
+@dataclass(frozen=True, slots=True)
 class Known:
     """A turn whose request_id came before."""
 
@@ -82,6 +95,7 @@ class Reply:
     figures: Mapping[str, Any]  # usage, as it is stored
     is_cut: bool = False  # a cancel cut it: what was withheld as a possible stop string is text
     logprobs: bytes = b""  # packed
+    chain: ChainEnd | None = None  # of its client's history before it
 
 
 class Committed(NamedTuple):
@@ -110,6 +124,7 @@ class LiveTurn:
     arrived_at: float = 0.0  # when its request was admitted, by the loop's clock
     begun_at: float = 0.0  # when the store had it
     admitted: bool = False  # the engine has room for it; before that it waits
+    cached_tokens: int = 0  # of its context, that had KV then
     phase: Phase = Phase.RUNNING
     finish: FinishReason | None = None
     failure: PensieveError | None = None
@@ -130,8 +145,14 @@ class LiveTurn:
     token_at: float = 0.0  # when its latest tokens came, by the loop's clock
     num_timed: int = 0  # of its tokens, in the latencies
     weight: float = 1.0  # of its tenant's share
+    priority: int = 0
     shared_from: str = ""  # the conversation whose KV it may begin with
     prompt_seconds: float = 0.0  # that its prompt takes by itself, as predicted
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the store has it: an unstored turn has a negative id."""
+        return self.turn_id >= 0
 
     @property
     def text(self) -> str:
@@ -222,6 +243,11 @@ def replayed(turn: records.StoredTurn, reply: records.NewMessage) -> LiveTurn:
 def cache_key(tenant: str, conversation_id: str) -> str:
     """What the engine knows a conversation by; ids hold no slash, so tenants never meet."""
     return f"{tenant}/{conversation_id}" if tenant else conversation_id
+
+
+def unstored_key(tenant: str, number: int) -> str:
+    """What the engine knows an unstored turn by: with two slashes, so no `cache_key` is like it."""
+    return f"~unstored/{tenant}/{number}"
 
 
 def names_of(key: str) -> tuple[str, str]:

@@ -12,11 +12,12 @@ had the same name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pensieve.engine.messages import ForkConversation
 from pensieve.errors import PrefixTaken, StorageFull
-from pensieve.service.draft import ConversationSettings, Outdated
-from pensieve.service.heads import STAND_IN, PrefixSettings
+from pensieve.service.draft import ConversationSettings, Outdated, stored_messages
+from pensieve.service.heads import STAND_IN, PrefixSettings, all_messages
 from pensieve.service.live_turn import cache_key
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
@@ -46,13 +47,10 @@ class PrefixHistory:
     ) -> records.Prefix:
         """Store a prefix with the tokens of each of its messages; StorageFull if there are too many."""
         self._check_storage(settings.tenant)
-        given = settings.all_messages
-        messages = [
-            records.NewMessage(each.role, each.content, ids, each.tool_call_id or "")
-            for each, ids in zip(given, tokens, strict=bool(given))
-        ]
-        if not given:
-            messages = [records.NewMessage(STAND_IN.role, STAND_IN.content, tokens[0])]
+        given = all_messages(settings)
+        messages = (
+            stored_messages(given, tokens) if given else [replace(STAND_IN, token_ids=tokens[0])]
+        )
         if self._store.prefixes.num_of(settings.tenant) >= prefixes_max:
             raise StorageFull(f"this token may have {prefixes_max} prefixes; delete some")
         return self._store.prefixes.declare(
@@ -89,6 +87,27 @@ class PrefixHistory:
                 metadata=dict(settings.metadata),
                 prefix_id=settings.prefix_id,
                 tenant=settings.tenant,
+            )
+        )
+
+    def begin_with_history(
+        self,
+        settings: ConversationSettings,
+        tokens: Sequence[Sequence[int]],
+        template_time: float,
+    ) -> records.Conversation:
+        """A conversation that begins with the messages of its settings, which have these tokens."""
+        self._check_storage(settings.tenant)
+        return self._store.create_conversation(
+            records.NewConversation(
+                settings.conversation_id,
+                self._fingerprint,
+                stored_messages(all_messages(settings), tokens),
+                list(settings.tools),
+                dict(settings.template_options),
+                dict(settings.metadata),
+                tenant=settings.tenant,
+                began_at=template_time,
             )
         )
 

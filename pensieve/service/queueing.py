@@ -102,8 +102,7 @@ def ahead_of(
 
 def waiting(live: LiveTurn) -> Waiting:
     """A turn that has begun, and has no token yet."""
-    priority = live.ask.options.priority if live.ask is not None else 0
-    return Waiting(live.tenant, live.weight, priority, live.prompt_seconds, live.admitted)
+    return Waiting(live.tenant, live.weight, live.priority, live.prompt_seconds, live.admitted)
 
 
 class Pace:

@@ -105,6 +105,12 @@ class Readers:
     def has_reader(self, live: LiveTurn) -> bool:
         return live.number in self._readers
 
+    @property
+    def num_undelivered_tokens(self) -> int:
+        """That the readers have not taken, of all turns together."""
+        readers = [each for readers in self._readers.values() for each in readers]
+        return sum(max(each.live.num_tokens - each.num_sent, 0) for each in readers)
+
     def wake(self, number: int) -> None:
         """There is more to read of this turn, or it has ended."""
         for reader in self._readers.get(number, ()):

@@ -10,7 +10,8 @@ the engine.  It says what the engine must hear (the messages it returns) and wha
 `Reply`); its owner carries that out.  What holds:
 
 * A turn is here from the moment that the loop hears of its `running` row until its end is in the store
-  and its readers can see it: `finish` is set last.
+  and its readers can see it: `finish` is set last.  An unstored one goes the same way; of it the store has
+  nothing, at its beginning and at its end (turn_ends.py).
 * What moves a turn on from RUNNING ends it, and nothing else does: in COMMITTING and INTERRUPTING its end
   is on the way to the store, and a cancel, a deletion, the end of the engine or of a reader's grace
   changes nothing.
@@ -40,8 +41,10 @@ from pensieve.service.live_turn import (
     Phase,
     RecomputeReason,
     Reply,
+    Unstored,
     names_of,
     stream_of,
+    unstored_key,
     usage_figures,
 )
 from pensieve.text import PartMarker, Tokenizer
@@ -64,7 +67,7 @@ class _Warm(NamedTuple):
 class Turns:
     def __init__(self, tokenizer: Tokenizer, engine_since: float) -> None:
         """`engine_since`: KV of what was last changed before it is gone (wall clock)."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._engine_since = engine_since
         self._live: dict[int, LiveTurn] = {}  # by the number that the engine knows them by
         self._waiting: dict[int, LiveTurn] = {}  # those that the engine has no room for yet
@@ -181,24 +184,53 @@ class Turns:
             begun_at=now,
             tenant=turn.tenant,
             weight=weight,
+            priority=submit.options.priority,
             number=submit.turn_id,
             request_id=turn.request_id,
             first_revision=begun.first_revision,
             attempt=turn.attempts,
             recompute_reason=self._recompute_reason(begun),
-            marker=PartMarker(self._tokenizer, begun.prompt_end),
+            marker=PartMarker(self.tokenizer, begun.prompt_end),
             shared_from=names_of(submit.prefix_of)[1],
         )
-        self._live[live.number] = self._waiting[live.number] = live
         self._of_request[live.tenant, live.conversation_id, live.request_id] = live
-        self._num_of_tenant[live.tenant] += 1
+        self._add(live)
         return live, submit
 
-    def admit(self, number: int) -> LiveTurn | None:
-        """The engine has room for it; the turn, if it is known."""
+    def begin_unstored(
+        self, unstored: Unstored, now: float, weight: float = 1.0
+    ) -> tuple[LiveTurn, SubmitTurn]:
+        """The same of a turn that belongs to no conversation."""
+        tenant, number = unstored.tenant, next(self._numbers)
+        submit = replace(
+            unstored.submit,
+            turn_id=number,
+            conversation_id=unstored.submit.conversation_id or unstored_key(tenant, number),
+            share=tenant,
+            weight=weight,
+        )
+        live = LiveTurn(
+            unstored.turn_id,
+            "",
+            0,  # all of it is its prompt
+            len(submit.tokens) // TOKEN_BYTES,
+            begun_at=now,
+            tenant=tenant,
+            weight=weight,
+            priority=submit.options.priority,
+            number=number,
+            recompute_reason=RecomputeReason.DROPPED,
+            marker=PartMarker(self.tokenizer, unstored.prompt_end),
+        )
+        self._add(live)
+        return live, submit
+
+    def admit(self, number: int, missing_tokens: int = 0) -> LiveTurn | None:
+        """The engine has room for it, and has to compute so much of its context; the turn, if it is known."""
         live = self._waiting.pop(number, None)
         if live is not None:
             live.admitted = True
+            live.cached_tokens = live.history_tokens + live.prompt_tokens - missing_tokens
             self._begun[number] = live
         return live
 
@@ -257,6 +289,7 @@ class Turns:
             FinishReason.CANCELLED if live.cancelled else ended.finish,
             dict(live.figures),
             is_cut=live.cancelled and (ended.finish is not FinishReason.STOP or not has_all),
+            chain=None if live.ask is None else live.ask.chain,
         )
         return Ending(live, reply)
 
@@ -282,6 +315,10 @@ class Turns:
         self._engine_since = now
 
     # -- inside --
+
+    def _add(self, live: LiveTurn) -> None:
+        self._live[live.number] = self._waiting[live.number] = live
+        self._num_of_tenant[live.tenant] += 1
 
     def _remove(self, live: LiveTurn, finish: FinishReason) -> None:
         if self._live.pop(live.number, None) is not None:
@@ -315,6 +352,8 @@ def failure_of(reason: str) -> PensieveError:
     text = f"the turn failed ({reason}); the conversation is unchanged"
     if reason == "NAN_LOGITS":
         text = "the model computed values that are not numbers; the conversation is unchanged"
+    if reason == "CONSTRAINT_FAILED":
+        text = "the reply could not be held to its constraint; the conversation is unchanged"
     if reason == "ENGINE_DIED":
         text = (
             "the engine died again and again while it had this turn; the conversation is unchanged"

@@ -199,7 +199,7 @@ def set_fingerprint(conn: Connection, conversation: int, fingerprint: str) -> No
 
 
 def delete_conversation(conn: Connection, conversation: int, tenant: str) -> None:
-    """Delete a conversation with its turns, responses and messages; those that a fork's history holds stay."""
+    """Delete a conversation with its turns, responses and messages; those that a fork holds stay."""
     made_here = "(SELECT turn_id FROM turns WHERE conversation = :conversation)"
     held_here = (
         "(SELECT message FROM history WHERE conversation = :conversation UNION"

@@ -37,6 +37,8 @@ from typing import Any
 from pensieve.errors import InvalidArgument, NotFound, StaleRevision, TurnRunning
 from pensieve.store import conversation_rows, message_rows, stored_bytes, turn_rows, verify
 from pensieve.store.backup.source import BackupSource
+from pensieve.store.chain_rows import insert_state
+from pensieve.store.chains import Chains
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.connection import BUSY_TIMEOUT_SECONDS, Writer, preferred_driver
 from pensieve.store.conversation_changes import ConversationChanges
@@ -51,6 +53,7 @@ from pensieve.store.migrations import migrate
 from pensieve.store.records import (
     LEGAL_TRANSITIONS,
     Begun,
+    ChainState,
     Conversation,
     Message,
     NewConversation,
@@ -101,6 +104,7 @@ class ConversationStore:
         self._running = RunningRows(self._writer, now)
         self.forgetting = Forgetting(self._writer, self._running)
         self.prefixes = DeclaredPrefixes(self._writer, self._running, now)
+        self.chains = Chains(self._writer, self._running)
         self.responses = Responses(self._writer, self._running, self.erasure)
         self.changes = ConversationChanges(self._writer, self._running)
         interrupted = self._running.interrupt_dead()
@@ -168,6 +172,7 @@ class ConversationStore:
                     running_turn_id=None,
                     created_at=now,
                     updated_at=now,
+                    began_at=new.began_at,
                 ),
             )
             head = shared or message_rows.insert_messages(conn, new.tenant, new.messages, None, 0)
@@ -326,6 +331,7 @@ class ConversationStore:
         reply: NewMessage,
         finish_reason: str,
         usage: Mapping[str, Any],
+        chain_state: ChainState | None = None,
     ) -> int:
         """Append the turn's messages and its reply to the log; returns the revision it made.
 
@@ -346,6 +352,8 @@ class ConversationStore:
             message_rows.append_history(conn, number, links)
             insert_logprobs(conn, tenant, turn_id, reply.logprobs)
             now = self._now()
+            if chain_state is not None:
+                insert_state(conn, tenant, chain_state, message, now)
             conversation_rows.set_revision(conn, number, revision, now)
             turn_rows.finish_turn(conn, turn_id, state, finish_reason, usage, revision, now)
         return revision

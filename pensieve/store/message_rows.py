@@ -19,6 +19,7 @@ from pensieve.store.bodies import (
     unpack_tokens,
     wipe_bodies,
 )
+from pensieve.store.chain_rows import copy_states
 from pensieve.store.logprob_rows import wipe_logprobs
 from pensieve.store.records import PAGE_BYTES_MAX, Conversation, Message, MessagePage, NewMessage
 
@@ -155,6 +156,7 @@ def replace_tokens(
             conn.execute("UPDATE messages SET turn_id = NULL WHERE message = ?", (message,))
             wipe_logprobs(conn, tenant, turn_id)
         inserted = insert_message(conn, tenant, again, turn_id, finish_reason)
+        copy_states(conn, message, inserted)
         new.append(Link(inserted, revision, len(ids)))
     cut_history(conn, conversation, tenant, after_revision=-1)
     append_history(conn, conversation, new)

@@ -13,6 +13,7 @@ The tables:
     space           one row: the bytes that wiped bodies waste
     tenants         the bytes that each tenant's conversations take (stored_bytes.py)
     prefixes        which conversations are declared prefixes (declared_prefixes.py)
+    chains          digests by which a history that a client sends is found again (chains.py)
     responses       which turns of a conversation are responses that clients may fetch (responses.py)
 
 A message exists as long as something holds it: a row of `history`, or the turn that made it, which may be
@@ -146,7 +147,26 @@ def m005_prefixes(db: Any) -> None:
     db.conn.execute("PRAGMA user_version = 5")
 
 
-def m006_responses(db: Any) -> None:
+def m006_chains(db: Any) -> None:
+    """A reply goes when nothing holds it any more, and what it was found by goes with it."""
+    for statement in (
+        """
+        CREATE TABLE chains (
+            chain INTEGER PRIMARY KEY,
+            key BLOB NOT NULL,
+            message INTEGER NOT NULL REFERENCES messages ON DELETE CASCADE,
+            session BLOB NOT NULL,
+            at REAL NOT NULL
+        ) STRICT
+        """,
+        "CREATE INDEX chains_key ON chains (key, session)",
+        "CREATE INDEX chains_message ON chains (message)",
+        "PRAGMA user_version = 6",
+    ):
+        db.conn.execute(statement)
+
+
+def m007_responses(db: Any) -> None:
     """Clients fetch the response that a turn was, and go on from it, by an id of its own."""
     for statement in (
         """
@@ -162,7 +182,7 @@ def m006_responses(db: Any) -> None:
         """,
         "CREATE INDEX responses_conversation ON responses (conversation)",
         "CREATE INDEX responses_body ON responses (body)",
-        "PRAGMA user_version = 6",
+        "PRAGMA user_version = 7",
     ):
         db.conn.execute(statement)
 
@@ -175,7 +195,8 @@ STEPS: tuple[Step, ...] = (
     m003_bytes_of_tenants,
     m004_logprobs,
     m005_prefixes,
-    m006_responses,
+    m006_chains,
+    m007_responses,
 )
 
 

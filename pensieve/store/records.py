@@ -34,6 +34,9 @@ class TurnState(StrEnum):
     FAILED = "failed"  # the engine could not finish it; not in the history
 
 
+# Of a turn that its request finds when it comes again, and does not begin again.
+KNOWN_STATES = frozenset({TurnState.RUNNING, TurnState.COMPLETED, TurnState.CANCELLED})
+
 LEGAL_TRANSITIONS: Mapping[TurnState, frozenset[TurnState]] = {
     TurnState.RUNNING: frozenset(
         {TurnState.COMPLETED, TurnState.CANCELLED, TurnState.INTERRUPTED, TurnState.FAILED}
@@ -71,7 +74,10 @@ class NewMessage:
 
 @dataclass(frozen=True, slots=True)
 class NewConversation:
-    """A conversation to create.  `messages` is its head, most often a system prompt: no rewind removes it."""
+    """A conversation to create.  `messages` is its head, most often a system prompt: no rewind removes it.
+
+    Where the head has its tokens already, the conversation is `began_at` to the template, and stays so.
+    """
 
     conversation_id: str
     fingerprint: str
@@ -81,6 +87,7 @@ class NewConversation:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     prefix_id: str = ""
     tenant: str = ""
+    began_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +147,9 @@ class Conversation:
     running_turn_id: int | None
     created_at: float
     updated_at: float
-    began_at: float | None = None  # under a declared prefix: the time that it is to the template
+    began_at: float | None = (
+        None  # whose head has tokens of its own: the time that it is to the template
+    )
 
     @property
     def template_time(self) -> float:
@@ -192,6 +201,30 @@ class StoredTurn:
     revision: int | None  # the one it made
     created_at: float
     finished_at: float | None
+
+
+class ChainState(NamedTuple):
+    """A history as a client sends it, up to and with a reply; see chains.py."""
+
+    digest: bytes
+    session: bytes  # the digest of the client's own name for the conversation; empty: none
+
+
+class ChainMatch(NamedTuple):
+    """A conversation whose history begins like a client's."""
+
+    digest: bytes  # the longest of those that were looked for
+    conversation_id: str
+    revision: int  # that made it
+    present_revision: int  # of the conversation
+    may_append: bool  # nothing comes behind it, no turn runs, and the session is the same
+
+
+class ChainRequest(NamedTuple):
+    """A turn that a request began, in a conversation whose history begins like its own."""
+
+    conversation_id: str
+    num_messages: int  # that the request added
 
 
 class Begun(NamedTuple):

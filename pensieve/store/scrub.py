@@ -38,11 +38,13 @@ KEYS = {
     "turns": "turn_id",
     "messages": "message",
     "bodies": "body",
+    "chains": "chain",
     "responses": "response",
 }
 
 
 EVERY_ROW = "body > 0"
+EVERY_CHAIN = "message > 0"
 
 
 class Index(NamedTuple):
@@ -63,6 +65,8 @@ INDEXES = (
     Index("turns", "turns_logprobs", ("logprobs",), "logprobs IS NOT NULL"),
     Index("messages", "messages_turn", ("turn_id",)),
     Index("messages", "messages_body", ("body",)),
+    Index("chains", "chains_key", ("key", "session"), EVERY_CHAIN),
+    Index("chains", "chains_message", ("message",), EVERY_CHAIN),
     Index("responses", "sqlite_autoindex_responses_1", ("key",), "key > x''"),
     Index("responses", "responses_conversation", ("conversation",), "conversation > 0"),
     Index("responses", "responses_body", ("body",), "body IS NOT 0"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sqlite3 import Connection
 
-ROW_BYTES = 256  # about what a record takes beside its body
+ROW_BYTES = 256  # about what a record takes beside its body, links and chains included
 
 
 def count(conn: Connection, tenant: str, num_bytes: int) -> None:

@@ -187,6 +187,11 @@ STORE_QUERIES = (
         " WHERE c.conversation = p.conversation AND c.tenant = p.tenant)",
     ),
     (
+        "chain {}: its message is no reply",
+        "SELECT chain FROM chains c WHERE NOT EXISTS (SELECT 1 FROM messages m"
+        " WHERE m.message = c.message AND m.finish_reason IS NOT NULL)",
+    ),
+    (
         "tenant {!r}: its conversations take {} bytes, and {} are counted",
         f"""
         WITH added (tenant, num_bytes) AS ({ADDED_UP}),

@@ -7,6 +7,7 @@ moment ago.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 COMMITS_MAX = 1024  # whose times are kept
@@ -15,6 +16,7 @@ COMMITS_MAX = 1024  # whose times are kept
 class WriteFigures:
     def __init__(self, journal: Path) -> None:
         self.num_commits = 0
+        self.on_commit: Callable[[float], None] = lambda seconds: None  # in the writer's thread
         self._journal = journal
         self._seconds: deque[float] = deque(maxlen=COMMITS_MAX)
 
@@ -22,6 +24,7 @@ class WriteFigures:
         """A transaction is on the disk, which took so long, most of it for the disk's sync."""
         self._seconds.append(seconds)
         self.num_commits += 1
+        self.on_commit(seconds)
 
     @property
     def commit_seconds(self) -> tuple[float, ...]:

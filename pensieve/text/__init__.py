@@ -2,6 +2,7 @@
 
     messages ──ChatTemplate──> TemplateText ──Tokenizer──> Delta: ids that are appended to the log
     sampled ids ──Detokenizer──> text ──StopMatcher──> text that may be sent
+                                      ──ReplyPieces──> thinking, text, calls of tools
 
 `Tokenizer` is a folder in the Hugging Face layout, `ChatTemplate` turns new messages into the tokens
 that follow a log without looking at the log, `TemplateText` keeps a client's text from becoming control
@@ -11,24 +12,34 @@ tokens, and `probe` finds what a template would do to earlier turns if they were
 from pensieve.text.detokenizer import Detokenizer
 from pensieve.text.message import Message, Setting, ToolCall
 from pensieve.text.parts import Part, PartMarker
+from pensieve.text.reply_pieces import ReplyPieces, Text, Thinking
 from pensieve.text.stop import StopMatcher
 from pensieve.text.template import ChatTemplate, Delta
 from pensieve.text.template_probe import TemplateReport, probe
 from pensieve.text.template_text import TemplateText
 from pensieve.text.tokenizer import Tokenizer
+from pensieve.text.tool_calls import CallArguments, CallBegan, CallStyle, style_named, style_of
 
 __all__ = [
+    "CallArguments",
+    "CallBegan",
+    "CallStyle",
     "ChatTemplate",
     "Delta",
     "Detokenizer",
     "Message",
     "Part",
     "PartMarker",
+    "ReplyPieces",
     "Setting",
     "StopMatcher",
     "TemplateReport",
     "TemplateText",
+    "Text",
+    "Thinking",
     "Tokenizer",
     "ToolCall",
     "probe",
+    "style_named",
+    "style_of",
 ]

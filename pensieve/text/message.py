@@ -15,7 +15,7 @@ from typing import Any
 from pensieve.errors import InvalidArgument
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MESSAGES_MAX = 128  # of one turn; each costs one rendering
+MESSAGES_MAX = 4096  # of one turn
 DEPTH_MAX = 64  # of tools, arguments and options
 
 
@@ -38,6 +38,14 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None  # of the tool that answers
+    num_characters: int = field(init=False, compare=False, repr=False)  # that a template may write
+
+    def __post_init__(self) -> None:
+        texts = [self.content, self.thinking or "", self.name or ""]  # not yet checked to be text
+        for call in self.tool_calls:
+            texts += [call.name, str(call.arguments)]
+        num_characters = sum(len(str(each)) for each in texts)
+        object.__setattr__(self, "num_characters", num_characters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,15 @@ _OPENING = {
     "<tool_call>": Part.TOOL_CALL,
     "[TOOL_CALLS]": Part.TOOL_CALL,  # closed by the end of the reply
     "<|python_tag|>": Part.TOOL_CALL,  # likewise
+    "<|python_start|>": Part.TOOL_CALL,
+    "<|tool_call_start|>": Part.TOOL_CALL,
     "<｜tool▁calls▁begin｜>": Part.TOOL_CALL,
 }
-_THINKING_MARKS = ("<think>", "[THINK]"), ("</think>", "[/THINK]")  # that open and close it
-_CLOSING = ("</think>", "[/THINK]", "</tool_call>", "<｜tool▁calls▁end｜>")
+THINKING_MARKS = ("<think>", "[THINK]"), ("</think>", "[/THINK]")  # that open and close it
+_CLOSING = (
+    *THINKING_MARKS[1],
+    *("</tool_call>", "<|python_end|>", "<|tool_call_end|>", "<｜tool▁calls▁end｜>"),
+)
 
 
 class PartMarker:
@@ -55,13 +60,3 @@ class PartMarker:
         if token_id in self._closing or token_id in self._ends:
             self._part = Part.TEXT
         return part
-
-
-def without_marks(thinking: str) -> str:
-    """The text of a THINKING part without the control tokens around it, if they have a text at all."""
-    thinking = thinking.strip()
-    for opening in _THINKING_MARKS[0]:
-        thinking = thinking.removeprefix(opening)
-    for closing in _THINKING_MARKS[1]:
-        thinking = thinking.removesuffix(closing)
-    return thinking.strip()

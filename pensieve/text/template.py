@@ -17,7 +17,8 @@ would write there, otherwise with it.
 The spans of the messages tile the log.  Message k of a delta ends at the first character that leaving out
 the later messages would change; so the end of the open reply belongs to the first new message, and the
 generation prompt to the last.  The rendering is tokenised as a whole, and a token that crosses a border
-belongs to the later message.
+belongs to the later message.  Of more than BORDERS_MAX messages (a history that a client brings) the last
+one has all tokens, since each border takes a rendering.
 
 Messages that many conversations begin with have a *head*: the tokens that an opening with them begins with,
 whatever follows.  It ends with a control token, because a tokenizer joins nothing across one.  So the head
@@ -45,6 +46,7 @@ from pensieve.text.template_text import TemplateText, written
 from pensieve.text.tokenizer import Encoded, Tokenizer
 
 FOLLOWING = ("a", "b")  # of a user, where nothing is known of what follows a head
+BORDERS_MAX = 128  # messages whose ends are looked for; each costs one rendering
 MARK = "\udffe"  # stands in for content when a template is tested
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
 FAILURES = (
@@ -284,8 +286,13 @@ class ChatTemplate:
         setting: Setting,
         num_known: int = 0,
     ) -> list[int]:
-        """The character at which each new message ends, but for the first `num_known`."""
+        """The character at which each new message ends, but for the first `num_known`.
+
+        Where there are very many, all of the text is the last one's.
+        """
         borders = []
+        if len(new) - num_known > BORDERS_MAX:
+            return [0] * (len(new) - num_known - 1) + [len(text)]
         for count in range(num_known + 1, len(new)):
             try:
                 if past:

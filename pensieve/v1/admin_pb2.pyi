@@ -133,6 +133,36 @@ class WatchStatsResponse(google.protobuf.message.Message):
 Global___WatchStatsResponse: typing_extensions.TypeAlias = WatchStatsResponse
 
 @typing.final
+class GetMetricsRequest(google.protobuf.message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___GetMetricsRequest: typing_extensions.TypeAlias = GetMetricsRequest
+
+@typing.final
+class GetMetricsResponse(google.protobuf.message.Message):
+    """The metrics."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """In Prometheus' exposition format."""
+    def __init__(
+        self,
+        *,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["text", b"text"]) -> None: ...
+
+Global___GetMetricsResponse: typing_extensions.TypeAlias = GetMetricsResponse
+
+@typing.final
 class Stats(google.protobuf.message.Message):
     """How the daemon is."""
 

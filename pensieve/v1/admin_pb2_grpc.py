@@ -45,6 +45,11 @@ class AdminServiceStub(object):
                 request_serializer=pensieve_dot_v1_dot_admin__pb2.WatchStatsRequest.SerializeToString,
                 response_deserializer=pensieve_dot_v1_dot_admin__pb2.WatchStatsResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/pensieve.v1.AdminService/GetMetrics',
+                request_serializer=pensieve_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=pensieve_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
         self.ListCachedConversations = channel.unary_unary(
                 '/pensieve.v1.AdminService/ListCachedConversations',
                 request_serializer=pensieve_dot_v1_dot_admin__pb2.ListCachedConversationsRequest.SerializeToString,
@@ -105,6 +110,13 @@ class AdminServiceServicer(object):
 
     def WatchStats(self, request, context):
         """The same again and again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetMetrics(self, request, context):
+        """The same figures and more, as Prometheus reads them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,6 +197,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.WatchStats,
                     request_deserializer=pensieve_dot_v1_dot_admin__pb2.WatchStatsRequest.FromString,
                     response_serializer=pensieve_dot_v1_dot_admin__pb2.WatchStatsResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=pensieve_dot_v1_dot_admin__pb2.GetMetricsRequest.FromString,
+                    response_serializer=pensieve_dot_v1_dot_admin__pb2.GetMetricsResponse.SerializeToString,
             ),
             'ListCachedConversations': grpc.unary_unary_rpc_method_handler(
                     servicer.ListCachedConversations,
@@ -287,6 +304,33 @@ class AdminService(object):
             '/pensieve.v1.AdminService/WatchStats',
             pensieve_dot_v1_dot_admin__pb2.WatchStatsRequest.SerializeToString,
             pensieve_dot_v1_dot_admin__pb2.WatchStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pensieve.v1.AdminService/GetMetrics',
+            pensieve_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+            pensieve_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

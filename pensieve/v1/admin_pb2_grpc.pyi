@@ -57,6 +57,22 @@ _AdminServiceWatchStatsType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminServiceGetMetricsType = typing_extensions.TypeVar(
+    '_AdminServiceGetMetricsType',
+    grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.GetMetricsRequest,
+        pensieve.v1.admin_pb2.GetMetricsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.GetMetricsRequest,
+        pensieve.v1.admin_pb2.GetMetricsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.GetMetricsRequest,
+        pensieve.v1.admin_pb2.GetMetricsResponse,
+    ],
+)
+
 _AdminServiceListCachedConversationsType = typing_extensions.TypeVar(
     '_AdminServiceListCachedConversationsType',
     grpc.UnaryUnaryMultiCallable[
@@ -201,7 +217,7 @@ _AdminServiceBackUpType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWatchStatsType, _AdminServiceListCachedConversationsType, _AdminServiceExplainConversationType, _AdminServiceEvictConversationType, _AdminServiceCheckIntegrityType, _AdminServiceListTenantsType, _AdminServiceListTenantPrefixesType, _AdminServiceDeleteTenantPrefixType, _AdminServiceDrainType, _AdminServiceBackUpType]):
+class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWatchStatsType, _AdminServiceGetMetricsType, _AdminServiceListCachedConversationsType, _AdminServiceExplainConversationType, _AdminServiceEvictConversationType, _AdminServiceCheckIntegrityType, _AdminServiceListTenantsType, _AdminServiceListTenantPrefixesType, _AdminServiceDeleteTenantPrefixType, _AdminServiceDrainType, _AdminServiceBackUpType]):
     """Needs the admin token, or the UNIX socket in the data folder."""
 
     @typing.overload
@@ -213,6 +229,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
         grpc.UnaryStreamMultiCallable[
             pensieve.v1.admin_pb2.WatchStatsRequest,
             pensieve.v1.admin_pb2.WatchStatsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            pensieve.v1.admin_pb2.GetMetricsRequest,
+            pensieve.v1.admin_pb2.GetMetricsResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             pensieve.v1.admin_pb2.ListCachedConversationsRequest,
@@ -263,6 +283,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
             pensieve.v1.admin_pb2.WatchStatsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            pensieve.v1.admin_pb2.GetMetricsRequest,
+            pensieve.v1.admin_pb2.GetMetricsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             pensieve.v1.admin_pb2.ListCachedConversationsRequest,
             pensieve.v1.admin_pb2.ListCachedConversationsResponse,
         ],
@@ -306,6 +330,9 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetStatsType, _AdminServiceWa
     WatchStats: _AdminServiceWatchStatsType
     """The same again and again."""
 
+    GetMetrics: _AdminServiceGetMetricsType
+    """The same figures and more, as Prometheus reads them."""
+
     ListCachedConversations: _AdminServiceListCachedConversationsType
     """Which conversations hold KV-tokens."""
 
@@ -341,6 +368,10 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
         pensieve.v1.admin_pb2.WatchStatsRequest,
         pensieve.v1.admin_pb2.WatchStatsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        pensieve.v1.admin_pb2.GetMetricsRequest,
+        pensieve.v1.admin_pb2.GetMetricsResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         pensieve.v1.admin_pb2.ListCachedConversationsRequest,
@@ -398,6 +429,14 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[pensieve.v1.admin_pb2.WatchStatsResponse], collections.abc.AsyncIterator[pensieve.v1.admin_pb2.WatchStatsResponse]]:
         """The same again and again."""
+
+    @abc.abstractmethod
+    def GetMetrics(
+        self,
+        request: pensieve.v1.admin_pb2.GetMetricsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pensieve.v1.admin_pb2.GetMetricsResponse, collections.abc.Awaitable[pensieve.v1.admin_pb2.GetMetricsResponse]]:
+        """The same figures and more, as Prometheus reads them."""
 
     @abc.abstractmethod
     def ListCachedConversations(

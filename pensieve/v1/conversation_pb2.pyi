@@ -263,22 +263,64 @@ class NewMessage(google.protobuf.message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     CONTENT_FIELD_NUMBER: builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: builtins.int
+    TOOL_CALLS_FIELD_NUMBER: builtins.int
+    THINKING_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
     role: Global___Role.ValueType
     """Who speaks; unspecified is the user."""
     content: builtins.str
     """The text.  It never becomes a control token, whatever it says."""
     tool_call_id: builtins.str
     """For ROLE_TOOL: which call this answers.  At most 512 bytes."""
+    thinking: builtins.str
+    """For ROLE_ASSISTANT: what it thought before it spoke; whether the model sees that is its chat template's to say."""
+    name: builtins.str
+    """Of the tool or person that speaks, for chat templates that write it.  At most 512 bytes."""
+    @property
+    def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """For ROLE_ASSISTANT: the calls that it made.  At most 64; those of a request have 256 KiB of arguments together."""
+
     def __init__(
         self,
         *,
         role: Global___Role.ValueType = ...,
         content: builtins.str = ...,
         tool_call_id: builtins.str = ...,
+        tool_calls: collections.abc.Iterable[Global___ToolCall] | None = ...,
+        thinking: builtins.str = ...,
+        name: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "role", b"role", "tool_call_id", b"tool_call_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "name", b"name", "role", b"role", "thinking", b"thinking", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]) -> None: ...
 
 Global___NewMessage: typing_extensions.TypeAlias = NewMessage
+
+@typing.final
+class ToolCall(google.protobuf.message.Message):
+    """A call of a tool, in a message of the assistant that a client gave.  A call that the model wrote is part of the
+    text of its reply.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    ARGUMENTS_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """What the answer names.  At most 512 bytes."""
+    name: builtins.str
+    """Of the tool.  At most 512 bytes."""
+    arguments: builtins.str
+    """The JSON of an object."""
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        name: builtins.str = ...,
+        arguments: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]) -> None: ...
+
+Global___ToolCall: typing_extensions.TypeAlias = ToolCall
 
 @typing.final
 class Message(google.protobuf.message.Message):
@@ -296,6 +338,9 @@ class Message(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     FINISH_REASON_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
+    TOOL_CALLS_FIELD_NUMBER: builtins.int
+    THINKING_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Its place in the history, from 0."""
     role: Global___Role.ValueType
@@ -312,6 +357,10 @@ class Message(google.protobuf.message.Message):
     """How many tokens it adds to the log; the messages tile it."""
     finish_reason: Global___FinishReason.ValueType
     """Why a reply ended; unspecified for every other message."""
+    thinking: builtins.str
+    """Of a message that a client gave: see NewMessage."""
+    name: builtins.str
+    """Of a message that a client gave: see NewMessage."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Its tokens, if asked for."""
@@ -319,6 +368,10 @@ class Message(google.protobuf.message.Message):
     @property
     def metadata(self) -> google.protobuf.struct_pb2.Struct:
         """What the client sent with the request that brought this message; empty for replies."""
+
+    @property
+    def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Of a message that a client gave: see NewMessage."""
 
     def __init__(
         self,
@@ -333,9 +386,12 @@ class Message(google.protobuf.message.Message):
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         metadata: google.protobuf.struct_pb2.Struct | None = ...,
+        tool_calls: collections.abc.Iterable[Global___ToolCall] | None = ...,
+        thinking: builtins.str = ...,
+        name: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["metadata", b"metadata"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["content", b"content", "finish_reason", b"finish_reason", "first_token", b"first_token", "index", b"index", "metadata", b"metadata", "num_tokens", b"num_tokens", "revision", b"revision", "role", b"role", "token_ids", b"token_ids", "tool_call_id", b"tool_call_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["content", b"content", "finish_reason", b"finish_reason", "first_token", b"first_token", "index", b"index", "metadata", b"metadata", "name", b"name", "num_tokens", b"num_tokens", "revision", b"revision", "role", b"role", "thinking", b"thinking", "token_ids", b"token_ids", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]) -> None: ...
 
 Global___Message: typing_extensions.TypeAlias = Message
 
@@ -470,6 +526,7 @@ class CreateConversationRequest(google.protobuf.message.Message):
     TEMPLATE_OPTIONS_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
     PREFIX_ID_FIELD_NUMBER: builtins.int
+    MESSAGES_FIELD_NUMBER: builtins.int
     conversation_id: builtins.str
     """Drawn by the server if empty."""
     system_prompt: builtins.str
@@ -495,6 +552,13 @@ class CreateConversationRequest(google.protobuf.message.Message):
     def metadata(self) -> google.protobuf.struct_pb2.Struct:
         """Whatever the client wants to remember with it, at most 16 KiB."""
 
+    @property
+    def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NewMessage]:
+        """A history to begin with, behind the system prompt: messages of user, assistant and tool, in a form that a user's
+        message may follow.  They are of revision 0, so no rewind removes them; their tokens are those that the chat
+        template writes, also of what a model once sampled.  At most 127, of 3 MiB together; not beside a prefix_id.
+        """
+
     def __init__(
         self,
         *,
@@ -504,9 +568,10 @@ class CreateConversationRequest(google.protobuf.message.Message):
         template_options: google.protobuf.struct_pb2.Struct | None = ...,
         metadata: google.protobuf.struct_pb2.Struct | None = ...,
         prefix_id: builtins.str = ...,
+        messages: collections.abc.Iterable[Global___NewMessage] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["metadata", b"metadata", "template_options", b"template_options"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["conversation_id", b"conversation_id", "metadata", b"metadata", "prefix_id", b"prefix_id", "system_prompt", b"system_prompt", "template_options", b"template_options", "tools", b"tools"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["conversation_id", b"conversation_id", "messages", b"messages", "metadata", b"metadata", "prefix_id", b"prefix_id", "system_prompt", b"system_prompt", "template_options", b"template_options", "tools", b"tools"]) -> None: ...
 
 Global___CreateConversationRequest: typing_extensions.TypeAlias = CreateConversationRequest
 
@@ -661,6 +726,7 @@ class SendMessageRequest(google.protobuf.message.Message):
     HINTS_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
+    CONSTRAINT_FIELD_NUMBER: builtins.int
     conversation_id: builtins.str
     """To whom."""
     request_id: builtins.str
@@ -692,6 +758,12 @@ class SendMessageRequest(google.protobuf.message.Message):
     def metadata(self) -> google.protobuf.struct_pb2.Struct:
         """Whatever the client wants to find with these messages again, at most 16 KiB; no model sees it."""
 
+    @property
+    def constraint(self) -> Global___Constraint:
+        """What the reply has to be.  One that cannot be compiled within bounds is INVALID_ARGUMENT; one that becomes too
+        costly while the reply is sampled fails its turn with CONSTRAINT_FAILED.
+        """
+
     def __init__(
         self,
         *,
@@ -704,12 +776,73 @@ class SendMessageRequest(google.protobuf.message.Message):
         hints: Global___Hints | None = ...,
         priority: builtins.int = ...,
         metadata: google.protobuf.struct_pb2.Struct | None = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "expected_revision", b"expected_revision", "hints", b"hints", "metadata", b"metadata", "sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "conversation_id", b"conversation_id", "create_if_missing", b"create_if_missing", "expected_revision", b"expected_revision", "hints", b"hints", "messages", b"messages", "metadata", b"metadata", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "constraint", b"constraint", "expected_revision", b"expected_revision", "hints", b"hints", "metadata", b"metadata", "sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_expected_revision", b"_expected_revision", "constraint", b"constraint", "conversation_id", b"conversation_id", "create_if_missing", b"create_if_missing", "expected_revision", b"expected_revision", "hints", b"hints", "messages", b"messages", "metadata", b"metadata", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_expected_revision", b"_expected_revision"]) -> typing.Literal["expected_revision"] | None: ...
 
 Global___SendMessageRequest: typing_extensions.TypeAlias = SendMessageRequest
+
+@typing.final
+class Constraint(google.protobuf.message.Message):
+    """A reply is sampled among the tokens that this allows, and ends where it is met; the thinking before it is free.
+    max_tokens, the context's end and stop strings cut a reply all the same; ignore_eos cannot be given beside it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: builtins.int
+    JSON_OBJECT_FIELD_NUMBER: builtins.int
+    REGEX_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
+    json_schema: builtins.str
+    """The reply is JSON that this JSON schema accepts."""
+    json_object: builtins.bool
+    """The reply is a JSON object."""
+    regex: builtins.str
+    """All of the reply matches this regular expression, in Rust's syntax."""
+    grammar: builtins.str
+    """The reply is a sentence of this grammar, in the variant of Lark that llguidance reads."""
+    @property
+    def choice(self) -> Global___Choices:
+        """The reply is one of some texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: builtins.str = ...,
+        json_object: builtins.bool = ...,
+        regex: builtins.str = ...,
+        choice: Global___Choices | None = ...,
+        grammar: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["json_schema", "json_object", "regex", "choice", "grammar"] | None: ...
+
+Global___Constraint: typing_extensions.TypeAlias = Constraint
+
+@typing.final
+class Choices(google.protobuf.message.Message):
+    """Texts to choose from."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHOICES_FIELD_NUMBER: builtins.int
+    @property
+    def choices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """1 to 1,000, none of them empty."""
+
+    def __init__(
+        self,
+        *,
+        choices: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choices", b"choices"]) -> None: ...
+
+Global___Choices: typing_extensions.TypeAlias = Choices
 
 @typing.final
 class Hints(google.protobuf.message.Message):

@@ -206,7 +206,9 @@ def test_a_certificate_that_cannot_be_read_is_named() -> None:
         (lambda c: c.send(5), "messages"),
         (lambda c: c.send(["x"]), "messages"),
         (lambda c: c.send([{"role": "user"}]), "messages"),
-        (lambda c: c.send([{"content": "x", "name": "ada"}]), "messages"),
+        (lambda c: c.send([{"content": "x", "colour": "red"}]), "messages"),
+        (lambda c: c.send([{"content": "x", "name": HALF}]), "name"),
+        (lambda c: c.create(messages=[{"role": "assistant", "tool_calls": [{}]}]), "tool_calls"),
         (lambda c: c.send([{"content": 5}]), "content"),
         (lambda c: c.send([{"role": "robot", "content": "x"}]), "role"),
         (lambda c: c.send("x", temprature=1), "temprature"),
@@ -433,3 +435,14 @@ def test_a_client_that_is_shared_reads_pages_for_each_thread(
     for thread in threads:
         thread.join()
     assert seen == [5] * 8
+
+
+def test_errors_that_other_modules_derive_stand_for_no_reason() -> None:
+    """A program may hold a daemon beside its client."""
+    program = (
+        "import pensieve.service.openai.fields\n"
+        "from pensieve.client.grpc_errors import BY_REASON\n"
+        "print(BY_REASON['INVALID_ARGUMENT'].__name__)"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert said.stdout.decode().strip() == "InvalidArgument"

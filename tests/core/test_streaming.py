@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pensieve.core import stream_groups, stream_packing
 from pensieve.core.cache_config import CacheConfig
 from pensieve.core.iteration import Iteration
 from pensieve.core.iteration_cost import IterationCost
@@ -122,6 +123,28 @@ def test_groups_are_kept_and_arranged_anew_when_they_do_not_fit() -> None:
     assert True in kept
     assert False in kept
     world.run_until_idle()
+
+
+def test_who_comes_and_leaves_does_not_have_all_packed_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packings = []
+    monkeypatch.setattr(
+        stream_groups, "packed", lambda *given: packings.append(1) or stream_packing.packed(*given)
+    )
+    monkeypatch.setattr(stream_groups, "CHANGED_SHARE", 100.0)  # a few turns change by halves soon
+    world = stage(host_pages=400, staging_pages=12)
+    world.ask("big", 30, 60)
+    turns = [world.ask(f"c{number}", 9 + number % 3, 4 + 3 * number) for number in range(14)]
+    sets = set()
+    while any(turn.finish is None for turn in turns):
+        iteration = world.next()
+        assert all(len(group.host_pages) <= 12 for group in iteration.groups)
+        ids = streamed(iteration)
+        assert len(ids) == len(set(ids))
+        sets.add(frozenset(ids))
+    assert len(sets) > 8
+    assert 0 < len(packings) <= 3
 
 
 def test_a_context_larger_than_an_arena_waits_for_the_device() -> None:

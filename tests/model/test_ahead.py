@@ -7,6 +7,7 @@ few pages that turns are suspended and chunks are moved, dropped and computed ag
 from __future__ import annotations
 
 import random
+import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from pensieve.core.cache import CacheConfig, KVCache
+from pensieve.core.constraint import Constraint, ConstraintKind
 from pensieve.core.cost import CostProfile
 from pensieve.core.iteration import Iteration, Outcome, SampledToken, SwapIn, SwapOut
 from pensieve.core.policies.registry import policy_named
@@ -64,6 +66,11 @@ ORDINARY = {
     "stop string": Sampling(temperature=3.0, stop=("e", "xy")),
     "stop string after min_tokens": Sampling(temperature=3.0, stop=("a", "b"), min_tokens=4),
     "logprobs": Sampling(logprobs=20),
+    "held to a pattern": Sampling(temperature=1.0, logprobs=2),
+    "held to a pattern, greedy": Sampling(repetition_penalty=1.5, logprobs=1),
+    "held to a choice": Sampling(temperature=2.0, top_k=50),
+    "held to a choice, too short": Sampling(min_tokens=30),
+    "held to what no token says": Sampling(temperature=1.0),
     "everything": Sampling(
         temperature=0.9,
         top_k=50,
@@ -77,6 +84,13 @@ ORDINARY = {
         stop=("qu",),
         logprobs=4,
     ),
+}
+PATTERNS = {
+    "held to a pattern": "[d-q]{3,20}(ab|c+d)",
+    "held to a pattern, greedy": "([a-m]{2}[n-x]){2,5}€?",
+    "held to a choice": "yes|no|perhaps",
+    "held to a choice, too short": "abc|abd",
+    "held to what no token says": "a[A-Z]",
 }
 FAILING = {
     "fails soon": Sampling(temperature=1.0, logit_bias=((POISON, 3.0),), logprobs=1),
@@ -182,7 +196,10 @@ class Crowd:
         asked = replace(sampling, seed=seed, max_tokens=max_tokens)
         self.turns[turn_id] = Said()
         speaking[turn_id] = (name, list(tokens))
-        self.mailbox.put(SubmitTurn(turn_id, name, tokens.tobytes(), len(log), TurnOptions(asked)))
+        pattern = PATTERNS.get(name)
+        constraint = Constraint(ConstraintKind.REGEX, pattern) if pattern else None
+        options = TurnOptions(asked, constraint=constraint)
+        self.mailbox.put(SubmitTurn(turn_id, name, tokens.tobytes(), len(log), options))
 
     def _hear(
         self,
@@ -232,6 +249,7 @@ def test_every_turn_says_the_same_at_both_depths(
     exact = chunk_tokens == 32 and dense.available(torch.float32)
     counted = {1: Counter[str](), 2: Counter[str]()}
     finishes: Counter[FinishReason | None] = Counter()
+    held: Counter[str] = Counter()
     for seed in range(3):
         heard: dict[int, dict[str, list[Said]]] = {}
         for depth in (1, 2):
@@ -248,6 +266,13 @@ def test_every_turn_says_the_same_at_both_depths(
                 assert (one.finish, one.failure) == (two.finish, two.failure), where
                 assert one.deltas == (two.deltas if exact else approximately(two.deltas)), where
                 finishes[one.finish] += 1
+                if name in PATTERNS and one.finish is FinishReason.STOP:
+                    held[name] += 1
+                    assert re.fullmatch(PATTERNS[name], "".join(str(d[1]) for d in one.deltas))
+                elif name == "held to what no token says" and one.finish is FinishReason.FAILED:
+                    held[name] += 1
+                    assert (one.failure, len(one.tokens)) == ("CONSTRAINT_FAILED", 1)
+    assert min(held[name] for name in PATTERNS) > 2, held
     assert min(finishes[each] for each in FinishReason if each != FinishReason.WARMED) > 20
     wanted = {"suspensions", "resumptions", "recomputed_tokens", "failed", "discarded"}
     wanted |= {"swapped_out", "swapped_in", "dropped"}

@@ -38,7 +38,20 @@ def poison(arena: torch.Tensor) -> None:
 
 
 class LetterTokenizer:
-    """Token i says a letter; tokens 0 to 2 say nothing; 100 to 102 are the bytes of a euro sign."""
+    """Token i says a letter; tokens 0 to 2 say nothing; 100 to 102 are the bytes of a euro sign.
+
+    Tokens 1 and 2 open and close the thinking, where it thinks.
+    """
+
+    vocab_size = 120
+    special_ids = control_ids = frozenset({0, 1, 2})
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __init__(self, thinks: bool = False) -> None:
+        self._names = {"<think>": 1, "</think>": 2} if thinks else {}
+
+    def token_id(self, text: str) -> int | None:
+        return self._names.get(text)
 
     def is_silent(self, token_id: int) -> bool:
         return token_id < 3

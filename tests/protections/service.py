@@ -4,6 +4,35 @@ from tests.protections import Change, Protection, protection
 
 PROTECTIONS = (
     protection(
+        "a conversation that was made for a turn goes with it",
+        "service/binding/binder.py",
+        "            self._daemon.threads.spawn(discarded)\n",
+        "            discarded.close()\n",
+        "service/binding/test_binder.py::test_a_turn_that_is_given_up_leaves_no_conversation_behind",
+    ),
+    protection(
+        "a turn is appended to the history that was found, and to no other",
+        "service/binding/binder.py",
+        "        ask = one.ask(match.conversation_id, num_known, match.present_revision)\n",
+        "        ask = one.ask(match.conversation_id, num_known)\n",
+        "service/binding/test_binder.py::test_a_turn_that_comes_between_the_look_and_the_turn",
+    ),
+    protection(
+        "what another session has is forked",
+        "store/chains.py",
+        "                if is_of_session and holder.is_head and is_idle:\n",
+        "                if holder.is_head and is_idle:\n",
+        "service/binding/test_binder.py::test_sessions_keep_apart_what_has_the_same_history",
+        "store/test_chains.py::test_a_session_of_its_own_is_preferred_and_another_may_not_be_appended_to",
+    ),
+    protection(
+        "thinking is no part of a history",
+        "service/binding/chain.py",
+        " for part, text in pieces if part != Part.THINKING",
+        " for part, text in pieces",
+        "service/binding/test_binder.py::test_thinking_that_a_client_drops_does_not_lose_the_history",
+    ),
+    protection(
         "the queue estimate is of the present queue",
         "service/admission.py",
         "        if load.waiting_since is not None and ahead.num_turns:\n"
@@ -107,18 +136,16 @@ PROTECTIONS = (
     ),
     protection(
         "logprobs of a reply are stored with it",
-        "service/conversations.py",
-        "                    reply = replace(reply, logprobs=packed)\n",
+        "service/turn_ends.py",
+        "            reply = replace(reply, logprobs=packed)\n",
         "",
         "service/test_replay.py::test_logprobs_come_again_over_the_wire",
     ),
     protection(
         "logprobs are packed beside the loop",
-        "service/conversations.py",
-        "                    packed = await self._threads.in_text_pool(\n"
-        "                        live.tenant, lambda: packed_logprobs(live)\n"
-        "                    )\n",
-        "                    packed = packed_logprobs(live)\n",
+        "service/turn_ends.py",
+        "            packed = await self._threads.in_text_pool(live.tenant, lambda: packed_logprobs(live))\n",
+        "            packed = packed_logprobs(live)\n",
         "service/test_replay.py::test_logprobs_come_again_over_the_wire",
     ),
     protection(
@@ -131,7 +158,7 @@ PROTECTIONS = (
     protection(
         "long texts are tokenized beside the store thread",
         "service/history.py",
-        "        if not isinstance(drafted, Draft) or drafted.num_characters > short_characters:\n",
+        "        if not isinstance(drafted, Draft) or not drafted.is_short(short_characters):\n",
         "        if not isinstance(drafted, Draft):\n",
         "service/test_fairness.py::test_long_texts_are_tokenized_beside_the_store_thread",
     ),
@@ -398,11 +425,53 @@ PROTECTIONS = (
     protection(
         "a turn whose end fails for an unforeseen reason has one",
         "service/conversations.py",
-        "            with contextlib.suppress(Exception):\n"
-        "                await self._threads.in_store(live.tenant, self._history.interrupt, live.turn_id)\n"
+        "            await self._ends.interrupt(live)\n"
         '            self._fail(live, TurnFailed("INTERNAL", "the turn could not be ended"))\n',
         "            return\n",
         "service/test_hung_engine.py::test_a_turn_whose_end_fails_unforeseen_has_one",
+    ),
+    protection(
+        "the engine forgets an unstored turn that has ended and is of no use",
+        "service/unstored.py",
+        "            self._tell(DeleteConversation(running.key))\n",
+        "            pass\n",
+        "service/test_unstored.py"
+        "::test_the_engine_forgets_one_without_a_whole_chunk_when_it_has_ended",
+    ),
+    protection(
+        "nobody goes on from an unstored turn that was given up",
+        "service/unstored.py",
+        "            self._prefixes.forget(running.key)\n",
+        "            pass\n",
+        "service/test_unstored.py::test_what_was_given_up_is_not_gone_on_from",
+    ),
+    protection(
+        "an unstored turn begins with no other tenant's KV",
+        "service/unstored_prefixes.py",
+        "        self._latest = _digest(tenant.encode())\n",
+        "        self._latest = _digest(b'')\n",
+        "service/test_unstored.py::test_tenants_never_meet",
+    ),
+    protection(
+        "an unstored turn goes on from one that does not run",
+        "service/unstored.py",
+        "        if found.is_whole and found.holder not in self._keys:\n",
+        "        if found.is_whole:\n",
+        "service/test_unstored.py::test_one_begins_with_what_a_running_one_has_computed",
+    ),
+    protection(
+        "an unstored turn that the engine does not take has never been",
+        "service/unstored.py",
+        "            self._turns.fail(live, error)\n",
+        "",
+        "service/test_unstored.py::test_what_the_engine_does_not_take_has_never_been",
+    ),
+    protection(
+        "a prompt that kills the engine is known when it is sent again",
+        "service/unstored.py",
+        "        turn_id = -1 - hash((tenant, prompt.tobytes())) % (1 << ID_BITS)\n",
+        "        turn_id = -1 - hash(self._loop.time()) % (1 << ID_BITS)\n",
+        "service/test_unstored.py::test_a_prompt_that_kills_the_engine_is_refused_at_the_third_time",
     ),
     protection(
         "a background task that fails ends the service",
@@ -488,9 +557,9 @@ PROTECTIONS = (
     ),
     protection(
         "a service that stood still says so",
-        "service/daemon.py",
-        "            if late > LATE_SECONDS:\n",
-        "            if late > 1000 * LATE_SECONDS:\n",
+        "service/sweeping.py",
+        "        if late > LATE_SECONDS:\n",
+        "        if late > 1000 * LATE_SECONDS:\n",
         "service/test_withstand.py::test_a_service_that_stood_still_says_so_and_goes_on",
     ),
     Protection(
@@ -498,8 +567,8 @@ PROTECTIONS = (
         (
             Change(
                 "pensieve/service/daemon.py",
-                "        now = self._loop.time()\n        refusal = ",
-                "        now = time.time()\n        refusal = ",
+                "        now = self._loop.time()\n        return self.damage.refusal",
+                "        now = time.time()\n        return self.damage.refusal",
             ),
             Change(
                 "pensieve/service/daemon.py",

@@ -109,11 +109,9 @@ PROTECTIONS = (
     protection(
         "a turn is acknowledged when it is stored",
         "service/conversations.py",
-        "                committed = await self._threads.in_store(live.tenant, self._history.finish, reply)\n"
+        "                committed = await self._ends.finish(live, reply)\n"
         "                self.turns.finish(live, reply, committed)\n",
-        "                storing = asyncio.ensure_future(\n"
-        "                    self._threads.in_store(live.tenant, self._history.finish, reply)\n"
-        "                )\n"
+        "                storing = asyncio.ensure_future(self._ends.finish(live, reply))\n"
         "                self.turns.finish(live, reply, (live.first_revision + 1, ''))\n"
         "                self.readers.wake(live.number)\n"
         "                await asyncio.sleep(0.05)\n"
@@ -305,9 +303,31 @@ PROTECTIONS = (
     protection(
         "old requests are forgotten",
         "service/daemon.py",
-        "        ForgettingRequests(self.store, self.threads, keep_seconds, now).start()\n",
+        '        forgetting.start("requests", store.forgetting.step, keep.request_keep_seconds)\n',
         "",
         "service/test_replay.py::test_a_request_id_is_forgotten_when_its_time_is_over",
+    ),
+    protection(
+        "the digest of a history is stored with the reply",
+        "store/conversation_store.py",
+        "                insert_state(conn, tenant, chain_state, message, now)\n",
+        "                pass\n",
+        "service/binding/test_binder.py::test_a_restart_loses_no_history",
+        "service/binding/test_binder.py::test_twenty_turns_are_one_conversation_and_no_token_is_computed_twice",
+    ),
+    protection(
+        "what goes takes its digest with it",
+        "store/migrations.py",
+        " ON DELETE CASCADE",
+        "",
+        "store/test_chains.py::test_deletion_leaves_no_row_but_what_a_fork_has",
+    ),
+    protection(
+        "digests of histories are forgotten",
+        "service/daemon.py",
+        '        forgetting.start("chains", store.chains.forget, keep.chain_keep_seconds)\n',
+        "",
+        "service/binding/test_binder.py::test_chains_grow_old",
     ),
     protection(
         "what only a forgotten request needed goes with it",

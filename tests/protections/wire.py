@@ -300,4 +300,45 @@ PROTECTIONS = (
         'ID_PATTERN = re.compile(r"(?s).{1,128}")',
         "service/test_withstand.py::test_an_id_with_a_line_break_reaches_no_log_line",
     ),
+    protection(
+        "connections to the metrics listener are counted",
+        "service/metrics/listener.py",
+        "        if len(self._tasks) >= CONNECTIONS_MAX:\n",
+        "        if len(self._tasks) < 0:\n",
+        "service/metrics/test_listener.py::"
+        "test_a_client_that_says_nothing_is_closed_and_a_crowd_is_refused",
+    ),
+    protection(
+        "a listener for metrics is on this machine alone",
+        "service/grpc/server.py",
+        "        if not _is_loopback(host) and not listening.insecure:\n",
+        "        if not host:\n",
+        "service/metrics/test_listener.py::test_others_reach_it_only_where_that_is_said",
+    ),
+    protection(
+        "a scrape from elsewhere needs an operator's token",
+        "service/grpc/server.py",
+        "        if self._guard.is_operator(authorization):\n",
+        "        if authorization:\n",
+        "service/metrics/test_listener.py::test_beyond_this_machine_an_operators_token_is_needed",
+    ),
+    protection(
+        "a scrape does not wait for the engine without end",
+        "service/metrics/scrape.py",
+        "        with suppress(TimeoutError, PensieveError):\n"
+        "            async with asyncio.timeout(ENGINE_SECONDS):\n"
+        "                return",
+        "        with suppress(TimeoutError, PensieveError):\n"
+        "            async with asyncio.timeout(None):\n"
+        "                return",
+        "service/metrics/test_scrape.py::"
+        "test_while_no_engine_answers_its_metrics_are_missing_and_the_others_are_there",
+    ),
+    protection(
+        "a span that cannot be exported is no turn that cannot be ended",
+        "launch/traces.py",
+        "        except Exception:\n            log.exception(",
+        "        except ConnectionError:\n            log.exception(",
+        "launch/test_traces.py::test_an_exporter_that_fails_costs_no_turn",
+    ),
 )

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from pensieve.config import Settings
+from pensieve.core.constraint import Constraint
 from pensieve.core.iteration import SampledToken
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
@@ -80,11 +81,12 @@ class Conversations:
         request_id: str = "",
         sampling: Sampling | None = None,
         priority: int = 0,
+        constraint: Constraint | None = None,
     ) -> LiveTurn:
         """Begin a turn; `handle` the engine's events until its `finish` is set."""
         if isinstance(messages, str):
             messages = [Message("user", messages)]
-        options = TurnOptions(sampling or self._defaults, priority)
+        options = TurnOptions(sampling or self._defaults, priority, constraint=constraint)
         drafted = self.history.draft(
             Ask(conversation_id, tuple(messages), options, request_id=request_id)
         )

@@ -11,11 +11,11 @@ from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
 from pensieve.errors import ContextFull, InvalidArgument
 from pensieve.service.draft import Ask, ConversationSettings, Draft, Outdated
-from pensieve.service.heads import Heads, PrefixSettings
+from pensieve.service.heads import Heads, PrefixSettings, message_of, setting_of
 from pensieve.service.history import History
 from pensieve.store import records
 from pensieve.store.conversation_store import ConversationStore
-from pensieve.text import ChatTemplate, Message, Setting
+from pensieve.text import ChatTemplate, Message, Setting, ToolCall
 from tests.text.families import LLAMA_3, MISTRAL, PHI_3, QWEN_2_5, QWEN_3, Family, template_of
 from tests.text.world import TOOL, template_with
 
@@ -185,3 +185,47 @@ def test_heads_are_tokenized_once_and_forgotten_beyond_a_bound(
     heads.of(prompts[2], Setting())  # 1 was asked for longest ago
     assert [heads.knows(each, Setting()) for each in prompts] == [True, False, True]
     assert not heads.knows(prompts[0], Setting(options={"a": 1}))
+
+
+def test_a_given_history_with_calls_of_tools_goes_on_as_it_was_tokenized(store: Any) -> None:
+    """Templates write arguments in the order of their keys, which the store sorts."""
+    history = history_of(store, template_of(QWEN_2_5))
+    call = ToolCall("rain", {"where": "Oslo", "days": {"to": 3, "from": 1}}, "call1")
+    settings = ConversationSettings(
+        "c",
+        tools=[TOOL],
+        messages=(
+            Message("user", "Is it raining?"),
+            Message("assistant", "I ask.", tool_calls=(call,)),
+            Message("tool", "3 mm", tool_call_id="call1"),
+            Message("assistant", "It is."),
+        ),
+    )
+    tokens = history.heads.declared(settings, 0.0)
+    made = history.declared.begin_with_history(settings, tokens, 0.0)
+    assert made.num_tokens == sum(map(len, tokens)) > 50
+    again = history_of(store, template_of(QWEN_2_5))  # which has not tokenized it
+    say(again, store, "c", "And now?")
+    messages = store.messages("c")
+    assert [each.role for each in messages] == [
+        *("user", "assistant", "tool", "assistant", "user", "assistant")
+    ]
+    first = [message_of(each) for each in messages[:5]]
+    log = list(store.log("c"))[: -messages[5].num_tokens]
+    setting = setting_of(store.get_conversation("c"))
+    assert log == opened(again._template, first, setting)
+
+
+def test_a_given_history_is_tokenized_again_for_another_template(store: Any) -> None:
+    settings = ConversationSettings("c", system_prompt="Be brief.", messages=SHOTS)
+    history = history_of(store, template_of(QWEN_2_5))
+    tokens = history.heads.declared(settings, 0.0)
+    history.declared.begin_with_history(settings, tokens, 0.0)
+    say(history, store, "c", "And now?")
+    other = history_of(store, template_of(LLAMA_3))
+    draft = drafted(other, "c", "And then?")
+    assert draft.conversation.fingerprint == other._fingerprint
+    log = list(store.log("c"))
+    first = [message_of(each) for each in store.messages("c")[:4]]
+    before = opened(other._template, first, setting_of(draft.conversation))
+    assert log[: len(before)] == before

@@ -37,6 +37,7 @@ def live_turn(
         number=next(NUMBERS),
         admitted=begun,
         weight=weight,
+        priority=priority,
         prompt_seconds=seconds,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pensieve.store import ConversationStore
-from pensieve.store.records import NewConversation, NewPrefix
+from pensieve.store.records import ChainState, NewConversation, NewPrefix
 from pensieve.store.responses import StoredResponse
 from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
@@ -37,6 +37,12 @@ def test_the_daily_work_reads_no_whole_table(
     for number in range(30):
         create(store, f"c{number}")
     say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    bound = begin(store, "c0", "r1", "hi", 3)
+    store.finish_turn(bound, reply("hello", 2), "stop", {}, ChainState(b"state", b"session"))
+    for session in (b"session", b"another"):
+        assert store.chains.longest([b"state"], session) is not None
+        assert store.chains.request([b"state"], session, "r1", "none") is not None
+    assert store.chains.forget(0.0) is False
     store.fork_conversation("tea", 1, "cup")
     store.interrupt_turn(begin(store, "cup", "r1", "hi", 3))
     begin(store, "cup", "r1", "hi", 3)

@@ -1,5 +1,4 @@
 from pensieve.text import Part, PartMarker
-from pensieve.text.parts import without_marks
 from tests.text.families import DEEPSEEK_R1, QWEN_3, tokenizer_of
 
 
@@ -36,12 +35,3 @@ def test_a_user_cannot_open_a_part():
     tokenizer = tokenizer_of(QWEN_3)
     marker = PartMarker(tokenizer, tokenizer.encode_text("<think>"))
     assert marker.push(tokenizer.encode_text("a")[0]) is Part.TEXT
-
-
-def test_thinking_is_shown_without_what_opens_and_closes_it():
-    assert (
-        without_marks("<think>\nyes, <think> is a word\n</think>\n\n") == "yes, <think> is a word"
-    )
-    assert without_marks("because[/THINK]") == "because"
-    assert without_marks("<think>\n\n</think>") == ""
-    assert without_marks("cut off") == "cut off"

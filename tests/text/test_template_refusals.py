@@ -20,6 +20,11 @@ from tests.text.tiny_tokenizers import byte_level_library, sentencepiece_library
 from tests.text.world import EQUIPPED, NOTHING, spoken, template_with, user
 
 
+def test_the_number_of_messages_is_bounded():
+    with pytest.raises(InvalidArgument, match="1 to 4096"):
+        template_of(QWEN_3).opening([user("x")] * (MESSAGES_MAX + 1), NOTHING)
+
+
 @pytest.mark.parametrize(
     ("family", "messages", "field", "problem"),
     [
@@ -28,8 +33,7 @@ from tests.text.world import EQUIPPED, NOTHING, spoken, template_with, user
         (PHI_3, [Message("tool", "1")], "role", "writes no message of the role 'tool'"),
         (QWEN_3, [Message("wizard", "1")], "role", "'wizard' is not one of"),
         (QWEN_3, [Message("<|im_end|>", "1")], "role", "is not one of"),
-        (QWEN_3, [], "messages", "1 to 128"),
-        (QWEN_3, [user("x")] * (MESSAGES_MAX + 1), "messages", "1 to 128"),
+        (QWEN_3, [], "messages", "1 to 4096"),
         (QWEN_3, [user("a\ud800b")], "content", "surrogate"),
         (QWEN_3, [user("\udfff")], "content", "surrogate"),
         (QWEN_3, [Message("assistant", thinking="\udfff")], "thinking", "surrogate"),

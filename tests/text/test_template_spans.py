@@ -3,6 +3,7 @@
 import pytest
 
 from pensieve.text import Message
+from pensieve.text import template as template_module
 from tests.text.families import (
     FAMILIES,
     MISTRAL,
@@ -70,3 +71,31 @@ def test_a_message_that_the_template_writes_into_the_next_has_an_empty_span():
     opening = template.opening([Message("system", "Kind."), user("Hi")], NOTHING)
     assert opening.spans[0][1] <= 1  # BOS at most
     assert opening.spans[1][1] == len(opening.token_ids)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=by_name)
+def test_of_very_many_messages_the_last_one_has_all_tokens(family, monkeypatch):
+    """They are rendered once, and the tokens are the same."""
+    template = template_of(family)
+    history = [user("Hello"), Message("assistant", "Yes")] * 3
+    messages = [*history, user("Hi")]
+    openings = template.opening(messages, NOTHING), template.delta(messages, None, NOTHING)
+    first = [user("Hello"), Message("assistant", "Yes")]
+    head = template.head(first, NOTHING)
+    behind = template.behind(head, first, messages[2:], NOTHING)
+    renderings = []
+    render = template._render
+    monkeypatch.setattr(template_module, "BORDERS_MAX", 4)
+    monkeypatch.setattr(
+        type(template),
+        "_render",
+        lambda *arguments, **named: renderings.append(1) or render(*arguments[1:], **named),
+    )
+    coarse = template.opening(messages, NOTHING), template.delta(messages, None, NOTHING)
+    coarse_behind = template.behind(head, first, messages[2:], NOTHING)
+    assert len(renderings) == 3
+    for one, fine in zip((*coarse, coarse_behind), (*openings, behind), strict=True):
+        assert one.token_ids == fine.token_ids
+        assert len(one.spans) == len(fine.spans)
+        assert [stop - start for start, stop in one.spans[:-1]] == [0] * (len(one.spans) - 1)
+        assert one.spans[-1] == (0, len(one.token_ids))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pensieve.core.iteration import TurnStart
 from pensieve.core.sampling import Sampling
+from pensieve.model.sampling.masks import TokenMask
 from pensieve.model.transfer import indices, upload
 
 
@@ -37,10 +38,11 @@ class TurnLog:
 
 
 class Row(NamedTuple):
-    """The log of a row's turn, and the position that the token to be drawn will have in it."""
+    """The log of a row's turn, the position in it of the token to be drawn, and which that may be."""
 
     log: TurnLog
     position: int
+    mask: TokenMask | None = None  # None: any
 
     @property
     def sampling(self) -> Sampling:

@@ -9,12 +9,14 @@
 3. Until `min_tokens` outputs exist, end-of-turn ids and stop_token_ids are masked.  With
    `ignore_eos` an end-of-turn id is a token like any other.  A mask that would leave no token at
    all is not applied.
-4. Temperature 0 takes the largest logit, of equals the lowest id.  Otherwise temperature, top_k,
+4. Where the turn has a constraint, tokens that its mask forbids are left out (masks.py).  If the mask allows
+   nothing but the end of the reply, step 3 is passed over.
+5. Temperature 0 takes the largest logit, of equals the lowest id.  Otherwise temperature, top_k,
    top_p (over what top_k keeps, renormalised) and min_p (relative to the likeliest token) are applied,
    and one token is drawn from those that are left; there is always at least one.
 
 Columns beyond `vocab_size` (padding of the output matrix) are never read.  `logprob` and
-`top_logprobs` are the log-softmax after step 3 and before temperature and cuts: the model's own
+`top_logprobs` are the log-softmax after step 3 and before constraint, temperature and cuts: the model's own
 probabilities, with the client's penalties and biases.  `top_logprobs` lists the likeliest tokens,
 whether or not the sampled one is among them, and never a masked one.
 
@@ -50,6 +52,7 @@ from torch import Tensor
 from pensieve.core.iteration import Logprob, SampledToken
 from pensieve.kernels.layer import cpu as dense
 from pensieve.model.sampling.draw import column, draw, report, select
+from pensieve.model.sampling.masks import masked
 from pensieve.model.sampling.penalties import Penalties, Row, TurnLog, counts_reply
 from pensieve.model.transfer import ReadBack, indices, reading_is_free
 
@@ -79,6 +82,11 @@ class Drawn:
         self._reports = reports
         reported = [each.values.flatten() for each in reports]
         self._arriving = ReadBack(torch.cat([ids, *reported]) if reported else ids)
+
+    def read_ids(self) -> list[int]:
+        """Wait for them; -1 where a row of logits was not finite."""
+        found: list[int] = self._arriving.wait()[: len(self.ids)].tolist()
+        return found
 
     def read(self) -> list[SampledToken | None]:
         """Wait for them; None where a row of logits was not finite.  Their text is still missing."""
@@ -155,8 +163,11 @@ class Sampler:
         return Drawn(rows, ids, reports)
 
     def _draw_part(self, values: Tensor, rows: list[Row], newest_ids: Tensor | None) -> Tensor:
-        """Draw for some of the rows; `values` (rows, vocab) is changed in place."""
+        """Draw for some of the rows; `values` (rows, vocab) is adjusted in place, and masked in a copy."""
         self._adjust(values, rows, newest_ids)
+        held = [n for n, row in enumerate(rows) if row.mask is not None]
+        if held:
+            values = masked(values, held, [mask for row in rows if (mask := row.mask) is not None])
         hot = [n for n, row in enumerate(rows) if row.sampling.temperature > 0]
         if len(hot) == len(rows):
             return draw(values, rows)
@@ -237,7 +248,8 @@ def _ahead(
 
 def _is_plain(row: Row) -> bool:
     sampling = row.sampling
-    return sampling.temperature == 0 and sampling.logprobs is None and not _adjusts(row)
+    plain = sampling.temperature == 0 and sampling.logprobs is None and row.mask is None
+    return plain and not _adjusts(row)
 
 
 def _adjusts(row: Row) -> bool:
@@ -251,4 +263,6 @@ def _adjusts(row: Row) -> bool:
 
 
 def _is_masked(row: Row) -> bool:
+    if row.mask is not None and row.mask.must_end:
+        return False
     return row.position - row.log.prompt_end < row.sampling.min_tokens

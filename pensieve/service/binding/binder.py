@@ -1,41 +1,359 @@
+"""Which conversation a request goes on that brings its whole history, and the turn that it becomes there.
+
+A request of a client without state has messages 1..n.  Of each of its beginnings that ends with a reply there
+is a digest (chain.py), and the store knows the digests of the histories that it holds (store/chains.py).  The
+longest that is known decides; only the messages behind it are rendered and tokenized:
+
+    its conversation ends there, is idle, and is of the same session    appended
+    another turn runs or has come behind it, or the session differs     forked there, and appended to the fork
+    none is known                                                       a new conversation, of all messages
+
+So an edited message, a reply that is asked for again and a second client with the same history each get a
+fork that shares what is before it.  Of several choices the first may be appended, the others are forks;
+without a known beginning each has a conversation of its own.  A session is the client's own name for a
+conversation: it keeps apart what has the same history, and finds nothing by itself, since a history that has
+changed has to be computed in any case.
+
+**Races.**  A conversation may change between the look and the beginning of the turn.  Then the store refuses
+the turn (StaleRevision, TurnRunning, NotFound), and it is looked for again, at most ATTEMPTS_MAX times, the
+last times without appending.
+
+**The same request again** finds its turn by its request_id: in the conversation that was made for it, whose
+id follows from the request's, or appended to a history that begins like its own.  One that comes while the
+first is about to begin waits for that.
+
+**Nothing is left behind.**  A conversation that was made for a turn which then did not begin, failed or was
+given up is deleted, unless something has used it meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
 import secrets
-from dataclasses import dataclass, field
-from typing import NamedTuple, Any
-from pensieve.service.draft import Ask
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from pensieve.core.turn import TurnOptions
+from pensieve.errors import (
+    AlreadyExists,
+    InvalidArgument,
+    NotFound,
+    PensieveError,
+    PrefixTaken,
+    StaleRevision,
+    TurnRunning,
+)
+from pensieve.service.binding.chain import (
+    ChainEnd,
+    ReplyReader,
+    digests,
+    plain_reply,
+    prefix_id,
+    session_digest,
+)
+from pensieve.service.counts import Counts
+from pensieve.service.daemon import Daemon
+from pensieve.service.draft import Ask, ConversationSettings
+from pensieve.service.heads import check_length
+from pensieve.service.live_turn import LiveTurn
+from pensieve.store.records import ChainMatch
+from pensieve.text import Message
+
+ATTEMPTS_MAX = 4
+APPENDING_ATTEMPTS = 2
+LOOKUPS_MAX = 16  # of a tenant at once, of requests that may not begin a turn
+HASHED_AT_ONCE = 1 << 18  # characters; of more, the loop would notice
+RACES = (TurnRunning, StaleRevision, NotFound, AlreadyExists)
+
+
+class How(StrEnum):
+    """What became of a request."""
+
+    APPENDED = "appended"
+    FORKED = "forked"
+    NEW = "new"
+    KNOWN = "known"  # its turn was begun before
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    messages: Any
-    tools: Any
-    template_options: Any
-    options: Any
-    tenant: str
-    session_key: str = ""
-    request_id: str = ""
-    given_sampling: Any = None
-    metadata: Any = None
+    """A request that brings its whole history."""
+
+    messages: tuple[Message, ...]
+    options: TurnOptions
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    tenant: str = ""
+    session_key: str = ""  # the client's own name for the conversation
+    request_id: str = ""  # by which it is the same request again; any text
+    given_sampling: Mapping[str, Any] | None = None  # what the client set; None: all of `options`
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     num_choices: int = 1
+    reply_reader: ReplyReader = plain_reply  # what the client will send back of a reply
 
 
 class Bound(NamedTuple):
-    live: Any
+    """One choice of a request."""
+
+    live: LiveTurn
     conversation_id: str
-    how: str
+    how: How
     num_known_messages: int
 
 
-class Binder:
-    def __init__(self, daemon):
-        self.daemon = daemon
+class _Past(NamedTuple):
+    """A request's history."""
 
-    async def begin(self, chat, seconds_left=None):
-        found = []
-        for _ in range(chat.num_choices):
-            i = "chat-" + secrets.token_hex(8)
-            live = await self.daemon.begin(
-                Ask(i, chat.messages, chat.options, chat.tenant, create_if_missing=True),
-                seconds_left,
-            )
-            found.append(Bound(live, i, "new", 0))
-        return found
+    lengths: dict[bytes, int]  # in messages, of each beginning behind which a reply may be stored
+    end: ChainEnd
+
+    @property
+    def beginnings(self) -> list[bytes]:
+        """From the longest on."""
+        return list(self.lengths)
+
+
+class Binder:
+    """Belongs to the loop."""
+
+    def __init__(
+        self, daemon: Daemon, random_bits: Callable[[int], int] = secrets.randbits
+    ) -> None:
+        self.num_bound = Counter[How]()
+        self._daemon = daemon
+        self._random_bits = random_bits
+        self._beginning: dict[tuple[str, str], asyncio.Event] = {}  # by tenant and request
+        self._unused: dict[tuple[str, str], int] = {}  # made for a turn, with their revision
+        self._num_lookups = Counts[str]()
+        daemon.on_turn_ended = self._ended
+
+    async def begin(self, chat: Chat, seconds_left: float | None = None) -> list[Bound]:
+        """Its choices, each as a turn that runs or has its reply."""
+        if not chat.messages:
+            raise InvalidArgument("messages", "at least one is needed")
+        if not chat.request_id:
+            return await self._daemon.threads.whole(self._begin(chat, seconds_left))
+        request = chat.tenant, chat.request_id
+        while (earlier := self._beginning.get(request)) is not None:
+            await earlier.wait()
+        self._beginning[request] = asyncio.Event()
+        try:
+            return await self._daemon.threads.whole(self._begin(chat, seconds_left))
+        finally:
+            self._beginning.pop(request).set()
+
+    async def _begin(self, chat: Chat, seconds_left: float | None) -> list[Bound]:
+        refusal = self._daemon.refusal(chat.tenant, "", chat.options.priority, seconds_left)
+        is_looked_up = chat.request_id and self._num_lookups[chat.tenant] < LOOKUPS_MAX
+        if refusal is not None and not is_looked_up:
+            raise refusal
+        self._num_lookups[chat.tenant] += 1
+        bound: list[Bound] = []
+        try:
+            past = await self._past(chat)
+            for choice in range(chat.num_choices):
+                one = _Choice(chat, choice, past, self._random_bits)
+                bound.append(await self._bind(one, refusal, seconds_left))
+        except BaseException:
+            for each in bound:
+                if each.how is not How.KNOWN:
+                    await self._daemon.conversations.drop(each.live)
+            raise
+        finally:
+            self._num_lookups[chat.tenant] -= 1
+        self.num_bound.update(each.how for each in bound)
+        return bound
+
+    async def _past(self, chat: Chat) -> _Past:
+        num_characters = sum(each.num_characters for each in chat.messages)
+        num_characters += sum(len(str(each)) for each in chat.tools)
+        check_length("messages", num_characters, self._daemon.context_max)
+        if num_characters <= HASHED_AT_ONCE:
+            return _past_of(chat)
+        return await self._daemon.threads.in_text_pool(chat.tenant, lambda: _past_of(chat))
+
+    # -- one choice --
+
+    async def _bind(
+        self, one: _Choice, refusal: PensieveError | None, seconds_left: float | None
+    ) -> Bound:
+        for attempt in range(1, ATTEMPTS_MAX + 1):
+            try:
+                if (known := await self._known(one, seconds_left)) is not None:
+                    return known
+                if refusal is not None:
+                    raise refusal
+                match = await self._match(one)
+                if match is None:
+                    return await self._new(one, seconds_left)
+                may_append = match.may_append and one.number == 0 and attempt <= APPENDING_ATTEMPTS
+                go_on = self._append if may_append else self._fork
+                return await go_on(one, match, seconds_left)
+            except RACES:
+                if attempt == ATTEMPTS_MAX:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _known(self, one: _Choice, seconds_left: float | None) -> Bound | None:
+        """The turn of a request that came before."""
+        if not one.request_id:
+            return None
+        chains, past = self._daemon.store.chains, one.past
+        found = await self._daemon.threads.in_store(
+            one.chat.tenant,
+            chains.request,
+            past.beginnings,
+            past.end.session,
+            one.request_id,
+            one.conversation_id,
+            tenant=one.chat.tenant,
+        )
+        if found is None:
+            return None
+        num_known = max(len(one.chat.messages) - found.num_messages, 0)
+        live = await self._daemon.begin(one.ask(found.conversation_id, num_known), seconds_left)
+        return Bound(live, found.conversation_id, How.KNOWN, num_known)
+
+    async def _match(self, one: _Choice) -> ChainMatch | None:
+        past, tenant = one.past, one.chat.tenant
+        if not past.lengths:
+            return None
+        return await self._daemon.threads.in_store(
+            tenant,
+            self._daemon.store.chains.longest,
+            past.beginnings,
+            past.end.session,
+            tenant=tenant,
+        )
+
+    async def _append(self, one: _Choice, match: ChainMatch, seconds_left: float | None) -> Bound:
+        num_known = one.past.lengths[match.digest]
+        ask = one.ask(match.conversation_id, num_known, match.present_revision)
+        live = await self._daemon.begin(ask, seconds_left)
+        return Bound(live, match.conversation_id, How.APPENDED, num_known)
+
+    async def _fork(self, one: _Choice, match: ChainMatch, seconds_left: float | None) -> Bound:
+        tenant, new_id = one.chat.tenant, one.conversation_id
+        conversations = self._daemon.writable_by(tenant)
+        source = match.conversation_id, new_id, match.revision
+        # If it exists already, the same request was interrupted before, and begins again.
+        with contextlib.suppress(*([AlreadyExists] if one.request_id else [])):
+            await conversations.fork(*source, metadata=one.chat.metadata, tenant=tenant)
+        num_known = one.past.lengths[match.digest]
+        ask = one.ask(new_id, num_known, match.revision)
+        live = await self._in_made(ask, match.revision, seconds_left)
+        return Bound(live, new_id, How.FORKED, num_known)
+
+    async def _new(self, one: _Choice, seconds_left: float | None) -> Bound:
+        ask = one.opening()
+        try:
+            live = await self._in_made(ask, 0, seconds_left)
+        except PrefixTaken:  # the tenant has named a prefix like that, with other content
+            assert ask.settings is not None
+            ask = replace(ask, settings=replace(ask.settings, prefix_id=""))
+            live = await self._in_made(ask, 0, seconds_left)
+        return Bound(live, one.conversation_id, How.NEW, 0)
+
+    # -- conversations that are made for a turn --
+
+    async def _in_made(self, ask: Ask, revision: int, seconds_left: float | None) -> LiveTurn:
+        name = ask.tenant, ask.conversation_id
+        self._unused[name] = revision
+        try:
+            live = await self._daemon.begin(ask, seconds_left)
+        except BaseException:
+            self._unused.pop(name, None)
+            await self._discard(*name, revision)
+            raise
+        if live.replayed:  # then nobody will say that it has ended
+            self._unused.pop(name, None)
+        return live
+
+    def _ended(self, live: LiveTurn) -> None:
+        revision = self._unused.pop((live.tenant, live.conversation_id), None)
+        if revision is not None and live.failure is not None:
+            discarded = self._discard(live.tenant, live.conversation_id, revision)
+            self._daemon.threads.spawn(discarded)
+
+    async def _discard(self, tenant: str, conversation_id: str, revision: int) -> None:
+        """It is deleted, if it is as it was made."""
+        with contextlib.suppress(PensieveError):
+            await self._daemon.conversations.delete(conversation_id, tenant, revision)
+
+
+class _Choice:
+    """One of the replies that a request wants, with the names that belong to it."""
+
+    def __init__(
+        self, chat: Chat, number: int, past: _Past, random_bits: Callable[[int], int]
+    ) -> None:
+        self.chat, self.number, self.past = chat, number, past
+        drawn = f"{random_bits(128):032x}"
+        of_request = [chat.request_id, str(number)]
+        self.request_id = f"chat-{_digest('request', *of_request)}" if chat.request_id else ""
+        own = _digest("conversation", *of_request) if chat.request_id else drawn
+        self.conversation_id = f"chat-{own}"
+
+    def ask(
+        self, conversation_id: str, num_known: int, expected_revision: int | None = None
+    ) -> Ask:
+        """The messages behind the first `num_known`, as a turn of this conversation."""
+        chat = self.chat
+        return Ask(
+            conversation_id,
+            chat.messages[num_known:],
+            self._options(),
+            chat.tenant,
+            self.request_id,
+            expected_revision,
+            metadata=chat.metadata,
+            given_sampling=chat.given_sampling,
+            chain=self.past.end,
+        )
+
+    def opening(self) -> Ask:
+        """All messages, as the first turn of a new conversation."""
+        chat, first = self.chat, self.chat.messages[0]
+        has_prompt = len(chat.messages) > 1 and first.role == "system" and bool(first.content)
+        system_prompt = first.content if has_prompt else ""
+        settings = ConversationSettings(
+            self.conversation_id,
+            system_prompt,
+            chat.tools,
+            chat.template_options,
+            chat.metadata,
+            prefix_id(system_prompt, chat.tools),
+            chat.tenant,
+        )
+        ask = self.ask(self.conversation_id, int(has_prompt))
+        return replace(ask, create_if_missing=True, settings=settings)
+
+    def _options(self) -> TurnOptions:
+        """A seed that is given is the first choice's; the others follow from it."""
+        options = self.chat.options
+        sampling = options.sampling
+        if not (self.number and sampling.seed):
+            return options
+        seed = int(_digest("seed", str(sampling.seed), str(self.number))[:14], 16) + 1
+        return replace(options, sampling=replace(sampling, seed=seed))
+
+
+def _past_of(chat: Chat) -> _Past:
+    found = digests(chat.tools, chat.template_options, chat.messages)
+    lengths = {
+        found[length]: length
+        for length in range(len(chat.messages) - 1, 0, -1)
+        if chat.messages[length - 1].role == "assistant"
+    }
+    end = ChainEnd(found[-1], session_digest(chat.session_key), chat.reply_reader)
+    return _Past(lengths, end)
+
+
+def _digest(*words: str) -> str:
+    whole = "\0".join(words).encode(errors="surrogatepass")
+    return hashlib.blake2b(whole, digest_size=16).hexdigest()

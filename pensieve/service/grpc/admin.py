@@ -7,7 +7,7 @@ nobody would read it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,14 @@ class ServerFacts:
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def __init__(
-        self, daemon: Daemon, stop: Callable[[], None], facts: Callable[[], ServerFacts]
+        self,
+        daemon: Daemon,
+        stop: Callable[[], None],
+        facts: Callable[[], ServerFacts],
+        metrics: Callable[[], Awaitable[str]],
     ) -> None:
         self.daemon = daemon
+        self._metrics = metrics
         self._facts = facts
         self.num_watchers = 0
         self._stop = stop
@@ -79,6 +84,11 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 await asyncio.sleep(seconds)
         finally:
             self.num_watchers -= 1
+
+    async def GetMetrics(
+        self, request: pb.GetMetricsRequest, context: Any
+    ) -> pb.GetMetricsResponse:
+        return pb.GetMetricsResponse(text=await self._metrics())
 
     async def EvictConversation(
         self, request: pb.EvictConversationRequest, context: Any

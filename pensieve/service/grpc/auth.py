@@ -185,6 +185,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         """From the next call on; streams that have begun go on."""
         self._tokens = tuple(tokens)
 
+    def is_operator(self, authorization: str) -> bool:
+        """Whether this header of that name has an admin token."""
+        found = self._known((("authorization", authorization),))
+        return found is not None and found.admin
+
     def authenticate(self, method: str, metadata: Iterable[tuple[str, Any]], peer: str) -> Caller:
         """Who may call this method; our error for everybody else."""
         local = _is_local(peer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from dataclasses import replace
 from typing import Any
 
 from pensieve.errors import InvalidArgument, NotFound
@@ -37,6 +38,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
             metadata=json_values.one_object("metadata", request.metadata),
             prefix_id=request.prefix_id,
             tenant=caller().tenant,
+            messages=translate.messages_of(request.messages) if request.messages else (),
         )
         created = await self.daemon.writable_by(settings.tenant).create(settings)
         return pb.CreateConversationResponse(conversation=self._conversation(created))
@@ -177,6 +179,7 @@ class ConversationService(conversation_pb2_grpc.ConversationServiceServicer):
         _id(request.conversation_id)
         by = caller()
         ask = translate.ask(request, by.tenant, daemon.defaults, by.priority_max)
+        ask = replace(ask, traceparent=_traceparent(context))
         live = await daemon.begin(ask, context.time_remaining())
         sequence = 1
         await context.write(
@@ -232,6 +235,12 @@ def _prefix_id(prefix_id: str) -> str:
     """A prefix's id, which a client chooses."""
     records.check_id("prefix_id", prefix_id)
     return prefix_id
+
+
+def _traceparent(context: Any) -> str:
+    """The span that the caller is in, if it says one."""
+    metadata = context.invocation_metadata() or ()
+    return next((str(value) for key, value in metadata if key == "traceparent"), "")
 
 
 def _drawn() -> str:

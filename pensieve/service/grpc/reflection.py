@@ -9,7 +9,7 @@ names that the world knows them by, which are made from the messages in status.p
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import grpc
@@ -19,6 +19,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 
 from pensieve.v1 import admin_pb2, conversation_pb2, jobs_pb2
 from pensieve.v1 import status_pb2 as pb
+from pensieve.v1.routers import vllm_engine_pb2
 
 HEALTH = "grpc.health.v1.Health"
 REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
@@ -43,9 +44,11 @@ class Method(NamedTuple):
 class Reflection:
     """What it answers never changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, more: Sequence[str] = ()) -> None:
+        """`more`: services of pensieve/v1/routers that are offered, too."""
         self._pool = DescriptorPool()
-        for file in (conversation_pb2, jobs_pb2, admin_pb2):
+        self._services = (*SERVICES, *more)
+        for file in (conversation_pb2, jobs_pb2, admin_pb2, *([vllm_engine_pb2] if more else [])):
             for each in _with_imports(file.DESCRIPTOR):
                 self._pool.AddSerializedFile(each.serialized_pb)
         check = (pb.HealthCheckRequest.DESCRIPTOR, pb.HealthCheckResponse.DESCRIPTOR)
@@ -81,7 +84,7 @@ class Reflection:
         kind = request.WhichOneof("message_request")
         try:
             if kind == "list_services":
-                for name in SERVICES:
+                for name in self._services:
                     given.list_services_response.service.add(name=name)
             elif kind == "file_by_filename":
                 _put(given, self._pool.FindFileByName(request.file_by_filename))

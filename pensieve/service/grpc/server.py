@@ -37,9 +37,14 @@ from pensieve.service.grpc.conversation import ConversationService
 from pensieve.service.grpc.jobs import JobService
 from pensieve.service.grpc.reflection import HEALTH, Reflection
 from pensieve.service.grpc.reload import Certificates, watch_tokens
+from pensieve.service.grpc.vllm_engine import NAME as VLLM_ENGINE
+from pensieve.service.grpc.vllm_engine import VllmEngineService
 from pensieve.service.jobs.values import Jobs
+from pensieve.service.metrics.listener import Answers, MetricsListener
+from pensieve.service.metrics.scrape import Scrape
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, jobs_pb2_grpc
 from pensieve.v1 import status_pb2 as pb
+from pensieve.v1.routers import vllm_engine_pb2_grpc
 
 WINDOW_BYTES = 16 << 10  # of a request that nobody reads yet
 HEADER_BYTES_MAX = 4 << 10
@@ -86,12 +91,15 @@ class Listening:
     audit_log: Path | None = None
     insecure: bool = False
     reflection: bool | None = None  # None: unless tokens are needed
+    vllm_engine: bool = False  # offer the service that routers speak to vLLM
     keepalive_seconds: float = 30.0  # between pings of a silent connection
     ping_timeout_seconds: float = 10.0  # one that does not answer is closed
     connections_max: int = CONNECTIONS_MAX  # to the address; the socket has as many of its own
     http: str = ""  # HOST:PORT of the APIs over HTTP; "" for none
-    http_hosts: frozenset[str] = frozenset()  # that may be named beside this machine's own; "*": any
+    http_hosts: frozenset[str] = frozenset()  # that Host may name beside this machine's; "*": any
     http_origins: frozenset[str] = frozenset()  # of pages of other sites; "*": any
+    metrics: str = ""  # HOST:PORT where figures are served to Prometheus; "" for none
+    metrics_alias: str = "none"
 
     def options(self) -> tuple[tuple[str, int], ...]:
         timeout = int(self.ping_timeout_seconds * 1000)
@@ -107,7 +115,8 @@ class Listening:
 class Health:
     """grpc.health.v1, whose messages status.proto repeats."""
 
-    def __init__(self) -> None:
+    def __init__(self, services: Sequence[str] = SERVICES) -> None:
+        self._services = services
         self._serving = False
         self._changed = asyncio.Event()
 
@@ -117,14 +126,14 @@ class Health:
         self._changed = asyncio.Event()
 
     def _status(self, service: str) -> Any:
-        if service not in SERVICES:
+        if service not in self._services:
             return pb.HealthCheckResponse.SERVING_STATUS_SERVICE_UNKNOWN
         if self._serving:
             return pb.HealthCheckResponse.SERVING_STATUS_SERVING
         return pb.HealthCheckResponse.SERVING_STATUS_NOT_SERVING
 
     async def check(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
-        if request.service not in SERVICES:
+        if request.service not in self._services:
             raise NotFound("there is no such service")
         return pb.HealthCheckResponse(status=self._status(request.service))
 
@@ -195,7 +204,8 @@ class Server:
     def __init__(self, daemon: Daemon, listening: Listening, jobs: Jobs | None = None) -> None:
         check_exposure(listening)
         self.daemon = daemon
-        self.health = Health()
+        more = (VLLM_ENGINE,) if listening.vllm_engine else ()
+        self.health = Health((*SERVICES, *more))
         self.stopping = asyncio.Event()  # set where the end is wanted
         self.failure: BaseException | None = None  # why it must be, where nobody wanted it
         self.address = ""
@@ -220,14 +230,28 @@ class Server:
         )
         self.jobs = JobService(jobs, daemon.config.stall_seconds)
         jobs_pb2_grpc.add_JobServiceServicer_to_server(self.jobs, services)
-        self.admin = AdminService(daemon, self.stopping.set, self._facts)
+        self._scrape = Scrape(
+            daemon,
+            jobs,
+            self._loop_lag.quantiles,
+            lambda: self._facts().audit_lines_lost,
+            with_vllm=listening.metrics_alias == "vllm",
+        )
+        self._metrics = MetricsListener(
+            Answers(self._scrape.text, lambda: daemon.serving, self._may_scrape)
+        )
+        self.admin = AdminService(daemon, self.stopping.set, self._facts, self._scrape.text)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(self.admin, services)
+        if listening.vllm_engine:
+            vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(
+                VllmEngineService(daemon), services
+            )
         self._server.add_generic_rpc_handlers((self.health.handlers(),))
         daemon.on_serving = self.health.set
         daemon.on_failure = self._fail
         wanted = listening.reflection
         if wanted or (wanted is None and not listening.tokens):
-            self._server.add_generic_rpc_handlers(Reflection().handlers())
+            self._server.add_generic_rpc_handlers(Reflection(more).handlers())
 
     async def listen(self) -> str:
         """Bind and answer; turns are refused until the daemon serves.  The address, with its port."""
@@ -236,6 +260,8 @@ class Server:
             self._listen_on_port()
         if listening.socket is not None:
             self._listen_locally(listening.socket)
+        if listening.metrics:
+            await self._metrics.listen(listening.metrics)
         loop = asyncio.get_running_loop()
         self._background.append(loop.create_task(self._loop_lag.measure()))
         if listening.token_file is not None:
@@ -264,6 +290,21 @@ class Server:
         """A daemon that does not hear of tokens that are taken out must not go on."""
         if not watching.cancelled() and (error := watching.exception()) is not None:
             self._fail(error)
+
+    @property
+    def metrics_address(self) -> str:
+        """With its port; "" where metrics are not listened for."""
+        return self._metrics.address
+
+    def _may_scrape(self, authorization: str, peer: str) -> bool:
+        """On this machine everybody; elsewhere, where there are tokens, who has an operator's."""
+        listening = self.listening
+        if not listening.tokens or is_loopback(listening.metrics.rpartition(":")[0]):
+            return True
+        if self.guard.is_operator(authorization):
+            return True
+        self._audit.refused("metrics", peer, "UNAUTHENTICATED", "")
+        return False
 
     def _listen_on_port(self) -> None:
         listening = self.listening
@@ -316,7 +357,7 @@ class Server:
         await self.daemon.drain(drain_seconds)
         for task in self._background:
             task.cancel()
-        await asyncio.gather(*(each.close() for each in self.beside))
+        await asyncio.gather(*(each.close() for each in self.beside), self._metrics.close())
         await self._server.stop(STOP_SECONDS)
         await self.daemon.close()
         self._audit.stopped()
@@ -337,15 +378,20 @@ def check_exposure(listening: Listening) -> None:
             )
     if listening.tls_cert is not None and listening.tls_key is None:
         raise ConfigError("--tls-cert needs --tls-key")
+    if listening.metrics:
+        host = _host_of("--metrics", listening.metrics)
+        if not is_loopback(host) and not listening.insecure:
+            raise ConfigError(
+                f"--metrics {listening.metrics} can be reached by others, and has no TLS: listen on "
+                "127.0.0.1, or say --insecure"
+            )
     for flag, address in (("--address", listening.address), ("--http", listening.http)):
         if address:
             _check_address(flag, address, listening)
 
 
 def _check_address(flag: str, address: str, listening: Listening) -> None:
-    host, _, port = address.rpartition(":")
-    if not _is_host(host) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
-        raise ConfigError(f"{flag} {address!r} is not HOST:PORT")
+    host = _host_of(flag, address)
     if is_loopback(host) or listening.insecure:
         return
     if listening.tls_cert is None or not (listening.tokens or listening.tls_client_ca):
@@ -353,6 +399,13 @@ def _check_address(flag: str, address: str, listening: Listening) -> None:
             f"{flag} {address} can be reached by others: give --tls-cert, --tls-key and "
             "--token-file (or --tls-client-ca), or say --insecure"
         )
+
+
+def _host_of(flag: str, address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if not _is_host(host) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65_535:
+        raise ConfigError(f"{flag} {address!r} is not HOST:PORT")
+    return host
 
 
 def _is_host(host: str) -> bool:

@@ -23,12 +23,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pensieve.errors import InvalidArgument
-from pensieve.text.message import MESSAGES_MAX
 
 REQUEST_BYTES_MAX = 4 << 20  # of any method
 SMALL_REQUEST_BYTES_MAX = 64 << 10  # of a method that is not named below
 RESPONSE_BYTES_MAX = 8 << 20
 
+MESSAGES_MAX = 128  # of one turn
 TEXT_BYTES_MAX = 3 << 20  # of the messages of one request together
 SYSTEM_PROMPT_BYTES_MAX = 1 << 20
 FEW_SHOT_BYTES_MAX = 1 << 20  # of a prefix, together
@@ -38,10 +38,13 @@ CHUNK_BYTES_MAX = 1 << 20  # of a job's file
 METADATA_BYTES_MAX = 16 << 10
 TEMPLATE_OPTIONS_BYTES_MAX = 16 << 10
 SAMPLING_BYTES_MAX = 64 << 10
+CONSTRAINT_BYTES_MAX = 80 << 10  # its text is JSON that escapes little
 FIELD_BYTES_MAX = 4 << 10  # of a field that is not named below
-TOOL_CALL_ID_BYTES_MAX = 512
+NAME_BYTES_MAX = 512  # of a tool, of its call, of who speaks
+TOOL_CALLS_MAX = 64  # of a message, of
+TOOL_CALLS_BYTES_MAX = 256 << 10  # together; of their arguments, in a whole request
 FIELDS_MAX = 512  # of one request, each element of a list counting as one
-INNER_FIELDS_MAX = 8  # of one of its messages
+INNER_FIELDS_MAX = 72  # of one of its messages, the calls of tools counting as one each
 
 VARINT, FIXED64, BYTES, GROUP, GROUP_END, FIXED32 = range(6)  # wire types
 
@@ -59,11 +62,13 @@ LIMITS: Mapping[str, tuple[int, Mapping[str, Limit]]] = {
             "messages": Limit(TEXT_BYTES_MAX, MESSAGES_MAX),
             "sampling": Limit(SAMPLING_BYTES_MAX),
             "metadata": METADATA,
+            "constraint": Limit(CONSTRAINT_BYTES_MAX),
         },
     ),
     "CreateConversationRequest": (
-        2 << 20,
+        REQUEST_BYTES_MAX,
         {
+            "messages": Limit(TEXT_BYTES_MAX, MESSAGES_MAX - 1),
             "system_prompt": Limit(SYSTEM_PROMPT_BYTES_MAX),
             "tools": Limit(TOOLS_BYTES_MAX, TOOLS_MAX),
             "template_options": Limit(TEMPLATE_OPTIONS_BYTES_MAX),
@@ -80,10 +85,33 @@ LIMITS: Mapping[str, tuple[int, Mapping[str, Limit]]] = {
             "messages": Limit(FEW_SHOT_BYTES_MAX, MESSAGES_MAX - 1),
         },
     ),
+    "GenerateRequest": (
+        REQUEST_BYTES_MAX,
+        {
+            "tokenized": Limit(REQUEST_BYTES_MAX),
+            "text": Limit(TEXT_BYTES_MAX),  # to be refused for what it is
+            "sampling_params": Limit(SAMPLING_BYTES_MAX),
+            "mm_inputs": Limit(REQUEST_BYTES_MAX),
+        },
+    ),
     "ForkConversationRequest": (SMALL_REQUEST_BYTES_MAX, {"metadata": METADATA}),
     "NewMessage": (
         TEXT_BYTES_MAX,
-        {"content": Limit(TEXT_BYTES_MAX), "tool_call_id": Limit(TOOL_CALL_ID_BYTES_MAX)},
+        {
+            "content": Limit(TEXT_BYTES_MAX),
+            "tool_call_id": Limit(NAME_BYTES_MAX),
+            "tool_calls": Limit(TOOL_CALLS_BYTES_MAX, TOOL_CALLS_MAX),
+            "thinking": Limit(TEXT_BYTES_MAX),
+            "name": Limit(NAME_BYTES_MAX),
+        },
+    ),
+    "ToolCall": (
+        TOOL_CALLS_BYTES_MAX,
+        {
+            "id": Limit(NAME_BYTES_MAX),
+            "name": Limit(NAME_BYTES_MAX),
+            "arguments": Limit(TOOL_CALLS_BYTES_MAX),
+        },
     ),
 }
 OTHER = Limit(FIELD_BYTES_MAX)

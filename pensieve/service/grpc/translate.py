@@ -34,7 +34,9 @@ from pensieve.errors import (
 from pensieve.service.cancelling import Cancel, Cancelled
 from pensieve.service.draft import Ask
 from pensieve.service.grpc import sizes
+from pensieve.service.grpc.constraints import constraint_of
 from pensieve.service.grpc.json_values import TooManyValues, one_object, one_struct, structs
+from pensieve.service.grpc.tool_calls import calls_of, check_arguments, stored_calls
 from pensieve.service.live_turn import LiveTurn, RecomputeReason
 from pensieve.store import records
 from pensieve.text import Message, Part
@@ -93,13 +95,21 @@ REASON_NUMBERS = {
 # -- in --
 
 
-def messages_of(given: Iterable[pb.NewMessage]) -> list[Message]:
+def messages_of(given: Sequence[pb.NewMessage]) -> list[Message]:
+    check_arguments(given)
     messages = []
     for index, each in enumerate(given):
-        role = ROLES.get(each.role)
+        where, role = f"messages[{index}]", ROLES.get(each.role)
         if role is None:
-            raise InvalidArgument(f"messages[{index}].role", "is no role this server knows")
-        messages.append(Message(role, each.content, tool_call_id=each.tool_call_id or None))
+            raise InvalidArgument(f"{where}.role", "is no role this server knows")
+        if role != "assistant" and (each.tool_calls or each.thinking):
+            raise InvalidArgument(where, "only the assistant thinks, or calls tools")
+        calls, thinking = calls_of(each, where), each.thinking or None
+        messages.append(
+            Message(
+                role, each.content, thinking, calls, each.tool_call_id or None, each.name or None
+            )
+        )
     if not messages:
         raise InvalidArgument("messages", "at least one is needed")
     return messages
@@ -132,6 +142,7 @@ def turn_options(
         sampling_of(request.sampling, defaults),
         min(priority(request.priority), priority_max),
         away_seconds(request.hints),
+        constraint=constraint_of(request),
     )
 
 
@@ -271,6 +282,9 @@ def message(found: records.Message) -> pb.Message:
         token_ids=found.token_ids or (),
         finish_reason=FINISH_NUMBERS.get(found.finish_reason or "", pb.FINISH_REASON_UNSPECIFIED),
         metadata=one_struct(found.extra.get("metadata", {})),
+        tool_calls=stored_calls(found.extra),
+        thinking=found.extra.get("thinking") or "",
+        name=found.extra.get("name") or "",
     )
 
 

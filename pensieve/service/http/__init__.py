@@ -4,10 +4,10 @@
                                                                       │
     socket <──a body, or a stream of events, or an error in the API's shape──┘
 
-`listener` has the sockets, `exchange` one request and its answer, `front` what every request passes, `routes`
-which endpoint has which path.  An endpoint reads a body with `service/openai`, calls what gRPC's methods call, and
-writes.  Nothing here knows tokens, pages or the store.
+`listener` has the sockets, `exchange` one request and its answer, `front` what every request passes,
+`routes` which endpoint has which path.  An endpoint reads a body with `service/openai`, calls what gRPC's
+methods call, and writes.  Nothing here knows tokens, pages or the store.
 
-What a client may do does not depend on the door that it comes through: tokens, limits, the audit log and the order of
+What a client may do does not depend on how it comes in: tokens, limits, the audit log and the order of
 checks are those of gRPC (service/grpc/auth.py).
 """

@@ -1,21 +1,26 @@
 """Bodies of requests, read into what the daemon takes: the same for every API.
 
-A short body is parsed on the loop, a long one in the text pool.  What the template, the tokenizer or the engine refuse
-later goes by the name that the body has for it (`named`).
+A short body is parsed on the loop, a long one in the text pool.  What the template, the tokenizer or the
+engine refuse later goes by the name that the body has for it (`named`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import TurnOptions
-from pensieve.errors import InvalidArgument, TooLong
+from pensieve.errors import InvalidArgument
+from pensieve.service.binding.chain import ReplyReader
+from pensieve.service.constraints import FIELD, Constraints
 from pensieve.service.daemon import Daemon
 from pensieve.service.grpc.auth import Caller
 from pensieve.service.heads import check_length
@@ -23,7 +28,9 @@ from pensieve.service.http.exchange import Exchange
 from pensieve.service.http.front import Front
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.openai import Refusal, Request, RequestKind, Served, parse, read_json
-from pensieve.text import ChatTemplate, Setting
+from pensieve.service.openai.tool_call_items import cut_reply
+from pensieve.text import ChatTemplate, Message, Part, Setting
+from pensieve.text.message import ToolCall
 from pensieve.text.reply_pieces import ReplyPieces
 from pensieve.text.tool_calls import CallStyle
 
@@ -37,7 +44,8 @@ class Bodies:
     ) -> None:
         """`style`: how this model writes calls of tools."""
         self.front, self.template = front, template
-        self._daemon, self._style = daemon, style
+        self._daemon, self.style = daemon, style
+        self._constraints = Constraints(template.tokenizer)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -57,6 +65,13 @@ class Bodies:
         return await self._daemon.threads.in_text_pool(by.tenant, lambda: read_json(raw, "body"))
 
     async def request(self, exchange: Exchange, by: Caller, kind: RequestKind) -> Request:
+        """A body of OpenAI's API."""
+        return await self.read(exchange, by, partial(parse, kind))
+
+    async def read(
+        self, exchange: Exchange, by: Caller, read: Callable[[Any, Served], Request]
+    ) -> Request:
+        """A body of the API that `read` knows."""
         body = await self.json(exchange, by)
         served = Served(
             self._daemon.defaults,
@@ -65,8 +80,8 @@ class Bodies:
             self.template.options,
         )
         if exchange.num_bytes <= SHORT_BYTES:
-            return parse(kind, body, served)
-        return await self._daemon.threads.in_text_pool(by.tenant, lambda: parse(kind, body, served))
+            return read(body, served)
+        return await self._daemon.threads.in_text_pool(by.tenant, lambda: read(body, served))
 
     def pieces(self, request: Request) -> ReplyPieces:
         """Cuts the reply to a request; calls are looked for where there are tools."""
@@ -74,10 +89,23 @@ class Bodies:
 
     def pieces_of(self, tools: Sequence[Mapping[str, Any]]) -> ReplyPieces:
         """The same, where these tools are known."""
-        return ReplyPieces(self._style if tools else None, tools)
+        return ReplyPieces(self.style if tools else None, tools)
+
+    def reply_reader(self, request: Request) -> ReplyReader:
+        """What the client will send back of a reply: its text and its calls."""
+        style, tools = self.style, request.tools
+
+        def read(pieces: Sequence[tuple[Part, str]]) -> Message:
+            parts, texts = [part for part, _ in pieces], [text for _, text in pieces]
+            cut = cut_reply(texts, parts, style, tools)
+            calls = [ToolCall(each.name, json.loads(each.arguments)) for each in cut.calls]
+            return Message("assistant", cut.content, tool_calls=tuple(calls))
+
+        return read
 
     def options(self, request: Request, by: Caller) -> TurnOptions:
-        return TurnOptions(request.sampling, min(0, by.priority_max))
+        priority = min(0, by.priority_max)
+        return TurnOptions(request.sampling, priority, constraint=request.constraint)
 
     def given_sampling(self, request: Request) -> Mapping[str, Any]:
         """What the body sets, by which the same request is known again."""
@@ -87,12 +115,22 @@ class Bodies:
         self, request: Request, options: TurnOptions, by: Caller
     ) -> list[LiveTurn]:
         """A turn for each choice, of the whole prompt, that leaves nothing on the disk."""
-        prompt = await self._daemon.threads.in_text_pool(by.tenant, lambda: self.tokens(request))
+
+        def prepare() -> list[int]:
+            self._constraints.check(options)
+            return self.tokens(request)
+
+        prompt = await self._daemon.threads.in_text_pool(by.tenant, prepare)
         begun = []
         for choice in range(request.num_choices):
             chosen = replace(options, sampling=_seeded(options.sampling, choice))
             begun.append(self._daemon.begin_unstored(prompt, chosen, by.tenant))
         return list(await asyncio.gather(*begun))
+
+    async def num_tokens(self, request: Request, by: Caller) -> int:
+        """Of a request's whole prompt, of which nothing is computed."""
+        tokens = partial(self.tokens, request)
+        return len(await self._daemon.threads.in_text_pool(by.tenant, tokens))
 
     def tokens(self, request: Request) -> list[int]:
         """Of a request's whole prompt; in any thread."""
@@ -104,7 +142,7 @@ class Bodies:
             self.template.tokenizer.check_text(request.prompt, "prompt")
             return list(self.template.tokenizer.encode_prompt(request.prompt))
         check_length("messages", sum(len(each.content) for each in request.messages), context_max)
-        setting = Setting(request.tools, request.template_options)
+        setting = Setting(request.tools, request.template_options, datetime.now(UTC))
         return self.template.opening(request.messages, setting).token_ids
 
 
@@ -117,7 +155,9 @@ def named(request: Request) -> Iterator[None]:
         raise
     except InvalidArgument as error:
         name = error.field.removeprefix("sampling.")
-        code = "context_length_exceeded" if isinstance(error, TooLong) else "invalid_value"
+        if name.startswith(FIELD):
+            name = request.params.get(FIELD, "response_format")
+        code = "context_length_exceeded" if error.is_too_long else "invalid_value"
         raise Refusal(request.param(name), error.problem, code) from None
 
 

@@ -1,7 +1,8 @@
 """`POST /v1/chat/completions`: the client sends the whole history, and only what is new of it is computed.
 
-The conversation that the history is, is found by its messages (service/binding).  Of `n` choices the first goes on with
-that conversation, the others with forks of it.  `store: false` makes a turn of all messages that leaves nothing.
+The conversation that the history is, is found by its messages (service/binding).  Of `n` choices the first
+goes on with that conversation, the others with forks of it.  `store: false` makes a turn of all messages
+that leaves nothing.
 """
 
 from __future__ import annotations
@@ -57,35 +58,15 @@ class ChatCompletions:
             for live, of in zip(lives, pieces, strict=True)
         )
         exchange.out |= sources(lives[0].figures)
-        tokenizer = self._bodies.template.tokenizer
-        return answer(
-            request, [reply_of(live) for live in lives], prompt_of(lives[0]), heading, tokenizer
-        )
+        bodies, replies = self._bodies, [reply_of(live) for live in lives]
+        tokenizer = bodies.template.tokenizer
+        return answer(request, replies, prompt_of(lives[0]), heading, tokenizer, bodies.style)
 
     async def _begin(self, exchange: Exchange, by: Caller, request: Request) -> list[LiveTurn]:
-        options = self._bodies.options(request, by)
         if request.store is False:
+            options = self._bodies.options(request, by)
             return await self._bodies.begin_unstored(request, options, by)
-        chat = Chat(
-            messages=request.messages,
-            tools=request.tools,
-            template_options=request.template_options,
-            options=options,
-            tenant=by.tenant,
-            session_key=self._session_key(exchange, request),
-            request_id=request_id_of(exchange),
-            given_sampling=self._bodies.given_sampling(request),
-            num_choices=request.num_choices,
-        )
-        bound = await self._binder.begin(chat)
-        exchange.out["x-pensieve-conversation-id"] = bound[0].conversation_id
-        exchange.out["x-pensieve-bound"] = bound[0].how
-        exchange.out["x-pensieve-known-messages"] = str(bound[0].num_known_messages)
-        return [each.live for each in bound]
-
-    def _session_key(self, exchange: Exchange, request: Request) -> str:
-        named = (exchange.headers.get(name, "") for name in SESSION_HEADERS)
-        return next(filter(None, named), request.prompt_cache_key)
+        return await begin_bound(self._binder, self._bodies, exchange, by, request)
 
     async def _stream(
         self,
@@ -108,13 +89,42 @@ class ChatCompletions:
                 await write(stream.chunks(number, found, tokens_of(live, start, stop)))
 
             await follow(self._daemon, exchange, live, pieces[number], on_pieces)
-            await write([stream.end(number, reply_of(live).finish, pieces[number].num_calls)])
+            finish, ends_with_call = reply_of(live).finish, pieces[number].ends_with_call
+            await write([stream.end(number, finish, ends_with_call=ends_with_call)])
 
         await all_of(one(number, live) for number, live in enumerate(lives))
         if request.include_usage:
             await write([stream.usage([reply_of(live) for live in lives], prompt_of(lives[0]))])
         await exchange.write(DONE)
         await exchange.end_events()
+
+
+async def begin_bound(
+    binder: Binder, bodies: Bodies, exchange: Exchange, by: Caller, request: Request
+) -> list[LiveTurn]:
+    """A turn for each choice, in the conversation that the request's messages go on with."""
+    chat = Chat(
+        messages=request.messages,
+        tools=request.tools,
+        template_options=request.template_options,
+        options=bodies.options(request, by),
+        tenant=by.tenant,
+        session_key=_session_key(exchange, request),
+        request_id=request_id_of(exchange),
+        given_sampling=bodies.given_sampling(request),
+        num_choices=request.num_choices,
+        reply_reader=bodies.reply_reader(request),
+    )
+    bound = await binder.begin(chat)
+    exchange.out["x-pensieve-conversation-id"] = bound[0].conversation_id
+    exchange.out["x-pensieve-bound"] = bound[0].how.value
+    exchange.out["x-pensieve-known-messages"] = str(bound[0].num_known_messages)
+    return [each.live for each in bound]
+
+
+def _session_key(exchange: Exchange, request: Request) -> str:
+    named = (exchange.headers.get(name, "") for name in SESSION_HEADERS)
+    return next(filter(None, named), request.prompt_cache_key)
 
 
 async def all_of(works: Any) -> None:

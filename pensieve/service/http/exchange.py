@@ -5,9 +5,10 @@
     answering  one whole answer (`answer`), or a stream of events (`begin_events`, `write`)
     over       `end`; the functions of `add_done_callback` are called once
 
-A stream's headers are sent with its first event, or when the client has waited `KEEP_ALIVE_SECONDS` for it; so what
-fails before that is an error with a status.  Whatever fails later is an event.  While nothing else is to be written,
-a comment is sent every KEEP_ALIVE_SECONDS, so that proxies do not take the connection for dead.
+A stream's headers are sent with its first event, or when the client has waited `KEEP_ALIVE_SECONDS` for it;
+so what fails before that is an error with a status.  Whatever fails later is an event.  While nothing else
+is to be written, a comment is sent every KEEP_ALIVE_SECONDS, so that proxies do not take the connection for
+dead.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class BodyTooLarge(InvalidArgument):
 class Piece(bytes):
     """Bytes of a stream; their size goes by the name that messages of gRPC have for it."""
 
-    def ByteSize(self) -> int:  # noqa: N802
+    def ByteSize(self) -> int:
         return len(self)
 
 

@@ -6,9 +6,9 @@
     endpoint          answers, or raises an error of our tree
     the end           the call is counted no more, whether the client took the answer or left
 
-A name in Host is checked where the listener is on this machine alone and asks for no token: a browser can be made to
-call it under any name (DNS rebinding).  An Origin that is not the listener's own is refused unless it is one of
-`origins`; CORS headers are sent to these alone.
+A name in Host is checked where the listener is on this machine alone and asks for no token: a browser can be
+made to call it under any name (DNS rebinding).  An Origin that is not the listener's own is refused unless
+it is one of `origins`; CORS headers are sent to these alone.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class Front:
             "vary": "Origin",
         }
         if exchange.method == "OPTIONS":
-            asked = exchange.headers.get("access-control-request-headers", "")
+            wanted = exchange.headers.get("access-control-request-headers", "")
             exchange.out |= {
                 "access-control-allow-methods": METHODS,
-                "access-control-allow-headers": asked or "*",
+                "access-control-allow-headers": wanted or "*",
                 "access-control-max-age": "600",
             }
 
@@ -108,7 +108,7 @@ class Endpoint:
         deletes: str = "",
         error_body: ErrorBody = errors.body_of,
     ) -> None:
-        """`is_open`: anybody may call it, and it reads no body.  `deletes`: gRPC's method that does the same."""
+        """`is_open`: anybody may call it, and it reads no body.  `deletes`: gRPC's method that does so."""
         self._front, self._act, self._is_open = front, act, is_open
         self._deletes, self._error_body = deletes, error_body
 
@@ -174,7 +174,7 @@ class Endpoint:
                 await exchange.write(event(body, "error" if "type" in body else ""))
                 await exchange.end_events()
             return
-        kept = {"vary"}
+        kept = {"vary", "request-id"}
         exchange.out = {
             name: value
             for name, value in exchange.out.items()

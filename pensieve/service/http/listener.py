@@ -3,7 +3,7 @@
 * A connection that begins a request has HEAD_SECONDS to send its head; the body's time is `Incoming`'s.
 * One that sends nothing is closed after IDLE_SECONDS, the first time as after an answer.
 * There are CONNECTIONS_MAX of them, apart from gRPC's; more are closed at once.
-* A client that does not take its answer is held up by the socket alone: what it has not taken is a few windows.
+* A client that does not take its answer is held up by the socket alone, a few windows behind.
 
 The daemon ends it: connections that wait are closed, those that are answered end with their turns.
 """

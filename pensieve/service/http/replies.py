@@ -1,8 +1,8 @@
-"""A live turn as pieces of a reply, for whichever API writes them, and what becomes of it when its client leaves.
+"""A live turn as pieces of a reply, for whichever API writes them, and its end when its client leaves.
 
-A client of these APIs cannot attach to its turn again, unless it sends an `Idempotency-Key`.  So its turn ends when it
-leaves: what was written to it stays in the history, which is what it has; where nothing was, nothing stays.  With a
-key the turn lives on for the grace of gRPC's (readers.py).
+A client of these APIs cannot attach to its turn again, unless it sends an `Idempotency-Key`.  So its turn
+ends when it leaves: what was written to it stays in the history, which is what it has; where nothing was,
+nothing stays.  With a key the turn lives on for the grace of gRPC's (readers.py).
 """
 
 from __future__ import annotations
@@ -84,6 +84,15 @@ def reply_of(live: LiveTurn) -> Reply:
     logprobs = [live.logprobs[each] for each in range(count)] if live.logprobs else ()
     finish = FinishReason.LENGTH if live.finish is FinishReason.LENGTH else FinishReason.STOP
     return Reply(live.token_ids[:count], texts, finish, live.parts[:count], logprobs)
+
+
+def pieces_of(live: LiveTurn, pieces: ReplyPieces) -> list[Piece]:
+    """All of a turn that has ended, cut by `pieces`, which has seen nothing of it."""
+    reply = reply_of(live)
+    found: list[Piece] = []
+    for text, part in zip(reply.texts, reply.parts, strict=True):
+        found += pieces.push(text, part)
+    return found + pieces.end()
 
 
 def tokens_of(live: LiveTurn, start: int, stop: int) -> Reply:

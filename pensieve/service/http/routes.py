@@ -13,6 +13,8 @@ from pensieve.service.http.chat import ChatCompletions
 from pensieve.service.http.completions import Completions
 from pensieve.service.http.conversations import Conversations
 from pensieve.service.http.front import Act, Endpoint, Front
+from pensieve.service.http.messages import Messages
+from pensieve.service.http.messages import body_of as anthropics
 from pensieve.service.http.models import Health, Models, not_here
 from pensieve.service.http.pasts import Pasts
 from pensieve.service.http.response_places import ResponsePlaces
@@ -32,14 +34,18 @@ def application(
     """Serves whatever the daemon does over HTTP."""
     routing = need("http", "starlette.routing", PURPOSE)
     bodies = Bodies(front, daemon, template, style)
-    models, health = Models(daemon, bodies), Health(daemon)
+    models, health, binder = Models(daemon, bodies), Health(daemon), Binder(daemon)
+    messages = Messages(daemon, bodies, binder)
+    as_anthropic = {"error_body": anthropics}
     acts: Sequence[Route] = (
         ("GET", "/health", health.health, {"is_open": True}),
         ("GET", "/version", health.version, {"is_open": True}),
         ("GET", "/v1/models", models.all, {}),
         ("GET", "/v1/models/{model:path}", models.one, {}),
-        ("POST", "/v1/chat/completions", ChatCompletions(daemon, bodies, Binder(daemon)), {}),
+        ("POST", "/v1/chat/completions", ChatCompletions(daemon, bodies, binder), {}),
         ("POST", "/v1/completions", Completions(daemon, bodies), {}),
+        ("POST", "/v1/messages", messages.create, as_anthropic),
+        ("POST", "/v1/messages/count_tokens", messages.count_tokens, as_anthropic),
         *_of_responses(daemon, bodies),
     )
     by_path: dict[str, dict[str, Endpoint]] = {}

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from pensieve.core.group_feed import FeedConfig
 from pensieve.core.iteration import SampledToken
-from pensieve.core.turn import FinishReason, TurnOptions, Usage
+from pensieve.core.turn import FinishReason, Usage
 from pensieve.engine.batch_run import BatchRequest, BatchRun, Finished, Sharing
 from pensieve.engine.messages import Event, Message, SubmitTurn, TurnAdmitted, TurnEnded
 from pensieve.errors import PensieveError
@@ -68,10 +68,7 @@ class JobRun:
             for choice in range(len(each.samplings))
         ]
         requests = [
-            BatchRequest(
-                prepared[index].tokens,
-                TurnOptions(prepared[index].samplings[choice], background=True),
-            )
+            BatchRequest(prepared[index].tokens, prepared[index].options(choice))
             for index, choice in self._requests
         ]
         self._batch = BatchRun(name, requests, feed, numbers, share, weight, sharing)

@@ -15,8 +15,10 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from pensieve.core.sampling import Sampling
+from pensieve.core.turn import TurnOptions
 from pensieve.engine.batch_run import Finished
 from pensieve.errors import ContextFull, PensieveError
+from pensieve.service.constraints import Constraints
 from pensieve.service.heads import check_length
 from pensieve.service.openai import (
     BatchLine,
@@ -34,7 +36,7 @@ from pensieve.service.openai import (
     read_line,
 )
 from pensieve.store.job_records import Job, JobLine, JobUsage, NewAnswer, NewRefusal
-from pensieve.text import ChatTemplate, PartMarker, Setting
+from pensieve.text import CallStyle, ChatTemplate, PartMarker, Setting
 
 PROMPT_TAIL_TOKENS = 16  # a template may open the thinking in the generation prompt
 
@@ -47,6 +49,10 @@ class Prepared:
     tokens: array[int]  # 'I': of its prompt
     samplings: tuple[Sampling, ...]  # of its choices
 
+    def options(self, choice: int) -> TurnOptions:
+        constraint = self.line.request.constraint
+        return TurnOptions(self.samplings[choice], background=True, constraint=constraint)
+
 
 class LineReader(NamedTuple):
     """Reads the lines of one job; in any thread."""
@@ -55,6 +61,7 @@ class LineReader(NamedTuple):
     served: Served
     template: ChatTemplate
     context_max: int
+    constraints: Constraints
 
     def read_all(self, lines: Sequence[JobLine]) -> list[Prepared | LineError]:
         found = map(self.read, lines)
@@ -66,6 +73,7 @@ class LineReader(NamedTuple):
         if not isinstance(found, BatchLine):
             return found
         try:
+            self.constraints.check(TurnOptions(constraint=found.request.constraint))
             tokens = self._tokens(found.request)
             if len(tokens) >= self.context_max:
                 raise ContextFull(len(tokens) + 1, self.context_max)
@@ -105,6 +113,7 @@ class Writer(NamedTuple):
     template: ChatTemplate
     model: str
     now: float  # seconds since 1970
+    style: CallStyle | None = None  # how the model writes calls of tools
 
     def result(self, prepared: Prepared, choices: Sequence[Finished]) -> NewAnswer | NewRefusal:
         """Of a line whose choices have all ended."""
@@ -121,6 +130,7 @@ class Writer(NamedTuple):
             PromptTokens(len(prepared.tokens), num_cached[0]),
             Heading(_answer_id(prepared), int(self.now), request.model or self.model),
             self.template.tokenizer,
+            self.style,
         )
         usage = JobUsage(
             len(prepared.tokens) * len(choices),

@@ -26,13 +26,14 @@ from itertools import count
 
 from pensieve.core.group_feed import FeedConfig
 from pensieve.errors import Unavailable, one_line
+from pensieve.service.constraints import Constraints
 from pensieve.service.daemon import Daemon
-from pensieve.service.history import Texts
 from pensieve.service.jobs.activity import Activity
 from pensieve.service.jobs.job_run import JobRun, Ready
 from pensieve.service.jobs.prepared import LineReader, Prepared, Writer, failed, refusal
 from pensieve.service.jobs.store_thread import StoreThread
 from pensieve.service.openai import LineError, Served
+from pensieve.service.texts import Texts
 from pensieve.store.job_records import (
     Job,
     JobKey,
@@ -42,6 +43,7 @@ from pensieve.store.job_records import (
     NewAnswer,
     NewRefusal,
 )
+from pensieve.text import CallStyle
 
 FIRST_NUMBER = 1 << 40  # of the turns of jobs; those of conversations are counted from 1
 TURNS_MAX = 64  # of a job at once
@@ -59,6 +61,7 @@ class JobsConfig:
     pages_share: float = 0.5  # of the device tier, that a job may plan for
     turns_max: int = TURNS_MAX
     keep_seconds: float = KEEP_SECONDS  # that a job is kept after its end; 0: for ever
+    call_style: CallStyle | None = None  # how the model writes calls of tools; None: they are text
 
 
 class Worker:
@@ -73,6 +76,7 @@ class Worker:
         """`now` is the clock of the records."""
         self._daemon, self._texts, self._store, self._now = daemon, texts, store, now
         self._config = config
+        self._constraints = Constraints(texts.template.tokenizer)
         self._loop = asyncio.get_running_loop()
         self._numbers = count(FIRST_NUMBER)
         self._names = count(1)
@@ -187,7 +191,8 @@ class Worker:
     ) -> None:
         """The results of lines, until the disk takes them; nothing more is submitted meanwhile."""
         tenant = job.key.tenant
-        writer = Writer(self._texts.template, self._daemon.engine.model_name, self._now())
+        model, style = self._daemon.engine.model_name, self._config.call_style
+        writer = Writer(self._texts.template, model, self._now(), style)
         results = await self._daemon.threads.in_text_pool(
             tenant, lambda: [writer.result(each.prepared, each.choices) for each in ready]
         )
@@ -262,7 +267,8 @@ class Worker:
             daemon.engine.ready.vocab_size if daemon.engine.ready is not None else None,
             self._texts.template.options,
         )
-        return LineReader(job, served, self._texts.template, daemon.context_max)
+        template = self._texts.template
+        return LineReader(job, served, template, daemon.context_max, self._constraints)
 
     async def _until_up(self, activity: Activity) -> None:
         while not (self.engine_up.is_set() or activity.stopping):

@@ -2,8 +2,8 @@
 
 A reply is what its tokens released, each with the part of the reply that it belongs to.  Thinking goes into
 `reasoning_content` (of a response: an item of its own) without the control tokens around it, and the white
-space between it and the text is left out.  Everything else is the text, tool calls included, as they were
-sampled.
+space between it and the text is left out.  Calls of tools go into `tool_calls` (items of their own) where the
+request brought tools and the model's way of writing calls is known.  Everything else is the text, as sampled.
 
 Logprobs are those of the tokens of the text.  A token that has no text by its nature (the end of a turn) has
 none in the answer either, but it may be among the alternatives.
@@ -14,16 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, groupby
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from pensieve.core.iteration import Logprob
 from pensieve.core.turn import FinishReason
 from pensieve.service.openai.kinds import RequestKind
 from pensieve.service.openai.request import Request
-from pensieve.text.parts import Part, without_marks
+from pensieve.service.openai.tool_call_items import call_items, cut_reply, message_calls
+from pensieve.text.parts import Part
 from pensieve.text.tokenizer import Tokenizer
+from pensieve.text.tool_calls import CallStyle
 
 LOGPROB_MIN = -9999.0  # what the API writes for a token that cannot come; JSON has no infinity
 ID_PREFIXES = {
@@ -45,27 +45,11 @@ class Reply:
         tuple[float, Sequence[Logprob]]
     ] = ()  # of each token, if they were requested
 
-    def text_of(self, *parts: Part) -> str:
-        """What the tokens of these parts released."""
-        return "".join(compress(self.texts, self.is_of(*parts)))
-
     def is_of(self, *parts: Part) -> list[bool]:
         """Of each token, whether it belongs to one of them."""
         if not self.parts:
             return [Part.TEXT in parts] * len(self.texts)
         return [each in parts for each in self.parts]
-
-    @property
-    def thinking(self) -> str:
-        """Of each run of such tokens, one to a paragraph."""
-        runs = groupby(zip(self.texts, self.is_of(Part.THINKING), strict=True), itemgetter(1))
-        texts = ("".join(text for text, _ in run) for is_thinking, run in runs if is_thinking)
-        return "\n\n".join(filter(None, map(without_marks, texts)))
-
-    @property
-    def content(self) -> str:
-        text = self.text_of(Part.TEXT, Part.TOOL_CALL)
-        return text.lstrip() if Part.THINKING in self.parts else text
 
     @property
     def num_thinking(self) -> int:
@@ -93,22 +77,33 @@ def answer(
     prompt: PromptTokens,
     heading: Heading,
     tokenizer: Tokenizer | None = None,
+    style: CallStyle | None = None,
 ) -> dict[str, Any]:
-    """The body, one reply for each choice; a tokenizer is needed where logprobs are requested."""
+    """The body, one reply for each choice.
+
+    `tokenizer` is needed where logprobs are requested.  `style`: how the model writes calls; None: they are
+    text.
+    """
     assert len(replies) == request.num_choices, (len(replies), request.num_choices)
     assert all(each.finish in (FinishReason.STOP, FinishReason.LENGTH) for each in replies)
     assert tokenizer is not None or request.sampling.logprobs is None
     if request.kind is RequestKind.RESPONSE:
-        return _response(request, replies[0], prompt, heading, tokenizer)
+        return _response(request, replies[0], prompt, heading, tokenizer, style)
     is_chat = request.kind is RequestKind.CHAT
-    choice = _chat_choice if is_chat else _text_choice
     return {
         "id": ID_PREFIXES[request.kind] + heading.answer_id,
         "object": "chat.completion" if is_chat else "text_completion",
         "created": heading.created,
         "model": heading.model,
         "choices": [
-            {"index": n, **choice(each, request, tokenizer), "finish_reason": each.finish.value}
+            {
+                "index": n,
+                **(
+                    _chat_choice(n, each, request, heading, tokenizer, style)
+                    if is_chat
+                    else _text_choice(each, request, tokenizer)
+                ),
+            }
             for n, each in enumerate(replies)
         ],
         "usage": usage_of(replies, prompt),
@@ -116,14 +111,26 @@ def answer(
     }
 
 
-def _chat_choice(reply: Reply, request: Request, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
-    if thinking := reply.thinking:
-        message["reasoning_content"] = thinking
+def _chat_choice(
+    index: int,
+    reply: Reply,
+    request: Request,
+    heading: Heading,
+    tokenizer: Tokenizer | None,
+    style: CallStyle | None,
+) -> dict[str, Any]:
+    cut = cut_reply(reply.texts, reply.parts, style, request.tools)
+    message: dict[str, Any] = {"role": "assistant", "content": cut.content, "refusal": None}
+    if cut.thinking:
+        message["reasoning_content"] = cut.thinking
+    if cut.calls:
+        message["content"] = cut.content or None
+        message["tool_calls"] = message_calls(cut.calls, heading.answer_id, index)
     logprobs = None
     if request.sampling.logprobs is not None and tokenizer is not None:
         logprobs = {"content": logprob_rows(reply, tokenizer), "refusal": None}
-    return {"message": message, "logprobs": logprobs}
+    finish_reason = cut.finish_reason(reply.finish)
+    return {"message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def _text_choice(reply: Reply, request: Request, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -132,7 +139,8 @@ def _text_choice(reply: Reply, request: Request, tokenizer: Tokenizer | None) ->
     logprobs = None
     if request.sampling.logprobs is not None and tokenizer is not None:
         logprobs = logprob_columns(logprob_rows(reply, tokenizer))
-    return {"text": reply.content, "logprobs": logprobs}
+    text = "".join(reply.texts)
+    return {"text": text, "logprobs": logprobs, "finish_reason": reply.finish.value}
 
 
 def usage_of(replies: Sequence[Reply], prompt: PromptTokens) -> dict[str, Any]:
@@ -205,6 +213,7 @@ def _response(
     prompt: PromptTokens,
     heading: Heading,
     tokenizer: Tokenizer | None,
+    style: CallStyle | None,
 ) -> dict[str, Any]:
     is_whole = reply.finish is FinishReason.STOP
     status = "completed" if is_whole else "incomplete"
@@ -222,7 +231,7 @@ def _response(
         "max_output_tokens": sampling.max_tokens if request.max_tokens_given else None,
         "max_tool_calls": None,
         "model": heading.model,
-        "output": _output(request, reply, status, heading, tokenizer),
+        "output": _output(request, reply, heading, tokenizer, style),
         "parallel_tool_calls": echoed.get("parallel_tool_calls", True),
         "previous_response_id": echoed.get("previous_response_id"),
         "prompt_cache_key": echoed.get("prompt_cache_key"),
@@ -231,7 +240,7 @@ def _response(
         "service_tier": "default",
         "store": echoed.get("store", True),
         "temperature": sampling.temperature,
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "text": {"format": {"type": "text"}, "verbosity": "medium", **echoed.get("text", {})},
         "tool_choice": echoed.get("tool_choice", "auto"),
         "tools": [
             {"description": None, "parameters": None, "strict": False, **each}
@@ -254,36 +263,42 @@ def _response(
 
 
 def _output(
-    request: Request, reply: Reply, status: str, heading: Heading, tokenizer: Tokenizer | None
+    request: Request,
+    reply: Reply,
+    heading: Heading,
+    tokenizer: Tokenizer | None,
+    style: CallStyle | None,
 ) -> list[dict[str, Any]]:
-    """The thinking and the text, each an item; a reply that ended while it thought has no text."""
+    """The thinking, the text and each call, an item each; a text that is empty only if it is alone."""
+    cut = cut_reply(reply.texts, reply.parts, style, request.tools)
+    status = "completed" if reply.finish is FinishReason.STOP else "incomplete"
     items: list[dict[str, Any]] = []
-    content = reply.content
-    if thinking := reply.thinking:
+    if cut.thinking:
         items.append(
             {
                 "id": f"rs_{heading.answer_id}",
                 "type": "reasoning",
                 "summary": [],
-                "content": [{"type": "reasoning_text", "text": thinking}],
+                "content": [{"type": "reasoning_text", "text": cut.thinking}],
                 "encrypted_content": None,
-                "status": "completed" if content else status,
+                "status": "completed" if cut.content or cut.calls else status,
             }
         )
-    if not content and items:
-        return items
-    wants_logprobs = request.sampling.logprobs is not None and tokenizer is not None
-    text = {
-        "type": "output_text",
-        "text": content,
-        "annotations": [],
-        "logprobs": logprob_rows(reply, tokenizer) if wants_logprobs and tokenizer else [],
-    }
-    message = {
-        "id": f"msg_{heading.answer_id}",
-        "type": "message",
-        "status": status,
-        "role": "assistant",
-        "content": [text],
-    }
-    return [*items, message]
+    if cut.content or not (cut.thinking or cut.calls):
+        wants_logprobs = request.sampling.logprobs is not None and tokenizer is not None
+        text = {
+            "type": "output_text",
+            "text": cut.content,
+            "annotations": [],
+            "logprobs": logprob_rows(reply, tokenizer) if wants_logprobs and tokenizer else [],
+        }
+        items.append(
+            {
+                "id": f"msg_{heading.answer_id}",
+                "type": "message",
+                "status": "completed" if cut.ends_with_call else status,
+                "role": "assistant",
+                "content": [text],
+            }
+        )
+    return [*items, *call_items(cut.calls, heading.answer_id)]

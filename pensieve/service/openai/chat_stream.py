@@ -1,12 +1,12 @@
 """A chat completion as it comes: chunks, each with what is new of one choice.
 
     role             the first chunk of each choice
-    pieces           thinking (`reasoning_content`), text, calls of tools with their arguments as they are written
+    pieces           thinking (`reasoning_content`), text, calls of tools with their arguments as they come
     finish_reason    the last chunk of each choice
     usage            one chunk without choices, where the request wants it
 
-Logprobs are those of the text's tokens, in the chunk that brings them; text that is withheld for a moment (it may
-begin a call) has had its logprobs sent before it.
+Logprobs are those of the text's tokens, in the chunk that brings them; text that is withheld for a moment (it
+may begin a call) has had its logprobs sent before it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from pensieve.service.openai.answer import (
 )
 from pensieve.service.openai.request import Request
 from pensieve.service.openai.tool_call_items import call_id
-from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, Text, Thinking
+from pensieve.text.reply_pieces import Piece, Text, Thinking
 from pensieve.text.tokenizer import Tokenizer
+from pensieve.text.tool_calls import CallArguments, CallBegan
 
 
 class ChatStream:
@@ -43,7 +44,7 @@ class ChatStream:
         if choice not in self._begun:
             self._begun.add(choice)
             found.append(self._chunk(choice, {"role": "assistant", "content": ""}))
-        deltas = [self._delta(choice, each) for each in joined(pieces)]
+        deltas = [self._delta(choice, each) for each in merged(pieces)]
         logprobs = self._logprobs(choice, tokens)
         if logprobs and not deltas:
             deltas = [{"content": ""}]
@@ -52,11 +53,11 @@ class ChatStream:
             logprobs = None
         return found
 
-    def end(self, choice: int, finish: FinishReason, num_calls: int = 0) -> dict[str, Any]:
-        reason = finish.value
-        if num_calls and finish is FinishReason.STOP:
-            reason = "tool_calls"
-        return self._chunk(choice, {}, reason)
+    def end(
+        self, choice: int, finish: FinishReason, *, ends_with_call: bool = False
+    ) -> dict[str, Any]:
+        waits = ends_with_call and finish is FinishReason.STOP
+        return self._chunk(choice, {}, "tool_calls" if waits else finish.value)
 
     def usage(self, replies: Sequence[Reply], prompt: PromptTokens) -> dict[str, Any]:
         return {**self._head(), "choices": [], "usage": usage_of(replies, prompt)}
@@ -115,7 +116,7 @@ class ChatStream:
         }
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
     """Neighbours of the same kind as one."""
     found: list[Piece] = []
     for each in pieces:

@@ -18,6 +18,7 @@ from pensieve.errors import InvalidArgument
 from pensieve.text.message import DEPTH_MAX, plain_text
 
 VALUES_MAX = 16_384  # of one parameter; an object, a list and each value in them count as one
+MESSAGES_VALUES_MAX = 1 << 16  # of the messages of a request
 NAME_CHARACTERS_MAX = 80  # of what an error quotes
 
 
@@ -34,9 +35,9 @@ def quoted(text: str) -> str:
     return ascii(text if len(text) <= NAME_CHARACTERS_MAX else text[:NAME_CHARACTERS_MAX] + "...")
 
 
-def check_json(value: Any, where: str) -> None:
+def check_json(value: Any, where: str, values_max: int = VALUES_MAX) -> None:
     """Refuse what is no JSON value, or one that is too deep or has too many values."""
-    left, stack = VALUES_MAX - 1, [(value, 0)]
+    left, stack = values_max - 1, [(value, 0)]
     while stack:
         each, depth = stack.pop()
         if each is None or isinstance(each, bool):
@@ -49,7 +50,7 @@ def check_json(value: Any, where: str) -> None:
         elif isinstance(each, Mapping | list | tuple):
             left -= len(each)
             if left < 0:
-                raise Refusal(where, f"holds more than {VALUES_MAX:,} JSON values")
+                raise Refusal(where, f"holds more than {values_max:,} JSON values")
             if depth == DEPTH_MAX:
                 raise Refusal(where, f"is nested deeper than {DEPTH_MAX}")
             if isinstance(each, Mapping):

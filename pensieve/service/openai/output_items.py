@@ -18,7 +18,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pensieve.service.openai.chat_stream import joined
+from pensieve.service.openai.chat_stream import merged
 from pensieve.text.reply_pieces import CallArguments, CallBegan, Piece, Text, Thinking
 
 Event = dict[str, Any]  # without its sequence number
@@ -50,7 +50,7 @@ class OutputItems:
         """Of pieces that came together, and the logprobs of the tokens that brought them."""
         events: list[Event] = []
         self._waiting += logprobs
-        for piece in joined(pieces):
+        for piece in merged(pieces):
             if isinstance(piece, CallBegan):
                 self._waiting = []
                 events += self._close("completed")

@@ -19,9 +19,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pensieve.core.constraint import Constraint
 from pensieve.core.sampling import Sampling
 from pensieve.service.openai.chat_messages import take_messages, take_tools
-from pensieve.service.openai.fields import Fields, Refusal, check_json, quoted
+from pensieve.service.openai.fields import (
+    MESSAGES_VALUES_MAX,
+    VALUES_MAX,
+    Fields,
+    Refusal,
+    check_json,
+    quoted,
+)
+from pensieve.service.openai.formats import FormatFields, take_response_format, take_text_format
 from pensieve.service.openai.kinds import RequestKind
 from pensieve.service.openai.response_items import take_input
 from pensieve.service.openai.sampling_fields import is_token_id, take_sampling
@@ -39,7 +48,7 @@ OF_MESSAGES = frozenset(
 )
 ECHOED = (
     *("instructions", "metadata", "previous_response_id", "reasoning", "safety_identifier", "user"),
-    *("store", "tool_choice", "tools", "parallel_tool_calls", "prompt_cache_key"),
+    *("store", "text", "tool_choice", "tools", "parallel_tool_calls", "prompt_cache_key"),
 )
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
@@ -75,6 +84,7 @@ class Request:
     prompt_cache_key: str = ""
     params: Mapping[str, str] = field(default_factory=dict)  # the body's own names of some fields
     echoed: Mapping[str, Any] = field(default_factory=dict)  # that a response repeats
+    constraint: Constraint | None = None  # what the reply has to be
 
     @property
     def max_tokens_given(self) -> bool:
@@ -95,11 +105,17 @@ def parse(kind: RequestKind, body: Any, served: Served) -> Request:
         if name != "prompt" or not isinstance(
             value, list | tuple
         ):  # it is checked where it is read
-            check_json(value, fields.where(name))
+            is_history = name in ("messages", "input")
+            values_max = MESSAGES_VALUES_MAX if is_history else VALUES_MAX
+            check_json(value, fields.where(name), values_max)
     values: dict[str, Any] = {"model": _model(fields, served.models)}
     read = take_sampling(kind, fields, served.defaults, served.vocab_size)
     values |= {"sampling": read.sampling, "given": read.given}
-    params = {"template_options": "chat_template_kwargs", **read.params}
+    form = _form(kind, fields)
+    values["constraint"] = form.constraint
+    if form.constraint is not None and read.sampling.ignore_eos:
+        raise Refusal("ignore_eos", "a reply with a constraint ends where it is met")
+    params = {"template_options": "chat_template_kwargs", **read.params, **form.params}
     if kind is RequestKind.COMPLETION:
         values |= _completion(fields, served.vocab_size)
     else:
@@ -128,7 +144,6 @@ def _model(fields: Fields, models: Collection[str] | None) -> str:
 
 
 def _chat(fields: Fields) -> dict[str, Any]:
-    _only_text(fields, "response_format")
     fields.only("modalities", ["text"])
     fields.only("verbosity", "medium")
     fields.object("prediction")  # a hint for speed
@@ -142,7 +157,6 @@ def _completion(fields: Fields, vocab_size: int | None) -> dict[str, Any]:
     fields.only("best_of", num_choices, problem="choices are not ranked: give n alone")
     fields.only("echo", False)
     fields.only("suffix", "", problem="no text can be filled in before a suffix")
-    _only_text(fields, "response_format")
     return {"prompt": _prompt(fields, vocab_size), "num_choices": num_choices}
 
 
@@ -151,10 +165,6 @@ def _response(fields: Fields) -> dict[str, Any]:
     fields.only("truncation", "disabled")
     fields.only("prompt", problem="there are no stored prompts")
     fields.integer("max_tool_calls")  # of tools that a server runs itself
-    if (text := fields.fields("text")) is not None:
-        _only_text(text, "format")
-        text.only("verbosity", "medium")
-        text.end()
     previous, conversation = fields.text("previous_response_id"), _conversation(fields)
     if previous and conversation:
         raise Refusal("previous_response_id", "is given instead of a conversation, not beside it")
@@ -211,16 +221,16 @@ def _num_choices(fields: Fields) -> int:
     return 1 if found is None else found
 
 
-def _only_text(fields: Fields, name: str) -> None:
-    """Of a format: replies are not constrained."""
-    given = fields.fields(name)
-    if given is None:
-        return
-    kind = given.needed_text("type")
-    if kind != "text":
-        problem = f"{quoted(kind)} is not supported: replies cannot be constrained"
-        raise Refusal(given.where("type"), problem, "unsupported_parameter")
-    given.end()
+def _form(kind: RequestKind, fields: Fields) -> FormatFields:
+    """What the reply has to be, by the names that the endpoint has for it."""
+    if kind is not RequestKind.RESPONSE:
+        return take_response_format(fields)
+    if (text := fields.fields("text")) is None:
+        return FormatFields()
+    found = take_text_format(text)
+    text.only("verbosity", "medium")
+    text.end()
+    return found
 
 
 def _template_options(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.grpc.server import Listening
 from tests.service.rig_daemon import DaemonRig
 
@@ -83,6 +84,8 @@ def http_rig(data: Path, *, model: bool = False, **arguments: Any) -> Iterator[H
     if model:
         arguments |= {"program": MODEL_ENGINE, "written": WRITTEN}
     named = {"http": "127.0.0.1:0", **arguments.pop("http", {})}
+    if (limits := arguments.pop("limits", None)) is not None:
+        arguments["config"] = DaemonConfig(grace_seconds=0.2, limits=limits)
     listening = Listening("127.0.0.1:0", data / "admin.sock", **named)
     with DaemonRig(data, listening=listening, **arguments) as rig:
         yield HttpRig(rig)

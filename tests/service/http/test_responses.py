@@ -264,3 +264,36 @@ def test_errors_have_openais_shape(door: HttpRig) -> None:
     made = respond(door, "Hi.").value["id"]
     streamed = door.ask("GET", f"/v1/responses/{made}?stream=true")
     assert (streamed.status, streamed.error["param"]) == (400, "stream")
+
+
+def test_a_response_that_is_not_stored_leaves_nothing(door: HttpRig, client: openai.OpenAI) -> None:
+    whole = respond(door, "SECRET-plan", store=False, seed=3)
+    assert whole.status == 200
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(whole.value["id"])
+    streamed = respond(door, "SECRET-plan", store=False, seed=3, stream=True).events
+    assert streamed[-1]["type"] in ("response.completed", "response.incomplete")
+    texts = [
+        each["output"][0]["content"][0]["text"] for each in (whole.value, streamed[-1]["response"])
+    ]
+    assert texts[0] == texts[1]
+    assert b"SECRET-plan" not in raw(door)
+
+
+def test_a_response_that_is_not_stored_goes_on_from_one_that_is(door: HttpRig) -> None:
+    first = respond(door, "My name is Ann.", instructions="Be brief.")
+    fields = {"instructions": "Be brief.", "previous_response_id": first.value["id"], "seed": 3}
+    unstored = respond(door, "What is my name?", store=False, **fields)
+    stored = respond(door, "What is my name?", **fields)
+    assert unstored.value["usage"]["input_tokens"] == stored.value["usage"]["input_tokens"]
+    assert len(contents(door, first)) == len(contents(door, stored))
+
+
+def test_a_tenant_sees_only_its_own_responses(door: HttpRig) -> None:
+    made = respond(door, "Hi.").value["id"]
+
+    async def find(tenant: str) -> Any:
+        return await door.rig.daemon.reads.response(made, tenant)
+
+    assert door.rig.call(find("")) is not None
+    assert door.rig.call(find("somebody")) is None

@@ -10,9 +10,9 @@ import pytest
 from pensieve.core.iteration import Logprob
 from pensieve.core.turn import FinishReason
 from pensieve.service.openai import Heading, PromptTokens, Reply, answer, one_line
-from pensieve.text import Message, Part, PartMarker, Tokenizer
+from pensieve.text import Message, Part, PartMarker, Tokenizer, style_of
 from tests.service.openai.bodies import USER, chat, completion, response
-from tests.text.families import QWEN_3, tokenizer_of
+from tests.text.families import QWEN_3, template_of, tokenizer_of
 from tests.text.tiny_tokenizers import sentencepiece_library
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
@@ -210,10 +210,11 @@ def test_white_space_before_a_text_stays_where_nothing_was_thought():
     assert answer(chat(), [reply], PROMPT, HEADING)["choices"][0]["message"]["content"] == " Hello "
 
 
-def test_tool_calls_stay_text(tokenizer):
+def test_tool_calls_stay_text_where_the_request_has_no_tools(tokenizer):
     text = '<tool_call>\n{"name": "f"}\n</tool_call>'
     reply = sampled(tokenizer, f"A moment.{text}<|im_end|>")
-    choice = answer(chat(), [reply], PROMPT, HEADING)["choices"][0]
+    style = style_of(template_of(QWEN_3))
+    choice = answer(chat(), [reply], PROMPT, HEADING, style=style)["choices"][0]
     assert choice["message"]["content"] == f"A moment.{text}"
     assert choice["finish_reason"] == "stop"
 

@@ -145,9 +145,9 @@ def test_a_call_without_arguments_has_none():
 
 
 def test_the_number_of_messages_is_bounded():
-    assert len(messages(*[USER] * 128)) == 128
-    assert refused(messages, *[USER] * 129) == ("messages", "a request has 1 to 128 messages")
-    assert refused(messages) == ("messages", "a request has 1 to 128 messages")
+    assert len(messages(*[USER] * 4096)) == 4096
+    assert refused(messages, *[USER] * 4097) == ("messages", "a request has 1 to 4096 messages")
+    assert refused(messages) == ("messages", "a request has 1 to 4096 messages")
     assert refused(chat, messages="hi") == ("messages", "must be a list")
     assert refused(chat, messages=None) == ("messages", "is required")
 
@@ -208,15 +208,13 @@ def test_choices_are_counted():
 @pytest.mark.parametrize(
     ("members", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": "text"}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"verbosity": "low"}, "verbosity"),
         ({"functions": []}, "functions"),
         ({"function_call": "auto"}, "function_call"),
         ({"web_search_options": {}}, "web_search_options"),
-        ({"guided_json": {}}, "guided_json"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"prompt": "a"}, "prompt"),
@@ -232,11 +230,9 @@ def test_what_would_change_the_answer_and_cannot_is_refused(members: Any, param:
 def test_what_changes_nothing_passes():
     request = chat(
         user="ada",
-        store=False,
         metadata={"a": "b"},
         service_tier="flex",
         safety_identifier="s",
-        prompt_cache_key="k",
         prompt_cache_retention="24h",
         prediction={"type": "content", "content": "hello"},
         response_format={"type": "text"},
@@ -244,6 +240,13 @@ def test_what_changes_nothing_passes():
         verbosity="medium",
     )
     assert request == chat()
+
+
+def test_what_is_said_of_keeping_is_for_who_keeps():
+    assert (chat().store, chat().prompt_cache_key) == (None, "")
+    request = chat(store=False, prompt_cache_key="k")
+    assert (request.store, request.prompt_cache_key) == (False, "k")
+    assert refused(chat, store="no") == ("store", "must be true or false")
 
 
 def test_streams_are_read():

@@ -110,7 +110,7 @@ def test_the_input_is_needed_and_bounded():
     assert refused(response, input=[]) == ("input", "must not be empty")
     assert refused(response, input=5) == ("input", "must be a string or a list of items")
     user = {"role": "user", "content": "hi"}
-    assert refused(items, *[user] * 129) == ("input", "a request has at most 128 messages")
+    assert refused(items, *[user] * 4097) == ("input", "a request has at most 4096 messages")
 
 
 def test_tools_take_the_shape_of_a_chats():
@@ -137,7 +137,7 @@ def test_conversations_are_named():
     [
         ({"truncation": "auto"}, "truncation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"verbosity": "high"}}, "text.verbosity"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),

@@ -1,0 +1,166 @@
+"""One conversation of a terminal: messages in, replies streamed out.
+
+A reply that is stopped keeps its text so far, which is what the screen shows (ctrl_c.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+from pensieve.cli.chat_sampling import ChatSampling
+from pensieve.cli.chat_screen import Screen
+from pensieve.cli.ctrl_c import CtrlC
+from pensieve.cli.repetition import Repetition
+from pensieve.client import Client, Conversation, Message, Reply, Restarted, Turn, Usage
+from pensieve.client.requests import MessageInput
+from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnInterrupted
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a person wants to talk."""
+
+    sampling: ChatSampling
+    system: str  # prompt of new conversations
+    stats: bool  # after each reply
+
+
+class Talk:
+    """The conversation that the terminal is in, and what new ones begin with."""
+
+    def __init__(self, client: Client, manner: Manner, ctrl_c: CtrlC, screen: Screen) -> None:
+        self.conversation_id = new_id()
+        self.sampling = manner.sampling
+        self.system = manner.system
+        self.thinking = ""  # of the last reply
+        self._client = client
+        self._stats = manner.stats
+        self._ctrl_c = ctrl_c
+        self._screen = screen
+        self._prefix_id = ""  # of new conversations
+
+    def open(self, conversation_id: str) -> None:
+        """Go on with a conversation; one that is new is created with its first message."""
+        self.conversation_id = conversation_id
+
+    def begin_under(self, prefix_id: str) -> None:
+        """Have new conversations begin under a prefix; NotFound if it is not declared."""
+        self._client.prefix(prefix_id).get()
+        self._prefix_id = prefix_id
+
+    def begin_with(self, system: str) -> None:
+        """Have new conversations begin with this system prompt."""
+        if self._prefix_id:
+            raise InvalidArgument("/system", "the prefix brings a system prompt of its own")
+        self.system = system
+
+    def check_system(self, conversation_id: str) -> None:
+        """Refuse a system prompt for a conversation that has begun without it."""
+        conversation = self._client.conversation(conversation_id)
+        try:
+            first = next(conversation.messages(), None)
+        except NotFound:
+            return
+        present = first.text if first is not None and first.role == "system" else ""
+        if self.system != present:
+            what = "a system prompt of its own" if present else "no system prompt"
+            raise InvalidArgument(
+                "--system", f"the conversation {conversation_id} is there already, with {what}"
+            )
+
+    def say(self, message: MessageInput, **options: Any) -> Reply:
+        """Stream the reply to the terminal; `options` outrank what is set."""
+        conversation = self.conversation
+        if self.system or self._prefix_id:
+            system = "" if self._prefix_id else self.system
+            try:
+                conversation.get()
+            except NotFound:
+                conversation.create(system_prompt=system, prefix_id=self._prefix_id)
+        turn = conversation.send(message, **{**self.sampling.options, **options})
+        with self._ctrl_c.stopping(partial(_cancel, turn), turn.close):
+            self._stream(turn)
+        self._screen.reply_ended()
+        try:
+            reply = turn.reply
+        except TurnInterrupted as error:  # it was given up
+            raise TurnInterrupted(f"{error}; /messages shows what is in the history") from None
+        if self._stats:
+            self._screen.notice(cost_line(reply.usage))
+        return reply
+
+    def _stream(self, turn: Turn) -> None:
+        repetition: Repetition | None = Repetition()  # until it is noticed
+        self.thinking = ""
+        for event in turn:
+            if isinstance(event, Restarted):
+                self._screen.begin_again("[the engine was started again; so is the reply]")
+                self.thinking = ""
+                repetition = repetition and Repetition()
+                continue
+            self._screen.reply(event.text, event.kind)
+            if event.kind == "thinking":
+                self.thinking += event.text
+            if repetition is not None and repetition.push(event.token_ids):
+                repetition = None
+                advice = self.sampling.advice
+                self._screen.notice(
+                    f"[the reply repeats itself: Ctrl-C stops it, {advice} makes that rarer]"
+                )
+
+    # -- its history --
+
+    @property
+    def conversation(self) -> Conversation:
+        return self._client.conversation(self.conversation_id)
+
+    def messages(self) -> list[Message]:
+        """None for one that has not begun."""
+        try:
+            return list(self.conversation.messages())
+        except NotFound:
+            return []
+
+    def take_back(self, command: str, num_turns: int = 1) -> list[Message]:
+        """Rewind the last turns; the messages that they had."""
+        messages = self.messages()
+        revisions = sorted({each.revision for each in messages if each.revision})
+        if not revisions:
+            raise InvalidArgument(command, "there is no turn yet")
+        if num_turns > len(revisions):
+            found = "is one turn" if len(revisions) == 1 else f"are {len(revisions)} turns"
+            raise InvalidArgument(command, f"there {found}")
+        to_revision = revisions[-1 - num_turns] if num_turns < len(revisions) else 0
+        self.conversation.rewind(to_revision)
+        return [each for each in messages if each.revision > to_revision]
+
+
+def new_id() -> str:
+    return f"chat-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def _cancel(turn: Turn) -> None:
+    """In a thread of its own.  Where it fails, the reply has ended, or another press gives up."""
+    with contextlib.suppress(
+        PensieveError, ValueError
+    ):  # gRPC's, for a client that is closed meanwhile
+        turn.cancel()
+
+
+def cost_line(usage: Usage) -> str:
+    """Where the tokens of a turn came from, and how fast it was."""
+    seconds = usage.total_seconds - usage.first_token_seconds
+    shared = f"; {usage.shared_tokens} of {usage.shared_from}" if usage.shared_tokens else ""
+    rate = max(usage.output_tokens - 1, 0) / seconds if seconds > 0 else 0.0
+    return (
+        f"[{usage.prompt_tokens} tokens: {usage.new_tokens} new, "
+        f"{usage.device_tokens} device, {usage.host_tokens} host, "
+        f"{usage.recomputed_tokens} recomputed{shared} | "
+        f"first token {usage.first_token_seconds * 1e3:.0f} ms | "
+        f"{usage.output_tokens} tokens at {rate:.1f}/s]"
+    )

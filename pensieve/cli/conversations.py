@@ -1,0 +1,262 @@
+"""`pensieve conversations` lists, shows, exports, imports and deletes the conversations of a running daemon.
+
+It finds the daemon as `pensieve admin` does, and is an ordinary client of it: with an access token it sees
+what is that tenant's.  Exports are written message by message, and a file of exports is there as a whole
+or not at all.  An import makes conversations whose history is given (`CreateConversation`, messages); a line
+that cannot be one is reported by its number, and the others are imported all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from pensieve.cli.flags import add_settings, with_settings
+from pensieve.cli.reaching import address_of
+from pensieve.config import DATA, REACHING, Resolved
+from pensieve.errors import AlreadyExists, ConfigError, InvalidArgument, NotFound, PensieveError
+
+if TYPE_CHECKING:
+    from pensieve.client import Client, ConversationState
+
+LINE_BYTES_MAX = 8 << 20  # of a file that is imported
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "conversations",
+        help="list, show, export, import and delete conversations",
+        description="The conversations of a running daemon. Without --address it uses the socket in the "
+        "data folder.",
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+
+    def command(
+        name: str, act: Callable[[Client, argparse.Namespace], int], text: str, more: str = ""
+    ) -> Any:
+        sub = kinds.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}. {more}")
+        add_settings(sub, REACHING, (DATA,))
+        sub.set_defaults(
+            run=with_settings(lambda arguments, resolved: _run(act, arguments, resolved))
+        )
+        return sub
+
+    listing = command("ls", ls, "list conversations, the newest first")
+    listing.add_argument("--limit", type=_count, metavar="N", help="list at most so many")
+    listing.add_argument("--json", action="store_true", help="print JSON, a line for each")
+    showing = command("show", show, "print the messages of a conversation")
+    showing.add_argument("id", metavar="ID", help="id of the conversation")
+    showing.add_argument("--json", action="store_true", help="print the line that export writes")
+    exporting = command(
+        "export",
+        export,
+        "write conversations as lines of JSON",
+        "Each line has an id, metadata, tools, template_options, and messages in the form of OpenAI's API.",
+    )
+    exporting.add_argument("id", nargs="*", metavar="ID", help="ids of the conversations")
+    exporting.add_argument("--all", action="store_true", help="all conversations, the newest first")
+    exporting.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write them here (default: standard output)",
+    )
+    importing = command(
+        "import",
+        import_,
+        "create conversations from lines of JSON",
+        "It reads what export writes; a line needs no more than `messages`. A conversation has at most 127 "
+        "messages behind its system prompt. They are tokenized as the chat template writes them, so a reply "
+        "that was sampled may have other tokens than it had.",
+    )
+    importing.add_argument("file", metavar="FILE", help="the lines; -: standard input")
+    importing.add_argument(
+        "--new-ids", action="store_true", help="give each a new id, and print that"
+    )
+    removing = command("rm", remove, "delete conversations, on disk as well")
+    removing.add_argument("id", nargs="+", metavar="ID", help="ids of the conversations")
+    removing.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("is a number from 1 on")
+    return number
+
+
+def _run(
+    act: Callable[[Client, argparse.Namespace], int],
+    arguments: argparse.Namespace,
+    resolved: Resolved,
+) -> int:
+    from pensieve.client import Client
+
+    address, tls = address_of(resolved)
+    with Client(address, token=resolved.values["token"], tls=tls, timeout=60.0) as client:
+        return act(client, arguments)
+
+
+# -- what there is --
+
+
+def ls(client: Client, arguments: argparse.Namespace) -> int:
+    from pensieve.cli.chat_list import age_of
+
+    for each in islice(client.conversations(), arguments.limit):
+        if arguments.json:
+            print(json.dumps(_plain(each), ensure_ascii=False))
+            continue
+        age, sizes = age_of(each.updated_at), f"{each.num_messages:>6,} messages"
+        print(f"{each.conversation_id:<32} {sizes} {each.num_tokens:>9,} tokens {age:>8}")
+    return 0
+
+
+def _plain(state: ConversationState) -> dict[str, Any]:
+    values = asdict(state)
+    for name in ("created_at", "updated_at"):
+        values[name] = values[name].isoformat()
+    return values
+
+
+def show(client: Client, arguments: argparse.Namespace) -> int:
+    from pensieve.cli.conversation_lines import line_of
+    from pensieve.cli.markdown import without_control
+
+    conversation = client.conversation(arguments.id)
+    if arguments.json:
+        sys.stdout.writelines(line_of(conversation.get(), conversation.messages()))
+        return 0
+    for each in conversation.messages():
+        text = without_control(each.text) if sys.stdout.isatty() else each.text
+        print(f"{each.role}: {text}")
+    return 0
+
+
+# -- out and in --
+
+
+def export(client: Client, arguments: argparse.Namespace) -> int:
+    from pensieve.cli.conversation_lines import line_of
+
+    if bool(arguments.id) is arguments.all:
+        raise InvalidArgument("ID", "name conversations, or give --all")
+    code = 0
+    with _output(arguments.output) as file:
+        for conversation_id in _wanted(client, arguments):
+            conversation = client.conversation(conversation_id)
+            try:
+                file.writelines(line_of(conversation.get(), conversation.messages()))
+            except NotFound as error:
+                if arguments.all:  # deleted meanwhile
+                    continue
+                code = _complain(f"{conversation_id}: {error}")
+    return code
+
+
+def _wanted(client: Client, arguments: argparse.Namespace) -> Iterable[str]:
+    if not arguments.all:
+        return list(dict.fromkeys(arguments.id))
+    return (each.conversation_id for each in client.conversations())
+
+
+@contextlib.contextmanager
+def _output(path: Path | None) -> Iterator[IO[str]]:
+    """Standard output, or a file that is there as a whole or not at all."""
+    if path is None:
+        yield sys.stdout
+        return
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("x", encoding="utf-8") as file:
+            yield file
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def import_(client: Client, arguments: argparse.Namespace) -> int:
+    from pensieve.cli.conversation_lines import given_of
+
+    code = num_made = 0
+    with _input(arguments.file) as file:
+        for number, line in enumerate(_lines(file), start=1):
+            try:
+                if len(line) > LINE_BYTES_MAX:
+                    raise InvalidArgument("the line", f"has more than {LINE_BYTES_MAX:,} bytes")
+                given = given_of(line)
+                name = None if arguments.new_ids else given.conversation_id
+                made = client.conversation(name).create(
+                    system_prompt=given.system_prompt,
+                    tools=given.tools,
+                    template_options=given.template_options,
+                    metadata=given.metadata,
+                    messages=given.messages,
+                )
+            except (InvalidArgument, AlreadyExists) as error:
+                code = _complain(f"line {number}: {error}")
+                continue
+            num_made += 1
+            if name is None:
+                print(made.conversation_id)
+    print(f"{num_made} conversations imported", file=sys.stderr)
+    return code
+
+
+@contextlib.contextmanager
+def _input(name: str) -> Iterator[IO[bytes]]:
+    if name == "-":
+        yield sys.stdin.buffer
+        return
+    try:
+        file = open(name, "rb")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror}") from error
+    with file:
+        yield file
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Those that hold something; of one that is too long, its beginning."""
+    while line := file.readline(LINE_BYTES_MAX + 1):
+        rest = line
+        while len(rest) > LINE_BYTES_MAX and not rest.endswith(b"\n"):
+            rest = file.readline(LINE_BYTES_MAX + 1)
+        if line.strip():
+            yield line
+
+
+def remove(client: Client, arguments: argparse.Namespace) -> int:
+    names = list(dict.fromkeys(arguments.id))
+    if not arguments.yes and sys.stdin.isatty():
+        what = names[0] if len(names) == 1 else f"{len(names)} conversations"
+        try:
+            answer = input(f"delete {what} for good? [y/N] ")
+        except EOFError:
+            answer = ""
+        if answer.strip().lower() not in ("y", "yes"):
+            print("nothing is deleted", file=sys.stderr)
+            return 1
+    code = 0
+    for name in names:
+        try:
+            client.conversation(name).delete()
+        except PensieveError as error:
+            code = _complain(f"{name}: {error}")
+    return code
+
+
+def _complain(line: str) -> int:
+    print(f"! {' '.join(line.split())}", file=sys.stderr)
+    return 1

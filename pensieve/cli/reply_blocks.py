@@ -1,0 +1,157 @@
+"""Cuts the Markdown of a reply, as it comes, into blocks that can be shown one after the other.
+
+Of a reply only the last block is open: what is finished never changes again, so it is printed once and for
+good, and a long reply costs what its text costs.  A block is a heading, a paragraph, an item of a list, or
+code.  It is never long: a paragraph is cut after BLOCK_CHARACTERS_MAX, and code after CODE_LINES_MAX lines,
+where the next block goes on with the same code.
+
+The end of the text may still become something else ("-" is a rule, an item or the underline of a heading);
+such a last line is held back until more of it has come, or the reply has ended.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+BLOCK_CHARACTERS_MAX = 4000
+CODE_LINES_MAX = 40
+
+FENCE = re.compile(r" *(`{3,}|~{3,})[ \t]*([^`]*)$")
+HEADING = re.compile(r" {0,3}#{1,6}( |$)")
+ITEM = re.compile(r" ?([-*+]|\d{1,9}[.)])( |$)")
+UNDERLINE = re.compile(r" {0,3}(=+|-+)[ \t]*$")
+UNDECIDED = re.compile(r"[ \t]*(([-=*_`~#>|+:]+|\d{1,9}[.)]?)[ \t]*|(```|~~~)[^`]*)$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Something to show; `gap`: an empty row is before it."""
+
+    text: str
+    gap: bool = False
+    is_code: bool = False
+    language: str = ""
+    opens: bool = True  # of code: its first line is in this block
+    closes: bool = False  # of code: its end is behind this block
+
+
+class Blocks:
+    """The blocks of one reply."""
+
+    def __init__(self) -> None:
+        self._partial = ""  # the last line, which has no end yet
+        self._lines: list[str] = []  # of the open block, those that have an end
+        self._num_characters = 0  # in them
+        self._gap = False  # before the open block
+        self._any = False  # block was there before
+        self._is_item = False  # the open block is an item of a list
+        self._is_waiting = False  # it has an empty line behind it, and may go on
+        self._fence = ""  # that began the code which is open
+        self._language = ""
+        self._opens = False
+
+    def push(self, text: str) -> list[Block]:
+        """The blocks that are finished with this text."""
+        finished: list[Block] = []
+        *lines, self._partial = (self._partial + text).split("\n")
+        for line in lines:
+            self._line(line, finished)
+        while len(self._partial) > BLOCK_CHARACTERS_MAX:
+            end = self._partial.rfind(" ", 1, BLOCK_CHARACTERS_MAX) + 1 or BLOCK_CHARACTERS_MAX
+            line, self._partial = self._partial[:end], self._partial[end:]
+            self._add(line, finished)
+            self._finish(finished)
+        return finished
+
+    @property
+    def open(self) -> Block | None:
+        """The last block as far as it has come."""
+        held = UNDECIDED.fullmatch(self._partial) is not None
+        lines = self._lines if held or not self._partial else [*self._lines, self._partial]
+        return self._block(lines, False) if lines or self._fence else None
+
+    def cut(self) -> list[Block]:
+        """Finish what is open; what comes goes on below."""
+        finished: list[Block] = []
+        if self._partial:
+            line, self._partial = self._partial, ""
+            self._line(line, finished)
+        self._finish(finished)
+        return finished
+
+    def end(self) -> list[Block]:
+        """The last blocks; code that has no end ends here."""
+        finished = self.cut()
+        if self._fence:
+            self._close(finished)
+        return finished
+
+    # -- inside --
+
+    def _line(self, line: str, finished: list[Block]) -> None:
+        if self._fence:
+            if line.strip() and not line.strip().strip(self._fence[0]) and self._fence in line:
+                self._close(finished)
+            else:
+                self._add(line, finished)
+                if len(self._lines) == CODE_LINES_MAX:
+                    self._finish(finished)
+            return
+        if not line.strip():
+            if self._is_item and self._lines:
+                self._is_waiting = True
+            else:
+                self._finish(finished)
+                self._gap = True
+            return
+        if self._is_waiting:
+            self._is_waiting = False
+            if line.startswith("  ") and not FENCE.match(line):
+                self._add("", finished)
+            else:
+                self._finish(finished)
+                self._gap = True
+        if (fence := FENCE.match(line)) is not None:
+            self._finish(finished)
+            self._fence, self._language, self._opens = fence[1], fence[2].strip(), True
+        elif HEADING.match(line):
+            self._finish(finished)
+            self._gap = True
+            self._add(line, finished)
+            self._finish(finished)
+        elif ITEM.match(line) and not UNDERLINE.match(line):
+            self._finish(finished)
+            self._is_item = True
+            self._add(line, finished)
+        else:
+            self._add(line, finished)
+            if UNDERLINE.match(line):
+                self._finish(finished)
+
+    def _add(self, line: str, finished: list[Block]) -> None:
+        if self._num_characters + len(line) > BLOCK_CHARACTERS_MAX:
+            self._finish(finished)
+        self._lines.append(line)
+        self._num_characters += len(line)
+
+    def _close(self, finished: list[Block]) -> None:
+        finished.append(self._block(self._lines, True))
+        self._fence = ""
+        self._forget()
+
+    def _finish(self, finished: list[Block]) -> None:
+        if self._lines or (self._fence and self._opens):
+            finished.append(self._block(self._lines, False))
+            self._forget()
+
+    def _forget(self) -> None:
+        self._lines, self._num_characters = [], 0
+        self._any, self._gap, self._opens = True, False, False
+        self._is_item = self._is_waiting = False
+
+    def _block(self, lines: list[str], closes: bool) -> Block:
+        gap, text = self._gap and self._any, "\n".join(lines)
+        if not self._fence:
+            return Block(text, gap)
+        return Block(text, gap, True, self._language, self._opens, closes)

@@ -1,0 +1,113 @@
+"""A reply on a terminal: Markdown as it comes, and what the model thinks folded into a line.
+
+Finished blocks are printed for good; the last one is written again as it grows, at most every SHOW_SECONDS.
+While the model thinks, the last words of that are there, dim; then one line stands for all of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from os import terminal_size
+
+from pensieve.cli.live_rows import LiveRows
+from pensieve.cli.markdown import dim_rows, rows_of, without_control
+from pensieve.cli.reply_blocks import Block, Blocks
+
+SHOW_SECONDS = 0.05
+THINKING_ROWS = 3
+COLUMNS_MIN = 20  # a narrower terminal shows the text as it comes
+
+
+class ReplyView:
+    """One reply."""
+
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        size: Callable[[], terminal_size],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._size = size
+        self._now = now
+        self._rows = LiveRows(write, lambda: size().lines)
+        self._blocks = Blocks()
+        self._shown_at = float("-inf")
+        self._note = ""
+        self._thought: list[str] = []
+        self._has_text = False
+        self.is_empty = True
+
+    def push(self, text: str, kind: str) -> None:
+        """A piece of the reply."""
+        text = without_control(text)
+        if kind == "thinking":
+            self._think(text)
+            return
+        self._fold()
+        if not self._has_text:
+            text = text.lstrip("\n")
+        if text:
+            self._has_text = True
+            self._keep(self._blocks.push(text))
+        if self._now() - self._shown_at >= SHOW_SECONDS:
+            self._show()
+
+    def note(self, line: str) -> None:
+        """A line below the reply, until there is another one, or none (empty)."""
+        self._note = line
+        self._show()
+
+    def cut(self) -> None:
+        """Everything that came is there for good; what comes stands below."""
+        self._note = ""
+        self._fold()
+        self._keep(self._blocks.cut())
+        self._rows.keep()
+
+    def end(self) -> None:
+        self._note = ""
+        self._fold()
+        self._keep(self._blocks.end())
+        self._rows.keep()
+
+    # -- inside --
+
+    @property
+    def _width(self) -> int:
+        return self._size().columns - 1  # a full row would leave the cursor in doubt
+
+    def _think(self, text: str) -> None:
+        self._keep(self._blocks.cut())
+        self._thought.append(text)
+        if self._now() - self._shown_at >= SHOW_SECONDS:
+            self._show()
+
+    def _fold(self) -> None:
+        """The thinking has ended."""
+        if not self._thought:
+            return
+        num_words = len("".join(self._thought).split())
+        self._thought = []
+        self._rows.show(dim_rows(f"[thought: {num_words} words]", self._width))
+        self._rows.keep()
+        self.is_empty = False
+
+    def _keep(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            self._rows.show(rows_of(block, self._width))
+            self._rows.keep()
+            self.is_empty = False
+
+    def _show(self) -> None:
+        self._shown_at = self._now()
+        rows: list[str] = []
+        if self._thought:
+            latest = "".join(self._thought[-THINKING_ROWS * self._width :])
+            words = " ".join(latest[-THINKING_ROWS * self._width :].split())
+            rows = dim_rows(words, self._width)[-THINKING_ROWS:]
+        elif (block := self._blocks.open) is not None:
+            rows = rows_of(block, self._width)
+        if self._note:
+            rows = [*rows, *dim_rows(self._note, self._width)[:1]]
+        self._rows.show(rows)

@@ -1,0 +1,33 @@
+"""The settings of what others watch a daemon by: metrics and traces."""
+
+from __future__ import annotations
+
+from pensieve.config.parsing import choice, switch
+from pensieve.config.setting import Setting, Table
+
+WATCHING: Table = (
+    Setting(
+        "metrics",
+        str,
+        "",
+        "serve GET /metrics for Prometheus, and GET /health, there (port 0: any free one); other machines "
+        "can reach only what --insecure allows",
+        "HOST:PORT",
+        "watching",
+    ),
+    Setting(
+        "metrics_alias",
+        choice("none", "vllm"),
+        "none",
+        "vllm: what vLLM measures, too, also by vLLM's names",
+        "none|vllm",
+        "watching",
+    ),
+    Setting(
+        "traces",
+        switch,
+        "",
+        "a span of OpenTelemetry for each turn, exported as the OTEL_* variables say; never text",
+        group="watching",
+    ),
+)

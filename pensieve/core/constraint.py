@@ -1,0 +1,110 @@
+"""What a reply has to be, beyond tokens that are likely: a constraint as a plain value, and its cheap bounds.
+
+    kind          text                                         the reply is
+    json_schema   a JSON schema                                JSON that the schema accepts
+    json_object   nothing                                      any JSON object
+    regex         a regular expression (Rust's syntax)         text that all of it matches
+    choice        a JSON list of strings                       one of them
+    grammar       a grammar in the Lark format of llguidance   a sentence of it
+
+`problem` is decided from the text alone and in a time that its size bounds.  Whether it can be compiled is
+found out by text/grammars.py, which knows the tokens.  A schema's cost grows faster than its length, with the
+square of the properties of an object, so their number is bounded beside the length; fuel bounds the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+TEXT_BYTES_MAX = 64 << 10
+OBJECTS_MAX = 1_000  # JSON objects within a schema: about 50 ms of compiling
+DEPTH_MAX = 64  # of lists and objects within a schema
+CHOICES_MAX = 1_000
+
+
+class ConstraintKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    kind: ConstraintKind
+    text: str = ""
+
+    def problem(self) -> str | None:
+        """Why it is refused; None if it may be compiled."""
+        try:
+            num_bytes = len(self.text.encode())
+        except UnicodeEncodeError:
+            return "the text has an unpaired surrogate"
+        if num_bytes > TEXT_BYTES_MAX:
+            return f"has {num_bytes:,} bytes, and at most {TEXT_BYTES_MAX:,} are taken"
+        if self.kind is ConstraintKind.JSON_OBJECT:
+            return "has no text" if self.text else None
+        if not self.text:
+            return "must not be empty"
+        if self.kind is ConstraintKind.JSON_SCHEMA:
+            return _problem_of_schema(self.text)
+        if self.kind is ConstraintKind.CHOICE:
+            return _problem_of_choices(self.text)
+        return None
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """By which the same constraint is known again; its text may be long."""
+        return {"kind": self.kind.value, "sha256": self.digest}
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def choice_of(choices: tuple[str, ...]) -> Constraint:
+    """The reply is one of these."""
+    return Constraint(ConstraintKind.CHOICE, json.dumps(choices))
+
+
+def _problem_of_schema(text: str) -> str | None:
+    try:
+        schema = json.loads(text)
+    except RecursionError:
+        return f"is nested deeper than {DEPTH_MAX}"
+    except ValueError as error:
+        return f"is not JSON: {error}"
+    if not isinstance(schema, dict | bool):
+        return "must be a JSON object"
+    num_objects, stack = 0, [(schema, 1)]
+    while stack:
+        value, depth = stack.pop()
+        if not isinstance(value, dict | list):
+            continue
+        num_objects += isinstance(value, dict)
+        if depth > DEPTH_MAX:
+            return f"is nested deeper than {DEPTH_MAX}"
+        inner: list[Any] = list(value.values()) if isinstance(value, dict) else value
+        stack.extend((each, depth + 1) for each in inner)
+    if num_objects > OBJECTS_MAX:
+        return f"holds {num_objects:,} objects, and at most {OBJECTS_MAX:,} are taken"
+    return None
+
+
+def _problem_of_choices(text: str) -> str | None:
+    try:
+        choices = json.loads(text)
+    except (ValueError, RecursionError):
+        choices = None
+    if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
+        return "must be a list of strings"
+    if not 1 <= len(choices) <= CHOICES_MAX:
+        return f"must have 1 to {CHOICES_MAX:,} strings"
+    if not all(choices):
+        return "a string must not be empty"
+    return None

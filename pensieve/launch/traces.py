@@ -1,0 +1,99 @@
+"""Exports the spans of turns by OpenTelemetry, which the usual OTEL_* variables configure (`--traces`).
+
+    OTEL_TRACES_EXPORTER           otlp (default), console, or another that is installed
+    OTEL_EXPORTER_OTLP_PROTOCOL    http/protobuf (default) or grpc: each has a package of its own
+    OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_*
+
+An exporter is found by the entry points of what is installed, so no package is named here.  A span is made
+when its turn has ended, with the times that it had; a thread of OpenTelemetry's sends spans in batches and
+drops what is too much, so nothing waits for a collector.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from importlib.metadata import entry_points
+from typing import Any
+
+from pensieve.errors import ConfigError
+from pensieve.extras import need
+from pensieve.service.turn_spans import TurnSpan
+
+log = logging.getLogger("pensieve")
+PURPOSE = "--traces"
+GROUP = "opentelemetry_traces_exporter"
+PROTOCOLS = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
+PACKAGES = {
+    "otlp_proto_http": "opentelemetry-exporter-otlp-proto-http",
+    "otlp_proto_grpc": "opentelemetry-exporter-otlp-proto-grpc",
+}
+TRACEPARENT_CHARACTERS_MAX = 128
+CLOSE_MILLISECONDS = 3_000
+
+
+class Traces:
+    """Any thread may export; it is the loop that does."""
+
+    def __init__(self, processor: Any) -> None:
+        """`processor` is a span processor of OpenTelemetry."""
+        api = need("otel", "opentelemetry.trace", PURPOSE)
+        sdk = need("otel", "opentelemetry.sdk.trace", PURPOSE)
+        resources = need("otel", "opentelemetry.sdk.resources", PURPOSE)
+        context = need("otel", "opentelemetry.trace.propagation.tracecontext", PURPOSE)
+        named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": "pensieve"}
+        self._provider = sdk.TracerProvider(resource=resources.Resource.create(named))
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("pensieve")
+        self._propagator = context.TraceContextTextMapPropagator()
+        self._server, self._error = api.SpanKind.SERVER, api.StatusCode.ERROR
+
+    def export(self, turn: TurnSpan) -> None:
+        """Whatever OpenTelemetry makes of it, the turn has ended well."""
+        try:
+            self._export(turn)
+        except Exception:
+            log.exception("the span of a turn could not be exported")
+
+    def close(self) -> None:
+        """Send what is left; a collector that does not answer is not waited for long."""
+        self._provider.force_flush(CLOSE_MILLISECONDS)
+        self._provider.shutdown()
+
+    def _export(self, turn: TurnSpan) -> None:
+        carrier = {"traceparent": turn.traceparent[:TRACEPARENT_CHARACTERS_MAX]}
+        span = self._tracer.start_span(
+            turn.name,
+            context=self._propagator.extract(carrier),
+            kind=self._server,
+            attributes=dict(turn.attributes),
+            start_time=turn.start_ns,
+        )
+        for name, at_ns in turn.events:
+            span.add_event(name, timestamp=at_ns)
+        if turn.failure:
+            span.set_status(self._error, turn.failure)
+        span.end(end_time=turn.end_ns)
+
+
+def open_traces() -> Traces:
+    """With the exporter that the environment names."""
+    export = need("otel", "opentelemetry.sdk.trace.export", PURPOSE)
+    return Traces(export.BatchSpanProcessor(_exporter()))
+
+
+def _exporter() -> Any:
+    name = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
+    if name == "otlp":
+        given = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "")
+        given = given or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "") or "http/protobuf"
+        if given not in PROTOCOLS:
+            raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {given!r}: {', '.join(PROTOCOLS)}")
+        name = PROTOCOLS[given]
+    found = next(iter(entry_points(group=GROUP, name=name)), None)
+    if found is None:
+        how = (
+            f"pip install {PACKAGES[name]}" if name in PACKAGES else "OTEL_TRACES_EXPORTER names it"
+        )
+        raise ConfigError(f"{PURPOSE}: no exporter {name!r} is installed ({how})")
+    return found.load()()

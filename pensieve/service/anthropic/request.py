@@ -1,0 +1,189 @@
+"""A request body of Anthropic's API, as the values that a body of OpenAI's becomes.
+
+A parameter is honoured, or it changes nothing about the answer (`metadata`, `cache_control`, `service_tier`),
+or it is refused with its name: none is dropped in silence.  Two go as far as a model's template does:
+
+    thinking               its switch, where it has one; else a model thinks, or does not, by its nature.
+                           `budget_tokens` is no limit of its own: thinking counts towards `max_tokens`
+    output_config.effort   the template's `reasoning_effort`; `high` is the API's default, and always passes
+
+What is not said has the model's defaults, not Anthropic's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pensieve.core.sampling import STOP_STRINGS_MAX, Sampling
+from pensieve.service.anthropic.content import take_messages
+from pensieve.service.openai import Refusal, Request, RequestKind, Served
+from pensieve.service.openai.fields import Fields, check_json, quoted
+from pensieve.text.message import plain_text
+
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+SWITCHES = ("enable_thinking", "thinking")  # what templates call it
+PARAMS = {"stop": "stop_sequences", "template_options": "thinking"}
+
+
+def parse(body: Any, served: Served) -> Request:
+    """Of a message.  Raises InvalidArgument with the name of the parameter, whatever the body is."""
+    fields = _checked(body)
+    values = _prompt(fields, served)
+    values |= _sampling(fields, served)
+    stream = fields.flag("stream")
+    fields.text("service_tier")
+    if (metadata := fields.fields("metadata")) is not None:
+        metadata.text("user_id")
+        metadata.end()
+    fields.end()
+    return Request(RequestKind.CHAT, stream=stream, params=PARAMS, **values)
+
+
+def parse_count(body: Any, served: Served) -> Request:
+    """Of a count of a prompt's tokens: what it says beside the prompt is nothing."""
+    fields = _checked(body)
+    values = _prompt(fields, served)
+    fields.end()
+    return Request(RequestKind.CHAT, sampling=served.defaults, params=PARAMS, **values)
+
+
+def _checked(body: Any) -> Fields:
+    fields = Fields(body)
+    for name, value in body.items():
+        plain_text(name, "body")
+        check_json(value, fields.where(name))
+    return fields
+
+
+def _prompt(fields: Fields, served: Served) -> dict[str, Any]:
+    fields.object("cache_control")
+    fields.only("speed", "standard")
+    fields.only("mcp_servers", [])
+    return {
+        "model": _model(fields, served.models),
+        "messages": take_messages(fields),
+        "tools": _tools(fields),
+        "template_options": {
+            **_thinking(fields, served.template_options),
+            **_output(fields, served.template_options),
+        },
+    }
+
+
+def _model(fields: Fields, models: Collection[str] | None) -> str:
+    name = fields.needed_text("model")
+    if not name or (models is not None and name not in models):
+        known = f"; served: {', '.join(sorted(models))}" if models else ""
+        raise Refusal("model", f"{quoted(name)} is not served here{known}", "model_not_found")
+    return name
+
+
+def _thinking(fields: Fields, known: Collection[str] | None) -> dict[str, Any]:
+    given = fields.fields("thinking")
+    if given is None:
+        return {}
+    kind = given.needed_text("type")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        problem = f"{quoted(kind)} is not one of enabled, disabled, adaptive"
+        raise Refusal(given.where("type"), problem)
+    if kind != "disabled":
+        given.only("display", "summarized", problem="thinking is always part of the answer")
+    budget = given.integer("budget_tokens") if kind == "enabled" else None
+    if budget is not None and budget < 1:
+        raise Refusal(given.where("budget_tokens"), "must be at least 1")
+    given.end()
+    switch = next((each for each in SWITCHES if known is None or each in known), None)
+    return {} if switch is None else {switch: kind != "disabled"}
+
+
+def _output(fields: Fields, known: Collection[str] | None) -> dict[str, Any]:
+    given = fields.fields("output_config")
+    if given is None:
+        return {}
+    given.only("format", problem="replies cannot be constrained")
+    effort, where = given.text("effort"), given.where("effort")
+    given.end()
+    if effort is not None and effort not in EFFORTS:
+        raise Refusal(where, f"{quoted(effort)} is not one of {', '.join(EFFORTS)}")
+    if effort is None or known is None or "reasoning_effort" in known:
+        return {} if effort is None else {"reasoning_effort": effort}
+    if effort != "high":
+        raise Refusal(where, "this model's template has no such effort", "unsupported_parameter")
+    return {}
+
+
+# -- sampling --
+
+
+def _sampling(fields: Fields, served: Served) -> dict[str, Any]:
+    values: dict[str, Any] = {name: fields.number(name) for name in ("temperature", "top_p")}
+    values |= {name: fields.integer(name) for name in ("top_k", "max_tokens")}
+    if values["max_tokens"] is None:
+        raise Refusal("max_tokens", "is required", "missing_required_parameter")
+    values["stop"] = _stop(fields)
+    given = {name: value for name, value in values.items() if value is not None}
+    sampling: Sampling = replace(
+        served.defaults, **{"ignore_eos": False, "logprobs": None, "min_tokens": 0, **given}
+    )
+    if problem := sampling.problem(served.vocab_size):
+        raise Refusal(PARAMS.get(problem[0], problem[0]), problem[1])
+    return {"sampling": sampling, "given": frozenset(given)}
+
+
+def _stop(fields: Fields) -> tuple[str, ...] | None:
+    given, where = fields.items("stop_sequences"), fields.where("stop_sequences")
+    if given is None:
+        return None
+    if not all(isinstance(each, str) for each in given):
+        raise Refusal(where, "must be a list of strings", "invalid_type")
+    if len(given) > STOP_STRINGS_MAX:
+        raise Refusal(where, f"at most {STOP_STRINGS_MAX} strings")
+    return tuple(given)
+
+
+# -- tools --
+
+
+def _tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
+    """In the shape of a chat completion's, which is what templates know."""
+    given, where = fields.items("tools") or (), fields.where("tools")
+    tools = tuple(_tool(Fields(each, f"{where}[{n}]")) for n, each in enumerate(given))
+    choice = fields.fields("tool_choice")
+    if choice is None:
+        return tools
+    kind = choice.needed_text("type")
+    if kind not in ("auto", "none"):
+        problem = f"{quoted(kind)} is not supported, only 'auto' and 'none': no call can be forced"
+        raise Refusal(choice.where("type"), problem, "unsupported_parameter")
+    if choice.flag("disable_parallel_tool_use") and tools and kind == "auto":
+        problem = "the number of calls cannot be limited"
+        where = choice.where("disable_parallel_tool_use")
+        raise Refusal(where, problem, "unsupported_parameter")
+    choice.end()
+    return () if kind == "none" else tools
+
+
+def _tool(fields: Fields) -> Mapping[str, Any]:
+    kind = fields.text("type") or "custom"
+    if kind != "custom":
+        problem = (
+            f"{quoted(kind)} is not supported: the client runs the tools, and says what they take"
+        )
+        raise Refusal(fields.where("type"), problem, "unsupported_parameter")
+    described: dict[str, Any] = {"name": fields.needed_text("name")}
+    if (description := fields.text("description")) is not None:
+        described["description"] = description
+    schema = fields.object("input_schema")
+    if schema is None:
+        raise Refusal(fields.where("input_schema"), "is required", "missing_required_parameter")
+    described["parameters"] = schema
+    fields.only("strict", False, problem="a call's arguments cannot be constrained")
+    fields.only("defer_loading", False)
+    fields.only("allowed_callers", ["direct"])
+    fields.only("input_examples", [])
+    fields.flag("eager_input_streaming")  # arguments always come as they are written
+    fields.object("cache_control")
+    fields.end()
+    return {"type": "function", "function": described}

@@ -1,0 +1,62 @@
+"""Constraints as clients give them: compiled once before a turn begins, so that a hopeless one is refused.
+
+The engine process compiles a constraint again when its turn starts, and that takes no longer than here.  What
+is checked here, in the text pool, delays nobody else's turn: the text is bounded (core/constraint.py), fuel
+bounds what is made of it (text/grammars.py), and `knows` tells what was checked before.
+
+Any thread may call it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from pensieve.core.constraint import Constraint
+from pensieve.core.turn import TurnOptions
+from pensieve.errors import ConfigError, InvalidArgument, one_line
+from pensieve.text.grammars import GrammarError, Grammars, Vocabulary
+
+KNOWN_MAX = 1024
+FIELD = "constraint"
+
+
+class Constraints:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._grammars = Grammars(vocabulary)
+        self._known: OrderedDict[tuple[str, str], None] = OrderedDict()  # kinds and digests
+        self._lock = threading.Lock()
+
+    def knows(self, options: TurnOptions) -> bool:
+        """Whether `check` has nothing to do that takes time."""
+        constraint = options.constraint
+        return constraint is None or (constraint.kind.value, constraint.digest) in self._known
+
+    def check(self, options: TurnOptions) -> None:
+        """Raises InvalidArgument for a constraint that cannot be held to, or not beside the other options."""
+        constraint = options.constraint
+        if constraint is None:
+            return
+        if options.sampling.ignore_eos:
+            raise InvalidArgument(
+                "sampling.ignore_eos", "a reply with a constraint ends where it is met"
+            )
+        if self.knows(options):
+            return
+        if (problem := self._problem(constraint)) is not None:
+            raise InvalidArgument(f"{FIELD}.{constraint.kind.value}", problem)
+        with self._lock:
+            self._known[constraint.kind.value, constraint.digest] = None
+            while len(self._known) > KNOWN_MAX:
+                self._known.popitem(last=False)
+
+    def _problem(self, constraint: Constraint) -> str | None:
+        if (problem := constraint.problem()) is not None:
+            return problem
+        try:
+            self._grammars.compile(constraint.kind.value, constraint.text)
+        except GrammarError as error:
+            return f"cannot be compiled: {error}"
+        except ConfigError as error:
+            return f"is not supported by this server: {one_line(error)}"
+        return None

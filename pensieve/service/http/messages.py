@@ -1,0 +1,120 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's API.
+
+As a chat completion does, a request brings the whole history, and the conversation that this is, is found by
+its messages (service/binding): only what is new of it is computed.  A count renders and tokenizes all of it,
+and leaves nothing.
+
+Each answer has a `request-id`, as its clients expect.  No log has it: what happened to a turn is found by its
+conversation's id, which is in a header too.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pensieve.errors import ContextFull, PensieveError
+from pensieve.service.anthropic import (
+    Ending,
+    MessageStream,
+    ending_of,
+    error_body,
+    message,
+    parse,
+    parse_count,
+    stopped_by,
+)
+from pensieve.service.binding.binder import Binder
+from pensieve.service.daemon import Daemon
+from pensieve.service.grpc.auth import Caller
+from pensieve.service.grpc.translate import text_of
+from pensieve.service.http.bodies import Bodies, named
+from pensieve.service.http.chat import begin_bound
+from pensieve.service.http.errors import shape_of
+from pensieve.service.http.exchange import Exchange, Piece, event
+from pensieve.service.http.replies import (
+    digest,
+    follow,
+    pieces_of,
+    prompt_of,
+    reply_of,
+    sources,
+)
+from pensieve.service.live_turn import LiveTurn
+from pensieve.service.openai import Heading, PromptTokens, Refusal, Request
+from pensieve.text.reply_pieces import Piece as ReplyPiece
+from pensieve.text.reply_pieces import ReplyPieces
+
+
+class Messages:
+    def __init__(self, daemon: Daemon, bodies: Bodies, binder: Binder) -> None:
+        self._daemon, self._bodies, self._binder = daemon, bodies, binder
+
+    async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
+        _identify(exchange)
+        request = await self._bodies.read(exchange, by, parse)
+        with named(request):
+            (live,) = await begin_bound(self._binder, self._bodies, exchange, by, request)
+        answer_id = digest(by.tenant, live.conversation_id, live.turn_id)
+        heading = Heading(answer_id, int(time.time()), request.model)
+        pieces = self._bodies.pieces(request)
+        if request.stream:
+            await self._stream(exchange, request, heading, live, pieces)
+            return None
+        await follow(self._daemon, exchange, live, ReplyPieces(None, ()), None)
+        exchange.out |= sources(live.figures)
+        found = pieces_of(live, pieces)
+        ending = self._ending(request, live, pieces)
+        return message(heading, found, reply_of(live), prompt_of(live), ending)
+
+    async def count_tokens(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        _identify(exchange)
+        request = await self._bodies.read(exchange, by, parse_count)
+        with named(request):
+            return {"input_tokens": await self._bodies.num_tokens(request, by)}
+
+    async def _stream(
+        self,
+        exchange: Exchange,
+        request: Request,
+        heading: Heading,
+        live: LiveTurn,
+        pieces: ReplyPieces,
+    ) -> None:
+        prompt = PromptTokens(live.history_tokens + live.prompt_tokens)
+        stream = MessageStream(heading, prompt)
+        exchange.begin_events()
+
+        async def on_pieces(found: Sequence[ReplyPiece], start: int, stop: int) -> None:
+            if events := stream.events(found):
+                await exchange.write(_written(events))
+
+        await follow(self._daemon, exchange, live, pieces, on_pieces)
+        ending = self._ending(request, live, pieces)
+        await exchange.write(_written(stream.end(reply_of(live), prompt_of(live), ending)))
+        await exchange.end_events()
+
+    def _ending(self, request: Request, live: LiveTurn, pieces: ReplyPieces) -> Ending:
+        reply, tokenizer = reply_of(live), self._bodies.template.tokenizer
+        stop = stopped_by(reply, tokenizer, request.sampling.stop)
+        return ending_of(reply.finish, pieces.num_calls, stop)
+
+
+def body_of(error: PensieveError) -> Mapping[str, Any]:
+    """An error as Anthropic's clients know it; by this text they see that a history has to be shortened."""
+    text = text_of(error)
+    if isinstance(error, Refusal) and error.code == "context_length_exceeded":
+        text = f"prompt is too long: {error.problem}"
+    elif isinstance(error, ContextFull):
+        text = f"prompt is too long: {error.tokens} tokens > {error.tokens_max} maximum"
+    return error_body(shape_of(error).status, text)
+
+
+def _identify(exchange: Exchange) -> None:
+    exchange.out["request-id"] = f"req_{secrets.token_hex(12)}"
+
+
+def _written(events: Iterable[Mapping[str, Any]]) -> Piece:
+    return Piece(b"".join(event(each, each["type"]) for each in events))

@@ -1,0 +1,122 @@
+"""The calls of one reply, as the scanners of all styles report them.
+
+    check(name)      may it be called?          begin(name)     CallBegan
+    write(text)      CallArguments              end()           the call is whole
+    passed()         what was read up to here is no text, though nothing of it is in a call
+
+What was reported cannot be taken back.  So a scanner begins a call as late as it can and still stream its
+arguments: once the name is known and the arguments have begun.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pensieve.text.tool_calls.scan import NoCall
+
+CALLS_MAX = 128  # of a reply; what follows is text
+NAME_CHARACTERS_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegan:
+    """A call has begun; calls are counted from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of a call's arguments; all of them together are the JSON of an object."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A whole call."""
+
+    index: int
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class Calls:
+    """What has been found so far."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        functions = [each.get("function", each) for each in tools]
+        self._parameters = {each["name"]: each.get("parameters") for each in functions}
+        self._names: list[str] = []
+        self._arguments: list[list[str]] = []
+        self._whole: list[int] = []
+        self.reports: list[CallBegan | CallArguments] = []  # that nobody has taken yet
+        self.is_open = False  # a call has begun and not ended
+        self.num_reported = 0
+
+    @property
+    def num_begun(self) -> int:
+        return len(self._names)
+
+    @property
+    def last_is_whole(self) -> bool:
+        return bool(self._whole) and self._whole[-1] == self.num_begun - 1
+
+    @property
+    def whole(self) -> list[Call]:
+        return [
+            Call(n, self._names[n], json.loads("".join(self._arguments[n]))) for n in self._whole
+        ]
+
+    def check(self, name: str) -> None:
+        """Raises NoCall if no call of this name may begin."""
+        if self._parameters:
+            if name not in self._parameters:
+                raise NoCall
+        elif not 1 <= len(name) <= NAME_CHARACTERS_MAX or not name.isprintable():
+            raise NoCall
+        if len(self._names) == CALLS_MAX:
+            raise NoCall
+
+    def type_of(self, name: str, key: str) -> str:
+        """What the schema of a tool says that an argument is; "" if it says nothing."""
+        schema = self._parameters.get(name)
+        for part in ("properties", key, "type"):
+            schema = schema.get(part) if isinstance(schema, Mapping) else None
+        return schema if isinstance(schema, str) else ""
+
+    def begin(self, name: str) -> None:
+        assert not self.is_open
+        self.check(name)
+        self.reports.append(CallBegan(len(self._names), name))
+        self._names.append(name)
+        self._arguments.append([])
+        self.is_open = True
+        self.num_reported += 1
+
+    def write(self, text: str) -> None:
+        """More of the arguments."""
+        assert self.is_open
+        if text:
+            self.reports.append(CallArguments(len(self._names) - 1, text))
+            self._arguments[-1].append(text)
+            self.num_reported += 1
+
+    def end(self) -> None:
+        assert self.is_open
+        self._whole.append(len(self._names) - 1)
+        self.is_open = False
+        self.num_reported += 1
+
+    def passed(self) -> None:
+        """What was read up to here is no text."""
+        self.num_reported += 1
+
+    def break_off(self) -> None:
+        """The call that is open will not become whole."""
+        self.is_open = False

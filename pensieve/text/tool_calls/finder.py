@@ -1,0 +1,146 @@
+"""Finds the calls in a reply that comes in pieces; everything else is its text.
+
+    text ─push─> "I'll look. "  CallBegan(0, "get_weather")  CallArguments(0, '{"city"')  …  "Done."
+
+Where a call may begin (`styles`), a scanner is started and sent one character after the other, until
+
+    it returns               the calls are whole, and what closed them is no text
+    it raises NoCall         what it had read since it reported something is text, exactly as sampled; a call
+                             that had begun stays as it is, unfinished
+    it has read too much     without reporting anything (WITHHELD_MAX): the same
+    the reply ends           as with NoCall
+
+Where a scanner stopped, only a mark that what it had read ends with, or the beginning of one, is read again.
+So each character is read a few times at most, and no more is withheld than WITHHELD_MAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from pensieve.text.tool_calls.calls import CallArguments, CallBegan, Calls
+from pensieve.text.tool_calls.scan import NoCall, Scan
+from pensieve.text.tool_calls.styles import CallStyle
+
+WITHHELD_MAX = 65_536  # characters
+
+Found: TypeAlias = str | CallBegan | CallArguments
+
+
+class CallFinder:
+    """The state of one reply."""
+
+    def __init__(self, style: CallStyle, tools: Sequence[Mapping[str, Any]]) -> None:
+        self.calls = Calls(tools)
+        self._style = style
+        self._scan: Scan[None] | None = None
+        self._withheld: list[str] = []  # what the scanner has read since it reported something
+        self._num_reported = 0
+        self._in_part = False
+        self._may_open = style.opens_reply  # the next character may begin a call without its mark
+        self._is_blank = True  # nothing but white space has come so far
+        self._found: list[Found] = []
+
+    def push(self, text: str, in_part: bool) -> list[Found]:
+        """More of the reply; `in_part`: a control token has opened this as a part of calls."""
+        if in_part != self._in_part:
+            self._in_part = in_part
+            self._may_open = in_part or (self._is_blank and self._style.opens_reply)
+        position = 0
+        while position < len(text):
+            if self._scan is None:
+                position = self._look(text, position)
+            elif self._send(text[position]):
+                position += 1
+        return self._take()
+
+    def interrupt(self) -> list[Found]:
+        """The text ends here, or something else comes before more of it."""
+        if self._scan is not None:
+            self._stop()
+        return self._take()
+
+    def _look(self, text: str, position: int) -> int:
+        """Start a scanner where a call may begin; returns where to go on."""
+        style, start = self._style, position
+        if self._may_open:
+            while start < len(text) and text[start].isspace():
+                start += 1
+            if start < len(text):
+                self._may_open = self._is_blank = False
+                if text[start] in style.openers:
+                    self._found.append(text[position:start])
+                    self._start(text[start], needs_mark=False)
+                    return start + 1
+        elif self._mark_counts:
+            start = text.find(style.mark[0], position)
+            if start >= 0:
+                self._found.append(text[position:start])
+                self._start(text[start], needs_mark=True)
+                return start + 1
+        self._found.append(text[position:])
+        return len(text)
+
+    def _start(self, character: str, *, needs_mark: bool) -> None:
+        """A scanner, with its first character, which it takes always."""
+        self._scan = self._style.scan(self.calls, needs_mark)
+        next(self._scan)
+        self._scan.send(character)
+        self._withheld.append(character)
+
+    def _send(self, character: str) -> bool:
+        """Whether the scanner has taken it."""
+        assert self._scan is not None
+        try:
+            self._scan.send(character)
+        except StopIteration:
+            self._withheld.clear()
+            self._collect()
+            self._scan, self._may_open = None, self._in_part
+            return True
+        except NoCall:
+            self._stop(again=True)
+            return False
+        self._withheld.append(character)
+        if self.calls.num_reported != self._num_reported:
+            self._withheld.clear()
+            self._collect()
+        elif len(self._withheld) > WITHHELD_MAX:
+            self._stop()
+        return True
+
+    def _stop(self, *, again: bool = False) -> None:
+        """What the scanner has read is text; `again`: but for a mark that it ends with."""
+        self._collect()
+        self.calls.break_off()
+        text = "".join(self._withheld)
+        self._withheld.clear()
+        self._scan = None
+        if again and self.calls.last_is_whole and not text.strip():
+            self._may_open = self._in_part
+        length = self._mark_length(text) if again else 0
+        self._found.append(text[: len(text) - length])
+        if length:
+            self._start(text[-length], needs_mark=True)
+            for each in text[len(text) - length + 1 :]:
+                self._send(each)
+
+    @property
+    def _mark_counts(self) -> bool:
+        return bool(self._style.mark) and (self._in_part or not self._style.mark_is_token)
+
+    def _mark_length(self, text: str) -> int:
+        """Of the mark, or the beginning of it, that a text ends with; not of a text that it is itself."""
+        mark = self._style.mark if self._mark_counts else ""
+        lengths = range(min(len(mark), len(text) - 1), 0, -1)
+        return next((each for each in lengths if text.endswith(mark[:each])), 0)
+
+    def _collect(self) -> None:
+        self._found += self.calls.reports
+        self.calls.reports.clear()
+        self._num_reported = self.calls.num_reported
+
+    def _take(self) -> list[Found]:
+        found, self._found = self._found, []
+        return found

@@ -1,0 +1,134 @@
+"""A call as a JSON object: {"name": …, "arguments": {…}}, as several families write it.
+
+`parameters` is another word for `arguments`; other members are read and ignored.  The arguments are passed on
+as they are written, from the moment that the name is known; where they come before the name they wait for it.
+Arguments may also be a string that holds the JSON of an object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from pensieve.text.tool_calls.calls import Calls
+from pensieve.text.tool_calls.json_values import JSON, string
+from pensieve.text.tool_calls.scan import WHITE, Emit, NoCall, Scan, ignore, nonspace
+from pensieve.text.tool_calls.values import past_white, value
+
+ARGUMENTS = ("arguments", "parameters")
+
+
+def call_object(calls: Calls, *, needs_arguments: bool = False) -> Scan[str]:
+    """The object behind its opening bracket; returns what follows where the closing one is missing.
+
+    `needs_arguments`: an object with a name alone is no call.
+    """
+    name: str | None = None
+    waiting: list[str] | None = None  # arguments that came before the name
+    is_done = False
+    character = yield from nonspace()
+    while True:
+        if character != '"':
+            raise NoCall
+        key: list[str] = []
+        yield from string(ignore, key.append)
+        if (yield from nonspace()) != ":":
+            raise NoCall
+        character, member = (yield from nonspace()), "".join(key)
+        if is_done or member not in ("name", *ARGUMENTS):
+            character = yield from value(character, ignore, JSON)
+        elif member == "name":
+            if character != '"' or name is not None:
+                raise NoCall
+            written: list[str] = []
+            yield from string(ignore, written.append)
+            name, character = "".join(written), ""
+            calls.check(name)
+            if waiting is not None:
+                _report(calls, name, "".join(waiting))
+                is_done = True
+        elif waiting is not None:
+            raise NoCall
+        elif name is None:
+            waiting = []
+            character = yield from _arguments(character, partial(_wait, waiting))
+        else:
+            character = yield from _arguments(character, partial(_begin, calls, name))
+            calls.end()
+            is_done = True
+        character = yield from past_white(character)
+        if character == "}":
+            break
+        if character != ",":
+            if is_done:
+                return character
+            raise NoCall
+        character = yield from nonspace()
+    if not is_done:
+        if name is None or needs_arguments:
+            raise NoCall
+        _report(calls, name, "{}")
+    calls.passed()
+    return ""
+
+
+def _report(calls: Calls, name: str, arguments: str) -> None:
+    calls.begin(name)
+    calls.write(arguments)
+    calls.end()
+
+
+def _begin(calls: Calls, name: str) -> Emit:
+    calls.begin(name)
+    return calls.write
+
+
+def _wait(waiting: list[str]) -> Emit:
+    return waiting.append
+
+
+def _arguments(character: str, begin: Callable[[], Emit]) -> Scan[str]:
+    """An object, or a string with one in it; nothing, in either form, is an empty object.
+
+    `begin` is called once they are known to be arguments, and gives where they go.
+    """
+    if character == "{":
+        return (yield from value(character, begin(), JSON))
+    if character == '"':
+        inner = _Inner(begin)
+        yield from string(ignore, inner.push)
+        inner.end()
+        return ""
+    written: list[str] = []
+    character = yield from value(character, written.append, JSON)
+    if written != ["null"]:
+        raise NoCall
+    begin()("{}")
+    return character
+
+
+class _Inner:
+    """Arguments inside a string."""
+
+    def __init__(self, begin: Callable[[], Emit]) -> None:
+        self._begin = begin
+        self._scan: Scan[str] | None = None  # None: not begun, or whole
+        self._is_whole = False
+
+    def push(self, character: str) -> None:
+        if self._scan is not None:
+            try:
+                self._scan.send(character)
+            except StopIteration:
+                self._scan, self._is_whole = None, True
+        elif character == "{" and not self._is_whole:
+            self._scan = value(character, self._begin(), JSON)
+            next(self._scan)
+        elif character not in WHITE:
+            raise NoCall
+
+    def end(self) -> None:
+        if self._scan is not None:
+            raise NoCall
+        if not self._is_whole:
+            self._begin()("{}")

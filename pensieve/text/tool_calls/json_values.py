@@ -1,0 +1,101 @@
+"""JSON, character by character: strict, but for what could not be sent back in a request either.
+
+Half of a surrogate pair, a number that no double holds and brackets deeper than a message may have are
+refused (`message.DEPTH_MAX`).
+"""
+
+from __future__ import annotations
+
+from pensieve.text.tool_calls.scan import Emit, NoCall, Scan, ignore
+from pensieve.text.tool_calls.values import Notation, is_number, value, word
+
+ESCAPES = {
+    '"': '"',
+    "\\": "\\",
+    "/": "/",
+    "b": "\b",
+    "f": "\f",
+    "n": "\n",
+    "r": "\r",
+    "t": "\t",
+}
+HIGH, LOW, END = 0xD800, 0xDC00, 0xE000  # where the halves of surrogate pairs lie
+
+
+def string(emit: Emit, text: Emit = ignore) -> Scan[None]:
+    """A string whose opening quote has been read; `text` gets what it says, `emit` how it is written."""
+    while (character := (yield)) != '"':
+        emit(character)
+        if character == "\\":
+            character = yield
+            emit(character)
+            if character == "u":
+                text((yield from _escaped(emit)))
+            elif character in ESCAPES:
+                text(ESCAPES[character])
+            else:
+                raise NoCall
+        elif character < " ":
+            raise NoCall
+        else:
+            text(character)
+    emit(character)
+
+
+def _escaped(emit: Emit) -> Scan[str]:
+    """A character by its number, or by those of both its halves."""
+    first = yield from hex_number(4, emit)
+    if not HIGH <= first < END:
+        return chr(first)
+    if first >= LOW:
+        raise NoCall
+    for each in "\\u":
+        if (yield) != each:
+            raise NoCall
+        emit(each)
+    second = yield from hex_number(4, emit)
+    if not LOW <= second < END:
+        raise NoCall
+    return chr(0x10000 + ((first - HIGH) << 10) + second - LOW)
+
+
+def hex_number(num_digits: int, emit: Emit = ignore) -> Scan[int]:
+    found = 0
+    for _ in range(num_digits):
+        digit = yield
+        if digit not in "0123456789abcdefABCDEF":
+            raise NoCall
+        emit(digit)
+        found = found << 4 | int(digit, 16)
+    return found
+
+
+def _scalar(character: str, emit: Emit) -> Scan[str]:
+    if character == '"':
+        emit(character)
+        yield from string(emit)
+        return ""
+    found, character = yield from word(character)
+    if found not in ("true", "false", "null") and not is_number(found):
+        raise NoCall
+    emit(found)
+    return character
+
+
+JSON = Notation(_scalar, '"', is_json=True)
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is one JSON value."""
+    scan = value(text[:1], ignore, JSON)
+    num_sent = 0
+    try:
+        next(scan)
+        for each in text[1:] + " ":  # where a number ends
+            num_sent += 1
+            scan.send(each)
+    except StopIteration as ended:
+        return num_sent == len(text) - (not ended.value)
+    except NoCall:
+        pass
+    return False

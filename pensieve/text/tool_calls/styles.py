@@ -1,0 +1,89 @@
+"""How families of models write calls, and which of them a model belongs to.
+
+A style says where in a reply a call may begin; its scanner reads on from there.
+
+* At a mark, wherever it stands.  If the mark is a control token of the model, it counts only as that token
+  (`Part.TOOL_CALL`), so that no text which only looks like it begins a call.
+* At the beginning of a part that a control token opened, since the token may have no text.
+* At the beginning of the reply, for families that mark their calls in no other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pensieve.errors import InvalidArgument
+from pensieve.text.template import ChatTemplate
+from pensieve.text.tool_calls.calls import Calls
+from pensieve.text.tool_calls.hermes import OPENING, hermes
+from pensieve.text.tool_calls.llama import PYTHON_TAG, llama
+from pensieve.text.tool_calls.mistral import TOOL_CALLS, mistral
+from pensieve.text.tool_calls.pythonic import NAME_CHARACTERS, pythonic
+from pensieve.text.tool_calls.scan import Scan
+
+PYTHON_MARKS = (
+    "<|tool_call_start|>",
+    "<|python_start|>",
+)  # control tokens of models that write Python
+PYTHON_PROMPT = "func_name1("  # how templates of such models explain themselves
+
+
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """How a family of models writes calls."""
+
+    name: str
+    mark: str  # begins calls anywhere in a text; "": none does
+    openers: frozenset[str]  # first characters of calls at the beginning of a part, or of a reply
+    opens_reply: bool  # whether a call may begin the reply without a mark
+    scan: Callable[[Calls, bool], Scan[None]]  # the flag: it begins with its mark
+    mark_is_token: bool = False  # it counts only within Part.TOOL_CALL
+
+
+STYLES = {
+    each.name: each
+    for each in (
+        CallStyle("hermes", OPENING, frozenset("<{"), False, hermes),
+        CallStyle("llama", "", frozenset("<{"), True, llama),
+        CallStyle("mistral", TOOL_CALLS, NAME_CHARACTERS | {"[", "{"}, False, mistral),
+        CallStyle("pythonic", "", frozenset("["), True, pythonic),
+    )
+}
+NAMES = ("auto", *STYLES, "none")
+
+
+def style_of(template: ChatTemplate) -> CallStyle | None:
+    """The style of a model, by its chat templates and control tokens; None if it has no known one."""
+    name = _name_of(template)
+    return None if name is None else style_named(name, template)
+
+
+def style_named(name: str, template: ChatTemplate) -> CallStyle | None:
+    """The style that a setting names: one of `NAMES`."""
+    if name == "auto":
+        return style_of(template)
+    if name == "none":
+        return None
+    if name not in STYLES:
+        raise InvalidArgument("tool_calls", f"{name!r} is not one of {', '.join(NAMES)}")
+    style = STYLES[name]
+    has_token = bool(style.mark) and template.tokenizer.token_id(style.mark) is not None
+    return replace(style, mark_is_token=has_token)
+
+
+def _name_of(template: ChatTemplate) -> str | None:
+    source = "\n".join(template.tokenizer.templates.values())
+
+    def has(mark: str) -> bool:
+        return mark in source or template.tokenizer.token_id(mark) is not None
+
+    if has(OPENING):
+        return "hermes"
+    if has(TOOL_CALLS):
+        return "mistral"
+    if PYTHON_PROMPT in source or any(map(has, PYTHON_MARKS)):
+        return "pythonic"
+    if has(PYTHON_TAG) or ('"parameters": ' in source and "tool_calls" in source):
+        return "llama"
+    return None

@@ -1,0 +1,109 @@
+"""Values in brackets, as JSON and Python write them alike: lists, mappings, and what lies in them.
+
+A value is checked as it comes and written as JSON; the open brackets are the only state.  JSON is passed on
+as it is, white space included.  Python's literals lose theirs, and a comma before a closing bracket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pensieve.text.message import DEPTH_MAX
+from pensieve.text.tool_calls.scan import WHITE, Emit, NoCall, Scan, ignore, nonspace
+
+CLOSERS = {"{": "}", "[": "]"}
+WORD_CHARACTERS = frozenset("0123456789+-.abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+WORD_CHARACTERS_MAX = 400  # the longest number that a double holds has fewer digits
+
+
+class Notation(NamedTuple):
+    """How a language writes what is no bracket; the scanners are given the first character."""
+
+    scalar: Callable[[str, Emit], Scan[str]]  # strings too
+    quotes: str  # that a string, and so a key, may begin with
+    is_json: bool
+
+
+def value(character: str, emit: Emit, notation: Notation) -> Scan[str]:
+    """One value, of any kind."""
+    white = emit if notation.is_json else ignore
+    closers: list[str] = []  # of the brackets that are open
+    while True:
+        if character in CLOSERS:
+            if len(closers) == DEPTH_MAX:
+                raise NoCall
+            closers.append(CLOSERS[character])
+            emit(character)
+            character = yield from nonspace(white)
+            if character != closers[-1]:
+                if closers[-1] == "}":
+                    character = yield from _key(character, emit, white, notation)
+                continue
+        else:
+            character = yield from notation.scalar(character, emit)
+        while closers:  # a value has ended, or a bracket that holds none closes
+            character = yield from past_white(character, white)
+            if character == ",":
+                if notation.is_json:
+                    emit(",")
+                character = yield from nonspace(white)
+                if notation.is_json or character != closers[-1]:
+                    if not notation.is_json:
+                        emit(",")
+                    if closers[-1] == "}":
+                        character = yield from _key(character, emit, white, notation)
+                    break
+            if character != closers[-1]:
+                raise NoCall
+            closers.pop()
+            emit(character)
+            character = ""
+        else:
+            return character
+
+
+def _key(character: str, emit: Emit, white: Emit, notation: Notation) -> Scan[str]:
+    """A key and its colon; returns the first character of the value."""
+    if character not in notation.quotes:
+        raise NoCall
+    character = yield from notation.scalar(character, emit)
+    if (yield from past_white(character, white)) != ":":
+        raise NoCall
+    emit(":")
+    return (yield from nonspace(white))
+
+
+def past_white(character: str, emit: Emit = ignore) -> Scan[str]:
+    """The first character from here on that is not white space; "": none has been read yet."""
+    if character and character not in WHITE:
+        return character
+    emit(character)
+    return (yield from nonspace(emit))
+
+
+def word(character: str) -> Scan[tuple[str, str]]:
+    """A number or a name, and the character after it."""
+    found: list[str] = []
+    while character in WORD_CHARACTERS:
+        if len(found) == WORD_CHARACTERS_MAX:
+            raise NoCall
+        found.append(character)
+        character = yield
+    return "".join(found), character
+
+
+def is_number(text: str) -> bool:
+    """Whether JSON writes a number so, and a double holds it."""
+    mantissa, exponent_mark, exponent = text.lower().partition("e")
+    whole, point, fraction = mantissa.partition(".")
+    digits = whole.removeprefix("-")
+    return (
+        text.isascii()
+        and digits.isdigit()
+        and (digits[0] != "0" or digits == "0")
+        and (fraction.isdigit() or not point)
+        and (exponent[exponent[:1] in ("+", "-") :].isdigit() or not exponent_mark)
+        and math.isfinite(float(text))
+    )

@@ -1,0 +1,141 @@
+"""The /commands of `pensieve chat`, and its lines, on a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pensieve.cli.chat_commands import HELP, Commands
+from tests.cli.terminal import CTRL_C, PROMPT, Terminal, text_of
+from tests.cli.test_chat_terminal import leave, said
+
+CTRL_R, CTRL_U = "\x12", "\x15"
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    arguments = ("chat", "--conversation=c", "--max-tokens=8")
+    with Terminal(tmp_path / "data", *arguments, echo_seconds=0.0) as terminal:
+        terminal.read_until(PROMPT)
+        yield terminal
+
+
+def test_a_line_that_ends_with_a_backslash_goes_on(terminal: Terminal, tmp_path: Path):
+    terminal.type("one\\\n")
+    terminal.read_until("... ")
+    terminal.type("two\\\n")
+    terminal.read_until("... ")
+    said(terminal, "three")
+    terminal.type("given up\\\n")
+    terminal.read_until("... ")
+    terminal.type(CTRL_C)
+    terminal.read_until(PROMPT)
+    assert leave(terminal, tmp_path / "data") == ["one\ntwo\nthree"]
+
+
+def test_ctrl_r_finds_what_was_typed_before(terminal: Terminal, tmp_path: Path):
+    said(terminal, "The first message.")
+    said(terminal, "Another one.")
+    terminal.type(f"{CTRL_R}first")
+    terminal.read_until("\x1b[7mfirst\x1b[27m")  # in what was found
+    terminal.type("\r")  # what Enter sends; a line feed only ends the search
+    terminal.read_until(PROMPT)
+    assert leave(terminal, tmp_path / "data") == [
+        *("The first message.", "Another one.", "The first message.")
+    ]
+
+
+def test_edit_says_the_last_message_in_other_words(terminal: Terminal, tmp_path: Path):
+    assert "! /edit: there is no turn yet" in said(terminal, "/edit")
+    said(terminal, "One.")
+    said(terminal, "Two.")
+    terminal.type("/edit\n")
+    terminal.read_until("Two.")
+    said(terminal, " And more.")
+    said(terminal, "Three.")
+    said(terminal, "/edit Four.")
+    terminal.type("/edit\n")
+    terminal.read_until("Four.")
+    terminal.type(CTRL_C)
+    terminal.read_until(PROMPT)
+    terminal.type("/edit\n")
+    terminal.read_until("Four.")
+    assert "nothing is changed" in said(terminal, CTRL_U)
+    assert leave(terminal, tmp_path / "data") == ["One.", "Two. And more.", "Four."]
+
+
+def test_rewind_takes_back_as_many_turns_as_it_is_told(terminal: Terminal, tmp_path: Path):
+    assert "! /rewind: there is no turn yet" in said(terminal, "/rewind")
+    for text in ("One.", "Two.", "Three.", "Four."):
+        said(terminal, text)
+    assert "the last 2 turns are taken back" in said(terminal, "/rewind 2")
+    assert "the last turn is taken back" in said(terminal, "/rewind")
+    assert "! /rewind: there is one turn" in said(terminal, "/rewind 2")
+    assert "! /rewind: takes a number of turns, not '-1'" in said(terminal, "/rewind -1")
+    assert leave(terminal, tmp_path / "data") == ["One."]
+
+
+def test_another_system_prompt_is_for_another_conversation(terminal: Terminal, tmp_path: Path):
+    said(terminal, "One.")
+    assert said(terminal, "/system") == "system prompt of new conversations: none"
+    said(terminal, "/system Be brief.")
+    said(terminal, "Two.")
+    shown = said(terminal, "/messages").splitlines()
+    assert shown[:2] == ["system: Be brief.", "user: Two."]
+    said(terminal, "/new d")
+    said(terminal, "Three.")
+    assert "system: Be brief." in said(terminal, "/messages")
+    said(terminal, "/resume c")
+    assert "system:" not in said(terminal, "/messages")
+    assert leave(terminal, tmp_path / "data") == ["One."]
+
+
+def test_a_conversation_is_saved_as_markdown_or_as_a_line_of_json(
+    terminal: Terminal, tmp_path: Path
+):
+    assert "! /save: takes the name of a file" in said(terminal, "/save")
+    said(terminal, "Hello there.")
+    for name in ("talk.md", "talk.jsonl"):
+        assert "saved in " in said(terminal, f"/save {tmp_path / name}")
+    assert "is there already" in said(terminal, f"/save {tmp_path / 'talk.md'}")
+    assert "No such file" in said(terminal, f"/save {tmp_path / 'nowhere' / 'talk.md'}")
+    line = json.loads((tmp_path / "talk.jsonl").read_text())
+    assert line["id"] == "c"
+    user, reply = line["messages"]
+    assert user == {"role": "user", "content": "Hello there."}
+    written = (tmp_path / "talk.md").read_text()
+    assert written.startswith("# c\n\n## user\n\nHello there.\n\n## assistant\n\n")
+    assert reply["content"].rstrip() in written
+
+
+def test_several_settings_may_be_set_at_once(terminal: Terminal):
+    lines = said(terminal, "/set temperature=0.7 top_p=0.9").splitlines()
+    assert lines == ["temperature  0.7          (/set)", "top_p        0.9          (/set)"]
+    assert said(terminal, "/set top_k = 7") == "top_k        7            (/set)"
+    assert said(terminal, "/thinking") == "none"
+
+
+def test_what_a_person_typed_cannot_move_the_cursor_when_it_is_shown(tmp_path: Path):
+    arguments = ("chat", "--conversation=c", "--max-tokens=4", "-q", "a\x1b[2Jb")
+    with Terminal(tmp_path / "data", *arguments, echo_seconds=0.0) as terminal:
+        assert terminal.wait() == 0
+    with Terminal(tmp_path / "data", "chat", "--conversation=c", echo_seconds=0.0) as terminal:
+        terminal.read_until(PROMPT)
+        terminal.type("/messages\n")
+        shown = terminal.read_until(PROMPT)
+        assert "\x1b[2J" not in shown
+        assert "user: a␛[2Jb" in text_of(shown)
+
+
+def test_help_names_every_command() -> None:
+    source = Path(Commands.__init__.__code__.co_filename).read_text()
+    names = {
+        line.split('"')[1] for line in source.splitlines() if line.startswith('            "/')
+    }
+    assert len(names) > 12
+    for name in names:
+        assert name in HELP
+    assert max(map(len, HELP.splitlines())) <= 80

@@ -1,0 +1,211 @@
+"""`pensieve conversations`: what is exported is imported again, and what cannot be is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pensieve.cli.main import main
+from pensieve.client import Client
+from tests.cli.terminal import Terminal
+from tests.service.rig_daemon import ServeProcess
+
+CALL = {
+    "id": "call1",
+    "type": "function",
+    "function": {"name": "rain", "arguments": '{"days": [1, 2.5], "where": "Oslo"}'},
+}
+Run = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("conversations") / "data"
+    process = ServeProcess(folder)
+    process.start()
+    yield folder
+    assert process.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def client(data: Path) -> Iterator[Client]:
+    with Client(f"unix:{data / 'admin.sock'}") as client:
+        yield client
+
+
+@pytest.fixture
+def run(data: Path, client: Client, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("PENSIEVE_DATA", str(data))
+    for each in list(client.conversations()):
+        client.conversation(each.conversation_id).delete()
+    return lambda *arguments: main(["conversations", *arguments])
+
+
+def talk(client: Client, name: str, *texts: str) -> None:
+    for text in texts:
+        client.conversation(name).ask(text, max_tokens=6)
+
+
+def make_some(client: Client) -> None:
+    """Conversations of every kind."""
+    talk(client, "plain", "Hello there.", "Grüße\u2028\n日本")
+    client.conversation("empty").create(metadata={"a": [1, None, "ü"]})
+    ruled = client.conversation("ruled")
+    ruled.create(system_prompt="Be brief.", metadata={"title": "x"})
+    talk(client, "ruled", "Hello there.")
+    client.prefix("shots").create(system_prompt="Rules.", messages=[{"content": "So?"}])
+    client.conversation("under").create(prefix_id="shots")
+    client.prefix("shots").delete()
+    client.conversation("given").create(
+        messages=[
+            {"role": "user", "content": "Rain?", "name": "Ada"},
+            {
+                "role": "assistant",
+                "content": "I ask.",
+                "tool_calls": [CALL],
+                "reasoning_content": "Hm.",
+            },
+            {"role": "tool", "content": "3 mm", "tool_call_id": "call1"},
+            {"role": "assistant", "content": ""},
+        ]
+    )
+
+
+def lines_of(path: Path) -> dict[str, Any]:
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {each.pop("id"): each for each in found}
+
+
+def test_what_is_exported_is_imported_and_exported_again(
+    run: Run, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_some(client)
+    first, second, third = (tmp_path / f"{n}.jsonl" for n in range(3))
+    assert run("export", "--all", "-o", str(first)) == 0
+    exported = lines_of(first)
+    assert sorted(exported) == ["empty", "given", "plain", "ruled", "under"]
+    assert exported["given"]["messages"][1] == {
+        "role": "assistant",
+        "content": "I ask.",
+        "reasoning_content": "Hm.",
+        "tool_calls": [CALL],
+    }
+    assert [each["role"] for each in exported["ruled"]["messages"]] == [
+        *("system", "user", "assistant")
+    ]
+    assert run("rm", *exported, "--yes") == 0
+    assert list(client.conversations()) == []
+    capsys.readouterr()
+    assert run("import", str(first)) == 0
+    assert "5 conversations imported" in capsys.readouterr().err
+    assert run("export", "--all", "-o", str(second)) == 0
+    assert lines_of(second) == exported
+    for name in ("plain", "ruled", "given", "empty"):  # and they go on
+        talk(client, name, "And now?")
+    assert run("import", "--new-ids", str(first)) == 0
+    ids = capsys.readouterr().out.split()
+    assert len(ids) == 5
+    assert run("export", *ids, "-o", str(third)) == 0
+    assert [lines_of(third)[name] for name in ids] == list(exported.values())
+    assert list(tmp_path.glob("*.part")) == []
+
+
+def test_a_line_that_cannot_be_imported_is_named_and_the_others_are_imported(
+    run: Run, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(client, "taken", "Hello.")
+    hello = [{"role": "user", "content": "Hello."}]
+    lines: list[Any] = [
+        {"messages": hello},
+        {"id": "taken", "messages": hello},
+        {"id": "no id", "messages": hello},
+        {"id": "many", "messages": hello * 200},
+        {"id": "bad", "messages": [{"role": "robot", "content": "x"}]},
+        {"id": "bad", "messages": [{"role": "tool", "content": "x"}]},
+        {"id": "bad", "colour": "red"},
+        {"id": "good", "messages": [{"role": "developer", "content": "Be brief."}, *hello]},
+    ]
+    text = "\n\n".join(json.dumps(each) for each in lines) + "\n{\n"
+    path = tmp_path / "lines.jsonl"
+    path.write_text(text)
+    assert run("import", str(path)) == 1
+    said = capsys.readouterr()
+    errors = [line for line in said.err.splitlines() if line.startswith("! ")]
+    assert [line.split(":")[0] for line in errors] == [f"! line {n}" for n in (2, 3, 4, 5, 6, 7, 9)]
+    for wanted, line in zip(
+        ("already", "128 of A-Z", "1 to 128 messages", "robot", "tool_call_id", "colour", "JSON"),
+        errors,
+        strict=True,
+    ):
+        assert wanted in line
+    (drawn,) = said.out.split()
+    assert sorted(each.conversation_id for each in client.conversations()) == sorted(
+        [drawn, "taken", "good"]
+    )
+    assert [each.role for each in client.conversation("good").messages()] == ["system", "user"]
+
+
+def test_conversations_are_listed_and_shown(
+    run: Run, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(client, "first", "Hello there.")
+    talk(client, "second", "Hello \x1b[31mred.")
+    assert run("ls") == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["second", "first"]
+    assert " 2 messages " in rows[0]
+    assert run("ls", "--json", "--limit", "1") == 0
+    (row,) = capsys.readouterr().out.splitlines()
+    assert json.loads(row)["conversation_id"] == "second"
+    assert run("show", "second") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("user: Hello \x1b[31mred.\nassistant: ")  # where there is no terminal
+    assert run("show", "second", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["messages"][0]["content"] == "Hello \x1b[31mred."
+    assert run("show", "none") != 0
+    assert "pensieve: " in capsys.readouterr().err
+
+
+def test_an_export_of_what_is_not_there_says_so(
+    run: Run, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(client, "first", "Hello there.")
+    assert run("export", "none", "first") == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out)["id"] == "first"
+    assert said.err.startswith("! none: ")
+    assert run("export") == 2
+    assert run("export", "first", "--all") == 2
+    assert run("export", "first", "-o", str(tmp_path / "nowhere" / "x")) == 3
+    assert run("import", str(tmp_path / "nowhere")) == 3
+    assert run("rm", "none", "first") == 1  # nobody is there to be asked
+    assert list(client.conversations()) == []
+
+
+def test_a_person_is_asked_before_something_is_deleted(
+    run: Run, data: Path, client: Client
+) -> None:
+    talk(client, "first", "Hello there.")
+    with Terminal(data, "conversations", "rm", "first") as terminal:
+        terminal.read_until("delete first for good? [y/N] ")
+        terminal.type("\n")
+        assert "nothing is deleted" in terminal.rest()
+        assert terminal.wait() == 1
+    assert len(list(client.conversations())) == 1
+    with Terminal(data, "conversations", "rm", "first") as terminal:
+        terminal.read_until("delete first for good? [y/N] ")
+        terminal.type("y\n")
+        assert terminal.wait() == 0
+    assert list(client.conversations()) == []
+
+
+def test_without_a_daemon_the_error_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSIEVE_DATA", str(tmp_path))
+    assert main(["conversations", "ls"]) == 3
+    assert "`pensieve serve` starts one" in capsys.readouterr().err

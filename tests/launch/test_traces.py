@@ -1,0 +1,219 @@
+"""Spans of turns, by OpenTelemetry's own exporters: names, times, parents, and never a word of text."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from pensieve.client import Client
+from pensieve.errors import ConfigError
+from pensieve.launch import traces
+from pensieve.launch.traces import Traces
+from pensieve.service import trace_names
+from pensieve.v1 import conversation_pb2 as pb
+from tests.service.rig_daemon import ECHO, DaemonRig, ServeProcess, wait_for
+
+SECRET = "xylophone"
+SAMPLING = pb.Sampling(temperature=0.75, top_p=0.5, top_k=7, max_tokens=5, ignore_eos=True)
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class Watched:
+    """A daemon whose spans are kept."""
+
+    def __init__(self, data: Path) -> None:
+        self._exporter = InMemorySpanExporter()
+        self.traces = Traces(SimpleSpanProcessor(self._exporter))
+        self.rig = DaemonRig(data, program=(*ECHO, "--seconds=0.01"))
+
+    @property
+    def spans(self) -> list[Any]:
+        return list(self._exporter.get_finished_spans())
+
+    def only(self) -> Any:
+        wait_for(lambda: self.spans)
+        (span,) = self.spans
+        return span
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    found = Watched(tmp_path / "data")
+    with found.rig as rig:
+        rig.daemon.on_span = found.traces.export
+        yield found
+    found.traces.close()
+
+
+def test_a_turn_is_a_span_with_the_names_for_generative_ai(watched: Watched) -> None:
+    said = watched.rig.ask("trip", "hello", sampling=SAMPLING)
+    span = watched.only()
+    assert (span.name, span.kind) == ("chat builtin", SpanKind.SERVER)
+    assert span.parent is None
+    assert span.status.status_code is StatusCode.UNSET
+    assert dict(span.attributes) == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "pensieve",
+        "gen_ai.request.model": "builtin",
+        "gen_ai.request.temperature": 0.75,
+        "gen_ai.request.top_p": 0.5,
+        "gen_ai.request.top_k": 7,
+        "gen_ai.request.max_tokens": 5,
+        "gen_ai.usage.input_tokens": said.completed.usage.new_tokens,
+        "gen_ai.usage.cache_read.input_tokens": 0,
+        "gen_ai.usage.output_tokens": 5,
+        "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.response.id": said.started.turn_id,
+        "gen_ai.conversation.id": "trip",
+        "pensieve.usage.recomputed_tokens": 0,
+    }
+    assert span.resource.attributes["service.name"] == "pensieve"
+    admitted, token = span.events
+    assert [admitted.name, token.name] == ["pensieve.admitted", "pensieve.first_token"]
+    assert span.start_time <= admitted.timestamp <= token.timestamp <= span.end_time
+
+
+def test_a_later_turn_says_what_it_found(watched: Watched) -> None:
+    watched.rig.ask("trip", "hello", sampling=SAMPLING)
+    usage = watched.rig.ask("trip", "again", sampling=SAMPLING).completed.usage
+    wait_for(lambda: len(watched.spans) == 2)
+    found = watched.spans[1].attributes
+    assert found["gen_ai.usage.cache_read.input_tokens"] == usage.device_tokens > 0
+    assert found["gen_ai.usage.input_tokens"] == usage.device_tokens + usage.new_tokens
+
+
+def test_a_span_is_a_part_of_its_callers_trace(watched: Watched) -> None:
+    request = pb.SendMessageRequest(
+        conversation_id="trip",
+        messages=[pb.NewMessage(content="hello")],
+        sampling=SAMPLING,
+        create_if_missing=True,
+    )
+    parent = f"00-{TRACE}-{PARENT}-01"
+    list(watched.rig.stub.SendMessage(request, metadata=(("traceparent", parent),)))
+    span = watched.only()
+    assert f"{span.context.trace_id:032x}" == TRACE
+    assert f"{span.parent.span_id:016x}" == PARENT
+
+
+@pytest.mark.parametrize(
+    "given", ["", "nonsense", f"00-{'0' * 32}-{PARENT}-01", f"00-{TRACE}-{PARENT}-01" * 40]
+)
+def test_a_parent_that_is_none_begins_a_trace(watched: Watched, given: str) -> None:
+    request = pb.SendMessageRequest(
+        conversation_id="trip", messages=[pb.NewMessage(content="hi")], create_if_missing=True
+    )
+    list(watched.rig.stub.SendMessage(request, metadata=(("traceparent", given),)))
+    assert watched.only().parent is None
+
+
+def test_an_unsampled_parent_has_no_span(watched: Watched) -> None:
+    request = pb.SendMessageRequest(
+        conversation_id="trip", messages=[pb.NewMessage(content="hi")], create_if_missing=True
+    )
+    not_sampled = (("traceparent", f"00-{TRACE}-{PARENT}-00"),)
+    list(watched.rig.stub.SendMessage(request, metadata=not_sampled))
+    watched.rig.ask("trip", "again", sampling=SAMPLING)
+    assert watched.only().attributes["gen_ai.request.max_tokens"] == 5
+
+
+def test_a_turn_that_fails_says_why_and_a_replay_is_no_turn(watched: Watched) -> None:
+    endless = pb.Sampling(max_tokens=50_000, ignore_eos=True)
+    stream = watched.rig.send("trip", "hello", sampling=endless)
+    next(stream)
+    watched.rig.stub.DeleteConversation(pb.DeleteConversationRequest(conversation_id="trip"))
+    with pytest.raises(grpc.RpcError):
+        list(stream)
+    span = watched.only()
+    assert span.status.status_code is StatusCode.ERROR
+    assert span.attributes["error.type"] == "TURN_INTERRUPTED" == span.status.description
+    assert span.attributes["gen_ai.response.finish_reasons"] == ("cancelled",)
+    for _ in range(2):
+        watched.rig.ask("other", "hello", sampling=SAMPLING, request_id="same")
+    wait_for(lambda: len(watched.spans) == 2)
+
+
+def test_an_exporter_that_fails_costs_no_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = Watched(tmp_path / "data")
+    monkeypatch.setattr(found.traces, "_tracer", None)
+    with found.rig as rig:
+        rig.daemon.on_span = found.traces.export
+        for _ in range(2):
+            assert rig.ask("trip", "hello", sampling=SAMPLING).completed.finish_reason
+    assert caplog.text.count("the span of a turn could not be exported") == 2
+
+
+def test_no_word_that_was_said_is_in_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+    process = ServeProcess(tmp_path / "data", "--traces")
+    with Client(process.start()) as client:
+        talk = client.conversation("trip")
+        talk.create(system_prompt=f"{SECRET} one")
+        reply = talk.ask(
+            f"{SECRET} two",
+            max_tokens=9,
+            stop=[f"{SECRET} three"],
+            metadata={"a": f"{SECRET} four"},
+        )
+    assert process.stop() == 0
+    log = process.log.read_text()
+    assert '"chat echo (arithmetic instead of a model)"' in log
+    (usage,) = re.findall(r'"gen_ai.usage.output_tokens": (\d+)', log)
+    assert int(usage) == reply.usage.output_tokens
+    assert '"service.name": "ours"' in log
+    assert SECRET not in log
+    assert not reply.text or reply.text not in log
+
+
+def test_no_name_of_the_table_is_for_text() -> None:
+    values = [value for name, value in vars(trace_names).items() if name.isupper()]
+    assert len(values) == len(set(values)) > 15
+    banned = r"message|prompt\b|content|instruction|text|completion"
+    assert not [value for value in values if re.search(banned, value)]
+
+
+def test_without_the_flag_opentelemetry_is_not_even_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys, pensieve.launch.daemon; "
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(found.stdout) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, "'otlp_proto_http' is installed .pip install opentelemetry-exporter-otlp-proto-http"),
+        (
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            "pip install opentelemetry-exporter-otlp-proto-grpc",
+        ),
+        ({"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "smoke"}, "'smoke': http/protobuf, grpc"),
+        ({"OTEL_TRACES_EXPORTER": "nobodys"}, "'nobodys' is installed"),
+    ],
+)
+def test_an_exporter_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+) -> None:
+    monkeypatch.setattr(traces, "entry_points", lambda **_: ())
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        traces.open_traces()

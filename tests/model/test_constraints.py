@@ -1,0 +1,275 @@
+"""Masks of replies with a constraint: where they may end, thinking, what is ahead, what fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from array import array
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pensieve.core.constraint import Constraint, ConstraintKind
+from pensieve.core.iteration import TurnFailure, TurnStart
+from pensieve.core.sampling import Sampling
+from pensieve.model.constraints import FAILED, NO_JOBS, Constraints
+from pensieve.model.sampling.masks import TokenMask
+from pensieve.model.sampling.penalties import Row, TurnLog
+from pensieve.model.sampling.sampler import Sampler
+from tests.model.sampling.world import OPTIONS, make_logits, make_turn
+from tests.model.world import LetterTokenizer
+
+VOCAB_SIZE = 128  # the model's, which pads the tokenizer's
+EOS, STOP = 0, 110
+THINK, THOUGHT = 1, 2  # that open and close the thinking
+
+
+def letter(text: str) -> list[int]:
+    return [26 + ord(each) - ord("a") for each in text]
+
+
+def tokens_of(mask: TokenMask | None) -> set[int]:
+    assert mask is not None
+    return {each for each in range(VOCAB_SIZE) if mask.packed[each >> 3] >> (each & 7) & 1}
+
+
+def saying(letters: str) -> set[int]:
+    return {
+        each
+        for each in range(3, 120)
+        if not 100 <= each < 103 and chr(ord("a") + each % 26) in letters
+    }
+
+
+class Reply:
+    """One turn with a constraint, whose tokens a test chooses."""
+
+    def __init__(
+        self,
+        pattern: str,
+        prompt: list[int] | None = None,
+        *,
+        thinks: bool = False,
+        sampling: Sampling | None = None,
+    ) -> None:
+        vocabulary = LetterTokenizer(thinks)
+        vocabulary.eos_token_ids = frozenset({EOS})
+        self.constraints = Constraints(vocabulary, frozenset({EOS}), VOCAB_SIZE)
+        context = array("I", prompt or letter("hi"))
+        constraint = Constraint(ConstraintKind.REGEX, pattern)
+        start = TurnStart(7, context, sampling or Sampling(), constraint)
+        self.constraints.begin(start)
+        self.log = TurnLog.of(start)
+
+    def mask(self) -> TokenMask | None:
+        rows = [Row(self.log, len(self.log.tokens))]
+        found = self.constraints.masks(self.constraints.start_masks(rows), rows)
+        assert not found.failures
+        return found.rows[0].mask
+
+    def may_be(self) -> set[int]:
+        return tokens_of(self.mask())
+
+    def say(self, *token_ids: int) -> None:
+        self.log.tokens.extend(token_ids)
+
+
+@pytest.fixture(autouse=True)
+def _threads_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    made: list[Constraints] = []
+    begin = Constraints.__init__
+
+    def remembered(self: Constraints, *arguments: object) -> None:
+        begin(self, *arguments)  # type: ignore[arg-type]
+        made.append(self)
+
+    monkeypatch.setattr(Constraints, "__init__", remembered)
+    yield
+    for each in made:
+        each.close()
+
+
+def test_a_reply_may_end_where_its_constraint_is_met_and_nowhere_else() -> None:
+    reply = Reply("ab?c", sampling=Sampling(stop_token_ids=(STOP,)))
+    assert reply.may_be() == saying("a") - {STOP}
+    reply.say(*letter("a"))
+    assert reply.may_be() == saying("bc") - {STOP}
+    reply.say(*letter("c"))
+    mask = reply.mask()
+    assert tokens_of(mask) == {EOS, STOP}
+    assert mask is not None
+    assert mask.must_end
+
+
+def test_a_reply_may_end_or_go_on() -> None:
+    reply = Reply("ab*")
+    reply.say(*letter("ab"))
+    mask = reply.mask()
+    assert tokens_of(mask) == saying("b") | {EOS}
+    assert mask is not None
+    assert not mask.must_end
+
+
+def test_many_tokens_at_once_are_followed_like_one_by_one() -> None:
+    """A log that has grown by a whole reply, as after a turn that began again."""
+    slow, quick = Reply("(ab|cd){9}"), Reply("(ab|cd){9}")
+    for token_id in letter("abcdab"):
+        slow.may_be()
+        slow.say(token_id)
+    quick.say(*letter("abcdab"))
+    assert quick.mask() == slow.mask()
+
+
+@pytest.mark.parametrize("opened_by", ["prompt", "reply"])
+def test_thinking_is_free_and_does_not_end_the_reply(opened_by: str) -> None:
+    prompt = [*letter("hi"), *([THINK] if opened_by == "prompt" else [])]
+    reply = Reply("yes", prompt, thinks=True)
+    if opened_by == "reply":
+        assert reply.may_be() == saying("y") | {THINK}
+        reply.say(THINK)
+    for token_id in letter("qq"):
+        assert reply.may_be() == set(range(VOCAB_SIZE)) - {EOS}
+        reply.say(token_id)
+    reply.say(THOUGHT)
+    assert reply.may_be() == saying("y")
+    reply.say(*letter("yes"))
+    assert reply.may_be() == {EOS}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "may_open"),
+    [
+        (letter("hi"), True),
+        ([THINK, THOUGHT], False),  # the template has closed it: this reply does not think
+        (
+            [THINK, *letter("hm"), THOUGHT, *letter("yes"), EOS, *letter("hi")],
+            True,
+        ),  # an earlier one
+    ],
+)
+def test_a_reply_may_begin_to_think_unless_its_prompt_has_ended_that(
+    prompt: list[int], may_open: bool
+) -> None:
+    reply = Reply("yes", prompt, thinks=True)
+    assert (THINK in reply.may_be()) == may_open
+    reply.say(*letter("y"))
+    assert reply.may_be() == saying("e")
+
+
+def test_where_nobody_thinks_the_mark_is_no_text() -> None:
+    assert Reply("yes").may_be() == saying("y")
+
+
+def test_a_token_ahead_is_followed_once_it_is_known() -> None:
+    reply = Reply("abc")
+    reply.may_be()
+    position = len(reply.log.tokens) + 1
+    for newest, expected in ((letter("a")[0], saying("b")), (-1, None), (EOS, None)):
+        rows = [Row(reply.log, position)]
+        jobs = reply.constraints.start_masks(rows)
+        assert (jobs.by_row, jobs.ahead) == ({}, [0])
+        reply.constraints.start_ahead(jobs, rows, {7: newest})
+        found = reply.constraints.masks(jobs, rows).rows[0].mask
+        assert (found if found is None else tokens_of(found)) == expected
+        if newest >= 0:
+            reply.say(newest)
+            position += 1
+
+
+def test_what_no_token_can_say_fails_its_turn_and_stays_failed() -> None:
+    reply = Reply("aB")
+    reply.may_be()
+    reply.say(*letter("a"))
+    for _ in range(2):
+        rows = [Row(reply.log, len(reply.log.tokens))]
+        found = reply.constraints.masks(reply.constraints.start_masks(rows), rows)
+        assert found.rows[0].mask is None
+        assert isinstance(found.failures[7], TurnFailure)
+        assert found.failures[7].reason == FAILED
+        reply.say(5)
+
+
+def test_turns_without_a_constraint_cost_nothing() -> None:
+    constraints = Constraints(LetterTokenizer(), frozenset({EOS}), VOCAB_SIZE)
+    start = TurnStart(1, array("I", [5]), Sampling())
+    constraints.begin(start)
+    rows = [Row(TurnLog.of(start), 1)]
+    jobs = constraints.start_masks(rows)
+    assert jobs is NO_JOBS
+    assert constraints.masks(jobs, rows).rows is rows
+    assert constraints._threads is None
+
+
+# -- the sampler, with masks made by hand -----------------------------------------------------------
+
+
+def a_mask(allowed: set[int], size: int, must_end: bool = False) -> TokenMask:
+    packed = bytearray(-(-size // 8))
+    for each in allowed:
+        packed[each >> 3] |= 1 << (each & 7)
+    return TokenMask(bytes(packed), must_end)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_masked_row_is_drawn_as_if_there_were_no_other_tokens(name: str) -> None:
+    size, chance = 301, random.Random(name)
+    sampler = Sampler(size, frozenset({4}))
+    for seed in range(5):
+        sampling = dataclasses.replace(OPTIONS[name], seed=seed)
+        logits = make_logits(1, size, seed)
+        turn = make_turn(sampling)
+        allowed = {4, *chance.sample(range(size), chance.choice((1, 5, 200)))}
+        row = Row(turn, len(turn.tokens), a_mask(allowed, size))
+        (drawn,) = sampler.draw(logits, [row]).read()
+        assert drawn is not None
+        assert drawn.token_id in allowed
+        others = torch.full_like(logits, -1e30)
+        others[:, sorted(allowed)] = logits[:, sorted(allowed)]
+        if not (sampling.logit_bias or sampling.frequency_penalty or sampling.presence_penalty):
+            (alone,) = sampler.draw(others, [row._replace(mask=None)]).read()
+            assert alone is not None
+            assert drawn.token_id == alone.token_id
+
+
+def test_rows_beside_masked_ones_are_bit_for_bit_what_they_are_alone() -> None:
+    size = 301
+    sampler = Sampler(size, frozenset({4}))
+    logits = make_logits(2 * len(OPTIONS), size)
+    turns = [make_turn(dataclasses.replace(each, logprobs=3)) for each in OPTIONS.values()] * 2
+    rows = [Row(each, len(each.tokens)) for each in turns]
+    alone = sampler.draw(logits, rows).read()
+    mask = a_mask({7, 8, 9}, size)
+    mixed = [row._replace(mask=mask) if n % 2 else row for n, row in enumerate(rows)]
+    for number, (one, other) in enumerate(
+        zip(alone, sampler.draw(logits, mixed).read(), strict=True)
+    ):
+        assert one is not None
+        assert other is not None
+        if number % 2:
+            assert other.token_id in (7, 8, 9)
+            assert other.top_logprobs == one.top_logprobs  # the model's own
+        else:
+            assert other == one
+
+
+def test_min_tokens_gives_way_where_only_the_end_is_left() -> None:
+    size = 40
+    turn = make_turn(Sampling(min_tokens=9))
+    row = Row(turn, len(turn.tokens), a_mask({4}, size, must_end=True))
+    (drawn,) = Sampler(size, frozenset({4})).draw(make_logits(1, size), [row]).read()
+    assert drawn is not None
+    assert drawn.token_id == 4
+    row = Row(turn, len(turn.tokens), a_mask({4, 9}, size))
+    (drawn,) = Sampler(size, frozenset({4})).draw(make_logits(1, size), [row]).read()
+    assert drawn is not None
+    assert drawn.token_id == 9
+
+
+def test_logits_that_are_no_numbers_fail_a_masked_row_too() -> None:
+    size = 40
+    logits = make_logits(1, size)
+    logits[0, 3] = float("nan")
+    turn = make_turn(Sampling())
+    row = Row(turn, len(turn.tokens), a_mask({9}, size))
+    assert Sampler(size).draw(logits, [row]).read() == [None]

@@ -1,0 +1,396 @@
+"""Calls of tools are found in the replies of each family, and what is none stays text."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pensieve.config.tables import SERVING
+from pensieve.errors import InvalidArgument
+from pensieve.text import Message, Part, PartMarker, Setting, ToolCall
+from pensieve.text.tool_calls import NAMES, STYLES, style_named, style_of
+from pensieve.text.tool_calls.calls import CALLS_MAX
+from pensieve.text.tool_calls.finder import WITHHELD_MAX
+from tests.text import families
+from tests.text.families import LLAMA_3, MISTRAL, QWEN_2_5, QWEN_3, template_of, tokenizer_of
+from tests.text.written_calls import CALLS, WRITERS, cut, read
+
+PARIS = ("get_weather", {"city": "Paris", "days": 3})
+TIME = ("get_time", {})
+
+REPLIES = {
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
+    '</tool_call>\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>',
+    "hermes, with other members": '<tool_call>{"id": 7, "name": "get_weather", "type": {"a": ["f"]}, '
+    '"arguments": {"city": "Paris", "days": 3}, "x": null}</tool_call>'
+    '<tool_call>{"name": "get_time"}</tool_call>',
+    "hermes, arguments first": '<tool_call>{"arguments": {"city": "Paris", "days": 3}, '
+    '"name": "get_weather"}</tool_call>\n<tool_call>{"arguments": null, "name": "get_time"}',
+    "hermes, arguments in a string": '<tool_call>{"name": "get_weather", "arguments": '
+    '" {\\"city\\": \\"Paris\\", \\"days\\": 3} "}</tool_call>\n'
+    '<tool_call>{"name": "get_time", "arguments": ""}</tool_call>',
+    "hermes, a bracket missing": '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris", '
+    '"days": 3}</tool_call>\n<tool_call>{"name": "get_time", "arguments": {}</tool_call>',
+    "hermes, xml": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
+    "<function=get_time>\n</function>\n</tool_call>",
+    "llama": '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}; '
+    '{"name": "get_time", "parameters": {}}',
+    "llama, behind a tag": ' <|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris", '
+    '"days": 3}};{"name": "get_time", "arguments": {}}\n',
+    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, '
+    '{"name": "get_time", "arguments": {}, "id": "abcdefghi"}]',
+    "mistral, named": '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3}'
+    "[TOOL_CALLS]get_time[CALL_ID]abcdefghi[ARGS]{}",
+    "mistral, without a mark for arguments": '[TOOL_CALLS]get_weather{"city": "Paris", "days": 3}'
+    "[TOOL_CALLS] get_time{}",
+    "pythonic": "[get_weather(city='Paris', days=3), get_time()]",
+    "pythonic, over lines": '[\n  get_weather(\n    city="Paris",\n    days = 3,\n  ),\n  get_time( )\n]',
+}
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_the_calls_of_a_reply(name):
+    found = read(name.partition(",")[0], REPLIES[name])
+    assert found.whole == [PARIS, TIME]
+    assert (found.text, found.ends_with_call) == ("", True)
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_a_reply_may_be_cut_anywhere(name):
+    style, reply = name.partition(",")[0], REPLIES[name]
+    assert read(style, *reply) == read(style, reply)
+    for border in range(len(reply)):
+        assert read(style, reply[:border], "", reply[border:]) == read(style, reply)
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_a_reply_that_breaks_off_loses_nothing(name):
+    """Wherever its limit lies: what has begun stays begun, the rest is text."""
+    style, reply = name.partition(",")[0], REPLIES[name]
+    for border in range(len(reply)):
+        found = read(style, reply[:border])
+        assert found.whole == [PARIS, TIME][: len(found.whole)]
+        assert [each for each, _ in found.calls] == ["get_weather", "get_time"][: len(found.calls)]
+        if not found.calls:
+            assert found.text == reply[:border]
+
+
+def test_arguments_are_passed_on_as_they_come_and_as_they_are_written():
+    reply = (
+        '<tool_call>{"name": "get_weather", "arguments": {"city" :\t"Par\\u0069s",\n"days":3e0 } }'
+    )
+    assert read("hermes", reply).calls == [
+        ("get_weather", '{"city" :\t"Par\\u0069s",\n"days":3e0 }')
+    ]
+    cut_off = read("hermes", reply[: reply.index("\\u")])
+    assert cut_off.calls == [("get_weather", '{"city" :\t"Par')]
+    assert (cut_off.whole, cut_off.text, cut_off.ends_with_call) == ([], "", False)
+
+
+def test_a_call_that_no_json_goes_on_stays_unfinished_and_the_rest_is_text():
+    found = read("hermes", '<tool_call>{"name": "get_time", "arguments": {"a": tru}}</tool_call> x')
+    assert found.calls == [("get_time", '{"a": ')]
+    assert (found.whole, found.text, found.ends_with_call) == ([], "tru}}</tool_call> x", False)
+
+
+def test_text_before_and_behind_calls_keeps_its_white_space_but_not_that_of_the_calls():
+    found = read("hermes", "I look.\n\n" + REPLIES["hermes"] + "\n\nSo.\n")
+    assert (found.text, found.whole) == ("I look.\n\nSo.\n", [PARIS, TIME])
+    assert not found.ends_with_call
+    assert read("hermes", REPLIES["hermes"] + "\n\nSo.").text == "So."
+    assert read("hermes", REPLIES["hermes"] + "\n \n").text == ""
+
+
+def test_a_call_may_follow_what_only_began_like_one():
+    for lead in ("<", "<tool_", "<tool_call>", '<tool_call>{"name', "a <b> "):
+        found = read("hermes", lead + REPLIES["hermes"])
+        assert (found.text, found.whole) == (lead.rstrip(), [PARIS, TIME])
+
+
+NO_CALLS = [
+    ("hermes", '{"name": "get_time", "arguments": {}}'),
+    ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "get_time", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "get_time", "arguments": "[1]"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "get_time", "name": "get_time"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "get\\ud800"}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {"a": 01}, "name": "get_time"}</tool_call>'),
+    ("hermes", "<tool_call>{}</tool_call>"),
+    ("hermes", "<tool_call>get_time</tool_call>"),
+    ("hermes", "<tool_call>function=get_time></function></tool_call>"),
+    ("hermes", "<tool_call><function=other></function></tool_call>"),
+    ("hermes", "<function=get_time><b></function>"),
+    ("llama", 'It is {"name": "get_time", "parameters": {}}'),
+    ("llama", '{"name": "get_time"}'),
+    ("llama", '{"city": "Paris"}'),
+    ("llama", '<|python_tag|>print("hi")'),
+    ("mistral", '[{"name": "get_time", "arguments": {}}]'),
+    ("mistral", "[TOOL_CALLS][]"),
+    ("mistral", "[TOOL_CALLS] get_time {}"),
+    ("mistral", "[TOOL_CALLS]get_time[1]{}"),
+    ("mistral", "[ TOOL_CALLS]get_time{}"),
+    ("pythonic", "see [get_time()]"),
+    ("pythonic", "[get_time]"),
+    ("pythonic", "[1, 2]"),
+    ("pythonic", "[other()]"),
+    ("pythonic", "[get_weather('Paris')]"),
+    ("pythonic", "[get_weather(city)]"),
+    ("pythonic", "[get_weather(**{})]"),
+    ("pythonic", "[get_weather(city==1)]"),
+    ("pythonic", "[]"),
+]
+
+
+@pytest.mark.parametrize(("style", "text"), NO_CALLS)
+def test_what_is_no_call_is_text_exactly_as_it_was_sampled(style, text):
+    for reply in (text, text + "\n", "\n " + text):
+        found = read(style, *reply)
+        assert found.text == reply or found.calls, reply
+        assert found.whole == []
+    assert read(style, text) == (text, [], [], False, "")
+
+
+def test_without_tools_any_name_may_be_called_that_can_be_printed():
+    assert read("hermes", '<tool_call>{"name": "other"}', tools=()).whole == [("other", {})]
+    for name in ("", "a\\nb", "a" * 257):
+        text = f'<tool_call>{{"name": "{name}"}}'
+        assert read("hermes", text, tools=()).text == text
+
+
+def test_a_reply_has_a_bounded_number_of_calls():
+    one = '<tool_call>{"name": "get_time"}</tool_call>'
+    found = read("hermes", one * (CALLS_MAX + 1))
+    assert (len(found.whole), found.text) == (CALLS_MAX, one)
+
+
+# -- literals --
+
+
+@pytest.mark.parametrize(
+    ("literal", "value"),
+    [
+        ("'a\"b'", 'a"b'),
+        ('"it\'s"', "it's"),
+        (r"'a\n\t\\\'\"\x41\u00e9\U0001F600\d'", "a\n\t\\'\"Aé😀\\d"),
+        ('"""a "quoted" word\nand ""more"""', 'a "quoted" word\nand ""more'),
+        ("''", ""),
+        ("''''''", ""),
+        ("'a\\\nb'", "ab"),
+        ("-1", -1),
+        ("0.5e-3", 0.0005),
+        (".5", 0.5),
+        ("-.5", -0.5),
+        ("5.", 5.0),
+        ("1E3", 1000.0),
+        ("None", None),
+        ("true", True),
+        ("[True, False, [], {}, [None,],]", [True, False, [], {}, [None]]),
+        ("{'a': {'b': [1]}, \"c\": 'd',}", {"a": {"b": [1]}, "c": "d"}),
+    ],
+)
+def test_literals_of_python(literal, value):
+    found = read("pythonic", f"[get_weather(city={literal})]")
+    assert found.whole == [("get_weather", {"city": value})]
+
+
+@pytest.mark.parametrize(
+    "literal",
+    [
+        *("(1, 2)", "{1}", "{1: 2}", "1_000", "0x10", "007", "1j", ".", "-", "1+1", "1e999", "nan"),
+        *("'a' 'b'", "f'a'", "b'a'", "'a\nb'", "'\\N{DOT}'", "'\\ud800'", "'\\101'", "x", "[1,,2]"),
+        *("__import__('os')", "[,]", "'\\U00110000'", "+1", "1 if x else 2", "{'a' 1}", "{**a}"),
+    ],
+)
+def test_what_python_has_besides_is_no_argument(literal):
+    found = read("pythonic", f"[get_weather(city={literal})]")
+    assert found.whole == []
+    assert [name for name, _ in found.calls] == ["get_weather"]
+    assert found.text.endswith(")]")
+
+
+def test_an_argument_comes_once():
+    assert read("pythonic", "[get_weather(city=1, city=2)]").whole == []
+    twice = "<parameter=city>1</parameter>" * 2
+    assert read("hermes", f"<function=get_weather>{twice}</function>").whole == []
+
+
+def test_the_schema_says_what_an_argument_between_marks_is():
+    def element(city, days):
+        return (
+            f"<function=get_weather><parameter=city>{city}</parameter>"
+            f"<parameter=days>{days}</parameter></function>"
+        )
+
+    for city, days, values in (
+        ("7", "7", ("7", 7)),
+        ("\n\na\n</b>\n\n", "True", ("\na\n</b>\n", True)),
+        ('say "hi"\\', "soon", ('say "hi"\\', "soon")),
+        ("</parameter", ' {"a": [1]}\n', ("</parameter", {"a": [1]})),
+        ("", "{'a'}", ("", "{'a'}")),
+    ):
+        found = read("hermes", *element(city, days))
+        assert found.whole == [("get_weather", {"city": values[0], "days": values[1]})]
+
+
+# -- control tokens --
+
+
+def test_a_mark_without_text_opens_calls_too():
+    call = Part.TOOL_CALL
+    body = '{"name": "get_time", "arguments": {}}'
+    for style, tokens in (
+        ("hermes", [("", call), ("\n", call), (body, call), ("\n", call), ("", call)]),
+        ("mistral", [("", call), (f"[{body}]", call)]),
+        ("mistral", [("", call), ("get_time", call), ("", call), ("{}", call)]),
+        ("llama", [("", call), (body, call)]),
+        ("pythonic", [("", call), ("[get_time()]", call)]),
+    ):
+        once = read(style, "Wait. ", *tokens)
+        assert (once.text, once.whole, once.ends_with_call) == ("Wait.", [TIME], True), style
+        twice = read(style, "Wait. ", *tokens, *tokens)
+        assert (twice.text, twice.whole) == ("Wait.", [TIME, TIME]), style
+        apart = read(style, *tokens, "\n", *tokens, "\nSo.")
+        assert (apart.text, apart.whole) == ("So.", [TIME, TIME]), style
+
+
+def test_a_mark_that_the_model_has_as_a_token_counts_only_as_one():
+    style = style_of(template_of(QWEN_3))
+    assert read(style, REPLIES["hermes"]).text == REPLIES["hermes"]
+    assert read(style, (REPLIES["hermes"], Part.TOOL_CALL)).whole == [PARIS, TIME]
+
+
+def test_thinking_ends_what_looked_like_a_call():
+    found = read("hermes", '<tool_call>{"name"', ("hm", Part.THINKING), ': "get_time"}')
+    assert (found.text, found.thinking, found.calls) == (
+        '<tool_call>{"name": "get_time"}',
+        "hm",
+        [],
+    )
+
+
+# -- styles --
+
+
+def test_the_style_of_a_model():
+    found = {each.name: style_of(template_of(each)) for each in families.FAMILIES}
+    assert {name: style.name for name, style in found.items() if style is not None} == {
+        "llama-3": "llama",
+        "qwen2.5": "hermes",
+        "qwen3": "hermes",
+        "mistral": "mistral",
+    }
+    assert found["qwen3"].mark_is_token
+    assert found["mistral"].mark_is_token
+
+
+def test_a_setting_names_a_style():
+    template = template_of(LLAMA_3)
+    assert style_named("auto", template) == style_of(template)
+    assert style_named("none", template_of(QWEN_3)) is None
+    assert style_named("hermes", template) == STYLES["hermes"]
+    assert not style_named("hermes", template).mark_is_token
+    with pytest.raises(InvalidArgument, match="pythonic"):
+        style_named("xml", template)
+    (setting,) = (each for each in SERVING if each.name == "tool_calls")
+    assert setting.metavar == "|".join(NAMES)
+    assert [setting.parse(each) for each in NAMES] == list(NAMES)
+
+
+@pytest.mark.parametrize("family", [QWEN_2_5, QWEN_3, LLAMA_3, MISTRAL], ids=lambda each: each.name)
+def test_a_call_that_a_template_writes_is_read(family):
+    """With the parts and the texts that the tokens of such a reply have."""
+    tokenizer, template = tokenizer_of(family), template_of(family)
+    call = ToolCall("get_weather", {"city": 'Pa"ris\n', "days": [3, None]}, "abcdefghi")
+    messages = (Message("user", "hi"), Message("assistant", tool_calls=(call,)))
+    asks = template.render(messages[:1], Setting())
+    ids = tokenizer.encode(
+        template.render(messages, Setting(), reply_follows=False)[len(asks) :]
+    ).ids
+    marker = PartMarker(tokenizer)
+    texts = ["" if tokenizer.is_silent(each) else tokenizer.token_text(each) for each in ids]
+    tokens = [(text, marker.push(each)) for text, each in zip(texts, ids, strict=True)]
+    found = read(style_of(template), *tokens)
+    assert found.whole == [("get_weather", {"city": 'Pa"ris\n', "days": [3, None]})]
+    assert (found.text.strip(), found.ends_with_call) == ("", True)
+
+
+# -- anything --
+
+
+@given(st.data(), st.sampled_from(sorted(WRITERS)), CALLS, st.lists(st.integers(0), max_size=20))
+def test_calls_that_were_written_are_read(data, writer, calls, borders):
+    if writer == "hermes xml":  # where a value may not hold its own end, and a string stays one
+        calls = [(name, dict.fromkeys(given, 7)) for name, given in calls]
+    reply = WRITERS[writer](calls)
+    found = read(writer.split()[0], *cut(reply, borders), tools=())
+    assert [(name, json.dumps(given)) for name, given in found.whole] == [
+        (name, json.dumps(given)) for name, given in calls
+    ]
+    assert (found.text, found.ends_with_call) == ("", True)
+
+
+FRAGMENTS = st.lists(
+    st.sampled_from(
+        [
+            *(
+                "<tool_call>",
+                "</tool_call>",
+                "<function=get_time>",
+                "</function>",
+                "<|python_tag|>",
+            ),
+            *(
+                "<parameter=city>",
+                "</parameter>",
+                "[TOOL_CALLS]",
+                "[ARGS]",
+                "get_time",
+                "get_weather",
+            ),
+            *(
+                '{"name": "get_time", ',
+                '"arguments": ',
+                '"parameters": ',
+                "{",
+                "}",
+                "[",
+                "]",
+                "(",
+                ")",
+            ),
+            *('"', "'", "\\", "\\u", ",", ":", "=", ";", " ", "\n", "a", "1", "-", "True", "null"),
+            *("city", '"city"', "{}", '"{}"', "<", "ü"),
+        ]
+    ),
+    max_size=30,
+).map("".join)
+
+
+@given(st.sampled_from(sorted(STYLES)), FRAGMENTS, st.lists(st.integers(0), max_size=20))
+def test_any_text_is_read_alike_however_it_is_cut(style, reply, borders):
+    whole = read(style, reply)
+    assert read(style, *cut(reply, borders)) == whole
+    assert read(style, *reply) == whole
+    assert read(style, *((each, Part.TOOL_CALL) for each in cut(reply, borders))) == read(
+        style, (reply, Part.TOOL_CALL)
+    )
+
+
+@given(st.sampled_from(sorted(STYLES)), st.text() | FRAGMENTS)
+def test_a_text_without_a_call_comes_back_as_it_is(style, reply):
+    found = read(style, *reply)
+    assert found.calls or found.text == reply
+
+
+# -- hostile replies --
+
+
+def test_no_more_than_a_bound_is_withheld():
+    lead = '<tool_call>{"name": "get_time", "id": "'
+    found = read("hermes", lead + "x" * WITHHELD_MAX, '"}</tool_call>')
+    assert (found.calls, len(found.text)) == ([], len(lead) + WITHHELD_MAX + 14)
