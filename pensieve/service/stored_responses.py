@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from pensieve.core.turn import TurnOptions
-from pensieve.errors import ErasurePending, NotFound
+from pensieve.errors import ErasurePending, NotFound, StorageFull
 from pensieve.service.daemon import Daemon
 from pensieve.service.draft import Ask, new_messages
 from pensieve.service.erasing import erased
@@ -62,7 +62,7 @@ class StoredResponses:
     async def set_metadata(
         self, conversation_id: str, metadata: Mapping[str, Any], tenant: str
     ) -> records.Conversation:
-        self._daemon.writable_by(tenant)
+        await self._check(tenant)
         return await self._threads.in_store(
             tenant, self._store.changes.set_metadata, conversation_id, metadata, tenant=tenant
         )
@@ -75,7 +75,7 @@ class StoredResponses:
         template_options: Mapping[str, Any],
         tenant: str,
     ) -> records.Conversation:
-        self._daemon.writable_by(tenant)
+        await self._check(tenant)
         return await self._threads.in_store(
             tenant,
             self._store.changes.begin_with,
@@ -96,10 +96,20 @@ class StoredResponses:
     async def change_pending(
         self, conversation_id: str, change: Callable[[Pending], Pending], tenant: str
     ) -> Pending:
-        self._daemon.writable_by(tenant)
+        await self._check(tenant)
         return await self._threads.in_store(
             tenant, self._store.changes.change_pending, conversation_id, change, tenant=tenant
         )
+
+    async def _check(self, tenant: str) -> None:
+        """Refuse what its tenant may not store."""
+        self._daemon.writable_by(tenant)
+        most = self._daemon.admission.allowances.storage.get(tenant)
+        if most is None:
+            return
+        taken = await self._threads.in_store(tenant, self._store.stored_bytes, tenant)
+        if taken >= most:
+            raise StorageFull(f"this token's conversations take {taken:,} bytes of {most:,}")
 
 
 def as_pending(messages: Sequence[Message]) -> tuple[records.NewMessage, ...]:

@@ -21,6 +21,7 @@ from pensieve.errors import NotFound, TurnRunning
 from pensieve.service.daemon import Daemon
 from pensieve.service.draft import ConversationSettings
 from pensieve.service.grpc.auth import Caller
+from pensieve.service.heads import check_length
 from pensieve.service.http.bodies import Bodies
 from pensieve.service.http.exchange import Exchange
 from pensieve.service.http.pasts import Pasts, as_stored
@@ -52,6 +53,7 @@ class Conversations:
         fields = Fields(await self._bodies.json(exchange, by) or {})
         metadata, messages = _metadata(fields) or {}, _items(fields)
         fields.end()
+        self._check_length(messages)
         settings = ConversationSettings(drawn_id(), metadata=metadata, tenant=by.tenant)
         created = await self._daemon.writable_by(by.tenant).create(settings)
         if messages:
@@ -159,6 +161,11 @@ class Conversations:
         )
 
     # -- inside --
+
+    def _check_length(self, messages: Sequence[Message | records.NewMessage]) -> None:
+        """What is pending has to fit a turn, or no turn could bring it."""
+        size = sum(len(each.content) for each in messages)
+        check_length("items", size, self._daemon.context_max)
 
     async def _conversation(self, exchange: Exchange, by: Caller) -> records.Conversation:
         return await self._pasts.conversation(exchange.values["conversation_id"], by.tenant)

@@ -124,8 +124,10 @@ class Responses:
         if running.request.stream:
             await self._stream(exchange, running, placed, stays=stays)
             return None
-        await self._follow(exchange, placed.live, None, stays=stays)
-        running.has_ended.set()
+        try:
+            await self._follow(exchange, placed.live, None, stays=stays)
+        finally:
+            running.has_ended.set()
         await running.kept.wait()
         exchange.out = {**sources(placed.live.figures), **exchange.out}
         assert running.body is not None

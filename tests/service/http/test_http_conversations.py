@@ -171,6 +171,8 @@ def test_a_conversation_with_a_running_turn_refuses_another(
 def test_what_a_conversation_cannot_be_is_refused(door: HttpRig, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="at most 20"):
         client.conversations.create(items=[user("?")] * 21)
+    with pytest.raises(openai.BadRequestError, match="cannot fit a context"):
+        client.conversations.create(items=[user("a" * 1_000_000)])
     wrong = door.ask("POST", "/v1/conversations", {"metadata": {"a": 1}})
     assert (wrong.status, wrong.error["param"]) == (400, "metadata")
     unknown = door.ask("POST", "/v1/conversations", {"colour": "red"})

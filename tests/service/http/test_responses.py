@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from pensieve.v1 import conversation_pb2 as pb
 from tests.service.http.rig_http import MODEL, Answer, HttpRig, http_rig
 from tests.service.rig_daemon import wait_for
 
@@ -189,10 +191,6 @@ def test_a_response_in_the_background_of_a_server_that_stopped_has_failed(tmp_pa
 
 async def _stop_keeping(door: HttpRig) -> None:
     """As if the process died: nothing that happens from now on is written down."""
-
-    async def nothing(*given: Any, **named: Any) -> None:
-        return None
-
     door.rig.daemon.store.responses.save = lambda response: None  # type: ignore[method-assign]
 
 
@@ -228,6 +226,23 @@ def test_a_key_that_comes_again_gets_the_same_response(door: HttpRig) -> None:
     other = respond(door, "Who are you?", key="k1")
     assert (other.status, other.error["param"]) == (400, "idempotency-key")
     assert len(contents(door, first)) == 2
+
+
+def test_the_same_request_twice_at_once_is_one_turn(door: HttpRig) -> None:
+    fields = {"key": "k2", "max_output_tokens": 200, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(respond, door, "Count.", **fields) for _ in range(2)]
+    first, second = (each.result() for each in both)
+    assert first.status == 200
+    assert second.value == first.value
+    assert len(contents(door, first)) == 2
+
+
+def test_a_conversation_made_for_a_turn_that_cannot_begin_is_deleted(door: HttpRig) -> None:
+    before = len(door.rig.stub.ListConversations(pb.ListConversationsRequest()).conversations)
+    assert respond(door, "a b c " * 20_000).status == 400
+    after = door.rig.stub.ListConversations(pb.ListConversationsRequest()).conversations
+    assert len(after) == before
 
 
 def test_logprobs_come_with_the_text_and_are_those_of_the_whole(door: HttpRig) -> None:
