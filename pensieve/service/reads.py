@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from pensieve.service.threads import Threads
 from pensieve.store import records
+from pensieve.store.conversation_changes import Pending
 from pensieve.store.history_reader import HistoryReader
+from pensieve.store.responses import StoredResponse
 
 
 class Reads:
@@ -68,6 +70,17 @@ class Reads:
     async def num_prefixes(self) -> dict[str, int]:
         """By tenant."""
         return await self._threads.in_reader("", self._reader.num_prefixes)
+
+    async def response(self, response_id: str, tenant: str = "") -> StoredResponse | None:
+        return await self._threads.in_reader(
+            tenant, self._reader.response, response_id, tenant=tenant
+        )
+
+    async def pending(self, conversation_id: str, tenant: str = "") -> Pending:
+        """The messages that come before those of the conversation's next turn."""
+        return await self._threads.in_reader(
+            tenant, self._reader.pending, conversation_id, tenant=tenant
+        )
 
     async def messages(
         self,

@@ -43,6 +43,7 @@ HOLDERS = (  # the columns that refer to bodies
     ("turns", "body"),
     ("turns", "logprobs"),
     ("conversations", "body"),
+    ("responses", "body"),
 )
 
 

@@ -199,7 +199,7 @@ def set_fingerprint(conn: Connection, conversation: int, fingerprint: str) -> No
 
 
 def delete_conversation(conn: Connection, conversation: int, tenant: str) -> None:
-    """Delete a conversation with its turns and messages, but for messages that a fork's history holds."""
+    """Delete a conversation with its turns, responses and messages; those that a fork holds stay."""
     made_here = "(SELECT turn_id FROM turns WHERE conversation = :conversation)"
     held_here = (
         "(SELECT message FROM history WHERE conversation = :conversation UNION"
@@ -216,6 +216,7 @@ def delete_conversation(conn: Connection, conversation: int, tenant: str) -> Non
         " UNION ALL SELECT body FROM turns WHERE conversation = :conversation"
         " UNION ALL SELECT logprobs FROM turns WHERE conversation = :conversation"
         " AND logprobs IS NOT NULL"
+        " UNION ALL SELECT body FROM responses WHERE conversation = :conversation"
         " UNION ALL SELECT body FROM conversations WHERE conversation = :conversation",
         name,
     ).fetchall()
@@ -224,6 +225,7 @@ def delete_conversation(conn: Connection, conversation: int, tenant: str) -> Non
     conn.execute(f"UPDATE messages SET turn_id = NULL WHERE turn_id IN {made_here}", name)
     conn.execute("DELETE FROM history WHERE conversation = :conversation", name)
     conn.execute("DELETE FROM turns WHERE conversation = :conversation", name)
+    conn.execute("DELETE FROM responses WHERE conversation = :conversation", name)
     conn.execute(
         "DELETE FROM prefixes WHERE tenant = ? AND conversation = ?", (tenant, conversation)
     )

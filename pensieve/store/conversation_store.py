@@ -41,6 +41,7 @@ from pensieve.store.chain_rows import insert_state
 from pensieve.store.chains import Chains
 from pensieve.store.compaction import COMPACT_BYTES_MIN
 from pensieve.store.connection import BUSY_TIMEOUT_SECONDS, Writer, preferred_driver
+from pensieve.store.conversation_changes import ConversationChanges
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.declared_prefixes import DeclaredPrefixes
 from pensieve.store.erasure import Erasure
@@ -66,6 +67,7 @@ from pensieve.store.records import (
     check_id,
     check_text,
 )
+from pensieve.store.responses import Responses
 from pensieve.store.running_rows import RunningRows
 from pensieve.store.shared_head import shared_head
 from pensieve.store.time_limit import STATEMENT_SECONDS
@@ -103,6 +105,8 @@ class ConversationStore:
         self.forgetting = Forgetting(self._writer, self._running)
         self.prefixes = DeclaredPrefixes(self._writer, self._running, now)
         self.chains = Chains(self._writer, self._running)
+        self.responses = Responses(self._writer, self._running, self.erasure)
+        self.changes = ConversationChanges(self._writer, self._running)
         interrupted = self._running.interrupt_dead()
         self.erasure.resume()
         self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)

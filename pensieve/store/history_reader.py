@@ -20,10 +20,12 @@ from pensieve.store import (
     conversation_rows,
     declared_prefixes,
     message_rows,
+    responses,
     stored_bytes,
     turn_rows,
 )
 from pensieve.store.connection import Writer, explained, open_read_only
+from pensieve.store.conversation_changes import Pending, pending_of
 from pensieve.store.conversation_rows import require_conversation
 from pensieve.store.records import (
     PAGE_SIZE_MAX,
@@ -35,6 +37,7 @@ from pensieve.store.records import (
     PrefixPage,
     StoredTurn,
 )
+from pensieve.store.responses import StoredResponse
 from pensieve.store.running_rows import RunningRows
 from pensieve.store.time_limit import TimeLimit
 
@@ -132,6 +135,15 @@ class HistoryReader:
         """By tenant."""
         with self._snapshot() as conn:
             return declared_prefixes.num_by_tenant(conn)
+
+    def response(self, response_id: str, *, tenant: str = "") -> StoredResponse | None:
+        with self._snapshot() as conn:
+            return responses.find(conn, response_id, tenant)
+
+    def pending(self, conversation_id: str, *, tenant: str = "") -> Pending:
+        """The messages that come before those of the conversation's next turn."""
+        with self._snapshot() as conn:
+            return pending_of(conn, conversation_id, tenant)
 
     def message_page(
         self, conversation_id: str, start: int, size: int, *, include_token_ids: bool, tenant: str

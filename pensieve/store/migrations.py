@@ -9,11 +9,12 @@ The tables:
     turns           one row per request; `request_key` is a digest of its request_id
     messages        one row per message, shared by every conversation whose history holds it
     history         which messages a conversation has, in order: (position, message)
-    bodies          the private part of all three, and logprobs of turns (see bodies.py)
+    bodies          the private part of all three, logprobs of turns, responses (see bodies.py)
     space           one row: the bytes that wiped bodies waste
     tenants         the bytes that each tenant's conversations take (stored_bytes.py)
     prefixes        which conversations are declared prefixes (declared_prefixes.py)
     chains          digests by which a history that a client sends is found again (chains.py)
+    responses       which turns of a conversation are responses that clients may fetch (responses.py)
 
 A message exists as long as something holds it: a row of `history`, or the turn that made it, which may be
 replayed.  Both are indexed, so whether anything holds a message is a lookup, and there is no reference
@@ -165,6 +166,27 @@ def m006_chains(db: Any) -> None:
         db.conn.execute(statement)
 
 
+def m007_responses(db: Any) -> None:
+    """Clients fetch the response that a turn was, and go on from it, by an id of its own."""
+    for statement in (
+        """
+        CREATE TABLE responses (
+            response INTEGER PRIMARY KEY,
+            key BLOB NOT NULL UNIQUE,
+            conversation INTEGER NOT NULL REFERENCES conversations DEFERRABLE INITIALLY DEFERRED,
+            revision INTEGER,
+            last_revision INTEGER NOT NULL,
+            is_ours INTEGER NOT NULL,
+            body INTEGER NOT NULL
+        ) STRICT
+        """,
+        "CREATE INDEX responses_conversation ON responses (conversation)",
+        "CREATE INDEX responses_body ON responses (body)",
+        "PRAGMA user_version = 7",
+    ):
+        db.conn.execute(statement)
+
+
 Step = Callable[[Any], None]  # takes a sqlite_utils Database
 
 STEPS: tuple[Step, ...] = (
@@ -174,6 +196,7 @@ STEPS: tuple[Step, ...] = (
     m004_logprobs,
     m005_prefixes,
     m006_chains,
+    m007_responses,
 )
 
 

@@ -39,6 +39,7 @@ KEYS = {
     "messages": "message",
     "bodies": "body",
     "chains": "chain",
+    "responses": "response",
 }
 
 
@@ -66,6 +67,9 @@ INDEXES = (
     Index("messages", "messages_body", ("body",)),
     Index("chains", "chains_key", ("key", "session"), EVERY_CHAIN),
     Index("chains", "chains_message", ("message",), EVERY_CHAIN),
+    Index("responses", "sqlite_autoindex_responses_1", ("key",), "key > x''"),
+    Index("responses", "responses_conversation", ("conversation",), "conversation > 0"),
+    Index("responses", "responses_body", ("body",), "body IS NOT 0"),
 )
 LINKS_NOT_FOUND = """
     SELECT position FROM history r WHERE conversation = ? AND NOT EXISTS (

@@ -70,5 +70,7 @@ ADDED_UP = ADDED_UP_BEFORE_LOGPROBS.replace(
     "WITH owned AS (",
     """WITH owned AS (
         SELECT c.tenant, t.logprobs AS body FROM turns t JOIN conversations c USING (conversation)
+        UNION ALL
+        SELECT c.tenant, r.body FROM responses r JOIN conversations c USING (conversation)
         UNION ALL""",
 )

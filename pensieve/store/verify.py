@@ -155,6 +155,11 @@ STORE_QUERIES = (
         " WHERE NOT EXISTS (SELECT 1 FROM conversations c WHERE c.conversation = t.conversation)",
     ),
     (
+        "response number {}: its conversation does not exist",
+        "SELECT response FROM responses r"
+        " WHERE NOT EXISTS (SELECT 1 FROM conversations c WHERE c.conversation = r.conversation)",
+    ),
+    (
         "conversation number {}: {} turns run",
         "SELECT conversation, count(*) FROM turns WHERE state = 'running'"
         " GROUP BY conversation HAVING count(*) > 1",
@@ -166,6 +171,7 @@ STORE_QUERIES = (
             SELECT body FROM conversations UNION ALL SELECT body FROM turns
             UNION ALL SELECT body FROM messages
             UNION ALL SELECT logprobs FROM turns WHERE logprobs IS NOT NULL
+            UNION ALL SELECT body FROM responses
         ), held AS (SELECT body, count(*) AS num FROM holders GROUP BY body)
         SELECT b.body, coalesce(held.num, 0), iif(b.crc IS NULL, 'wiped', 'not wiped')
         FROM bodies b LEFT JOIN held USING (body)

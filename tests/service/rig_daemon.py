@@ -31,6 +31,7 @@ from pensieve.service.jobs.values import Jobs
 from pensieve.service.jobs.worker import JobsConfig
 from pensieve.store.conversation_store import ConversationStore
 from pensieve.store.job_store import JobStore
+from pensieve.text.tool_calls import style_of
 from pensieve.v1 import admin_pb2_grpc, conversation_pb2_grpc, status_pb2
 from pensieve.v1 import conversation_pb2 as pb
 from tests.newcomer import free_port
@@ -65,8 +66,10 @@ class DaemonRig:
         written: dict[str, str] | None = None,
         jobs: Jobs | None = None,
         batch_jobs: JobsConfig | None = None,
+        model_folder: Path = MODEL_PATH,
     ) -> None:
         """`jobs` are scripted; with `batch_jobs` the daemon has those that people use."""
+        self._model_folder = model_folder
         self._arguments = (data, config, listening, program, written or {})
         self._jobs, self._batch_jobs = jobs, batch_jobs
         self._loop = asyncio.new_event_loop()
@@ -86,11 +89,14 @@ class DaemonRig:
 
     async def _start(self) -> None:
         data, config, listening, program, written = self._arguments
-        texts = load_texts(MODEL_PATH, self.lines.append)
+        folder = self._model_folder
+        texts = load_texts(folder, self.lines.append)
         self.daemon = Daemon(
             ConversationStore.open(data, "pensieve test"),
             texts,
-            EngineProgram(program, written, MODEL_PATH, "builtin"),
+            EngineProgram(
+                program, written, folder, "builtin" if folder == MODEL_PATH else folder.name
+            ),
             config or DaemonConfig(grace_seconds=0.2),
             self.lines.append,
         )
@@ -100,7 +106,7 @@ class DaemonRig:
             self._jobs = BatchJobs(self.daemon, self.job_store, texts, self._batch_jobs)
         self.server = Server(self.daemon, listening, self._jobs)
         if listening.http:
-            serve_http(self.server, texts.template)
+            serve_http(self.server, texts.template, style_of(texts.template))
         await self.server.listen()
         await self.daemon.start()
         self.owners.watch_daemon(self.daemon)

@@ -50,6 +50,8 @@ def finish(store: ConversationStore) -> int:
 
 def test_the_file_shrinks_when_more_than_half_is_wiped(open_store: Open) -> None:
     store = open_store(compact_bytes_min=100_000)
+    writer_of(store).truncate_journal()
+    empty = size(store)  # a page for each table and index
     for number in range(90):
         create(store, f"c{number}", user(f"SECRET-{number:02d}" + "x" * 3900))
     create(store, "keep", user("keep", 1))
@@ -63,7 +65,7 @@ def test_the_file_shrinks_when_more_than_half_is_wiped(open_store: Open) -> None
         sizes.append(size(store))
         assert store.verify() == []
     assert sizes[40] == full
-    assert sizes[-1] < full // 2
+    assert sizes[-1] - empty < (full - empty) // 2
     assert list(store.log("keep")) == [1]
     assert store.integrity_check() == []
 

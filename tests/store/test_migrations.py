@@ -24,7 +24,7 @@ from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
 
 Open = Callable[..., ConversationStore]
-NEWEST = 6
+NEWEST = 7
 
 
 def edit(path: Path, driver: Any, *statements: str) -> None:
@@ -56,6 +56,7 @@ def test_the_file_says_what_it_is(path: Path, driver: Any) -> None:
         ("pensieve", "m004_logprobs"),
         ("pensieve", "m005_prefixes"),
         ("pensieve", "m006_chains"),
+        ("pensieve", "m007_responses"),
     ]
     conn.close()
 
@@ -84,7 +85,7 @@ def test_the_writer_is_durable_and_wipes_what_it_deletes(store: ConversationStor
 @pytest.mark.parametrize(
     ("statement", "version"),
     [
-        ("PRAGMA user_version = 7", 7),
+        ("PRAGMA user_version = 9", 9),
         (
             "INSERT INTO _sqlite_migrations (migration_set, name, applied_at)"
             " VALUES ('pensieve', 'm004_future', '')",
@@ -147,7 +148,7 @@ def test_an_older_schema_is_not_changed_if_it_cannot_be_copied_first(
 
 
 def test_a_refusal_lets_go_of_the_folder(path: Path, driver: Any, open_store: Open) -> None:
-    edit(path, driver, "PRAGMA user_version = 7")
+    edit(path, driver, "PRAGMA user_version = 9")
     for _ in range(2):
         with pytest.raises(StoreTooNew):
             open_store()
@@ -223,6 +224,7 @@ def first_schema(path: Path, driver: Any) -> None:
     conn.execute("DROP TABLE tenants")
     conn.execute("DROP TABLE prefixes")
     conn.execute("DROP TABLE chains")
+    conn.execute("DROP TABLE responses")
     conn.execute("DROP INDEX turns_logprobs")
     conn.execute("ALTER TABLE turns DROP COLUMN logprobs")
     conn.execute("DELETE FROM _sqlite_migrations WHERE name > 'm002'")

@@ -6,6 +6,7 @@ from typing import Any
 
 from pensieve.store import ConversationStore
 from pensieve.store.records import ChainState, NewConversation, NewPrefix
+from pensieve.store.responses import StoredResponse
 from tests.store.faulty import writer_of
 from tests.store.talk import begin, create, reply, say, user
 
@@ -59,6 +60,13 @@ def test_the_daily_work_reads_no_whole_table(
     store.list_conversations(2)
     store.messages("tea")
     store.turn_messages(1)
+    for response_id in ("resp_1", "resp_1", "resp_2"):
+        store.responses.save(StoredResponse(response_id, "tea", {"id": response_id}))
+    reader = store.reader()
+    assert reader.response("resp_1") is not None
+    reader.close()
+    store.responses.delete("resp_1")
+    store.changes.set_metadata("tea", {"topic": "milk"})
     store.delete_conversation("tea")
 
     scanned = set()

@@ -10,6 +10,7 @@ import pytest
 
 from pensieve.store import ConversationStore
 from pensieve.store import scrub as scrubbing
+from pensieve.store.responses import StoredResponse
 from pensieve.store.scrub import Scrub
 from tests.store.faulty import world, writer_of
 from tests.store.talk import create, reply, say, user
@@ -40,6 +41,8 @@ def path(open_store: Open) -> Path:
             text = "text " * (5000 if number == 7 else 60)
             answer = reply(text, 2, logprobs=b"packed" if number % 2 else b"")
             say(store, f"c{number}", f"r{turn}", user(text, 1), answer)
+            response = StoredResponse(f"resp_{number}_{turn}", f"c{number}", {"text": text})
+            store.responses.save(response)
         store.fork_conversation(f"c{number}", 2, f"f{number}")
         store.rewind_conversation(f"c{number}", 1)
     store.close()

@@ -85,7 +85,11 @@ class Bodies:
 
     def pieces(self, request: Request) -> ReplyPieces:
         """Cuts the reply to a request; calls are looked for where there are tools."""
-        return ReplyPieces(self.style if request.tools else None, request.tools)
+        return self.pieces_of(request.tools)
+
+    def pieces_of(self, tools: Sequence[Mapping[str, Any]]) -> ReplyPieces:
+        """The same, where these tools are known."""
+        return ReplyPieces(self.style if tools else None, tools)
 
     def reply_reader(self, request: Request) -> ReplyReader:
         """What the client will send back of a reply: its text and its calls."""

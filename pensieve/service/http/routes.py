@@ -12,15 +12,22 @@ from pensieve.service.http.batches import Batches, Files
 from pensieve.service.http.bodies import Bodies
 from pensieve.service.http.chat import ChatCompletions
 from pensieve.service.http.completions import Completions
+from pensieve.service.http.conversations import Conversations
 from pensieve.service.http.front import Act, Endpoint, Front
 from pensieve.service.http.messages import Messages
 from pensieve.service.http.messages import body_of as anthropics
 from pensieve.service.http.models import Health, Models, not_here
+from pensieve.service.http.pasts import Pasts
+from pensieve.service.http.response_places import ResponsePlaces
+from pensieve.service.http.responses import Responses
 from pensieve.service.jobs.values import Jobs
+from pensieve.service.stored_responses import StoredResponses
 from pensieve.text import ChatTemplate
 from pensieve.text.tool_calls import CallStyle
 
 PURPOSE = "the HTTP API"
+DELETES = "/pensieve.v1.ConversationService/DeleteConversation"
+Route = tuple[str, str, Act, Mapping[str, Any]]  # method, path, and settings of its Endpoint
 
 
 def application(
@@ -38,7 +45,7 @@ def application(
     files, batches = Files(daemon, bodies, jobs), Batches(bodies, jobs)
     as_anthropic = {"error_body": anthropics}
     deleting_a_job = {"deletes": "/pensieve.v1.JobService/DeleteJob"}
-    acts: Sequence[tuple[str, str, Act, Mapping[str, Any]]] = (
+    acts: Sequence[Route] = (
         ("GET", "/health", health.health, {"is_open": True}),
         ("GET", "/version", health.version, {"is_open": True}),
         ("GET", "/v1/models", models.all, {}),
@@ -57,6 +64,7 @@ def application(
         ("GET", "/v1/batches/{job_id}", batches.one, {}),
         ("DELETE", "/v1/batches/{job_id}", batches.delete, deleting_a_job),
         ("POST", "/v1/batches/{job_id}/cancel", batches.cancel, {}),
+        *_of_responses(daemon, bodies),
     )
     by_path: dict[str, dict[str, Endpoint]] = {}
     for method, path, act, settings in acts:
@@ -64,6 +72,29 @@ def application(
     nothing = Endpoint(front, not_here)
     routes = [routing.Route(path, _Methods(of, nothing)) for path, of in by_path.items()]
     return routing.Router([*routes, routing.Mount("/", nothing)])
+
+
+def _of_responses(daemon: Daemon, bodies: Bodies) -> Sequence[Route]:
+    stored = StoredResponses(daemon)
+    pasts = Pasts(daemon, bodies, stored)
+    places = ResponsePlaces(daemon, bodies, stored, pasts)
+    responses = Responses(daemon, bodies, stored, places)
+    conversations = Conversations(daemon, bodies, stored, pasts)
+    one_response, one = "/v1/responses/{response_id}", "/v1/conversations/{conversation_id}"
+    return (
+        ("POST", "/v1/responses", responses.create, {}),
+        ("GET", one_response, responses.get, {}),
+        ("DELETE", one_response, responses.delete, {}),
+        ("POST", f"{one_response}/cancel", responses.cancel, {}),
+        ("POST", "/v1/conversations", conversations.create, {}),
+        ("GET", one, conversations.get, {}),
+        ("POST", one, conversations.update, {}),
+        ("DELETE", one, conversations.delete, {"deletes": DELETES}),
+        ("GET", f"{one}/items", conversations.list_items, {}),
+        ("POST", f"{one}/items", conversations.add_items, {}),
+        ("GET", f"{one}/items/{{item_id}}", conversations.get_item, {}),
+        ("DELETE", f"{one}/items/{{item_id}}", conversations.delete_item, {}),
+    )
 
 
 class _Methods:

@@ -152,6 +152,7 @@ def _check_batch(request: Request) -> None:
         ("stream", request.stream, "a batch has no streams"),
         ("previous_response_id", request.previous_response_id, "a batch keeps no conversations"),
         ("conversation", request.conversation, "a batch keeps no conversations"),
+        ("background", request.background, "a batch is in the background as a whole"),
     ):
         if given:
             raise Refusal(name, problem, "unsupported_parameter")

@@ -6,7 +6,8 @@
 
 A parameter is honoured, or it changes nothing about the answer (`user`, `metadata`, `service_tier`, …), or it
 is refused with its name: none is dropped in silence.  What only a stored conversation can mean
-(`previous_response_id`, `conversation`) and `stream` are read here, and refused by who cannot serve them.
+(`previous_response_id`, `conversation`, `background`) and `stream` are read here, and refused by who cannot
+serve them.
 
 Nothing is rendered or tokenized, so a body costs what reading its JSON does.  What template and tokenizer
 refuse later goes by `Request.param`.
@@ -78,6 +79,7 @@ class Request:
     include_usage: bool = False  # of a stream
     previous_response_id: str = ""  # of a response
     conversation: str = ""  # of a response
+    background: bool = False  # of a response
     store: bool | None = None  # None: as the API has it where nothing is said
     prompt_cache_key: str = ""
     params: Mapping[str, str] = field(default_factory=dict)  # the body's own names of some fields
@@ -159,7 +161,7 @@ def _completion(fields: Fields, vocab_size: int | None) -> dict[str, Any]:
 
 
 def _response(fields: Fields) -> dict[str, Any]:
-    fields.only("background", False, problem="an answer cannot be fetched later")
+    background = fields.flag("background")
     fields.only("truncation", "disabled")
     fields.only("prompt", problem="there are no stored prompts")
     fields.integer("max_tool_calls")  # of tools that a server runs itself
@@ -170,6 +172,7 @@ def _response(fields: Fields) -> dict[str, Any]:
         "messages": take_input(fields),
         "previous_response_id": previous or "",
         "conversation": conversation or "",
+        "background": background,
     }
 
 

@@ -11,7 +11,9 @@ So an assistant's message grows until another role follows.  Reasoning begins a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from pensieve.service.openai.chat_messages import take_arguments, take_content
 from pensieve.service.openai.fields import Fields, Refusal, quoted
@@ -35,11 +37,16 @@ def take_input(fields: Fields) -> tuple[Message, ...]:
         raise Refusal(where, "must be a string or a list of items", "invalid_type")
     if not given:
         raise Refusal(where, "must not be empty")
+    add_items(messages, given, where)
+    return tuple(messages)
+
+
+def add_items(messages: list[Message], given: Sequence[Any], where: str) -> None:
+    """Behind these messages; `where`: what the body calls the list."""
     for number, each in enumerate(given):
         _add(messages, Fields(each, f"{where}[{number}]"))
         if len(messages) > MESSAGES_MAX:
             raise Refusal(where, f"a request has at most {MESSAGES_MAX} messages")
-    return tuple(messages)
 
 
 def _add(messages: list[Message], fields: Fields) -> None:

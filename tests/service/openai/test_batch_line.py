@@ -166,6 +166,16 @@ def test_a_line_has_a_largest_size():
             "body.previous_response_id",
             "a batch keeps no conversations",
         ),
+        (
+            {
+                "url": "/v1/responses",
+                "body": {"model": "tiny", "input": "a", "background": True},
+            },
+            "a-1",
+            "unsupported_parameter",
+            "body.background",
+            "a batch is in the background as a whole",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_line_is_named(members, custom_id, code, param, problem):

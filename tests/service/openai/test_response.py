@@ -125,6 +125,7 @@ def test_tools_take_the_shape_of_a_chats():
 def test_conversations_are_named():
     assert response(previous_response_id="resp_1").previous_response_id == "resp_1"
     assert response(conversation="conv_1").conversation == "conv_1"
+    assert response(background=True).background
     assert response(conversation={"id": "conv_1"}).conversation == "conv_1"
     both = {"previous_response_id": "resp_1", "conversation": "conv_1"}
     assert refused(response, **both)[0] == "previous_response_id"
@@ -134,7 +135,6 @@ def test_conversations_are_named():
 @pytest.mark.parametrize(
     ("members", "param"),
     [
-        ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),

@@ -479,9 +479,9 @@ def test_a_backup_of_a_newer_schema_is_refused_and_the_error_says_who_reads_it(
     store: ConversationStore, driver: Any, backup: Path
 ) -> None:
     with writer_of(store).writing() as conn:
-        conn.execute("PRAGMA user_version = 7")
+        conn.execute("PRAGMA user_version = 9")
     write_copy(store.backup_source, backup)
-    with pytest.raises(StoreTooNew, match=r"schema version 7 .* the newer Pensieve that wrote it"):
+    with pytest.raises(StoreTooNew, match=r"schema version 9 .* the newer Pensieve that wrote it"):
         restore(backup, backup.with_name("restored"), driver=driver)
 
 
@@ -495,7 +495,10 @@ def test_a_backup_of_an_older_schema_is_restored_and_brought_to_the_present_one(
         for statement in (
             "DROP INDEX turns_logprobs",
             "ALTER TABLE turns DROP COLUMN logprobs",
-            "DELETE FROM _sqlite_migrations WHERE name = 'm004_logprobs'",
+            "DROP TABLE responses",
+            "DROP TABLE chains",
+            "DELETE FROM _sqlite_migrations"
+            " WHERE name IN ('m004_logprobs', 'm006_chains', 'm007_responses')",
             "PRAGMA user_version = 3",
         ):
             conn.execute(statement)

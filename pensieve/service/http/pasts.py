@@ -1,0 +1,161 @@
+"""What requests go on from: conversations that are stored, as they were after a response or as they are.
+
+Messages are read page by page; a past that another conversation takes over is text, as a client sends it
+that keeps the history itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from pensieve.errors import NotFound
+from pensieve.service.daemon import Daemon
+from pensieve.service.heads import message_of
+from pensieve.service.http.bodies import Bodies
+from pensieve.service.openai import Refusal
+from pensieve.service.openai.conversation_items import (
+    calls_of,
+    items_of,
+    reply_as_sent_back,
+)
+from pensieve.service.openai.item_ids import Place, tag_of
+from pensieve.service.stored_responses import StoredResponses
+from pensieve.store import records
+from pensieve.text import Message
+
+PAGE_SIZE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What a request goes on from."""
+
+    conversation: records.Conversation
+    revision: int
+    system_prompt: str
+    is_ours: bool
+    calls: frozenset[str]  # that may be answered
+
+
+class Pasts:
+    """Belongs to the loop."""
+
+    def __init__(self, daemon: Daemon, bodies: Bodies, stored: StoredResponses) -> None:
+        self._daemon, self._bodies, self._stored = daemon, bodies, stored
+
+    async def after_response(self, response_id: str, tenant: str) -> Past:
+        found = await self._stored.find(response_id, tenant)
+        if found is None:
+            raise no_previous("is not the id of a response")
+        if found.revision is None:
+            raise Refusal(
+                "previous_response_id",
+                "is the id of a response that has no reply: it runs, was cancelled, or failed",
+            )
+        conversation = await self._daemon.reads.conversation(found.conversation_id, tenant)
+        return Past(
+            conversation,
+            found.revision,
+            await self._system_prompt(conversation),
+            found.is_ours,
+            frozenset(calls_of(found.body["output"])),
+        )
+
+    async def of_conversation(
+        self, conversation_id: str, tenant: str, messages: Sequence[Message]
+    ) -> Past:
+        """Its end, as the ground of these messages."""
+        conversation = await self.conversation(conversation_id, tenant)
+        calls: set[str] = set()
+        if any(each.role == "tool" for each in messages):
+            calls = await self._last_calls(conversation)
+        return Past(
+            conversation,
+            conversation.revision,
+            await self._system_prompt(conversation),
+            False,
+            frozenset(calls),
+        )
+
+    async def conversation(self, conversation_id: str, tenant: str) -> records.Conversation:
+        if not records.ID_PATTERN.fullmatch(conversation_id):
+            raise NotFound("there is no such conversation")
+        return await self._daemon.reads.conversation(conversation_id, tenant)
+
+    async def messages(
+        self, conversation: records.Conversation, start: int = 0, stop: int | None = None
+    ) -> AsyncIterator[records.Message]:
+        """Its messages from a position on, page by page."""
+        stop = conversation.num_messages if stop is None else stop
+        while start < stop:
+            page = await self._daemon.reads.messages(
+                conversation.conversation_id,
+                start,
+                min(PAGE_SIZE, stop - start),
+                tenant=conversation.tenant,
+            )
+            for each in page.messages:
+                yield each
+            start += len(page.messages)
+            if not page.messages:
+                return
+
+    async def as_sent_back(self, past: Past) -> tuple[Message, ...]:
+        """The past as text, without its system prompt."""
+        conversation, found = past.conversation, list[Message]()
+        tag = tag_of(conversation.tenant, conversation.conversation_id)
+        async for stored in self.messages(conversation):
+            if stored.revision > past.revision:
+                break
+            if stored.role == "system" and not stored.revision and not stored.index:
+                continue
+            if stored.finish_reason is None:
+                found.append(message_of(stored))
+            else:
+                cutter = self._bodies.pieces_of(conversation.tools)
+                found.append(reply_as_sent_back(stored, Place(tag, stored.index), cutter))
+        return tuple(found)
+
+    # -- inside --
+
+    async def _last_calls(self, conversation: records.Conversation) -> set[str]:
+        """Of its last reply."""
+        last = max(0, conversation.num_messages - 1)
+        found = set[str]()
+        async for stored in self.messages(conversation, last):
+            place = Place(tag_of(conversation.tenant, conversation.conversation_id), stored.index)
+            cutter = self._bodies.pieces_of(conversation.tools)
+            found |= calls_of(items_of(stored, place, cutter))
+        return found
+
+    async def _system_prompt(self, conversation: records.Conversation) -> str:
+        async for first in self.messages(conversation, 0, min(1, conversation.num_messages)):
+            if first.role == "system" and not first.revision:
+                return first.content
+        return ""
+
+
+def as_stored(
+    messages: Sequence[records.NewMessage], conversation: records.Conversation
+) -> list[records.Message]:
+    """Pending messages, as if they were the next of the conversation."""
+    return [
+        records.Message(
+            index=conversation.num_messages + number,
+            role=each.role,
+            content=each.content,
+            tool_call_id=each.tool_call_id,
+            extra=dict(each.extra),
+            revision=conversation.revision + 1,
+            first_token=conversation.num_tokens,
+            num_tokens=0,
+            finish_reason=None,
+            token_ids=None,
+        )
+        for number, each in enumerate(messages)
+    ]
+
+
+def no_previous(problem: str) -> Refusal:
+    return Refusal("previous_response_id", problem, "previous_response_not_found")

@@ -1,0 +1,331 @@
+"""In which conversation a response is, and the turn that it becomes there.
+
+    previous_response_id    the conversation as it was after that response: appended if that is its end and no
+                            turn runs, else a fork
+    conversation            appended at its end; another turn that runs there is an error
+    neither                 a new conversation
+
+**What a conversation begins with** (system prompt, tools, template options) belongs to each request of this
+API, and to a conversation for its life here.  A request that follows another one and differs in it gets a
+new conversation: its past is taken as text, and computed again.  In a conversation that the client names,
+what the request leaves out is the conversation's; what it gives has to be the same, or becomes the
+conversation's own while that is empty.
+
+**Pending messages** of a conversation that the client names come before the request's
+(store/conversation_changes).
+
+**Nothing is left behind**: a conversation that was made for a turn which then did not begin or end is
+deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pensieve.core.turn import TurnOptions
+from pensieve.errors import NotFound, PensieveError, StaleRevision, TurnRunning
+from pensieve.service.daemon import Daemon
+from pensieve.service.draft import Ask, ConversationSettings, SettingsCheck
+from pensieve.service.heads import message_of
+from pensieve.service.http.bodies import Bodies
+from pensieve.service.http.pasts import Past, Pasts, as_stored, no_previous
+from pensieve.service.live_turn import LiveTurn
+from pensieve.service.openai import Refusal, Request
+from pensieve.service.openai.item_ids import Place, tag_of
+from pensieve.service.stored_responses import StoredResponses
+from pensieve.store import records
+from pensieve.store.responses import StoredResponse
+from pensieve.text import Message
+
+ATTEMPTS_MAX = 3  # at the end of a conversation that others go on with, too
+PAGE_SIZE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request, with what its conversation begins with apart from its messages."""
+
+    request: Request
+    instructions: str
+    messages: tuple[Message, ...]  # without the instructions
+    options: TurnOptions
+    tenant: str
+    given_sampling: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A response's turn."""
+
+    live: LiveTurn
+    conversation_id: str
+    place: Place  # of its reply
+    how: str  # appended, forked, new
+    is_ours: bool  # the conversation was made for responses
+    is_made: bool = False  # for this one
+    has_pending: bool = False  # it brought what was pending
+    recompute_reason: str = ""
+
+
+def drawn_id() -> str:
+    return f"conv_{secrets.token_hex(16)}"
+
+
+class ResponsePlaces:
+    """Belongs to the loop."""
+
+    def __init__(
+        self, daemon: Daemon, bodies: Bodies, stored: StoredResponses, pasts: Pasts
+    ) -> None:
+        self._daemon, self._bodies = daemon, bodies
+        self._stored, self._pasts = stored, pasts
+
+    async def begin(self, wish: Wish) -> Placed:
+        if wish.request.previous_response_id:
+            return await self._follow(wish)
+        if wish.request.conversation:
+            return await self._append(wish)
+        _check_outputs(wish, frozenset())
+        return await self._new(wish, ())
+
+    async def whole_prompt(self, wish: Wish) -> tuple[Message, ...]:
+        """All messages, for a turn that is in no conversation."""
+        request = wish.request
+        if request.previous_response_id:
+            past = await self._pasts.after_response(request.previous_response_id, wish.tenant)
+        elif request.conversation:
+            past = await self._end_of_conversation(wish)
+        else:
+            _check_outputs(wish, frozenset())
+            return request.messages
+        _check_outputs(wish, past.calls)
+        instructions = wish.instructions
+        if request.conversation and not instructions:
+            instructions = past.system_prompt
+        system = (Message("system", instructions),) if instructions else ()
+        return (*system, *await self._pasts.as_sent_back(past), *wish.messages)
+
+    # -- behind a response --
+
+    async def _follow(self, wish: Wish) -> Placed:
+        past = await self._pasts.after_response(wish.request.previous_response_id, wish.tenant)
+        _check_outputs(wish, past.calls)
+        conversation, tenant = past.conversation, wish.tenant
+        reason = _difference(wish, past)
+        if reason:
+            return await self._new(wish, await self._pasts.as_sent_back(past), reason)
+        if conversation.revision == past.revision and conversation.running_turn_id is None:
+            with contextlib.suppress(StaleRevision, TurnRunning):
+                live = await self._turn(wish, conversation)
+                return _placed(live, conversation, wish, "appended", is_ours=past.is_ours)
+        try:
+            fork = await self._daemon.writable_by(tenant).fork(
+                conversation.conversation_id, drawn_id(), past.revision, tenant=tenant
+            )
+        except NotFound:  # of its revision
+            raise no_previous("was taken back: its conversation was rewound") from None
+        live = await self._first_turn(wish, fork)
+        return _placed(live, fork, wish, "forked", is_ours=True, is_made=True)
+
+    # -- in a conversation that the client names --
+
+    async def _append(self, wish: Wish) -> Placed:
+        for attempt in range(ATTEMPTS_MAX):
+            past = await self._end_of_conversation(wish)
+            try:
+                return await self._append_once(wish, past)
+            except StaleRevision:
+                if attempt + 1 == ATTEMPTS_MAX:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _append_once(self, wish: Wish, past: Past) -> Placed:
+        conversation, tenant = past.conversation, wish.tenant
+        if conversation.running_turn_id is not None:
+            turn_id = str(conversation.running_turn_id)
+            raise TurnRunning(conversation.conversation_id, turn_id)
+        pending = await self._daemon.reads.pending(conversation.conversation_id, tenant)
+        before = tuple(message_of(each) for each in as_stored(pending.messages, conversation))
+        wish = replace(wish, messages=before + wish.messages)
+        _check_outputs(wish, past.calls)
+        if is_empty(conversation):
+            conversation = await self._begun_with(wish, conversation)
+        else:
+            _check_same(wish, past)
+        if before:
+            taken = await self._stored.take_pending(
+                conversation.conversation_id, conversation.revision, tenant
+            )
+            if taken.messages != pending.messages:
+                raise StaleRevision(conversation.revision, conversation.revision)
+        try:
+            live = await self._turn(wish, conversation)
+        except PensieveError:
+            if before:
+                await self._stored.give_back_pending(conversation.conversation_id, tenant)
+            raise
+        placed = _placed(live, conversation, wish, "appended", is_ours=False)
+        return replace(placed, has_pending=bool(before))
+
+    async def _end_of_conversation(self, wish: Wish) -> Past:
+        return await self._pasts.of_conversation(
+            wish.request.conversation, wish.tenant, wish.messages
+        )
+
+    async def _begun_with(
+        self, wish: Wish, conversation: records.Conversation
+    ) -> records.Conversation:
+        """An empty conversation, with what the request says that it begins with."""
+        request = wish.request
+        if not (wish.instructions or request.tools or request.template_options):
+            return conversation
+        await self._check_settings(wish)
+        return await self._stored.begin_with(
+            conversation.conversation_id,
+            wish.instructions,
+            request.tools,
+            request.template_options,
+            wish.tenant,
+        )
+
+    # -- a conversation of its own --
+
+    async def _new(self, wish: Wish, before: Sequence[Message], reason: str = "") -> Placed:
+        created = await self._daemon.writable_by(wish.tenant).create(
+            ConversationSettings(
+                drawn_id(),
+                system_prompt=wish.instructions,
+                tools=wish.request.tools,
+                template_options=wish.request.template_options,
+                tenant=wish.tenant,
+            )
+        )
+        wish = replace(wish, messages=(*before, *wish.messages))
+        live = await self._first_turn(wish, created)
+        placed = _placed(live, created, wish, "new", is_ours=True, is_made=True)
+        return replace(placed, recompute_reason=reason)
+
+    async def _first_turn(self, wish: Wish, made: records.Conversation) -> LiveTurn:
+        """Of a conversation that was made for it."""
+        try:
+            return await self._turn(wish, made)
+        except BaseException:
+            await self.discard(made.conversation_id, wish.tenant)
+            raise
+
+    async def discard(self, conversation_id: str, tenant: str) -> None:
+        """Delete a conversation that was made for a turn that came to nothing."""
+        with contextlib.suppress(PensieveError):  # then it stays, empty
+            await self._daemon.writable.delete(conversation_id, tenant)
+
+    async def _turn(self, wish: Wish, conversation: records.Conversation) -> LiveTurn:
+        return await self._daemon.begin(
+            Ask(
+                conversation.conversation_id,
+                wish.messages,
+                wish.options,
+                wish.tenant,
+                expected_revision=conversation.revision,
+                given_sampling=wish.given_sampling,
+            )
+        )
+
+    async def _check_settings(self, wish: Wish) -> None:
+        check = SettingsCheck(self._bodies.template, self._daemon.context_max)
+        settings = ConversationSettings(
+            "",
+            system_prompt=wish.instructions,
+            tools=wish.request.tools,
+            template_options=wish.request.template_options,
+        )
+        await self._daemon.conversations.tokenized(wish.tenant, lambda: check(settings))
+
+
+def is_empty(conversation: records.Conversation) -> bool:
+    """Whether what it begins with is still to be said."""
+    return not (
+        conversation.num_messages
+        or conversation.revision
+        or conversation.prefix_id
+        or conversation.tools
+        or conversation.template_options
+    )
+
+
+def _placed(
+    live: LiveTurn,
+    conversation: records.Conversation,
+    wish: Wish,
+    how: str,
+    *,
+    is_ours: bool,
+    is_made: bool = False,
+) -> Placed:
+    index = conversation.num_messages + len(wish.messages)
+    place = Place(tag_of(wish.tenant, conversation.conversation_id), index)
+    return Placed(live, conversation.conversation_id, place, how, is_ours, is_made)
+
+
+def _difference(wish: Wish, past: Past) -> str:
+    """In what the conversation begins otherwise than the request wants; empty if in nothing."""
+    request, conversation = wish.request, past.conversation
+    if wish.instructions != past.system_prompt:
+        return "instructions"
+    if list(request.tools) != list(conversation.tools):
+        return "tools"
+    if dict(request.template_options) != dict(conversation.template_options):
+        return "template_options"
+    return ""
+
+
+def _check_same(wish: Wish, past: Past) -> None:
+    """Of a conversation that the client names: what is left out is the conversation's own."""
+    request, conversation = wish.request, past.conversation
+    for param, given, kept in (
+        ("instructions", wish.instructions, past.system_prompt),
+        ("tools", list(request.tools), list(conversation.tools)),
+        (
+            request.param("template_options"),
+            dict(request.template_options),
+            dict(conversation.template_options),
+        ),
+    ):
+        if given and given != kept:
+            problem = (
+                "differs from what this conversation began with, which it keeps;"
+                " leave it out, or go on from a previous_response_id instead"
+            )
+            raise Refusal(param, problem)
+
+
+def _check_outputs(wish: Wish, calls: frozenset[str]) -> None:
+    """The output of a function answers a call that was made."""
+    known = set(calls)
+    for message in wish.messages:
+        known |= {call.id for call in message.tool_calls if call.id}
+        if message.role == "tool" and message.tool_call_id not in known:
+            raise Refusal("input", "has the output of a call that was not made before it")
+
+
+def stored_response(
+    placed: Placed,
+    response_id: str,
+    body: Mapping[str, Any],
+    request: str,
+    tenant: str,
+    revision: int | None,
+) -> StoredResponse:
+    return StoredResponse(
+        response_id,
+        placed.conversation_id,
+        body,
+        request,
+        revision,
+        placed.is_ours,
+        placed.live.first_revision,
+        tenant,
+    )

@@ -1,0 +1,353 @@
+"""`/v1/responses`: a turn of a conversation, known by an id of its own.
+
+    POST                a response: as a whole, as a stream of events, or in the background
+    GET                 as it is now
+    POST …/cancel       one in the background leaves nothing of its turn
+    DELETE              and its conversation, if that was made for responses and this was the last
+
+In which conversation it is, is response_places.py's; how it is stored, running_responses.py's.  `store:
+false` makes a turn of the whole prompt that leaves nothing.
+
+A request with an `Idempotency-Key` that came before gets the same response: that which runs, or that which
+is stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnFailed
+from pensieve.service.daemon import Daemon
+from pensieve.service.grpc.auth import Caller
+from pensieve.service.grpc.translate import text_of
+from pensieve.service.http.bodies import Bodies, named
+from pensieve.service.http.errors import shape_of
+from pensieve.service.http.exchange import Exchange, Piece, event
+from pensieve.service.http.queries import query_of
+from pensieve.service.http.replies import digest, has_key, leave, sources, tokens_of
+from pensieve.service.http.response_places import Placed, ResponsePlaces, Wish
+from pensieve.service.http.running_responses import (
+    Running,
+    RunningResponses,
+    as_it_is_now,
+)
+from pensieve.service.live_turn import LiveTurn
+from pensieve.service.openai import Heading, Refusal, Request, RequestKind
+from pensieve.service.openai.item_ids import Place
+from pensieve.service.openai.output_items import pieces_of
+from pensieve.service.openai.response_stream import ResponseStream, failed, unfinished
+from pensieve.service.stored_responses import StoredResponses
+
+Write = Callable[[Sequence[Mapping[str, Any]]], Awaitable[None]]
+ID_BYTES = 24
+
+
+class Responses:
+    def __init__(
+        self, daemon: Daemon, bodies: Bodies, stored: StoredResponses, places: ResponsePlaces
+    ) -> None:
+        self._daemon, self._bodies = daemon, bodies
+        self._stored, self._places = stored, places
+        self._running = RunningResponses(daemon, bodies, stored, places)
+
+    # -- a response is made --
+
+    async def create(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
+        request = await self._bodies.request(exchange, by, RequestKind.RESPONSE)
+        wish = self._wish(request, by)
+        with named(request):
+            if request.store is False:
+                return await self._unstored(exchange, by, wish)
+            key = exchange.headers.get("idempotency-key", "")
+            answer_id = digest(by.tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
+            requested = _digest_of(wish)
+            if key and (known := await self._known(f"resp_{answer_id}", requested, by.tenant)):
+                if not isinstance(known, Running):
+                    return await self._replay(exchange, request, known)
+                running = known
+            else:
+                heading = Heading(answer_id, int(time.time()), request.model)
+                running = Running(request, heading, requested, by.tenant)
+                self._running.add(running)
+                await self._daemon.threads.whole(self._begin(running, wish))
+        placed = running.placed
+        assert placed is not None
+        _say_where(exchange, placed)
+        if request.background and not request.stream:
+            return running.present
+        return await self._read(exchange, running, placed)
+
+    def _wish(self, request: Request, by: Caller) -> Wish:
+        instructions = request.echoed.get("instructions") or ""
+        messages = request.messages
+        if request.echoed.get("instructions") is not None:
+            messages = messages[1:]
+        options = self._bodies.options(request, by)
+        given = self._bodies.given_sampling(request)
+        return Wish(request, instructions, messages, options, by.tenant, given)
+
+    async def _known(
+        self, response_id: str, requested: str, tenant: str
+    ) -> Running | Mapping[str, Any] | None:
+        """What came of the same request before."""
+        running = self._running.find(response_id, tenant)
+        if running is not None:
+            _check_key(running.digest, requested)
+            await running.begun.wait()
+            if running.placed is not None:
+                return running
+        stored = await self._stored.find(response_id, tenant)
+        if stored is None:
+            return None
+        _check_key(stored.request, requested)
+        return as_it_is_now(stored.body)
+
+    async def _begin(self, running: Running, wish: Wish) -> None:
+        try:
+            placed = await self._places.begin(wish)
+            await self._running.begin(running, placed)
+        except BaseException:
+            self._running.forget(running)
+            raise
+
+    # -- a response is read --
+
+    async def _read(
+        self, exchange: Exchange, running: Running, placed: Placed
+    ) -> Mapping[str, Any] | None:
+        stays = running.request.background or has_key(exchange)
+        if running.request.stream:
+            await self._stream(exchange, running, placed, stays=stays)
+            return None
+        try:
+            await self._follow(exchange, placed.live, None, stays=stays)
+        finally:
+            running.has_ended.set()
+        await running.kept.wait()
+        exchange.out = {**sources(placed.live.figures), **exchange.out}
+        assert running.body is not None
+        return running.body
+
+    async def _stream(
+        self, exchange: Exchange, running: Running, placed: Placed, *, stays: bool
+    ) -> None:
+        request, live = running.request, placed.live
+        stream = self._stream_of(request, placed.place)
+        write = _writer(exchange)
+        await write(stream.begin(running.present))
+        try:
+            await self._tokens(exchange, stream, request, live, write, stays=stays)
+            running.has_ended.set()
+            await running.kept.wait()
+            assert running.body is not None
+            await write(stream.end(running.body))
+        except PensieveError as error:
+            running.has_ended.set()
+            await running.kept.wait()
+            await write(_of_error(stream, running, error))
+        await exchange.end_events()
+
+    def _stream_of(self, request: Request, place: Place) -> ResponseStream:
+        return ResponseStream(request, place, self._bodies.template.tokenizer)
+
+    async def _tokens(
+        self,
+        exchange: Exchange,
+        stream: ResponseStream,
+        request: Request,
+        live: LiveTurn,
+        write: Write,
+        *,
+        stays: bool,
+    ) -> None:
+        """Until the turn has ended."""
+        cutter = self._bodies.pieces(request)
+
+        async def on_tokens(start: int, stop: int) -> None:
+            await write(stream.tokens(cutter, tokens_of(live, start, stop)))
+
+        await self._follow(exchange, live, on_tokens, stays=stays)
+        rest = cutter.push(live.tail, live.parts[live.num_tokens - 1]) if live.tail else []
+        await write(stream.pieces([*rest, *cutter.end()]))
+
+    async def _follow(
+        self,
+        exchange: Exchange,
+        live: LiveTurn,
+        write: Callable[[int, int], Awaitable[None]] | None,
+        *,
+        stays: bool,
+    ) -> None:
+        """`stays`: the turn goes on when its client leaves."""
+        num_sent = 0
+
+        async def on_tokens(start: int, stop: int) -> None:
+            nonlocal num_sent
+            if write is not None:
+                await write(start, stop)
+                num_sent = stop
+
+        try:
+            await self._daemon.conversations.follow(live, on_tokens)
+        except asyncio.CancelledError:
+            if exchange.has_left and not stays:
+                leave(self._daemon, live, num_sent)
+            raise
+
+    async def _replay(
+        self, exchange: Exchange, request: Request, body: Mapping[str, Any]
+    ) -> Mapping[str, Any] | None:
+        """A response that is stored, once more."""
+        if not request.stream:
+            return body
+        stream = ResponseStream(request, _StoredNames(body), self._bodies.template.tokenizer)
+        write = _writer(exchange)
+        await write(stream.begin({**body, "status": "in_progress", "output": [], "usage": None}))
+        if body["status"] in ("completed", "incomplete"):
+            await write(stream.pieces(pieces_of(body["output"])))
+            await write(stream.end(body))
+        else:
+            await write(stream.failed(body))
+        await exchange.end_events()
+        return None
+
+    # -- one that leaves nothing --
+
+    async def _unstored(
+        self, exchange: Exchange, by: Caller, wish: Wish
+    ) -> Mapping[str, Any] | None:
+        request = wish.request
+        if request.background:
+            raise Refusal("background", "needs store: true: it is fetched later")
+        whole = replace(request, messages=await self._places.whole_prompt(wish))
+        (live,) = await self._bodies.begin_unstored(whole, wish.options, by)
+        answer_id = secrets.token_hex(ID_BYTES)
+        heading = Heading(answer_id, int(time.time()), request.model)
+        place = Place(digest(answer_id)[:16], 0)
+        if not request.stream:
+            await self._follow(exchange, live, None, stays=False)
+            exchange.out |= sources(live.figures)
+            return self._running.whole(request, heading, place, live)
+        stream = self._stream_of(request, place)
+        write = _writer(exchange)
+        await write(stream.begin(unfinished(request, heading, "in_progress")))
+        try:
+            await self._tokens(exchange, stream, request, live, write, stays=False)
+            await write(stream.end(self._running.whole(request, heading, place, live)))
+        except PensieveError as error:
+            running = Running(request, heading, "", by.tenant)
+            await write(_of_error(stream, running, error))
+        await exchange.end_events()
+        return None
+
+    # -- a response that was made --
+
+    async def get(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        query = query_of(exchange)
+        if query.get("stream", "false").lower() == "true":
+            raise Refusal("stream", "is not supported here: a response is fetched as a whole")
+        return await self._present(exchange.values["response_id"], by.tenant)
+
+    async def cancel(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        response_id = exchange.values["response_id"]
+        running = self._running.find(response_id, by.tenant)
+        if running is not None:
+            await running.begun.wait()
+            if not running.request.background:
+                raise InvalidArgument(
+                    "response_id", "only a response in the background is cancelled"
+                )
+            if running.placed is not None:
+                await self._running.cancel(running)
+        found = await self._present(response_id, by.tenant)
+        if not found["background"]:
+            raise InvalidArgument("response_id", "only a response in the background is cancelled")
+        return found
+
+    async def delete(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        response_id = exchange.values["response_id"]
+        running = self._running.find(response_id, by.tenant)
+        if running is not None:
+            await running.begun.wait()
+            if running.placed is not None:
+                await self._running.cancel(running)
+        try:
+            await self._stored.delete(response_id, by.tenant)
+        except NotFound:
+            if running is None:
+                raise
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    async def _present(self, response_id: str, tenant: str) -> Mapping[str, Any]:
+        running = self._running.find(response_id, tenant)
+        if running is not None:
+            return running.present
+        stored = await self._stored.find(response_id, tenant)
+        if stored is None:
+            raise NotFound("there is no such response")
+        return as_it_is_now(stored.body)
+
+
+class _StoredNames:
+    """The ids that the items of a stored response have."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._items: Sequence[Mapping[str, Any]] = body["output"]
+        self._calls = [each["call_id"] for each in self._items if each["type"] == "function_call"]
+
+    def item_id(self, prefix: str, part: int = 0) -> str:
+        return str(self._items[part]["id"])
+
+    def call_id(self, number: int) -> str:
+        return str(self._calls[number])
+
+
+def _writer(exchange: Exchange) -> Write:
+    exchange.begin_events()
+
+    async def write(events: Sequence[Mapping[str, Any]]) -> None:
+        if events:
+            await exchange.write(Piece(b"".join(event(each, each["type"]) for each in events)))
+
+    return write
+
+
+def _of_error(
+    stream: ResponseStream, running: Running, error: PensieveError
+) -> list[dict[str, Any]]:
+    """A turn that failed is a response that did; whatever else goes wrong is an error."""
+    if running.body is not None:
+        return stream.failed(running.body)
+    if isinstance(error, TurnFailed):
+        body = failed(running.request, running.heading, "server_error", text_of(error))
+        return stream.failed(body)
+    param = error.field if isinstance(error, InvalidArgument) else None
+    return stream.error(shape_of(error).code, text_of(error), param)
+
+
+def _say_where(exchange: Exchange, placed: Placed) -> None:
+    exchange.out["x-pensieve-conversation-id"] = placed.conversation_id
+    exchange.out["x-pensieve-bound"] = placed.how
+    if placed.recompute_reason:
+        exchange.out["x-pensieve-recompute-reason"] = placed.recompute_reason
+
+
+def _digest_of(wish: Wish) -> str:
+    """Of what was requested, whatever the server's defaults are."""
+    request = wish.request
+    return digest(
+        request.model,
+        repr((wish.instructions, wish.messages, request.tools)),
+        repr((dict(request.template_options), dict(wish.given_sampling))),
+        repr((request.previous_response_id, request.conversation, request.background)),
+    )
+
+
+def _check_key(known: str, requested: str) -> None:
+    if known != requested:
+        raise InvalidArgument("idempotency-key", "was used before with another request")

@@ -1,0 +1,124 @@
+"""Responses and changes of conversations, in the store, for who is on the loop.
+
+Each is one job of the store thread, and returns when it is on the disk.  A deletion returns when what is
+deleted is erased from the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pensieve.core.turn import TurnOptions
+from pensieve.errors import ErasurePending, NotFound, StorageFull
+from pensieve.service.daemon import Daemon
+from pensieve.service.draft import Ask, new_messages
+from pensieve.service.erasing import erased
+from pensieve.store import records
+from pensieve.store.conversation_changes import Pending
+from pensieve.store.responses import Removed, StoredResponse
+from pensieve.text import Message
+
+
+class StoredResponses:
+    """Belongs to the loop."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        self._store, self._threads = daemon.store, daemon.threads
+
+    async def find(self, response_id: str, tenant: str) -> StoredResponse | None:
+        if not records.ID_PATTERN.fullmatch(response_id):
+            return None  # none has such an id
+        return await self._daemon.reads.response(response_id, tenant)
+
+    async def save(self, response: StoredResponse) -> None:
+        await self._threads.whole(
+            self._threads.in_store(response.tenant, self._store.responses.save, response)
+        )
+
+    async def delete(self, response_id: str, tenant: str) -> None:
+        """And its conversation, if that was made for responses and this was the last one."""
+        await self._threads.whole(self._delete(response_id, tenant))
+
+    async def _delete(self, response_id: str, tenant: str) -> None:
+        conversations = self._daemon.writable
+        try:
+            removed: Removed = await self._threads.in_store(
+                tenant, self._store.responses.delete, response_id, tenant=tenant
+            )
+        except ErasurePending:
+            await erased(self._store.erasure.finish, self._threads)
+            return
+        if removed.conversation_id:
+            try:
+                await conversations.delete(removed.conversation_id, tenant)
+            except NotFound:  # somebody else has deleted it meanwhile
+                await erased(self._store.erasure.finish, self._threads)
+
+    # -- conversations --
+
+    async def set_metadata(
+        self, conversation_id: str, metadata: Mapping[str, Any], tenant: str
+    ) -> records.Conversation:
+        await self._check(tenant)
+        return await self._threads.in_store(
+            tenant, self._store.changes.set_metadata, conversation_id, metadata, tenant=tenant
+        )
+
+    async def begin_with(
+        self,
+        conversation_id: str,
+        system_prompt: str,
+        tools: Sequence[Mapping[str, Any]],
+        template_options: Mapping[str, Any],
+        tenant: str,
+    ) -> records.Conversation:
+        await self._check(tenant)
+        return await self._threads.in_store(
+            tenant,
+            self._store.changes.begin_with,
+            *(conversation_id, system_prompt, tools, template_options),
+            tenant=tenant,
+        )
+
+    async def take_pending(self, conversation_id: str, revision: int, tenant: str) -> Pending:
+        return await self._threads.in_store(
+            tenant, self._store.changes.take_pending, conversation_id, revision, tenant=tenant
+        )
+
+    async def give_back_pending(self, conversation_id: str, tenant: str) -> None:
+        await self._threads.in_store(
+            tenant, self._store.changes.give_back_pending, conversation_id, tenant=tenant
+        )
+
+    async def change_pending(
+        self, conversation_id: str, change: Callable[[Pending], Pending], tenant: str
+    ) -> Pending:
+        await self._check(tenant)
+        return await self._threads.in_store(
+            tenant, self._store.changes.change_pending, conversation_id, change, tenant=tenant
+        )
+
+    async def _check(self, tenant: str) -> None:
+        """Refuse what its tenant may not store."""
+        self._daemon.writable_by(tenant)
+        most = self._daemon.admission.allowances.storage.get(tenant)
+        if most is None:
+            return
+        taken = await self._threads.in_store(tenant, self._store.stored_bytes, tenant)
+        if taken >= most:
+            raise StorageFull(f"this token's conversations take {taken:,} bytes of {most:,}")
+
+
+def as_pending(messages: Sequence[Message]) -> tuple[records.NewMessage, ...]:
+    """As the store takes them; they have no tokens yet."""
+    ask = Ask("", tuple(messages), TurnOptions())
+    return tuple(new_messages(ask, [[] for _ in messages]))
+
+
+def appended(messages: Sequence[Message]) -> Callable[[Pending], Pending]:
+    """More of them, behind what is pending."""
+    more = as_pending(messages)
+    return lambda found: replace(found, messages=(*found.messages, *more))

@@ -1,0 +1,161 @@
+"""What may change of a conversation beside its history: metadata, what it begins with, and pending messages.
+
+All of it is in the conversation's body, so a change writes that anew and wipes the old one.
+
+    metadata           at any time
+    what it begins     system prompt, tools, template options: as long as it holds no message
+    pending messages   come before those of its next turn; no part of the history until that has ended
+
+**Pending messages are taken once.**  A turn that brings them says at which revision it begins (`taken_at`).
+They are pending as long as the conversation is at that revision, so neither a turn that fails nor the end
+of the process loses them, and its end and theirs are one commit.  After a turn that failed they are given
+back, since another turn may come that does not bring them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pensieve.errors import StaleRevision, TurnRunning
+from pensieve.store import message_rows
+from pensieve.store.bodies import insert_body, read_private, wipe_bodies
+from pensieve.store.connection import Writer
+from pensieve.store.conversation_rows import require_conversation
+from pensieve.store.records import Conversation, NewMessage, check_text
+from pensieve.store.running_rows import RunningRows
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Messages, without tokens, that the next turn is to bring; and the revision at which one did."""
+
+    messages: tuple[NewMessage, ...] = ()
+    taken_at: int | None = None
+
+
+class ConversationChanges:
+    """Used outside of transactions, in the thread of the store."""
+
+    def __init__(self, writer: Writer, running: RunningRows) -> None:
+        self._writer = writer
+        self._running = running
+
+    def set_metadata(
+        self, conversation_id: str, metadata: Mapping[str, Any], *, tenant: str = ""
+    ) -> Conversation:
+        with self._running.writing() as conn:
+            number, _ = require_conversation(conn, conversation_id, tenant)
+            _change_private(conn, number, tenant, {"metadata": dict(metadata)})
+            return require_conversation(conn, conversation_id, tenant)[1]
+
+    def begin_with(
+        self,
+        conversation_id: str,
+        system_prompt: str,
+        tools: Sequence[Any],
+        template_options: Mapping[str, Any],
+        *,
+        tenant: str = "",
+    ) -> Conversation:
+        """Give a conversation without messages what it begins with; StaleRevision if it has some."""
+        head = [NewMessage("system", system_prompt)] if system_prompt else []
+        check_text(head)
+        with self._running.writing() as conn:
+            number, found = require_conversation(conn, conversation_id, tenant)
+            if found.running_turn_id is not None:
+                raise TurnRunning(conversation_id, str(found.running_turn_id))
+            if found.num_messages or found.revision:
+                raise StaleRevision(0, found.revision)
+            settings = {"tools": list(tools), "template_options": dict(template_options)}
+            _change_private(conn, number, tenant, settings)
+            links = message_rows.insert_messages(conn, tenant, head, None, 0)
+            message_rows.append_history(conn, number, links)
+            return require_conversation(conn, conversation_id, tenant)[1]
+
+    def change_pending(
+        self, conversation_id: str, change: Callable[[Pending], Pending], *, tenant: str = ""
+    ) -> Pending:
+        """What `change` makes of the messages that are pending; no turn may be running."""
+        with self._running.writing() as conn:
+            _, conversation = require_conversation(conn, conversation_id, tenant)
+            if conversation.running_turn_id is not None:
+                raise TurnRunning(conversation_id, str(conversation.running_turn_id))
+            return _change_pending(conn, conversation_id, tenant, change)
+
+    def take_pending(self, conversation_id: str, at_revision: int, *, tenant: str = "") -> Pending:
+        """They come with the turn that begins at this revision; StaleRevision if that is past."""
+        with self._running.writing() as conn:
+            _, conversation = require_conversation(conn, conversation_id, tenant)
+            if conversation.running_turn_id is not None:
+                raise TurnRunning(conversation_id, str(conversation.running_turn_id))
+            if conversation.revision != at_revision:
+                raise StaleRevision(at_revision, conversation.revision)
+            return _change_pending(
+                conn, conversation_id, tenant, lambda found: replace(found, taken_at=at_revision)
+            )
+
+    def give_back_pending(self, conversation_id: str, *, tenant: str = "") -> None:
+        """The turn that was to bring them did not begin, or did not end; one that runs keeps them."""
+        with self._running.writing() as conn:
+            _, conversation = require_conversation(conn, conversation_id, tenant)
+            if conversation.running_turn_id is None:
+                _change_pending(
+                    conn, conversation_id, tenant, lambda found: replace(found, taken_at=None)
+                )
+
+
+def _change_pending(
+    conn: Connection, conversation_id: str, tenant: str, change: Callable[[Pending], Pending]
+) -> Pending:
+    before = pending_of(conn, conversation_id, tenant)
+    after = change(before)
+    if after != before:
+        check_text(after.messages)
+        number, _ = require_conversation(conn, conversation_id, tenant)
+        _change_private(conn, number, tenant, {"pending": _json_of(after)})
+    return after
+
+
+def pending_of(conn: Connection, conversation_id: str, tenant: str) -> Pending:
+    number, conversation = require_conversation(conn, conversation_id, tenant)
+    stored = _private(conn, number)[1].get("pending")
+    if stored is None:
+        return Pending()
+    taken_at = stored["taken_at"]
+    if taken_at is not None and conversation.revision > taken_at:
+        return Pending()
+    return Pending(tuple(NewMessage(**each) for each in stored["messages"]), taken_at)
+
+
+def _json_of(pending: Pending) -> dict[str, Any] | None:
+    if not pending.messages:
+        return None
+    messages = [{"role": each.role, **each.private()} for each in pending.messages]
+    return {"messages": messages, "taken_at": pending.taken_at}
+
+
+def _private(conn: Connection, number: int) -> tuple[int, dict[str, Any]]:
+    """The body's row, and its JSON."""
+    row = conn.execute(
+        "SELECT c.body, b.crc, b.private, b.tokens FROM conversations c"
+        " LEFT JOIN bodies b ON b.body = c.body WHERE c.conversation = ?",
+        (number,),
+    ).fetchone()
+    found: dict[str, Any] = read_private(f"conversation number {number}", *row[1:])
+    return row[0], found
+
+
+def _change_private(conn: Connection, number: int, tenant: str, changes: Mapping[str, Any]) -> None:
+    """Members of its JSON; a member that becomes None goes."""
+    old, private = _private(conn, number)
+    changed = {**private, **changes}
+    body = insert_body(
+        conn, tenant, {name: each for name, each in changed.items() if each is not None}
+    )
+    conn.execute("UPDATE conversations SET body = ? WHERE conversation = ?", (body, number))
+    wipe_bodies(conn, tenant, (old,))

@@ -1,0 +1,164 @@
+"""Responses that clients may fetch, go on from and delete: each belongs to the turn of a conversation.
+
+A response is a row of `responses` and a body: the JSON that its client got.  It goes with its conversation,
+and it may go before.
+
+    revision         of its conversation after its turn: what a client goes on from; none until the turn is
+                     in the history, and none where it never is
+    is_ours          nobody asked for the conversation: it was made to hold responses
+    last_revision    the highest that a response made or found there, deleted ones included
+
+When the last response of a conversation of ours is deleted, the conversation has to go, too, unless
+somebody else has gone on with it: then its revision is higher than `last_revision`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pensieve.errors import AlreadyExists, NotFound
+from pensieve.store import conversation_rows
+from pensieve.store.bodies import insert_body, read_private, wipe_bodies
+from pensieve.store.connection import Writer
+from pensieve.store.conversation_rows import digest
+from pensieve.store.erasure import Erasure
+from pensieve.store.running_rows import RunningRows
+
+if TYPE_CHECKING:
+    from sqlite3 import Connection
+
+OF_RESPONSES = "response"  # sets their keys apart from those of conversations
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response as it is stored."""
+
+    response_id: str
+    conversation_id: str
+    body: Mapping[str, Any]  # JSON
+    request: str = ""  # a digest of what was asked for
+    revision: int | None = None
+    is_ours: bool = False
+    began_at_revision: int = 0  # of its conversation, before its turn
+    tenant: str = ""
+
+
+class Removed(NamedTuple):
+    """A response that is deleted, and the conversation that nothing needs any more."""
+
+    conversation_id: str  # empty: it stays
+
+
+class Responses:
+    """Used outside of transactions, in the thread of the store."""
+
+    def __init__(self, writer: Writer, running: RunningRows, erasure: Erasure) -> None:
+        self._writer = writer
+        self._running = running
+        self._erasure = erasure
+
+    def save(self, response: StoredResponse) -> None:
+        """Store a response, in place of what is stored of it; NotFound without its conversation."""
+        tenant = response.tenant
+        last_revision = response.revision or response.began_at_revision
+        with self._running.writing() as conn:
+            number, _ = conversation_rows.require_conversation(
+                conn, response.conversation_id, tenant
+            )
+            body = insert_body(
+                conn,
+                tenant,
+                {
+                    "response_id": response.response_id,
+                    "response": dict(response.body),
+                    "request": response.request,
+                },
+            )
+            key = _key(response.response_id, tenant)
+            row = conn.execute(
+                "SELECT response, conversation, body FROM responses WHERE key = ?", (key,)
+            ).fetchone()
+            if row is None:
+                conn.execute(
+                    "INSERT INTO responses (key, conversation, revision, last_revision, is_ours,"
+                    " body) VALUES (?, ?, ?, ?, ?, ?)",
+                    (
+                        *(key, number, response.revision, last_revision),
+                        *(int(response.is_ours), body),
+                    ),
+                )
+                return
+            if row[1] != number:
+                raise AlreadyExists(f"there is a response {response.response_id!r} already")
+            wipe_bodies(conn, tenant, (row[2],))
+            conn.execute(
+                "UPDATE responses SET revision = ?, last_revision = max(last_revision, ?),"
+                " body = ? WHERE response = ?",
+                (response.revision, last_revision, body, row[0]),
+            )
+
+    def delete(self, response_id: str, *, tenant: str = "") -> Removed:
+        """Leave nothing of a response on the disk; NotFound if there is none.
+
+        ErasurePending, as of a conversation, if it is deleted and not yet erased from the files.
+        """
+        try:
+            with self._running.writing() as conn:
+                removed = _delete(conn, response_id, tenant)
+                self._erasure.prepare()
+        except NotFound:
+            self._erasure.finish()
+            raise
+        if not removed.conversation_id:  # else the deletion of that erases both
+            self._erasure.finish()
+        return removed
+
+
+def _delete(conn: Connection, response_id: str, tenant: str) -> Removed:
+    row = conn.execute(
+        "SELECT response, conversation, last_revision, is_ours, body FROM responses WHERE key = ?",
+        (_key(response_id, tenant),),
+    ).fetchone()
+    if row is None:
+        raise NotFound(f"there is no response {response_id!r}")
+    response, number, last_revision, is_ours, body = row
+    wipe_bodies(conn, tenant, (body,))
+    conn.execute("DELETE FROM responses WHERE response = ?", (response,))
+    conn.execute(
+        "UPDATE responses SET last_revision = max(last_revision, ?) WHERE conversation = ?",
+        (last_revision, number),
+    )
+    has_others = conn.execute(
+        "SELECT 1 FROM responses WHERE conversation = ? LIMIT 1", (number,)
+    ).fetchone()
+    conversation = conversation_rows.conversation_numbered(conn, number)
+    is_unused = is_ours and not has_others and conversation.revision <= last_revision
+    return Removed(conversation.conversation_id if is_unused else "")
+
+
+def find(conn: Connection, response_id: str, tenant: str) -> StoredResponse | None:
+    row = conn.execute(
+        "SELECT r.response, r.conversation, r.revision, r.is_ours, b.crc, b.private, b.tokens"
+        " FROM responses r LEFT JOIN bodies b USING (body) WHERE r.key = ?",
+        (_key(response_id, tenant),),
+    ).fetchone()
+    if row is None:
+        return None
+    private = read_private(f"response number {row[0]}", *row[4:])
+    conversation = conversation_rows.conversation_numbered(conn, row[1])
+    return StoredResponse(
+        private["response_id"],
+        conversation.conversation_id,
+        private["response"],
+        private["request"],
+        row[2],
+        bool(row[3]),
+        tenant=tenant,
+    )
+
+
+def _key(response_id: str, tenant: str) -> bytes:
+    return digest(tenant, OF_RESPONSES, response_id)

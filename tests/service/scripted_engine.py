@@ -1,0 +1,59 @@
+"""An echo engine that says what a script has it say, started with SCRIPT FD.
+
+SCRIPT is a file of JSON: a list of replies.  The n-th turn that starts says the n-th of them, with the
+control tokens that its text names, and ends its turn.  Everything else is real: scheduler, cache, pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+from pensieve.config import Settings
+from pensieve.core.iteration import Iteration, Outcome, SampledToken
+from pensieve.engine.mailbox import Mailbox
+from pensieve.engine.ports import Sink
+from pensieve.launch import echo_engine, engine_process
+from pensieve.launch.engine import BuiltEngine
+from pensieve.launch.model_folder import Report
+from pensieve.text import Tokenizer
+from pensieve.text.template_text import written
+
+
+class ScriptedExecutor(echo_engine.EchoExecutor):
+    def __init__(self, tokenizer: Tokenizer, end_id: int, replies: list[str]) -> None:
+        super().__init__(tokenizer, end_id, 0.0)
+        self._replies = [[*tokenizer.encode(written(each)).ids, end_id] for each in replies]
+        self._left: dict[int, list[int]] = {}  # by turn
+
+    def launch(self, iteration: Iteration) -> None:
+        for start in iteration.started:
+            self._left[start.turn_id] = self._replies.pop(0)
+        super().launch(iteration)
+
+    def collect(self) -> Outcome:
+        iteration = self._launched.popleft()
+        samples = []
+        for piece in iteration.slices:
+            if piece.needs_token:
+                token_id = self._left[piece.turn_id].pop(0)
+                text, stopped = self._turns[piece.turn_id].text.push(token_id, piece.is_last)
+                samples.append(SampledToken(piece.turn_id, token_id, text, stopped))
+        copies = (*iteration.swap_ins, *iteration.swap_outs)
+        return Outcome(tuple(samples), tuple(each.copy_id for each in copies))
+
+
+def build(
+    script: Path, settings: Settings, folder: Path, report: Report, mailbox: Mailbox, sink: Sink
+) -> BuiltEngine:
+    def made(tokenizer: Tokenizer, end_id: int, seconds: float) -> ScriptedExecutor:
+        return ScriptedExecutor(tokenizer, end_id, json.loads(script.read_text()))
+
+    echo_engine.EchoExecutor = made  # type: ignore[assignment, misc]
+    return echo_engine.build(0.0, settings, folder, report, mailbox, sink)
+
+
+if __name__ == "__main__":
+    sys.exit(engine_process.main(int(sys.argv[2]), partial(build, Path(sys.argv[1]))))

@@ -1,0 +1,94 @@
+"""Metadata, beginnings and pending messages change; the history does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pensieve.errors import StaleRevision, TurnRunning
+from pensieve.store import ConversationStore, NewConversation, NewMessage
+from pensieve.store.conversation_changes import Pending
+from tests.store.talk import begin, create, reply, say, user
+from tests.store.test_responses import raw
+
+TWO = (NewMessage("user", "one"), NewMessage("tool", "two", tool_call_id="call_1"))
+
+
+def pending(store: ConversationStore, name: str = "tea") -> Pending:
+    reader = store.reader()
+    try:
+        return reader.pending(name)
+    finally:
+        reader.close()
+
+
+def add(store: ConversationStore, *messages: NewMessage) -> None:
+    store.changes.change_pending(
+        "tea", lambda found: replace(found, messages=(*found.messages, *messages))
+    )
+
+
+def test_metadata_is_replaced_and_the_old_one_wiped(store: ConversationStore) -> None:
+    store.create_conversation(NewConversation("tea", "f", metadata={"topic": "SECRET"}))
+    say(store, "tea", "r1", user("hi", 1), reply("hello", 2))
+    changed = store.changes.set_metadata("tea", {"topic": "milk"})
+    assert changed.metadata == {"topic": "milk"}
+    assert changed == store.get_conversation("tea")
+    assert changed.revision == 1
+    assert store.verify() == []
+    store.delete_conversation("tea")
+    assert b"SECRET" not in raw(store)
+
+
+def test_an_empty_conversation_gets_what_it_begins_with(store: ConversationStore) -> None:
+    create(store, "tea")
+    changed = store.changes.begin_with("tea", "Be brief.", [{"name": "kettle"}], {"depth": 1})
+    assert (changed.tools, changed.template_options) == (({"name": "kettle"},), {"depth": 1})
+    assert [(each.role, each.content) for each in store.messages("tea")] == [
+        ("system", "Be brief.")
+    ]
+    assert store.verify() == []
+    with pytest.raises(StaleRevision):
+        store.changes.begin_with("tea", "Be long.", [], {})
+
+
+def test_what_has_a_turn_keeps_what_it_began_with(store: ConversationStore) -> None:
+    create(store, "tea")
+    begin(store, "tea", "r1", "hi", 1)
+    with pytest.raises(TurnRunning):
+        store.changes.begin_with("tea", "Be brief.", [], {})
+
+
+def test_pending_messages_wait_and_are_no_history(store: ConversationStore) -> None:
+    create(store, "tea")
+    assert pending(store) == Pending()
+    add(store, *TWO)
+    assert pending(store).messages == TWO
+    assert store.messages("tea") == []
+    assert store.verify() == []
+    store.fork_conversation("tea", 0, "cup")
+    assert pending(store, "cup") == Pending()
+
+
+def test_pending_messages_are_gone_once_the_turn_that_took_them_has_ended(
+    store: ConversationStore,
+) -> None:
+    create(store, "tea")
+    add(store, *TWO)
+    store.changes.take_pending("tea", 0)
+    assert pending(store) == Pending(TWO, taken_at=0)
+    say(store, "tea", "r1", user("one", 1), reply("hello", 2))
+    assert pending(store) == Pending()
+    add(store, TWO[0])
+    assert pending(store) == Pending((TWO[0],))
+
+
+def test_a_turn_that_does_not_take_them_leaves_them_pending(store: ConversationStore) -> None:
+    create(store, "tea")
+    add(store, *TWO)
+    store.changes.take_pending("tea", 0)
+    store.fail_turn(begin(store, "tea", "r1", "one", 1), "NAN_LOGITS")
+    store.changes.give_back_pending("tea")
+    say(store, "tea", "r2", user("another", 1), reply("hello", 2))
+    assert pending(store) == Pending(TWO)

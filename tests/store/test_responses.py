@@ -1,0 +1,114 @@
+"""Responses are found by their id, go with their conversation, and leave nothing when they are deleted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pensieve.errors import AlreadyExists, NotFound
+from pensieve.store import ConversationStore
+from pensieve.store.responses import StoredResponse
+from tests.store.faulty import writer_of
+from tests.store.talk import create, reply, say, user
+
+
+def found(store: ConversationStore, response_id: str, tenant: str = "") -> StoredResponse | None:
+    reader = store.reader()
+    try:
+        return reader.response(response_id, tenant=tenant)
+    finally:
+        reader.close()
+
+
+def raw(store: ConversationStore) -> bytes:
+    names = ("conversations.db", "conversations.db-wal")
+    return b"".join((store.folder.path / name).read_bytes() for name in names)
+
+
+def of_tea(response_id: str = "resp_1", revision: int | None = 1, **more: object) -> StoredResponse:
+    values = {"body": {"id": response_id, "text": "SECRET-hello"}, "request": "a1", **more}
+    return StoredResponse(response_id, "tea", revision=revision, **values)
+
+
+@pytest.fixture
+def spoken(store: ConversationStore) -> ConversationStore:
+    """Conversation tea with one turn, and conversation cup."""
+    create(store, "tea")
+    create(store, "cup")
+    say(store, "tea", "r1", user("hi", 10, 11), reply("hello", 20, 21))
+    return store
+
+
+def test_a_response_is_found_by_its_id_and_tenant(spoken: ConversationStore) -> None:
+    response = of_tea(is_ours=True)
+    spoken.responses.save(response)
+    assert found(spoken, "resp_1") == response
+    assert found(spoken, "resp_2") is None
+    assert found(spoken, "resp_1", "somebody") is None
+    assert spoken.verify() == []
+
+
+def test_what_is_saved_again_takes_the_place_of_what_was(spoken: ConversationStore) -> None:
+    spoken.responses.save(of_tea(revision=None, body={"status": "SECRET-queued"}))
+    spoken.responses.save(of_tea(body={"status": "completed"}))
+    again = found(spoken, "resp_1")
+    assert again is not None
+    assert (again.body, again.revision) == ({"status": "completed"}, 1)
+    spoken.responses.delete("resp_1")
+    assert b"SECRET" not in raw(spoken)
+    assert spoken.verify() == []
+
+
+def test_a_response_needs_its_conversation(spoken: ConversationStore) -> None:
+    with pytest.raises(NotFound):
+        spoken.responses.save(dataclasses.replace(of_tea(), conversation_id="none"))
+    spoken.responses.save(of_tea())
+    with pytest.raises(AlreadyExists):
+        spoken.responses.save(dataclasses.replace(of_tea(), conversation_id="cup"))
+
+
+def test_nothing_of_a_deleted_response_is_on_the_disk(spoken: ConversationStore) -> None:
+    spoken.responses.save(of_tea())
+    assert b"SECRET" in raw(spoken)
+    assert spoken.responses.delete("resp_1").conversation_id == ""
+    assert b"SECRET" not in raw(spoken)
+    assert found(spoken, "resp_1") is None
+    assert spoken.verify() == []
+    with pytest.raises(NotFound):
+        spoken.responses.delete("resp_1")
+
+
+def test_a_response_goes_with_its_conversation(spoken: ConversationStore) -> None:
+    spoken.responses.save(of_tea())
+    spoken.delete_conversation("tea")
+    assert b"SECRET" not in raw(spoken)
+    assert found(spoken, "resp_1") is None
+    assert spoken.verify() == []
+
+
+def test_a_conversation_of_ours_goes_with_its_last_response(spoken: ConversationStore) -> None:
+    spoken.responses.save(of_tea("resp_1", is_ours=True))
+    say(spoken, "tea", "r2", user("more", 30), reply("yes", 40))
+    spoken.responses.save(of_tea("resp_2", 2, is_ours=True))
+    assert spoken.responses.delete("resp_2").conversation_id == ""
+    assert spoken.responses.delete("resp_1").conversation_id == "tea"
+
+
+def test_a_conversation_that_somebody_has_gone_on_with_stays(spoken: ConversationStore) -> None:
+    spoken.responses.save(of_tea(is_ours=True))
+    say(spoken, "tea", "r2", user("more", 30), reply("yes", 40))
+    assert spoken.responses.delete("resp_1").conversation_id == ""
+
+
+def test_a_conversation_that_a_client_made_stays(spoken: ConversationStore) -> None:
+    spoken.responses.save(of_tea())
+    assert spoken.responses.delete("resp_1").conversation_id == ""
+
+
+def test_verify_finds_a_response_without_its_conversation(spoken: ConversationStore) -> None:
+    spoken.responses.save(of_tea())
+    with writer_of(spoken).reading() as conn:
+        conn.execute("PRAGMA foreign_keys = OFF")
+        conn.execute("UPDATE responses SET conversation = 77")
+    assert "response number 1: its conversation does not exist" in spoken.verify()
