@@ -350,8 +350,8 @@ PROTECTIONS = (
     ),
     protection(
         "the sweep erases what was deleted",
-        "service/daemon.py",
-        "            self._erasing.sweep()\n",
+        "service/sweeping.py",
+        "        erasing.sweep()\n",
         "",
         "service/test_erasing.py::test_what_a_reader_kept_is_erased_when_it_has_ended",
         "service/test_erasing.py::test_space_comes_back_while_turns_are_served",
@@ -567,8 +567,8 @@ PROTECTIONS = (
         (
             Change(
                 "pensieve/service/daemon.py",
-                "        now = self._loop.time()\n        return self.damage.refusal",
-                "        now = time.time()\n        return self.damage.refusal",
+                "        load, now = self._load(tenant, conversation_id, priority), self._loop.time()\n",
+                "        load, now = self._load(tenant, conversation_id, priority), time.time()\n",
             ),
             Change(
                 "pensieve/service/daemon.py",

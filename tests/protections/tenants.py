@@ -189,7 +189,8 @@ PROTECTIONS = (
     protection(
         "a warm is refused like a turn",
         "service/daemon.py",
-        "        if exceeded is not None:\n            self.meter.refused(exceeded)\n"
+        "        if (exceeded := self.admission.exceeded(tenant, load, now)) is not None:\n"
+        "            self.meter.refused(exceeded)\n"
         "            raise exceeded\n",
         "",
         "service/test_tenants.py::test_a_warm_counts_as_a_turn_and_is_paid_for",

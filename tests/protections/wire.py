@@ -155,8 +155,8 @@ PROTECTIONS = (
     ),
     protection(
         "readers that take nothing are cancelled",
-        "service/daemon.py",
-        "            self.conversations.readers.cancel_stalled()\n",
+        "service/sweeping.py",
+        "        readers.cancel_stalled()\n",
         "",
         "service/test_stalled_readers.py::test_a_reader_that_takes_nothing_is_cancelled_though_it_answers_pings",
     ),
@@ -191,8 +191,8 @@ PROTECTIONS = (
     protection(
         "a token file that cannot be used is not used",
         "service/grpc/server.py",
-        "        limits = auth.limits_of(tokens)\n        self._guard.use(tokens)\n",
-        "        self._guard.use(tokens)\n        limits = auth.limits_of(tokens)\n",
+        "        limits = auth.limits_of(tokens)\n        self.guard.use(tokens)\n",
+        "        self.guard.use(tokens)\n        limits = auth.limits_of(tokens)\n",
         "service/test_reload.py::test_a_token_file_that_cannot_be_used_changes_nothing_and_is_reported",
     ),
     protection(
@@ -311,14 +311,14 @@ PROTECTIONS = (
     protection(
         "a listener for metrics is on this machine alone",
         "service/grpc/server.py",
-        "        if not _is_loopback(host) and not listening.insecure:\n",
+        "        if not is_loopback(host) and not listening.insecure:\n",
         "        if not host:\n",
         "service/metrics/test_listener.py::test_others_reach_it_only_where_that_is_said",
     ),
     protection(
         "a scrape from elsewhere needs an operator's token",
         "service/grpc/server.py",
-        "        if self._guard.is_operator(authorization):\n",
+        "        if self.guard.is_operator(authorization):\n",
         "        if authorization:\n",
         "service/metrics/test_listener.py::test_beyond_this_machine_an_operators_token_is_needed",
     ),
