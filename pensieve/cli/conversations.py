@@ -12,7 +12,9 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from itertools import islice
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from pensieve.client import Client, ConversationState
 
 LINE_BYTES_MAX = 8 << 20  # of a file that is imported
+SPOOL_BYTES = 1 << 20  # of a line that is written, in memory
 
 
 def add_parser(commands: Any) -> None:
@@ -150,16 +153,24 @@ def export(client: Client, arguments: argparse.Namespace) -> int:
 
     if bool(arguments.id) is arguments.all:
         raise InvalidArgument("ID", "name conversations, or give --all")
-    code = 0
+    code = num_written = 0
     with _output(arguments.output) as file:
         for conversation_id in _wanted(client, arguments):
             conversation = client.conversation(conversation_id)
             try:
-                file.writelines(line_of(conversation.get(), conversation.messages()))
+                # A line is written as a whole: the conversation may be deleted while it is read.
+                with tempfile.SpooledTemporaryFile(SPOOL_BYTES, "w+", encoding="utf-8") as line:
+                    line.writelines(line_of(conversation.get(), conversation.messages()))
+                    line.seek(0)
+                    shutil.copyfileobj(line, file)
             except NotFound as error:
                 if arguments.all:  # deleted meanwhile
                     continue
                 code = _complain(f"{conversation_id}: {error}")
+            else:
+                num_written += 1
+    if arguments.output is not None:
+        print(f"{num_written} conversations exported")
     return code
 
 
@@ -254,6 +265,8 @@ def remove(client: Client, arguments: argparse.Namespace) -> int:
             client.conversation(name).delete()
         except PensieveError as error:
             code = _complain(f"{name}: {error}")
+        else:
+            print(f"deleted {name}")
     return code
 
 

@@ -110,13 +110,13 @@ class UnstoredTurns:
         running = self._running.pop(live.number, None)
         if running is None:
             return
-        self._keys.discard(running.key)
         if live.failure is None and live.num_tokens:
             reply = live.token_ids[: live.num_tokens]
             running.chain.extend(array("I", reply[:-1]))  # the last one has no KV
             self._register(running)
         else:
             self._prefixes.forget(running.key)
+        self._keys.discard(running.key)
         if running.key not in self._prefixes:
             self._tell(DeleteConversation(running.key))
 

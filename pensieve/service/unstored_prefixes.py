@@ -76,7 +76,7 @@ class UnstoredPrefixes:
     def register(self, holder: str, digests: Sequence[bytes]) -> list[str]:
         """It has computed these chunks; which holders are not needed any more, perhaps this one."""
         if not digests:
-            return [] if holder in self else [holder]
+            return []
         left: dict[str, None] = {}
         own = self._digests.setdefault(holder, set())
         self._digests.move_to_end(holder)

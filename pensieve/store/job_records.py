@@ -124,6 +124,13 @@ class Result(NamedTuple):
     is_answer: bool
 
 
+class ResultBytes(NamedTuple):
+    """What the results of a job take as files, with a line break behind each."""
+
+    answers: int
+    errors: int
+
+
 class Duplicate(NamedTuple):
     """A line whose custom_id an earlier line has."""
 

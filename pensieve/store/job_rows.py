@@ -32,6 +32,7 @@ from pensieve.store.job_records import (
     NewJob,
     NewRefusal,
     Result,
+    ResultBytes,
     Which,
 )
 from pensieve.store.migrations import Step, migrate
@@ -229,11 +230,16 @@ def insert_results(conn: Connection, results: Iterable[NewAnswer | NewRefusal]) 
     )
 
 
-def pending_lines(conn: Connection, job_id: str, after: int, limit: int) -> list[JobLine]:
-    """Lines without a result, from behind a line on, as many as fit into a page."""
+PENDING = "NOT EXISTS (SELECT 1 FROM results r WHERE r.line = l.line)"
+
+
+def some_lines(
+    conn: Connection, job_id: str, after: int, limit: int, *, pending: bool
+) -> list[JobLine]:
+    """Lines, or those without a result, from behind a line on, as many as fit into a page."""
+    which = f" AND {PENDING}" if pending else ""
     rows = conn.execute(
-        "SELECT line, crc, text FROM lines l WHERE line > ?"
-        " AND NOT EXISTS (SELECT 1 FROM results r WHERE r.line = l.line) ORDER BY line LIMIT ?",
+        f"SELECT line, crc, text FROM lines l WHERE line > ?{which} ORDER BY line LIMIT ?",
         (after, limit),
     )
     page: list[JobLine] = []
@@ -265,6 +271,14 @@ def some_results(
         page.append(Result(line, _whole(job_id, line, crc, text), bool(is_answer)))
     rows.close()
     return page
+
+
+def result_bytes(conn: Connection) -> ResultBytes:
+    rows = conn.execute(
+        "SELECT is_answer, sum(length(text) + 1) FROM results GROUP BY is_answer"
+    ).fetchall()
+    found = {bool(is_answer): int(num_bytes) for is_answer, num_bytes in rows}
+    return ResultBytes(found.get(True, 0), found.get(False, 0))
 
 
 def _checked(text: bytes) -> tuple[int, bytes]:

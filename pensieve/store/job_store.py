@@ -71,6 +71,7 @@ from pensieve.store.job_records import (
     NewJob,
     NewRefusal,
     Result,
+    ResultBytes,
     Which,
 )
 from pensieve.store.records import check_id
@@ -270,7 +271,12 @@ class JobStore:
     def pending_lines(self, key: JobKey, after: int = 0, limit: int = 1000) -> list[JobLine]:
         """Lines without a result behind the line `after`, in order, about a MiB of them; empty at the end."""
         with self._reading(key) as conn:
-            return job_rows.pending_lines(conn, key.job_id, after, limit)
+            return job_rows.some_lines(conn, key.job_id, after, limit, pending=True)
+
+    def lines(self, key: JobKey, after: int = 0, limit: int = 1000) -> list[JobLine]:
+        """Likewise, whether they have a result or not."""
+        with self._reading(key) as conn:
+            return job_rows.some_lines(conn, key.job_id, after, limit, pending=False)
 
     # -- results --
 
@@ -291,6 +297,11 @@ class JobStore:
         """
         with self._reading(key) as conn:
             return job_rows.some_results(conn, key.job_id, after, limit, which)
+
+    def result_bytes(self, key: JobKey) -> ResultBytes:
+        """As the files of answers and of errors that they are fetched as."""
+        with self._reading(key) as conn:
+            return job_rows.result_bytes(conn)
 
     # -- inside --
 

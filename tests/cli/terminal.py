@@ -30,7 +30,7 @@ WITH_ECHO = (  # the daemon of `pensieve chat`, with arithmetic for a model: som
 
 def text_of(screen: str) -> str:
     """What a person reads: without the echo of Ctrl-C, colours, bells, and the way in which lines end."""
-    text = re.sub(r"\^C|\x07|\x1b\[[?0-9;]*[A-Za-z]", "", screen)
+    text = re.sub(r"\^C|[\x03\x07]|\x1b\[[?0-9;]*[A-Za-z]", "", screen)
     return re.sub(r"[\r\n]+", "\n", text).strip()
 
 

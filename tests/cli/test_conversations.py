@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from pensieve.cli.main import main
-from pensieve.client import Client
+from pensieve.client import Client, Conversation, Message
+from pensieve.errors import NotFound
 from tests.cli.terminal import Terminal
 from tests.service.rig_daemon import ServeProcess
 
@@ -86,6 +87,7 @@ def test_what_is_exported_is_imported_and_exported_again(
     make_some(client)
     first, second, third = (tmp_path / f"{n}.jsonl" for n in range(3))
     assert run("export", "--all", "-o", str(first)) == 0
+    assert capsys.readouterr().out == "5 conversations exported\n"
     exported = lines_of(first)
     assert sorted(exported) == ["empty", "given", "plain", "ruled", "under"]
     assert exported["given"]["messages"][1] == {
@@ -106,10 +108,12 @@ def test_what_is_exported_is_imported_and_exported_again(
     assert lines_of(second) == exported
     for name in ("plain", "ruled", "given", "empty"):  # and they go on
         talk(client, name, "And now?")
+    capsys.readouterr()
     assert run("import", "--new-ids", str(first)) == 0
     ids = capsys.readouterr().out.split()
     assert len(ids) == 5
     assert run("export", *ids, "-o", str(third)) == 0
+    assert capsys.readouterr().out == "5 conversations exported\n"
     assert [lines_of(third)[name] for name in ids] == list(exported.values())
     assert list(tmp_path.glob("*.part")) == []
 
@@ -170,6 +174,27 @@ def test_conversations_are_listed_and_shown(
     assert "pensieve: " in capsys.readouterr().err
 
 
+def test_a_conversation_that_is_deleted_while_it_is_exported_leaves_no_half_line(
+    run: Run,
+    client: Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("first", "second"):
+        talk(client, name, "Hello there.")
+    read = Conversation.messages
+
+    def messages(conversation: Conversation) -> Iterator[Message]:
+        for each in read(conversation):
+            yield each
+            if conversation.conversation_id == "second":
+                raise NotFound("there is no conversation 'second'")
+
+    monkeypatch.setattr(Conversation, "messages", messages)
+    assert run("export", "--all", "-o", str(tmp_path / "some.jsonl")) == 0
+    assert list(lines_of(tmp_path / "some.jsonl")) == ["first"]
+
+
 def test_an_export_of_what_is_not_there_says_so(
     run: Run, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,7 +207,11 @@ def test_an_export_of_what_is_not_there_says_so(
     assert run("export", "first", "--all") == 2
     assert run("export", "first", "-o", str(tmp_path / "nowhere" / "x")) == 3
     assert run("import", str(tmp_path / "nowhere")) == 3
+    capsys.readouterr()
     assert run("rm", "none", "first") == 1  # nobody is there to be asked
+    removed = capsys.readouterr()
+    assert removed.out == "deleted first\n"
+    assert removed.err.startswith("! none: ")
     assert list(client.conversations()) == []
 
 

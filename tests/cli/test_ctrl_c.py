@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from pensieve.cli.ctrl_c import WAKE_SECONDS, CtrlC, _wake
+from pensieve.cli.markdown import without_control
 from pensieve.store import ConversationStore
 from tests.cli.terminal import CTRL_C, ENTERED, PROMPT, Terminal, text_of
 from tests.scale import SCALE, SEED
@@ -51,7 +52,8 @@ def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored(
     print(f"{number} double presses, seed {SEED}")
     drawn = random.Random(SEED)
     shown: dict[str, str] = {}
-    with Terminal(tmp_path, "chat", "--conversation=c", echo_seconds=0.004) as terminal:
+    arguments = ("chat", "--plain", "--conversation=c")
+    with Terminal(tmp_path, *arguments, echo_seconds=0.004) as terminal:
         terminal.read_until("/help for help")
         for index in range(number):
             terminal.read_until(PROMPT)
@@ -66,7 +68,7 @@ def test_two_quick_presses_at_any_moment_stop_the_reply_and_show_what_is_stored(
         assert terminal.wait() == 0, ended
     stored = replies_in(tmp_path)
     assert list(stored) == list(shown)
-    wrong = [each for each in shown if shown[each] != text_of(stored[each])]
+    wrong = [each for each in shown if shown[each] != text_of(without_control(stored[each]))]
     assert not wrong, [(each, shown[each], stored[each]) for each in wrong]
     assert len({*stored.values()}) > number // 4, "too many replies were stopped before they began"
 
@@ -128,7 +130,7 @@ def test_what_a_slow_terminal_has_not_shown_yet_is_not_thrown_away(tmp_path: Pat
 
 def test_a_press_within_one_message_prints_what_came_and_ends(tmp_path: Path):
     """`-q`: the second press comes while the program ends."""
-    arguments = ("chat", "--conversation=c", "-q", "message 0.")
+    arguments = ("chat", "--plain", "--conversation=c", "-q", "message 0.")
     with Terminal(tmp_path / "whole", *arguments, echo_seconds=0.0) as terminal:
         assert terminal.wait() == 0
     (whole,) = replies_in(tmp_path / "whole").values()
@@ -142,7 +144,7 @@ def test_a_press_within_one_message_prints_what_came_and_ends(tmp_path: Path):
         assert "Traceback" not in rest
     (part,) = replies_in(tmp_path / "part").values()
     assert len(part) < len(whole)
-    assert text_of(whole[:8] + rest) == text_of(part)
+    assert text_of(whole[:8] + rest) == text_of(without_control(part))
 
 
 def test_a_daemon_that_does_not_stop_the_reply_is_given_up_by_a_later_press(tmp_path: Path):

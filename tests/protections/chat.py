@@ -56,6 +56,13 @@ PROTECTIONS = (
         "cli/test_chat_terminal.py::test_a_daemon_that_goes_away_is_waited_for_and_comes_back",
     ),
     protection(
+        "no control character of a reply reaches a terminal",
+        "cli/markdown.py",
+        """    return text.replace("\\r\\n", "\\n").replace("\\r", "\\n").translate(CONTROL)\n""",
+        "    return text\n",
+        "cli/test_reply_view.py::test_control_characters_reach_no_terminal",
+    ),
+    protection(
         "a reply that repeats itself is noticed",
         "cli/repetition.py",
         "                lasted = self._lasted[index] + 1 if before == token else 0\n",

@@ -24,6 +24,7 @@ from pensieve.store.job_records import (
     NewJob,
     NewRefusal,
     Result,
+    ResultBytes,
     Which,
 )
 from pensieve.store.job_store import JobStore
@@ -108,6 +109,15 @@ class ScriptedJobs:
         while page := self.store.results(JobKey(tenant, job_id), after, 1000, which):
             yield page
             after = page[-1].line
+
+    async def lines(self, tenant: str, job_id: str) -> AsyncIterator[Sequence[JobLine]]:
+        after = 0
+        while page := self.store.lines(JobKey(tenant, job_id), after):
+            yield page
+            after = page[-1].number
+
+    async def result_bytes(self, tenant: str, job_id: str) -> ResultBytes:
+        return self.store.result_bytes(JobKey(tenant, job_id))
 
     async def watch(self, tenant: str, job_id: str) -> AsyncIterator[JobView]:
         key, shown = JobKey(tenant, job_id), None

@@ -214,6 +214,7 @@ def test_what_was_given_up_is_not_gone_on_from(slow: DaemonRig) -> None:
     wait_for(lambda: cached(slow) == [])
     third = run(slow, [*log, *PROMPT], options(5))
     assert (third.cached_tokens, third.token_ids) == (0, expected([*log, *PROMPT], 5))
+    assert third.figures["recomputed_tokens"] == 0, "all of it is new"
 
 
 def test_another_engine_has_nothing_to_begin_with(slow: DaemonRig) -> None:

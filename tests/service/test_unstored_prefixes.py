@@ -60,9 +60,9 @@ def test_one_that_holds_something_of_its_own_stays() -> None:
     prefixes.check()
 
 
-def test_one_without_a_whole_chunk_is_of_no_use() -> None:
+def test_one_without_a_whole_chunk_holds_nothing() -> None:
     prefixes = UnstoredPrefixes(100)
-    assert prefixes.register("x", chain("a")) == ["x"]
+    assert prefixes.register("x", chain("a")) == []
     assert "x" not in prefixes
 
 
@@ -94,5 +94,7 @@ def test_random_growth_keeps_the_books_and_finds_nothing_false() -> None:
         logs[name] = log
         for gone in prefixes.register(name, chain(log)):
             del logs[gone]
+        if len(log) < 2:
+            del logs[name]
         assert set(logs) == set(prefixes._digests)
         prefixes.check()

@@ -18,9 +18,11 @@ import grpc
 import pytest
 
 from pensieve.builtin import MODEL_PATH
+from pensieve.core.constraint import Constraint, ConstraintKind, choice_of
 from pensieve.core.iteration import Logprob
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
+from pensieve.launch.programs import ENGINE
 from pensieve.service.daemon_config import DaemonConfig
 from pensieve.service.grpc import auth, vllm_values
 from pensieve.service.grpc.server import Listening
@@ -32,7 +34,7 @@ from pensieve.v1.routers import vllm_engine_pb2 as pb
 from pensieve.v1.routers import vllm_engine_pb2_grpc
 from tests.service.rig_daemon import ECHO, DaemonRig, details, wait_for
 from tests.service.test_daemon import END_ID, TOKENIZER
-from tests.service.test_unstored import expected, on_disk
+from tests.service.test_unstored import expected, on_disk, run
 
 SECRET = "The treasure lies under the old oak."
 PROMPT = tuple(TOKENIZER.encode(SECRET).ids)
@@ -184,6 +186,39 @@ def test_logprobs_are_those_of_the_chunk(rig: DaemonRig) -> None:
     assert list(end.output_logprobs.token_logprobs) == [0.0, -0.5, -1.0]
 
 
+def test_a_model_says_the_same_from_kv_that_it_found_as_from_none(tmp_path: Path) -> None:
+    """Chats that grow, share and lose KV in tiers that are too small, beside the same prompts of tenants
+    that find nothing."""
+    data = tmp_path / "data"
+    written = {"device_cache": "900t", "host_cache": "600t", "threads": "1"}
+    with DaemonRig(data, listening=listening(data), program=ENGINE, written=written) as rig:
+        num_cached = 0
+        for chat in range(4):
+            prompt = [*PROMPT, chat + 300]
+            for turn in range(3):
+                (answer,) = stub(rig).Generate(
+                    request(prompt, stream=False, max_tokens=40, logprobs=2), timeout=60
+                )
+                end = answer.complete
+                num_cached += end.cached_tokens
+                alone = run(
+                    rig,
+                    prompt,
+                    TurnOptions(Sampling(max_tokens=40, ignore_eos=True)),
+                    tenant=f"{chat}-{turn}",
+                )
+                assert alone.cached_tokens == 0
+                assert list(end.output_ids) == alone.token_ids
+                logprobs = end.output_logprobs
+                assert list(logprobs.token_ids) == alone.token_ids
+                for each, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+                    assert each == max(top.values) <= 0.0
+                    assert len(top.values) == 2
+                prompt += [*end.output_ids, *PROMPT]
+        assert num_cached > 500
+        assert rig.call(rig.daemon.check()) == []
+
+
 def test_a_long_reply_comes_in_several_chunks() -> None:
     num_tokens = vllm_values.PIECE_TOKENS * 2 + 1
     live = LiveTurn(-1, "", 0, 5, [7] * num_tokens)
@@ -220,16 +255,38 @@ def test_a_token_with_a_low_priority_gives_it_to_its_requests() -> None:
     assert vllm_values.requested(given, 100, -3).choices[0].priority == -3
 
 
+@pytest.mark.parametrize(
+    ("params", "constraint"),
+    [
+        ({"json_schema": "{}"}, Constraint(ConstraintKind.JSON_SCHEMA, "{}")),
+        ({"regex": "a*"}, Constraint(ConstraintKind.REGEX, "a*")),
+        ({"json_object": True}, Constraint(ConstraintKind.JSON_OBJECT)),
+        ({"json_object": False}, None),
+        ({"choice": pb.ChoiceConstraint(choices=["a", "b"])}, choice_of(("a", "b"))),
+    ],
+)
+def test_constraints_are_those_of_sendmessage(
+    params: dict[str, Any], constraint: Constraint | None
+) -> None:
+    given = pb.GenerateRequest(
+        tokenized=pb.TokenizedInput(input_ids=[1]), sampling_params=pb.SamplingParams(**params)
+    )
+    (options,) = vllm_values.requested(given, 100, 8).choices
+    assert options.constraint == constraint
+
+
+def test_a_hopeless_constraint_is_refused(rig: DaemonRig) -> None:
+    error = refused(rig, request(regex="(((", ignore_eos=False))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 # -- refusals --
 
 
 @pytest.mark.parametrize(
     ("params", "field"),
     [
-        ({"json_schema": "{}"}, "sampling_params.json_schema"),
-        ({"regex": "a*"}, "sampling_params.regex"),
-        ({"json_object": True}, "sampling_params.json_object"),
-        ({"choice": pb.ChoiceConstraint(choices=["a"])}, "sampling_params.choice"),
+        ({"structural_tag": "{}"}, "sampling_params.structural_tag"),
         ({"prompt_logprobs": 1}, "sampling_params.prompt_logprobs"),
         ({"truncate_prompt_tokens": 5}, "sampling_params.truncate_prompt_tokens"),
         ({"n": 17}, "sampling_params.n"),

@@ -278,7 +278,7 @@ def test_the_wall_clock_is_asked_for_records_and_for_nothing_else() -> None:
     }
     assert users == {
         "cli/chat_list.py",  # how old a conversation is
-        "cli/chat_terminal.py",  # the name of a new conversation
+        "cli/chat_talk.py",  # the name of a new conversation
         "service/audit_log.py",  # when something was done
         "service/daemon_config.py",  # when the engine began, beside when conversations changed
         "store/conversation_store.py",  # created, updated, finished

@@ -334,3 +334,21 @@ def test_a_closed_store_opens_its_files_again(jobs: JobStore) -> None:
     jobs.close()
     jobs.answer(KEY, [answer(2)])
     assert results(jobs) == [(2, "yes 2")]
+
+
+def test_a_jobs_lines_stay_readable_whatever_became_of_them(jobs: JobStore) -> None:
+    sent(jobs, num_lines=5)
+    jobs.answer(KEY, [answer(2)])
+    jobs.set_state(KEY, JobState.ENDED, JobOutcome.CANCELLED)
+    found: list[JobLine] = []
+    while page := jobs.lines(KEY, found[-1].number if found else 0, limit=2):
+        found += page
+    assert found == [line(number) for number in range(1, 6)]
+
+
+def test_results_are_as_long_as_the_files_that_they_become(jobs: JobStore) -> None:
+    sent(jobs, num_lines=5)
+    assert jobs.result_bytes(KEY) == (0, 0)
+    jobs.answer(KEY, [answer(1), answer(3, "ä")])
+    jobs.refuse(KEY, [refusal(2)])
+    assert jobs.result_bytes(KEY) == (len("yes 1\nä 3\n".encode()), len(b"no 2\n"))

@@ -56,12 +56,12 @@ def call_id(answer_id: str, index: int) -> str:
     return f"toolu_{answer_id}{index:02d}"
 
 
-def ending_of(finish: FinishReason, num_calls: int, stop_sequence: str | None) -> Ending:
+def ending_of(finish: FinishReason, ends_with_call: bool, stop_sequence: str | None) -> Ending:
     if finish is FinishReason.LENGTH:
         return Ending("max_tokens")
     if stop_sequence is not None:
         return Ending("stop_sequence", stop_sequence)
-    return Ending("tool_use" if num_calls else "end_turn")
+    return Ending("tool_use" if ends_with_call else "end_turn")
 
 
 def stopped_by(reply: Reply, tokenizer: Tokenizer, stops: Sequence[str]) -> str | None:

@@ -30,7 +30,7 @@ ERROR = "Error: "  # before the text of a tool's answer that is one
 
 
 @dataclass(slots=True)
-class Blocks:
+class RoleRun:
     """What one role says before another one does."""
 
     role: str
@@ -46,8 +46,8 @@ class Blocks:
             return [Message("assistant", text, thinking, tuple(self.calls))]
         if not (self.texts or self.results):
             raise Refusal(f"{where}.content", "must not be empty")
-        blocks = [Message(self.role, "\n".join(self.texts))] if self.texts else []
-        return [*self.results, *blocks]
+        own = [Message(self.role, "\n".join(self.texts))] if self.texts else []
+        return [*self.results, *own]
 
 
 def take_messages(fields: Fields) -> tuple[Message, ...]:
@@ -57,7 +57,7 @@ def take_messages(fields: Fields) -> tuple[Message, ...]:
     if given is None:
         raise Refusal(where, "is required", "missing_required_parameter")
     found: list[Message] = [] if system is None else [system]
-    blocks: Blocks | None = None
+    run: RoleRun | None = None
     calls: Mapping[str, str] = {}  # the tools that the assistant called last, by the calls' ids
     place = where
     for number, each in enumerate(given):
@@ -66,41 +66,41 @@ def take_messages(fields: Fields) -> tuple[Message, ...]:
         role = one.needed_text("role")
         if role not in ROLES:
             raise Refusal(one.where("role"), f"{quoted(role)} is not one of {', '.join(ROLES)}")
-        if blocks is None and role == "assistant":
+        if run is None and role == "assistant":
             raise Refusal(one.where("role"), "the first message is the user's")
-        if blocks is not None and role != blocks.role:
-            found += blocks.messages(f"{where}[{number - 1}]")
-            if blocks.role == "assistant":
-                calls = {call.id: call.name for call in blocks.calls if call.id is not None}
-        if blocks is None or role != blocks.role:
-            blocks = Blocks(role)
-        _take_content(one, blocks, calls)
+        if run is not None and role != run.role:
+            found += run.messages(f"{where}[{number - 1}]")
+            if run.role == "assistant":
+                calls = {call.id: call.name for call in run.calls if call.id is not None}
+        if run is None or role != run.role:
+            run = RoleRun(role)
+        _take_content(one, run, calls)
         one.end()
-    if blocks is None:
+    if run is None:
         raise Refusal(where, "at least one message is required")
-    if blocks.role == "assistant":
+    if run.role == "assistant":
         problem = "the last message is the user's: a reply cannot be begun for the model"
         raise Refusal(place, problem, "unsupported_parameter")
-    return (*found, *blocks.messages(place))
+    return (*found, *run.messages(place))
 
 
 def _system(fields: Fields) -> Message | None:
     """None where it is empty: templates have a system prompt of their own, or none."""
-    blocks = Blocks("system")
+    run = RoleRun("system")
     if "system" in fields:
-        _take_content(fields, blocks, {}, "system")
-    text = "\n".join(blocks.texts)
+        _take_content(fields, run, {}, "system")
+    text = "\n".join(run.texts)
     return Message("system", text) if text else None
 
 
 def _take_content(
-    fields: Fields, blocks: Blocks, calls: Mapping[str, str], name: str = "content"
+    fields: Fields, run: RoleRun, calls: Mapping[str, str], name: str = "content"
 ) -> None:
     given, where = fields.take(name), fields.where(name)
     if given is None:
         raise Refusal(where, "is required", "missing_required_parameter")
     if isinstance(given, str):
-        blocks.texts.append(given)
+        run.texts.append(given)
         return
     if not isinstance(given, list | tuple):
         raise Refusal(where, "must be a string or a list of blocks", "invalid_type")
@@ -108,16 +108,16 @@ def _take_content(
         block = Fields(each, f"{where}[{number}]")
         kind = block.needed_text("type")
         if kind == "text":
-            blocks.texts.append(_text(block))
-        elif blocks.role == "user" and kind == "tool_result":
-            blocks.results.append(_result(block, calls))
-        elif blocks.role == "assistant" and kind == "thinking":
-            blocks.thinking.append(block.needed_text("thinking"))
+            run.texts.append(_text(block))
+        elif run.role == "user" and kind == "tool_result":
+            run.results.append(_result(block, calls))
+        elif run.role == "assistant" and kind == "thinking":
+            run.thinking.append(block.needed_text("thinking"))
             block.text("signature")
-        elif blocks.role == "assistant" and kind == "redacted_thinking":
+        elif run.role == "assistant" and kind == "redacted_thinking":
             block.text("data")
-        elif blocks.role == "assistant" and kind == "tool_use":
-            blocks.calls.append(_call(block))
+        elif run.role == "assistant" and kind == "tool_use":
+            run.calls.append(_call(block))
         else:
             raise _not_text(block, kind)
         _end(block)

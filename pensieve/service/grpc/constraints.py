@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pensieve.core.constraint import Constraint, ConstraintKind, choice_of
 from pensieve.errors import InvalidArgument
 from pensieve.service.constraints import FIELD
@@ -11,16 +13,16 @@ from pensieve.v1 import conversation_pb2 as pb
 def constraint_of(request: pb.SendMessageRequest) -> Constraint | None:
     if not request.HasField("constraint"):
         return None
-    given = request.constraint
-    name = given.WhichOneof("kind")
+    name = request.constraint.WhichOneof("kind")
     if name is None:
         raise InvalidArgument(FIELD, "names no kind")
+    return named(name, request.constraint)
+
+
+def named(name: str, given: Any) -> Constraint | None:
+    """The one of this name; None: a JSON object that is not wanted."""
     if name == "choice":
-        constraint = choice_of(tuple(given.choice.choices))
-    elif name == "json_object":
-        if not given.json_object:
-            return None
-        constraint = Constraint(ConstraintKind.JSON_OBJECT)
-    else:
-        constraint = Constraint(ConstraintKind(name), getattr(given, name))
-    return constraint
+        return choice_of(tuple(given.choice.choices))
+    if name == "json_object":
+        return Constraint(ConstraintKind.JSON_OBJECT) if given.json_object else None
+    return Constraint(ConstraintKind(name), getattr(given, name))

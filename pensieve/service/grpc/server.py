@@ -228,6 +228,7 @@ class Server:
         conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
             ConversationService(daemon), services
         )
+        self.batch_jobs = jobs
         self.jobs = JobService(jobs, daemon.config.stall_seconds)
         jobs_pb2_grpc.add_JobServiceServicer_to_server(self.jobs, services)
         self._scrape = Scrape(

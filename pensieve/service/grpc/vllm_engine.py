@@ -14,12 +14,15 @@ import asyncio
 import hashlib
 import json
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import grpc
 
 from pensieve import __version__
+from pensieve.core.turn import TurnOptions
 from pensieve.errors import Loading
+from pensieve.service.constraints import Constraints
 from pensieve.service.daemon import LOADING, Daemon
 from pensieve.service.engine_client import Ready
 from pensieve.service.grpc import vllm_values
@@ -39,7 +42,16 @@ NO_EVENTS = "this server does not tell which KV it holds; GetLoads and cached_to
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
+        self._constraints: Constraints | None = None  # once a model was loaded
         self._running: dict[tuple[str, str], list[LiveTurn]] = {}  # by tenant and request
+
+    async def _check(self, options: TurnOptions, tenant: str) -> None:
+        """The constraint, which all choices share."""
+        if self._constraints is None:
+            self._constraints = Constraints(self.daemon.conversations.turns.tokenizer)
+        if not self._constraints.knows(options):
+            check = partial(self._constraints.check, options)
+            await self.daemon.threads.in_text_pool(tenant, check)
 
     async def Generate(  # type: ignore[override]  # it writes to the context instead of yielding
         self, request: pb.GenerateRequest, context: Any
@@ -47,6 +59,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         daemon, by = self.daemon, caller()
         tenant = by.tenant
         requested = vllm_values.requested(request, daemon.context_max, by.priority_max)
+        await self._check(requested.choices[0], tenant)
         key, lives = (tenant, requested.request_id), list[LiveTurn]()
         others = self._running.setdefault(key, [])
         try:

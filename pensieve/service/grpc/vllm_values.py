@@ -13,6 +13,7 @@ from typing import Any
 from pensieve.core.sampling import Sampling
 from pensieve.core.turn import FinishReason, TurnOptions
 from pensieve.errors import InvalidArgument
+from pensieve.service.grpc import constraints
 from pensieve.service.live_turn import LiveTurn
 from pensieve.text import Tokenizer
 from pensieve.v1.routers import vllm_engine_pb2 as pb
@@ -58,13 +59,18 @@ def requested(request: pb.GenerateRequest, context_max: int, priority_max: int) 
     for name in ("prompt_logprobs", "truncate_prompt_tokens"):
         if params.HasField(name):  # type: ignore[arg-type]
             raise InvalidArgument(f"sampling_params.{name}", REFUSED)
-    if (constraint := params.WhichOneof("constraint")) is not None:
-        raise InvalidArgument(f"sampling_params.{constraint}", REFUSED)
+    kind = params.WhichOneof("constraint")
+    if kind == "structural_tag":
+        raise InvalidArgument(f"sampling_params.{kind}", REFUSED)
+    constraint = None if kind is None else constraints.named(kind, params)
     if params.n > CHOICES_MAX:
         raise InvalidArgument("sampling_params.n", f"is at most {CHOICES_MAX}")
     numbers = range(max(params.n, 1))
     priority = min(0, priority_max)
-    choices = tuple(TurnOptions(_sampling(params, context_max, each), priority) for each in numbers)
+    choices = tuple(
+        TurnOptions(_sampling(params, context_max, each), priority, constraint=constraint)
+        for each in numbers
+    )
     return Requested(request.request_id, request.tokenized.input_ids, choices, request.stream)
 
 

@@ -50,6 +50,7 @@ class Exchange:
         self.out: dict[str, str] = {}  # headers of the answer
         self.has_left = False  # the client
         self.num_bytes = 0  # of the body, once it was read
+        self._has_body = False  # all pieces of it were read
         self._receive, self._send = receive, send
         self._done: list[Callable[[Any], None]] = []
         self._begun = False  # the answer's headers are sent
@@ -91,6 +92,20 @@ class Exchange:
                 self.num_bytes = num_bytes
                 self._watch()
                 return b"".join(chunks)
+
+    async def read_chunk(self) -> bytes | None:
+        """The next piece of a body of any length; None behind the last."""
+        if self._has_body:
+            return None
+        event = await self._receive()
+        if event["type"] == "http.disconnect":
+            self.has_left = True
+            raise asyncio.CancelledError
+        if not event.get("more_body"):
+            self._has_body = True
+            self._watch()
+        chunk: bytes = event.get("body", b"")
+        return chunk
 
     def _watch(self) -> None:
         """Cancel the task that answers when the client leaves."""
@@ -134,6 +149,13 @@ class Exchange:
         self._sent_at = loop.time()
         self._keeping = loop.create_task(self._keep_alive())
 
+    def begin_bytes(self, kind: str) -> None:
+        """The answer is a stream of bytes; its headers go with the first of them.
+
+        What fails after that breaks the connection off, so that no client takes it for whole.
+        """
+        self.out["content-type"] = kind
+
     async def write(self, piece: bytes) -> None:
         """A piece of a stream; returns when the client may have more."""
         async with self._lock:
@@ -141,6 +163,12 @@ class Exchange:
                 await self._begin(200)
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
             self._sent_at = asyncio.get_running_loop().time()
+
+    async def end_bytes(self) -> None:
+        async with self._lock:
+            if not self._begun:
+                await self._begin(200)
+            await self._send({"type": "http.response.body", "body": b""})
 
     async def end_events(self) -> None:
         self._stop_keeping()

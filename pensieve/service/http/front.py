@@ -108,7 +108,10 @@ class Endpoint:
         deletes: str = "",
         error_body: ErrorBody = errors.body_of,
     ) -> None:
-        """`is_open`: anybody may call it, and it reads no body.  `deletes`: gRPC's method that does so."""
+        """`is_open`: anybody may call it, and it reads no body.
+
+        `deletes`: gRPC's method that does the same; what is deleted goes by its names in the path.
+        """
         self._front, self._act, self._is_open = front, act, is_open
         self._deletes, self._error_body = deletes, error_body
 
@@ -161,9 +164,7 @@ class Endpoint:
             await self._tell(exchange, errors.unforeseen(incident))
         finally:
             if by is not None and self._deletes:
-                deleted = SimpleNamespace(
-                    conversation_id=exchange.values.get("conversation_id", "")
-                )
+                deleted = SimpleNamespace(**exchange.values)
                 peer = exchange.peer()
                 guard.deletion_ended(self._deletes, deleted, by, peer, outcome, began)
 

@@ -41,7 +41,9 @@ def serve_http(server: Server, template: ChatTemplate, style: CallStyle | None =
     is_local = is_loopback(of.http.rpartition(":")[0]) and not of.tokens
     front = Front(server.guard, Allowed(of.http_hosts, of.http_origins, is_local))
     server.beside.append(
-        HttpListener(of, lambda: application(front, server.daemon, template, style))
+        HttpListener(
+            of, lambda: application(front, server.daemon, template, style, server.batch_jobs)
+        )
     )
 
 

@@ -99,7 +99,7 @@ class Messages:
     def _ending(self, request: Request, live: LiveTurn, pieces: ReplyPieces) -> Ending:
         reply, tokenizer = reply_of(live), self._bodies.template.tokenizer
         stop = stopped_by(reply, tokenizer, request.sampling.stop)
-        return ending_of(reply.finish, pieces.num_calls, stop)
+        return ending_of(reply.finish, pieces.ends_with_call, stop)
 
 
 def body_of(error: PensieveError) -> Mapping[str, Any]:

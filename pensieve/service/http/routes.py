@@ -8,6 +8,7 @@ from typing import Any
 from pensieve.extras import need
 from pensieve.service.binding.binder import Binder
 from pensieve.service.daemon import Daemon
+from pensieve.service.http.batches import Batches, Files
 from pensieve.service.http.bodies import Bodies
 from pensieve.service.http.chat import ChatCompletions
 from pensieve.service.http.completions import Completions
@@ -19,6 +20,7 @@ from pensieve.service.http.models import Health, Models, not_here
 from pensieve.service.http.pasts import Pasts
 from pensieve.service.http.response_places import ResponsePlaces
 from pensieve.service.http.responses import Responses
+from pensieve.service.jobs.values import Jobs
 from pensieve.service.stored_responses import StoredResponses
 from pensieve.text import ChatTemplate
 from pensieve.text.tool_calls import CallStyle
@@ -29,14 +31,20 @@ Route = tuple[str, str, Act, Mapping[str, Any]]  # method, path, and settings of
 
 
 def application(
-    front: Front, daemon: Daemon, template: ChatTemplate, style: CallStyle | None
+    front: Front,
+    daemon: Daemon,
+    template: ChatTemplate,
+    style: CallStyle | None,
+    jobs: Jobs | None = None,
 ) -> Any:
     """Serves whatever the daemon does over HTTP."""
     routing = need("http", "starlette.routing", PURPOSE)
     bodies = Bodies(front, daemon, template, style)
     models, health, binder = Models(daemon, bodies), Health(daemon), Binder(daemon)
     messages = Messages(daemon, bodies, binder)
+    files, batches = Files(daemon, bodies, jobs), Batches(bodies, jobs)
     as_anthropic = {"error_body": anthropics}
+    deleting_a_job = {"deletes": "/pensieve.v1.JobService/DeleteJob"}
     acts: Sequence[Route] = (
         ("GET", "/health", health.health, {"is_open": True}),
         ("GET", "/version", health.version, {"is_open": True}),
@@ -46,6 +54,16 @@ def application(
         ("POST", "/v1/completions", Completions(daemon, bodies), {}),
         ("POST", "/v1/messages", messages.create, as_anthropic),
         ("POST", "/v1/messages/count_tokens", messages.count_tokens, as_anthropic),
+        ("POST", "/v1/files", files.upload, {}),
+        ("GET", "/v1/files", files.all, {}),
+        ("GET", "/v1/files/{job_id}", files.one, {}),
+        ("DELETE", "/v1/files/{job_id}", files.delete, deleting_a_job),
+        ("GET", "/v1/files/{job_id}/content", files.content, {}),
+        ("POST", "/v1/batches", batches.create, {}),
+        ("GET", "/v1/batches", batches.all, {}),
+        ("GET", "/v1/batches/{job_id}", batches.one, {}),
+        ("DELETE", "/v1/batches/{job_id}", batches.delete, deleting_a_job),
+        ("POST", "/v1/batches/{job_id}/cancel", batches.cancel, {}),
         *_of_responses(daemon, bodies),
     )
     by_path: dict[str, dict[str, Endpoint]] = {}

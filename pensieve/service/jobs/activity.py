@@ -79,4 +79,5 @@ def view_of(job: Job, activity: Activity | None, problem: str, now: float) -> Jo
         job.created_at,
         job.started_at,
         job.ended_at,
+        job.options.get("details", {}),
     )

@@ -26,7 +26,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pensieve.engine.messages import Answer, Event
 from pensieve.errors import (
@@ -47,7 +47,17 @@ from pensieve.service.jobs.store_thread import StoreThread
 from pensieve.service.jobs.values import JobHeader, JobView
 from pensieve.service.jobs.worker import FIRST_NUMBER, JobsConfig, Worker
 from pensieve.service.texts import Texts
-from pensieve.store.job_records import Job, JobKey, JobOutcome, JobState, NewJob, Result, Which
+from pensieve.store.job_records import (
+    Job,
+    JobKey,
+    JobLine,
+    JobOutcome,
+    JobState,
+    NewJob,
+    Result,
+    ResultBytes,
+    Which,
+)
 from pensieve.store.job_store import JobStore
 
 T = TypeVar("T")
@@ -139,7 +149,9 @@ class BatchJobs(Background):
         if self._closing:
             raise Unavailable("the daemon is shutting down")
         receiving = self._incoming_of(key, header, jobs)
-        options = {"endpoint": header.endpoint, "check_only": header.check_only}
+        options: dict[str, Any] = {"endpoint": header.endpoint, "check_only": header.check_only}
+        if header.details:
+            options["details"] = dict(header.details)
         in_thread = partial(self._daemon.threads.in_text_pool, tenant)
         call, store = self._store.call, self._store.jobs
         self._incoming[key] = receiving
@@ -215,6 +227,16 @@ class BatchJobs(Background):
         ):
             yield page
             after = page[-1].line
+
+    async def lines(self, tenant: str, job_id: str) -> AsyncIterator[Sequence[JobLine]]:
+        key, after = JobKey(tenant, job_id), 0
+        while page := await self._store.call(tenant, self._store.jobs.lines, key, after):
+            yield page
+            after = page[-1].number
+
+    async def result_bytes(self, tenant: str, job_id: str) -> ResultBytes:
+        key = JobKey(tenant, job_id)
+        return await self._store.call(tenant, self._store.jobs.result_bytes, key)
 
     async def watch(self, tenant: str, job_id: str) -> AsyncIterator[JobView]:
         before: JobView | None = None

@@ -10,11 +10,11 @@ WrongJobState.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from pensieve.store.job_records import JobOutcome, JobState, Result, Which
+from pensieve.store.job_records import JobLine, JobOutcome, JobState, Result, ResultBytes, Which
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class JobHeader:
     num_bytes: int = 0
     endpoint: str = ""  # the url that each line must have
     check_only: bool = False  # ends when its lines were checked, with the outcome `checked`
+    details: Mapping[str, Any] = field(default_factory=dict)  # kept with the job for its client
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class JobView:
     created_at: float
     started_at: float | None
     ended_at: float | None
+    details: Mapping[str, Any] = field(default_factory=dict)  # that it was created with
 
 
 class Jobs(Protocol):
@@ -87,6 +89,14 @@ class Jobs(Protocol):
         self, tenant: str, job_id: str, which: Which, after: int
     ) -> AsyncIterator[Sequence[Result]]:
         """The results of lines behind `after` that there are by now, in order, in pages of about a MiB."""
+        ...
+
+    def lines(self, tenant: str, job_id: str) -> AsyncIterator[Sequence[JobLine]]:
+        """The lines that a job was created with, in order, in pages of about a MiB."""
+        ...
+
+    async def result_bytes(self, tenant: str, job_id: str) -> ResultBytes:
+        """How long its results are by now, as files."""
         ...
 
     def watch(self, tenant: str, job_id: str) -> AsyncIterator[JobView]:

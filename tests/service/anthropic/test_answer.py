@@ -206,10 +206,10 @@ def test_the_beginning_of_arguments_says_nothing_that_they_do_not(arguments, dat
 
 
 def test_why_a_reply_ended():
-    assert ending_of(STOP, 0, None) == Ending("end_turn")
-    assert ending_of(STOP, 1, None) == Ending("tool_use")
-    assert ending_of(LENGTH, 1, None) == Ending("max_tokens")
-    assert ending_of(STOP, 1, "x") == Ending("stop_sequence", "x")
+    assert ending_of(STOP, False, None) == Ending("end_turn")
+    assert ending_of(STOP, True, None) == Ending("tool_use")
+    assert ending_of(LENGTH, True, None) == Ending("max_tokens")
+    assert ending_of(STOP, True, "x") == Ending("stop_sequence", "x")
 
 
 @pytest.mark.parametrize(

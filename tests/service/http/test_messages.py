@@ -15,7 +15,6 @@ from tests.service.http.rig_http import MODEL, Answer, HttpRig, http_rig
 
 USER = {"role": "user", "content": "How are you?"}
 TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
-USE = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"at": "sea"}}
 
 
 @pytest.fixture(scope="module")
@@ -86,23 +85,26 @@ def test_a_stream_is_named_events(door: HttpRig) -> None:
         assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
 
 
-def test_tools_thinking_and_a_system_prompt_reach_the_model(client: anthropic.Anthropic) -> None:
+def test_thinking_and_a_system_prompt_reach_the_model(client: anthropic.Anthropic) -> None:
     thinking = {"type": "thinking", "thinking": "where?", "signature": ""}
-    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "waves"}
     found = client.messages.create(
         model=MODEL,
         max_tokens=8,
         system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
-        tools=[TOOL],
         thinking={"type": "enabled", "budget_tokens": 1024},
         messages=[
             USER,
-            {"role": "assistant", "content": [thinking, {"type": "text", "text": "Oh."}, USE]},
-            {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+            {"role": "assistant", "content": [thinking, {"type": "text", "text": "Oh."}]},
+            {"role": "user", "content": [{"type": "text", "text": "And?"}]},
         ],
         metadata={"user_id": "u"},
     )
     assert found.usage.input_tokens > 20
+
+
+def test_tools_that_the_model_cannot_be_shown_are_refused(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="does not write tools"):
+        client.messages.create(model=MODEL, max_tokens=8, tools=[TOOL], messages=[USER])
 
 
 def test_a_stop_sequence_is_named(client: anthropic.Anthropic) -> None:
