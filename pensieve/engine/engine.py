@@ -53,6 +53,7 @@ from pensieve.engine.messages import (
     ListCached,
     LogNeeded,
     Message,
+    Picture,
     ProvideLog,
     RewindConversation,
     SubmitTurn,
@@ -60,6 +61,7 @@ from pensieve.engine.messages import (
     TurnEnded,
 )
 from pensieve.engine.metrics import Metrics, cached
+from pensieve.engine.pictures import picture
 from pensieve.engine.ports import Clock, Executor, Observer, Sink
 
 IDLE_SECONDS = 1.0  # a round without anything to do; garbage is collected after the first
@@ -180,6 +182,8 @@ class Engine:
                 log_lines = cache.eviction_log.lines_of(conversation_id, now)
                 locations = cache.locations(conversation_id)
                 return [Answer(query_id, rows=(*locations, *log_lines))]
+            case Picture(query_id, limit, prefix):
+                return [Answer(query_id, rows=picture(cache, limit, prefix))]
             case GetStats(query_id):
                 figures = self.metrics.figures(now) | self.attainment.figures(now)
                 return [Answer(query_id, figures=figures)]

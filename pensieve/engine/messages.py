@@ -89,6 +89,15 @@ class Explain:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """Where the chunks of the conversations lie that were used last; see engine/pictures.py."""
+
+    query_id: int
+    limit: int
+    prefix: str = ""  # of the ids that are shown
+
+
+@dataclass(frozen=True, slots=True)
 class GetStats:
     query_id: int
 
@@ -108,6 +117,7 @@ Message = (
     | EvictConversation
     | ListCached
     | Explain
+    | Picture
     | GetStats
     | CheckIntegrity
 )

@@ -121,6 +121,10 @@ class Exchange:
             self.has_left = True
             task.cancel()
 
+    async def no_body(self) -> None:
+        """Of a request that brings none: from now on its task ends when the client leaves."""
+        self._watch()
+
     # -- the answer --
 
     @property

@@ -49,6 +49,11 @@ class Front:
         self.guard = guard
         self._allowed = allowed
 
+    @property
+    def is_local(self) -> bool:
+        """Only this machine can connect, and needs no token."""
+        return self._allowed.is_local
+
     # -- checks --
 
     def check_place(self, exchange: Exchange) -> None:

@@ -14,12 +14,15 @@ from pensieve.service.http.chat import ChatCompletions
 from pensieve.service.http.completions import Completions
 from pensieve.service.http.conversations import Conversations
 from pensieve.service.http.front import Act, Endpoint, Front
+from pensieve.service.http.gateway import Gateway
 from pensieve.service.http.messages import Messages
 from pensieve.service.http.messages import body_of as anthropics
 from pensieve.service.http.models import Health, Models, not_here
+from pensieve.service.http.page import Page
 from pensieve.service.http.pasts import Pasts
 from pensieve.service.http.response_places import ResponsePlaces
 from pensieve.service.http.responses import Responses
+from pensieve.service.http.watching import Watching
 from pensieve.service.jobs.values import Jobs
 from pensieve.service.stored_responses import StoredResponses
 from pensieve.text import ChatTemplate
@@ -42,10 +45,15 @@ def application(
     bodies = Bodies(front, daemon, template, style)
     models, health, binder = Models(daemon, bodies), Health(daemon), Binder(daemon)
     messages = Messages(daemon, bodies, binder)
+    watching = Watching(daemon, front.is_local)
     files, batches = Files(daemon, bodies, jobs), Batches(bodies, jobs)
     as_anthropic = {"error_body": anthropics}
     deleting_a_job = {"deletes": "/pensieve.v1.JobService/DeleteJob"}
     acts: Sequence[Route] = (
+        ("GET", "/", Page(), {"is_open": True}),
+        ("GET", "/pensieve/memory", watching, {}),
+        ("GET", "/pensieve/story/{conversation_id}", watching.story, {}),
+        *Gateway(daemon, bodies).routes(),
         ("GET", "/health", health.health, {"is_open": True}),
         ("GET", "/version", health.version, {"is_open": True}),
         ("GET", "/v1/models", models.all, {}),

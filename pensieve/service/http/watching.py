@@ -1,0 +1,85 @@
+"""`GET /pensieve/memory`: where the conversations of a tenant lie, as events, while somebody watches.
+
+One picture of the engine's cache is made at a time for each tenant that is watched, whoever watches, and none
+where nobody does.  A watcher that takes nothing misses pictures: the next one is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from pensieve.engine.messages import Explain, Picture
+from pensieve.errors import PensieveError, QueueFull
+from pensieve.service.daemon import Daemon
+from pensieve.service.grpc.auth import Caller
+from pensieve.service.http.exchange import Exchange, event
+from pensieve.service.live_turn import cache_key
+
+LOOK_SECONDS = 0.5
+SHOWN_MAX = 64  # conversations
+WATCHERS_MAX = 64
+FIGURES = (
+    *("device_pages", "device_pages_free", "host_pages", "host_pages_free"),
+    *("turns_running", "turns_queued", "tokens_per_iteration"),
+    *("tokens_swapped_in", "tokens_swapped_out"),
+)
+
+
+class Watching:
+    def __init__(self, daemon: Daemon, shows_figures: bool) -> None:
+        """`shows_figures`: of the whole engine, to everybody; else to operators alone."""
+        self._daemon, self._shows_figures = daemon, shows_figures
+        self._num_watchers = 0
+        self._pictures: dict[str, asyncio.Task[dict[str, Any]]] = {}  # by tenant
+
+    async def __call__(self, exchange: Exchange, by: Caller) -> Mapping[str, Any] | None:
+        if self._num_watchers >= WATCHERS_MAX:
+            raise QueueFull(f"{WATCHERS_MAX} pages watch already")
+        self._num_watchers += 1
+        try:
+            await exchange.no_body()
+            exchange.begin_events()
+            while True:
+                picture = dict(await self._picture(by.tenant))
+                if not (self._shows_figures or by.admin):
+                    del picture["figures"]
+                await exchange.write(event(picture, "memory"))
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            self._num_watchers -= 1
+
+    async def _picture(self, tenant: str) -> dict[str, Any]:
+        """The one that is on its way, or another."""
+        drawing = self._pictures.get(tenant)
+        if drawing is None:
+            drawing = asyncio.get_running_loop().create_task(self._drawn(tenant))
+            self._pictures[tenant] = drawing
+            drawing.add_done_callback(lambda _: self._pictures.pop(tenant, None))
+        return await asyncio.shield(drawing)
+
+    async def _drawn(self, tenant: str) -> dict[str, Any]:
+        prefix = f"{tenant}/" if tenant else ""
+        try:
+            drawn = await self._daemon.query(lambda number: Picture(number, SHOWN_MAX, prefix))
+            stats = await self._daemon.stats()
+        except PensieveError as error:  # the engine starts again: the next one shows it
+            return {"problem": error.reason, "conversations": [], "figures": {}}
+        names = ("id", "tokens", "running", "left_out", "strip")
+        return {
+            "conversations": [dict(zip(names, row, strict=True)) for row in drawn.rows],
+            "figures": {name: stats.figures[name] for name in FIGURES if name in stats.figures},
+        }
+
+    async def story(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        """Where a conversation's chunks lie, and what became of those that were there."""
+        key = cache_key(by.tenant, exchange.values["conversation_id"])
+        answer = await self._daemon.query(lambda number: Explain(number, key))
+        runs = [
+            dict(zip(("first", "count", "place", "holders"), row, strict=True))
+            for row in answer.rows
+            if len(row) == 4
+        ]
+        events = [{"seconds_ago": row[0], "text": row[1]} for row in answer.rows if len(row) == 2]
+        return {"runs": runs, "events": events}

@@ -1,0 +1,58 @@
+"""The cache as a picture: its letters, and what it leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pensieve.engine import pictures
+from pensieve.engine.pictures import picture
+from tests.core.world import Stage
+
+
+def world(**shape: Any) -> Stage:
+    return Stage(12, 24, batch_tokens_max=64, **shape)
+
+
+def test_strips_say_where_the_chunks_are() -> None:
+    stage = world()
+    stage.ask("a", 16, 2)
+    stage.run_until_idle()
+    ((name, tokens, running, left_out, strip),) = picture(stage.cache, 10, "")
+    assert (name, running, left_out) == ("a", 0.0, 0)
+    letters = stage.where("a").replace("D", "d")
+    runs = "".join(strip[n] * int(strip[n + 1]) for n in range(0, len(strip), 2))
+    assert len(runs) == len(letters)
+    assert tokens == stage.cache.conversations["a"].num_tokens
+
+
+def test_long_conversations_show_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "SHOWN_CHUNKS_MAX", 3)
+    stage = world()
+    stage.ask("a", 20, 2)
+    stage.run_until_idle()
+    ((_, _, _, left_out, strip),) = picture(stage.cache, 10, "")
+    assert left_out == len(stage.where("a")) - 3
+    assert sum(int(each) for each in strip if each.isdigit()) == 3
+
+
+def test_those_that_run_come_first_and_only_so_many() -> None:
+    stage = world()
+    for name in "abc":
+        stage.ask(name, 5, 1)
+        stage.run_until_idle()
+    stage.ask("a", 5, 5)
+    stage.next()
+    shown = picture(stage.cache, 2, "")
+    assert [row[0] for row in shown] == ["a", "c"]
+    assert [row[2] for row in shown] == [1.0, 0.0]
+
+
+def test_a_tenant_sees_its_own() -> None:
+    stage = world()
+    for name in ("red/a", "blue/a", "a", "~unstored/red/1"):
+        stage.ask(name, 5, 1)
+        stage.run_until_idle()
+    assert [row[0] for row in picture(stage.cache, 10, "")] == ["a"]
+    assert [row[0] for row in picture(stage.cache, 10, "red/")] == ["a"]
