@@ -57,5 +57,5 @@ def letter_of(chunk: Chunk) -> str:
 
 
 def _is_of(conversation_id: str, prefix: str) -> bool:
-    """Ids of tenants have a slash, and those of nobody's none."""
+    """Ids of tenants have a slash, others have none."""
     return conversation_id.startswith(prefix) and "/" not in conversation_id[len(prefix) :]

@@ -52,7 +52,7 @@ def application(
     acts: Sequence[Route] = (
         ("GET", "/", Page(), {"is_open": True}),
         ("GET", "/pensieve/memory", watching, {}),
-        ("GET", "/pensieve/story/{conversation_id}", watching.story, {}),
+        ("GET", "/pensieve/explain/{conversation_id}", watching.explain, {}),
         *Gateway(daemon, bodies).routes(),
         ("GET", "/health", health.health, {"is_open": True}),
         ("GET", "/version", health.version, {"is_open": True}),

@@ -72,7 +72,7 @@ class Watching:
             "figures": {name: stats.figures[name] for name in FIGURES if name in stats.figures},
         }
 
-    async def story(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+    async def explain(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         """Where a conversation's chunks lie, and what became of those that were there."""
         key = cache_key(by.tenant, exchange.values["conversation_id"])
         answer = await self._daemon.query(lambda number: Explain(number, key))

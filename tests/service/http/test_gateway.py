@@ -123,8 +123,8 @@ def test_the_memory_is_drawn_by_chunks(rig: HttpRig, monkeypatch: pytest.MonkeyP
     num_chunks = -(-(log - 1) // 32)  # nobody has needed the KV of the last token yet
     assert (shown["id"], shown["running"], shown["strip"]) == ("talk", 0.0, f"d{num_chunks}")
     assert last["figures"]["device_pages"] > last["figures"]["device_pages_free"] > 0
-    story = rig.ask("GET", "/pensieve/story/talk").value
-    assert story["runs"] == [{"first": 0, "count": num_chunks, "place": "device", "holders": 1}]
+    explained = rig.ask("GET", "/pensieve/explain/talk").value
+    assert explained["runs"] == [{"first": 0, "count": num_chunks, "place": "device", "holders": 1}]
 
 
 def test_a_tenant_sees_its_own_memory_alone(
@@ -147,5 +147,7 @@ def test_a_tenant_sees_its_own_memory_alone(
         assert rig.ask("GET", "/").status == 200
         assert rig.ask("GET", "/pensieve/memory").status == 401
         named = last["conversations"][0]["id"]
-        story = rig.ask("GET", f"/pensieve/story/{named}", headers={"x-api-key": given["red"]})
-        assert story.value == {"runs": [], "events": []}
+        explained = rig.ask(
+            "GET", f"/pensieve/explain/{named}", headers={"x-api-key": given["red"]}
+        )
+        assert explained.value == {"runs": [], "events": []}
