@@ -142,10 +142,15 @@ class Binder:
         while (earlier := self._beginning.get(request)) is not None:
             await earlier.wait()
         self._beginning[request] = asyncio.Event()
-        try:
-            return await self._daemon.threads.whole(self._begin(chat, seconds_left))
-        finally:
-            self._beginning.pop(request).set()
+
+        async def sequence() -> list[Bound]:
+            """It goes on where its client has left, which is when the same request comes again."""
+            try:
+                return await self._begin(chat, seconds_left)
+            finally:
+                self._beginning.pop(request).set()
+
+        return await self._daemon.threads.whole(sequence())
 
     async def _begin(self, chat: Chat, seconds_left: float | None) -> list[Bound]:
         refusal = self._daemon.refusal(chat.tenant, "", chat.options.priority, seconds_left)

@@ -31,6 +31,9 @@ class BodyTooLarge(InvalidArgument):
     """The body is larger than any that is taken."""
 
 
+WINDOW_BYTES = 64 << 10  # of an answer, at once
+
+
 class Piece(bytes):
     """Bytes of a stream; their size goes by the name that messages of gRPC have for it."""
 
@@ -51,6 +54,9 @@ class Exchange:
         self.has_left = False  # the client
         self.num_bytes = 0  # of the body, once it was read
         self._has_body = False  # all pieces of it were read
+        self.call: Any = (
+            None  # where it is counted, once its caller is known (service/grpc/calls.py)
+        )
         self._receive, self._send = receive, send
         self._done: list[Callable[[Any], None]] = []
         self._begun = False  # the answer's headers are sent
@@ -136,10 +142,17 @@ class Exchange:
         await self.answer_bytes(one_line(value), "application/json", status)
 
     async def answer_bytes(self, body: bytes, kind: str, status: int = 200) -> None:
+        if self.call is not None:
+            self.call.answers(Piece(body))
         self.out |= {"content-type": kind, "content-length": str(len(body))}
         await self._begin(status)
-        with_body = b"" if self.method == "HEAD" else body
-        await self._send({"type": "http.response.body", "body": with_body})
+        body = b"" if self.method == "HEAD" else body
+        for start in range(
+            0, len(body), WINDOW_BYTES
+        ):  # each waits until the client has taken the last
+            piece = body[start : start + WINDOW_BYTES]
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b""})
 
     def begin_events(self) -> None:
         """The answer is a stream; its headers go with its first event."""
@@ -162,6 +175,13 @@ class Exchange:
 
     async def write(self, piece: bytes) -> None:
         """A piece of a stream; returns when the client may have more."""
+        if self.call is None:
+            await self.write_now(piece)
+        else:
+            await self.call.write(Piece(piece))
+
+    async def write_now(self, piece: bytes) -> None:
+        """The same, whatever its tenant's clients have to take first."""
         async with self._lock:
             if not self._begun:
                 await self._begin(200)
@@ -191,7 +211,7 @@ class Exchange:
             if wait > 0:
                 await asyncio.sleep(wait)
             else:
-                await self.write(KEEP_ALIVE)
+                await self.write_now(KEEP_ALIVE)
 
     def _stop_keeping(self) -> None:
         if self._keeping is not None:
@@ -212,6 +232,15 @@ class Exchange:
         done, self._done = self._done, []
         for function in done:
             function(self)
+
+
+class Uncounted:
+    """An exchange to the part of the service that counts what goes through it (service/grpc/calls.py)."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.write = exchange.write_now
+        self.add_done_callback = exchange.add_done_callback
+        self.time_remaining = exchange.time_remaining
 
 
 def event(value: Mapping[str, Any], name: str = "") -> Piece:

@@ -26,7 +26,7 @@ from pensieve.errors import PensieveError, PermissionDenied, whole_line
 from pensieve.service.grpc.auth import AuthInterceptor, Caller, group_of, set_caller
 from pensieve.service.grpc.translate import is_of_the_machine
 from pensieve.service.http import errors
-from pensieve.service.http.exchange import Exchange, event
+from pensieve.service.http.exchange import Exchange, Uncounted, event
 
 log = logging.getLogger("pensieve")
 Act = Callable[[Exchange, Caller], Awaitable[Mapping[str, Any] | None]]
@@ -66,7 +66,7 @@ class Front:
         origin = exchange.headers.get("origin")
         if origin is None or origin in allowed.origins or "*" in allowed.origins:
             self._allow_origin(exchange, origin)
-        elif urlsplit(origin).netloc != host or not host:
+        elif not host or _place_of(origin) != host:
             raise PermissionDenied(f"pages of {origin[:80]!r} are not allowed; see --http-origins")
 
     def _allow_origin(self, exchange: Exchange, origin: str | None) -> None:
@@ -146,7 +146,7 @@ class Endpoint:
             if not self._is_open:
                 by = front.caller_of(exchange)
                 set_caller(by)
-                call = guard.calls.enter(exchange, by.tenant)
+                call = exchange.call = guard.calls.enter(Uncounted(exchange), by.tenant)
                 await call.admit(method)
             value = await self._act(exchange, by or Caller())
             if value is not None:
@@ -174,7 +174,10 @@ class Endpoint:
                 guard.deletion_ended(self._deletes, deleted, by, peer, outcome, began)
 
     async def _tell(self, exchange: Exchange, error: PensieveError) -> None:
-        body = self._error_body(error)
+        body, exchange.call = (
+            self._error_body(error),
+            None,
+        )  # an error is told, whoever has not read what
         if exchange.begun:
             if exchange.is_stream:
                 await exchange.write(event(body, "error" if "type" in body else ""))
@@ -191,6 +194,14 @@ class Endpoint:
         if shape.status == 401:
             exchange.out["www-authenticate"] = "Bearer"
         await exchange.answer(body, shape.status)
+
+
+def _place_of(origin: str) -> str:
+    """The name and port of an Origin; empty if it is none."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
 
 
 def _method(exchange: Exchange) -> str:

@@ -3,7 +3,8 @@
 * A connection that begins a request has HEAD_SECONDS to send its head; the body's time is `Incoming`'s.
 * One that sends nothing is closed after IDLE_SECONDS, the first time as after an answer.
 * There are CONNECTIONS_MAX of them, apart from gRPC's; more are closed at once.
-* A client that does not take its answer is held up by the socket alone, a few windows behind.
+* A client that takes nothing of its answer for STALL_SECONDS is cut off; until then what it has not taken is
+  a few windows of a stream, or an answer, and counts for its tenant (`unread_bytes`).
 
 The daemon ends it: connections that wait are closed, those that are answered end with their turns.
 """
@@ -32,6 +33,7 @@ IDLE_SECONDS = 75
 HEAD_BYTES_MAX = 32 << 10
 BACKLOG = 1024
 CONNECTIONS_MAX = 10_240
+STALL_SECONDS = 30.0  # that a client may take nothing of what is sent
 CLOSE_SECONDS = 2.0  # for answers that are on their way when the daemon ends
 
 
@@ -141,6 +143,7 @@ def _protocol(connections_max: int) -> Any:
         """A connection, with a deadline for each head of a request."""
 
         _deadline: asyncio.TimerHandle | None = None
+        _look: asyncio.TimerHandle | None = None
         _in_head = False  # the deadline is that of a head, or of a body that nobody wants
 
         def connection_made(self, transport: Any) -> None:
@@ -150,6 +153,7 @@ def _protocol(connections_max: int) -> Any:
                 return
             super().connection_made(transport)
             self._close_after(IDLE_SECONDS)
+            self._look_again(0)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -167,7 +171,17 @@ def _protocol(connections_max: int) -> Any:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._close_after(None)
+            if self._look is not None:
+                self._look.cancel()
             super().connection_lost(exc)
+
+        def _look_again(self, left_before: int) -> None:
+            """Give a client up that has taken nothing since the last look; `close` would wait for it."""
+            left = self.transport.get_write_buffer_size()
+            if left_before and left >= left_before:
+                self.transport.abort()
+                return
+            self._look = self.loop.call_later(STALL_SECONDS, self._look_again, left)
 
         @property
         def _answers(self) -> bool:

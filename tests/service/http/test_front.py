@@ -269,3 +269,45 @@ def test_a_client_that_leaves_before_the_first_word_leaves_nothing(door: HttpRig
 
     found = door.rig.call(conversations()).conversations
     assert all(each.num_messages == 0 for each in found)
+
+
+def test_a_client_that_takes_nothing_is_cut_off(
+    door: HttpRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "STALL_SECONDS", 0.3)
+    one = f"GET /v1/models HTTP/1.1\r\nhost: {door.address}\r\n\r\n".encode()
+    host, _, port = door.address.rpartition(":")
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(60)
+        sock.connect((host, int(port)))
+        try:
+            while True:  # until the daemon reads no more, and then gives the connection up
+                sock.sendall(one * 100)
+        except OSError as error:
+            assert isinstance(error, ConnectionError)
+    assert door.ask("GET", "/v1/models").status == 200
+
+
+def test_what_clients_have_not_read_is_limited(tmp_path: Path) -> None:
+    given, entry = auth.new_token("red", admin=False)
+    (token,) = auth.tokens_of(tmp_path / "tokens", entry.encode())
+    little = auth.Token(token.sha256, "red", limits=Limits(unread_bytes=100))
+    with http_rig(
+        tmp_path / "data", http={"tokens": (little,)}, limits={"red": little.limits}
+    ) as door:
+        headers = {"x-api-key": given}
+        assert door.ask("GET", "/version", headers=headers).status == 200
+        answer = door.ask("GET", "/v1/models", headers=headers)
+        assert (answer.status, answer.error["code"]) == (429, "rate_limit_exceeded")
+        assert "bytes to read first" in answer.error["message"]
+
+        async def unread() -> int:
+            return door.rig.daemon.allowance("red").num_unread_bytes
+
+        wait_for(lambda: door.rig.call(unread()) == 0)
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://", "x", "//", "\x80"])
+def test_an_origin_that_is_none_is_refused(door: HttpRig, origin: str) -> None:
+    assert door.ask("GET", "/v1/models", headers={"origin": origin}).status == 403
