@@ -42,8 +42,9 @@ class Screen:
         if self._view is not None:
             self._view.push(text, kind)
             return
-        _write(without_control(text) if self._is_terminal else text)
-        self._tail = (self._tail + text).rpartition("\n")[2]
+        shown = without_control(text) if self._is_terminal else text
+        _write(shown)
+        self._tail = (self._tail + shown).rpartition("\n")[2]
 
     def reply_ended(self) -> None:
         """The cursor goes to the beginning of a line."""

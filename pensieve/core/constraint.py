@@ -8,8 +8,9 @@
     grammar       a grammar in the Lark format of llguidance   a sentence of it
 
 `problem` is decided from the text alone and in a time that its size bounds.  Whether it can be compiled is
-found out by text/grammars.py, which knows the tokens.  A schema's cost grows faster than its length, with the
-square of the properties of an object, so their number is bounded beside the length; fuel bounds the rest.
+found out by text/grammars.py, which knows the tokens.  Fuel does not bound everything that compiling takes,
+so what grows faster than the length is bounded here: the values of a schema (properties cost by their
+square), and how many patterns have to hold at once (that cost doubles with each).
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from typing import Any
 
 TEXT_BYTES_MAX = 64 << 10
 OBJECTS_MAX = 1_000  # JSON objects within a schema: about 50 ms of compiling
+VALUES_MAX = 4_000  # of all kinds, at most so many
+MEMBERS_MAX = 1_000  # of one object or list within a schema
+INTERSECTED_MAX = 4  # patterns that hold at once
+EMBEDDED = "%json"  # a schema within a grammar, which would go past the bounds of schemas
 DEPTH_MAX = 64  # of lists and objects within a schema
 CHOICES_MAX = 1_000
 
@@ -55,7 +60,7 @@ class Constraint:
             return _problem_of_schema(self.text)
         if self.kind is ConstraintKind.CHOICE:
             return _problem_of_choices(self.text)
-        return None
+        return _problem_of_grammar(self.kind, self.text)
 
     @property
     def identity(self) -> dict[str, str]:
@@ -81,18 +86,43 @@ def _problem_of_schema(text: str) -> str | None:
         return f"is not JSON: {error}"
     if not isinstance(schema, dict | bool):
         return "must be a JSON object"
-    num_objects, stack = 0, [(schema, 1)]
+    num_objects = num_values = num_patterns = 0
+    is_intersected, stack = False, [(schema, 1)]
     while stack:
         value, depth = stack.pop()
         if not isinstance(value, dict | list):
             continue
-        num_objects += isinstance(value, dict)
         if depth > DEPTH_MAX:
             return f"is nested deeper than {DEPTH_MAX}"
-        inner: list[Any] = list(value.values()) if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            num_objects += 1
+            num_patterns += "pattern" in value or "format" in value
+            is_intersected |= "allOf" in value
+        inner: list[Any] = value if isinstance(value, list) else _inner(value)
+        if len(inner) > MEMBERS_MAX:
+            return f"has {len(inner):,} members in one place, and at most {MEMBERS_MAX:,} are taken"
+        num_values += len(inner)
         stack.extend((each, depth + 1) for each in inner)
     if num_objects > OBJECTS_MAX:
         return f"holds {num_objects:,} objects, and at most {OBJECTS_MAX:,} are taken"
+    if num_values > VALUES_MAX:
+        return f"holds {num_values:,} values, and at most {VALUES_MAX:,} are taken"
+    if is_intersected and num_patterns > INTERSECTED_MAX:
+        return f"has allOf beside {num_patterns} patterns, and at most {INTERSECTED_MAX} are taken"
+    return None
+
+
+def _inner(schema: dict[str, Any]) -> list[Any]:
+    """Without the strings of an enumeration, of which many cost little."""
+    return [each for name, each in schema.items() if name != "enum" or not isinstance(each, list)]
+
+
+def _problem_of_grammar(kind: ConstraintKind, text: str) -> str | None:
+    """Of a regular expression, too: in either a character of its own means that both sides hold."""
+    if (num_intersections := text.count("&")) > INTERSECTED_MAX:
+        return f"has {num_intersections} times '&', and at most {INTERSECTED_MAX} are taken"
+    if kind is ConstraintKind.GRAMMAR and EMBEDDED in text:
+        return f"has {EMBEDDED}: give a json_schema instead"
     return None
 
 

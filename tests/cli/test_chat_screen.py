@@ -74,3 +74,19 @@ def test_a_reply_that_begins_again_begins_below(monkeypatch: pytest.MonkeyPatch)
     shown = TerminalScreen(60, 24)
     shown.write(out.getvalue())
     assert shown.text.split("\n") == ["```", "code", "[again]", "It is so."]
+
+
+def test_a_row_that_is_written_again_brings_no_control_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = Output(True)
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", out)
+    screen = Screen(plain=True)
+    screen.reply("hi \x1b]0;evil\x07\x1b[2J")
+    screen.passing("[waiting]")
+    screen.clear()
+    assert "hi " in out.getvalue().rpartition("[waiting]")[2]
+    assert "\x1b]0;" not in out.getvalue()
+    assert "\x1b[2J" not in out.getvalue()
+    assert "\x07" not in out.getvalue()

@@ -53,7 +53,31 @@ def test_what_is_within_bounds_has_no_problem(constraint: Constraint) -> None:
         (Constraint(Kind.JSON_SCHEMA, "[]"), "must be a JSON object"),
         (Constraint(Kind.JSON_SCHEMA, nested(DEPTH_MAX + 1)), "deeper than 64"),
         (Constraint(Kind.JSON_SCHEMA, "[" * 50_000), "deeper than 64"),
-        (Constraint(Kind.JSON_SCHEMA, json.dumps({"anyOf": [{}] * OBJECTS_MAX})), "1,001 objects"),
+        (
+            Constraint(Kind.JSON_SCHEMA, json.dumps({"anyOf": [{"not": {}}] * OBJECTS_MAX})),
+            "2,001 objects",
+        ),
+        (
+            Constraint(
+                Kind.JSON_SCHEMA,
+                json.dumps({"properties": dict.fromkeys(map(str, range(1001)), True)}),
+            ),
+            "1,001 members in one place",
+        ),
+        (
+            Constraint(Kind.JSON_SCHEMA, json.dumps({"anyOf": [{"enum": [], "a": [0] * 900}] * 9})),
+            "values, and at most",
+        ),
+        (
+            Constraint(
+                Kind.JSON_SCHEMA,
+                json.dumps({"allOf": [{"pattern": f"(a|b)*a(a|b){{{n}}}$"} for n in range(5)]}),
+            ),
+            "allOf beside 5 patterns",
+        ),
+        (Constraint(Kind.GRAMMAR, "start: X\nX: " + " & ".join(["/a/"] * 6)), "5 times '&'"),
+        (Constraint(Kind.REGEX, "a&b&c&d&e&f"), "5 times '&'"),
+        (Constraint(Kind.GRAMMAR, 'start: %json {"type": "object"}'), "has %json"),
         (Constraint(Kind.REGEX, "ä" * (TEXT_BYTES_MAX // 2 + 1)), "65,538 bytes"),
         (Constraint(Kind.REGEX, ""), "must not be empty"),
         (Constraint(Kind.REGEX, "\ud800"), "surrogate"),

@@ -42,7 +42,7 @@ LENGTH_BYTES = 8
 UNKNOWN_CALL = b"?"
 
 Piece = tuple[Part, str]  # of a reply: the text of consecutive tokens of one part
-ReplyReader = Callable[[Sequence[Piece]], Message]
+ReplyReader = Callable[[Sequence[Piece]], Message | None]  # None: no client sends this back
 
 
 def plain_reply(pieces: Sequence[Piece]) -> Message:
@@ -65,7 +65,9 @@ class ChainEnd:
         """
         try:
             message = self.reply_reader(pieces_of(text, stream))
-            return ChainState(after(self.digest, message), self.session)
+            return (
+                None if message is None else ChainState(after(self.digest, message), self.session)
+            )
         except (
             Exception
         ) as error:  # whatever a reader of replies does to one, the reply is not lost

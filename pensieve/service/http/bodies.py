@@ -35,6 +35,7 @@ from pensieve.text.reply_pieces import ReplyPieces
 from pensieve.text.tool_calls import CallStyle
 
 SHORT_BYTES = 16 << 10  # what the loop may parse by itself
+SHORT_TOKENS = 256  # of an answer
 SEED_BITS = 63
 
 
@@ -83,6 +84,14 @@ class Bodies:
             return read(body, served)
         return await self._daemon.threads.in_text_pool(by.tenant, lambda: read(body, served))
 
+    async def made(
+        self, by: Caller, num_tokens: int, function: Callable[[], Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
+        """The body of an answer of so many tokens; a long one would hold everybody up on the loop."""
+        if num_tokens <= SHORT_TOKENS:
+            return function()
+        return await self._daemon.threads.in_text_pool(by.tenant, function)
+
     def pieces(self, request: Request) -> ReplyPieces:
         """Cuts the reply to a request; calls are looked for where there are tools."""
         return self.pieces_of(request.tools)
@@ -95,9 +104,11 @@ class Bodies:
         """What the client will send back of a reply: its text and its calls."""
         style, tools = self.style, request.tools
 
-        def read(pieces: Sequence[tuple[Part, str]]) -> Message:
+        def read(pieces: Sequence[tuple[Part, str]]) -> Message | None:
             parts, texts = [part for part, _ in pieces], [text for _, text in pieces]
             cut = cut_reply(texts, parts, style, tools)
+            if not all(each.is_whole for each in cut.calls):
+                return None  # no client can send back what broke off
             calls = [ToolCall(each.name, json.loads(each.arguments)) for each in cut.calls]
             return Message("assistant", cut.content, tool_calls=tuple(calls))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pensieve.service.binding.binder import Binder, Chat
@@ -59,8 +60,9 @@ class ChatCompletions:
         )
         exchange.out |= sources(lives[0].figures)
         bodies, replies = self._bodies, [reply_of(live) for live in lives]
-        tokenizer = bodies.template.tokenizer
-        return answer(request, replies, prompt_of(lives[0]), heading, tokenizer, bodies.style)
+        tokenizer, prompt = bodies.template.tokenizer, prompt_of(lives[0])
+        made = partial(answer, request, replies, prompt, heading, tokenizer, bodies.style)
+        return await bodies.made(by, sum(live.num_tokens for live in lives), made)
 
     async def _begin(self, exchange: Exchange, by: Caller, request: Request) -> list[LiveTurn]:
         if request.store is False:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pensieve.service.daemon import Daemon
@@ -37,9 +38,9 @@ class Completions:
         await all_of(follow(self._daemon, exchange, live, _no_pieces(), None) for live in lives)
         exchange.out |= sources(lives[0].figures)
         replies = [reply_of(live) for live in lives]
-        return answer(
-            request, replies, prompt_of(lives[0]), heading, self._bodies.template.tokenizer
-        )
+        tokenizer, prompt = self._bodies.template.tokenizer, prompt_of(lives[0])
+        made = partial(answer, request, replies, prompt, heading, tokenizer)
+        return await self._bodies.made(by, sum(live.num_tokens for live in lives), made)
 
     async def _stream(
         self, exchange: Exchange, request: Request, heading: Heading, lives: Sequence[LiveTurn]

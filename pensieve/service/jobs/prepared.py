@@ -73,7 +73,8 @@ class LineReader(NamedTuple):
         if not isinstance(found, BatchLine):
             return found
         try:
-            self.constraints.check(TurnOptions(constraint=found.request.constraint))
+            request = found.request
+            self.constraints.check(TurnOptions(request.sampling, constraint=request.constraint))
             tokens = self._tokens(found.request)
             if len(tokens) >= self.context_max:
                 raise ContextFull(len(tokens) + 1, self.context_max)

@@ -35,13 +35,6 @@ TENANT_TOKENS = "tenant_tokens."
 def of_turns(meter: Meter) -> Found:
     usage = meter.usage
     kept = usage.device_tokens + usage.host_tokens
-    # What another conversation had computed counts as shared, wherever it lay.
-    device = usage.device_tokens - usage.shared_tokens
-    sources = {
-        "device": max(device, 0),
-        "host": usage.host_tokens + min(device, 0),
-        "shared": usage.shared_tokens,
-    }
     return {
         **_labelled("turns_total", meter.outcomes),
         **_labelled(
@@ -50,7 +43,7 @@ def of_turns(meter: Meter) -> Found:
         ),
         **_labelled("admission_rejections_total", meter.rejections),
         **_labelled("kv_recomputed_tokens_total", meter.recomputed),
-        **_labelled("prompt_tokens_cached_by_source_total", sources),
+        **_labelled("prompt_tokens_cached_by_source_total", meter.sources),
         **_plain(
             {
                 "prompt_tokens_total": usage.prompt_tokens,

@@ -31,6 +31,7 @@ class Meter:
         self.usage = Usage()  # of all that the engine has ended, added up
         self.generation_tokens = 0
         self.recomputed = dict.fromkeys(RECOMPUTE_REASONS, 0)  # tokens
+        self.sources = {"device": 0, "host": 0, "shared": 0}  # tokens that were cached
         self.outcomes = dict.fromkeys(OUTCOMES, 0)
         self.rejections = Counter[str]()
         self.turn_seconds = Histogram(TURN_SECONDS)
@@ -75,6 +76,11 @@ class Meter:
         total.host_tokens += usage.host_tokens
         total.recomputed_tokens += usage.recomputed_tokens
         total.shared_tokens += usage.shared_tokens
+        # What another conversation had computed counts as shared, wherever it lay.
+        device = usage.device_tokens - usage.shared_tokens
+        self.sources["device"] += max(device, 0)
+        self.sources["host"] += usage.host_tokens + min(device, 0)
+        self.sources["shared"] += usage.shared_tokens
         if usage.recomputed_tokens:
             reason = live.recompute_reason if live is not None else OTHER
             self.recomputed[reason or OTHER] += usage.recomputed_tokens

@@ -46,6 +46,15 @@ def test_each_cached_token_has_one_source(
     assert found["external_prefix_cache_queries_total"] == [((), 5 + host)]
 
 
+def test_no_counter_of_sources_falls() -> None:
+    meter = Meter()
+    meter.took([ended(1, device_tokens=50)], lambda number: None)
+    before = by(of_turns(meter), "prompt_tokens_cached_by_source_total")
+    meter.took([ended(2, host_tokens=100, shared_tokens=100)], lambda number: None)
+    after = by(of_turns(meter), "prompt_tokens_cached_by_source_total")
+    assert (before["device"], after) == (50, {"device": 50, "host": 0, "shared": 100})
+
+
 def test_what_is_recomputed_has_the_reason_of_its_turn() -> None:
     live = {
         number: LiveTurn(number, "c", 0, 1, number=number, recompute_reason=reason)
