@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from pensieve.core.turn import TurnOptions
-from pensieve.errors import ErasurePending, NotFound, StorageFull
+from pensieve.errors import ErasurePending, NotFound, StaleRevision, StorageFull
 from pensieve.service.daemon import Daemon
 from pensieve.service.draft import Ask, new_messages
 from pensieve.service.erasing import erased
 from pensieve.store import records
-from pensieve.store.conversation_changes import Pending
+from pensieve.store.conversation_changes import Pending, PendingChange
 from pensieve.store.responses import Removed, StoredResponse
 from pensieve.text import Message
 
@@ -38,11 +38,14 @@ class StoredResponses:
             self._threads.in_store(response.tenant, self._store.responses.save, response)
         )
 
-    async def delete(self, response_id: str, tenant: str) -> None:
-        """And its conversation, if that was made for responses and this was the last one."""
-        await self._threads.whole(self._delete(response_id, tenant))
+    async def delete(self, response_id: str, tenant: str) -> str:
+        """And its conversation, if that was made for responses and this was the last one.
 
-    async def _delete(self, response_id: str, tenant: str) -> None:
+        Returns the id of that, empty if it stays.
+        """
+        return await self._threads.whole(self._delete(response_id, tenant))
+
+    async def _delete(self, response_id: str, tenant: str) -> str:
         conversations = self._daemon.writable
         try:
             removed: Removed = await self._threads.in_store(
@@ -50,12 +53,14 @@ class StoredResponses:
             )
         except ErasurePending:
             await erased(self._store.erasure.finish, self._threads)
-            return
+            return ""
         if removed.conversation_id:
             try:
-                await conversations.delete(removed.conversation_id, tenant)
-            except NotFound:  # somebody else has deleted it meanwhile
+                await conversations.delete(removed.conversation_id, tenant, removed.revision)
+            except (NotFound, StaleRevision):  # deleted meanwhile, or somebody goes on with it
+                removed = Removed()
                 await erased(self._store.erasure.finish, self._threads)
+        return removed.conversation_id
 
     # -- conversations --
 
@@ -83,9 +88,18 @@ class StoredResponses:
             tenant=tenant,
         )
 
-    async def take_pending(self, conversation_id: str, revision: int, tenant: str) -> Pending:
-        return await self._threads.in_store(
-            tenant, self._store.changes.take_pending, conversation_id, revision, tenant=tenant
+    async def take_pending(
+        self,
+        conversation_id: str,
+        revision: int,
+        messages: tuple[records.NewMessage, ...],
+        tenant: str,
+    ) -> None:
+        await self._threads.in_store(
+            tenant,
+            self._store.changes.take_pending,
+            *(conversation_id, revision, messages),
+            tenant=tenant,
         )
 
     async def give_back_pending(self, conversation_id: str, tenant: str) -> None:
@@ -96,10 +110,19 @@ class StoredResponses:
     async def change_pending(
         self, conversation_id: str, change: Callable[[Pending], Pending], tenant: str
     ) -> Pending:
+        """What `change` makes of them; messages that go are erased from the files."""
         await self._check(tenant)
-        return await self._threads.in_store(
+        return await self._threads.whole(self._change_pending(conversation_id, change, tenant))
+
+    async def _change_pending(
+        self, conversation_id: str, change: Callable[[Pending], Pending], tenant: str
+    ) -> Pending:
+        changed: PendingChange = await self._threads.in_store(
             tenant, self._store.changes.change_pending, conversation_id, change, tenant=tenant
         )
+        if changed.is_erasure_due:
+            await erased(self._store.erasure.finish, self._threads)
+        return changed.after
 
     async def _check(self, tenant: str) -> None:
         """Refuse what its tenant may not store."""

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pensieve.errors import StaleRevision, TurnRunning
+from pensieve.errors import ErasurePending, StaleRevision, TurnRunning
 from pensieve.store import message_rows
 from pensieve.store.bodies import insert_body, read_private, wipe_bodies
 from pensieve.store.connection import Writer
 from pensieve.store.conversation_rows import require_conversation
+from pensieve.store.erasure import Erasure
 from pensieve.store.records import Conversation, NewMessage, check_text
 from pensieve.store.running_rows import RunningRows
 
@@ -38,12 +39,20 @@ class Pending:
     taken_at: int | None = None
 
 
+class PendingChange(NamedTuple):
+    """What is pending after a change; `is_erasure_due`: what went is not erased from the files yet."""
+
+    after: Pending
+    is_erasure_due: bool = False
+
+
 class ConversationChanges:
     """Used outside of transactions, in the thread of the store."""
 
-    def __init__(self, writer: Writer, running: RunningRows) -> None:
+    def __init__(self, writer: Writer, running: RunningRows, erasure: Erasure) -> None:
         self._writer = writer
         self._running = running
+        self._erasure = erasure
 
     def set_metadata(
         self, conversation_id: str, metadata: Mapping[str, Any], *, tenant: str = ""
@@ -79,23 +88,47 @@ class ConversationChanges:
 
     def change_pending(
         self, conversation_id: str, change: Callable[[Pending], Pending], *, tenant: str = ""
-    ) -> Pending:
-        """What `change` makes of the messages that are pending; no turn may be running."""
-        with self._running.writing() as conn:
-            _, conversation = require_conversation(conn, conversation_id, tenant)
-            if conversation.running_turn_id is not None:
-                raise TurnRunning(conversation_id, str(conversation.running_turn_id))
-            return _change_pending(conn, conversation_id, tenant, change)
+    ) -> PendingChange:
+        """What `change` makes of the messages that are pending; no turn may be running.
 
-    def take_pending(self, conversation_id: str, at_revision: int, *, tenant: str = "") -> Pending:
-        """They come with the turn that begins at this revision; StaleRevision if that is past."""
+        A message that goes is deleted: nothing of it stays on the disk (erasure.py).
+        """
         with self._running.writing() as conn:
             _, conversation = require_conversation(conn, conversation_id, tenant)
             if conversation.running_turn_id is not None:
                 raise TurnRunning(conversation_id, str(conversation.running_turn_id))
-            if conversation.revision != at_revision:
+            before = pending_of(conn, conversation_id, tenant)
+            after = _change_pending(conn, conversation_id, tenant, change)
+            is_deletion = any(each not in after.messages for each in before.messages)
+            if is_deletion:
+                self._erasure.prepare()
+        if is_deletion:
+            try:
+                self._erasure.finish()
+            except ErasurePending:
+                return PendingChange(after, is_erasure_due=True)
+        return PendingChange(after)
+
+    def take_pending(
+        self,
+        conversation_id: str,
+        at_revision: int,
+        messages: tuple[NewMessage, ...],
+        *,
+        tenant: str = "",
+    ) -> None:
+        """They come with the turn that begins at this revision.
+
+        StaleRevision, and nothing is taken, if that is past, or these are not what is pending.
+        """
+        with self._running.writing() as conn:
+            _, conversation = require_conversation(conn, conversation_id, tenant)
+            if conversation.running_turn_id is not None:
+                raise TurnRunning(conversation_id, str(conversation.running_turn_id))
+            pending = pending_of(conn, conversation_id, tenant)
+            if conversation.revision != at_revision or pending.messages != messages:
                 raise StaleRevision(at_revision, conversation.revision)
-            return _change_pending(
+            _change_pending(
                 conn, conversation_id, tenant, lambda found: replace(found, taken_at=at_revision)
             )
 

@@ -106,7 +106,7 @@ class ConversationStore:
         self.prefixes = DeclaredPrefixes(self._writer, self._running, now)
         self.chains = Chains(self._writer, self._running)
         self.responses = Responses(self._writer, self._running, self.erasure)
-        self.changes = ConversationChanges(self._writer, self._running)
+        self.changes = ConversationChanges(self._writer, self._running, self.erasure)
         interrupted = self._running.interrupt_dead()
         self.erasure.resume()
         self.interrupted_at_open = tuple(self.get_turn(turn_id) for turn_id in interrupted)

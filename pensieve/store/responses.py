@@ -9,7 +9,7 @@ and it may go before.
     last_revision    the highest that a response made or found there, deleted ones included
 
 When the last response of a conversation of ours is deleted, the conversation has to go, too, unless
-somebody else has gone on with it: then its revision is higher than `last_revision`.
+somebody has gone on with it: then a turn runs there, or its revision is higher than `last_revision`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class StoredResponse:
 class Removed(NamedTuple):
     """A response that is deleted, and the conversation that nothing needs any more."""
 
-    conversation_id: str  # empty: it stays
+    conversation_id: str = ""  # empty: it stays
+    revision: int = 0  # of the conversation, at which that was so
 
 
 class Responses:
@@ -135,8 +136,15 @@ def _delete(conn: Connection, response_id: str, tenant: str) -> Removed:
         "SELECT 1 FROM responses WHERE conversation = ? LIMIT 1", (number,)
     ).fetchone()
     conversation = conversation_rows.conversation_numbered(conn, number)
-    is_unused = is_ours and not has_others and conversation.revision <= last_revision
-    return Removed(conversation.conversation_id if is_unused else "")
+    is_unused = (
+        is_ours
+        and not has_others
+        and conversation.revision <= last_revision
+        and conversation.running_turn_id is None
+    )
+    if not is_unused:
+        return Removed()
+    return Removed(conversation.conversation_id, conversation.revision)
 
 
 def find(conn: Connection, response_id: str, tenant: str) -> StoredResponse | None:

@@ -10,6 +10,7 @@ from pensieve.errors import StaleRevision, TurnRunning
 from pensieve.store import ConversationStore, NewConversation, NewMessage
 from pensieve.store.conversation_changes import Pending
 from tests.store.talk import begin, create, reply, say, user
+from tests.store.test_deletion import reader
 from tests.store.test_responses import raw
 
 TWO = (NewMessage("user", "one"), NewMessage("tool", "two", tool_call_id="call_1"))
@@ -76,7 +77,7 @@ def test_pending_messages_are_gone_once_the_turn_that_took_them_has_ended(
 ) -> None:
     create(store, "tea")
     add(store, *TWO)
-    store.changes.take_pending("tea", 0)
+    store.changes.take_pending("tea", 0, TWO)
     assert pending(store) == Pending(TWO, taken_at=0)
     say(store, "tea", "r1", user("one", 1), reply("hello", 2))
     assert pending(store) == Pending()
@@ -87,8 +88,43 @@ def test_pending_messages_are_gone_once_the_turn_that_took_them_has_ended(
 def test_a_turn_that_does_not_take_them_leaves_them_pending(store: ConversationStore) -> None:
     create(store, "tea")
     add(store, *TWO)
-    store.changes.take_pending("tea", 0)
+    store.changes.take_pending("tea", 0, TWO)
     store.fail_turn(begin(store, "tea", "r1", "one", 1), "NAN_LOGITS")
     store.changes.give_back_pending("tea")
     say(store, "tea", "r2", user("another", 1), reply("hello", 2))
     assert pending(store) == Pending(TWO)
+
+
+def test_only_what_is_pending_is_taken(store: ConversationStore) -> None:
+    create(store, "tea")
+    add(store, *TWO)
+    with pytest.raises(StaleRevision):
+        store.changes.take_pending("tea", 0, TWO[:1])
+    assert pending(store) == Pending(TWO)
+    say(store, "tea", "r1", user("another", 1), reply("hello", 2))
+    assert pending(store) == Pending(TWO)
+
+
+def test_nothing_of_a_pending_message_that_is_deleted_is_on_the_disk(
+    store: ConversationStore,
+) -> None:
+    create(store, "tea")
+    add(store, NewMessage("user", "kept"), NewMessage("user", "SECRET"))
+    assert b"SECRET" in raw(store)
+    changed = store.changes.change_pending(
+        "tea", lambda found: replace(found, messages=found.messages[:1])
+    )
+    assert [each.content for each in changed.after.messages] == ["kept"]
+    assert not changed.is_erasure_due
+    assert b"SECRET" not in raw(store)
+
+
+def test_a_deletion_whose_erasure_waits_says_so(store: ConversationStore) -> None:
+    create(store, "tea")
+    add(store, NewMessage("user", "SECRET"))
+    with reader(store):
+        changed = store.changes.change_pending("tea", lambda found: Pending())
+    assert changed.is_erasure_due
+    assert store.erasure.pending
+    store.erasure.finish()
+    assert b"SECRET" not in raw(store)

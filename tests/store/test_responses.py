@@ -10,7 +10,7 @@ from pensieve.errors import AlreadyExists, NotFound
 from pensieve.store import ConversationStore
 from pensieve.store.responses import StoredResponse
 from tests.store.faulty import writer_of
-from tests.store.talk import create, reply, say, user
+from tests.store.talk import begin, create, reply, say, user
 
 
 def found(store: ConversationStore, response_id: str, tenant: str = "") -> StoredResponse | None:
@@ -98,6 +98,12 @@ def test_a_conversation_of_ours_goes_with_its_last_response(spoken: Conversation
 def test_a_conversation_that_somebody_has_gone_on_with_stays(spoken: ConversationStore) -> None:
     spoken.responses.save(of_tea(is_ours=True))
     say(spoken, "tea", "r2", user("more", 30), reply("yes", 40))
+    assert spoken.responses.delete("resp_1").conversation_id == ""
+
+
+def test_a_conversation_in_which_a_turn_runs_stays(spoken: ConversationStore) -> None:
+    spoken.responses.save(of_tea(is_ours=True))
+    begin(spoken, "tea", "r2", "more", 30)
     assert spoken.responses.delete("resp_1").conversation_id == ""
 
 

@@ -13,7 +13,7 @@ what it
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from pensieve.service.openai.item_ids import Place, place_of, tag_of
 from pensieve.service.openai.response_items import add_items
 from pensieve.service.stored_responses import StoredResponses, appended
 from pensieve.store import records
+from pensieve.store.conversation_changes import Pending
 from pensieve.text import Message
 
 ITEMS_MAX = 20  # of a request
@@ -53,13 +54,12 @@ class Conversations:
         fields = Fields(await self._bodies.json(exchange, by) or {})
         metadata, messages = _metadata(fields) or {}, _items(fields)
         fields.end()
-        self._check_length(messages)
+        change = self._appended(messages)
+        change(Pending())  # what cannot be pending makes no conversation
         settings = ConversationSettings(drawn_id(), metadata=metadata, tenant=by.tenant)
         created = await self._daemon.writable_by(by.tenant).create(settings)
         if messages:
-            await self._stored.change_pending(
-                created.conversation_id, appended(messages), by.tenant
-            )
+            await self._stored.change_pending(created.conversation_id, change, by.tenant)
         return _described(created)
 
     async def get(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
@@ -103,13 +103,8 @@ class Conversations:
             raise Refusal("items", "is required", "missing_required_parameter")
         messages = _items(fields)
         fields.end()
-        before = await self._daemon.reads.pending(conversation.conversation_id, by.tenant)
-        if len(before.messages) + len(messages) > PENDING_MAX:
-            raise Refusal(
-                "items", f"a conversation has at most {PENDING_MAX} that no turn has seen"
-            )
         after = await self._stored.change_pending(
-            conversation.conversation_id, appended(messages), by.tenant
+            conversation.conversation_id, self._appended(messages), by.tenant
         )
         added = as_stored(after.messages, conversation)[-len(messages) :] if messages else []
         return _listed([item for each in added for item in self._of(each, conversation)])
@@ -162,10 +157,19 @@ class Conversations:
 
     # -- inside --
 
-    def _check_length(self, messages: Sequence[Message | records.NewMessage]) -> None:
-        """What is pending has to fit a turn, or no turn could bring it."""
-        size = sum(len(each.content) for each in messages)
-        check_length("items", size, self._daemon.context_max)
+    def _appended(self, messages: Sequence[Message]) -> Callable[[Pending], Pending]:
+        """More of what is pending; all of it has to fit a turn, or no turn could bring it."""
+        add, context_max = appended(messages), self._daemon.context_max
+
+        def change(found: Pending) -> Pending:
+            after = add(found)
+            if len(after.messages) > PENDING_MAX:
+                problem = f"a conversation has at most {PENDING_MAX} that no turn has seen"
+                raise Refusal("items", problem)
+            check_length("items", sum(map(_length, after.messages)), context_max)
+            return after
+
+        return change
 
     async def _conversation(self, exchange: Exchange, by: Caller) -> records.Conversation:
         return await self._pasts.conversation(exchange.values["conversation_id"], by.tenant)
@@ -245,6 +249,11 @@ class Conversations:
                 if item["id"] == item_id:
                     return message, item
         raise NotFound("there is no such item in this conversation")
+
+
+def _length(message: records.NewMessage) -> int:
+    """In characters, with its thoughts and its calls."""
+    return len(message.content) + (len(str(message.extra)) if message.extra else 0)
 
 
 def _described(conversation: records.Conversation) -> dict[str, Any]:

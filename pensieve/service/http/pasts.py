@@ -25,6 +25,7 @@ from pensieve.store import records
 from pensieve.text import Message
 
 PAGE_SIZE = 100
+TAKEN_BACK = "was taken back: its conversation was rewound"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Past:
     system_prompt: str
     is_ours: bool
     calls: frozenset[str]  # that may be answered
+    is_of_response: bool = False  # its revision is that of a reply
 
 
 class Pasts:
@@ -60,6 +62,7 @@ class Pasts:
             await self._system_prompt(conversation),
             found.is_ours,
             frozenset(calls_of(found.body["output"])),
+            is_of_response=True,
         )
 
     async def of_conversation(
@@ -104,10 +107,12 @@ class Pasts:
     async def as_sent_back(self, past: Past) -> tuple[Message, ...]:
         """The past as text, without its system prompt."""
         conversation, found = past.conversation, list[Message]()
+        last_revision = 0
         tag = tag_of(conversation.tenant, conversation.conversation_id)
         async for stored in self.messages(conversation):
             if stored.revision > past.revision:
                 break
+            last_revision = stored.revision
             if stored.role == "system" and not stored.revision and not stored.index:
                 continue
             if stored.finish_reason is None:
@@ -115,6 +120,8 @@ class Pasts:
             else:
                 cutter = self._bodies.pieces_of(conversation.tools)
                 found.append(reply_as_sent_back(stored, Place(tag, stored.index), cutter))
+        if past.is_of_response and last_revision != past.revision:
+            raise no_previous(TAKEN_BACK)
         return tuple(found)
 
     # -- inside --

@@ -32,7 +32,7 @@ from pensieve.service.daemon import Daemon
 from pensieve.service.draft import Ask, ConversationSettings, SettingsCheck
 from pensieve.service.heads import message_of
 from pensieve.service.http.bodies import Bodies
-from pensieve.service.http.pasts import Past, Pasts, as_stored, no_previous
+from pensieve.service.http.pasts import TAKEN_BACK, Past, Pasts, as_stored, no_previous
 from pensieve.service.live_turn import LiveTurn
 from pensieve.service.openai import Refusal, Request
 from pensieve.service.openai.item_ids import Place, tag_of
@@ -65,6 +65,7 @@ class Placed:
     conversation_id: str
     place: Place  # of its reply
     how: str  # appended, forked, new
+    tools: Sequence[Mapping[str, Any]]  # the conversation's, by which its reply is cut
     is_ours: bool  # the conversation was made for responses
     is_made: bool = False  # for this one
     has_pending: bool = False  # it brought what was pending
@@ -92,22 +93,26 @@ class ResponsePlaces:
         _check_outputs(wish, frozenset())
         return await self._new(wish, ())
 
-    async def whole_prompt(self, wish: Wish) -> tuple[Message, ...]:
-        """All messages, for a turn that is in no conversation."""
-        request = wish.request
+    async def whole(self, wish: Wish) -> Request:
+        """The same with its whole prompt, for a turn that is in no conversation."""
+        request, instructions = wish.request, wish.instructions
         if request.previous_response_id:
             past = await self._pasts.after_response(request.previous_response_id, wish.tenant)
         elif request.conversation:
-            past = await self._end_of_conversation(wish)
+            past, wish, _ = await self._end_of_conversation(wish)
         else:
             _check_outputs(wish, frozenset())
-            return request.messages
+            return request
         _check_outputs(wish, past.calls)
-        instructions = wish.instructions
-        if request.conversation and not instructions:
+        conversation = past.conversation
+        if request.conversation and not is_empty(conversation):
+            _check_same(wish, past)
             instructions = past.system_prompt
+            options = conversation.template_options
+            request = replace(request, tools=conversation.tools, template_options=options)
         system = (Message("system", instructions),) if instructions else ()
-        return (*system, *await self._pasts.as_sent_back(past), *wish.messages)
+        before = await self._pasts.as_sent_back(past)
+        return replace(request, messages=(*system, *before, *wish.messages))
 
     # -- behind a response --
 
@@ -127,7 +132,7 @@ class ResponsePlaces:
                 conversation.conversation_id, drawn_id(), past.revision, tenant=tenant
             )
         except NotFound:  # of its revision
-            raise no_previous("was taken back: its conversation was rewound") from None
+            raise no_previous(TAKEN_BACK) from None
         live = await self._first_turn(wish, fork)
         return _placed(live, fork, wish, "forked", is_ours=True, is_made=True)
 
@@ -135,46 +140,48 @@ class ResponsePlaces:
 
     async def _append(self, wish: Wish) -> Placed:
         for attempt in range(ATTEMPTS_MAX):
-            past = await self._end_of_conversation(wish)
             try:
-                return await self._append_once(wish, past)
+                return await self._append_once(wish)
             except StaleRevision:
                 if attempt + 1 == ATTEMPTS_MAX:
                     raise
         raise AssertionError("unreachable")
 
-    async def _append_once(self, wish: Wish, past: Past) -> Placed:
+    async def _append_once(self, wish: Wish) -> Placed:
+        past, wish, pending = await self._end_of_conversation(wish)
         conversation, tenant = past.conversation, wish.tenant
         if conversation.running_turn_id is not None:
             turn_id = str(conversation.running_turn_id)
             raise TurnRunning(conversation.conversation_id, turn_id)
-        pending = await self._daemon.reads.pending(conversation.conversation_id, tenant)
-        before = tuple(message_of(each) for each in as_stored(pending.messages, conversation))
-        wish = replace(wish, messages=before + wish.messages)
         _check_outputs(wish, past.calls)
         if is_empty(conversation):
             conversation = await self._begun_with(wish, conversation)
         else:
             _check_same(wish, past)
-        if before:
-            taken = await self._stored.take_pending(
-                conversation.conversation_id, conversation.revision, tenant
+        if pending:
+            await self._stored.take_pending(
+                conversation.conversation_id, conversation.revision, pending, tenant
             )
-            if taken.messages != pending.messages:
-                raise StaleRevision(conversation.revision, conversation.revision)
         try:
             live = await self._turn(wish, conversation)
         except PensieveError:
-            if before:
+            if pending:
                 await self._stored.give_back_pending(conversation.conversation_id, tenant)
             raise
         placed = _placed(live, conversation, wish, "appended", is_ours=False)
-        return replace(placed, has_pending=bool(before))
+        return replace(placed, has_pending=bool(pending))
 
-    async def _end_of_conversation(self, wish: Wish) -> Past:
-        return await self._pasts.of_conversation(
-            wish.request.conversation, wish.tenant, wish.messages
-        )
+    async def _end_of_conversation(
+        self, wish: Wish
+    ) -> tuple[Past, Wish, tuple[records.NewMessage, ...]]:
+        """What the conversation is now, the wish with what is pending there before it, and that."""
+        conversation_id, tenant = wish.request.conversation, wish.tenant
+        conversation = await self._pasts.conversation(conversation_id, tenant)
+        pending = (await self._daemon.reads.pending(conversation_id, tenant)).messages
+        before = tuple(message_of(each) for each in as_stored(pending, conversation))
+        wish = replace(wish, messages=before + wish.messages)
+        past = await self._pasts.of_conversation(conversation_id, tenant, wish.messages)
+        return past, wish, pending
 
     async def _begun_with(
         self, wish: Wish, conversation: records.Conversation
@@ -214,13 +221,13 @@ class ResponsePlaces:
         try:
             return await self._turn(wish, made)
         except BaseException:
-            await self.discard(made.conversation_id, wish.tenant)
+            await self.discard(made.conversation_id, made.revision, wish.tenant)
             raise
 
-    async def discard(self, conversation_id: str, tenant: str) -> None:
-        """Delete a conversation that was made for a turn that came to nothing."""
-        with contextlib.suppress(PensieveError):  # then it stays, empty
-            await self._daemon.writable.delete(conversation_id, tenant)
+    async def discard(self, conversation_id: str, revision: int, tenant: str) -> None:
+        """Delete a conversation that was made for a turn that came to nothing, if nobody uses it."""
+        with contextlib.suppress(PensieveError):  # then it stays
+            await self._daemon.writable.delete(conversation_id, tenant, revision)
 
     async def _turn(self, wish: Wish, conversation: records.Conversation) -> LiveTurn:
         return await self._daemon.begin(
@@ -267,7 +274,8 @@ def _placed(
 ) -> Placed:
     index = conversation.num_messages + len(wish.messages)
     place = Place(tag_of(wish.tenant, conversation.conversation_id), index)
-    return Placed(live, conversation.conversation_id, place, how, is_ours, is_made)
+    tools = conversation.tools
+    return Placed(live, conversation.conversation_id, place, how, tools, is_ours, is_made)
 
 
 def _difference(wish: Wish, past: Past) -> str:

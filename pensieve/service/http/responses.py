@@ -15,10 +15,10 @@ is stored.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from pensieve.errors import InvalidArgument, NotFound, PensieveError, TurnFailed
@@ -42,6 +42,7 @@ from pensieve.service.openai.item_ids import Place
 from pensieve.service.openai.output_items import pieces_of
 from pensieve.service.openai.response_stream import ResponseStream, failed, unfinished
 from pensieve.service.stored_responses import StoredResponses
+from pensieve.text.reply_pieces import ReplyPieces
 
 Write = Callable[[Sequence[Mapping[str, Any]]], Awaitable[None]]
 ID_BYTES = 24
@@ -54,6 +55,7 @@ class Responses:
         self._daemon, self._bodies = daemon, bodies
         self._stored, self._places = stored, places
         self._running = RunningResponses(daemon, bodies, stored, places)
+        self._beginning: dict[str, asyncio.Event] = {}  # requests with a key, by their answer's id
 
     # -- a response is made --
 
@@ -65,22 +67,40 @@ class Responses:
                 return await self._unstored(exchange, by, wish)
             key = exchange.headers.get("idempotency-key", "")
             answer_id = digest(by.tenant, "key", key) if key else secrets.token_hex(ID_BYTES)
-            requested = _digest_of(wish)
-            if key and (known := await self._known(f"resp_{answer_id}", requested, by.tenant)):
-                if not isinstance(known, Running):
-                    return await self._replay(exchange, request, known)
-                running = known
-            else:
-                heading = Heading(answer_id, int(time.time()), request.model)
-                running = Running(request, heading, requested, by.tenant)
-                self._running.add(running)
-                await self._daemon.threads.whole(self._begin(running, wish))
+            async with self._alone(answer_id if key else ""):
+                requested = _digest_of(wish)
+                known = None
+                if key:
+                    known = await self._known(f"resp_{answer_id}", requested, by.tenant)
+                if known is None:
+                    heading = Heading(answer_id, int(time.time()), request.model)
+                    known = Running(request, heading, requested, by.tenant)
+                    self._running.add(known)
+                    await self._daemon.threads.whole(self._begin(known, wish))
+            if not isinstance(known, Running):
+                return await self._replay(exchange, request, known)
+            running = known
         placed = running.placed
         assert placed is not None
         _say_where(exchange, placed)
         if request.background and not request.stream:
             return running.present
-        return await self._read(exchange, running, placed)
+        return await self._read(exchange, running, placed, is_stream=request.stream)
+
+    @contextlib.asynccontextmanager
+    async def _alone(self, answer_id: str) -> AsyncIterator[None]:
+        """One request with this id of a key at a time: the next sees what came of this one."""
+        while (other := self._beginning.get(answer_id)) is not None:
+            await other.wait()
+        if not answer_id:
+            yield
+            return
+        begun = self._beginning[answer_id] = asyncio.Event()
+        try:
+            yield
+        finally:
+            del self._beginning[answer_id]
+            begun.set()
 
     def _wish(self, request: Request, by: Caller) -> Wish:
         instructions = request.echoed.get("instructions") or ""
@@ -118,10 +138,11 @@ class Responses:
     # -- a response is read --
 
     async def _read(
-        self, exchange: Exchange, running: Running, placed: Placed
+        self, exchange: Exchange, running: Running, placed: Placed, *, is_stream: bool
     ) -> Mapping[str, Any] | None:
+        """`is_stream`: as this client wants it, who may not be the first."""
         stays = running.request.background or has_key(exchange)
-        if running.request.stream:
+        if is_stream:
             await self._stream(exchange, running, placed, stays=stays)
             return None
         try:
@@ -141,7 +162,8 @@ class Responses:
         write = _writer(exchange)
         await write(stream.begin(running.present))
         try:
-            await self._tokens(exchange, stream, request, live, write, stays=stays)
+            cutter = self._bodies.pieces_of(placed.tools)
+            await self._tokens(exchange, stream, cutter, live, write, stays=stays)
             running.has_ended.set()
             await running.kept.wait()
             assert running.body is not None
@@ -159,14 +181,13 @@ class Responses:
         self,
         exchange: Exchange,
         stream: ResponseStream,
-        request: Request,
+        cutter: ReplyPieces,
         live: LiveTurn,
         write: Write,
         *,
         stays: bool,
     ) -> None:
         """Until the turn has ended."""
-        cutter = self._bodies.pieces(request)
 
         async def on_tokens(start: int, stop: int) -> None:
             await write(stream.tokens(cutter, tokens_of(live, start, stop)))
@@ -224,7 +245,7 @@ class Responses:
         request = wish.request
         if request.background:
             raise Refusal("background", "needs store: true: it is fetched later")
-        whole = replace(request, messages=await self._places.whole_prompt(wish))
+        whole = await self._places.whole(wish)
         (live,) = await self._bodies.begin_unstored(whole, wish.options, by)
         answer_id = secrets.token_hex(ID_BYTES)
         heading = Heading(answer_id, int(time.time()), request.model)
@@ -232,13 +253,17 @@ class Responses:
         if not request.stream:
             await self._follow(exchange, live, None, stays=False)
             exchange.out |= sources(live.figures)
-            return self._running.whole(request, heading, place, live)
+            cutter = self._bodies.pieces(whole)
+            return self._running.whole(request, heading, place, live, cutter)
         stream = self._stream_of(request, place)
         write = _writer(exchange)
         await write(stream.begin(unfinished(request, heading, "in_progress")))
         try:
-            await self._tokens(exchange, stream, request, live, write, stays=False)
-            await write(stream.end(self._running.whole(request, heading, place, live)))
+            cutter = self._bodies.pieces(whole)
+            await self._tokens(exchange, stream, cutter, live, write, stays=False)
+            cutter = self._bodies.pieces(whole)
+            body = self._running.whole(request, heading, place, live, cutter)
+            await write(stream.end(body))
         except PensieveError as error:
             running = Running(request, heading, "", by.tenant)
             await write(_of_error(stream, running, error))
@@ -276,11 +301,15 @@ class Responses:
             await running.begun.wait()
             if running.placed is not None:
                 await self._running.cancel(running)
+        removed = ""
         try:
-            await self._stored.delete(response_id, by.tenant)
+            removed = await self._stored.delete(response_id, by.tenant)
         except NotFound:
             if running is None:
                 raise
+            if running.placed is not None and running.placed.is_made:
+                removed = running.placed.conversation_id
+        exchange.values = {**exchange.values, "conversation_id": removed}  # for the audit log
         return {"id": response_id, "object": "response", "deleted": True}
 
     async def _present(self, response_id: str, tenant: str) -> Mapping[str, Any]:
@@ -345,6 +374,7 @@ def _digest_of(wish: Wish) -> str:
         repr((wish.instructions, wish.messages, request.tools)),
         repr((dict(request.template_options), dict(wish.given_sampling))),
         repr((request.previous_response_id, request.conversation, request.background)),
+        repr(None if request.constraint is None else request.constraint.identity),
     )
 
 

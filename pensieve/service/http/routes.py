@@ -92,7 +92,7 @@ def _of_responses(daemon: Daemon, bodies: Bodies) -> Sequence[Route]:
     return (
         ("POST", "/v1/responses", responses.create, {}),
         ("GET", one_response, responses.get, {}),
-        ("DELETE", one_response, responses.delete, {}),
+        ("DELETE", one_response, responses.delete, {"deletes": DELETES}),
         ("POST", f"{one_response}/cancel", responses.cancel, {}),
         ("POST", "/v1/conversations", conversations.create, {}),
         ("GET", one, conversations.get, {}),

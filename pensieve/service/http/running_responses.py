@@ -37,6 +37,7 @@ from pensieve.service.openai.response_stream import (
     unfinished,
 )
 from pensieve.service.stored_responses import StoredResponses
+from pensieve.text.reply_pieces import ReplyPieces
 
 log = logging.getLogger("pensieve")
 LOOK_SECONDS = 0.5  # how often a turn without a reader is looked at
@@ -88,7 +89,9 @@ class RunningResponses:
         self._running[running.tenant, running.response_id] = running
 
     def forget(self, running: Running) -> None:
-        self._running.pop((running.tenant, running.response_id), None)
+        name = (running.tenant, running.response_id)
+        if self._running.get(name) is running:
+            del self._running[name]
         running.begun.set()
         running.kept.set()
 
@@ -112,13 +115,18 @@ class RunningResponses:
         try:
             await self._until_ended(running, live)
             if live.failure is None:
-                running.body = self.whole(running.request, running.heading, placed.place, live)
+                cutter = self._bodies.pieces_of(placed.tools)
+                running.body = self.whole(
+                    running.request, running.heading, placed.place, live, cutter
+                )
                 await self._save(running, running.body, live.revision)
             elif running.request.background:
                 running.body = self._without_reply(running, live.failure)
                 await self._save(running, running.body, None)
             elif placed.is_made:
-                await self._places.discard(placed.conversation_id, running.tenant)
+                await self._places.discard(
+                    placed.conversation_id, live.first_revision, running.tenant
+                )
             if live.failure is not None and placed.has_pending:
                 with contextlib.suppress(PensieveError):
                     await self._stored.give_back_pending(placed.conversation_id, running.tenant)
@@ -138,10 +146,15 @@ class RunningResponses:
             running.has_ended.clear()
 
     def whole(
-        self, request: Request, heading: Heading, place: Place, live: LiveTurn
+        self,
+        request: Request,
+        heading: Heading,
+        place: Place,
+        live: LiveTurn,
+        cutter: ReplyPieces,
     ) -> dict[str, Any]:
-        """The answer, of a turn that has ended."""
-        reply, cutter = reply_of(live), self._bodies.pieces(request)
+        """The answer, of a turn that has ended; `cutter` has seen nothing of it."""
+        reply = reply_of(live)
         stream = ResponseStream(request, place, self._bodies.template.tokenizer)
         stream.tokens(cutter, reply)
         stream.pieces(cutter.end())

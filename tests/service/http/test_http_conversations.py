@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,49 @@ def test_items_wait_for_the_next_turn_and_keep_their_ids(
     assert ids[:2] == [each.id for each in added.data]
     again = client.responses.create(conversation=made.id, input="Four.", **SHORT)
     assert [each.content for each in door.rig.messages(made.id)][4:] == ["Four.", again.output_text]
+
+
+def test_what_is_pending_is_bounded_together(door: HttpRig, client: openai.OpenAI) -> None:
+    long = user("a" * (door.rig.daemon.context_max * 10))
+    made = client.conversations.create(items=[long])
+    with pytest.raises(openai.BadRequestError, match="cannot fit a context"):
+        client.conversations.items.create(made.id, items=[long])
+    assert len(texts(client, made.id)) == 1
+    many = client.conversations.create()
+    path, body = f"/v1/conversations/{many.id}/items", {"items": [user("?")] * 20}
+    with ThreadPoolExecutor(7) as pool:
+        asked = [pool.submit(door.ask, "POST", path, body) for _ in range(7)]
+    assert sorted(each.result().status for each in asked) == [200] * 5 + [400] * 2
+    assert len(texts(client, many.id)) == 100
+
+
+def test_a_response_that_is_not_stored_has_what_the_conversation_has(
+    door: HttpRig, client: openai.OpenAI
+) -> None:
+    made = client.conversations.create(items=[user("My name is Ann.")])
+    fields: Any = {"conversation": made.id, "input": "What is my name?", **SHORT}
+    for begins in ({"instructions": "Be brief."}, {}):
+        unstored = client.responses.create(store=False, **fields, **begins)
+        assert "My name is Ann." in texts(client, made.id)  # still
+        stored = client.responses.create(**fields, **begins)
+        assert unstored.usage is not None
+        assert stored.usage is not None
+        assert unstored.usage.input_tokens == stored.usage.input_tokens
+        client.conversations.items.create(made.id, items=[user("And Bob's.")])
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(store=False, instructions="Be long.", **fields)
+    assert refused.value.param == "instructions"
+
+
+def test_nothing_of_a_deleted_pending_item_is_on_the_disk(
+    door: HttpRig, client: openai.OpenAI
+) -> None:
+    made = client.conversations.create(items=[user("One."), user("SECRET-item")])
+    last = client.conversations.items.list(made.id).data[0]
+    client.conversations.items.delete(last.id or "", conversation_id=made.id)
+    folder = door.rig.daemon.store.folder.path
+    raw = b"".join(each.read_bytes() for each in folder.glob("conversations.db*"))
+    assert b"SECRET-item" not in raw
 
 
 def test_the_last_item_is_deleted_and_no_other(door: HttpRig, client: openai.OpenAI) -> None:

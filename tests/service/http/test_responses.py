@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import openai
 import pytest
 
+from pensieve.service.http.response_places import ResponsePlaces
 from pensieve.v1 import conversation_pb2 as pb
 from tests.service.http.rig_http import MODEL, Answer, HttpRig, http_rig
 from tests.service.rig_daemon import wait_for
@@ -31,7 +34,7 @@ def client(door: HttpRig) -> Iterator[openai.OpenAI]:
         yield found
 
 
-def respond(door: HttpRig, text: Any, *, key: str = "", **fields: Any) -> Answer:
+def respond(door: HttpRig, text: Any, /, *, key: str = "", **fields: Any) -> Answer:
     headers = {"idempotency-key": key} if key else {}
     body = {"model": MODEL, "input": text, "max_output_tokens": 8, **fields}
     return door.ask("POST", "/v1/responses", body, headers)
@@ -209,6 +212,75 @@ def test_deleting_the_last_response_deletes_the_conversation_that_was_made_for_i
         client.responses.delete(first.value["id"])
 
 
+def test_deleting_a_response_leaves_a_turn_that_follows_it(
+    door: HttpRig, client: openai.OpenAI
+) -> None:
+    first = respond(door, "One.")
+    after = client.responses.create(
+        input="Count.", stream=True, previous_response_id=first.value["id"], **LONG
+    )
+    next(iter(after))
+    client.responses.delete(first.value["id"])
+    assert door.rig.num_live == 1
+    after.close()
+    wait_for(lambda: door.rig.num_live == 0)
+
+
+def test_deleting_a_response_leaves_a_conversation_that_was_gone_on_with_meanwhile(
+    door: HttpRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = respond(door, "One.")
+    responses = door.rig.daemon.store.responses
+    delete = responses.delete
+
+    def before_another_turn(*named: Any, **more: Any) -> Any:
+        removed = delete(*named, **more)
+        return removed._replace(revision=removed.revision - 1)  # as if one more had been made
+
+    monkeypatch.setattr(responses, "delete", before_another_turn)
+    assert door.ask("DELETE", f"/v1/responses/{first.value['id']}").status == 200
+    assert len(contents(door, first)) == 2
+
+
+def test_only_a_conversation_that_nobody_has_used_is_discarded(door: HttpRig) -> None:
+    first = respond(door, "One.")
+    conversation = first.headers["x-pensieve-conversation-id"]
+    unneeded: Any = None
+    places = ResponsePlaces(door.rig.daemon, unneeded, unneeded, unneeded)
+    door.rig.call(places.discard(conversation, 0, ""))
+    assert len(contents(door, first)) == 2
+    door.rig.call(places.discard(conversation, 1, ""))
+    assert door.ask("GET", f"/v1/conversations/{conversation}").status == 404
+
+
+@pytest.mark.parametrize("more", [{}, {"instructions": "Be brief."}, {"store": False}])
+def test_what_was_taken_back_cannot_be_gone_on_from(
+    door: HttpRig, client: openai.OpenAI, more: dict[str, Any]
+) -> None:
+    first = respond(door, "One.")
+    second = respond(door, "Two.", previous_response_id=first.value["id"])
+    conversation = first.headers["x-pensieve-conversation-id"]
+    reply = second.value["output"][-1]["id"]
+    client.conversations.items.delete(reply, conversation_id=conversation)
+    refused = respond(door, "Three.", previous_response_id=second.value["id"], **more)
+    assert (refused.status, refused.error["code"]) == (404, "previous_response_not_found")
+    assert "was taken back" in refused.error["message"]
+    after = respond(door, "Three.", previous_response_id=first.value["id"], **more)
+    assert after.status == 200
+
+
+def test_a_deletion_is_in_the_audit_log_with_the_conversation_that_went(tmp_path: Path) -> None:
+    audit_log = tmp_path / "audit.log"
+    with http_rig(tmp_path / "data", model=True, http={"audit_log": audit_log}) as door:
+        first = respond(door, "One.")
+        second = respond(door, "Two.", previous_response_id=first.value["id"])
+        for each in (second, first):
+            assert door.ask("DELETE", f"/v1/responses/{each.value['id']}").status == 200
+    lines = [json.loads(each) for each in audit_log.read_text().splitlines()]
+    gone = [each.get("conversation_id", "") for each in lines if each["event"] == "delete"]
+    assert gone == ["", first.headers["x-pensieve-conversation-id"]]
+
+
 def raw(door: HttpRig) -> bytes:
     folder = door.rig.daemon.store.folder.path
     return b"".join(each.read_bytes() for each in folder.glob("conversations.db*"))
@@ -226,6 +298,46 @@ def test_a_key_that_comes_again_gets_the_same_response(door: HttpRig) -> None:
     other = respond(door, "Who are you?", key="k1")
     assert (other.status, other.error["param"]) == (400, "idempotency-key")
     assert len(contents(door, first)) == 2
+
+
+def test_a_key_belongs_to_the_form_of_the_reply_too(door: HttpRig) -> None:
+    assert respond(door, "How are you?", key="k3").status == 200
+    form = {"format": {"type": "json_object"}}
+    other = respond(door, "How are you?", key="k3", text=form)
+    assert (other.status, other.error["param"]) == (400, "idempotency-key")
+
+
+def test_a_retry_gets_a_response_that_runs_in_the_form_that_it_asks_for(door: HttpRig) -> None:
+    fields = {"key": "k4", "background": True, "max_output_tokens": 600, "ignore_eos": True}
+    made = respond(door, "Count.", **fields)
+    assert made.value["status"] in ("queued", "in_progress")
+    streamed = respond(door, "Count.", stream=True, **fields)
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    assert streamed.events[-1]["response"]["id"] == made.value["id"]
+
+
+def test_two_requests_with_a_key_that_look_at_once_are_one_turn(
+    door: HttpRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, looked = door.rig.daemon.reads, []
+    find = reads.response
+
+    async def slowly(response_id: str, tenant: str = "") -> Any:
+        looked.append(response_id)
+        found = await find(response_id, tenant)
+        await asyncio.sleep(0.3)  # in which the other one comes
+        return found
+
+    monkeypatch.setattr(reads, "response", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(respond, door, "Say it once.", key="k5") for _ in range(2)]
+    first, second = (each.result() for each in both)
+    assert looked
+    assert (first.status, second.value) == (200, first.value)
+    listed = door.rig.stub.ListConversations(pb.ListConversationsRequest(page_size=1000))
+    names = [each.conversation_id for each in listed.conversations]
+    said = [door.rig.messages(each) for each in names]
+    assert sum(each[0].content == "Say it once." for each in said if each) == 1
 
 
 def test_the_same_request_twice_at_once_is_one_turn(door: HttpRig) -> None:
