@@ -19,7 +19,15 @@ from typing import Any
 from pensieve.core.sampling import STOP_STRINGS_MAX, Sampling
 from pensieve.service.anthropic.content import take_messages
 from pensieve.service.openai import Refusal, Request, RequestKind, Served
-from pensieve.service.openai.fields import Fields, check_json, quoted
+from pensieve.service.openai.fields import (
+    MESSAGES_VALUES_MAX,
+    VALUES_MAX,
+    Fields,
+    check_json,
+    quoted,
+)
+from pensieve.service.openai.formats import FormatFields, take_output_format
+from pensieve.service.openai.request import take_model
 from pensieve.text.message import plain_text
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -30,7 +38,7 @@ PARAMS = {"stop": "stop_sequences", "template_options": "thinking"}
 def parse(body: Any, served: Served) -> Request:
     """Of a message.  Raises InvalidArgument with the name of the parameter, whatever the body is."""
     fields = _checked(body)
-    values = _prompt(fields, served)
+    values, form = _prompt(fields, served)
     values |= _sampling(fields, served)
     stream = fields.flag("stream")
     fields.text("service_tier")
@@ -38,13 +46,16 @@ def parse(body: Any, served: Served) -> Request:
         metadata.text("user_id")
         metadata.end()
     fields.end()
-    return Request(RequestKind.CHAT, stream=stream, params=PARAMS, **values)
+    params = {**PARAMS, **form.params}
+    return Request(
+        RequestKind.CHAT, stream=stream, params=params, constraint=form.constraint, **values
+    )
 
 
 def parse_count(body: Any, served: Served) -> Request:
     """Of a count of a prompt's tokens: what it says beside the prompt is nothing."""
     fields = _checked(body)
-    values = _prompt(fields, served)
+    values, _ = _prompt(fields, served)
     fields.end()
     return Request(RequestKind.CHAT, sampling=served.defaults, params=PARAMS, **values)
 
@@ -53,31 +64,27 @@ def _checked(body: Any) -> Fields:
     fields = Fields(body)
     for name, value in body.items():
         plain_text(name, "body")
-        check_json(value, fields.where(name))
+        values_max = MESSAGES_VALUES_MAX if name == "messages" else VALUES_MAX
+        check_json(value, fields.where(name), values_max)
     return fields
 
 
-def _prompt(fields: Fields, served: Served) -> dict[str, Any]:
+def _prompt(fields: Fields, served: Served) -> tuple[dict[str, Any], FormatFields]:
+    """And what the reply has to be, which is said beside the effort."""
     fields.object("cache_control")
     fields.only("speed", "standard")
     fields.only("mcp_servers", [])
-    return {
-        "model": _model(fields, served.models),
+    effort, form = _output(fields, served.template_options)
+    values = {
+        "model": take_model(fields, served.models),
         "messages": take_messages(fields),
         "tools": _tools(fields),
         "template_options": {
             **_thinking(fields, served.template_options),
-            **_output(fields, served.template_options),
+            **effort,
         },
     }
-
-
-def _model(fields: Fields, models: Collection[str] | None) -> str:
-    name = fields.needed_text("model")
-    if not name or (models is not None and name not in models):
-        known = f"; served: {', '.join(sorted(models))}" if models else ""
-        raise Refusal("model", f"{quoted(name)} is not served here{known}", "model_not_found")
-    return name
+    return values, form
 
 
 def _thinking(fields: Fields, known: Collection[str] | None) -> dict[str, Any]:
@@ -98,13 +105,17 @@ def _thinking(fields: Fields, known: Collection[str] | None) -> dict[str, Any]:
     return {} if switch is None else {switch: kind != "disabled"}
 
 
-def _output(fields: Fields, known: Collection[str] | None) -> dict[str, Any]:
+def _output(fields: Fields, known: Collection[str] | None) -> tuple[dict[str, Any], FormatFields]:
     given = fields.fields("output_config")
     if given is None:
-        return {}
-    given.only("format", problem="replies cannot be constrained")
+        return {}, FormatFields()
+    form = take_output_format(given)
     effort, where = given.text("effort"), given.where("effort")
     given.end()
+    return _effort(effort, where, known), form
+
+
+def _effort(effort: str | None, where: str, known: Collection[str] | None) -> dict[str, Any]:
     if effort is not None and effort not in EFFORTS:
         raise Refusal(where, f"{quoted(effort)} is not one of {', '.join(EFFORTS)}")
     if effort is None or known is None or "reasoning_effort" in known:

@@ -213,11 +213,11 @@ class Server:
         self.listening = listening
         path = listening.audit_log
         self._audit_log = AuditLog(path) if path is not None else None
-        self._audit = Audit(self._audit_log, asyncio.get_running_loop().time)
+        self.audit = Audit(self._audit_log, asyncio.get_running_loop().time)
         self.guard = auth.AuthInterceptor(
             listening.tokens,
             daemon.admission.allowances,
-            audit=self._audit,
+            audit=self.audit,
             refusals=daemon.refusals,
         )
         self._loop_lag = LoopLag()
@@ -271,7 +271,7 @@ class Server:
                     listening.token_file,
                     listening.tokens,
                     self._use_tokens,
-                    self._audit.tokens_reloaded,
+                    self.audit.tokens_reloaded,
                 )
             )
             watching.add_done_callback(self._watching_ended)
@@ -279,7 +279,7 @@ class Server:
         await self._server.start()
         for listener in self.beside:
             await listener.listen()
-        self._audit.started(self.address)
+        self.audit.started(self.address)
         return self.address
 
     def _use_tokens(self, tokens: Sequence[auth.Token]) -> None:
@@ -304,7 +304,7 @@ class Server:
             return True
         if self.guard.is_operator(authorization):
             return True
-        self._audit.refused("metrics", peer, "UNAUTHENTICATED", "")
+        self.audit.refused("metrics", peer, "UNAUTHENTICATED", "")
         return False
 
     def _listen_on_port(self) -> None:
@@ -316,7 +316,7 @@ class Server:
                     listening.tls_cert,
                     listening.tls_key,
                     listening.tls_client_ca,
-                    self._audit.certificate_reloaded,
+                    self.audit.certificate_reloaded,
                 )
                 bound = self._server.add_secure_port(
                     listening.address, self._certificates.credentials
@@ -361,7 +361,7 @@ class Server:
         await asyncio.gather(*(each.close() for each in self.beside), self._metrics.close())
         await self._server.stop(STOP_SECONDS)
         await self.daemon.close()
-        self._audit.stopped()
+        self.audit.stopped()
         if self._audit_log is not None:
             await asyncio.to_thread(self._audit_log.close)
         if self.listening.socket is not None:

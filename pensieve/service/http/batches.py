@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
@@ -35,15 +36,16 @@ from pensieve.service.http.uploads import Upload
 from pensieve.service.jobs.values import JobHeader, Jobs, JobView
 from pensieve.service.openai import Refusal, RequestKind
 from pensieve.service.openai.fields import Fields
-from pensieve.store.job_records import Which
+from pensieve.store.job_records import JobState, ResultBytes, Which
 from pensieve.store.records import ID_PATTERN
 
 NAME_CHARACTERS_MAX = 128
-FILES_LISTED, BATCHES_LISTED = 10_000, 20  # where a client does not say how many
+FILES_LISTED, BATCHES_LISTED = 100, 20  # where a client does not say how many
 FILES_LISTED_MAX, BATCHES_LISTED_MAX = 10_000, 100
 QUERY_FIELDS_MAX = 16
 METADATA_MAX, KEY_CHARACTERS_MAX, VALUE_CHARACTERS_MAX = 16, 64, 512
 CHUNK_BYTES = 256 << 10
+SIZES_MAX = 1 << 16  # of jobs that have ended, remembered
 
 
 class _OfJobs:
@@ -67,6 +69,7 @@ class Files(_OfJobs):
     def __init__(self, daemon: Daemon, bodies: Bodies, jobs: Jobs | None) -> None:
         super().__init__(jobs)
         self._daemon, self._bodies = daemon, bodies
+        self._sizes: OrderedDict[tuple[object, ...], ResultBytes] = OrderedDict()
 
     async def upload(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
         jobs, incoming = self._jobs, self._bodies.front.guard.incoming
@@ -84,6 +87,7 @@ class Files(_OfJobs):
         return file_object(view, FileId(Content.UPLOAD, view.job_id), view.num_bytes)
 
     async def all(self, exchange: Exchange, by: Caller) -> Mapping[str, Any]:
+        await exchange.no_body()  # from now on it is seen when the client leaves
         query = _query(exchange)
         purpose, order = query.text("purpose"), query.text("order") or "desc"
         if order not in ("asc", "desc"):
@@ -140,9 +144,20 @@ class Files(_OfJobs):
     async def _object(self, by: Caller, view: JobView, file_id: FileId) -> Mapping[str, Any]:
         num_bytes = view.num_bytes
         if file_id.content in (Content.OUTPUT, Content.ERRORS):
-            found = await self._jobs.result_bytes(by.tenant, view.job_id)
+            found = await self._result_bytes(by, view)
             num_bytes = found.answers if file_id.content is Content.OUTPUT else found.errors
         return file_object(view, file_id, num_bytes)
+
+    async def _result_bytes(self, by: Caller, view: JobView) -> ResultBytes:
+        """All results are read for it, but of a job that has ended only once."""
+        key = (by.tenant, view.job_id, view.number, view.num_answered, view.num_refused)
+        if (found := self._sizes.get(key)) is None:
+            found = await self._jobs.result_bytes(by.tenant, view.job_id)
+            if view.state is JobState.ENDED:
+                self._sizes[key] = found
+                while len(self._sizes) > SIZES_MAX:
+                    self._sizes.popitem(last=False)
+        return found
 
     async def _lines(self, by: Caller, job_id: str, content: Content) -> AsyncIterator[bytes]:
         if content in (Content.UPLOAD, Content.INPUT):

@@ -167,7 +167,7 @@ def named(request: Request) -> Iterator[None]:
     except InvalidArgument as error:
         name = error.field.removeprefix("sampling.")
         if name.startswith(FIELD):
-            name = request.params.get(FIELD, "response_format")
+            name = request.params.get(name, "response_format")
         code = "context_length_exceeded" if error.is_too_long else "invalid_value"
         raise Refusal(request.param(name), error.problem, code) from None
 

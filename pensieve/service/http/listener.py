@@ -15,13 +15,13 @@ import asyncio
 import contextlib
 import logging
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from pensieve.errors import AddressInUse, ConfigError
 from pensieve.extras import need
 from pensieve.service.grpc.server import Listening, Server, is_loopback
+from pensieve.service.http.certificates import Certificates
 from pensieve.service.http.front import Allowed, Front
 from pensieve.service.http.routes import application
 from pensieve.text import ChatTemplate
@@ -44,17 +44,24 @@ def serve_http(server: Server, template: ChatTemplate, style: CallStyle | None =
     front = Front(server.guard, Allowed(of.http_hosts, of.http_origins, is_local))
     server.beside.append(
         HttpListener(
-            of, lambda: application(front, server.daemon, template, style, server.batch_jobs)
+            of,
+            lambda: application(front, server.daemon, template, style, server.batch_jobs),
+            server.audit.certificate_reloaded,
         )
     )
 
 
 class HttpListener:
-    def __init__(self, listening: Listening, make: Callable[[], Any]) -> None:
-        """`make` gives the application, when the socket is about to answer."""
+    def __init__(
+        self,
+        listening: Listening,
+        make: Callable[[], Any],
+        on_reload: Callable[[str], None] = lambda problem: None,
+    ) -> None:
+        """`make` gives the application, when the socket is about to answer; `on_reload` as Certificates'."""
         need("http", "uvicorn", PURPOSE)
         need("http", "starlette", PURPOSE)
-        self._listening, self._make = listening, make
+        self._listening, self._make, self._on_reload = listening, make, on_reload
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
@@ -97,12 +104,10 @@ class HttpListener:
 
     def _tls(self) -> dict[str, Any]:
         of = self._listening
-        if of.tls_cert is None:
+        if of.tls_cert is None or of.tls_key is None:
             return {}
-        client = {}
-        if of.tls_client_ca is not None:
-            client = {"ssl_ca_certs": str(of.tls_client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
-        return {"ssl_certfile": str(of.tls_cert), "ssl_keyfile": str(of.tls_key), **client}
+        certificates = Certificates(of.tls_cert, of.tls_key, of.tls_client_ca, self._on_reload)
+        return {"ssl_context_factory": lambda config, default: certificates.context}
 
     async def close(self) -> None:
         """What is answered has a moment to end."""

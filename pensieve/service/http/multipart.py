@@ -47,7 +47,10 @@ class State(Enum):
 class Multipart:
     def __init__(self, content_type: str) -> None:
         found = _header("content-type", content_type)
-        boundary = found.get_boundary() or ""
+        try:
+            boundary = found.get_boundary() or ""
+        except (ValueError, LookupError):  # in a charset that cannot be read
+            boundary = ""
         if found.get_content_type() != "multipart/form-data":
             raise InvalidArgument("content-type", "must be multipart/form-data")
         if not 1 <= len(boundary) <= BOUNDARY_CHARACTERS_MAX or not boundary.isascii():
@@ -138,8 +141,17 @@ def _part(lines: list[str]) -> PartBegan:
         head = _header("content-disposition", value)
         field = head.get_param("name", header="content-disposition")
         if head.get_content_disposition() == "form-data" and isinstance(field, str):
-            return PartBegan(field, head.get_filename())
+            return PartBegan(field, _filename(head))
     raise _broken("has a part without a name")
+
+
+def _filename(head: Message) -> str | None:
+    """`filename*` may be in any charset, and have what is no text in it."""
+    try:
+        found = head.get_filename()
+    except (ValueError, LookupError):
+        raise _broken("has a filename in a charset that cannot be read") from None
+    return None if found is None else found.encode("utf-8", "replace").decode()
 
 
 def _header(name: str, value: str) -> Message:

@@ -2,6 +2,7 @@
 
     response_format        {"type": "json_schema", "json_schema": {"name", "schema", …}}, or a json_object
     text.format            the same of a response, without the inner object
+    output_config.format   {"type": "json_schema", "schema"} of Anthropic's API
     structured_outputs     open servers' own: one of json, json_object, regex, choice, grammar
     guided_json, guided_regex, guided_choice, guided_grammar    their older names
 
@@ -50,6 +51,20 @@ def take_text_format(text: Fields) -> FormatFields:
     return _only_one(_of_format(text.fields("format"), ""))
 
 
+def take_output_format(config: Fields) -> FormatFields:
+    """Of a message of Anthropic's API: a schema without a name, and nothing else."""
+    given = config.fields("format")
+    if given is None:
+        return FormatFields()
+    kind = given.needed_text("type")
+    if kind != "json_schema":
+        problem = f"{quoted(kind)} is not json_schema"
+        raise Refusal(given.where("type"), problem, "unsupported_parameter")
+    found = _schema(given)
+    given.end()
+    return _only_one([found])
+
+
 class _Found(NamedTuple):
     where: str
     constraint: Constraint
@@ -93,11 +108,16 @@ def _of_schema(given: Fields, inside: str) -> _Found:
     described.needed_text("name")
     described.text("description")
     described.flag("strict")
+    found = _schema(described)
+    if inside:
+        described.end()
+    return found
+
+
+def _schema(described: Fields) -> _Found:
     where, schema = described.where("schema"), described.object("schema")
     if schema is None:
         raise Refusal(where, "is required", "missing_required_parameter")
-    if inside:
-        described.end()
     return _Found(where, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(schema)))
 
 

@@ -108,7 +108,7 @@ def parse(kind: RequestKind, body: Any, served: Served) -> Request:
             is_history = name in ("messages", "input")
             values_max = MESSAGES_VALUES_MAX if is_history else VALUES_MAX
             check_json(value, fields.where(name), values_max)
-    values: dict[str, Any] = {"model": _model(fields, served.models)}
+    values: dict[str, Any] = {"model": take_model(fields, served.models)}
     read = take_sampling(kind, fields, served.defaults, served.vocab_size)
     values |= {"sampling": read.sampling, "given": read.given}
     form = _form(kind, fields)
@@ -132,7 +132,8 @@ def parse(kind: RequestKind, body: Any, served: Served) -> Request:
     return Request(kind, params=params, **values)
 
 
-def _model(fields: Fields, models: Collection[str] | None) -> str:
+def take_model(fields: Fields, models: Collection[str] | None) -> str:
+    """Its name, which is one of those that are served."""
     name = fields.needed_text("model")
     if not name or (models is not None and name not in models):
         served = f"; served: {', '.join(sorted(models))}" if models else ""

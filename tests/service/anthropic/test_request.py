@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pensieve.core.constraint import Constraint, ConstraintKind
 from pensieve.core.sampling import Sampling
 from pensieve.errors import InvalidArgument
 from pensieve.service.anthropic import parse, parse_count
@@ -171,7 +172,12 @@ def test_sampling_has_the_models_defaults_where_nothing_is_said():
         ({"thinking": {"type": "on"}}, "thinking.type"),
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format.type"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {}, "name": "x"}}},
+            "output_config.format.name",
+        ),
         ({"output_config": {"effort": "low"}}, "output_config.effort"),
         ({"output_config": {"effort": "loud"}}, "output_config.effort"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
@@ -318,3 +324,20 @@ def test_a_body_with_odd_values_anywhere_is_taken_or_refused():
 def test_what_is_no_body_is_refused(value):
     with pytest.raises(InvalidArgument):
         parse(value, SERVED)
+
+
+def test_a_schema_of_the_reply_is_a_constraint() -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    request = ask(output_config={"format": form, "effort": "high"})
+    assert request.constraint == Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "object"}')
+    assert request.params["constraint.json_schema"] == "output_config.format.schema"
+    assert ask().constraint is None
+    body = {"model": "tiny", "messages": [USER], "output_config": {"format": form}}
+    assert parse_count(body, SERVED).messages == ask().messages
+
+
+def test_a_history_may_be_as_long_as_that_of_a_chat_completion() -> None:
+    turns = [{"role": "user", "content": [text("hi")]}, {"role": "assistant", "content": "ho"}]
+    long = [*(turns * 2_500), USER]  # more values than any other parameter may have
+    assert len(messages(*long)) == len(long)
+    assert refused(messages=long * 8)[0] == "messages"

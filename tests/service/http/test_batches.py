@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from pensieve.service.grpc.auth import Token
 from pensieve.service.jobs.values import JobHeader
 from pensieve.service.jobs.worker import JobsConfig
+from pensieve.store.job_records import JobKey, ResultBytes
 from tests.service.http.rig_http import MODEL, Answer, HttpRig, http_rig
 from tests.service.rig_daemon import wait_for
 
@@ -257,3 +259,66 @@ def test_a_daemon_without_jobs_says_so(tmp_path: Path) -> None:
     with http_rig(tmp_path / "data") as door:
         assert door.ask("GET", "/v1/batches").status == 404
         assert upload(door, PURPOSE, SENT).status == 404
+
+
+def test_sizes_of_results_are_read_once_and_a_list_is_a_page(
+    door: HttpRig, client: openai.OpenAI
+) -> None:
+    file = client.files.create(file=("in.jsonl", FILE), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    done = ended(client, batch.id)
+    first = {each.id: each.bytes for each in client.files.list()}
+    read: list[Any] = []
+    store = door.rig.job_store
+    result_bytes = store.result_bytes
+    store.result_bytes = lambda key: (read.append(key), result_bytes(key))[1]  # type: ignore[method-assign]
+    try:
+        assert {each.id: each.bytes for each in client.files.list()} == first
+        assert client.files.retrieve(str(done.output_file_id)).bytes == first[done.output_file_id]
+        assert not read
+    finally:
+        del store.result_bytes
+    for _ in range(101):
+        client.files.create(file=("one.jsonl", line("a")), purpose="batch")
+    page = client.files.list()
+    assert len(page.data) == 100
+    assert page.has_more
+    assert len(list(client.files.list(limit=10_000))) > 100
+
+
+def test_a_list_ends_when_its_client_leaves(door: HttpRig, client: openai.OpenAI) -> None:
+    file = client.files.create(file=("in.jsonl", line("a")), purpose="batch")
+    for _ in range(3):
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        ended(client, batch.id)  # whose sizes nobody has asked for
+    store, calls = door.rig.job_store, door.rig.server.guard.calls
+    read, go_on, is_over = [], threading.Event(), threading.Event()
+    result_bytes, enter = store.result_bytes, calls.enter
+
+    def enter_seen(exchange: Any, tenant: str) -> Any:
+        exchange.add_done_callback(lambda _: is_over.set())
+        return enter(exchange, tenant)
+
+    def read_slowly(key: JobKey) -> ResultBytes:
+        read.append(key)
+        assert go_on.wait(60)
+        return result_bytes(key)
+
+    store.result_bytes = read_slowly  # type: ignore[method-assign]
+    calls.enter = enter_seen  # type: ignore[method-assign]
+    try:
+        connection = door.connection()
+        connection.request("GET", "/v1/files")
+        wait_for(lambda: read)
+        assert not is_over.is_set()
+        connection.close()
+        assert is_over.wait(30)
+    finally:
+        go_on.set()
+        del calls.enter
+        del store.result_bytes
+    assert len(read) == 1

@@ -152,3 +152,14 @@ def test_errors_have_anthropics_shape(door: HttpRig, client: anthropic.Anthropic
     assert refused.error["type"] == "invalid_request_error"
     elsewhere = door.ask("POST", "/v1/messages", b"{}", {"origin": "http://elsewhere.example"})
     assert (elsewhere.status, elsewhere.error["type"]) == (403, "permission_error")
+
+
+def test_a_reply_is_held_to_a_schema(door: HttpRig) -> None:
+    form = {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}
+    answer = ask(door, max_tokens=40, output_config={"format": form})
+    assert answer.status == 200
+    assert json.loads(answer.value["content"][-1]["text"]) in ("yes", "no")
+    wrong = {"type": "json_schema", "schema": {"$ref": "#/nowhere"}}
+    refused = ask(door, output_config={"format": wrong})
+    assert refused.status == 400
+    assert "output_config.format.schema" in refused.error["message"]

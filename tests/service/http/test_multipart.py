@@ -80,7 +80,15 @@ def test_any_data_comes_back(parts, data):
 
 @pytest.mark.parametrize(
     "kind",
-    ["", "application/json", "multipart/form-data", "multipart/form-data; boundary=" + "b" * 71],
+    [
+        "",
+        "application/json",
+        "multipart/form-data",
+        "multipart/form-data; boundary=" + "b" * 71,
+        "multipart/form-data; boundary*=idna''x",
+        "multipart/form-data; boundary*=idna''xn--a%2E",
+        "multipart/form-data; boundary*=utf-7''x%2B2AA-",
+    ],
 )
 def test_what_is_no_form_by_its_type_is_refused(kind):
     with pytest.raises(InvalidArgument) as caught:
@@ -105,6 +113,28 @@ def test_broken_forms_are_refused(form, says):
     for cuts in ((), range(0, len(form), 7)):
         with pytest.raises(InvalidArgument, match=says):
             read(form, *cuts)
+
+
+@pytest.mark.parametrize("field", ["name", "filename"])
+@pytest.mark.parametrize("charset", ["idna", "punycode", "nothing", "hex", "utf-7", "utf-16", ""])
+@pytest.mark.parametrize("value", ["x", "x%2B2AA-", "xn--%C3%A9.", "%00", "%FF%D8"])
+def test_a_name_in_any_charset_is_text_or_refused(field, charset, value):
+    other = "; name=file" if field == "filename" else ""
+    head = f"Content-Disposition: form-data{other}; {field}*={charset}''{value}"
+    form = f"--b-0\r\n{head}\r\n\r\ndata\r\n--b-0--".encode()
+    try:
+        ((name, filename, data),) = read(form)
+    except InvalidArgument:
+        return
+    assert (name, data) == ("file", b"data")
+    assert filename is not None
+    filename.encode()  # so the daemon can answer with it
+
+
+def test_what_is_no_text_in_a_filename_is_replaced():
+    named = "form-data; name=file; filename*=utf-7''x%2B2AA-"
+    form = f"--b-0\r\nContent-Disposition: {named}\r\n\r\n\r\n--b-0--".encode()
+    assert read(form) == [("file", "x?", b"")]
 
 
 def test_what_is_withheld_of_a_file_is_no_longer_than_a_delimiter():
