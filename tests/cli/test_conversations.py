@@ -141,7 +141,7 @@ def test_a_line_that_cannot_be_imported_is_named_and_the_others_are_imported(
     errors = [line for line in said.err.splitlines() if line.startswith("! ")]
     assert [line.split(":")[0] for line in errors] == [f"! line {n}" for n in (2, 3, 4, 5, 6, 7, 9)]
     for wanted, line in zip(
-        ("already", "128 of A-Z", "1 to 128 messages", "robot", "tool_call_id", "colour", "JSON"),
+        ("already", "128 of A-Z", "more than 127", "robot", "tool_call_id", "colour", "JSON"),
         errors,
         strict=True,
     ):

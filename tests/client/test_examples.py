@@ -212,7 +212,7 @@ def test_the_python_of_the_page_runs(
 ) -> None:
     page = (ROOT / "docs" / "sdk.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         exec(block.replace("127.0.0.1:50051", daemon.address), {})
         assert capsys.readouterr().out.strip()
