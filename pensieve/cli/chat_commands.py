@@ -12,7 +12,7 @@ from pensieve.cli.chat_list import ChatList
 from pensieve.cli.chat_sampling import SETTINGS
 from pensieve.cli.chat_screen import Screen
 from pensieve.cli.chat_talk import Talk, new_id
-from pensieve.cli.conversation_lines import line_of, markdown_of
+from pensieve.cli.conversation_lines import line_of, markdown_of, openai_message
 from pensieve.cli.ctrl_c import CtrlC
 from pensieve.cli.line_editor import LineEditor
 from pensieve.client import Client, Message
@@ -164,7 +164,11 @@ class Commands:
         write = line_of if path.suffix == ".jsonl" else markdown_of
         try:
             with path.open("x", encoding="utf-8") as file:
-                file.writelines(write(state, messages))
+                try:
+                    file.writelines(write(state, messages))
+                except BaseException:
+                    path.unlink(missing_ok=True)  # half of it would be taken for all
+                    raise
         except FileExistsError:
             raise InvalidArgument("/save", f"{path} is there already") from None
         except OSError as error:
@@ -218,9 +222,9 @@ class Commands:
     def _say_again(self, taken: list[Message], texts: list[str]) -> str:
         """Send what was sent with a turn that is taken back; the new reply."""
         sent = [
-            {"role": each.role, "content": text, "tool_call_id": each.tool_call_id}
+            {**openai_message(each), "content": text}
             for each, text in zip(taken, texts, strict=True)
-            if each.role != "assistant"
+            if not each.finish_reason  # a history that somebody brought may have replies, too
         ]
         options: dict[str, Any] = {"metadata": taken[0].metadata} if taken[0].metadata else {}
         if "seed" in self._talk.sampling.options:

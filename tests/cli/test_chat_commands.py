@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pensieve.cli.chat_commands import HELP, Commands
+from pensieve.client import Message
 from tests.cli.terminal import CTRL_C, PROMPT, Terminal, text_of
 from tests.cli.test_chat_terminal import leave, said
 
@@ -139,3 +142,26 @@ def test_help_names_every_command() -> None:
     for name in names:
         assert name in HELP
     assert max(map(len, HELP.splitlines())) <= 80
+
+
+def test_a_turn_is_said_again_with_all_that_was_sent():
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    blank = {field.name: None for field in fields(Message)} | {"text": "", "metadata": {}}
+    turn = [
+        Message(**{**blank, "role": "assistant", "tool_calls": (call,)}),
+        Message(**{**blank, "role": "tool", "text": "Waves.", "tool_call_id": "c"}),
+        Message(**{**blank, "role": "user", "text": "And?"}),
+        Message(**{**blank, "role": "assistant", "text": "Sand.", "finish_reason": "stop"}),
+    ]
+    sent: list[object] = []
+    commands = object.__new__(Commands)
+    commands._talk = SimpleNamespace(  # type: ignore[assignment]
+        sampling=SimpleNamespace(options={}),
+        say=lambda messages: sent.extend(messages) or SimpleNamespace(text="Shells."),
+    )
+    assert commands._say_again(turn, [each.text for each in turn]) == "Shells."
+    assert sent == [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "Waves.", "tool_call_id": "c"},
+        {"role": "user", "content": "And?"},
+    ]

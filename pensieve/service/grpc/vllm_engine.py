@@ -43,6 +43,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
         self._constraints: Constraints | None = None  # once a model was loaded
+        self._archive: tuple[bytes, str] | None = None  # of the tokenizer, and its digest
+        self._packing = asyncio.Lock()
         self._running: dict[tuple[str, str], list[LiveTurn]] = {}  # by tenant and request
 
     async def _check(self, options: TurnOptions, tenant: str) -> None:
@@ -177,8 +179,12 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetTokenizer(  # type: ignore[override]
         self, request: common.GetTokenizerRequest, context: Any
     ) -> None:
-        data = await asyncio.to_thread(tokenizer_archive, self.daemon.engine.model_folder)
-        digest = hashlib.sha256(data).hexdigest()
+        async with self._packing:  # once for all that ask
+            if self._archive is None:
+                folder = self.daemon.engine.model_folder
+                data = await asyncio.to_thread(tokenizer_archive, folder)
+                self._archive = data, hashlib.sha256(data).hexdigest()
+        data, digest = self._archive
         for start in range(0, len(data), PIECE_BYTES):
             piece = common.GetTokenizerChunk(data=data[start : start + PIECE_BYTES])
             if start + PIECE_BYTES >= len(data):
