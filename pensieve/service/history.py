@@ -356,7 +356,7 @@ class History:
         message = records.NewMessage(
             "assistant", text, reply.token_ids, "", reply.stream, reply.logprobs
         )
-        state = None if reply.chain is None else reply.chain.state(text, reply.stream)
+        state = reply.state if reply.chain is None else reply.chain.state(text, reply.stream)
         revision = self._store.finish_turn(
             reply.turn_id, message, reply.finish.value, reply.figures, state
         )

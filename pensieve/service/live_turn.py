@@ -96,6 +96,7 @@ class Reply:
     is_cut: bool = False  # a cancel cut it: what was withheld as a possible stop string is text
     logprobs: bytes = b""  # packed
     chain: ChainEnd | None = None  # of its client's history before it
+    state: records.ChainState | None = None  # or what follows from that and the reply
 
 
 class Committed(NamedTuple):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 from pensieve.errors import NotFound, PensieveError
 from pensieve.service.history import History
@@ -22,6 +23,7 @@ from pensieve.text import Tokenizer
 
 log = logging.getLogger("pensieve")
 NO_REVISION = 0
+READ_CHARACTERS_MAX = 16 << 10  # of a reply whose calls the store thread may look for by itself
 
 
 class TurnEnds:
@@ -34,6 +36,11 @@ class TurnEnds:
         if live.logprobs:  # so many that packing them would hold everybody up
             packed = await self._threads.in_text_pool(live.tenant, lambda: packed_logprobs(live))
             reply = replace(reply, logprobs=packed)
+        if (chain := reply.chain) is not None and len(reply.text) > READ_CHARACTERS_MAX:
+            read = partial(chain.state, reply.text, reply.stream)
+            if not reply.is_cut:  # else its text is not known yet
+                state = await self._threads.in_text_pool(live.tenant, read)
+                reply = replace(reply, chain=None, state=state)
         return await self._threads.in_store(live.tenant, self._history.finish, reply)
 
     async def fail(self, live: LiveTurn, reason: str) -> None:

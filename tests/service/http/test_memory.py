@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from pensieve.service import turn_ends
 from tests.service.http.rig_http import MODEL, HttpRig, http_rig
 from tests.service.rig_daemon import wait_for
 
@@ -51,6 +52,14 @@ def test_twenty_turns_compute_what_is_new_and_nothing_else(
     assert [each.content for each in stored[1::2]] == [
         each["content"] for each in messages if isinstance(each, dict) and each["role"] == "user"
     ]
+
+
+def test_a_long_reply_is_read_beside_the_store_thread(
+    rig: HttpRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_ends, "READ_CHARACTERS_MAX", 0)
+    text = rig.chat("A long one.").value["choices"][0]["message"]["content"]
+    assert rig.chat("A long one.", text, "And?").headers["x-pensieve-bound"] == "appended"
 
 
 def test_who_edits_what_it_said_gets_a_fork_that_shares_what_came_before(
