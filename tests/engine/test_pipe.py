@@ -36,6 +36,7 @@ MESSAGES = [
     box.EvictConversation("a", True, 9),
     box.ListCached(3, 20, True),
     box.Explain(4, "a"),
+    box.Picture(7, 50, "acme/"),
     box.GetStats(5),
     box.CheckIntegrity(6),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pensieve.text.parts import Part
@@ -148,6 +148,7 @@ TOKENS = st.lists(
 )
 
 
+@example([('[THINK]<tool_call>{"name": "f"}', CALL)], [], STYLES["hermes"])
 @given(TOKENS, st.lists(st.integers(0), max_size=12), st.sampled_from([None, STYLES["hermes"]]))
 def test_tokens_may_be_cut_anywhere(tokens, borders, style):
     whole = pieces_of(*tokens, style=style)

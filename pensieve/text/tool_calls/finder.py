@@ -73,7 +73,7 @@ class CallFinder:
                     self._found.append(text[position:start])
                     self._start(text[start], needs_mark=False)
                     return start + 1
-        elif self._mark_counts:
+        if not self._may_open and self._mark_counts:
             start = text.find(style.mark[0], position)
             if start >= 0:
                 self._found.append(text[position:start])
